@@ -2,18 +2,21 @@
 
     python tools/measure_quality.py bundled digits
     python tools/measure_quality.py OPT
+    PYTHONPATH=tests/quantize python tools/measure_quality.py million
 
 ``bundled`` is the model in the package, ``digits`` that of ``tests/data/digits_model``, and OPT a folder that
 ``train_demo_model.py --architecture opt`` wrote. Each is migrated by each recipe and compared with its source by the
 definitions of ``bminf_lite.evaluation.divergence``, on the CPU. The text of the first and the last is the held-out
 text in their folders, in windows of 256 tokens: the first 8,192 tokens calibrate, the others are measured. The digits
-model sorts random digits.
+model sorts random digits. ``million`` is the bundled model with a pair of neurons that reaches a million on its most
+frequent token, run with activations rounded to fp16 as on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +24,15 @@ from pathlib import Path
 import numpy as np
 
 import bminf_lite
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.values import ForwardBatch
+from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import CalibrationSettings, Recipe, load_recipe
 from bminf_lite.errors import UsageError
 from bminf_lite.evaluation.compare import compare
 from bminf_lite.evaluation.corpus import Window
 from bminf_lite.evaluation.divergence import Divergence, DivergenceAccumulator
+from bminf_lite.layers.cache import KVCache
 from bminf_lite.migration.budget import offline_part
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
@@ -94,7 +101,7 @@ def cell(found: Divergence, plain: float) -> str:
 
 
 def cost_of_int8_cache(folder: Path, windows: Sequence[Window]) -> Divergence:
-    """The float model with an int8 cache, compared with itself without."""
+    """A model with an int8 cache, compared with itself without; float activations, lest these hide the cache."""
     total = DivergenceAccumulator()
     with bminf_lite.load(folder, "cpu") as plain, bminf_lite.load(folder, "cpu", kv_cache="int8") as int8:
         for window in windows:
@@ -120,8 +127,48 @@ def measure(source: Path, text: Text) -> None:
             found = compare(out, source, text.windows, "cpu", layers=False).divergence
             plain = plain or found.kl
             print(f"| {recipe.name} | {report.bytes_after / 1e6:.2f} | {cell(found, plain)} |", flush=True)
-    if all(window.source is None for window in text.windows):
-        print(f"| int8 cache alone | | {cell(cost_of_int8_cache(source, text.windows), plain)} |", flush=True)
+        if all(window.source is None for window in text.windows):
+            print(f"| int8 cache alone | | {cell(cost_of_int8_cache(source, text.windows), plain)} |", flush=True)
+            scaled = replace(load_recipe("w8a16"), calibration=CalibrationSettings())
+            bminf_lite.migrate(source, Path(folder) / "keys", scaled, calibrate=text.calibration, device="cpu")
+            found = cost_of_int8_cache(Path(folder) / "keys", text.windows)
+            print(f"| int8 cache alone, calibrated | | {cell(found, plain)} |", flush=True)
+
+
+def logits(folder: Path, windows: Sequence[Window], activations: type) -> list[np.ndarray]:
+    """The logits of each window but its last, activations rounded to a type."""
+    ops = Backend(activations)
+    found = []
+    with open_model(folder) as model, np.errstate(all="ignore"):
+        network = model.architecture.Model(model.config, model.weights(), ops)
+        for window in windows:
+            cache = KVCache.for_sequences(ops, model.config.cache_shape, 1, len(window.tokens))
+            tables = cache.tables(1, len(window.tokens))
+            batch = ForwardBatch.packed(ops.array, [window.tokens], block_tables=tables)
+            found.append(np.array(network(batch, cache, all_logits=True))[:-1])
+            cache.close()
+    return found
+
+
+def measure_million(text: Text) -> None:
+    """Print the table of the bundled model with neurons that reach a million."""
+    import outliers
+
+    print("\na million between gate and down\n\n| recipe | divergence | of w8a8 | perplexity | same top |")
+    print("|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        token = Counter(text.calibration).most_common(1)[0][0]
+        source = outliers.write(DEMO, Path(folder) / "source", outliers.spike(token, 1e6))
+        expected, plain = logits(source, text.windows, np.float32), 0.0
+        for recipe in ("w8a8", "w8a8-rotate", "w8a8-smooth", "auto", "w8a16"):
+            out, calibrate = Path(folder) / recipe, text.calibration if load_recipe(recipe).calibration else None
+            bminf_lite.migrate(source, out, recipe, calibrate=calibrate, device="cpu")
+            total = DivergenceAccumulator()
+            for one, other, window in zip(expected, logits(out, text.windows, np.float16), text.windows, strict=True):
+                total.add(one, other, window.tokens[1:])
+            found = total.result()
+            plain = plain or found.kl
+            print(f"| {recipe} | {cell(found, plain)} |", flush=True)
 
 
 def main() -> None:
@@ -131,6 +178,8 @@ def main() -> None:
     for name in parser.parse_args().models:
         if name == "digits":
             measure(DIGITS, random_digits(start=0))
+        elif name == "million":
+            measure_million(held_out_text(DEMO))
         else:
             source = DEMO if name == "bundled" else Path(name)
             measure(source, held_out_text(source))

@@ -1,38 +1,46 @@
 """The perplexity that each recipe costs the demo model, as it is and with outliers that change nothing in float.
 
-    PYTHONPATH=tests/quantize python tools/measure_quantization.py
+    PYTHONPATH=tests/quantize python tools/measure_quantization.py [RECIPE ...]
 
-Calibrates on the first part of the held-out text and measures on the rest of it; prints a table in Markdown.
+The recipes are the keys of ``RECIPES``, by default all. Calibrates on the first part of the held-out text and measures
+on the rest of it; prints a table in Markdown.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import outliers
 
 import bminf_lite
+from bminf_lite.checkpoint.recipe import CalibrationSettings, Recipe, load_recipe
 from bminf_lite.evaluation.perplexity import perplexity
+from bminf_lite.migration.budget import offline_part
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 CALIBRATION_TOKENS = 8192
 WINDOW = 1024
-GPTQ = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = true\nmax_error = 0.001\nrounding = "gptq"\n'
-ROTATED = 'linear = "w8a8"\nhead = "w8a8"\nrotation = 64\n[calibration]\nsmoothing = true\n'
-COLUMNS = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = true\nmax_error = 0.001\noutlier_columns = 8\n'
-RECIPES = {
-    "w8a16": "", "w8a8": "", "w8a8-rotate": "", "w8a8-smooth": "", "w8a8-rotate, smoothed": ROTATED, "auto": "",
-    "auto, gptq": GPTQ, "auto, 8 columns": COLUMNS,
+W8A8, ROTATE, AUTO = (load_recipe(name) for name in ("w8a8", "w8a8-rotate", "auto"))
+MIXED = CalibrationSettings(max_error=0.001)
+SMOOTH = CalibrationSettings()
+RECIPES: dict[str, Recipe] = {
+    "w8a16": load_recipe("w8a16"), "w8a8": W8A8, "w8a8-rotate offline": offline_part(ROTATE), "w8a8-rotate": ROTATE,
+    "w8a8-smooth": load_recipe("w8a8-smooth"), "w8a8-rotate smoothed": replace(ROTATE, calibration=SMOOTH),
+    "auto": AUTO, "auto gptq": replace(AUTO, calibration=replace(MIXED, rounding="gptq")),
+    "auto 8 columns": replace(AUTO, calibration=replace(MIXED, outlier_columns=8)),
 }  # fmt: skip
-"""The text of each recipe's file; empty for those that come with the package."""
-UNCALIBRATED = ("w8a16", "w8a8", "w8a8-rotate")
 
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", default=list(RECIPES))
+    chosen = {name: RECIPES[name] for name in parser.parse_args().recipes}
     with bminf_lite.load(DEMO, "cpu") as model:
         ids = model.tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8"), add_special_tokens=False)
     calibration, measured = ids[:CALIBRATION_TOKENS], ids[CALIBRATION_TOKENS:]
@@ -44,26 +52,23 @@ def main() -> None:
         "spike": outliers.spike(Counter(ids).most_common(1)[0][0]),
     }
     print(f"{len(measured):,} tokens in windows of {WINDOW}, calibrated on {len(calibration):,} others\n")
-    print("| outliers | float |", " | ".join(RECIPES), "|")
-    print("|---|---|" + "---|" * len(RECIPES))
+    print("| outliers | float |", " | ".join(chosen), "|")
+    print("|---|---|" + "---|" * len(chosen))
     with tempfile.TemporaryDirectory() as folder:
         for name, put_in in cases.items():
             source = outliers.write(DEMO, Path(folder) / name, put_in)
             unquantized = value(source, measured)
-            costs = [cost(source, recipe, calibration, measured, unquantized) for recipe in RECIPES]
+            costs = [cost(source, recipe, calibration, measured, unquantized) for recipe in chosen.values()]
             print(f"| {name} | {unquantized:.3f} |", " | ".join(costs), "|", flush=True)
 
 
-def cost(source: Path, recipe: str, calibration: list[int], measured: list[int], unquantized: float) -> str:
+def cost(source: Path, recipe: Recipe, calibration: list[int], measured: list[int], unquantized: float) -> str:
     """The increase of perplexity, the number of products that are not plain w8a8, and the seconds of the migration."""
     with tempfile.TemporaryDirectory() as folder:
-        out, chosen = Path(folder) / "out", recipe
-        if text := RECIPES[recipe]:
-            (Path(folder) / "recipe.toml").write_text(text)
-            chosen = str(Path(folder) / "recipe.toml")
-        calibrate = None if recipe in UNCALIBRATED else calibration
+        out = Path(folder) / "out"
+        calibrate = calibration if recipe.calibration else None
         start = time.perf_counter()
-        report = bminf_lite.migrate(source, out, chosen, calibrate=calibrate, device="cpu")
+        report = bminf_lite.migrate(source, out, recipe, calibrate=calibrate, device="cpu")
         seconds = time.perf_counter() - start
         mixed = [p for p in report.calibration.get("products", []) if p["scheme"] != "w8a8" or p["outlier_columns"]]
         note = f" ({len(mixed)} of {len(report.calibration['products'])} mixed, {seconds:.1f} s)" if calibrate else ""

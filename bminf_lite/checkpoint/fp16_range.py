@@ -68,7 +68,7 @@ def row_norms(matrix: np.ndarray, gain: np.ndarray) -> np.ndarray:
     squares, step = gain * gain, rows_per_block(len(gain))
 
     def of_block(first: int) -> np.ndarray:
-        block = np.asarray(matrix[first : first + step]).astype(np.float32)
+        block = np.array(matrix[first : first + step]).astype(np.float32, copy=False)
         with np.errstate(over="ignore"):
             found: np.ndarray = np.square(block, out=block) @ squares
         return found

@@ -5,6 +5,9 @@ the size of the model. The result appears complete or not at all (see :mod:`.out
 and the matrices that the recipe leaves float are copied bit for bit in the source's type. A tied head, which has no
 tensor of its own, is quantized when the checkpoint is loaded.
 
+A recipe may rotate the model in its weights first (see :mod:`.offline_rotation`), and gated products that fp16 cannot
+hold are scaled (see :mod:`.fp16_range`).
+
 The output is a compressed-tensors checkpoint that transformers and vLLM open, plus ``bminf_lite.json`` (see
 :mod:`.manifest`), with one exception. Matrices that the source stores ``[in, out]`` (GPT-2's) are stored ``[out, in]``
 as int8 like any other, and the format has no name for that, so only this package opens the result. With ``portable``

@@ -11,20 +11,28 @@ An orthogonal matrix spreads a large channel over many, so that one scale per to
 
 The architecture says what is possible (``stream`` and ``value_heads`` of :class:`~bminf_lite.models.spec.Spec`). A tied
 head reads a norm that the embedding does not, so it becomes a matrix of its own.
+
+Rows are computed while they are read. Matrices that add to the stream, and those of values, are computed whole, so two
+of these are in memory in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..backend.rotation import rotated
+from ..files import thread_count
 from ..models.spec import Fold, Spec
 from .derived_tensor import DerivedTensor, Rows, WholeMatrices, info_as
 from .opened_model import OpenedModel
 from .reader import Checkpoint
+
+STRIP_COLUMNS = 64
+"""Columns of a matrix that are transformed at once: their strip fits the cache of a core."""
 
 Transform = Callable[[np.ndarray], np.ndarray]
 """Rows fp32 ``[n, features]``, each multiplied by one orthogonal matrix."""
@@ -40,20 +48,25 @@ def stream_rotation(features: int) -> Transform:
     signs = random.choice(np.array([-1, 1], np.float32), features)
     block = features & -features
     mixing = np.linalg.qr(random.standard_normal((features // block,) * 2))[0].astype(np.float32)
+    inner = 1 << (block.bit_length() // 2)
+    outer = block // inner
+    outer_matrix, inner_matrix = (rotated(np.eye(n, dtype=np.float32), n) for n in (outer, inner))
 
     def transform(rows: np.ndarray) -> np.ndarray:
-        blocks = rotated(rows * signs, block)
-        if features == block:
-            return blocks
-        mixed: np.ndarray = np.matmul(mixing, blocks.reshape(-1, features // block, block))
-        return mixed.reshape(rows.shape)
+        # Sylvester's matrix is the Kronecker product of two smaller ones, which BLAS multiplies by
+        signed = (rows * signs).reshape(-1, inner) @ inner_matrix
+        blocks = np.matmul(outer_matrix, signed.reshape(-1, outer, inner))
+        if features > block:
+            blocks = np.matmul(mixing, blocks.reshape(-1, features // block, block))
+        turned: np.ndarray = blocks.reshape(rows.shape)
+        return turned
 
     return transform
 
 
 def rotates_offline(spec: Spec) -> tuple[str, ...]:
     """What of a model with ``spec`` can be rotated, in words; empty for nothing."""
-    stream = ["residual stream" + (", its tied head stored apart" if spec.tied else "")] if spec.stream else []
+    stream = ["residual stream" + (" (its tied head is stored apart)" if spec.tied else "")] if spec.stream else []
     return (*stream, *(["value heads"] if spec.value_heads else []))
 
 
@@ -175,11 +188,20 @@ def _rows(checkpoint: Checkpoint, stored: str, change: Change) -> Rows:
 
 
 def _whole(read: Rows, rows: int, columns: tuple[Transform, ...]) -> Callable[[], np.ndarray]:
+    """The whole matrix, its columns transformed too, on all threads."""
+
     def make() -> np.ndarray:
-        values = read(0, rows).T
-        for transform in columns:
-            values = transform(values)
-        return np.ascontiguousarray(values.T)
+        values = read(0, rows)
+
+        def transform_strip(first: int) -> None:
+            strip = np.ascontiguousarray(values[:, first : first + STRIP_COLUMNS].T)
+            for transform in columns:
+                strip = transform(strip)
+            values[:, first : first + STRIP_COLUMNS] = strip.T
+
+        with ThreadPoolExecutor(thread_count()) as pool:
+            list(pool.map(transform_strip, range(0, values.shape[1], STRIP_COLUMNS)))
+        return values
 
     return make
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="SOURCE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-rotate|w8a8-smooth|auto|FILE",
-              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 that rotates the input of down "
-                   "projections, which other readers must support (w8a8-rotate); w8a8 with outliers moved into the "
-                   "weights (w8a8-smooth); that, with float activations where int8 is too coarse (auto); or a TOML "
-                   "file.")  # fmt: skip
+              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 after rotations that spread "
+                   "outliers, of which that of down projections' input must be supported by other readers "
+                   "(w8a8-rotate); w8a8 with outliers moved into the weights (w8a8-smooth); that, with float "
+                   "activations where int8 is too coarse (auto); or a TOML file.")  # fmt: skip
 @click.option("--calibrate", type=PATH, metavar="FILE",
               help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.')  # fmt: skip
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
               help="With --recipe auto: try quantizations from the fastest to the most exact, and keep the first whose "
               "mean divergence is at most this.")  # fmt: skip
 @click.option("--offline-only", is_flag=True,
-              help="Of these, try only those whose result other readers open: none rotates its input.")  # fmt: skip
+              help="Rotate in the weights alone, so that other readers open the result. With a recipe that rotates, or "
+              "with --target-divergence.")  # fmt: skip
 @device_option
 @click.option("--dry-run", is_flag=True, help="Check the source, and list how each tensor would be stored.")
 @click.option("--portable", is_flag=True, help="Keep matrices that other readers open only as float (GPT-2's) float in "
@@ -66,6 +67,7 @@ def migrate(
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a16 --dry-run
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a8-rotate
+      bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a8-rotate --offline-only
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl --target-divergence 1e-3
     """

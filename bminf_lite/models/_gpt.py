@@ -24,8 +24,8 @@ from ..layers.norm import NormLayer, layer_norm
 from ._architecture import Architecture
 from ._config import ModelConfig
 from ._decoder import Decoder, Output
-from ._rotary import Rotary
-from .spec import Fold, Spec, Tensors, embedding, head, linear, norm, weights_of
+from ._rotary import Rotary, rotary_pairs
+from .spec import Fold, KeyHeads, Spec, Tensors, embedding, head, linear, norm, weights_of
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ def spec(config: Config) -> Spec:
         tensors |= linear(names.project_out, (config.embedding_size, hidden))
     folds: list[Fold] = []
     value_heads: list[Fold] = []
+    key_heads: list[KeyHeads] = []
     rotatable: list[str] = []
     for layer in range(config.layers):
         block = f"{names.layers}.{layer}"
@@ -144,6 +145,8 @@ def spec(config: Config) -> Spec:
             folds.append(Fold(tuple(norms[1]), weights_of(up)))
         if len(qkv) == 3:
             value_heads.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out), config.head_dim))
+            pairs = rotary_pairs(config.rotary, config.head_dim)
+            key_heads.append(KeyHeads(tuple(qkv_tensors[0]), tuple(qkv_tensors[1]), pairs))
         if config.activation == "relu":
             folds.append(Fold(tuple(up_tensors), weights_of(down)))
         rotatable += weights_of(down)
@@ -155,7 +158,7 @@ def spec(config: Config) -> Spec:
     tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
     return Spec(
         tensors, tied, names.ignored, tuple(folds + value_heads), names.aliases, rotatable=tuple(rotatable),
-        value_heads=tuple(value_heads),
+        value_heads=tuple(value_heads), key_heads=tuple(key_heads),
     )  # fmt: skip
 
 

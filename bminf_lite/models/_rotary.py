@@ -62,6 +62,17 @@ class Rotary:
         return RowTransform(order, np.where(order < self.size, np.float32(self.scale), np.float32(1)))
 
 
+def rotary_pairs(rotary: Rotary | None, head_dim: int) -> tuple[int, ...]:
+    """A number for each element of a head as it is stored; elements that are rotated against each other share one."""
+    if rotary is None:
+        return tuple(range(head_dim))
+    transform = rotary.head_transform(head_dim)
+    order = np.arange(head_dim) if transform is None or transform.order is None else transform.order
+    pairs = np.empty(head_dim, int)
+    pairs[order] = np.arange(head_dim) % (head_dim // 2)
+    return tuple(map(int, pairs))
+
+
 def parse_rotary(
     read: ConfigReader,
     theta: float = 10000.0,

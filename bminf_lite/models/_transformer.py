@@ -26,10 +26,11 @@ from ..layers.norm import NormLayer, layer_norm, rms_norm
 from ..layers.whole_norms import AttentionWithWholeNorms
 from ._config import ConfigReader, ModelConfig
 from ._decoder import Output
-from ._rotary import Rotary
+from ._rotary import Rotary, rotary_pairs
 from .spec import (
     Fold,
     GatedProduct,
+    KeyHeads,
     ResidualStream,
     Spec,
     StreamNorm,
@@ -40,7 +41,7 @@ from .spec import (
     linear,
     norm,
     weights_of,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,7 @@ def spec(config: Config) -> Spec:
         tensors |= bias(names.head, table)
     folds: list[Fold] = []
     value_heads: list[Fold] = []
+    key_heads: list[KeyHeads] = []
     rotatable: list[str] = []
     gated: list[GatedProduct] = []
     norms_read: list[StreamNorm] = []
@@ -227,6 +229,9 @@ def spec(config: Config) -> Spec:
         if len(qkv) == 3:
             group = config.heads // config.kv_heads
             value_heads.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out), config.head_dim, group))
+            if config.qk_norm is QueryKeyNorm.NONE:
+                pairs = rotary_pairs(config.rotary[layer], config.head_dim)
+                key_heads.append(KeyHeads(tuple(qkv_tensors[0]), tuple(qkv_tensors[1]), pairs, group))
         if len(mlp_in) == (2 if config.gated else 1) and (config.gated or config.activation == "relu"):
             folds.append(Fold(tuple(in_tensors[-1]), weights_of(mlp_out)))
         rotatable += weights_of(mlp_out)
@@ -238,7 +243,7 @@ def spec(config: Config) -> Spec:
         tensors, tied, names.ignored, tuple(folds + value_heads), names.aliases, rotatable=tuple(rotatable),
         stream=ResidualStream(weights_of(names.embedding), tuple(norms_read), tuple(written))
         if has_rotatable_stream(config) else None,
-        value_heads=tuple(value_heads), gated=tuple(gated),
+        value_heads=tuple(value_heads), gated=tuple(gated), key_heads=tuple(key_heads),
     )  # fmt: skip
 
 

@@ -77,6 +77,21 @@ class ResidualStream:
 
 
 @dataclass(frozen=True)
+class KeyHeads:
+    """Query and key heads whose scores stay the same if keys are divided by what queries are multiplied by.
+
+    ``query`` and ``key`` are a matrix and its bias, if any. Each key head serves ``group`` query heads in a row.
+    ``pairs`` has a number for each element of a head, as it is stored: elements with equal numbers are rotated against
+    each other and need the same factor.
+    """
+
+    query: tuple[str, ...]
+    key: tuple[str, ...]
+    pairs: tuple[int, ...]
+    group: int = 1
+
+
+@dataclass(frozen=True)
 class GatedProduct:
     """``f(gate) * up``, the input of the matrix ``down``, with ``|f(y)| <= |y|`` and without biases.
 
@@ -105,7 +120,8 @@ class Spec:
     ``tied``, but for tensors that a file may also hold with values of their own.
     ``rotatable`` are the matrices whose input a recipe may rotate: the second of each feed-forward layer.
     ``stream`` is the residual stream if it may be rotated, and ``value_heads`` are the folds of value heads, of
-    ``block`` channels each, whose channels may be rotated. ``gated`` are the gated products with a known bound.
+    ``block`` channels each, whose channels may be rotated. ``gated`` are the gated products with a known bound,
+    and ``key_heads`` the heads whose keys may be scaled.
     """
 
     parameters: Mapping[str, Parameter]
@@ -119,6 +135,7 @@ class Spec:
     stream: ResidualStream | None = None
     value_heads: tuple[Fold, ...] = ()
     gated: tuple[GatedProduct, ...] = ()
+    key_heads: tuple[KeyHeads, ...] = ()
 
 
 Tensors = dict[str, Parameter]

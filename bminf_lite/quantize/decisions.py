@@ -26,10 +26,11 @@ from ..checkpoint.opened_model import OpenedModel
 from ..checkpoint.recipe import CalibrationSettings, Recipe, Scheme
 from ..checkpoint.weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
 from ..errors import CheckpointError
-from ..models.spec import Fold, Role
+from ..models.spec import Fold, KeyHeads, Role
 from .calibration import Observation, sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 from .gptq import GPTQInputs, gptq_quantize
+from .key_factors import fold_key_factors, key_factors
 from .smoothing import Smoothing, expand_channels, fold_factors, limit_range, search_smoothing
 
 SEARCH_TOKENS = 512
@@ -75,9 +76,11 @@ class QuantizationSearch:
         self.path = model.path
         self.weights = model.weights()
         self.decisions: list[Decision] = []
+        self._key_heads_of = {heads.key[0]: heads for heads in self.spec.key_heads}
         self._fold_of = {name: fold for fold in self.spec.foldable for name in fold.consumers}
         self._smoothed: dict[Fold, Smoothing] = {}
         self._rewrites: dict[str, WeightRewrite] = {}
+        self._scaled_keys: list[str] = []
         self._inputs: dict[tuple[str, ...], InputStatistics] = {}
         self._matrices: dict[str, Array] = {}
 
@@ -120,6 +123,9 @@ class QuantizationSearch:
                 error = max(evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(better))
                 for name, weight in zip(names, better, strict=True):
                     self._rewrite(name, WeightRewrite(codes=self._spill_to_disk(weight.codes), scale=weight.scale))
+        for name in names:
+            if self.settings.smoothing and name in self._key_heads_of:
+                self._scale_keys(self._key_heads_of[name], rows)
         kept = () if candidate.outliers is None else tuple(candidate.outliers.tolist())
         self.decisions.append(
             Decision(
@@ -130,7 +136,8 @@ class QuantizationSearch:
     def result(self) -> CalibrationResult:
         """All rewrites, and the decisions for the manifest."""
         products = [asdict(decision) | {"scheme": decision.scheme.value} for decision in self.decisions]
-        return CalibrationResult(self._rewrites, {"products": products})
+        scaled = {"scaled_keys": self._scaled_keys} if self._scaled_keys else {}
+        return CalibrationResult(self._rewrites, {"products": products, **scaled})
 
     def _scheme(self, name: str) -> Scheme:
         return self.recipe.scheme_of(name, self.spec.parameters[name].role is Role.HEAD)
@@ -157,6 +164,23 @@ class QuantizationSearch:
             for name, rewrite in moved.items():
                 self._rewrite(name, rewrite)
         return self._smoothed[fold]
+
+    def _scale_keys(self, heads: KeyHeads, rows: Array) -> None:
+        """Choose the factors of a layer's keys, which change the scales of two matrices that are decided already."""
+        some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
+        keys, queries = (self._float_product(tensors, some) for tensors in (heads.key, heads.query))
+        factors = key_factors(keys, queries, heads)
+        if (factors != 1).any():
+            self._scaled_keys.append(heads.key[0])
+            for name, rewrite in fold_key_factors(self.spec, heads, factors).items():
+                self._rewrite(name, rewrite)
+
+    def _float_product(self, tensors: tuple[str, ...], rows: Array) -> np.ndarray:
+        """The float product of a matrix, with its bias if ``tensors`` names one: fp32 ``[n, out]`` on the host."""
+        calibration_ops = self.ops.calibration_ops()
+        weight = calibration_ops.weight(self._matrix(tensors[0]), None)
+        product = np.array(self.ops.host(self.ops.linear(calibration_ops.divided(rows, None), weight, fp32=True)))
+        return product + self.weights.vector(tensors[1]).astype(np.float32) if len(tensors) > 1 else product
 
     def _rewrite(self, name: str, rewrite: WeightRewrite) -> None:
         self._rewrites[name] = self._rewrites.get(name, NO_REWRITE).merged(rewrite)

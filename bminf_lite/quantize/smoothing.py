@@ -91,11 +91,11 @@ def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: flo
 
 def fold_factors(spec: Spec, fold: Fold, factors: np.ndarray) -> dict[str, WeightRewrite]:
     """The rewrite of each tensor of a fold, as it is stored, for ``factors`` fp32 ``[channels]``."""
-    rewrites = {name: _along(spec.parameters[name], 1, expand_channels(factors, fold)) for name in fold.consumers}
-    return rewrites | {name: _along(spec.parameters[name], 0, 1 / factors) for name in fold.producers}
+    rewrites = {name: along(spec.parameters[name], 1, expand_channels(factors, fold)) for name in fold.consumers}
+    return rewrites | {name: along(spec.parameters[name], 0, 1 / factors) for name in fold.producers}
 
 
-def _along(parameter: Parameter, axis: int, factors: np.ndarray) -> WeightRewrite:
+def along(parameter: Parameter, axis: int, factors: np.ndarray) -> WeightRewrite:
     """Factors for the outputs (``axis`` 0) or the inputs (1) of a matrix, or for a vector."""
     rows = len(parameter.shape) == 2 and (axis == 0) != parameter.transposed
     return WeightRewrite(row_factors=factors) if rows else WeightRewrite(column_factors=factors)

@@ -70,7 +70,7 @@ def test_what_is_written(make_checkpoint: MakeCheckpoint, tmp_path: Path, dtype:
     recipe = dataclasses.replace(offline_part(load_recipe("w8a8-rotate")), rules=rules)
     report = bminf_lite.migrate(source, tmp_path / "out", recipe)
     assert report.rotated_offline == (
-        "residual stream" + ", its tied head stored apart" * tied, "value heads"
+        "residual stream" + " (its tied head is stored apart)" * tied, "value heads"
     )  # fmt: skip
     assert "rotated in the weights: residual stream" in str(report) and report.only_bminf_lite is None
     config = json.loads((tmp_path / "out" / "config.json").read_text())

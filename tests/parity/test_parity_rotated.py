@@ -58,6 +58,25 @@ def test_the_bundled_model_with_its_transforms_applied(tmp_path: Path) -> None:
     assert error(theirs, unquantized) < 0.02 and error(ours, unquantized) < 0.02
 
 
+@pytest.mark.parametrize("family", ["bundled", "llama", "opt", "qwen3"])
+def test_rotations_in_the_weights_are_opened_as_they_are(tmp_path: Path, family: str) -> None:
+    """transformers opens the folder and gives our logits, without a transform."""
+    if family == "bundled":
+        source, vocab_size = DEMO, 2048
+    else:
+        golden = next(goldens(family))
+        source = golden.save(tmp_path / "source", RandomWeights(golden.config, golden.seed).tensors)
+        vocab_size = golden.config["vocab_size"]
+    report = bminf_lite.migrate(source, tmp_path / "out", "w8a8-rotate", offline_only=True)
+    assert report.rotated_offline
+    ids = np.random.default_rng(0).integers(0, vocab_size, 24)
+    with bminf_lite.load(source, device="cpu") as before, bminf_lite.load(tmp_path / "out", device="cpu") as model:
+        ours, unquantized = model.logits(ids), before.logits(ids)
+    theirs = make_goldens.logits_of(reopened(tmp_path / "out"), ids)
+    assert error(ours, theirs) < 1.6 * max(error(theirs, unquantized), error(ours, unquantized))
+    assert error(theirs, unquantized) < 0.1
+
+
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "qwen3"])
 def test_other_architectures(tmp_path: Path, family: str) -> None:
     golden = next(goldens(family))

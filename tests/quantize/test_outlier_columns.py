@@ -15,7 +15,9 @@ import pytest
 import bminf_lite
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, quantize_weight
+from bminf_lite.checkpoint.fp16_range import product_shift
 from bminf_lite.checkpoint.manifest import MigrationReport
+from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.errors import CheckpointError
 
@@ -63,8 +65,9 @@ def test_a_spike_is_kept_in_fp16(spiked: tuple[Path, list[int]], kept: tuple[Pat
     assert not any(other["outlier_columns"] for other in decisions.values())
     manifest = json.loads((folder / "bminf_lite.json").read_text())
     assert manifest["format_version"] == 2
-    with open_checkpoint(folder) as out, open_checkpoint(source) as before:
-        weight, original = out.weight(f"{DOWN}.weight"), before.read(f"{DOWN}.weight")
+    with open_checkpoint(folder) as out, open_model(source) as before:
+        factor = np.float32(2.0 ** product_shift(before.checkpoint, before.spec.gated[0]))
+        weight, original = out.weight(f"{DOWN}.weight"), before.checkpoint.read(f"{DOWN}.weight") * factor
         assert isinstance(weight, Int8Weight) and weight.outliers is not None
         np.testing.assert_array_equal(weight.outliers.values, original[:, 640:].astype(np.float16))
         assert not weight.codes[:, 640:].any()

@@ -116,6 +116,7 @@ def test_a_gpu_migrates_and_runs_a_million_between_gate_and_down(
         assert np.isfinite(model.logits(ids[:512])).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["auto", "w8a8-smooth"])
 def test_a_million_between_gate_and_down(spiked: tuple[Path, np.ndarray], tmp_path: Path, recipe: str) -> None:
     source, ids = spiked
