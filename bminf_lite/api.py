@@ -157,9 +157,14 @@ class Model:
             engine_config, lambda blocks: ModelRunner(network, engine_config, blocks), ops.make_current
         )
         self._finalizer = weakref.finalize(self, engine.close)
+
+        def to_host(array: Any) -> np.ndarray:  # without self, which is freed when dropped
+            adopted = ops.adopt(array)
+            return engine.call(lambda: ops.host(adopted()))
+
         self._prompts = PromptEncoder(
             folder,
-            lambda array: engine.call(lambda: ops.host(ops.adopt(array))),  # without self, which is freed when dropped
+            to_host,
             vocab_size=engine_config.vocab_size,
             context_length=engine_config.context_length,
             is_encoder_decoder=engine_config.is_encoder_decoder,

@@ -50,6 +50,7 @@ def calibrated(text: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_it_sorts_and_int8_keeps_the_right_answers(calibrated: Path, tmp_path: Path) -> None:
     right = [i for i, answer in enumerate(answers(FOLDER)) if answer == SORTED[i]]
     assert len(right) >= 99
@@ -64,6 +65,7 @@ def test_the_command_line_generates_with_an_encoder_decoder() -> None:
     assert run("generate", FOLDER, "90210", "--temperature", "0").strip() == "00129"
 
 
+@pytest.mark.slow
 def test_compare_and_perplexity_measure_the_same(calibrated: Path, text: Path) -> None:
     report = text.parent / "report.html"
     compared = json.loads(run("compare", calibrated, FOLDER, text, "--json", "--report", report))

@@ -94,13 +94,15 @@ class Backend:
         """A copy of a host array on the device, of the same shape and dtype."""
         return np.array(values)
 
-    def adopt(self, values: Any) -> Array:
+    def adopt(self, values: Any) -> Callable[[], Array]:
         """Another library's array on this device, of the same shape and dtype, without a copy.
 
-        ``values`` supports DLPack, or on a GPU ``__cuda_array_interface__``. Operations on the array wait for the work
-        on its library's current stream, or on the stream that the interface names.
+        ``values`` supports DLPack, or on a GPU ``__cuda_array_interface__``. Call this in the thread that offers them,
+        and the function that it returns, which gives the array, in the thread that owns the device. Operations on the
+        array wait for the work on its library's current stream, or on the stream that the interface names.
         """
-        return np.from_dlpack(values)
+        array = np.from_dlpack(values)
+        return lambda: array
 
     def assign(self, target: Array, values: np.ndarray) -> None:
         """Overwrite a device array with a host array of the same shape."""

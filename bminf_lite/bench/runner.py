@@ -192,6 +192,8 @@ def _prefill(session: Session, profiler: Profiler, test: Workload, repetitions: 
     runs, results = Repetitions(), list[np.ndarray]()
     with trace_calls(session.ops, runs.costs.add):
         results += session.prepare_prefill(test.tokens, position)()
+    for _ in range(WARM_UP_STEPS if session.captures_prefill(test.tokens) else 0):
+        session.prepare_prefill(test.tokens, position)()
     for _ in range(repetitions):
         prefill = session.prepare_prefill(test.tokens, position)
         session.poison(position)

@@ -12,6 +12,7 @@ from ..backend.sampling import SamplerState
 from ..backend.values import BLOCK_SIZE, Array, ForwardBatch, sequential_tables
 from ..engine.model_runner import EncoderDecoder
 from ..engine.sampling_params import SamplingParams, sampler_state
+from ..engine.step_arrays import CapturedStep, StepInputs, StepSize
 from ..errors import BminfError
 from ..layers.cache import KVCache
 from .model import BenchModel
@@ -47,10 +48,12 @@ class Session:
         self._step: ForwardBatch | None = None
         self._replay: Callable[[], Array] | None = None
         self._last: Array | None = None
+        self._prefills: dict[int, CapturedStep] = {}
 
     def close(self) -> None:
         """Free the memory; nothing can be run afterwards."""
         self._replay = self._last = None
+        self._prefills.clear()
         self.cache.close()
 
     def tokens(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -88,18 +91,47 @@ class Session:
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
+    def captures_prefill(self, count: int) -> bool:
+        """Whether the engine captures a step with ``count`` prompt tokens of each sequence."""
+        most = self.bench_model.engine_config.max_num_batched_tokens
+        return self.batch * count <= min(max(self.ops.prompt_sizes, default=0), most)
+
     def prepare_prefill(self, count: int, past: int = 0) -> Callable[[], list[np.ndarray]]:
         """Prepare ``count`` random prompt tokens for each sequence after ``past`` tokens, in the engine's chunks.
 
-        The returned function processes them, and returns the tokens chosen after each chunk.
+        The returned function processes them, and returns the tokens chosen after each chunk. The first functions for a
+        ``count`` that is captured run it step by step.
         """
         tokens = self.tokens((self.batch, count))
+        if self.captures_prefill(count):
+            return self._captured_prefill(tokens, past)
         steps = []
         for parts in chunks(self.batch, count, self.bench_model.engine_config.max_num_batched_tokens):
             rows, firsts = [tokens[b, i:j] for b, i, j in parts], [past + i for _, i, _ in parts]
             step = self._packed(rows, firsts, [b for b, *_ in parts])
             steps.append((step, self._greedy(len(parts))))
         return lambda: self._run(steps)
+
+    def _captured_prefill(self, tokens: np.ndarray, past: int) -> Callable[[], list[np.ndarray]]:
+        """One captured step with ``tokens`` ``[batch, count]`` after ``past`` tokens."""
+        count, width = tokens.shape[1], self.table.shape[1]
+        size = StepSize(0, self.batch, tokens.size, width * BLOCK_SIZE)
+        inputs = StepInputs(size, [width] * len(self.cache.num_blocks), num_logits=self.batch)
+        inputs.tokens[:] = tokens.ravel()
+        inputs.cu_seqlens[:] = np.arange(0, tokens.size + 1, count)
+        inputs.logit_rows[:] = inputs.cu_seqlens[1:] - 1
+        inputs.context_lens[:] = past
+        for table in inputs.tables:
+            table[:] = self.table
+        if count not in self._prefills:
+            self._prefills[count] = CapturedStep(self.ops, inputs, lambda b: self.bench_model.network(b, self.cache))
+        step, sampler = self._prefills[count], self._greedy(self.batch)
+
+        def run() -> list[np.ndarray]:
+            step.arrays.write(inputs)
+            return [self.ops.fetch(self.ops.sample(step.forward(), sampler))()]
+
+        return run
 
     def prepare_encode(self, count: int) -> Callable[[], None]:
         """Prepare a source of ``count`` random tokens for each sequence, with NaN in the cache of its keys and values.

@@ -33,7 +33,7 @@ class EngineConfig:
     num_source_blocks: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    max_num_mixed_tokens: int = 512
+    max_num_mixed_tokens: int = 256
     max_logit_rows: int = 256
     max_queue: int = 65536
     prefix_cache: bool = True

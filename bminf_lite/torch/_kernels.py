@@ -20,7 +20,6 @@ from torch import Tensor
 from ..cuda.kernels.arrays import round_up
 from ..cuda.kernels.constants import Epilogue, GemvInput
 from ..cuda.kernels.gemm.gemm_hopper import SELF_TESTS, ScaledGemm
-from ..cuda.kernels.gemm.skinny_gemm import MAX_ROWS
 from ..cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
 from ..cuda.kernels.gemv.gemv import MAX_WIDTH, Gemv, GemvCodes
 from ..cuda.kernels.launcher import Launcher
@@ -134,7 +133,7 @@ class DeviceKernels:
         """The same with the codes of ``rows`` rows at the start of ``x``, ``pitch`` apart; ``own``: by our kernels."""
         (n, k), stream = codes.shape, stream_of(self.index)
         if own and self._fits(rows, pitch, x, codes, scale, bias, out):
-            if rows <= MAX_ROWS:
+            if rows <= self.skinny.max_rows:
                 self.skinny.launch(
                     x.data_ptr(), x_scale, codes.data_ptr(), scale.data_ptr(), _address(bias), out.data_ptr(), n, rows,
                     n, k, stream, EPILOGUES[out.dtype], dependent=False,
@@ -161,8 +160,9 @@ class DeviceKernels:
             return self.gemm.supported if torch.cuda.is_current_stream_capturing() else self.products_verified
         return verified
 
-    @staticmethod
-    def _fits(rows: int, pitch: int, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> bool:
+    def _fits(
+        self, rows: int, pitch: int, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
+    ) -> bool:
         """Whether the engine's own kernels take these operands."""
         n, k = codes.shape
         aligned = (
@@ -171,7 +171,7 @@ class DeviceKernels:
             and (x.data_ptr() | codes.data_ptr() | out.data_ptr()) % 16 == 0
             and (scale.data_ptr() | _address(bias)) % 8 == 0
         )
-        return aligned and (rows <= MAX_ROWS or (out.dtype != torch.float32 and n % 8 == 0))
+        return aligned and (rows <= self.skinny.max_rows or (out.dtype != torch.float32 and n % 8 == 0))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_values import make_batch, norm_on, random_int8, random_norm, random_rows, random_sampler
+from random_values import norm_on, random_int8, random_norm, random_rows
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight, OutlierColumns
@@ -293,26 +293,3 @@ def test_logits_of_an_fp16_weight(cuda_backend, request, outputs, with_bias):
         return [ops.linear(ops.norm(ops.array(x), weights[0]), weights[1], fp32=True)]
 
     check(cuda_backend, norm_case(cuda_backend, "rms", width, run, weight))
-
-
-# -- around the products -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("vocab", [1000, 5003, 128_256])
-def test_log_probabilities(cuda_backend, vocab):
-    """Drawn with each row's own parameters, and greedily, which takes other launches."""
-    rng, count = np.random.default_rng(vocab), 64
-    logits = (4 * rng.standard_normal((count, vocab))).astype(np.float32)
-    state = random_sampler(rng, count, vocab, penalties=False)
-    for temperature in (state.temperature, np.zeros(count, np.float32)):
-        given = replace(state, temperature=temperature)
-
-        def results(first: int, rows: int, given: Any = given) -> np.ndarray:
-            part = given.map(lambda v: cuda_backend.array(np.array(v[first : first + rows])))
-            batch = make_batch(cuda_backend, [1] * rows, [7] * rows, list(range(rows)))
-            x = cuda_backend.array(logits[first : first + rows])
-            return np.array(cuda_backend.host(cuda_backend.sample(x, part, batch)))
-
-        whole = results(0, count)
-        for first, rows in [(0, 1), (5, 1), (63, 1), (3, 2), (40, 8), (11, 17), (0, 63)]:
-            np.testing.assert_array_equal(results(first, rows), whole[:, first : first + rows])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_values import FLOAT_TYPES, ROWS, SEEDS, WIDTHS, norm_on, random_norm, random_rows
@@ -24,6 +25,7 @@ def powers_of_two(rng: np.random.Generator, width: int) -> np.ndarray:
     return np.exp2(rng.integers(-4, 5, width)).astype(np.float32)
 
 
+@pytest.mark.slow
 @given(SEEDS, OUTPUTS, WIDTHS, TYPES, st.sampled_from([True, False, None]), st.booleans(), st.booleans())
 def test_a_weight_is_the_one_that_quantizing_gives(
     backend: Backend, seed: int, outputs: int, width: int, dtype: type, dynamic: bool | None, scaled: bool, kept: bool

@@ -40,7 +40,7 @@ def results(ops, x: np.ndarray, residual: np.ndarray, weight) -> list[np.ndarray
     return [ops.host(operation(ops.array(x))).copy() for operation in operations]
 
 
-@pytest.mark.parametrize("rows", [2, 9, 17, 32, *repeats(7, 8, 16)])
+@pytest.mark.parametrize("rows", [2, 9, 17, 32, 64, *repeats(7, 8, 16, 33, 48)])
 @pytest.mark.parametrize(("width", "outputs"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_row_of_a_batch_gets_what_it_gets_alone(chosen, rows, width, outputs, with_bias):

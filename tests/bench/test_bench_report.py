@@ -99,6 +99,7 @@ def test_an_empty_report_still_tells_the_limits() -> None:
     assert report.csv() == "" and "tests" not in json.loads(report.json())
 
 
+@pytest.mark.slow
 def test_drawings(report: Report, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     report.measurements += [

@@ -226,6 +226,7 @@ def test_source_that_changes_meanwhile(make_checkpoint: MakeCheckpoint, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 9), st.integers(1, 70), st.integers(0, 2**32), st.sampled_from([1, 16, 4096]))
 def test_threads_give_what_one_call_gives(
     tmp_path_factory: pytest.TempPathFactory, heads: int, inner: int, seed: int, block: int

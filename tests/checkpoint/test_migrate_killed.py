@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tiny_checkpoint import save
 from tiny_checkpoint import tensors as random_tensors
 from tiny_checkpoints import CONFIG
@@ -38,6 +39,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     config = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1000}
     source, out = tmp_path / "source", tmp_path / "run" / "out"

@@ -23,6 +23,8 @@ SHAPES = [
     (5, 6144, 272),  # clusters with one tile and with two
     (16, 13312, 528),  # with three and more, whose sums take turns in shared memory
     *repeats((32, 4352, 7424), (31, 13344, 400), (24, 4256, 1000)),  # activations that do not stay in shared memory
+    (64, 6144, 4096),
+    *repeats((33, 4352, 528), (48, 96, 14336), (49, 13312, 272), (64, 13344, 4400)),
 ]
 
 
@@ -70,13 +72,15 @@ class Case(ScaledOperands):
 @pytest.mark.parametrize("epilogue", CUPY_EPILOGUES)
 @pytest.mark.parametrize(("rows", "outputs", "in_features"), SHAPES)
 def test_outputs_are_the_definition_s(kernel, rows, outputs, in_features, epilogue):
+    if rows > kernel.max_rows:
+        pytest.skip("more rows than the kernel takes")
     case = Case(rows, outputs, in_features, epilogue, bias=epilogue is not Epilogue.TO_INT32)
     np.testing.assert_array_equal(case.run(kernel), case.expected(case.epilogue))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.integers(2, 32),
+    st.integers(2, 64),
     st.integers(1, 40),
     st.integers(1, 700),
     st.sampled_from(CUPY_EPILOGUES),
@@ -84,6 +88,7 @@ def test_outputs_are_the_definition_s(kernel, rows, outputs, in_features, epilog
     st.data(),
 )
 def test_any_shape(kernel, rows, groups, in_features, epilogue, bias, data):
+    rows = min(rows, kernel.max_rows)
     missing = 0 if epilogue is Epilogue.GATED else data.draw(st.integers(0, GROUP - 1))
     case = Case(
         rows, groups * GROUP - missing, in_features, epilogue, bias and epilogue is not Epilogue.TO_INT32, seed=groups

@@ -45,6 +45,7 @@ def test_greedy_generation_takes_the_largest_logit_each_time(length, target):
     assert result.prompt_tokens == length and result.finish_reason == "length"
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=4),

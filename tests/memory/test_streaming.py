@@ -104,6 +104,7 @@ def test_a_chunk_of_a_prompt_passes_each_layer_once() -> None:
 # -- the same numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.sets(st.integers(0, LAYERS - 1), min_size=1), st.integers(1, 3), st.booleans())
 def test_streamed_and_resident_give_equal_tokens_and_logits(streamed: set[int], slots: int, quantized: bool) -> None:
     device = SimulatedDevice(sorted(streamed), slots)

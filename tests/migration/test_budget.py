@@ -26,6 +26,7 @@ def test_steps_get_slower_and_more_exact() -> None:
     assert all(step.rotation == 1 for step in budget_steps(offline_only=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline_only", [False, True])
 def test_the_first_that_meets_the_target_is_kept(source: Path, text: Path, tmp_path: Path, offline_only: bool) -> None:
     def run(target: float, out: str):

@@ -53,6 +53,7 @@ def logits(folder: Path, ids: np.ndarray, dtype: type) -> np.ndarray:
         return np.array(network(batch, cache, all_logits=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["auto", "w8a8-smooth"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_million_between_gate_and_down(spiked: tuple[Path, np.ndarray], tmp_path: Path, recipe: str) -> None:

@@ -61,6 +61,7 @@ def calibrated(recipe: str, rounding: str = "nearest", max_error: float = 0.0) -
     return dataclasses.replace(load_recipe(recipe), calibration=calibration)
 
 
+@pytest.mark.slow
 def test_a_rotation_halves_what_down_projections_lose(text: list[int], tmp_path: Path) -> None:
     """On the bundled model; with outliers in the neurons a smoothing goes before it."""
     source = outliers.write(DEMO, tmp_path / "source", outliers.in_neurons)
@@ -74,6 +75,7 @@ def test_a_rotation_halves_what_down_projections_lose(text: list[int], tmp_path:
     assert all(with_it < 0.5 * without for without, with_it in zip(*costs, strict=True))
 
 
+@pytest.mark.slow
 def test_products_that_a_rotation_does_not_save_become_w8a16_without_one(text: list[int], tmp_path: Path) -> None:
     source = outliers.write(DEMO, tmp_path / "source", outliers.spike(Counter(text).most_common(1)[0][0]))
     recipe = calibrated("w8a8-rotate", "gptq", 0.001)

@@ -163,6 +163,7 @@ def test_without_jieba(monkeypatch: pytest.MonkeyPatch) -> None:
         cpm_tokenizer.import_extra("jieba")
 
 
+@pytest.mark.slow
 def test_jieba_keeps_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
     """By default jieba loads ``jieba.cache`` from there, or writes it, and prints a message."""
     code = "from bminf_lite.text.cpm_tokenizer import split_words; print(len(list(split_words('今天天气'))))"

@@ -105,11 +105,16 @@ class CudaBackend(Backend):
     def array(self, values: np.ndarray) -> Array:
         return self.arrays.upload(np.asarray(values))
 
-    def adopt(self, values: Any) -> Array:
+    def adopt(self, values: Any) -> Callable[[], Array]:
         with cp.cuda.Device(self.arrays.device):
-            self.stream.wait_event(cp.cuda.get_current_stream().record())  # CuPy's stream may still write the values
-        with self.arrays.current():
-            return cp.from_dlpack(values) if hasattr(values, "__dlpack__") else cp.asarray(values)
+            array = cp.from_dlpack(values) if hasattr(values, "__dlpack__") else cp.asarray(values)
+            written = cp.cuda.get_current_stream().record()  # other libraries' streams have this one wait for them
+
+        def wait() -> cp.ndarray:
+            self.stream.wait_event(written)
+            return array
+
+        return wait
 
     def assign(self, target: Array, values: np.ndarray) -> None:
         with self.arrays.current():

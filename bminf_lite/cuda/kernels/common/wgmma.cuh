@@ -54,13 +54,15 @@ __device__ __forceinline__ void warpgroup_fence_operand(int (&c)[N][4]) {
 #define ACC_1(t, i) t(c[i][0]), t(c[i][1]), t(c[i][2]), t(c[i][3])
 #define ACC_2(t, i) ACC_1(t, i), ACC_1(t, i + 1)
 #define ACC_4(t, i) ACC_2(t, i), ACC_2(t, i + 2)
+#define ACC_6(t, i) ACC_4(t, i), ACC_2(t, i + 4)
 #define ACC_8(t, i) ACC_4(t, i), ACC_4(t, i + 4)
 #define ACC_16(t, i) ACC_8(t, i), ACC_8(t, i + 8)
 #define ACC_32(t, i) ACC_16(t, i), ACC_16(t, i + 16)
 #define UP_TO_3 "%0,%1,%2,%3"
 #define UP_TO_7 UP_TO_3 ",%4,%5,%6,%7"
 #define UP_TO_15 UP_TO_7 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define UP_TO_31 UP_TO_15 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define UP_TO_23 UP_TO_15 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define UP_TO_31 UP_TO_23 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define UP_TO_63                                                                               \
     UP_TO_31                                                                                   \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53" \
@@ -84,6 +86,8 @@ __device__ __forceinline__ void warpgroup_fence_operand(int (&c)[N][4]) {
 DEFINE_WGMMA_S8(8, UP_TO_3, ACC_1, "%4", "%5", "%6")
 DEFINE_WGMMA_S8(16, UP_TO_7, ACC_2, "%8", "%9", "%10")
 DEFINE_WGMMA_S8(32, UP_TO_15, ACC_4, "%16", "%17", "%18")
+DEFINE_WGMMA_S8(48, UP_TO_23, ACC_6, "%24", "%25", "%26")
+DEFINE_WGMMA_S8(64, UP_TO_31, ACC_8, "%32", "%33", "%34")
 DEFINE_WGMMA_S8(128, UP_TO_63, ACC_16, "%64", "%65", "%66")
 DEFINE_WGMMA_S8(256, UP_TO_127, ACC_32, "%128", "%129", "%130")
 

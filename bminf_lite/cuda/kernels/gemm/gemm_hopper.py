@@ -74,7 +74,7 @@ TILE_CONFIGS = (
     *(GemmTileConfig(width, cluster) for width in (256, 128) for cluster in (2, 1)),
     GemmTileConfig(128, split_k=2),
 )
-MIN_ROWS = 33
+MIN_ROWS = 65
 """From this many rows on, this kernel is the fastest; below, ``skinny_gemm`` is."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose launches are kept; beyond that, the least recently used is dropped."""

@@ -26,7 +26,7 @@ from .algorithm_store import AlgorithmStore
 from .cublaslt_matmul import MatmulContext, NoAlgorithm, PreparedMatmul, capturing, timed
 from .layouts import Layout
 from .plans import GemmKind, GemmLayouts, MatmulProblem, bucket, kinds_for
-from .skinny_gemm import SkinnyGemm, tiles_for
+from .skinny_gemm import SkinnyGemm
 from .skinny_gemm_hopper import SkinnyGemmHopper
 from .tensor_core_plans import gemm_layouts
 
@@ -37,7 +37,10 @@ ALIGNMENT = 16
 """Alignment of every operand of a plan, in bytes."""
 SELF_TESTS = ((1, 1, 1), (33, 70, 100), (128, 256, 512))
 """Rows, out_features and in_features of the products that a plan must compute exactly before it is used."""
-SKINNY_SELF_TESTS = ((2, 16, 16), (5, 70, 1000), (8, 4096, 528), (13, 300, 2100), (16, 512, 4096), (27, 2000, 600))
+SKINNY_SELF_TESTS = (
+    (2, 16, 16), (5, 70, 1000), (8, 4096, 528), (13, 300, 2100), (16, 512, 4096), (27, 2000, 600), (45, 300, 2100),
+    (64, 600, 4096),
+)  # fmt: skip
 """The same for the kernel for a few rows."""
 
 
@@ -205,7 +208,9 @@ class Int8Gemm:
 
     def _self_test(self, kind: GemmKind, rows: int, out_features: int, in_features: int) -> str | None:
         try:
-            exact = self._is_exact(GemmPlan(self, gemm_layouts(kind, out_features, in_features)), rows)
+            exact = self._is_exact(
+                GemmPlan(self, gemm_layouts(kind, out_features, in_features), skinny_gemm=False), rows
+            )
         except NoAlgorithm as error:
             return f"cublasLt has no algorithm for it: {error.__cause__ or error}"
         except DeviceError as error:
@@ -290,21 +295,24 @@ class GemmPlan:
             if capturing(stream):
                 return False
             known = self._igemm.skinny_gemm_verified and self._finds_faster(w, x, rows, stream)
-            self._skinny_gemm_faster[tiles_for(rows)] = known
+            self._skinny_gemm_faster[self._igemm.skinny_gemm.tiles(rows)] = known
         return known
 
     def skinny_gemm_choice(self, rows: int) -> bool | None:
         """The result of :meth:`uses_skinny_gemm`; None before the measurement that decides it."""
         if not self.layouts.is_row_major or not self._igemm.skinny_gemm.supports(rows):
             return False
-        return self._skinny_gemm if self._skinny_gemm is not None else self._skinny_gemm_faster.get(tiles_for(rows))
+        if self._skinny_gemm is not None:
+            return self._skinny_gemm
+        return self._skinny_gemm_faster.get(self._igemm.skinny_gemm.tiles(rows))
 
     def _finds_faster(self, w: int, x: int, rows: int, stream: int) -> bool:
         """Whether the kernel for a few rows is no slower: always, by the stored choice, or by timing both."""
-        if self._igemm.skinny_gemm.is_fastest:
+        kernel, store = self._igemm.skinny_gemm, self._igemm.store
+        if kernel.is_fastest:
             return True
         out, inner = self.layouts.padded
-        key, store = f"few rows {self._igemm.skinny_gemm.version} {tiles_for(rows)} {out}x{inner}", self._igemm.store
+        key = f"few rows {kernel.version} {kernel.tiles(rows)} {out}x{inner}"
         choice = store.choice(key)
         if choice is None:
             choice = self._is_faster(w, x, rows, stream)

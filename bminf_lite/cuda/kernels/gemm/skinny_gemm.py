@@ -1,4 +1,4 @@
-"""Exact int8 products of 2 to 32 rows on the tensor cores, bound by reading the weight: decoding of small batches.
+"""Exact int8 products of few rows on the tensor cores, bound by reading the weight: decoding of small batches.
 
 The kernel has a fused epilogue: it scales the sums, adds the bias, and writes them, adds them to the residual stream or
 gates them.
@@ -18,10 +18,6 @@ from ..constants import SKINNY_STEP as STEP
 from ..constants import Activation, Epilogue
 from ..instantiations import Capability, KernelFamily, numbers
 from ..sources import SOURCES, load
-
-MAX_ROWS = 32
-TILES = (1, 2, 4)
-"""Tiles of 8 rows of activations that the kernel is compiled for."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,8 @@ class SkinnyGemm:
     source = "gemm/skinny_gemm.cu"
     is_fastest = False
     """Whether the kernel is used without timing it; this one is slower than cublasLt on some shapes."""
+    tile_counts: tuple[int, ...] = (1, 2, 4)
+    """Numbers of tiles of 8 rows of activations that the kernel is compiled for."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -74,13 +72,22 @@ class SkinnyGemm:
         if capability < (8, 0):
             return
         room = shared_memory_per_block(capability) - RESERVED_SHARED_MEMORY
-        for tiles in (TILES[:2], TILES[2:]):
+        for tiles in (cls.tile_counts[:2], cls.tile_counts[2:]):
             defines = pipeline_for(tiles[0], room).defines
             yield KernelFamily(cls.source, "skinny_gemm", (tiles, *EPILOGUE_ARGUMENTS), possible_epilogue, defines)
 
+    @property
+    def max_rows(self) -> int:
+        """The most rows of activations."""
+        return 8 * self.tile_counts[-1]
+
+    def tiles(self, rows: int) -> int:
+        """The number of tiles in whose kernel ``rows`` rows are multiplied."""
+        return next(tiles for tiles in self.tile_counts if rows <= 8 * tiles)
+
     def supports(self, rows: int) -> bool:
         """Whether the kernel supports so many rows, and the GPU has int8 MMA of compute capability 8.0."""
-        return 1 < rows <= MAX_ROWS and self._device.compute_capability >= (8, 0)
+        return 1 < rows <= self.max_rows and self._device.compute_capability >= (8, 0)
 
     def launch(
         self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
@@ -97,7 +104,7 @@ class SkinnyGemm:
         """
         matrices = 2 if epilogue is Epilogue.GATED else 1
         assert self.supports(rows) and pitch % 16 == 0 and (matrices == 1 or out_features % (2 * GROUP) == 0)
-        tiles = tiles_for(rows)
+        tiles = self.tiles(rows)
         groups, each = -(-out_features // (GROUP * matrices)), matrices * group_bytes(tiles)
         pipeline = pipeline_for(tiles, self._shared)
         most = (self._shared - pipeline.nbytes) // each
@@ -126,11 +133,6 @@ def pipeline_for(tiles: int, room: int) -> PipelineConfig:
     """The largest pipeline that leaves room for the epilogue in so much shared memory."""
     pipelines = WIDE_PIPELINES if tiles > 2 else PIPELINES
     return next(pipeline for pipeline in pipelines if pipeline.nbytes + MIN_EPILOGUE_SHARED_MEMORY <= room)
-
-
-def tiles_for(rows: int) -> int:
-    """Tiles of 8 rows: 1, 2 or 4, as the kernel is compiled."""
-    return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
 def group_bytes(tiles: int) -> int:

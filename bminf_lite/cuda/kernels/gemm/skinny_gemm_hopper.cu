@@ -1,4 +1,4 @@
-// int8 GEMM for a few rows (1 to 32) by TMA and wgmma, on compute capability 9.0: decoding of small batches, which is
+// int8 GEMM for a few rows (1 to 64) by TMA and wgmma, on compute capability 9.0: decoding of small batches, which is
 // memory-bound, because the weight is read once.
 //
 //     out = epilogue(x @ w.T), see skinny_gemm.cuh

@@ -18,9 +18,9 @@ from ..constants import SKINNY_HOPPER_WINDOW as WINDOW
 from ..constants import Epilogue
 from ..instantiations import Capability, KernelFamily
 from ..sources import load
-from .skinny_gemm import EPILOGUE_ARGUMENTS, MAX_ROWS, TILES, SkinnyGemm, possible_epilogue, tiles_for
+from .skinny_gemm import EPILOGUE_ARGUMENTS, SkinnyGemm, possible_epilogue
 
-RESERVED_SHARED_MEMORY = 3 << 10
+RESERVED_SHARED_MEMORY = 11 << 8
 """Shared memory for the dependent kernel over rows that is resident beside this one."""
 _STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
 
@@ -30,14 +30,17 @@ class SkinnyGemmHopper(SkinnyGemm):
 
     source = "gemm/skinny_gemm_hopper.cu"
     is_fastest = True
+    tile_counts = (1, 2, 4, 6, 8)
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         if capability == (9, 0):
-            yield KernelFamily(cls.source, "bminf::skinny_gemm_hopper", (TILES, *EPILOGUE_ARGUMENTS), possible_epilogue)
+            yield KernelFamily(
+                cls.source, "bminf::skinny_gemm_hopper", (cls.tile_counts, *EPILOGUE_ARGUMENTS), possible_epilogue
+            )
 
     def supports(self, rows: int) -> bool:
-        return 1 < rows <= MAX_ROWS
+        return 1 < rows <= self.max_rows
 
     def launch(
         self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
@@ -46,9 +49,9 @@ class SkinnyGemmHopper(SkinnyGemm):
     ) -> None:  # fmt: skip
         """As the base class's, and also of a single row; ``dependent`` as in :class:`Kernel`."""
         gated = epilogue is Epilogue.GATED
-        assert 1 <= rows <= MAX_ROWS and pitch % 16 == 0 and not (gated and out_features % 2)
+        assert 1 <= rows <= self.max_rows and pitch % 16 == 0 and not (gated and out_features % 2)
         columns = BOXES * ROW_BYTES
-        tiles, weight_rows = tiles_for(rows), ROWS // (1 + gated)
+        tiles, weight_rows = self.tiles(rows), ROWS // (1 + gated)
         weight_tiles, steps = -(-out_features // (1 + gated) // weight_rows), -(-pitch // columns)
         clusters = min(self._num_sms // CLUSTER, weight_tiles)
         x_map = tensor_map_2d(x, TensorMapDataType.INT8, rows, pitch, pitch, 8 * tiles, promote_256b=False)
@@ -65,8 +68,8 @@ class SkinnyGemmHopper(SkinnyGemm):
         """Whether activations stay in shared memory, used for ``several`` tiles; stages; and bytes in total."""
         weight, activations = BOXES * ROWS * ROW_BYTES, BOXES * 8 * tiles * ROW_BYTES
         room, in_all = self._shared - RESERVED_SHARED_MEMORY, -(-steps // CLUSTER) * activations
-        resident = several and in_all <= room // 2
         sums = 2 * ROWS * 8 * tiles * 4 + _SUMS_BARRIERS
+        resident = several and sums + in_all + WINDOW * (weight + _STAGE_BARRIERS) <= room
         fixed, each = (sums + in_all, weight) if resident else (sums, weight + activations)
         stages = (room - fixed) // (each + _STAGE_BARRIERS)
         assert stages >= WINDOW
