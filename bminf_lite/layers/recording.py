@@ -54,7 +54,14 @@ class LinearHooks:
 
 
 class _HookedBackend:
-    """Passes every call on to ``ops``. Products inside an operation of ``ops`` are not observed."""
+    """Passes every call on to ``ops``. Products inside an operation of ``ops`` are not observed.
+
+    No step is captured, and so none is padded: an observer would see what padding holds.
+    """
+
+    decode_sizes: tuple[int, ...] = ()
+    mixed_decode_sizes: tuple[int, ...] = ()
+    prompt_sizes: tuple[int, ...] = ()
 
     def __init__(self, ops: Backend, observe: Observer):
         self._ops = ops
