@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from functools import cache
@@ -28,6 +29,8 @@ MAX_CACHED = 64
 """Lexers of compiled grammars that are kept."""
 MATCHERS_PER_LEXER = 8
 """A grammar gets another lexer when each of those that it has serves so many completions."""
+QUICK_SECONDS = 0.2
+"""A grammar that takes longer to compile is compiled once: it must not keep others waiting, or take much memory."""
 
 
 class Matcher:
@@ -109,10 +112,11 @@ class _Lexer:
     """A grammar compiled by itself: an ``LLMatcher`` at its start, of which completions get copies.
 
     Copies share what the lexer has learned, behind a lock: their masks are computed one after another. ``matchers`` are
-    the copies in use.
+    the copies in use. ``seconds`` is what compiling took.
     """
 
-    def __init__(self, library_matcher: Any, number: int):
+    def __init__(self, library_matcher: Any, number: int, seconds: float):
+        self.seconds = seconds
         self._library_matcher = library_matcher
         self._number = number
         self.matchers: WeakSet[Matcher] = WeakSet()
@@ -152,12 +156,11 @@ class GrammarCompiler:
         key = grammar, eos_ids
         with self._lock:
             lexer = self._least_used(self._compiled.get(key, []))
-        library_matcher = self._compile(grammar, specification(grammar), eos_ids) if lexer is None else None
+        if lexer is None:
+            lexer = self._compile(grammar, specification(grammar), eos_ids)
         with self._lock:
             lexers = self._compiled.setdefault(key, [])
-            if lexer is None:
-                self._num_lexers += 1
-                lexer = _Lexer(library_matcher, self._num_lexers)
+            if lexer not in lexers:
                 lexers.append(lexer)
             self._compiled.move_to_end(key)
             while len(self._compiled) > 1 and sum(map(len, self._compiled.values())) > MAX_CACHED:
@@ -168,25 +171,28 @@ class GrammarCompiler:
     def _least_used(lexers: Sequence[_Lexer]) -> _Lexer | None:
         """The lexer for another completion; None if a new one is wanted."""
         found = min(lexers, key=lambda lexer: len(lexer.matchers), default=None)
-        if found is not None and len(found.matchers) >= MATCHERS_PER_LEXER and len(lexers) < thread_count():
-            return None
-        return found
+        if found is None or len(found.matchers) < MATCHERS_PER_LEXER:
+            return found
+        may_have_more = len(lexers) < thread_count() and found.seconds < QUICK_SECONDS
+        return None if may_have_more else found
 
-    def _compile(self, grammar: Grammar, text: str, eos_ids: frozenset[int]) -> Any:
-        """An ``LLMatcher`` that has computed its first mask, so that its copies share that work."""
+    def _compile(self, grammar: Grammar, text: str, eos_ids: frozenset[int]) -> _Lexer:
+        """A lexer whose ``LLMatcher`` has computed its first mask, so that its copies share that work."""
         import llguidance
 
         with self._reading:
             vocabulary = self._vocabularies.get(eos_ids)
             if vocabulary is None:
                 vocabulary = self._vocabularies[eos_ids] = _vocabulary(self._tokenizer, self._vocab_size, eos_ids)
-        limits = llguidance.LLParserLimits(**LIMITS)
+            self._num_lexers += 1
+            number = self._num_lexers
+        limits, start = llguidance.LLParserLimits(**LIMITS), time.perf_counter()
         matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if not matcher.is_error() and not _can_begin(matcher, eos_ids):
             raise UsageError(_message(grammar, None))
         if matcher.is_error():
             raise UsageError(_message(grammar, matcher))
-        return matcher
+        return _Lexer(matcher, number, time.perf_counter() - start)
 
 
 def _can_begin(matcher: Any, eos_ids: Collection[int]) -> bool:

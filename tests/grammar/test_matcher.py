@@ -100,6 +100,7 @@ def test_matchers_of_one_grammar_are_independent_and_filled_together():
 def test_many_completions_of_a_grammar_share_a_few_lexers(monkeypatch):
     """Those of one lexer are computed one after another, so many have several; one at a time has one."""
     monkeypatch.setattr(matcher_module, "thread_count", lambda: 3)
+    monkeypatch.setattr(matcher_module, "QUICK_SECONDS", 60.0)  # on a busy machine too
     compiler, grammar = make_compiler(), Grammar.regex("[a-c]{1,9}")
     for _ in range(3 * MATCHERS_PER_LEXER):
         assert compiler.matcher(grammar, EOS).lexer == 1, "a matcher that is gone takes no place"
@@ -108,6 +109,13 @@ def test_many_completions_of_a_grammar_share_a_few_lexers(monkeypatch):
     assert len(counts) == 3 and max(counts.values()) - min(counts.values()) <= MATCHERS_PER_LEXER
     masks = masks_of(several[::-1], VOCAB_SIZE)
     assert masks[0].any() and (masks == masks[0]).all()
+
+
+def test_a_grammar_that_takes_long_is_compiled_once(monkeypatch):
+    monkeypatch.setattr(matcher_module, "QUICK_SECONDS", 0.0)
+    compiler, grammar = make_compiler(), Grammar.regex("[a-c]{1,9}")
+    several = [compiler.matcher(grammar, EOS) for _ in range(5 * MATCHERS_PER_LEXER)]
+    assert {matcher.lexer for matcher in several} == {1}
 
 
 def test_lexers_that_were_not_used_for_long_are_forgotten(monkeypatch):

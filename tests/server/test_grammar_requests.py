@@ -34,6 +34,7 @@ def test_a_grammar_is_compiled_or_refused_or_forgotten(monkeypatch: pytest.Monke
         await until(entered.is_set)
         abandoned.cancel()
         assert await read(await client.generate(plain)) == {0: [8, 9, 10], 1: [8, 9, 10]}  # it does not wait
+        await client.stats()  # the answer says that the cancellation, which was sent before, has been read
         go_on.set()
         assert await read(await client.generate(constrained)) == {0: [8, 9, 10], 1: [8, 9, 10]}
         with pytest.raises(RequestRefused, match="a fault of the library"):
