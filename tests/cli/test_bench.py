@@ -27,6 +27,7 @@ def bench(*arguments: object) -> Result:
     return run("bench", "--device", "cpu", *arguments)
 
 
+@pytest.mark.slow
 def test_a_shape_with_a_drawing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 99}

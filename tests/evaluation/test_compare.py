@@ -112,6 +112,7 @@ def test_schemes_are_named():
     assert [scheme_of(w) for w in found] == ["float", "w8a8", "w8a16", "w8a8+2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("golden", one_of_each_architecture(), ids=lambda golden: golden.config["model_type"])
 def test_every_model_runs_layer_by_layer_as_it_does_at_once(golden: Golden, tmp_path: Path):
     """The encoder of an encoder-decoder reads the first half of a window, and the decoder continues with the second."""

@@ -86,6 +86,7 @@ def migrated_error(golden: Golden, out: Path) -> float:
 RECIPES = ("w8a8-smooth", pytest.param("auto", marks=pytest.mark.slow))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("golden", each(), ids=lambda golden: golden.config["model_type"])
 def test_calibrated_recipes(golden: Golden, recipe: str, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_calibrated_recipes(golden: Golden, recipe: str, tmp_path: Path) -> None
     assert migrated_error(golden, tmp_path / "out") < min(0.5 * migrated_error(golden, tmp_path / "plain"), 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("golden", ALL, ids=str)
 def test_inputs_of_the_second_matrix_of_a_feed_forward_layer_are_rotated(golden: Golden, tmp_path: Path) -> None:
     """In the file, or when a matrix that is stored ``[in, out]`` is loaded."""
