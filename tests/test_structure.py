@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,12 @@ def tracked_files() -> list[Path]:
     """The repository's files; empty outside a clone."""
     result = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=REPOSITORY, check=False)
     return [REPOSITORY / name for name in result.stdout.split("\0") if name]
+
+
+def test_modules_of_tests_have_names_of_their_own():
+    """pytest imports them by these names, and cannot import two of one name in one run."""
+    names = Counter(path.name for path in (REPOSITORY / "tests").rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []
 
 
 def test_no_file_names_a_place_on_its_author_s_machine():
