@@ -249,12 +249,18 @@ FULL_PARTS: dict[str, Callable[[Model, StepLog], dict[str, Any]]] = {
 """The rows of TensorRT-LLM's published table, minutes each."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def model_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the arguments that say which model is measured."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-cache", default="int8", choices=("fp16", "int8"))
     parser.add_argument("--context", type=int, default=40960, help="positions of the model (default: %(default)s)")
+    return parser
+
+
+def main() -> None:
+    parser = model_parser(__doc__)
     parser.add_argument("--max-batch", type=int)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {', '.join([*PARTS, *FULL_PARTS])}")
     options = parser.parse_args()

@@ -3,7 +3,7 @@
     python tools/measure_server.py [--shape llama-3-8b] [--device cuda] [--kv-cache int8] [CASE ...]
 
 The server's processes are those of ``bminf_lite.serve``. Its engine is measured in the process that it serves from,
-between the loads over HTTP: requests go to it directly, and nobody reads their tokens. So both have the same model and
+between the loads over HTTP: requests go to it directly, and their tokens are not read. So both have the same model and
 the same captured steps. Load clients have processes of their own. Prompts are random token ids, the same for both, with
 other salts, so that no prompt is in the cache. Each case (:data:`CASES`, by default all of them) is measured in turn
 with the engine and over HTTP, ``--runs`` times, after a shorter run of each kind. Its line of JSON has medians:
@@ -16,7 +16,6 @@ with the engine and over HTTP, ``--runs`` times, after a shorter run of each kin
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -36,7 +35,7 @@ import numpy as np
 import psutil
 import uvloop
 from http_load import Exchange, completion_request, connect, run
-from measure_engine import StepLog
+from measure_engine import StepLog, model_parser
 from measure_grammar import END, SCHEMA, large_vocabulary
 
 import bminf_lite
@@ -373,11 +372,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3-8b")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--kv-cache", default="int8", choices=("fp16", "int8"))
-    parser.add_argument("--context", type=int, default=40960, help="positions of the model (default: %(default)s)")
+    parser = model_parser(__doc__)
     parser.add_argument("--http-workers", type=int, help="HTTP processes; by default as many as the server starts")
     parser.add_argument("--clients", type=int, default=4, help="processes of the load client (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")

@@ -116,7 +116,7 @@ class _Completion:
 
 
 def _ignore(request: Request) -> None:
-    """Of a request that has ended nothing more is told."""
+    """The ``on_update`` of a request that has ended."""
 
 
 def _prompt_scores(request: Request) -> list[PromptScore | None]:
