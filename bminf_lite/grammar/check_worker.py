@@ -29,6 +29,8 @@ ALLOWED = 200
 MAX_MESSAGE = 2000
 SHARED = frozenset(["$defs", "definitions"])
 """What the parts of a schema refer to."""
+LIMIT_WORDS = ("fuel", "too many", "too large", "too big", "limit exceeded")
+"""In llguidance's messages of a grammar that reached one of its limits."""
 MAX_LOCATED = 300
 """Parts of a schema that are checked on their own to find the one that is wrong."""
 
@@ -97,6 +99,8 @@ class Checker:
             problem += self._place(json.loads(text), problem)
         elif kind == "regex":  # the library shows it within a grammar
             problem = problem.split(" (in regex): ")[-1].split("\n   1 | ")[0].strip()
+        if any(word in problem for word in LIMIT_WORDS):
+            problem = f"it is too complex: {problem}"
         return {"problem": problem if len(problem) <= MAX_MESSAGE else f"{problem[:MAX_MESSAGE]} ..."}
 
     def _specification(self, kind: str, text: str) -> str:
