@@ -5,11 +5,13 @@ of a tensor. Threads suffice, because NumPy, reading and writing release the int
 other in one way: the scales of a tensor are fp16 unless a row of any block is too small for that. Then, rarely, the
 tensor is converted and written again with fp32 scales.
 
-The checksums of the source's files are computed on the same threads, in step with the conversion.
+A thread converts the blocks of one part of a file after another (see :mod:`.checksum`), and hashes each while it is in
+the core's cache. So the source is read once, and threads wait for each other once in a part.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import deque
@@ -23,7 +25,7 @@ import numpy as np
 from ..backend.quantization import exact_scales, fits_fp16, round_to_codes, row_maxima, rows_per_block
 from ..backend.rotation import rotated
 from ..errors import checkpoint_error
-from .checksum import FileChecksums, FileRecord, array_checksum
+from .checksum import PART_BYTES, FileChecksums, FileRecord, PartDigest, array_checksum
 from .compressed_tensors import pack, packed_width
 from .manifest import TensorReport
 from .reader import Checkpoint
@@ -122,6 +124,11 @@ class RowBlock:
         """The size in the source."""
         return (self.stop - self.start) * self.task.row_bytes
 
+    @property
+    def offset(self) -> int:
+        """Where the block begins in its file, if the tensor lies there as it is read."""
+        return self.task.info.offset + self.start * self.task.row_bytes
+
 
 @dataclass(frozen=True)
 class ConvertedBlock:
@@ -176,7 +183,6 @@ class Converter:
         for block, part in self._convert_all(block for task in tasks for block in _blocks(task)):
             parts.append(part)
             done += block.nbytes
-            self._sources.advance(block.task.info.file, block.task.info.offset + block.stop * block.task.row_bytes)
             if self.progress:
                 self.progress(done, total, block.task.name)
             if block.stop < block.task.rows:
@@ -206,9 +212,11 @@ class Converter:
         """The checksums of the source's files, after :meth:`run`."""
         return self._sources.records()
 
-    def result_records(self, files: Sequence[Path], folder: Path) -> list[FileRecord]:
-        """The checksums of ``files`` in ``folder``."""
-        return FileChecksums(files, folder, self._pool).records()
+    def result_checksums(self, files: Sequence[Path], folder: Path) -> FileChecksums:
+        """The checksums of ``files`` in ``folder``, whose computation has begun."""
+        checksums = FileChecksums(files, folder, self._pool)
+        checksums.start()
+        return checksums
 
     def _finish(self, task: ConversionTask, parts: list[ConvertedBlock]) -> TensorReport:
         """Complete a tensor, after converting it again if its scales need fp32."""
@@ -228,23 +236,33 @@ class Converter:
         return tensor_report(task, task.nbytes - 4 * scale.size + scale.nbytes, scale, signal, noise)
 
     def _convert_all(self, blocks: Iterable[RowBlock]) -> Iterator[tuple[RowBlock, ConvertedBlock]]:
-        """Convert a few blocks ahead on all threads, and yield the results in order."""
-        pending: deque[tuple[RowBlock, Future[ConvertedBlock]]] = deque()
-        for block in blocks:
-            pending.append((block, self._pool.submit(self._convert, block)))
-            if len(pending) > 4 * self.workers:
-                block, future = pending.popleft()
-                yield block, future.result()
-        for block, future in pending:
-            yield block, future.result()
+        """Convert a few parts of files ahead on all threads, and yield the results in order."""
+        pending: deque[Future[list[tuple[RowBlock, ConvertedBlock]]]] = deque()
+        for (file, part), group in itertools.groupby(blocks, lambda b: (b.task.info.file, b.offset // PART_BYTES)):
+            pending.append(self._pool.submit(self._convert_part, list(group), self._sources.take_part(file, part)))
+            if len(pending) > 2 * self.workers:
+                yield from pending.popleft().result()
+        for future in pending:
+            yield from future.result()
 
-    def _convert(self, block: RowBlock) -> ConvertedBlock:
+    def _convert_part(
+        self, blocks: Sequence[RowBlock], digest: PartDigest | None
+    ) -> list[tuple[RowBlock, ConvertedBlock]]:
+        """Convert the blocks that begin in one part of a file, and hash the part."""
+        converted = [(block, self._convert(block, digest)) for block in blocks]
+        if digest is not None:
+            digest.digest()
+        return converted
+
+    def _convert(self, block: RowBlock, digest: PartDigest | None) -> ConvertedBlock:
         task = block.task
         raw = self._buffer("raw", block.nbytes, np.uint8)
         if task.transposed:
             self._read_columns(block, raw)
         else:
             self.source.read_into(task.name, raw.data, block.start * task.row_bytes)
+            if digest is not None and self.source.is_verbatim(task.name):
+                digest.update(raw.data, block.offset)
         values = raw.view(DTYPES[task.info.dtype]).reshape(block.stop - block.start, task.row_elements)
         _apply_factors(values, task.rewrite, block)
         return self._copy(block, values) if task.scheme is Scheme.FLOAT else self._quantize(block, values)

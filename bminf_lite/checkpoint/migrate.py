@@ -273,10 +273,12 @@ def _convert(
         with Converter(checkpoint, writer, thread_count(), progress) as converter:
             tensors = converter.run(tasks)
             limit_gated_products(checkpoint, gated, converter.row_norms, converter.scale_rows)
-            writer.finish()
+            writer.complete()
             sources = converter.source_records()
             written = sorted(path for path in folder.rglob("*") if path.is_file())
-            files = converter.result_records(written, folder)
+            checksums = converter.result_checksums(written, folder)
+            writer.sync()
+            files = checksums.records()
     finally:
         writer.close()
     checkpoint.check_unchanged()
