@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..backend.blas_threads import blas_threads
 from ..backend.quantization import exact_scales, fits_fp16, round_to_codes, row_maxima, rows_per_block
 from ..backend.rotation import rotated
 from ..errors import checkpoint_error
@@ -180,20 +181,21 @@ class Converter:
         total, done = sum(task.info.nbytes for task in tasks), 0
         reports, bad = [], []
         parts: list[ConvertedBlock] = []
-        for block, part in self._convert_all(block for task in tasks for block in _blocks(task)):
-            parts.append(part)
-            done += block.nbytes
-            if self.progress:
-                self.progress(done, total, block.task.name)
-            if block.stop < block.task.rows:
-                continue
-            bad_rows = [part.bad_row for part in parts if part.bad_row is not None]
-            if bad_rows:
-                where = f", first in row {bad_rows[0]}" if len(block.task.shape) > 1 else ""
-                bad.append(f"tensor {block.task.name!r} holds a NaN or an infinity{where}")
-            else:
-                reports.append(self._finish(block.task, parts))
-            parts = []
+        with blas_threads.for_product(1, 1, 1):  # one for each of our own
+            for block, part in self._convert_all(block for task in tasks for block in _blocks(task)):
+                parts.append(part)
+                done += block.nbytes
+                if self.progress:
+                    self.progress(done, total, block.task.name)
+                if block.stop < block.task.rows:
+                    continue
+                bad_rows = [part.bad_row for part in parts if part.bad_row is not None]
+                if bad_rows:
+                    where = f", first in row {bad_rows[0]}" if len(block.task.shape) > 1 else ""
+                    bad.append(f"tensor {block.task.name!r} holds a NaN or an infinity{where}")
+                else:
+                    reports.append(self._finish(block.task, parts))
+                parts = []
         if bad:
             raise checkpoint_error(self.source.path, bad, "such a model computes nothing: export the checkpoint again")
         return reports
@@ -312,9 +314,9 @@ class Converter:
         self.writer.write(block.task.data_name, stored, block.start * stored.shape[1])
         if kept.size:
             self.writer.write(f"{block.task.module}.outlier_weight", kept, block.start * kept.shape[1] * kept.itemsize)
-        signal = np.einsum("ij,ij->i", ratio, ratio)
+        signal = _sums_of_squares(ratio)
         np.subtract(ratio, rounded, out=ratio)
-        return ConvertedBlock(scale, signal, np.einsum("ij,ij->i", ratio, ratio))
+        return ConvertedBlock(scale, signal, _sums_of_squares(ratio))
 
     def _extract_outliers(self, task: ConversionTask, values: np.ndarray) -> np.ndarray:
         """Replace the columns of ``values`` ``[rows, in]`` that stay fp16 by zeros, and return them, ``[rows, n]``."""
@@ -331,6 +333,12 @@ class Converter:
         if name not in buffers or buffers[name].size < size:
             buffers[name] = np.empty(size, dtype)
         return buffers[name][:size]
+
+
+def _sums_of_squares(rows: np.ndarray) -> np.ndarray:
+    """The sum of squares of each row, fp32 ``[rows, in]`` -> fp32 ``[rows]``, by BLAS."""
+    sums: np.ndarray = np.matmul(rows[:, None, :], rows[:, :, None])[:, 0, 0]
+    return sums
 
 
 def _calibrated_scales(block: RowBlock) -> np.ndarray:
