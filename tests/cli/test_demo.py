@@ -9,21 +9,28 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from bminf_lite import backend
 from bminf_lite.cli import main
 
 
-def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def run_demo(monkeypatch: pytest.MonkeyPatch, device: str) -> Result:
+    """The demo with fewer tokens, on ``device``."""
     module = importlib.import_module("bminf_lite.cli.demo")
     create = backend.create
     for name, value in (("WINDOW", 256), ("SCORED_TOKENS", 256), ("NEW_TOKENS", 12)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(backend, "create", lambda *_: create("cpu"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(backend, "create", lambda *_: create(device))
     result = CliRunner().invoke(main, ["demo"])
     assert result.exit_code == 0, result.stderr
+    return result
+
+
+def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = importlib.import_module("bminf_lite.cli.demo")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = run_demo(monkeypatch, "cpu")
     assert re.search(r"before +13\.1 MB", result.stdout)
     assert re.search(r"after +4\.9 MB", result.stdout)
     assert module.PROMPT in result.stdout
@@ -31,6 +38,17 @@ def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyP
     int8, plain = (float(re.search(rf"{name} +([\d.]+)", result.stdout)[1]) for name in ("int8", "float"))  # type: ignore[index]
     assert int8 == pytest.approx(plain, rel=0.01)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_gpu_the_demo_tells_compiling_from_generating(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = run_demo(monkeypatch, "cuda").stdout
+    before, after = shown.split("\nCompletion on ")
+    assert "NumPy" not in after and "compiled" not in after
+    assert "Kernels" not in before or re.search(r"Kernels were compiled and chosen in [\d.]+ s", before)
+    int8, plain = (float(re.search(rf"{name} +([\d.]+)", shown)[1]) for name in ("int8", "float"))  # type: ignore[index]
+    assert int8 == pytest.approx(plain, rel=0.01)
 
 
 class SlowAtFirst:
