@@ -155,7 +155,8 @@ class PromptEncoder:
         tokenizer = self.tokenizer
         source = tokenizer.tool_chat_template if with_tools else tokenizer.chat_template
         if source is None:
-            raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
+            remedy = "give a plain prompt instead of messages (bminf-lite generate without --chat)"
+            raise UsageError(f"this checkpoint has no chat template: {remedy}")
         if source not in self._templates:
             names = (tokenizer.bos_token, tokenizer.eos_token)
             self._templates[source] = ChatTemplate(source, *names, processes=self.template_processes)
