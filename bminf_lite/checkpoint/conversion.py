@@ -110,6 +110,11 @@ class ConversionTask:
         """The size of a row in the source."""
         return self.row_elements * DTYPES[self.info.dtype].itemsize
 
+    @property
+    def result_row_bytes(self) -> int:
+        """The size of a row of the tensor ``data_name``."""
+        return self.outputs()[self.data_name].nbytes // max(self.rows, 1)
+
 
 @dataclass(frozen=True)
 class RowBlock:
@@ -250,8 +255,12 @@ class Converter:
     def _convert_part(
         self, blocks: Sequence[RowBlock], digest: PartDigest | None
     ) -> list[tuple[RowBlock, ConvertedBlock]]:
-        """Convert the blocks that begin in one part of a file, and hash the part."""
+        """Convert the blocks that begin in one part of a file, hash the part, and begin to write the results."""
         converted = [(block, self._convert(block, digest)) for block in blocks]
+        for task, group in itertools.groupby(blocks, lambda block: block.task):
+            rows = [(block.start, block.stop) for block in group]
+            first, size = rows[0][0] * task.result_row_bytes, (rows[-1][1] - rows[0][0]) * task.result_row_bytes
+            self.writer.start_writeback(task.data_name, first, size)
         if digest is not None:
             digest.digest()
         return converted
