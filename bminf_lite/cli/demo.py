@@ -97,12 +97,14 @@ def show_completion(model: Model) -> None:
 def show_perplexity(name: str, model: Model, ids: list[int]) -> np.ndarray:
     """Print the perplexity of ``ids``, and return the loss of each token."""
     import numpy as np
+    from tqdm import tqdm
 
     from ..evaluation.corpus import sliding_windows
     from ..evaluation.perplexity import Perplexity, window_losses
 
     started = time.perf_counter()
-    losses = np.concatenate(list(window_losses(model, sliding_windows([ids], WINDOW, WINDOW))))
+    windows = tqdm(sliding_windows([ids], WINDOW, WINDOW), unit="window", desc=f"  {name}", disable=None, leave=False)
+    losses = np.concatenate(list(window_losses(model, windows)))
     speed = len(ids) / (time.perf_counter() - started)
     click.echo(f"  {name:5}  {Perplexity.from_losses(losses).value:8.3f}  ({speed:,.0f} tokens per second)")
     return losses
