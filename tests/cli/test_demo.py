@@ -45,10 +45,11 @@ def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyP
 def test_on_a_gpu_the_demo_tells_compiling_from_generating(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = run_demo(monkeypatch, "cuda").stdout
     before, after = shown.split("\nCompletion on ")
-    assert "NumPy" not in after and "compiled" not in after
+    assert "NumPy" not in after and "Kernels" not in after
     assert "Kernels" not in before or re.search(r"Kernels were compiled and chosen in [\d.]+ s", before)
+    assert re.search(r"float +[\d.]+  \([\d,]+ tokens per second(; kernels were compiled in [\d.]+ s before)?\)", after)
     int8, plain = (float(re.search(rf"{name} +([\d.]+)", shown)[1]) for name in ("int8", "float"))  # type: ignore[index]
-    assert int8 == pytest.approx(plain, rel=0.01)
+    assert int8 == pytest.approx(plain, rel=0.02)
 
 
 class SlowAtFirst:
@@ -71,11 +72,9 @@ class SlowAtFirst:
         self.runs.append(name)
 
 
-def test_kernels_are_compiled_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_are_compiled_before_anything_is_measured() -> None:
     module = importlib.import_module("bminf_lite.cli.demo")
     model = SlowAtFirst()
-    module.warm_up(model, [1, 2, 3])
+    assert module.warm_up(model, [1, 2, 3]) > 0.1
     assert set(model.runs) == {"generate", "logits"}
-    assert re.search(r"Kernels were compiled and chosen in 0\.\d s", capsys.readouterr().out)
-    module.warm_up(model, [1, 2, 3])
-    assert capsys.readouterr().out == ""
+    assert module.warm_up(model, [1, 2, 3]) == 0
