@@ -7,8 +7,8 @@ file. It finds damage and changes made by mistake. It does not find forgery, bec
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +83,7 @@ class FileChecksums:
         self._pool = pool
         self._sizes = {file: file.stat().st_size for file in files}
         self._taken: dict[tuple[Path, int], PartDigest] = {}
-        self._digests: dict[Path, Iterator[bytes]] = {}
+        self._digests: dict[Path, list[Future[bytes]]] = {}
 
     def take_part(self, file: Path, index: int) -> PartDigest | None:
         """The part of ``file`` with this number, or None if it was taken already or the file has no such part."""
@@ -96,14 +96,16 @@ class FileChecksums:
         for file, size in self._sizes.items():
             count = -(-size // PART_BYTES)
             parts = [self._taken.get((file, index)) or self._part(file, index) for index in range(count)]
-            self._digests[file] = self._pool.map(PartDigest.digest, parts)
+            self._digests[file] = [self._pool.submit(part.digest) for part in parts]
 
     def records(self) -> list[FileRecord]:
         """The records of all files, in their order. Raises :class:`CheckpointError` if one cannot be read."""
         if not self._digests:
             self.start()
         return [
-            FileRecord(file.relative_to(self._folder).as_posix(), size, _joined(self._digests[file]))
+            FileRecord(
+                file.relative_to(self._folder).as_posix(), size, _joined(part.result() for part in self._digests[file])
+            )
             for file, size in self._sizes.items()
         ]
 

@@ -150,5 +150,6 @@ def test_a_checksum_is_that_of_the_digests_of_the_parts(
                 if part is not None and start < size:
                     part.update(memoryview(content[start:end]), start)
         (record,) = checksums.records()
+        assert checksums.records() == [record]
     digests = [xxhash.xxh3_128_digest(content[i : i + 100]) for i in range(0, size, 100)]
     assert record == checksum.FileRecord("file", size, xxhash.xxh3_128_hexdigest(b"".join(digests)))
