@@ -146,10 +146,10 @@ class _Connection:
         """Whether the rest of a message waits until the socket takes it."""
         return bool(self._unsent)
 
-    def send(self, message: FromEngine) -> None:
-        """Send a message that is not about completions, behind what was not sent yet."""
+    def send(self, *messages: FromEngine) -> None:
+        """Send messages that are not about completions, behind what was not sent yet."""
         with self.lock:
-            self._send(frame(message))
+            self._send(b"".join(map(frame, messages)))
 
     def flush(self) -> None:
         """Send what is new of all completions, unless an earlier message still waits."""
@@ -345,15 +345,20 @@ class EngineServer:
             data, messages = b"", []
         if not data:
             self._drop(connection)
+        answers: list[
+            FromEngine
+        ] = []  # sent at the end, because the engine's thread begins a step while this one sends
         for message in messages:
             if isinstance(message, Submit):
-                self._submit(connection, message)
+                answers += self._submit(connection, message)
             elif isinstance(message, Cancel):
                 self._cancel(connection, message.ids)
             elif isinstance(message, Observed):
                 self._observed = add_observations(self._observed, message.values)
             else:
-                connection.send(Stats(message.number, self._engine.stats(), self._observed))
+                answers.append(Stats(message.number, self._engine.stats(), self._observed))
+        if answers:
+            connection.send(*answers)
 
     def _drop(self, connection: _Connection) -> None:
         """The client has gone: its requests are of no use to anyone."""
@@ -364,14 +369,14 @@ class EngineServer:
             ids = [*connection.completions, *connection.compiling]
         self._cancel(connection, ids)
 
-    def _submit(self, connection: _Connection, submit: Submit) -> None:
-        """Submit a request; a thread of its own compiles its grammar, which may take a second."""
+    def _submit(self, connection: _Connection, submit: Submit) -> list[Admitted | Refused]:
+        """Submit a request, and return the answer; a thread of its own answers when it has compiled a grammar."""
         if submit.request.grammar is None:
             with self._admission:
-                self._admit(connection, submit, [None] * submit.request.n)
-        else:
-            connection.compiling.add(submit.first_id)
-            self._compilers.submit(self._compile, connection, submit, submit.request.grammar)
+                return [self._admit(connection, submit, [None] * submit.request.n)]
+        connection.compiling.add(submit.first_id)
+        self._compilers.submit(self._compile, connection, submit, submit.request.grammar)
+        return []
 
     def _compile(self, connection: _Connection, submit: Submit, grammar: Grammar) -> None:
         """Admit a request with a grammar, unless it was cancelled meanwhile."""
@@ -391,7 +396,7 @@ class EngineServer:
             if problem:
                 connection.send(Refused(submit.first_id, problem, False))
             else:
-                self._admit(connection, submit, matchers)
+                connection.send(self._admit(connection, submit, matchers))
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -400,7 +405,8 @@ class EngineServer:
         vocab_size = self._info.vocab_size
         return GrammarCompiler(load_tokenizer(self._info.folder, vocab_size), vocab_size)
 
-    def _admit(self, connection: _Connection, submit: Submit, matchers: Sequence[Matcher | None]) -> None:
+    def _admit(self, connection: _Connection, submit: Submit, matchers: Sequence[Matcher | None]) -> Admitted | Refused:
+        """Let a request join the engine's, and return the answer."""
         first_id = submit.first_id
         try:
             requests = self._requests(submit.request, submit.first_index)
@@ -414,9 +420,8 @@ class EngineServer:
         except BminfError as error:
             for index in range(submit.request.n):
                 connection.completions.pop(first_id + index, None)
-            connection.send(Refused(first_id, str(error), isinstance(error, QueueFull)))
-        else:
-            connection.send(Admitted(first_id))
+            return Refused(first_id, str(error), isinstance(error, QueueFull))
+        return Admitted(first_id)
 
     def _requests(self, wanted: GenerationRequest, first_index: int) -> list[Request]:
         """The engine's form of a request. Raises ``UsageError`` for what does not fit the model."""

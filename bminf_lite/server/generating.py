@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -88,8 +89,9 @@ def sampling_params(
     if max_tokens is None and info.generation_config.get("max_new_tokens") is None:
         max_tokens = info.context_length
     try:
+        chosen = {"seed": secrets.randbits(64), **fields.chosen}
         params = SamplingParams.from_checkpoint(
-            info.generation_config, **fields.chosen, max_new_tokens=max_tokens, logprobs=logprobs
+            info.generation_config, **chosen, max_new_tokens=max_tokens, logprobs=logprobs
         )
         params.check_model(info.vocab_size, info.eos_ids)
         wrong = next((i for i in fields.stop_token_ids or () if not 0 <= i < info.vocab_size), None)
@@ -138,7 +140,7 @@ def generation_request(
     """The engine's request for ``n`` completions of a prompt."""
     return GenerationRequest(
         list(prompt.token_ids),
-        params.with_seed(),
+        params,
         n,
         target_token_ids=list(prompt.target),
         stop_token_ids=sorted(prompt.stop_ids.union(fields.stop_token_ids or ())),

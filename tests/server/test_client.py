@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import select
+import socket
 import time
 import weakref
 from collections.abc import Awaitable, Callable
@@ -19,7 +21,7 @@ from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import QueueFull
 from bminf_lite.server.client import EngineClient, EngineFailure, GenerationRequest, RequestRefused
 from bminf_lite.server.engine_server import EngineServer
-from bminf_lite.server.protocol import FrameReader, FromEngine, StepOutputs, Submit, frame
+from bminf_lite.server.protocol import Admitted, FrameReader, FromEngine, StepOutputs, Submit, ToEngine, frame
 
 VOCAB_SIZE = 2048
 
@@ -80,6 +82,40 @@ def test_requests_of_one_generation_are_numbered_on():
         assert await read(generation) == {0: [10, 11], 1: [10, 11], 2: [20, 21, 22]}
 
     run(test)
+
+
+def test_requests_that_come_together_reach_the_engine_before_any_is_answered():
+    """So one step begins all of them: sending an answer would let the engine's thread begin with the first alone."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(20)
+        ours.sendall(frame(fake_info(None, VOCAB_SIZE)))
+        client = await EngineClient.connect(theirs)
+        tasks = [asyncio.create_task(client.generate(wanted(5))) for _ in range(8)]
+        data = await asyncio.to_thread(ours.recv, 1 << 16)
+        assert [type(message) for message in FrameReader(ToEngine).feed(data)] == [Submit] * 8
+
+        engine = FakeEngine(range(VOCAB_SIZE))
+        server = EngineServer(engine, fake_info(None, VOCAB_SIZE))
+        end, submitted = server.connect(), []
+        end.settimeout(20)
+        assert end.recv(1 << 16)  # the facts of the model
+        engine.submit = lambda requests: submitted.append(select.select([end], [], [], 0)[0])
+        end.sendall(data)
+        answers = FrameReader(FromEngine)
+        assert [type(message) for message in answers.feed(end.recv(1 << 16))] == [Admitted] * 8
+        assert submitted == [[]] * 8  # nothing could be read at any of them
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        client.close()
+        server.close()
+        engine.close()
+        ours.close()
+        end.close()
+
+    asyncio.run(main())
 
 
 def test_tokens_behind_a_slow_reader_are_joined():

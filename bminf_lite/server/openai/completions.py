@@ -69,23 +69,23 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
         ),
         record=record,
     )
-    return _Completions(server, body, generation, tokenizer, encoded, drawn)
+    return _Completions(server, body, generation, tokenizer, encoded, drawn, grammar is not None)
 
 
 class _Choice:
     """One of a response's choices while it arrives: what is echoed, and then the completion."""
 
-    def __init__(self, completions: _Completions, prompt: EncodedPrompt, text: str):
+    def __init__(self, completions: _Completions, prompt: EncodedPrompt, echo: str):
         body, tokenizer = completions.body, completions.tokenizer
         # A grammar counts the space before the first word, which the text of an answer would leave out.
-        continued = prompt.token_ids if prompt.continues or body.structures else ()
+        continued = prompt.token_ids if prompt.continues or completions.has_grammar else ()
         self.completion = CompletionText(tokenizer, body.stop, continued, completions.texts)
         self.is_empty = body.max_tokens == 0
         self.finish_reason: str | None = None
         self.num_cached = 0
         self.num_characters = 0
         self._prompt = prompt
-        self._echo = text if body.echo else ""
+        self._echo = echo
         self._has_begun = False
         self._texts = completions.texts
         self._tokenizer = tokenizer
@@ -144,18 +144,19 @@ class _Completions:
         tokenizer: Tokenizer,
         prompts: Sequence[EncodedPrompt],
         drawn: int,
+        has_grammar: bool,
     ):
         self.body = body
+        self.has_grammar = has_grammar
         self.generation = generation
         self._prompts = prompts
         self._drawn = drawn
         has_scores = body.logprobs is not None or drawn > (body.n or 1)
         self.tokenizer = tokenizer
         self.texts = server.token_texts if has_scores else None
+        echoes = [_text(tokenizer, given) if body.echo else "" for given in body.prompts]
         self._choices = [
-            _Choice(self, prompt, tokenizer.decode(given) if isinstance(given, list) and body.echo else str(given))
-            for prompt, given in zip(prompts, body.prompts, strict=True)
-            for _ in range(drawn)
+            _Choice(self, prompt, echo) for prompt, echo in zip(prompts, echoes, strict=True) for _ in range(drawn)
         ]
         self._head = head("cmpl", "text_completion", body.model or server.model_name)
 
@@ -212,6 +213,10 @@ class _Completions:
             return {**self._head, "choices": [], "usage": self.usage} if has_usage else {}
 
         await write_chunks(stream, self.generation, chunk, last)
+
+
+def _text(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
 
 
 def _mean(tokens: Sequence[ScoredToken]) -> float:
