@@ -159,11 +159,12 @@ def test_what_is_cancelled_beside_a_request_does_not_touch_it():
         kept = request(0, prompt_of(70), max_new_tokens=60, temperature=0.8)
         others = [request(i, prompt_of(100, i), max_new_tokens=100) for i in range(1, 8)]
         run_thread = threading.Thread(target=run, args=(model, [kept]))
-        model._engine.submit(others)
+        engine = model._engine
+        engine.call(lambda: (engine.submit(others), engine.cancel(others[-1:])))  # this one while it waits
         run_thread.start()
         for other in others:
             time.sleep(0.01)
-            model._engine.cancel([other])
+            engine.cancel([other])
         run_thread.join()
         check_equal(kept, run(ALONE["full", False], [request(0, prompt_of(70), max_new_tokens=60, temperature=0.8)])[0])
         assert any(other.finish_reason == "cancelled" for other in others)

@@ -85,8 +85,8 @@ class LiveServer:
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._started.wait(20)
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        assert self._started.wait(60)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     async def _run(self) -> None:
         self.client = await EngineClient.connect(self._engine_server.connect())

@@ -30,7 +30,7 @@ def run(test: Callable[[EngineClient, FakeEngine], Awaitable[None]], **options: 
     async def main() -> None:
         engine = FakeEngine(range(VOCAB_SIZE), **options)
         async with connected(engine, fake_info(None, VOCAB_SIZE, context_length=512)) as client:
-            await asyncio.wait_for(test(client, engine), 20)
+            await asyncio.wait_for(test(client, engine), 60)
 
     asyncio.run(main())
 
@@ -89,7 +89,7 @@ def test_requests_that_come_together_reach_the_engine_before_any_is_answered():
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
-        ours.settimeout(20)
+        ours.settimeout(60)
         ours.sendall(frame(fake_info(None, VOCAB_SIZE)))
         client = await EngineClient.connect(theirs)
         tasks = [asyncio.create_task(client.generate(wanted(5))) for _ in range(8)]
@@ -99,7 +99,7 @@ def test_requests_that_come_together_reach_the_engine_before_any_is_answered():
         engine = FakeEngine(range(VOCAB_SIZE))
         server = EngineServer(engine, fake_info(None, VOCAB_SIZE))
         end, submitted = server.connect(), []
-        end.settimeout(20)
+        end.settimeout(60)
         assert end.recv(1 << 16)  # the facts of the model
         engine.submit = lambda requests: submitted.append(select.select([end], [], [], 0)[0])
         end.sendall(data)
@@ -135,7 +135,7 @@ def test_an_http_process_that_is_behind_gets_joined_steps():
     engine = FakeEngine(range(VOCAB_SIZE))
     server = EngineServer(engine, fake_info(None, VOCAB_SIZE, context_length=1 << 20))
     end = server.connect()
-    end.settimeout(20)
+    end.settimeout(60)
     length, count = 40_000, 4
     for first_id in range(count):
         end.sendall(frame(Submit(first_id, 0, wanted(length))))
