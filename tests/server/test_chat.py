@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import api_kit
@@ -165,6 +166,36 @@ def test_a_call(scripted: LiveServer):
     assert call["function"] == {"name": "weather", "arguments": '{"place": "Bonn", "days": 2}'}
     raw = scripted.json(PATH, {"messages": HI, "tools": [WEATHER], "max_tokens": 200})["choices"][0]["message"]
     assert raw["tool_calls"][0]["id"].startswith("call_")
+
+
+@pytest.mark.parametrize(
+    ("marks", "text"),
+    [
+        (
+            "<tool_call> <function=",
+            "I look.\n<tool_call>\n<function=weather>\n<parameter=place>\n2\n</parameter>\n<parameter=days>\n2\n"
+            "</parameter>\n</function>\n</tool_call>",
+        ),
+        ("[func_name1(", 'I look.<|python_start|>[weather(place="2", days=2)]'),
+        (
+            "<｜tool▁calls▁begin｜>",
+            'I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"place": "2", "days": 2}'
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+    ],
+    ids=["qwen3_coder", "llama4_pythonic", "deepseek_v31"],
+)
+def test_calls_in_other_forms(tmp_path: Path, marks: str, text: str):
+    """A value that is no JSON is a string if the function's schema says so."""
+    folder = api_kit.folder_with_template(tmp_path / "model", api_kit.CHAT_TEMPLATE + f"{{# tools {marks} #}}")
+    server = api_kit.scripted_server(folder, text)
+    try:
+        choice = both(server, {"messages": HI, "tools": [WEATHER], "max_tokens": 400})
+    finally:
+        server.close()
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"place": "2", "days": 2}'}
+    assert choice["message"]["content"] == "I look." and choice["finish_reason"] == "tool_calls"
 
 
 def test_several_calls_or_one(scripted: LiveServer):
