@@ -122,6 +122,15 @@ def test_a_stream_is_the_response_in_pieces(fake: LiveServer, body: dict[str, An
             assert b"".join(bytes(score["bytes"]) for score in scores).decode() == choice["message"]["content"]
 
 
+def test_the_usage_so_far(fake: LiveServer):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": HI, "n": 2, "max_tokens": 6} | {"stream_options": options}
+    events = fake.events(PATH, body)
+    generated = [event["usage"]["completion_tokens"] for event in events[:-1]]
+    assert generated == sorted(generated) and generated[-2:] == [6 * len(joined(events))] * 2
+    assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {events[-2]["usage"]["prompt_tokens"]}
+
+
 def test_an_answer(scripted: LiveServer):
     ids = scripted.says("Return the list.")
     whole = scripted.json(PATH, {"messages": HI, "logprobs": True, "top_logprobs": 2})

@@ -68,6 +68,15 @@ def test_a_stream_is_the_response_in_pieces(fake: LiveServer, body: dict[str, An
             assert len({len(part) for part in scores.values()}) == 1
 
 
+def test_the_usage_so_far(fake: LiveServer):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 6} | {"stream_options": options}
+    events = fake.events(PATH, body)
+    generated = [event["usage"]["completion_tokens"] for event in events[:-1]]
+    assert generated == sorted(generated) and generated[-2:] == [6 * len(joined(events))] * 2
+    assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {events[-2]["usage"]["prompt_tokens"]}
+
+
 def test_prompts_of_all_kinds(fake: LiveServer):
     ids = TOKENIZER.encode("Return the")
     one = fake.json(PATH, {"prompt": "Return the", "max_tokens": 5})["choices"][0]

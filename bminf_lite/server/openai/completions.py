@@ -23,7 +23,7 @@ from ..schemas.base import parse
 from ..schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from ..state import ServerState
 from ..work import respond
-from .chunks import Usage, finite, head, reports_usage, write_chunks
+from .chunks import Usage, chunk_end, finite, head, reports_usage, write_chunks
 
 _encode = msgspec.json.encode
 
@@ -197,17 +197,17 @@ class _Completions:
         has_usage = reports_usage(self.body.stream_options)
         start = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         heads = [start + b"%d" % index + b',"text":' for index in range(len(self._choices))]
-        tail = b"]" + (b',"usage":null' if has_usage else b"") + b"}\n\n"
-        plain = b',"logprobs":null,"finish_reason":null}' + tail
+        end = chunk_end(self.body.stream_options, lambda: self.usage)
 
         def chunk(output: Output) -> bytes:
             index, choice = output.index, self._choices[output.index]
             new = choice.read(self.generation, output)
             if self.body.logprobs is None and new.finish_reason is None:
-                return heads[index] + _encode(new.text) + plain if new.text else b""
+                plain = b',"logprobs":null,"finish_reason":null}]'
+                return heads[index] + _encode(new.text) + plain + end() if new.text else b""
             logprobs = _encode(None if self.body.logprobs is None else choice.logprobs(new.tokens))
-            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}"
-            return heads[index] + _encode(new.text) + b',"logprobs":' + logprobs + reason + tail
+            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}]"
+            return heads[index] + _encode(new.text) + b',"logprobs":' + logprobs + reason + end()
 
         def last() -> dict[str, Any]:
             return {**self._head, "choices": [], "usage": self.usage} if has_usage else {}

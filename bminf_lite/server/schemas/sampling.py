@@ -82,7 +82,7 @@ class SamplingFields(Body):
 
 
 class StreamOptions(Body):
-    """``include_usage``: a last chunk with the usage. ``continuous_usage_stats``: the usage so far in every chunk."""
+    """``include_usage``: a last chunk with the usage; with ``continuous_usage_stats`` every chunk has it."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
