@@ -25,8 +25,8 @@ from bminf_lite.server.engine_server import EngineServer
 from bminf_lite.server.errors import ApiError
 from bminf_lite.server.event_stream import EventStream, EventStreamResponse
 from bminf_lite.server.http_process import serve_http
-from bminf_lite.server.launcher import Address, Listener
 from bminf_lite.server.limits import DEFAULT_LIMITS, Limits
+from bminf_lite.server.listener import Address, Listener
 from bminf_lite.server.security import Guard
 from bminf_lite.server.settings import ServerSettings
 
