@@ -61,6 +61,7 @@ class LaunchedStep:
     start_sampling: Callable[[], Callable[[], np.ndarray]] | None
     sampled: np.ndarray
     scores: Callable[[], np.ndarray] | None = None
+    prompt_top: Callable[[], np.ndarray] | None = None
     choice: Callable[[], np.ndarray] | None = None
 
     @property
@@ -76,7 +77,8 @@ class LaunchedStep:
     def fetch(self) -> StepResult:
         """What the step chose and scored, without padding."""
         chosen = self.choice()[:, self.sampled] if self.choice else np.zeros((2, 0), np.int32)
-        return StepResult(chosen, self.scores() if self.scores else np.zeros((3, 0), np.int32))
+        scores = self.scores() if self.scores else np.zeros((3, 0), np.int32)
+        return StepResult(chosen, scores, self.prompt_top() if self.prompt_top else None)
 
 
 class HostTables:
@@ -215,6 +217,10 @@ class ModelRunner:
         if len(inputs.targets):
             first, end = end, end + len(inputs.targets)
             launched.scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
+            if any(part.num_scored and part.request.num_prompt_top > 1 for part in parts):
+                launched.prompt_top = self.ops.fetch(
+                    self.ops.sample(logits[first:end], self.table.reporting(end - first))
+                )
         for part in parts:
             if part.num_taken and part.request.take_logits is not None:
                 first, end = end, end + part.num_taken

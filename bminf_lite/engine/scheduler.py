@@ -83,11 +83,14 @@ class StepResult(NamedTuple):
     """What a step chose and scored.
 
     ``chosen`` is int32 as ``Backend.sample`` returns it, for the parts that sample. ``prompt_scores`` is int32 as
-    ``Backend.token_logprobs`` returns it, for the prompt tokens that the parts score.
+    ``Backend.token_logprobs`` returns it, for the prompt tokens that the parts score. If one of their requests wants
+    more than the most likely token, ``prompt_top`` has what ``Backend.sample`` returns of their logits in the variant
+    ``FULL``.
     """
 
     chosen: np.ndarray
     prompt_scores: np.ndarray
+    prompt_top: np.ndarray | None = None
 
 
 class Rows(Protocol):
@@ -298,14 +301,19 @@ class Scheduler:
         updated = []
         choice = Choice.unpack(result.chosen)
         chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
-        scores = zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True)
+        scores = enumerate(zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True))
+        prompt_top = None if result.prompt_top is None else Choice.unpack(result.prompt_top)
         for part in step.parts:
             request = part.request
             if request.prompt_logprobs:
                 for position in range(part.start + 1, part.start + 1 + part.num_scored):
-                    logprob, best, best_logprob = next(scores)
+                    row, (logprob, best, best_logprob) = next(scores)
                     request.prompt_token_logprobs[position] = logprob
-                    request.prompt_most_likely[position] = (best, best_logprob)
+                    request.prompt_top_logprobs[position] = (
+                        prompt_top.most_likely(row, request.num_prompt_top)
+                        if request.num_prompt_top > 1 and prompt_top is not None
+                        else [(best, best_logprob)]
+                    )
             if part.samples:
                 place, (token, logprob) = next(chosen)
                 request.num_pending_tokens -= 1

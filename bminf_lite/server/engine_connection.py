@@ -60,8 +60,8 @@ def _ignore(request: Request) -> None:
 
 
 def _prompt_scores(request: Request) -> list[PromptScore | None]:
-    scores = zip(request.prompt_token_logprobs, request.prompt_most_likely, strict=True)
-    return [None if value is None or best is None else (value, *best) for value, best in scores]
+    scores = zip(request.prompt_token_logprobs, request.prompt_top_logprobs, strict=True)
+    return [None if value is None or top is None else (value, top) for value, top in scores]
 
 
 class Connection:

@@ -313,7 +313,8 @@ class EngineServer:
         return [
             Request(
                 index, ids, params, eos_ids, source, priority=wanted.priority, deadline=deadline,
-                cache_salt=wanted.cache_salt, prompt_logprobs=wanted.prompt_logprobs, is_streamed=wanted.is_streamed,
+                cache_salt=wanted.cache_salt, prompt_logprobs=wanted.prompt_logprobs,
+                num_prompt_top=wanted.num_prompt_top, is_streamed=wanted.is_streamed,
             )
             for index in range(first_index, first_index + wanted.n)
         ]  # fmt: skip

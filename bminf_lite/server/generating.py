@@ -135,9 +135,12 @@ async def checked_grammar(make: Callable[[], Grammar], field: str) -> Grammar:
 
 def generation_request(
     server: ServerState, prompt: EncodedPrompt, params: SamplingParams, fields: SamplingFields, n: int = 1,
-    prompt_logprobs: bool = False, grammar: Grammar | None = None, is_streamed: bool | None = None,
+    prompt_logprobs: int | None = None, grammar: Grammar | None = None, is_streamed: bool | None = None,
 ) -> GenerationRequest:  # fmt: skip
-    """The engine's request for ``n`` completions of a prompt."""
+    """The engine's request for ``n`` completions of a prompt.
+
+    ``prompt_logprobs``: report log-probabilities of the prompt, and so many most likely tokens beside each.
+    """
     return GenerationRequest(
         list(prompt.token_ids),
         params,
@@ -147,7 +150,8 @@ def generation_request(
         priority=fields.priority or 0,
         deadline=fields.deadline,
         cache_salt=fields.cache_salt or "",
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=prompt_logprobs is not None,
+        num_prompt_top=max(prompt_logprobs or 0, 1),
         grammar=grammar,
         is_streamed=bool(is_streamed),
     )

@@ -272,6 +272,26 @@ def test_log_probabilities_of_a_prompt(kind, rows):
         assert model.generate([3], max_new_tokens=1, prompt_logprobs=True).prompt_logprobs == [None]
 
 
+@pytest.mark.parametrize("rows", [1, 7, 256])
+def test_the_most_likely_tokens_at_the_places_of_a_prompt(rows):
+    """As many as a request wants, beside others that want fewer or none."""
+    with tiny("full", limits={"max_logit_rows": rows}) as model:
+        prompts = [prompt_of(40, i) for i in range(3)]
+        plain, most, best = (request(i, prompt, max_new_tokens=2) for i, prompt in enumerate(prompts))
+        most = replace(most, prompt_logprobs=True, num_prompt_top=4)
+        best = replace(best, prompt_logprobs=True)
+        run(model, [plain, most, best])
+        assert plain.prompt_top_logprobs == []
+        for found, count in ((most, 4), (best, 1)):
+            logits = model.logits(found.prompt_token_ids).astype(np.float64)
+            logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            assert found.prompt_top_logprobs[0] is None
+            for place, top in enumerate(found.prompt_top_logprobs[1:]):
+                assert len(top) == count and len({token for token, _ in top}) == count
+                np.testing.assert_allclose([v for _, v in top], np.sort(logprobs[place])[::-1][:count], atol=2e-5)
+                np.testing.assert_allclose([v for _, v in top], logprobs[place, [t for t, _ in top]], atol=2e-5)
+
+
 def test_logits_while_others_generate():
     prompts = [prompt_of(90, i) for i in range(4)]
     expected = [ALONE["full", False].logits(p) for p in prompts]

@@ -66,7 +66,8 @@ class ScriptedEngine(UnconstrainedEngine):
             if request.prompt_logprobs:
                 ids = request.prompt_token_ids
                 request.prompt_token_logprobs = [None, *(-i / 1000 for i in ids[1:])]
-                request.prompt_most_likely = [None, *((END, -0.25) for _ in ids[1:])]
+                top = [(END, -0.25 - i) for i in range(request.num_prompt_top)]
+                request.prompt_top_logprobs = [None, *(top for _ in ids[1:])]
             if done == self.fail_at:
                 request.finish_reason, request.error = "error", BminfError("the logits have a NaN")
             request.on_update(request)

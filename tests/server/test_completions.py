@@ -152,6 +152,21 @@ def test_the_log_probabilities_of_a_prompt_are_the_model_s(demo: LiveServer, dem
     np.testing.assert_allclose(largest, logprobs[:-1].max(axis=1), atol=1e-3)
 
 
+def test_the_most_likely_tokens_at_the_places_of_a_prompt(demo: LiveServer, demo_model: bminf_lite.Model):
+    text = "Return the number of items"
+    ids = TOKENIZER.encode(text)
+    body = {"prompt": text, "max_tokens": 1, "echo": True, "logprobs": 5, "temperature": 0}
+    scores = demo.json(PATH, body)["choices"][0]["logprobs"]
+    logits = demo_model.logits(ids).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for place, token in enumerate(ids[1:], start=1):
+        top = scores["top_logprobs"][place]
+        assert len(top) == 5 + (token not in np.argsort(-logprobs[place - 1])[:5])
+        found = sorted((value for text, value in top.items() if text != scores["tokens"][place]), reverse=True)
+        expected = np.sort(np.delete(logprobs[place - 1], token))[::-1][: len(found)]
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
 def test_biases_and_minimal_lengths(demo: LiveServer):
     comma = TOKENIZER.encode(",", add_special_tokens=False)[0]
     body = {"prompt": "Return a", "max_tokens": 4, "temperature": 0, "logit_bias": {str(comma): 100}}

@@ -47,8 +47,8 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
     check_count(server, "best_of" if drawn > n else "n", drawn)
     if len(prompts) > (most := server.settings.limits.prompts):
         raise bad_request(f"prompt has {len(prompts):,} prompts, but may have {most:,}", "prompt")
-    scores_prompt = bool(body.echo) and body.logprobs is not None
-    if scores_prompt and is_encoder_decoder:
+    prompt_logprobs = body.logprobs if body.echo else None
+    if prompt_logprobs is not None and is_encoder_decoder:
         raise bad_request(
             "echo with logprobs needs the log-probabilities of the prompt, which this model's encoder reads and does "
             "not predict: leave out one of them",
@@ -64,7 +64,7 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
                for i, p in enumerate(prompts)]  # fmt: skip
     generation = await server.client.generate(
         *(
-            generation_request(server, prompt, params, body, drawn, scores_prompt, grammar, body.stream)
+            generation_request(server, prompt, params, body, drawn, prompt_logprobs, grammar, body.stream)
             for prompt in encoded
         ),
         record=record,
