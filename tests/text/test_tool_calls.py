@@ -198,6 +198,11 @@ def test_text_that_is_no_call_is_content(form, text):
         (LLAMA4_PYTHONIC, "[add(a=1, b=[2", [("add", '{"a": 1')]),
         (LLAMA4_PYTHONIC, "[add(a=1, 2)] ok", [("add", '{"a": 1'), "2)] ok"]),
         (LLAMA4_PYTHONIC, f"[add(a={'[' * 300}{']' * 300})]", [("add", f'{{"a": {"[" * 300}{"]" * 300}}}')]),
+        (
+            LLAMA4_PYTHONIC,
+            f"[add(a={'1+' * 6000}1, b='\\d', c=1if)]",
+            [("add", f'{{"a": "{"1+" * 6000}1", "b": "\\\\d", "c": "1if"}}')],
+        ),
         (LLAMA4_PYTHONIC, f"[add(a={'-' * 9000}1)]", [("add", f'{{"a": "{"-" * 9000}1"}}')]),
     ],
 )

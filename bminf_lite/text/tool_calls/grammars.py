@@ -177,7 +177,7 @@ _CALL_RULES = {
 _SHARED_RULES = {
     "xml": (
         r'any_parameter: "<parameter=" /[^<>\n]+/ ">\n" until_parameter "\n"',
-        r"until_parameter[lazy]: /(.|\n)*\n<\/parameter>/",
+        r"until_parameter[lazy]: /(.|\n)*<\/parameter>/",
     ),
     "python": (
         'any_argument: /[A-Za-z_][A-Za-z0-9_]*/ "=" any_value',

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
+
+MAX_LITERAL = 10_000
+"""Characters of a literal of Python that is parsed; a longer text that is not JSON is a string."""
 
 _NAMES = {"true": True, "false": False, "null": None}
 
@@ -39,10 +43,18 @@ def json_of_literal(text: str) -> str:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         try:
-            return _dumped(_value(ast.parse(text, mode="eval").body))
+            return _dumped(_value(_parsed(text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return _dumped(text)
     return text
+
+
+def _parsed(text: str) -> ast.expr:
+    if len(text) > MAX_LITERAL:
+        raise ValueError
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of odd literals, such as "1if"
+        return ast.parse(text, mode="eval").body
 
 
 def _value(node: ast.expr) -> Any:
