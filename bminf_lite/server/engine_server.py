@@ -11,9 +11,9 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import count
 from typing import Protocol
@@ -34,15 +34,19 @@ from .protocol import (
     FromEngine,
     GenerationRequest,
     ModelInfo,
-    Observed,
     Ready,
     Refused,
     ShutDown,
     Stats,
+    StatsWanted,
     Submit,
+    ToEngine,
 )
 
 _READ_BYTES = 1 << 18
+_READ_ROUNDS = 4
+"""How often sockets are read, while there is something to read, before what was read is handled."""
+_BREAKS_OFF = "a connection to an HTTP process is closed, because of an error"
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +161,7 @@ class EngineServer:
                 try:
                     connection.flush()
                 except Exception:  # which must not end the engine's thread
-                    _log.exception("a connection to an HTTP process is closed, because of an error")
+                    _log.exception(_BREAKS_OFF)
                     connection.break_off()
 
     # -- in the thread that reads -------------------------------------------------------------------------------------
@@ -168,20 +172,7 @@ class EngineServer:
             watched: dict[Connection, int] = {}
             while not self._is_closing:
                 self._watch(selector, watched)
-                for key, events in selector.select():
-                    connection: Connection | None = key.data
-                    if connection is None:
-                        with suppress(BlockingIOError):
-                            self._wake_reader.recv(4096)
-                        continue
-                    try:
-                        if events & selectors.EVENT_WRITE:
-                            connection.send_rest()
-                        if events & selectors.EVENT_READ:
-                            self._read(connection)
-                    except Exception:
-                        _log.exception("a connection to an HTTP process is closed, because of an error")
-                        self._drop(connection)
+                self._handle(self._received(selector))
         for connection in list(self._connections):
             self._drop(connection)
             connection.socket.close()
@@ -204,30 +195,75 @@ class EngineServer:
                 selector.register(connection.socket, events, connection)
             watched[connection] = events
 
-    def _read(self, connection: Connection) -> None:
+    def _received(self, selector: selectors.BaseSelector) -> list[tuple[Connection, ToEngine | None]]:
+        """Wait for messages, and read all that are there; None is the end of a connection.
+
+        The engine's thread begins a step with the requests that it has when this thread waits for a socket or uses one.
+        Therefore all sockets are read before the first request is handled, and answers are sent after the last.
+        """
+        received: list[tuple[Connection, ToEngine | None]] = []
+        ready = selector.select()
+        for _ in range(_READ_ROUNDS):
+            for key, events in ready:
+                received += self._read(key.data, events)
+            ready = selector.select(0)
+            if not ready:
+                break
+        return received
+
+    def _read(self, connection: Connection | None, events: int) -> list[tuple[Connection, ToEngine | None]]:
+        if connection is None:
+            with suppress(BlockingIOError):
+                self._wake_reader.recv(4096)
+            return []
         try:
+            if events & selectors.EVENT_WRITE:
+                connection.send_rest()
+            if not events & selectors.EVENT_READ:
+                return []
             data = connection.socket.recv(_READ_BYTES)
             messages = connection.frames.feed(data)
         except BlockingIOError:
-            return
+            return []
         except (OSError, msgspec.MsgspecError):
-            data, messages = b"", []
-        if not data:
+            return [(connection, None)]
+        except Exception:
+            _log.exception(_BREAKS_OFF)
+            return [(connection, None)]
+        return [(connection, message) for message in messages] if data else [(connection, None)]
+
+    def _handle(self, received: Sequence[tuple[Connection, ToEngine | None]]) -> None:
+        answers: dict[Connection, list[FromEngine]] = {}
+        for connection, message in received:
+            with self._dropped_on_error(connection):
+                if message is None:
+                    self._drop(connection)
+                elif answer := self._answer(connection, message):
+                    answers.setdefault(connection, []).append(answer)
+        for connection, messages in answers.items():
+            with self._dropped_on_error(connection):
+                connection.send(*messages)
+
+    @contextmanager
+    def _dropped_on_error(self, connection: Connection) -> Iterator[None]:
+        """An error in the messages of one connection does not end the thread, which others need."""
+        try:
+            yield
+        except Exception:
+            _log.exception(_BREAKS_OFF)
             self._drop(connection)
-        answers: list[
-            FromEngine
-        ] = []  # sent at the end, because the engine's thread begins a step while this one sends
-        for message in messages:
-            if isinstance(message, Submit):
-                answers += self._submit(connection, message)
-            elif isinstance(message, Cancel):
-                self._cancel(connection, message.ids)
-            elif isinstance(message, Observed):
-                self._observed = add_observations(self._observed, message.values)
-            else:
-                answers.append(Stats(message.number, self._engine.stats(), self._observed))
-        if answers:
-            connection.send(*answers)
+
+    def _answer(self, connection: Connection, message: ToEngine) -> FromEngine | None:
+        """Do what a message says; returns what is to be sent, unless that comes later."""
+        if isinstance(message, Submit):
+            return self._submit(connection, message)
+        if isinstance(message, StatsWanted):
+            return Stats(message.number, self._engine.stats(), self._observed)
+        if isinstance(message, Cancel):
+            self._cancel(connection, message.ids)
+        else:
+            self._observed = add_observations(self._observed, message.values)
+        return None
 
     def _drop(self, connection: Connection) -> None:
         """The client has gone: its requests are of no use to anyone."""
@@ -238,14 +274,14 @@ class EngineServer:
             ids = [*connection.completions, *connection.compiling]
         self._cancel(connection, ids)
 
-    def _submit(self, connection: Connection, submit: Submit) -> list[Admitted | Refused]:
-        """Submit a request, and return the answer; a thread of its own answers when it has compiled a grammar."""
+    def _submit(self, connection: Connection, submit: Submit) -> Admitted | Refused | None:
+        """Submit a request, and return the answer. None with a grammar: a thread that compiles it answers then."""
         if submit.request.grammar is None:
             with self._admission:
-                return [self._admit(connection, submit, [None] * submit.request.n)]
+                return self._admit(connection, submit, [None] * submit.request.n)
         connection.compiling.add(submit.first_id)
         self._compilers.submit(self._compile, connection, submit, submit.request.grammar)
-        return []
+        return None
 
     def _compile(self, connection: Connection, submit: Submit, grammar: Grammar) -> None:
         """Admit a request with a grammar, unless it was cancelled meanwhile."""

@@ -6,9 +6,10 @@ import asyncio
 import gc
 import select
 import socket
+import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
@@ -17,6 +18,7 @@ pytest.importorskip("msgspec", reason="the extra [serve] is not installed")
 from client_kit import connected, read, until
 from fake_engine import FakeEngine, fake_info
 
+from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import QueueFull
 from bminf_lite.server.client import EngineClient, EngineFailure, GenerationRequest, RequestRefused
@@ -85,7 +87,7 @@ def test_requests_of_one_generation_are_numbered_on():
 
 
 def test_requests_that_come_together_reach_the_engine_before_any_is_answered():
-    """So one step begins all of them: sending an answer would let the engine's thread begin with the first alone."""
+    """Also those of several HTTP processes. So one step begins all of them, and not the first alone."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
@@ -98,22 +100,35 @@ def test_requests_that_come_together_reach_the_engine_before_any_is_answered():
 
         engine = FakeEngine(range(VOCAB_SIZE))
         server = EngineServer(engine, fake_info(None, VOCAB_SIZE))
-        end, submitted = server.connect(), []
-        end.settimeout(60)
-        assert end.recv(1 << 16)  # the facts of the model
-        engine.submit = lambda requests: submitted.append(select.select([end], [], [], 0)[0])
-        end.sendall(data)
-        answers = FrameReader(FromEngine)
-        assert [type(message) for message in answers.feed(end.recv(1 << 16))] == [Admitted] * 8
-        assert submitted == [[]] * 8  # nothing could be read at any of them
+        ends = [server.connect() for _ in range(3)]
+        is_held, may_go_on, answered = threading.Event(), threading.Event(), []
+
+        def submit(requests: Sequence[Request]) -> None:
+            if is_held.is_set():
+                answered.append(select.select(ends[1:], [], [], 0)[0])
+            is_held.set()
+            assert may_go_on.wait(60)
+
+        engine.submit = submit
+        for end in ends:
+            end.settimeout(60)
+            assert end.recv(1 << 16)  # the facts of the model
+        ends[0].sendall(frame(Submit(0, 0, wanted(5))))
+        assert is_held.wait(60)
+        for end in ends[1:]:  # while the thread that reads is held
+            end.sendall(data)
+        may_go_on.set()
+        for end in ends[1:]:
+            assert [type(message) for message in FrameReader(FromEngine).feed(end.recv(1 << 16))] == [Admitted] * 8
+        assert answered == [[]] * 16  # nothing could be read at any of them
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         client.close()
         server.close()
         engine.close()
-        ours.close()
-        end.close()
+        for end in (ours, *ends):
+            end.close()
 
     asyncio.run(main())
 
