@@ -188,6 +188,8 @@ def test_it_migrates(kind: str, tmp_path: Path) -> None:
     report = bminf_lite.migrate(path, tmp_path / "out")
     other = bminf_lite.migrate(folder, tmp_path / "other")
     assert {t.name: t.snr_db for t in report.tensors} == {t.name: t.snr_db for t in other.tensors}
+    assert report.dequantized == (("Q8_0",) if kind == "Q8_0" else ()) and other.dequantized == ()
+    assert ("the source is quantized (Q8_0): what it lost then" in str(report)) == (kind == "Q8_0")
     logits = []
     for out in (tmp_path / "out", tmp_path / "other"):
         with bminf_lite.load(out, device="cpu") as model:

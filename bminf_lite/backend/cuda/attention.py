@@ -1,19 +1,18 @@
-"""Attention on a GPU, and what puts keys and values into the cache: which kernels run, and what they need.
+"""Launches of attention: one token per sequence, several tokens, and the preparation of heads for several tokens.
 
-A sequence with one token takes the decode kernel, which also updates the cache. All other sequences of a step take two
-kernels: one normalises and rotates heads and updates the cache, and the prefill kernel reads it.
+The decode kernel normalises and rotates heads itself, and updates the cache. For several tokens a kernel does that
+before the prefill kernel reads the cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import HEAD_PAD, address, pitch_of, round_up
-from ...cuda.kernels.attention.heads import head_pitch_of, scores_of
+from ...cuda.kernels.attention.heads import scores_of
 from ...cuda.kernels.attention.prefill import COUNTERS
 from ...cuda.kernels.constants import AttentionMask
 from ..values import Array, AttentionSpec, ForwardBatch, LayerCache
@@ -24,8 +23,8 @@ from .layer_caches import reserved_blocks
 from .materialize import Materializer
 
 
-class AttentionOps:
-    """The operations on attention of :class:`~bminf_lite.backend.base.Backend`, which says what they mean."""
+class AttentionLaunches:
+    """The launches of which the operations on attention are made, with the scratch that each needs."""
 
     def __init__(self, arrays: Arrays, kernels: Kernels, materializer: Materializer, scratch: ZeroedScratch):
         self.arrays = arrays
@@ -33,52 +32,7 @@ class AttentionOps:
         self.materializer = materializer
         self.scratch = scratch
 
-    def self_attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """``Backend.attention``: sequences with one token by decode kernels, the others by prefill kernels."""
-        out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
-        decodes, prompts = batch.parts
-        if decodes is not None:
-            qkv, count = self.materializer.to_half(qkv), decodes.batch_size
-            table = decodes.block_tables[cache.group]
-            self._decode(qkv[:count], spec, cache, decodes, table, out[:count])
-        if prompts is not None:
-            table = prompts.block_tables[cache.group]
-            q = self._prepared_heads(qkv, spec, cache, prompts, table)
-            self._prefill(q, spec, cache, prompts, table, prompts.max_context_len, out)
-        return out
-
-    def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
-        """``Backend.encoder_attention``, over keys and values that only this step needs."""
-        out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
-        shape = (spec.kv_heads, qkv.shape[0], round_up(spec.head_dim, HEAD_PAD))
-        keys, values = (self.arrays.empty(shape, np.float16)[..., : spec.head_dim] for _ in range(2))
-        packed = LayerCache(keys, values)
-        q = self._prepared_heads(qkv, spec, packed, batch, None)
-        self._prefill(q, spec, packed, batch, None, batch.max_query_len, out, AttentionMask.BIDIRECTIONAL)
-        return out
-
-    def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
-        """``Backend.store_source``."""
-        self._prepared_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables)
-
-    def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> Array:
-        """``Backend.cross_attention``."""
-        out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
-        spec, table, lengths = replace(spec, bias=None), batch.source_tables, batch.source_lens
-        if batch.is_decode:
-            self._decode(self.materializer.to_half(q), spec, source, batch, table, out, lengths)
-            return out
-        heads = self.materializer.to_half(q).reshape(-1, spec.heads, spec.head_dim)
-        if spec.head_dim % HEAD_PAD:
-            padded = self.arrays.zeros((*heads.shape[:2], head_pitch_of(source)), np.float16)
-            with self.arrays.current():
-                padded[..., : spec.head_dim] = heads
-            heads = padded
-        longest = batch.max_source_len
-        self._prefill(heads, spec, source, batch, table, longest, out, AttentionMask.CROSS, lengths)
-        return out
-
-    def _prefill(
+    def prefill(
         self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None,
         max_context_len: int, out: cp.ndarray, mask: AttentionMask = AttentionMask.CAUSAL,
         lengths: cp.ndarray | None = None,
@@ -107,7 +61,7 @@ class AttentionOps:
             stream=self.arrays.stream.ptr, dependent=True,
         )  # fmt: skip
 
-    def _decode(
+    def decode(
         self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray,
         out: cp.ndarray, lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
@@ -120,7 +74,7 @@ class AttentionOps:
             self.kernels.step, x, spec, cache, batch.context_lens, table, records, arrivals, out, longest, lengths
         )
 
-    def _prepared_heads(
+    def prepared_heads(
         self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None
     ) -> cp.ndarray:
         """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache.

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import cupy as cp
 import numpy as np
 
-from ...cuda.kernels.arrays import PAD, address, is_padded, pitch_of, round_up
-from ...cuda.kernels.constants import ACTIVATIONS, Epilogue
+from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, is_padded, pitch_of, round_up
+from ...cuda.kernels.attention.heads import head_pitch_of
+from ...cuda.kernels.constants import ACTIVATIONS, AttentionMask, Epilogue
 from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
 from ...cuda.kernels.gemm.fgemm import FloatGemm
 from ...cuda.kernels.gemm.igemm import Int8Gemm
@@ -35,7 +36,7 @@ from ..quantization import HostWeight
 from ..sampling import MAX_LOGPROBS, SamplerState
 from ..values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
 from .arrays import Arrays, ZeroedScratch
-from .attention import AttentionOps
+from .attention import AttentionLaunches
 from .calibration import CudaCalibrationOps
 from .deferred import (
     DeferredGate,
@@ -96,7 +97,7 @@ class CudaBackend(Backend):
         self.graph_memory = GraphMemory(self.arena)
         self.scratch = ZeroedScratch(self.arrays, self.arena)
         self.caches = LayerCaches(self.device, self.arena, self.arrays)
-        self.attention_ops = AttentionOps(self.arrays, self.kernels, self.materializer, self.scratch)
+        self.launches = AttentionLaunches(self.arrays, self.kernels, self.materializer, self.scratch)
         self._copies = cp.cuda.Stream(non_blocking=True)  # for what is written beside a model
         self._sampled = cp.cuda.Event(disable_timing=True)  # the last sampler that may have read it
 
@@ -494,18 +495,48 @@ class CudaBackend(Backend):
         return ResidualStream(out)
 
     # -- attention -----------------------------------------------------------------------------------------------------
+    # No reference to an input outlives its last reader here, so that its memory is free for what comes next.
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
-        return self.attention_ops.self_attention(qkv, spec, cache, batch)
+        out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
+        decodes, prompts = batch.parts
+        if decodes is not None:
+            qkv, count = self.materializer.to_half(qkv), decodes.batch_size
+            table = decodes.block_tables[cache.group]
+            self.launches.decode(qkv[:count], spec, cache, decodes, table, out[:count])
+        if prompts is not None:
+            table = prompts.block_tables[cache.group]
+            q = self.launches.prepared_heads(qkv, spec, cache, prompts, table)
+            self.launches.prefill(q, spec, cache, prompts, table, prompts.max_context_len, out)
+        return out
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
-        return self.attention_ops.encoder_attention(qkv, spec, batch)
+        out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
+        shape = (spec.kv_heads, qkv.shape[0], round_up(spec.head_dim, HEAD_PAD))
+        keys, values = (self.arrays.empty(shape, np.float16)[..., : spec.head_dim] for _ in range(2))
+        packed = LayerCache(keys, values)
+        q = self.launches.prepared_heads(qkv, spec, packed, batch, None)
+        self.launches.prefill(q, spec, packed, batch, None, batch.max_query_len, out, AttentionMask.BIDIRECTIONAL)
+        return out
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
-        self.attention_ops.store_source(kv, spec, source, batch)
+        self.launches.prepared_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables)
 
     def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> Array:
-        return self.attention_ops.cross_attention(q, spec, source, batch)
+        out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
+        spec, table, lengths = replace(spec, bias=None), batch.source_tables, batch.source_lens
+        if batch.is_decode:
+            self.launches.decode(self.materializer.to_half(q), spec, source, batch, table, out, lengths)
+            return out
+        heads = self.materializer.to_half(q).reshape(-1, spec.heads, spec.head_dim)
+        if spec.head_dim % HEAD_PAD:
+            padded = self.arrays.zeros((*heads.shape[:2], head_pitch_of(source)), np.float16)
+            with self.arrays.current():
+                padded[..., : spec.head_dim] = heads
+            heads = padded
+        longest = batch.max_source_len
+        self.launches.prefill(heads, spec, source, batch, table, longest, out, AttentionMask.CROSS, lengths)
+        return out
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
