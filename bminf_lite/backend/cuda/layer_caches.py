@@ -41,22 +41,10 @@ class LayerCaches:
         return LayerCache(keys[..., :head_dim], values[..., :head_dim], *scales)
 
     def grow(self, cache: LayerCache, num_blocks: int) -> None:
-        """Enlarge a cache to ``num_blocks`` blocks: where it is if it was made to grow, else into larger arrays."""
-        old, kv_heads, _, head_dim = cache.keys.shape
-        int8 = cache.key_scales is not None
-        if cache.memory is not None:
-            cache.memory.grow(num_blocks)
-            cache.keys, cache.values, *scales = self._pools(cache.memory, num_blocks, kv_heads, head_dim)
-            if int8:
-                cache.key_scales, cache.value_scales = scales
-            return
-        larger = self.make(num_blocks, kv_heads, head_dim, int8, max_blocks=None)
-        runtime, stream = cp.cuda.runtime, self.arrays.stream
-        for name in ("keys", "values", "key_scales", "value_scales") if int8 else ("keys", "values"):
-            before, after = getattr(cache, name), getattr(larger, name)
-            nbytes = old * before.strides[0]
-            runtime.memcpyAsync(after.data.ptr, before.data.ptr, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
-            setattr(cache, name, after)
+        """Map memory for ``num_blocks`` blocks of a cache that was made to grow."""
+        _, kv_heads, _, head_dim = cache.keys.shape
+        cache.memory.grow(num_blocks)
+        self._set_pools(cache, num_blocks, kv_heads, head_dim)
 
     def free(self, cache: LayerCache) -> None:
         """Give back the memory of a cache that was made to grow, after all work under way."""
@@ -72,14 +60,13 @@ class LayerCaches:
         except BaseException:
             memory.free()
             raise
-        keys, values, *scales = self._pools(memory, num_blocks, kv_heads, head_dim)
-        cache = LayerCache(keys, values, memory=memory)
-        if int8:
-            cache.key_scales, cache.value_scales = scales
+        cache = LayerCache(None, None, memory=memory)
+        self._set_pools(cache, num_blocks, kv_heads, head_dim)
         return cache
 
-    def _pools(self, memory: GrowingMemory, num_blocks: int, kv_heads: int, head_dim: int) -> list[cp.ndarray]:
-        """Keys and values, and for int8 their scales, in the lanes of ``memory``."""
+    def _set_pools(self, cache: LayerCache, num_blocks: int, kv_heads: int, head_dim: int) -> None:
+        """Let a cache hold ``num_blocks`` blocks: keys, values, and for int8 the scales, in lanes of its memory."""
+        memory: GrowingMemory = cache.memory
         shape, padded = (num_blocks, kv_heads, BLOCK_SIZE), round_up(head_dim, HEAD_PAD)
 
         def array(lane: int, shape: tuple[int, ...], dtype: type) -> cp.ndarray:
@@ -87,9 +74,11 @@ class LayerCaches:
             unowned = cp.cuda.UnownedMemory(memory.address(lane), nbytes, memory, self.arrays.device)
             return cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(unowned, 0))
 
-        codes = np.int8 if memory.lanes == 4 else np.float16
-        heads = [array(lane, (*shape, padded), codes)[..., :head_dim] for lane in range(2)]
-        return heads + [array(lane, shape, np.float16) for lane in range(2, memory.lanes)]
+        int8 = memory.lanes == 4
+        codes = np.int8 if int8 else np.float16
+        cache.keys, cache.values = (array(lane, (*shape, padded), codes)[..., :head_dim] for lane in range(2))
+        if int8:
+            cache.key_scales, cache.value_scales = (array(lane, shape, np.float16) for lane in (2, 3))
 
 
 def reserved_blocks(cache: LayerCache) -> int:
