@@ -123,9 +123,14 @@ class LayerwiseCheckpoint:
         self._observer = observer
         return self._host(output(self.ops.array(residual)))
 
-    def _observe(self, call: LinearCall) -> None:
-        if self._observer is not None:
-            self._observer(call)
+    def float_weight(self, name: str) -> np.ndarray:
+        """A matrix ``[out, in]`` of a float checkpoint, in fp32."""
+        weight = self._model.weights().weight(name)
+        assert not isinstance(weight, Int8Weight)
+        return np.asarray(weight).astype(np.float32)
+
+    def _observe(self, call: LinearCall) -> Any:
+        return None if self._observer is None else self._observer(call)
 
     def _parked(self, state: HiddenState) -> HiddenState:
         return HiddenState(self._host(state.residual), None if state.encoded is None else self._host(state.encoded))

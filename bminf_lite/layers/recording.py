@@ -37,14 +37,15 @@ class LinearCall:
     weight: Any
 
 
-Observer = Callable[[LinearCall], None]
+Observer = Callable[[LinearCall], Any]
+"""Called before a product. It returns None, or the weight to multiply by instead of ``weight``."""
 
 
 class LinearHooks:
     """``ops`` and ``weights`` for layers whose products are observed.
 
     ``ops`` passes each call on to the given backend, and calls ``observe`` before each product. The observer may
-    compute with the given backend, and must not change ``x``.
+    compute with the given backend, and must not change ``x``. It may replace the product's weight.
     """
 
     def __init__(self, ops: Backend, weights: Weights, observe: Observer):
@@ -75,8 +76,8 @@ class _HookedBackend:
             return value
 
         def product(x: Array, weight: Any, *args: Any, **kwargs: Any) -> Any:
-            self._observe(LinearCall(self._tensors[id(weight)], name, x, weight))
-            return value(x, weight, *args, **kwargs)
+            other = self._observe(LinearCall(self._tensors[id(weight)], name, x, weight))
+            return value(x, weight if other is None else other, *args, **kwargs)
 
         return product
 
