@@ -134,7 +134,7 @@ def trade_lines(trade: Mapping[str, Any]) -> list[str]:
     measured = {number for number, point in enumerate(points) if point["measured"] is not None}
     evenly = {round(i * (len(points) - 1) / 8) for i in range(9)}
     lines = [
-        f"trade on {trade['times_of']}: the fastest assignments, each with the divergence that is expected and measured,",
+        f"trade on {trade['times_of']}: the fastest assignments, each with its expected and its measured divergence,",
         "the time of all products for a request and for its prompt alone, and the product that it changes",
         f"  {'':4}{'expected':>9}  {'measured':>9}  {'request':>10}  {'prompt':>10}",
     ]
