@@ -49,7 +49,7 @@ def budget_recipe(recipe: Recipe, offline_only: bool, rotates_stream: bool) -> R
         recipe,
         rotation=rotation,
         offline_rotation=rotates_stream,
-        calibration=replace(settings, outlier_columns=columns),
+        calibration=replace(settings, outlier_columns=columns, rounding="gptq"),
     )
 
 
