@@ -47,8 +47,6 @@ ELEMENTS = 1 << 26
 WIDTHS = (256, 1024, 2048, 4096, 8192, 16384)
 LINEARS = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 14336), "down": (14336, 4096)}
 """in_features and out_features of the products of a layer of LLaMA 8B."""
-COUNTS = {"q, o": 2, "k, v": 2, "gate, up": 2, "down": 1}
-"""How many of them a layer has."""
 GIB = 1 << 30
 PROMPT, DECODED, ROUNDS = 512, 64, 3
 """Tokens before decoding, decoded tokens, and how often that is repeated."""
@@ -452,7 +450,7 @@ def main(arguments: list[str]) -> None:
         "gpu": torch.cuda.get_device_name(0), "driver": driver_release(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "triton": version(triton_peers and triton_peers.triton),
         "bitsandbytes": version(bitsandbytes), "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python tools/bench_torch.py results.json", *arguments[1:]]),
+        "command": "python tools/bench_torch.py results.json",
         "copy_bandwidth": 0.0 if to.prepare else bandwidth(GPU),
     }  # fmt: skip
     print(about)
