@@ -2,8 +2,8 @@
 
     python tools/torch_report.py results.json ... [--write]
 
-The sections of one machine may be in several files. Prints ratios to the peers. ``--write`` writes ``torch-*.json`` into ``benchmarks/results``, from which
-``make_benchmarks.py`` makes the page and its plots.
+The sections of one machine may be in several files. Prints ratios to the peers. ``--write`` writes ``torch-*.json``
+into ``benchmarks/results``, from which ``make_benchmarks.py`` makes the page and its plots.
 """
 
 from __future__ import annotations
