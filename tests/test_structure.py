@@ -33,7 +33,7 @@ MAY_IMPORT = {
         "errors", "files",
     },
     "converters": {"checkpoint", "errors", "files"},
-    "migration": {"evaluation", "quantize", "text", "backend", "checkpoint", "errors", "files"},
+    "migration": {"bench", "models", "evaluation", "quantize", "text", "backend", "checkpoint", "errors", "files"},
     "evaluation": {"api", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "files"},
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
     "completions": {"engine", "text"},

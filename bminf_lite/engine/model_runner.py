@@ -323,10 +323,10 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Take all memory of the cache, and capture the steps of every size."""
         with _memory_for_the_cache():
-            for cache, max_blocks in self._caches_and_limits():
-                for group, count in enumerate(max_blocks):
-                    if cache.num_blocks[group] < count:
-                        cache.grow(group, count)
+            for cache, pools in self._caches():
+                for group, pool in enumerate(pools):
+                    if cache.num_blocks[group] < pool.num_blocks:
+                        cache.grow(group, pool.num_blocks)
         if self._sizes:
             self.table.allocate()
         largest_first = sorted(self._sizes, key=lambda size: -size.tokens)  # all share the memory of the largest
@@ -344,30 +344,24 @@ class ModelRunner:
         return KVCache(self.ops, self.config.cache_shape, first, max_blocks)
 
     def _grow(self) -> None:
-        """Let the pools hold the blocks that are in use."""
+        """Let the caches hold the blocks that are in use. They are enlarged by half at least."""
         with _memory_for_the_cache():
-            _grow_pools(self.cache, self.blocks.pools)
-            if self.cache.source is not None and self.blocks.source_pool is not None:
-                _grow_pools(self.cache.source, [self.blocks.source_pool])
+            for cache, pools in self._caches():
+                for group, pool in enumerate(pools):
+                    if pool.highest >= cache.num_blocks[group]:
+                        wanted = max(pool.highest + 1, cache.num_blocks[group] * 3 // 2)
+                        cache.grow(group, min(wanted, pool.num_blocks))
 
-    def _caches_and_limits(self) -> Iterator[tuple[KVCache, Sequence[int]]]:
-        """The caches, and how many blocks each group of them may have."""
-        yield self.cache, self.config.num_blocks
-        if self.cache.source is not None:
-            yield self.cache.source, (self.config.num_source_blocks,)
+    def _caches(self) -> Iterator[tuple[KVCache, Sequence[BlockPool]]]:
+        """The caches, and for each group the pool that counts its blocks."""
+        yield self.cache, self.blocks.pools
+        if self.cache.source is not None and self.blocks.source_pool is not None:
+            yield self.cache.source, [self.blocks.source_pool]
 
 
 def _blocks(request: Request) -> SequenceBlocks:
     assert request.blocks is not None
     return request.blocks
-
-
-def _grow_pools(cache: KVCache, pools: Sequence[BlockPool]) -> None:
-    """Enlarge the pools of a cache by half at least where a block lies behind their end."""
-    for group, pool in enumerate(pools):
-        if pool.highest >= cache.num_blocks[group]:
-            wanted = max(pool.highest + 1, cache.num_blocks[group] * 3 // 2)
-            cache.grow(group, min(wanted, pool.num_blocks))
 
 
 @contextmanager

@@ -132,8 +132,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn. It must fit (:meth:`.BlockManager.shortage`)."""
-        request.limit_length(self.config.context_length)
+        """Let a request wait for its turn. Its length is limited, and fits (:meth:`.BlockManager.shortage`)."""
         request.arrival = self._arrivals = self._arrivals + 1
         request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids)
         insort(self.waiting, request, key=ORDER)
