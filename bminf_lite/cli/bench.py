@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ._options import OUTPUT, PATH, Command, device_option, kv_cache_option, memory_limit_option
 
 if TYPE_CHECKING:
-    from ..backend.base import Backend
-    from ..bench.model import BenchModel
-    from ..bench.profiler import Profiler
-    from ..bench.report import Report
     from ..bench.runner import Measurement
     from ..bench.serving import Load
 
@@ -28,6 +24,11 @@ def numbers(value: str) -> tuple[int, ...]:
         return tuple(int(part) for part in value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 512,2048") from None
+
+
+def shape_name(shape: str) -> str:
+    """The name of a packaged shape, or of a file ``NAME.json``."""
+    return Path(shape).name.removesuffix(".json")
 
 
 def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[Command], Command]:
@@ -118,12 +119,14 @@ def bench(
       bminf-lite bench --shape llama-3-8b --online 20 --input 1000 --output 200 --plot times.png
       bminf-lite bench --kernels -o csv
     """
+    from .. import backend
     from ..bench import plot as drawing
-    from ..bench.model import read_shape, shape_names
-    from ..bench.runner import run_tests, time_kernels, trace_step, workloads
+    from ..bench.model import checkpoint_model, random_model, read_shape, shape_names
+    from ..bench.report import Report
+    from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step, workloads
+    from ..bench.serving import Load
 
-    load = _load(offline, online, requests, input_tokens, output_tokens)
-    if (model is None) == (shape is None) and not (kernels and model is None and load is None):
+    if (model is None) == (shape is None) and not (kernels and model is None):
         raise click.UsageError(f"Give either MODEL or --shape, which is one of: {', '.join(shape_names())}.")
     if trace and max(len(batches), len(depths)) > 1:
         raise click.UsageError("--trace shows one step: give one -b and one -d.")
@@ -132,90 +135,69 @@ def bench(
     tests = workloads(prompts, generated, depths, batches)
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
-    config = None if shape is None else read_shape(shape)
-    subject = Subject(model, shape, config, recipe, device, memory_limit, kv_cache)
-    if load is not None:
-        _time_requests(subject, load, max_batch, output, plot)
+    _check_load(offline, online, requests, max_batch, trace, kernels)
+    if offline is not None or online is not None:
+        count = offline or requests or max(1, round(20 * (online or 0)))
+        load = Load(count, input_tokens, output_tokens, online)
+        _run_load(load, model, shape, device, memory_limit, kv_cache, max_batch, recipe, output, plot)
         return
-
-    def measure(report: Report, profiler: Profiler) -> None:
-        if kernels:
-            report.kernels = time_kernels(profiler)
+    config = None if shape is None else read_shape(shape)
+    with closing(backend.create(device, memory_limit)) as ops:
+        profiler = make_profiler(ops)
+        report = Report(ops.describe(), profiler.versions())
+        if config is not None:
+            report.bench_model = random_model(shape_name(str(shape)), config, ops, kv_cache, recipe=recipe)
+        elif model is not None:
+            report.bench_model = checkpoint_model(model, ops, kv_cache)
         if report.bench_model is not None and trace:
             report.trace = trace_step(report.bench_model, profiler, batches[0], depths[0])
-        elif report.bench_model is not None and not kernels:
+        if report.bench_model is not None and not trace and not kernels:
             report.measurements = run_tests(report.bench_model, profiler, tests, repetitions, _show_progress)
-
-    report = _report(subject, measure)
+        if kernels:
+            report.kernels = time_kernels(profiler)
+    with closing(backend.create(device)) as ops:  # with all of the device's memory free
+        report.ceilings = make_profiler(ops).ceilings()
     click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
     if plot is not None:
         drawing.save(report, plot)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is measured, and where: a checkpoint, random weights of a shape, or without either the device alone."""
-
-    path: Path | None
-    shape: str | None
-    config: dict[str, Any] | None
-    recipe: str
-    device: str
-    memory_limit: int | None
-    kv_cache: str
-
-    def build(self, ops: Backend, max_batch: int | None = None) -> BenchModel | None:
-        """The model on ``ops``."""
-        from ..bench.model import checkpoint_model, random_model
-
-        if self.config is not None:
-            name = Path(str(self.shape)).name.removesuffix(".json")
-            return random_model(name, self.config, ops, self.kv_cache, max_batch, self.recipe)
-        return None if self.path is None else checkpoint_model(self.path, ops, self.kv_cache, max_batch)
-
-
-def _report(subject: Subject, measure: Callable[[Report, Profiler], None]) -> Report:
-    """A report that ``measure`` has filled, with the speeds of the device."""
-    from .. import backend
-    from ..bench.report import Report
-    from ..bench.runner import make_profiler
-
-    with closing(backend.create(subject.device, subject.memory_limit)) as ops:
-        profiler = make_profiler(ops)
-        report = Report(ops.describe(), profiler.versions(), bench_model=subject.build(ops))
-        measure(report, profiler)
-    with closing(backend.create(subject.device)) as ops:  # with all of the device's memory free
-        report.ceilings = make_profiler(ops).ceilings()
-    return report
-
-
-def _load(
-    offline: int | None, online: float | None, requests: int | None, input_tokens: int, output_tokens: int
-) -> Load | None:
-    """The requests of ``--offline`` or ``--online``; None without either."""
-    from ..bench.serving import Load
-
-    if offline is None and online is None:
-        return None
+def _check_load(
+    offline: int | None, online: float | None, requests: int | None, max_batch: int | None, trace: bool, kernels: bool
+) -> None:  # fmt: skip
+    """Raise ``UsageError`` for options of a load that contradict each other, or have no effect."""
     if offline is not None and online is not None:
         raise click.UsageError("Give either --offline or --online.")
-    if online is not None and online <= 0:
-        raise click.UsageError(f"--online {online:g}: the rate must be more than 0 requests per second.")
-    count = offline or requests or max(1, round(20 * (online or 0)))
-    return Load(count, input_tokens, output_tokens, online)
+    if online is not None and not 0 < online < math.inf:
+        raise click.UsageError(f"--online {online:g}: the rate must be more than 0 requests per second, and finite.")
+    if requests is not None and online is None:
+        raise click.UsageError("--requests is for --online; --offline N says itself how many there are.")
+    is_load = offline is not None or online is not None
+    if max_batch is not None and not is_load:
+        raise click.UsageError("--max-batch is for --offline and --online; -b gives the sequences of other tests.")
+    for name, is_given in (("--trace", trace), ("--kernels", kernels)):
+        if is_load and is_given:
+            raise click.UsageError(f"{name} is not for --offline and --online: leave one of them out.")
 
 
-def _time_requests(subject: Subject, load: Load, max_batch: int | None, output: str, plot: Path | None) -> None:
-    """Time requests that go through the engine, and print the result."""
+def _run_load(
+    load: Load, path: Path | None, shape: str | None, device: str, memory_limit: int | None, kv_cache: str,
+    max_batch: int | None, recipe: str, output: str, plot: Path | None,
+) -> None:  # fmt: skip
+    """Time a load on a checkpoint or a shape, and print the result."""
     from .. import backend
     from ..api import Model
     from ..bench import plot as drawing
+    from ..bench.model import checkpoint_model, random_model, read_shape
     from ..bench.serving import run_load, warm_up
 
-    ops = backend.create(subject.device, subject.memory_limit)
+    ops = backend.create(device, memory_limit)
     try:
-        bench_model = subject.build(ops, max_batch)
-        assert bench_model is not None
+        if path is not None:
+            bench_model = checkpoint_model(path, ops, kv_cache, max_batch)
+        else:
+            name, config = shape_name(str(shape)), read_shape(str(shape))
+            bench_model = random_model(name, config, ops, kv_cache, max_batch, recipe)
     except BaseException:
         ops.close()
         raise
