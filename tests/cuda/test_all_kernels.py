@@ -47,8 +47,8 @@ DECODE_SPILL = 64
 PREFILL_SPILL = {"attention/prefill.cu": 96, "attention/prefill_hopper.cu": 480}
 """Bytes that prefill attention may spill: the accumulators of heads of 128 and 256 leave few registers for the rest.
 
-With ``prefill_hopper.cu`` only heads of 256 over int8 codes spill more than 160, most of them in the warp that finds work
-and at the ends of pieces of work.
+With ``prefill_hopper.cu`` only heads of 256 over int8 codes spill more than 160, most of them in the warp that finds
+work and at the ends of pieces of work.
 """
 
 
