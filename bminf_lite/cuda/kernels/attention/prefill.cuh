@@ -121,7 +121,8 @@ struct Split {
     int longest, per_part;
 };
 
-// Finds the split with which p.parts blocks that take pieces in turn end earliest. Called by whole warps.
+// Finds the split with which p.parts blocks that take pieces in turn end earliest, if its records fit. Called by whole
+// warps.
 template <int MASK, int ROWS>
 __device__ __forceinline__ Split find_split(const PrefillParams& p) {
     constexpr int ROUNDS = 4;
@@ -137,19 +138,20 @@ __device__ __forceinline__ Split find_split(const PrefillParams& p) {
     const int share = max(1, ceil_div(work * p.kv_heads, p.parts)), longest = share * 5 / 4;  // else it does not pay
     // Lane n considers blocks that take n + 1 parts or more.
     const int part = ceil_div(share, lane % ROUNDS + 1);
-    int parts = 0, rests = 0, segments_of_rests = 0;
+    int parts = 0, rests = 0, segments_of_rests = 0, records = 0;
     for (int first = 0; first < p.sequences; first += WARP) {
         const SequenceWork s = sequence_work<MASK, ROWS>(p, first + lane, group);
         for (int i = 0; i < min(WARP, p.sequences - first); ++i) {
             const int segments = __shfl_sync(FULL, s.segments, i), tiles = __shfl_sync(FULL, s.tiles, i) * p.kv_heads;
             if (segments <= longest) continue;
-            parts += tiles * (segments / part);
+            parts += tiles * (segments / part), records += tiles * (segments - part + 1);
             if (segments % part) rests += tiles, segments_of_rests += tiles * (segments % part);
         }
     }
     const int rounds = ceil_div(parts, p.parts), free = rounds * p.parts - parts;  // blocks in the last round
     const int rest = rests ? ceil_div(segments_of_rests, rests) : 1, left = max(0, rests - free * (part / rest));
-    int best = (rounds * part + ceil_div(left, p.parts) * rest) * ROUNDS + lane % ROUNDS;
+    const int length = rounds * part + ceil_div(left, p.parts) * rest;
+    int best = (length + (records <= p.max_records ? 0 : 1 << 24)) * ROUNDS + lane % ROUNDS;
 #pragma unroll
     for (int d = 1; d < ROUNDS; d *= 2) best = min(best, __shfl_xor_sync(FULL, best, d));
     return {longest, __shfl_sync(FULL, part, best % ROUNDS)};
