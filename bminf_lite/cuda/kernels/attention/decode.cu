@@ -174,7 +174,7 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // for CROSS. bias: fp32 [heads, 2 * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the
 // slopes, for ALIBI. window: the number of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for
 // CAPPED it and softcap are the factor and the cap of capped_score. records: fp32 [record_capacity,
-// Records<D>::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT.
+// Records::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT.
 // arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after. Dynamic shared
 // memory: STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of
 // weights may be read together with what follows.
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     constexpr int RANK_ELEMENTS = D / UNIT;  // elements of the values of a block
     constexpr int ELEMENT_TILES = RANK_ELEMENTS / GROUP, VALUE_ROW = ROW / UNIT;
     constexpr int PARTS = ELEMENT_TILES > WARPS ? ELEMENT_TILES / WARPS : 1;  // tiles of a warp
-    static_assert(sizeof(MergeScratch) <= SEGMENT * 32, "it takes the place of scores");
+    static_assert(sizeof(MergeScratch<RANK_ELEMENTS>) <= SEGMENT * 32, "it takes the place of scores");
     static_assert(
         ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
@@ -634,7 +634,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         computing_sync();
         const float2 all_tops = ld_shared_float2(top + head * 4), sums = ld_shared_float2(total + head * 4);
         const float record_top[2] = {all_tops.x, all_tops.y}, record_sum[2] = {sums.x, sums.y};
-        const Records<D> place = {records, RANK_ELEMENTS, rank};
+        const Records<D, RANK_ELEMENTS> place = {records, rank};
         const bool folds = task.folds, is_right = task.is_right;
         __half* const target = out + task.sequence * out_pitch + static_cast<long long>(task.heads.first) * head_dim;
         if (folds) {
@@ -673,10 +673,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
         }
         if (is_right && !folds) {
-            merge_records<COMPUTING, D>(
+            merge_records<COMPUTING>(
                 computing_sync, place, task.first_record, task.written, task.segments,
                 arrival_counts + task.pair * UNIT + rank, target, task.heads.count, head_dim,
-                *reinterpret_cast<MergeScratch*>(shared + STAGES * STAGE));
+                *reinterpret_cast<MergeScratch<RANK_ELEMENTS>*>(shared + STAGES * STAGE));
         }
         if constexpr (WORK != ITEMS) break;
     }
