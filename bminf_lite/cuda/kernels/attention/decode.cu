@@ -199,7 +199,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     constexpr int RANK_ELEMENTS = D / UNIT;  // elements of the values of a block
     constexpr int ELEMENT_TILES = RANK_ELEMENTS / GROUP, VALUE_ROW = ROW / UNIT;
     constexpr int PARTS = ELEMENT_TILES > WARPS ? ELEMENT_TILES / WARPS : 1;  // tiles of a warp
-    static_assert(sizeof(MergeScratch<RANK_ELEMENTS>) <= SEGMENT * 32, "it takes the place of scores");
+    // Records are merged in place of scores, and of chunks where none is loaded any more.
+    constexpr int MERGE_AT = WORK == ITEMS ? STAGES * STAGE : 0, MERGE_BYTES = STAGES * STAGE - MERGE_AT + SEGMENT * 32;
+    using Scratch = MergeScratch<RANK_ELEMENTS, MERGE_BYTES>;
+    static_assert(sizeof(Scratch) <= MERGE_BYTES, "it fits");
     static_assert(
         ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
@@ -676,7 +679,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             merge_records<COMPUTING>(
                 computing_sync, place, task.first_record, task.written, task.segments,
                 arrival_counts + task.pair * UNIT + rank, target, task.heads.count, head_dim,
-                *reinterpret_cast<MergeScratch<RANK_ELEMENTS>*>(shared + STAGES * STAGE));
+                *reinterpret_cast<Scratch*>(shared + MERGE_AT));
         }
         if constexpr (WORK != ITEMS) break;
     }

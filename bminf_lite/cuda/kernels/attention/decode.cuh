@@ -5,6 +5,7 @@
 // every block finds a range of items from the lengths of the contexts. The distribution changes no bit of a result.
 #pragma once
 #include "attention/softmax.cuh"
+#include "common/async.cuh"
 #include "common/cluster.cuh"
 #include "constants/decode.cuh"
 
@@ -173,15 +174,18 @@ struct Records {
     }
 };
 
-constexpr int MERGED = 2 * WARP;  // records whose factors are found at a time
+constexpr int MERGED = 2 * WARP;  // records that are merged at a time, at most
 
-// Shared memory for the merge of MERGED records: for each of them and each head the factors of what is merged already
-// and of the record; what is merged already.
-template <int WIDTH>
+// Shared memory of BYTES bytes for the merge of records: for each of them and each head the factors of what is merged
+// already and of the record; what is merged already; the outputs of the records.
+template <int WIDTH, int BYTES>
 struct MergeScratch {
+    static constexpr int COPIED = (BYTES - MERGED * HEADS * 8 - HEADS * WIDTH * 4 - HEADS * 4) / 4;
+    static_assert(COPIED >= HEADS * WIDTH, "one record fits");
     float2 factors[MERGED][HEADS];
     float2 outputs[HEADS * WIDTH / 2];
     float sums[HEADS];
+    alignas(16) float copied[COPIED];
 };
 
 // The factors of n records of `head` from the record `from` on, and their merged sum of weights `sum`; `top` and `sum`
@@ -192,10 +196,14 @@ __device__ __forceinline__ void find_factors(
     const Records<D, WIDTH>& records, int from, int n, int head, float& top, float& sum,
     float2 (&factors)[MERGED][HEADS]) {
     const int lane = threadIdx.x % WARP;
+    const auto fetch = [&](int s) {  // the largest score and the sum of weights
+        return s < n ? __ldcg(records.sums(from + s, head)) : make_float2(-INF_F, 0.0f);
+    };
+    float2 next = fetch(lane);
 #pragma unroll 1
     for (int s = lane; s - lane < n; s += WARP) {
-        float2 x = make_float2(-INF_F, 0.0f);  // the largest score and the sum of weights
-        if (s < n) x = __ldcg(records.sums(from + s, head));
+        const float2 x = next;
+        next = fetch(s + WARP);
         float highest = fmaxf(top, x.x);  // up to this record
 #pragma unroll
         for (int d = 1; d < WARP; d *= 2) highest = fmaxf(highest, __shfl_up_sync(FULL, highest, d));
@@ -222,12 +230,11 @@ __device__ __forceinline__ int atomic_add_acq_rel(int* counter, int x) {
 // and writes the outputs of `count` heads to `out`, up to element head_dim of each. Called by THREADS threads, of which
 // `sync` is the barrier. counter: 0 before and after. Few blocks run this code, so its instructions are in no cache: it
 // is kept short.
-template <int THREADS, int D, int WIDTH, class Sync>
+template <int THREADS, int D, int WIDTH, int BYTES, class Sync>
 __device__ __forceinline__ void merge_records(
     Sync sync, const Records<D, WIDTH>& records, int first, int written, int segments, int* counter, __half* out,
-    int count, int head_dim, MergeScratch<WIDTH>& scratch) {
+    int count, int head_dim, MergeScratch<WIDTH, BYTES>& scratch) {
     static_assert(THREADS >= HEADS * WARP, "a warp for each head");
-    constexpr int FETCHED = 8;  // records of which a thread loads two elements at a time
     __shared__ bool is_last;
     sync();
     if (threadIdx.x == 0) {
@@ -236,39 +243,35 @@ __device__ __forceinline__ void merge_records(
     }
     sync();
     if (!is_last) return;
-    const int warp = threadIdx.x / WARP;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = count * WIDTH, most = min(MERGED, scratch.COPIED / row);
     float top = -INF_F, sum = 0;  // of the head of this warp
 #pragma unroll 1
-    for (int from = 0; from < segments; from += MERGED) {
-        const int n = min(MERGED, segments - from);
+    for (int from = 0; from < segments; from += most) {
+        const int n = min(most, segments - from);
         if (from > 0) sync();
+#pragma unroll 1
+        for (int s = warp; s < n; s += THREADS / WARP)
+#pragma unroll 1
+            for (int i = lane * 4; i < row; i += WARP * 4)
+                cp_async_16(&scratch.copied[s * row + i], records.outputs(first + from + s, 0) + i);
         if (warp < count) {
             find_factors(records, first + from, n, warp, top, sum, scratch.factors);
-            if (threadIdx.x % WARP == 0) scratch.sums[warp] = sum;
+            if (lane == 0) scratch.sums[warp] = sum;
         }
+        cp_async_wait_all();
         sync();
 #pragma unroll 1
-        for (int i = threadIdx.x; i < count * WIDTH / 2; i += THREADS) {
-            const int head = i / (WIDTH / 2), column = i % (WIDTH / 2) * 2;
-            float2 o = scratch.outputs[i];  // of the records before
-#pragma unroll 1
-            for (int s = 0; s < n; s += FETCHED) {
-                const float* const outputs = records.outputs(first + from + s, head) + column;
-                float2 x[FETCHED];
-#pragma unroll
-                for (int j = 0; j < FETCHED; ++j)
-                    if (s + j < n)
-                        x[j] = __ldcg(reinterpret_cast<const float2*>(outputs + j * Records<D, WIDTH>::FLOATS));
-                if (from + s == 0) o = x[0];
-#pragma unroll
-                for (int j = 0; j < FETCHED; ++j) {
-                    if (s + j >= n || from + s + j == 0) continue;
-                    const float2 f = scratch.factors[s + j][head];
-                    o.x = merge({0, f.x, f.y}, o.x, x[j].x), o.y = merge({0, f.x, f.y}, o.y, x[j].y);
-                }
+        for (int i = threadIdx.x; i < row / 2; i += THREADS) {
+            const int head = i / (WIDTH / 2), element = records.rank * WIDTH + i % (WIDTH / 2) * 2;
+            const float2* const copied = reinterpret_cast<const float2*>(scratch.copied) + i;
+            float2 o = from == 0 ? copied[0] : scratch.outputs[i];  // of the records before
+#pragma unroll 4
+            for (int s = from == 0; s < n; ++s) {
+                const float2 x = copied[s * row / 2], f = scratch.factors[s][head];
+                o.x = merge({0, f.x, f.y}, o.x, x.x), o.y = merge({0, f.x, f.y}, o.y, x.y);
             }
             scratch.outputs[i] = o;
-            const int element = records.rank * WIDTH + column;
             if (from + n < segments) continue;
             if (element < head_dim) out[head * head_dim + element] = attention_output(o.x, scratch.sums[head]);
             if (element + 1 < head_dim) out[head * head_dim + element + 1] = attention_output(o.y, scratch.sums[head]);
