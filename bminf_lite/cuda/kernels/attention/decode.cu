@@ -376,32 +376,43 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 
         // 1. Scores.
         {
-            const int begin = task.begin, stop = task.stop;
+            const int begin = task.begin, stop = task.stop, present = task.present;
 #if __CUDA_ARCH__ >= 900
             cluster_wait<UNIT>();  // all blocks have started
 #endif
-            int turn = 0;  // if a chunk has fewer groups than there are warps, the next one goes to other warps
+            // A warp has every WARPS-th group of a chunk. If there are fewer groups, those of the next chunk go to
+            // other warps.
+            constexpr int CHUNK_GROUPS = KEYS / GROUP, ROUNDS = CHUNK_GROUPS > WARPS ? CHUNK_GROUPS / WARPS : 1;
+            int first_group = warp;
+            const unsigned fragment = opaque(key_fragment_offset<D, CACHE>()), lane_scale = opaque(CHUNK + row * 2);
+            const unsigned lane_scores = opaque(scores + row * 32 + head * 4);
+            const unsigned lane_tops = opaque(group_tops + (head + row) * 4);
 #pragma unroll 1
             for (int from = first + rank; from < end; from += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
                 stages.wait_full();
 #pragma unroll 1
-                for (int i = KEYS / GROUP % WARPS ? (warp - turn) & (WARPS - 1) : warp; i < KEYS / GROUP; i += WARPS) {
-                    const int granule = from + i / (SUB / GROUP) * UNIT;
-                    if (granule >= end) break;
-                    const int key = granule * SUB + i % (SUB / GROUP) * GROUP;
-                    if (new_key - key >= 0 && new_key - key < GROUP) {
-                        const int at = i * GROUP + new_key - key;
-                        if (lane < PIECES)
-                            st_shared_v4(
-                                chunk + ChunkLayout{log2_of(PIECES)}.offset(at, lane),
-                                reinterpret_cast<const uint4*>(own.new_token.kv[0])[lane]);
-                        if (IS_INT8<CACHE> && lane == 0)
-                            st_shared_half(chunk + CHUNK + at * 2, own.new_token.scales[0]);
-                        __syncwarp();
+                for (int round = 0; round < ROUNDS; ++round) {
+                    const int i = first_group + round * WARPS;
+                    if (CHUNK_GROUPS < WARPS && i >= CHUNK_GROUPS) break;
+                    const int key = UNIT == 1 ? from * SUB + i * GROUP
+                                              : (from + i / (SUB / GROUP) * UNIT) * SUB + i % (SUB / GROUP) * GROUP;
+                    const bool whole = key >= begin && key + GROUP <= present;  // all keys are visible and in the cache
+                    if (!whole) {
+                        if (key >= end * SUB) break;
+                        const int at = new_key - key;
+                        if (at >= 0 && at < GROUP) {
+                            if (lane < PIECES)
+                                st_shared_v4(
+                                    chunk + ChunkLayout{log2_of(PIECES)}.offset(i * GROUP + at, lane),
+                                    reinterpret_cast<const uint4*>(own.new_token.kv[0])[lane]);
+                            if (IS_INT8<CACHE> && lane == 0)
+                                st_shared_half(chunk + CHUNK + (i * GROUP + at) * 2, own.new_token.scales[0]);
+                            __syncwarp();
+                        }
                     }
-                    float s[4], largest[2] = {-INF_F, -INF_F};
-                    mma_qk<D, CACHE>(s, chunk, i * GROUP, query, chunk + CHUNK + i * GROUP * 2);
+                    float s[4];
+                    mma_qk<D, CACHE>(s, chunk + i * GROUP * ROW + fragment, query, chunk + i * GROUP * 2 + lane_scale);
                     if constexpr (KIND == BIASED) {
 #pragma unroll
                         for (int m = 0; m < 4; ++m) {
@@ -424,23 +435,22 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         for (int m = 0; m < 4; ++m)
                             s[m] = alibi_score(s[m], scale, slopes[m % 2], static_cast<float>(distance + m / 2 * 8));
                     }
-                    if (key < begin || key + GROUP > stop) {
+                    if (!whole) {
 #pragma unroll
                         for (int m = 0; m < 4; ++m)
                             if (key + row + m / 2 * 8 < begin || key + row + m / 2 * 8 >= stop) s[m] = -INF_F;
                     }
-                    // fmaxf drops a NaN, but it reaches the sums.
-                    largest[0] = fmaxf(s[0], s[2]), largest[1] = fmaxf(s[1], s[3]);
-#pragma unroll
-                    for (int d = 4; d < WARP; d *= 2)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h)
-                            largest[h] = fmaxf(largest[h], __shfl_xor_sync(FULL, largest[h], d));
-                    const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
+                    // The largest scores of the group. fmaxf drops a NaN, but it reaches the sums.
+                    float largest[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
                     if constexpr (UNIT == 1) {
-                        const unsigned target = scores + (key + row) * 32 + head * 4;
+                        const unsigned target = lane_scores + key * 32;
                         st_shared_v2(target, s[0], s[1]), st_shared_v2(target + 8 * 32, s[2], s[3]);
-                        if (row == 0) st_shared_v2(top_target, largest[0], largest[1]);
+                        const bool odd = lane & 4;  // the row: its lanes reduce the second head
+                        float x = fmaxf(
+                            odd ? largest[1] : largest[0], __shfl_xor_sync(FULL, odd ? largest[0] : largest[1], 4));
+                        x = fmaxf(x, __shfl_xor_sync(FULL, x, 8));
+                        x = fmaxf(x, __shfl_xor_sync(FULL, x, 16));
+                        if (row < 2) st_shared_float(lane_tops + key * (HEADS * 4 / GROUP), x);
                     } else {
 #if __CUDA_ARCH__ >= 900
                         // Neighbouring lanes exchange halves, so that each has four heads of one key.
@@ -449,6 +459,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         const float y = __shfl_xor_sync(FULL, odd ? s[1] : s[3], 1);
                         const float four[4] = {odd ? x : s[0], odd ? y : s[1], odd ? s[2] : x, odd ? s[3] : y};
                         const unsigned target = scores + (key + row + odd * 8) * 32 + lane % 4 / 2 * 16;
+                        const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
+#pragma unroll
+                        for (int d = 4; d < WARP; d *= 2)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h)
+                                largest[h] = fmaxf(largest[h], __shfl_xor_sync(FULL, largest[h], d));
                         if (lane % 4 / 2 * 4 < task.heads.count) {
 #pragma unroll
                             for (int i = 0; i < UNIT; ++i) {
@@ -464,7 +480,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #endif
                     }
                 }
-                turn += KEYS / GROUP;
+                if constexpr (CHUNK_GROUPS < WARPS) first_group = (first_group - CHUNK_GROUPS) & (WARPS - 1);
                 stages.release();
             }
             if constexpr (UNIT == 1) {

@@ -189,8 +189,8 @@ struct MergeScratch {
 };
 
 // The factors of n records of `head` from the record `from` on, and their merged sum of weights `sum`; `top` and `sum`
-// are those of the records before, -INF_F and 0 for none. Called by one warp. A lane has a record, because all but `sum`
-// is a prefix maximum. Lanes without a record change nothing.
+// are those of the records before, -INF_F and 0 for none. Called by one warp. A lane has a record, because all but
+// `sum` is a prefix maximum. Lanes without a record change nothing.
 template <int D, int WIDTH>
 __device__ __forceinline__ void find_factors(
     const Records<D, WIDTH>& records, int from, int n, int head, float& top, float& sum,
