@@ -151,7 +151,8 @@ struct OutputStep {
     ValueFragments<CACHE> values[PARTS][HALVES];
     unsigned weights[HALVES][4];
 
-    // The keys from `key` on of a chunk. address: see ValueFragments; weights: of key 0, the lane's row for ldmatrix.
+    // The keys from `key` on of a chunk. address, scales: of key 0, with the offsets of ValueFragments; weight_rows: of
+    // key 0, the lane's row for ldmatrix.
     __device__ __forceinline__ void load(
         const unsigned (&address)[PARTS], int key, int row_bytes, unsigned scales, unsigned weight_rows) {
 #pragma unroll
@@ -574,7 +575,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         float o[PARTS][4] = {};  // of the segment
         {
             constexpr ChunkLayout layout = {log2_of(VALUE_ROW / 16)};
-            const unsigned weight_rows = scores + lane * 32 + lane / 4 % 2 * 16;
+            const unsigned weight_rows = opaque(scores + lane * 32 + lane / 4 % 2 * 16);
+            const unsigned lane_factors = opaque(factors + head * 4);
+            const unsigned lane_scales = opaque(CHUNK + ValueFragments<CACHE>::scale_offset());
+            unsigned fragments[PARTS];
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p)
+                fragments[p] = opaque(ValueFragments<CACHE>::offset(layout, warp + p * WARPS));
 #pragma unroll 1
             for (int granule = first; granule < end; granule += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
@@ -598,18 +605,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     }
                     unsigned address[PARTS];
 #pragma unroll
-                    for (int p = 0; p < PARTS; ++p)
-                        address[p] = ValueFragments<CACHE>::address(chunk, layout, warp + p * WARPS);
+                    for (int p = 0; p < PARTS; ++p) address[p] = chunk + fragments[p];
                     const auto load = [&](int i, Operands& operands) {
-                        operands.load(address, i * SUB, VALUE_ROW, chunk + CHUNK, weight_rows + granule * SUB * 32);
+                        operands.load(
+                            address, i * SUB, VALUE_ROW, chunk + lane_scales, weight_rows + granule * SUB * 32);
                     };
                     const auto multiply = [&](int i, const Operands& operands) {
-                        const int key = (granule + i) * SUB;
+                        const unsigned key = (granule + i) * SUB;
 #pragma unroll
                         for (int step = 0; step < SUB / GROUP; ++step) {
                             if (step * GROUP % TILE == 0 && key % TILE == 0) {
                                 const float2 f =
-                                    ld_shared_float2(factors + (key + step * GROUP) / TILE * HEADS * 4 + head * 4);
+                                    ld_shared_float2(lane_factors + (key + step * GROUP) / TILE * HEADS * 4);
 #pragma unroll
                                 for (int p = 0; p < PARTS; ++p)
 #pragma unroll

@@ -204,11 +204,12 @@ template <>
 struct ValueFragments<__half> {
     unsigned a[2][4];
 
-    // The address of the first 32 rows for load(), of the 16 elements `tile`.
-    __device__ __forceinline__ static unsigned address(unsigned chunk, const ChunkLayout& layout, int tile) {
+    // What load() reads, as bytes from the start of 32 rows and of their scales: the 16 elements `tile`.
+    __device__ __forceinline__ static unsigned offset(const ChunkLayout& layout, int tile) {
         const int lane = threadIdx.x % WARP;
-        return chunk + layout.offset(lane % 8 + lane / 16 * 8, 2 * tile + lane / 8 % 2);
+        return layout.offset(lane % 8 + lane / 16 * 8, 2 * tile + lane / 8 % 2);
     }
+    __device__ __forceinline__ static unsigned scale_offset() { return 0; }
     __device__ __forceinline__ void load(unsigned address, int row_bytes, unsigned scales) {
         ldmatrix_x4_trans(a[0], address);
         ldmatrix_x4_trans(a[1], address + 16 * row_bytes);
@@ -225,13 +226,14 @@ template <>
 struct ValueFragments<int8> {
     unsigned codes[4], scales[4];  // of eight tokens each: two elements of two tokens, and the tokens' scales
 
-    __device__ __forceinline__ static unsigned address(unsigned chunk, const ChunkLayout& layout, int tile) {
-        return chunk + layout.offset(threadIdx.x % WARP, tile);
-    }
     // ldmatrix takes two codes for one fp16 element. The scales are read as four matrices of eight equal rows.
+    __device__ __forceinline__ static unsigned offset(const ChunkLayout& layout, int tile) {
+        return layout.offset(threadIdx.x % WARP, tile);
+    }
+    __device__ __forceinline__ static unsigned scale_offset() { return threadIdx.x % WARP / 8 * 16; }
     __device__ __forceinline__ void load(unsigned address, int row_bytes, unsigned scales) {
         ldmatrix_x4_trans(codes, address);
-        ldmatrix_x4(this->scales, scales + threadIdx.x % WARP / 8 * 16);
+        ldmatrix_x4(this->scales, scales);
     }
     __device__ __forceinline__ void get(int step, unsigned (&v)[4]) const {
 #pragma unroll
