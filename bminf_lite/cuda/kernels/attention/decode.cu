@@ -347,7 +347,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         if (WORK == ITEMS && task.sequence < 0) break;
         if (task.is_new) {
             float cosine[D / 64], sine[D / 64];
-            rope_angles(params, task.position, head_dim, cosine, sine);
+            if (warp <= task.heads.count)  // the warps of the queries and of the key
+                rope_angles(params, task.position, head_dim, cosine, sine);
             const bool writes = task.newest && rank == 0;
             long long token = 0;
             if (writes) {
