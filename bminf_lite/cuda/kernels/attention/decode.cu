@@ -48,10 +48,14 @@ struct NewToken {
 struct HeadRange {
     int first, count, kv;
 
-    __device__ __forceinline__ static HeadRange of(int group, int heads, int kv_heads) {
-        const int shared = heads / kv_heads, groups = (shared + HEADS - 1) / HEADS, kv = group / groups;
-        const int first = kv * shared + group % groups * HEADS;
-        return {first, min(HEADS, (kv + 1) * shared - first), kv};
+    // The groups of the heads that share a key-value head. Unsigned numbers are divided in fewer instructions.
+    __device__ __forceinline__ static unsigned groups_of(unsigned heads, unsigned kv_heads) {
+        return (heads / kv_heads + HEADS - 1) / HEADS;
+    }
+    __device__ __forceinline__ static HeadRange of(unsigned group, unsigned heads, unsigned kv_heads) {
+        const unsigned groups = groups_of(heads, kv_heads), kv = group / groups;
+        const int shared = heads / kv_heads, first = kv * shared + group % groups * HEADS;
+        return {first, min(HEADS, static_cast<int>(kv + 1) * shared - first), static_cast<int>(kv)};
     }
 };
 
@@ -229,13 +233,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     };
 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / 4, head = lane % 4 * 2;
-    const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS), rank = blockIdx.x % UNIT;
+    const int groups = kv_heads * HeadRange::groups_of(heads, kv_heads), rank = blockIdx.x % UNIT;
     const Contexts contexts = {
         KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
     // The one item of this unit, unless WORK is ITEMS.
     Task only;
     if constexpr (WORK != ITEMS) {
-        const int unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments;
+        const unsigned unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments;
         const int sequence = pair / groups;
         const KeyRange range = contexts.range<KIND>(sequence);
         const int segment = WORK == ONE_PAIR ? 0 : range.first + unit - pair * max_segments;
