@@ -236,14 +236,25 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const int groups = kv_heads * HeadRange::groups_of(heads, kv_heads), rank = blockIdx.x % UNIT;
     const Contexts contexts = {
         KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
-    // The one item of this unit, unless WORK is ITEMS.
+    // The blocks of the cache of a segment, as ChunkSource has them.
+    const auto table_of = [&](int sequence, int segment) {
+        const int block = segment * BLOCKS + lane;
+        return lane < BLOCKS && block < table_pitch
+                   ? block_tables[static_cast<long long>(sequence) * table_pitch + block]
+                   : 0;
+    };
+    // The one item of this unit, unless WORK is ITEMS, and its blocks. They are loaded together with the length, as if
+    // no segment were before the window.
     Task only;
+    int table = 0;
     if constexpr (WORK != ITEMS) {
         const unsigned unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments;
-        const int sequence = pair / groups;
+        const int sequence = pair / groups, index = WORK == ONE_PAIR ? 0 : unit - pair * max_segments;
+        if (warp == WARPS) table = table_of(sequence, index);
         const KeyRange range = contexts.range<KIND>(sequence);
-        const int segment = WORK == ONE_PAIR ? 0 : range.first + unit - pair * max_segments;
+        const int segment = WORK == ONE_PAIR ? 0 : range.first + index;
         if (segment > range.last) return;
+        if (warp == WARPS && segment != index) table = table_of(sequence, segment);
         only = segment_task<KIND, SUB>(
             sequence, pair, segment, HeadRange::of(pair % groups, heads, kv_heads), range, segment == range.last);
         only.is_new = only.is_right = only.written = 1;
@@ -273,12 +284,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     if (warp == WARPS) {
         // The loads start before the kernel waits for the projection. That is allowed because it is launched as
         // dependent only if no earlier kernel of the step wrote to this cache.
-        const auto table_of = [&](int sequence, int segment) {
-            const int block = segment * BLOCKS + lane;
-            return lane < BLOCKS && block < table_pitch
-                       ? block_tables[static_cast<long long>(sequence) * table_pitch + block]
-                       : 0;
-        };
         // Granules first + rank, first + rank + UNIT, ... of the keys; the block's elements of all granules of values.
         const auto load = [&](const Task& task, int table) {
             const ChunkSource<D, SUB, CACHE> source = {table,      task.heads.kv, kv_heads,
@@ -301,7 +306,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
         };
         if constexpr (WORK != ITEMS) {
-            load(only, table_of(only.sequence, only.segment));
+            load(only, table);
             cluster_wait<UNIT>();
         } else {
             Share share;
@@ -315,7 +320,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             };
 #pragma unroll 1
             while (item.belongs_to(contexts, share)) {
-                const int table = table_of(item.sequence, item.segment);
+                table = table_of(item.sequence, item.segment);
                 const bool reaches = item.reaches(item.range.last, share);
                 Task task = segment_task<KIND, SUB>(
                     item.sequence, item.sequence * groups + item.group, item.segment,
