@@ -14,8 +14,8 @@ from bminf_lite.backend.attention import biases
 from bminf_lite.backend.values import AttentionSpec, LayerCache, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.arrays import address
 from bminf_lite.cuda.kernels.attention.decode import (
+    UNIT_WORK,
     UNITS,
-    WORK,
     AttentionDecode,
     DecodeGrid,
     decode_config,
@@ -58,8 +58,8 @@ ITEM_BLOCKS = (264, 24, 1)
 def test_shared_memory_fits(capability: tuple[int, int]) -> None:
     for head_dim in range(16, MAX_HEAD_DIM + 1, 16):
         for kind in map(int, DecodeMask):
-            for (unit, work), element in itertools.product(WORK, ELEMENTS):
-                config = launch_config(capability, head_dim, kind, unit, DecodeWork(work), element)
+            for (unit, work), element in itertools.product(UNIT_WORK, ELEMENTS):
+                config = launch_config(capability, head_dim, kind, unit, work, element)
                 if unit > max_unit(capability, config.depth):
                     continue
                 shared = config.shared(element, unit)

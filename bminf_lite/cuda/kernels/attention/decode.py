@@ -42,11 +42,11 @@ MAX_RECORDS = 8192
 """Records that are kept at most. With more segments than this in a step, no context is split over blocks."""
 UNITS = (8, 4, 2, 1)
 """Blocks of a unit."""
-WORK = (
-    Together((1, int(DecodeWork.ITEMS))),
-    *(Together((unit, int(work))) for unit in UNITS for work in (DecodeWork.ONE_SEGMENT, DecodeWork.ONE_PAIR)),
+UNIT_WORK: tuple[tuple[int, DecodeWork], ...] = (
+    (1, DecodeWork.ITEMS),
+    *((unit, work) for unit in UNITS for work in (DecodeWork.ONE_SEGMENT, DecodeWork.ONE_PAIR)),
 )
-"""The template arguments ``UNIT`` and ``WORK``."""
+"""The blocks of a unit and its work: the template arguments ``UNIT`` and ``WORK``."""
 SEGMENT_WAVES = 2
 """Units of one segment that a launch may have for each one that runs at the same time."""
 CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))
@@ -131,15 +131,16 @@ class AttentionDecode:
         """For all head sizes: these differ in their tiles only below a power of two."""
         for kind in numbers(DecodeMask):
             launched = {
-                (launch_config(capability, size, kind, work[0], DecodeWork(work[1]), element).template(), work, element)
+                (launch_config(capability, size, kind, unit, work, element).template(), (unit, int(work)), element)
                 for size in range(HEAD_PAD, DEPTHS[-1] + 1, HEAD_PAD)
-                for work in WORK
+                for unit, work in UNIT_WORK
                 for element in ELEMENTS
-                if work[0] <= max_unit(capability, decode_config(capability, size, kind).depth)
+                if unit <= max_unit(capability, decode_config(capability, size, kind).depth)
             }
+            templates = dict.fromkeys(template for template, *_ in sorted(launched))
+            works = tuple(Together((unit, int(work))) for unit, work in UNIT_WORK)
             yield KernelFamily(
-                cls.source, "attention_decode",
-                (tuple(sorted({template for template, *_ in launched})), WORK, (kind,), ELEMENTS),
+                cls.source, "attention_decode", (tuple(templates), works, (kind,), ELEMENTS),
                 lambda template, work, _, element, launched=launched: (template, work, element) in launched,
             )  # fmt: skip
 
