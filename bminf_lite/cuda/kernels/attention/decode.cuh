@@ -244,7 +244,7 @@ __device__ __forceinline__ void merge_records(
     sync();
     if (!is_last) return;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int row = count * WIDTH, most = min(MERGED, scratch.COPIED / row);
+    const int row = count * WIDTH, pairs = count * (WIDTH / 2), most = min(MERGED, scratch.COPIED / row);
     float top = -INF_F, sum = 0;  // of the head of this warp
 #pragma unroll 1
     for (int from = 0; from < segments; from += most) {
@@ -262,14 +262,18 @@ __device__ __forceinline__ void merge_records(
         cp_async_wait_all();
         sync();
 #pragma unroll 1
-        for (int i = threadIdx.x; i < row / 2; i += THREADS) {
+        for (int i = threadIdx.x; i < pairs; i += THREADS) {
             const int head = i / (WIDTH / 2), element = records.rank * WIDTH + i % (WIDTH / 2) * 2;
             const float2* const copied = reinterpret_cast<const float2*>(scratch.copied) + i;
             float2 o = from == 0 ? copied[0] : scratch.outputs[i];  // of the records before
-#pragma unroll 4
-            for (int s = from == 0; s < n; ++s) {
-                const float2 x = copied[s * row / 2], f = scratch.factors[s][head];
-                o.x = merge({0, f.x, f.y}, o.x, x.x), o.y = merge({0, f.x, f.y}, o.y, x.y);
+#pragma unroll 1
+            for (int s = from == 0; s < n; s += 4) {
+#pragma unroll
+                for (int j = s; j < s + 4; ++j) {
+                    if (j >= n) break;
+                    const float2 x = copied[j * pairs], f = scratch.factors[j][head];
+                    o.x = merge({0, f.x, f.y}, o.x, x.x), o.y = merge({0, f.x, f.y}, o.y, x.y);
+                }
             }
             scratch.outputs[i] = o;
             if (from + n < segments) continue;
