@@ -184,6 +184,8 @@ CALIBRATION_STRIP = 64
 UNALIGNED_NORM_THREADS = 512
 SAMPLING_CHUNK = 2048
 """Token ids per block."""
+SAMPLING_PART = 512
+"""Token ids whose best one and log-sum-exp a warp finds."""
 SAMPLING_THREADS = 512
 SAMPLING_ROW_BYTES = 128
 """Bytes of scratch per row, beside its arrays."""
@@ -246,6 +248,7 @@ HEADERS = {
     "constants/dp4a.cuh": render_header(TILE=DP4A_TILE),
     "constants/sampling.cuh": render_header(
         CHUNK=SAMPLING_CHUNK,
+        PART=SAMPLING_PART,
         THREADS=SAMPLING_THREADS,
         ROW_BYTES=SAMPLING_ROW_BYTES,
         BUCKETS=SAMPLING_BUCKETS,

@@ -26,7 +26,9 @@ from ..sources import load
 
 THREADS = 384
 STAGING_BYTES = THREADS * 2 // 3 // 32 * 2 * BOX_ROWS * ROW_BYTES
-EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_BFLOAT16, Epilogue.ADD, Epilogue.GATED)
+EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.TO_BFLOAT16, Epilogue.ADD, Epilogue.GATED)
+FLOAT_EPILOGUES = (Epilogue.TO_FLOAT, Epilogue.ADD)
+"""Those with fp32 results."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class GemmTileConfig:
     def serves(self, epilogue: Epilogue, stages: int) -> bool:
         """Whether each part of a split has columns, and enough results for the box that a warp writes."""
         written = self.width // (2 if epilogue is Epilogue.GATED else 1) // self.split_k
-        return self.split_k == 1 or (stages >= self.split_k and written >= (32 if epilogue is Epilogue.ADD else 64))
+        return self.split_k == 1 or (stages >= self.split_k and written >= (32 if epilogue in FLOAT_EPILOGUES else 64))
 
     def cost(self, rows: int, channels: int, stages: int, num_sms: int) -> float:
         """The relative duration of a product: stages of the weight that one SM passes over."""
@@ -171,14 +173,14 @@ class ScaledGemm:
 
         - ``x`` int8 ``[rows, in_features]``, ``x_scale`` fp32 ``[rows]``;
         - ``w`` int8 ``[channels, in_features]``, ``w_scale`` fp32 ``[channels]``, ``bias`` as long or 0;
-        - ``out`` fp16 or bf16 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the
+        - ``out`` fp16, bf16 or fp32 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the
           ``activation`` (by its number in ``common.cuh``) of the first half times the second half.
 
         The result has an even number of columns; padding in the last 16 bytes of a row is overwritten. Tests set
         ``tile_config``; None is the best one. ``bytes_moved`` and ``dependent`` as in :class:`Kernel`.
         """
         launch = self._kernel_launch(rows, channels, in_features, epilogue, activation, bias != 0, tile_config)
-        element = TensorMapDataType.FLOAT32 if epilogue is Epilogue.ADD else TensorMapDataType.FLOAT16
+        element = TensorMapDataType.FLOAT32 if epilogue in FLOAT_EPILOGUES else TensorMapDataType.FLOAT16
         arguments = (
             x_scale, w_scale, bias, *launch.numbers,
             tensor_map_2d(x[0], TensorMapDataType.INT8, rows, in_features, x[1], ROWS),
