@@ -177,6 +177,8 @@ class AttentionDecode:
         batch_size, element = qkv.shape[0], element_of(cache)
         config = self._config(spec, kind)
         grid = self.grid(spec, batch_size, max_context_len)
+        if kind != CROSS:  # a cross-attention over empty sources does not wait
+            step.attends()
         self._launcher.launch(
             step, self.source,
             f"attention_decode<{config.template()}, {grid.unit}, {int(grid.work)}, {kind}, {element}>",
