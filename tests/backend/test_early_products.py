@@ -32,8 +32,9 @@ class Layer:
             launch(kernel, *arguments)
 
         monkeypatch.setattr(Kernel, "__call__", recording)
-        shapes = {"qkv": (SPEC.qkv_features, WIDTH), "out": (WIDTH, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
-        self.weights = {name: backend.weight([random_int8(rng, *shape, dynamic=True)]) for name, shape in shapes.items()}
+        shapes = {"qkv": (SPEC.qkv_features, WIDTH), "out": (WIDTH, WIDTH), "up": (INNER, WIDTH)}
+        shapes["down"] = WIDTH, INNER
+        self.weights = {n: backend.weight([random_int8(rng, *s, dynamic=True)]) for n, s in shapes.items()}
         self.norms = [norm_on(backend, random_norm(rng, WIDTH, center=True)) for _ in range(2)]
         self.table = backend.table(random_rows(rng, 8, WIDTH, np.float16))
         self.cache = backend.layer_cache(2, SPEC.kv_heads, SPEC.head_dim)
