@@ -267,9 +267,10 @@ __device__ __forceinline__ void epilogue_warps(
 // TILES: tiles of 8 rows of x. F: the function of GATED and ACTIVATED. Boxes of the tensor maps, of DEPTH columns:
 // x_map 8 * TILES rows; w_map 64 rows, or 32 with GATED. `tiles` tiles and `steps` stages of BOXES * DEPTH columns
 // cover the weight. Clusters of CLUSTER blocks. `stages` >= WINDOW and `resident`: see Shared, which is the dynamic
-// shared memory.
+// shared memory. One block fits an SM. The bound for 8 tiles limits registers, so that it fits beside a block of the
+// kernel that quantizes its input.
 template <int TILES, int EPILOGUE, int F>
-__global__ void __launch_bounds__(THREADS, 1) skinny_gemm_hopper(
+__global__ void __launch_bounds__(THREADS, TILES == 8 ? 2 : 1) skinny_gemm_hopper(
     const float* x_scale, const float* w_scale, const float* bias, void* out, long long out_pitch, int rows, int n,
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, int tiles, int steps, int stages,
     bool resident) {
