@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -93,10 +93,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Division:
-    """How a launch divides its work: a tiling other than the chosen one, and whether it must or must not split."""
+    """How a launch divides its work: a tiling other than the chosen one, whether it must or must not split, and whether
+    it computes one key-value head after the other.
+    """
 
     tile_config: AttentionTileConfig | None = None
     split: bool | None = None
+    one_head: bool = False
 
     def attention(self, device: Device) -> PrefillAttention:
         prefill = PrefillAttention(device)
@@ -105,6 +108,8 @@ class Division:
         if self.split is not None:
             prefill._may_split = lambda *_: self.split  # type: ignore[method-assign, assignment, return-value]
             prefill._parts = lambda _: 4096  # type: ignore[method-assign]
+        if self.one_head:
+            prefill._heads_at_once = lambda *_: 1  # type: ignore[method-assign]
         return prefill
 
 
@@ -238,7 +243,8 @@ def divisions(device: Device, depth: int, int8: bool = False, scores: ScoreKind 
     keys = attention_tile(capability, depth, AttentionMask.CAUSAL, False)
     kernels = [tile_config_for(capability, depth, small, scores=scores, int8=int8) for small in (False, True)]
     kernels.append(synchronous(depth, 64, keys, 1, AttentionMask.CAUSAL, scores))
-    return [Division(kernel, split) for kernel in kernels for split in (False, True)]
+    found = [Division(kernel, split) for kernel in kernels for split in (False, True)]
+    return found + [replace(d, one_head=True) for d in found if d.tile_config and d.tile_config.tensor_maps]
 
 
 @pytest.fixture(params=["chosen", "64 rows", "128 rows", "split"])

@@ -50,6 +50,8 @@ struct PrefillParams {
     int max_records, parts;  // parts: into about so many parts all tiles are split if they are
     float* running;          // [gridDim.x, rows of a tile * D]: see RunningResult; null if it is in shared memory
     int* counters;           // the blocks' next piece of work, and the blocks that have ended; zero before and after
+    int pieces;              // a bound of the pieces of work of a key-value head
+    int heads_at_once;       // so many key-value heads are computed at the same time; divides kv_heads
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -187,12 +189,16 @@ __device__ __forceinline__ Found find_work_tile(const PrefillParams& p, int head
 }
 
 // Finds the first piece of work from `index` on, counted over all heads, that is not empty; returns whether there is
-// one.
+// one. Heads that are computed at the same time take turns.
 template <int MASK, int ROWS, int KEYS>
 __device__ __forceinline__ bool find_work(const PrefillParams& p, int index, WorkTile& work) {
     for (;;) {
-        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, index % p.kv_heads, index / p.kv_heads, work);
-        if (found != NOTHING) return found == FOUND;
+        const int at_once = p.heads_at_once, first = index / (p.pieces * at_once) * at_once;
+        const int piece = index - first * p.pieces;
+        if (first >= p.kv_heads) return false;
+        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, first + piece % at_once, piece / at_once, work);
+        if (found == FOUND) return true;
+        if (found == NO_MORE && at_once == p.kv_heads) return false;
         index = next_index(p);
     }
 }

@@ -36,10 +36,16 @@ MERGE_WARPS = 8
 """Rows that a block of ``prefill_merge.cu`` merges."""
 SPLIT_CONTEXT = 4 * SEGMENT
 """Tiles are split only in steps whose contexts may be longer."""
+L2_BYTES = 24 << 20
+"""Keys and values that stay in the L2 cache of compute capability 9.0 while all blocks read them, about."""
+WAVES = 4
+"""Pieces of work for each block, at least, if not all heads are computed at the same time: fewer leave blocks idle."""
 MAX_RECORD_BYTES = 256 << 20
 """Scratch memory for records. Sequences whose records do not fit are not split."""
 COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
+MAX_PIECES = (1 << 31) - 1
+"""Pieces of work that an index counts."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are remembered."""
 COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -253,13 +259,18 @@ class PrefillAttention:
         if self._may_split(mask, max_context_len):
             max_records = max(0, scratch_bytes - running_bytes) // tile_config.record_bytes
             pieces += self._split_tiles(tile_config, kv_heads)
-        residents = self._residents(tile_config)
+        residents, at_once = self._residents(tile_config), kv_heads
+        if tile_config.tensor_maps:
+            key_bytes = tile_config.depth * (1 if key_scales else 2)
+            head_bytes = 2 * key_bytes * min(max_context_len, window or max_context_len)
+            at_once = self._heads_at_once(kv_heads, head_bytes, pieces, residents)
+        bound = pieces if at_once < kv_heads else MAX_PIECES // kv_heads
         args = (
             q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, block_tables,
             table_pitch, num_blocks, scores.scale, window or 0, heads, kv_heads, head_dim, batch_size,
             scores.bias, scores.max_distance, scores.softcap, source_lens, key_scales, value_scales,
             scratch + running_bytes if max_records else 0, max_records, self._parts(tile_config),
-            scratch if running_bytes else 0, counters,
+            scratch if running_bytes else 0, counters, bound, at_once,
         )  # fmt: skip
         maps: tuple[object, ...] = ()
         if tile_config.tensor_maps:
@@ -290,6 +301,16 @@ class PrefillAttention:
     def _parts(self, tile_config: AttentionTileConfig) -> int:
         """Into about so many parts tiles are split: one for each block, or two if rows are few and records small."""
         return self._residents(tile_config) * (1 if tile_config.rows > 64 else 2)
+
+    @staticmethod
+    def _heads_at_once(kv_heads: int, head_bytes: int, pieces: int, residents: int) -> int:
+        """Key-value heads to compute at the same time; each has ``head_bytes`` of keys and values, and ``pieces``.
+
+        All, or as many as fit the L2 cache if these have enough pieces for the GPU's blocks.
+        """
+        divisors = [n for n in range(kv_heads, 0, -1) if kv_heads % n == 0]
+        fitting = next((n for n in divisors if n * head_bytes <= L2_BYTES), 1)
+        return fitting if fitting * pieces >= WAVES * residents else kv_heads
 
     def _split_tiles(self, tile_config: AttentionTileConfig, kv_heads: int) -> int:
         """At most so many tiles are split, into at most so many pieces more than tiles, per key-value head."""
