@@ -193,9 +193,10 @@ __device__ __forceinline__ Found find_work_tile(const PrefillParams& p, int head
 template <int MASK, int ROWS, int KEYS>
 __device__ __forceinline__ bool find_work(const PrefillParams& p, int index, WorkTile& work) {
     for (;;) {
-        const int at_once = p.heads_at_once, first = index / (p.pieces * at_once) * at_once;
-        const int piece = index - first * p.pieces;
-        if (first >= p.kv_heads) return false;
+        const int at_once = p.heads_at_once;
+        int first = 0, piece = index;
+        for (; piece >= p.pieces * at_once; piece -= p.pieces * at_once)
+            if ((first += at_once) >= p.kv_heads) return false;
         const Found found = find_work_tile<MASK, ROWS, KEYS>(p, first + piece % at_once, piece / at_once, work);
         if (found == FOUND) return true;
         if (found == NO_MORE && at_once == p.kv_heads) return false;
