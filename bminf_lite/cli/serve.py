@@ -80,16 +80,9 @@ def serve(
     require_extra()
     from ..api import load
     from ..server.client import EngineFailure
-    from ..server.launcher import (
-        Address,
-        Listener,
-        checked_format,
-        default_http_workers,
-        launch,
-        model_names,
-        require_safe,
-    )
+    from ..server.launcher import checked_format, default_http_workers, launch, model_names, require_safe
     from ..server.limits import DEFAULT_LIMITS
+    from ..server.listener import Address, Listener
     from ..server.request_log import checked_path
     from ..server.security import OPEN_PATHS, Security, digests, read_keys
     from ..server.settings import ServerSettings

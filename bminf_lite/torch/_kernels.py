@@ -98,16 +98,16 @@ class DeviceKernels:
     def _dynamic_linear(
         self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, rows: int, own: bool
     ) -> None:
-        n, k = codes.shape
-        x, source, _, _ = in_rows(x)
+        x, source, _, k = in_rows(x)
         stream, pitch = stream_of(self.index), round_up(k, CODE_PAD)
-        fits_gemv = rows == 1 and x.dtype in GEMV_INPUTS and k == pitch <= MAX_WIDTH
-        if own and fits_gemv and (source[0] | codes.data_ptr()) % 16 == 0:
-            self.gemv.launch_tensor(
-                stream, GEMV_INPUTS[x.dtype], source[0], codes.data_ptr(), scale.data_ptr(), _address(bias),
-                out.data_ptr(), n, k,
-            )  # fmt: skip
-            return
+        if own and rows == 1 and x.dtype in GEMV_INPUTS and k == pitch <= MAX_WIDTH:
+            weight = codes.data_ptr()
+            if (source[0] | weight) % 16 == 0:
+                self.gemv.launch_tensor(
+                    stream, GEMV_INPUTS[x.dtype], source[0], weight, scale.data_ptr(), _address(bias), out.data_ptr(),
+                    out.shape[-1], k,
+                )  # fmt: skip
+                return
         scratch = codes.new_empty(rows * (pitch + SCALE_BYTES))
         row_codes = scratch.data_ptr()
         row_scale = row_codes + rows * pitch
@@ -132,19 +132,22 @@ class DeviceKernels:
     ) -> None:  # fmt: skip
         """The same with the codes of ``rows`` rows at the start of ``x``, ``pitch`` apart; ``own``: by our kernels."""
         (n, k), stream = codes.shape, stream_of(self.index)
-        if own and self._fits(rows, pitch, x, codes, scale, bias, out):
-            if rows <= self.skinny.max_rows:
-                self.skinny.launch(
-                    x.data_ptr(), x_scale, codes.data_ptr(), scale.data_ptr(), _address(bias), out.data_ptr(), n, rows,
-                    n, k, stream, EPILOGUES[out.dtype], dependent=False,
-                )  # fmt: skip
-            else:
-                self.gemm.launch(
-                    (x.data_ptr(), k), x_scale, (codes.data_ptr(), k), scale.data_ptr(), _address(bias),
-                    (out.data_ptr(), n), rows=rows, channels=n, in_features=k, epilogue=EPILOGUES[out.dtype],
-                    stream=stream, dependent=False,
-                )  # fmt: skip
-            return
+        few, dtype = rows <= self.skinny.max_rows, out.dtype
+        if own and k == pitch and k % CODE_PAD == 0 and (few or (dtype is not torch.float32 and n % 8 == 0)):
+            rows_at, weight, target = x.data_ptr(), codes.data_ptr(), out.data_ptr()
+            weight_scale, offsets = scale.data_ptr(), _address(bias)
+            if (rows_at | weight | target) % 16 == 0 and (weight_scale | offsets) % 8 == 0:
+                if few:
+                    self.skinny.launch(
+                        rows_at, x_scale, weight, weight_scale, offsets, target, n, rows, n, k, stream,
+                        EPILOGUES[dtype], dependent=False,
+                    )  # fmt: skip
+                else:
+                    self.gemm.launch(
+                        (rows_at, k), x_scale, (weight, k), weight_scale, offsets, (target, n), rows=rows,
+                        channels=n, in_features=k, epilogue=EPILOGUES[dtype], stream=stream, dependent=False,
+                    )  # fmt: skip
+                return
         inner, columns = round_up(k, LIBRARY_MULTIPLE), round_up(n, LIBRARY_MULTIPLE)
         row_codes = x.reshape(-1)[: rows * pitch].view(rows, pitch)[:, :k]
         sums = torch._int_mm(_padded(row_codes, max(rows, LIBRARY_ROWS), inner), _padded(codes, columns, inner).t())
@@ -159,19 +162,6 @@ class DeviceKernels:
         if verified is None:
             return self.gemm.supported if torch.cuda.is_current_stream_capturing() else self.products_verified
         return verified
-
-    def _fits(
-        self, rows: int, pitch: int, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
-    ) -> bool:
-        """Whether the engine's own kernels take these operands."""
-        n, k = codes.shape
-        aligned = (
-            k == pitch
-            and k % CODE_PAD == 0
-            and (x.data_ptr() | codes.data_ptr() | out.data_ptr()) % 16 == 0
-            and (scale.data_ptr() | _address(bias)) % 8 == 0
-        )
-        return aligned and (rows <= self.skinny.max_rows or (out.dtype != torch.float32 and n % 8 == 0))
 
 
 @functools.cache
@@ -191,7 +181,7 @@ _thread = _Thread()
 
 def kernels_of(x: Tensor) -> DeviceKernels:
     """The kernels of the tensor's GPU, which is the calling thread's current one; see :func:`on_own_device`."""
-    own = _kernels(x.device.index)
+    own = _kernels(x.get_device())
     if own.index not in _thread.ready:
         own.device.make_current()
         _thread.ready.add(own.index)
@@ -203,7 +193,7 @@ def on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(x: Tensor, *arguments: Any) -> Any:
-        if x.device.index == torch.cuda.current_device():
+        if x.get_device() == torch._C._cuda_getDevice():
             return function(x, *arguments)
         with torch.cuda.device(x.device):
             return function(x, *arguments)
@@ -221,8 +211,12 @@ def kind_of(x: Tensor) -> str:
     """The type of a tensor's elements in CUDA C++."""
     kind = KINDS.get(x.dtype)
     if kind is None:
-        raise DeviceError(f"the kernels take fp32, fp16 and bf16, not {x.dtype}; convert the tensor with .to()")
+        raise DeviceError(_refused(x.dtype))
     return kind
+
+
+def _refused(dtype: torch.dtype) -> str:
+    return f"the kernels take fp32, fp16 and bf16, not {dtype}; convert the tensor with .to()"
 
 
 def in_rows(x: Tensor) -> tuple[Tensor, Rows, int, int]:
@@ -247,8 +241,8 @@ def whole(k: int, *pairs: tuple[Rows, int]) -> bool:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """A contiguous tensor like ``x``."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    """A contiguous tensor like ``x``. An argument that says so takes the host longer than all others."""
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -270,6 +264,11 @@ def _address(x: Tensor | None) -> int:
 
 # -- softmax -----------------------------------------------------------------------------------------------------------
 
+NO_ROWS = (0, 0, *EACH_ROW)
+"""The address, pitch and ``BroadcastRows`` of a bias or a mask that there is not."""
+NO_BIAS_OR_MASK = (0, 0, 0, 0), (*EACH_ROW, *EACH_ROW)
+"""The kernel's arguments for both: before and behind those of the result."""
+
 
 def softmax(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     """``softmax(scale * x + bias)`` where ``mask`` is set."""
@@ -280,27 +279,30 @@ def softmax(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -
 
 def softmax_(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> None:
     """The same over ``x``."""
-    _softmax_into(x, scale, bias, mask, x)
+    _softmax_into(x, scale, bias, mask, None)
 
 
-def _softmax_into(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, out: Tensor) -> None:
+def _softmax_into(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, out: Tensor | None) -> None:
+    """The same into ``out``, which is contiguous, or over ``x``."""
     kind, own = kind_of(x), kernels_of(x)
     read, source, rows, k = in_rows(x)
-    target, written, _, _ = in_rows(out)
     if not rows:
         return
-    added, bias_rows = (None, (0, 0, *EACH_ROW)) if bias is None else _broadcast(_fp32(bias), x.shape)
-    seen, mask_rows = (None, (0, 0, *EACH_ROW)) if mask is None else _broadcast(mask, x.shape)
-    pairs = [(source, x.itemsize), (written, x.itemsize)]
-    vectors = whole(k, *pairs, (bias_rows[:2], 4)) and (mask_rows[0] | mask_rows[1]) % 8 == 0
+    written = source if out is None else (out.data_ptr(), k)
+    itemsize = x.itemsize
+    if bias is None and mask is None:
+        broadcast, vectors = NO_BIAS_OR_MASK, whole(k, (source, itemsize), (written, itemsize))
+    else:
+        bias, bias_rows = (None, NO_ROWS) if bias is None else _broadcast(_fp32(bias), x.shape)
+        mask, mask_rows = (None, NO_ROWS) if mask is None else _broadcast(mask, x.shape)
+        vectors = whole(k, (source, itemsize), (written, itemsize), (bias_rows[:2], 4))
+        vectors = vectors and (mask_rows[0] | mask_rows[1]) % 8 == 0
+        broadcast = (*bias_rows[:2], *mask_rows[:2]), (*bias_rows[2:], *mask_rows[2:])
     plan = own.softmax.plan(kind, vectors, rows, k)
-    arguments = (
-        *source, scale, *bias_rows[:2], *mask_rows[:2], *written, *bias_rows[2:], *mask_rows[2:], *plan.sizes
-    )  # fmt: skip
+    arguments = (*source, scale, *broadcast[0], *written, *broadcast[1], *plan.sizes)
     plan.kernel(plan.grid, plan.block, arguments, 0, stream_of(own.index), False, plan.cluster)
-    if target is not out:
-        out.copy_(target)
-    del read, added, seen
+    if out is None and read is not x:
+        x.copy_(read)
 
 
 def _broadcast(values: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int, int]]:
@@ -353,7 +355,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, cent
 
 def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> None:
     """The same over ``x``."""
-    _norm_into(x, weight, bias, eps, center, x, None, None)
+    _norm_into(x, weight, bias, eps, center, None, None, None)
 
 
 def norm_with_statistics(
@@ -370,7 +372,7 @@ def norm_with_statistics_(
 ) -> tuple[Tensor, Tensor]:
     """The same over ``x``."""
     mean, inverse = _statistics(x, center)
-    _norm_into(x, weight, bias, eps, center, x, mean, inverse)
+    _norm_into(x, weight, bias, eps, center, None, mean, inverse)
     return mean, inverse
 
 
@@ -381,41 +383,48 @@ def _statistics(x: Tensor, center: bool) -> tuple[Tensor, Tensor]:
 
 
 def _norm_into(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, out: Tensor, mean: Tensor | None,
-    inverse: Tensor | None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, out: Tensor | None,
+    mean: Tensor | None, inverse: Tensor | None,
 ) -> None:  # fmt: skip
+    """A norm into ``out``, which is contiguous, or over ``x``."""
     own, types = kernels_of(x), _types(x, weight, bias)
     read, source, rows, k = in_rows(x)
-    target, written, _, _ = in_rows(out)
-    if rows:
-        weight, bias, parameters, vectors = _parameters(weight, bias)
-        vectors = vectors and whole(k, (source, x.itemsize), (written, x.itemsize))
-        own.rows.norm(
-            stream_of(own.index), types, center, vectors, source, *parameters, eps, written,
-            _address(mean) if center else 0, _address(inverse), rows, k,
-        )  # fmt: skip
-    if target is not out:
-        out.copy_(target)
-    del read
+    if not rows:
+        return
+    written = source if out is None else (out.data_ptr(), k)
+    weight, bias, parameters, vectors = _parameters(weight, bias)
+    itemsize = x.itemsize
+    vectors = vectors and whole(k, (source, itemsize), (written, itemsize))
+    own.rows.norm(
+        stream_of(own.index), types, center, vectors, source, *parameters, eps, written,
+        _address(mean) if center else 0, _address(inverse), rows, k,
+    )  # fmt: skip
+    if out is None and read is not x:
+        x.copy_(read)
 
 
 def _types(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
     """The template arguments for the types of a norm's input and of its parameters."""
-    kinds = {v.dtype for v in (weight, bias) if v is not None}
-    if not kinds:
-        return f"{kind_of(x)}, {kind_of(x)}"
-    if len(kinds) > 1 or not kinds <= {x.dtype, torch.float32}:
+    return _template(x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+
+
+@functools.cache
+def _template(dtype: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None) -> str:
+    kinds = {kind for kind in (weight, bias) if kind is not None} or {dtype}
+    if dtype not in KINDS:
+        raise DeviceError(_refused(dtype))
+    if len(kinds) > 1 or not kinds <= {dtype, torch.float32}:
         found = ", ".join(sorted(str(kind) for kind in kinds))
-        raise DeviceError(f"a norm of {x.dtype} takes a weight and a bias of {x.dtype} or both of float32, not {found}")
-    return f"{kind_of(x)}, {KINDS[kinds.pop()]}"
+        raise DeviceError(f"a norm of {dtype} takes a weight and a bias of {dtype} or both of float32, not {found}")
+    return f"{KINDS[dtype]}, {KINDS[kinds.pop()]}"
 
 
 def _parameters(
     weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, tuple[int, int], bool]:
     """Contiguous weight and bias, their addresses, and whether these are aligned for vectors."""
-    weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
-    addresses = 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    weight, bias = None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous()
+    addresses = _address(weight), _address(bias)
     return weight, bias, addresses, (addresses[0] | addresses[1]) % 16 == 0
 
 
@@ -456,20 +465,13 @@ def norm_backward(
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales."""
-    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    _quantize_into(x, codes, x.shape[-1], scale)
-    return codes, scale
-
-
-def _quantize_into(x: Tensor, codes: Tensor, pitch: int, scale: Tensor) -> None:
+    codes, scale = x.new_empty(*x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
     kind, own = kind_of(x), kernels_of(x)
     x, source, rows, k = in_rows(x)
     if rows:
-        target = codes.data_ptr(), pitch
-        own.rows.quantize(
-            stream_of(own.index), kind, whole(k, (source, x.itemsize)), source, target, scale.data_ptr(), rows, k
-        )
+        vectors, target = whole(k, (source, x.itemsize)), (codes.data_ptr(), k)
+        own.rows.quantize(stream_of(own.index), kind, vectors, source, target, scale.data_ptr(), rows, k)
+    return codes, scale
 
 
 def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -484,7 +486,7 @@ def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     """``x @ (scale * codes).T + bias``, with ``x`` quantized per row if ``dynamic``."""
     kind, own, (n, k) = kind_of(x), kernels_of(x), codes.shape
-    out = x.new_empty((*x.shape[:-1], n))
+    out = x.new_empty(*x.shape[:-1], n)  # sizes one by one take the host half as long as a tuple
     if not out.numel():
         return out
     rows = out.numel() // n

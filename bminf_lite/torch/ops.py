@@ -25,6 +25,8 @@ from . import _definitions, _kernels
 
 LIBRARY = torch.library.Library("bminf_lite", "DEF")
 """Owns the registrations; they end with it."""
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors without a ``__torch_dispatch__`` of their own."""
 SCHEMAS = {
     "softmax": "(Tensor x, float scale, Tensor? bias, Tensor? mask) -> Tensor",
     "softmax_": "(Tensor(a!) x, float scale, Tensor? bias, Tensor? mask) -> ()",
@@ -51,6 +53,7 @@ SCHEMAS = {
 
 ``norm`` and ``norm_`` record no gradients; those ``with_statistics`` also return what backward needs.
 """
+OVERWRITING = frozenset(name for name in SCHEMAS if name.endswith("_"))
 
 
 # -- the functions -----------------------------------------------------------------------------------------------------
@@ -137,11 +140,13 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = N
     n, k = codes.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x {list(x.shape)} must end in {k}, the columns of codes {list(codes.shape)}")
+    _check_device("codes", codes, x)
     for name, values in (("scale", scale), ("bias", bias)):
-        if values is not None and tuple(values.shape) != (n,):
-            raise ValueError(f"{name} {list(values.shape)} must be [{n}], one for each row of codes")
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+        if values is not None:
+            _check_device(name, values, x)
+            if values.dim() != 1 or values.shape[0] != n:
+                raise ValueError(f"{name} {list(values.shape)} must be [{n}], one for each row of codes")
+    x = autocast(x)
     result: Tensor = _call("int8_linear", (x, scale, bias), x, codes, scale, bias, dynamic)
     return result
 
@@ -183,6 +188,8 @@ def dot(
             f"a_scale {list(a_scale.shape)} and b_scale {list(b_scale.shape)} must be "
             f"[{left.shape[0]}] and [{right.shape[0]}]"
         )
+    for name, values in (("b", b), ("a_scale", a_scale), ("b_scale", b_scale)):
+        _check_device(name, values, a, "a")
     result: Tensor = _call("int8_dot", (), left, right, a_scale, b_scale, dtype)
     return result
 
@@ -197,6 +204,7 @@ def square_linear_(x: Tensor, w: Tensor, transpose: bool = True) -> Tensor:
     n = x.shape[-1] if x.dim() else 0
     if tuple(w.shape) != (n, n) or w.dtype != x.dtype:
         raise ValueError(f"w must be square and fit x: [{n}, {n}] in {x.dtype}, not {list(w.shape)} in {w.dtype}")
+    _check_device("w", w, x)
     if w.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "w requires a gradient, which needs the x that square_linear_ overwrites; use torch.nn.functional.linear, "
@@ -206,12 +214,20 @@ def square_linear_(x: Tensor, w: Tensor, transpose: bool = True) -> Tensor:
     return x
 
 
+def autocast(x: Tensor) -> Tensor:
+    """``x`` in the autocast dtype of its device, where autocast is enabled."""
+    kind = "cuda" if x.is_cuda else x.device.type  # of which the second is slow
+    if x.is_meta or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
     result: Tensor
     if _records_gradient(x, weight, bias):
         result = _OPERATORS["norm_with_statistics"](x, weight, bias, eps, center)[0]
     else:
-        result = _call("norm", (), x, weight, bias, eps, center)
+        result = _call_below_autograd("norm", x, weight, bias, eps, center)
     return result
 
 
@@ -219,31 +235,71 @@ def _norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ce
     if _records_gradient(x, weight, bias):
         _OPERATORS["norm_with_statistics_"](x, weight, bias, eps, center)
     else:
-        _call("norm_", (), x, weight, bias, eps, center)
+        _call_below_autograd("norm_", x, weight, bias, eps, center)
     return x
 
 
 def _records_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:  # noqa: SIM110 - any() takes the host twice as long
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def _call(name: str, differentiable: tuple[Tensor | None, ...], *arguments: Any) -> Any:
-    """Call an operator. Where no gradient is recorded, its autograd kernel, which is Python, is skipped."""
-    operator = _OPERATORS[name]
-    if torch.compiler.is_compiling() or _records_gradient(*differentiable):
-        return operator(*arguments)
+    """Call an operator, whose gradient may be recorded if one of ``differentiable`` requires it."""
+    if _records_gradient(*differentiable):
+        return _OPERATORS[name](*arguments)
+    return _call_below_autograd(name, *arguments)
+
+
+def _call_below_autograd(name: str, *arguments: Any) -> Any:
+    """Call an operator that records no gradient, by the shortest way that does the same.
+
+    Its autograd kernel, which is Python, is skipped. On a GPU so is the dispatcher, if it would only call the GPU's
+    function.
+    """
+    if torch.compiler.is_compiling():
+        return _OPERATORS[name](*arguments)
+    if _only_dispatches_to_gpu(arguments):
+        result = _ON_GPU[name](*arguments)
+        if name in OVERWRITING:
+            torch.autograd.graph.increment_version(arguments[0])
+        return result
     with torch._C._AutoDispatchBelowAutograd():
-        return operator(*arguments)
+        return _OPERATORS[name](*arguments)
+
+
+def _only_dispatches_to_gpu(arguments: tuple[Any, ...]) -> bool:
+    """Whether all tensors are plain ones of the current GPU, and no mode, transform, tracer or profiler watches."""
+    x = arguments[0]
+    if not x.is_cuda or x.get_device() != torch._C._cuda_getDevice():
+        return False
+    for argument in arguments:
+        if isinstance(argument, Tensor) and type(argument) not in PLAIN:
+            return False
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def _check_scores(x: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
     if x.dim() == 0:
         raise ValueError("a softmax needs at least one dimension")
+    if bias is None and mask is None:
+        return
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, not {mask.dtype}")
     for name, values in (("bias", bias), ("mask", mask)):
-        if values is not None and not _broadcasts(values, x):
-            raise ValueError(f"{name} {list(values.shape)} does not broadcast to x {list(x.shape)}")
+        if values is not None:
+            _check_device(name, values, x)
+            if not _broadcasts(values, x):
+                raise ValueError(f"{name} {list(values.shape)} does not broadcast to x {list(x.shape)}")
 
 
 def _broadcasts(values: Tensor, x: Tensor) -> bool:
@@ -256,8 +312,15 @@ def _check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     if x.dim() == 0:
         raise ValueError("a norm needs at least one dimension")
     for name, values in (("weight", weight), ("bias", bias)):
-        if values is not None and tuple(values.shape) != (x.shape[-1],):
-            raise ValueError(f"{name} {list(values.shape)} must be [{x.shape[-1]}], the last dimension of x")
+        if values is not None:
+            _check_device(name, values, x)
+            if values.dim() != 1 or values.shape[0] != x.shape[-1]:
+                raise ValueError(f"{name} {list(values.shape)} must be [{x.shape[-1]}], the last dimension of x")
+
+
+def _check_device(name: str, values: Tensor, x: Tensor, other: str = "x") -> None:
+    if values.get_device() != x.get_device():
+        raise ValueError(f"{name} is on {values.device} and {other} on {x.device}; move one with .to()")
 
 
 # -- shapes without values ---------------------------------------------------------------------------------------------
@@ -465,7 +528,7 @@ def _differentiable_square_linear_(x: Tensor, w: Tensor, transpose: bool) -> Non
 
 
 def _refuse_vmap(name: str) -> Callable[..., Any]:
-    def refuse(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    def refuse(*arguments: Any) -> Any:
         raise NotImplementedError(
             f"bminf_lite::{name} does not work under torch.vmap; it takes any number of leading dimensions, so call it "
             f"with the batch as one of them"
@@ -478,10 +541,12 @@ def _register() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, vars(_definitions)[name], "CPU")
-        LIBRARY.impl(name, _kernels.on_own_device(vars(_kernels)[name]), "CUDA")
+        LIBRARY.impl(name, _kernels.on_own_device(_ON_GPU[name]), "CUDA")
         qualified = f"bminf_lite::{name}"
         torch.library.register_fake(qualified, FAKES[name], lib=LIBRARY)
-        if not name.endswith("_"):  # functorch refuses operators that mutate
+        if name in OVERWRITING:  # which register_vmap does not take
+            LIBRARY.impl(name, _refuse_vmap(name), "FuncTorchBatched")
+        else:
             torch.library.register_vmap(qualified, _refuse_vmap(name), lib=LIBRARY)
     for name, backward, save in (
         ("softmax", _softmax_gradients, _save_softmax),
@@ -499,6 +564,8 @@ def _register() -> None:
     LIBRARY.impl("square_linear_", _differentiable_square_linear_, "Autograd")
 
 
+_ON_GPU = {name: vars(_kernels)[name] for name in SCHEMAS}
+"""The operators on tensors of the current GPU, without gradients."""
 _register()
 _OPERATORS = {name: getattr(torch.ops.bminf_lite, name).default for name in SCHEMAS}
 """The operators without their overloads' resolution."""

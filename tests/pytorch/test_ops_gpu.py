@@ -274,3 +274,52 @@ def test_opcheck(name):
         arguments[0] = arguments[0].clone()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(getattr(torch.ops.bminf_lite, name).default, tuple(arguments), test_utils=tests)
+
+
+# -- calls past the dispatcher -----------------------------------------------------------------------------------------
+
+
+def test_overwriting_counts_as_a_version_without_gradients():
+    x = on_gpu(4, 256, dtype=torch.bfloat16)
+    w = on_gpu(256, 256, dtype=torch.bfloat16, seed=1)
+    saved = on_gpu(4, 256).requires_grad_().exp()
+    for function in (ops.softmax_, ops.rms_norm_, ops.layer_norm_, lambda x: ops.square_linear_(x, w)):
+        with torch.no_grad():
+            before = x._version
+            function(x)
+            assert x._version == before + 1
+    with torch.no_grad():
+        ops.softmax_(saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+def test_profilers_modes_and_subclasses_see_the_operators():
+    x, seen = on_gpu(4, 256), []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    expected = ops.softmax(x)
+    with Watch():
+        assert torch.equal(ops.softmax(x), expected)
+    assert torch.ops.bminf_lite.softmax.default in seen
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops.softmax(x)
+    assert "bminf_lite::softmax" in {event.key for event in profile.key_averages()}
+    with pytest.raises(NotImplementedError, match="leading dimensions"):
+        torch.vmap(ops.softmax)(x)
+
+
+def test_tensors_on_different_devices_are_refused():
+    x, (codes, scale) = on_gpu(4, 256), random_codes(64, 256)
+    for call in (
+        lambda: ops.rms_norm(x, random(256)),
+        lambda: ops.softmax(x, bias=random(256)),
+        lambda: ops.int8_linear(x, codes, scale),
+        lambda: ops.square_linear_(x, random(256, 256)),
+    ):
+        with pytest.raises(ValueError, match=r"move one with \.to\(\)"):
+            call()

@@ -66,7 +66,8 @@ class ScriptedEngine(UnconstrainedEngine):
             if request.prompt_logprobs:
                 ids = request.prompt_token_ids
                 request.prompt_token_logprobs = [None, *(-i / 1000 for i in ids[1:])]
-                request.prompt_most_likely = [None, *((END, -0.25) for _ in ids[1:])]
+                top = [(END, -0.25 - i) for i in range(request.num_prompt_top)]
+                request.prompt_top_logprobs = [None, *(top for _ in ids[1:])]
             if done == self.fail_at:
                 request.finish_reason, request.error = "error", BminfError("the logits have a NaN")
             request.on_update(request)
@@ -85,8 +86,8 @@ class LiveServer:
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._started.wait(20)
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        assert self._started.wait(60)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     async def _run(self) -> None:
         self.client = await EngineClient.connect(self._engine_server.connect())

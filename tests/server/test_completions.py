@@ -68,6 +68,15 @@ def test_a_stream_is_the_response_in_pieces(fake: LiveServer, body: dict[str, An
             assert len({len(part) for part in scores.values()}) == 1
 
 
+def test_the_usage_so_far(fake: LiveServer):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 6} | {"stream_options": options}
+    events = fake.events(PATH, body)
+    generated = [event["usage"]["completion_tokens"] for event in events[:-1]]
+    assert generated == sorted(generated) and generated[-2:] == [6 * len(joined(events))] * 2
+    assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {events[-2]["usage"]["prompt_tokens"]}
+
+
 def test_prompts_of_all_kinds(fake: LiveServer):
     ids = TOKENIZER.encode("Return the")
     one = fake.json(PATH, {"prompt": "Return the", "max_tokens": 5})["choices"][0]
@@ -141,6 +150,21 @@ def test_the_log_probabilities_of_a_prompt_are_the_model_s(demo: LiveServer, dem
     np.testing.assert_allclose(scores["token_logprobs"][1:-1], expected, atol=1e-3)
     largest = [max(top.values()) for top in scores["top_logprobs"][1:-1]]
     np.testing.assert_allclose(largest, logprobs[:-1].max(axis=1), atol=1e-3)
+
+
+def test_the_most_likely_tokens_at_the_places_of_a_prompt(demo: LiveServer, demo_model: bminf_lite.Model):
+    text = "Return the number of items"
+    ids = TOKENIZER.encode(text)
+    body = {"prompt": text, "max_tokens": 1, "echo": True, "logprobs": 5, "temperature": 0}
+    scores = demo.json(PATH, body)["choices"][0]["logprobs"]
+    logits = demo_model.logits(ids).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for place, token in enumerate(ids[1:], start=1):
+        top = scores["top_logprobs"][place]
+        assert len(top) == 5 + (token not in np.argsort(-logprobs[place - 1])[:5])
+        found = sorted((value for text, value in top.items() if text != scores["tokens"][place]), reverse=True)
+        expected = np.sort(np.delete(logprobs[place - 1], token))[::-1][: len(found)]
+        np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
 def test_biases_and_minimal_lengths(demo: LiveServer):

@@ -9,19 +9,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from ...runtime.driver import DeviceAttribute
+from ...runtime.driver import Device, DeviceAttribute
 from ...runtime.kernel import Kernel
 from ...runtime.tensor_maps import ROW_BYTES, TensorMapDataType, tensor_map_2d
 from ..constants import SKINNY_HOPPER_BOXES as BOXES
 from ..constants import SKINNY_HOPPER_CLUSTER as CLUSTER
 from ..constants import SKINNY_HOPPER_ROWS as ROWS
 from ..constants import SKINNY_HOPPER_THREADS as THREADS
+from ..constants import SKINNY_HOPPER_TILES as TILES
 from ..constants import SKINNY_HOPPER_WINDOW as WINDOW
 from ..constants import Epilogue
 from ..instantiations import Capability, KernelFamily
 from ..sources import load
 from .skinny_gemm import EPILOGUE_ARGUMENTS, SkinnyGemm, possible_epilogue
 
+KERNEL_CACHE_SIZE = 1024
+"""Shapes whose launches are kept; beyond that, the least recently used is dropped."""
 RESERVED_SHARED_MEMORY = 11 << 8
 """Shared memory for the dependent kernel over rows that is resident beside this one."""
 _STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
@@ -32,7 +35,11 @@ class SkinnyGemmHopper(SkinnyGemm):
 
     source = "gemm/skinny_gemm_hopper.cu"
     is_fastest = True
-    tile_counts = (1, 2, 4, 6, 8)
+    tile_counts = TILES
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._launch_of = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_launch)
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
@@ -50,21 +57,27 @@ class SkinnyGemmHopper(SkinnyGemm):
         activation: int = 0, bytes_moved: int = 0, dependent: bool = True,
     ) -> None:  # fmt: skip
         """As the base class's, and also of a single row; ``dependent`` as in :class:`Kernel`."""
+        kernel, grid, box_rows, weight_rows, shared, numbers = self._launch_of(
+            rows, out_features, pitch, epilogue, activation
+        )
+        x_map = tensor_map_2d(x, TensorMapDataType.INT8, rows, pitch, pitch, box_rows, False)
+        w_map = tensor_map_2d(w, TensorMapDataType.INT8, out_features, pitch, pitch, weight_rows, False)
+        arguments = (x_scale, w_scale, bias, out, out_pitch, rows, out_features, x_map, w_map, *numbers)
+        kernel(grid, THREADS, arguments, shared, stream, dependent, CLUSTER, bytes_moved)
+
+    def _find_launch(
+        self, rows: int, out_features: int, pitch: int, epilogue: Epilogue, activation: int
+    ) -> tuple[Kernel, int, int, int, int, tuple[int, ...]]:
+        """The kernel, its blocks, the rows of both boxes, shared memory, and its last arguments."""
         gated = epilogue is Epilogue.GATED
         assert 1 <= rows <= self.max_rows and pitch % 16 == 0 and not (gated and out_features % 2)
         columns = BOXES * ROW_BYTES
         tiles, weight_rows = self.tiles(rows), ROWS // (1 + gated)
         weight_tiles, steps = -(-out_features // (1 + gated) // weight_rows), -(-pitch // columns)
         clusters = min(self._num_sms // CLUSTER, weight_tiles)
-        x_map = tensor_map_2d(x, TensorMapDataType.INT8, rows, pitch, pitch, 8 * tiles, promote_256b=False)
-        w_map = tensor_map_2d(w, TensorMapDataType.INT8, out_features, pitch, pitch, weight_rows, promote_256b=False)
         resident, stages, shared = self._divide(tiles, steps, weight_tiles > clusters)
-        self._kernel(tiles, epilogue, activation)(
-            clusters * CLUSTER, THREADS,
-            (x_scale, w_scale, bias, out, out_pitch, rows, out_features, x_map, w_map, weight_tiles, steps, stages,
-             resident),
-            shared=shared, stream=stream, dependent=dependent, cluster=CLUSTER, bytes_moved=bytes_moved,
-        )  # fmt: skip
+        kernel = self._kernel(tiles, epilogue, activation)
+        return kernel, clusters * CLUSTER, 8 * tiles, weight_rows, shared, (weight_tiles, steps, stages, resident)
 
     @functools.cached_property
     def _shared(self) -> int:

@@ -8,7 +8,7 @@ that no array library is needed. Launches are not dependent: the kernel before o
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ...runtime.kernel import Kernel
 from ..arrays import ceil_div
@@ -27,6 +27,8 @@ PARAMETER_ROWS = 8
 
 Rows = tuple[int, int]
 """An address, and the elements from one row to the next."""
+RowLaunch = tuple[Kernel, int, int, tuple[int, ...]]
+"""A kernel, its blocks, threads per block, and last arguments."""
 
 
 class TensorRows:
@@ -38,7 +40,10 @@ class TensorRows:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._row_kernel = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_row_kernel)
+        self._norm = self._cached(self.norm_source, "norm_rows", "multi_pass", MAX_NORM_WIDTH)
+        self._norm_backward = self._cached(self.norm_source, "norm_backward", "multi_pass", BACKWARD_ROW)
+        self._softmax_backward = self._cached(self.softmax_source, "softmax_backward", "two_pass", BACKWARD_ROW)
+        self._quantize = self._cached(self.quantize_source, "quantize_rows", "two_pass", MAX_NORM_WIDTH)
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
@@ -66,10 +71,7 @@ class TensorRows:
         ``types`` are the elements' and the weight's types, such as ``"__half, float"``; weight and bias are contiguous
         ``[k]`` or 0. ``whole``: ``k`` is a multiple of 8, and all rows, weight and bias start at multiples of 16 bytes.
         """
-        template = f"{types}, {str(center).lower()}, {str(whole).lower()}"
-        kernel, grid, block, sizes = self._row_kernel(
-            self.norm_source, "norm_rows", "norm_rows_multi_pass", template, MAX_NORM_WIDTH, rows, k
-        )
+        kernel, grid, block, sizes = self._norm(rows, k, types, center, whole)
         kernel(grid, block, (*x, weight, bias, eps, *out, mean, inverse, *sizes), 0, stream)
 
     def norm_backward(
@@ -77,10 +79,7 @@ class TensorRows:
         bias: int, mean: int, inverse: int, dx: Rows, rows: int, k: int,
     ) -> None:  # fmt: skip
         """``dx`` is the gradient of the norm's input; ``x`` is its input, or with ``from_out`` its output."""
-        template = f"{types}, {str(center).lower()}, {str(whole).lower()}"
-        kernel, grid, block, sizes = self._row_kernel(
-            self.norm_source, "norm_backward", "norm_backward_multi_pass", template, BACKWARD_ROW, rows, k
-        )
+        kernel, grid, block, sizes = self._norm_backward(rows, k, types, center, whole)
         kernel(grid, block, (*dout, *x, from_out, weight, bias, mean, inverse, *dx, *sizes), 0, stream)
 
     def parameter_parts(self, rows: int, k: int) -> int:
@@ -102,20 +101,14 @@ class TensorRows:
         self, stream: int, kind: str, whole: bool, y: Rows, dy: Rows, scale: float, dx: Rows, rows: int, k: int
     ) -> None:
         """``dx = scale * y * (dy - sum(dy * y))``; ``dx`` may be ``dy``."""
-        kernel, grid, block, sizes = self._row_kernel(
-            self.softmax_source, "softmax_backward", "softmax_backward_two_pass", f"{kind}, {str(whole).lower()}",
-            BACKWARD_ROW, rows, k,
-        )  # fmt: skip
+        kernel, grid, block, sizes = self._softmax_backward(rows, k, kind, whole)
         kernel(grid, block, (*y, *dy, scale, *dx, *sizes), 0, stream)
 
     def quantize(
         self, stream: int, kind: str, whole: bool, x: Rows, codes: Rows, scale: int, rows: int, k: int
     ) -> None:
         """int8 codes and scales fp32 ``[rows]``; codes behind column ``k`` of a row are zeros."""
-        kernel, grid, block, sizes = self._row_kernel(
-            self.quantize_source, "quantize_rows", "quantize_rows_two_pass", f"{kind}, {str(whole).lower()}",
-            MAX_NORM_WIDTH, rows, k,
-        )  # fmt: skip
+        kernel, grid, block, sizes = self._quantize(rows, k, kind, whole)
         kernel(grid, block, (*x, *codes, scale, *sizes), 0, stream)
 
     def dequantize_codes(self, stream: int, kind: str, codes: int, scale: int, out: int, rows: int, k: int) -> None:
@@ -133,13 +126,19 @@ class TensorRows:
         )
         kernel(ceil_div(rows * ceil_div(n, 8), 256), 256, (*sums, x_scale, w_scale, bias, out, rows, n), 0, stream)
 
-    def _find_row_kernel(
-        self, source: str, name: str, long_name: str, template: str, most: int, rows: int, k: int
-    ) -> tuple[Kernel, int, int, tuple[int, ...]]:
+    def _cached(self, source: str, name: str, long_suffix: str, most: int) -> Callable[..., RowLaunch]:
+        """:meth:`_find` for a kernel, with the results of recent arguments kept."""
+        find = functools.partial(self._find, source, name, f"{name}_{long_suffix}", most)
+        return functools.lru_cache(KERNEL_CACHE_SIZE)(find)
+
+    def _find(
+        self, source: str, name: str, long_name: str, most: int, rows: int, k: int, *template: str | bool
+    ) -> RowLaunch:
         """The kernel for rows of ``k`` elements, its blocks, threads per block, and last arguments."""
+        arguments = ", ".join(str(v).lower() if isinstance(v, bool) else v for v in template)
         fills_gpu = rows > self._launcher.num_sms
         if k > most:
-            return self._launcher.kernel(source, f"{long_name}<{template}>", fills_gpu), rows, LONG_THREADS, (k,)
+            return self._launcher.kernel(source, f"{long_name}<{arguments}>", fills_gpu), rows, LONG_THREADS, (k,)
         threads, vectors = row_shape(k, 4 if fills_gpu else 1)
-        kernel = self._launcher.kernel(source, f"{name}<{template}, {threads}, {vectors}>", fills_gpu)
+        kernel = self._launcher.kernel(source, f"{name}<{arguments}, {threads}, {vectors}>", fills_gpu)
         return kernel, ceil_div(rows * threads, max(threads, 128)), max(threads, 128), (rows, k)
