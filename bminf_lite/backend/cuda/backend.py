@@ -250,6 +250,7 @@ class CudaBackend(Backend):
 
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
         target, pending = self.materializer.as_residual(residual), None
+        self.kernels.step.reads(None)
         if self._uses_gemv(x, weight):
             self.materializer.flush_residual(target)
             self._gemv(x, weight, target.values, Epilogue.ADD)
@@ -328,18 +329,19 @@ class CudaBackend(Backend):
         return isinstance(x, cp.ndarray) and x.dtype == np.float16
 
     def _gemv(self, x: Array, weight: Weight, out: cp.ndarray, epilogue: int, activation: int = 0) -> None:
-        norm, addend = None, None
+        norm, addend, early = None, None, False
         if isinstance(x, DeferredNorm):
             assert not x.stale, STALE
             x.used, norm, x = True, x.norm, x.residual
         if isinstance(x, ResidualStream):
             stream, x = x, x.values
             addend = self._addend(stream, norm, weight)
+            early = self.kernels.step.reads(stream)
         arguments = self.kernels.step, self.arrays.padded(x), norm, weight, out, epilogue, activation
         if weight.plan is None:
             self.kernels.gemv_float.launch(*arguments)
         else:
-            self.kernels.gemv.launch(*arguments, weight.rotation, addend)
+            self.kernels.gemv.launch(*arguments, weight.rotation, addend, early)
 
     def _addend(self, stream: ResidualStream, norm: Norm | None, weight: Weight) -> gemv.Addend | None:
         """The pending norm of the stream if the kernel can add it, with a new array for the stream's values.

@@ -199,6 +199,8 @@ class AttentionDecode:
         config = launch_config(
             self._launcher.device.compute_capability, spec.head_dim, kind, grid.unit, grid.work, element
         )
+        if kind != CROSS:  # a cross-attention over empty sources does not wait
+            step.attends()
         self._launcher.launch(
             step, self.source,
             f"attention_decode<{config.template()}, {grid.unit}, {int(grid.work)}, {kind}, {element}>",

@@ -324,10 +324,11 @@ struct WeightStream {
 
 // INPUT: what is quantized, x, a norm of it, a rotation in blocks of `rotation` elements (see rotate_row), or a sum
 // with the norm of `addend`, which is written to `sum`. VECTORS: vectors of eight elements of x per thread. F: the
-// function of GATED and ACTIVATED. U: chunks of a unit. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
+// function of GATED and ACTIVATED. U: chunks of a unit. EARLY: x was complete before this kernel could start, so the
+// kernel waits for its predecessor only before it writes. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
 // PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
 // block has.
-template <int INPUT, int VECTORS, int EPILOGUE, int F, int U>
+template <int INPUT, int VECTORS, int EPILOGUE, int F, int U, bool EARLY>
 __global__ void __launch_bounds__(THREADS) gemv(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
     const int8* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, void* out,
@@ -353,7 +354,7 @@ __global__ void __launch_bounds__(THREADS) gemv(
             if (is_normed(INPUT)) prefetch_l2(norm_weight + column);
         }
     }
-    wait_on_dependent_grids();
+    if constexpr (!EARLY) wait_on_dependent_grids();
     const float x_scale = quantize_input<INPUT, VECTORS>(
         x, norm_weight, norm_bias, eps, rotation, rotation_scale, k, pitch, width, codes,
         {addend, addend_weight, addend_eps, sum});
@@ -364,6 +365,7 @@ __global__ void __launch_bounds__(THREADS) gemv(
         const int sum = stream.multiply(codes + unit.segment * (U * CHUNK));
         if (threadIdx.x % WARP == 0) atomicAdd(sums + unit.row, sum);
     }
+    if constexpr (EARLY) wait_on_dependent_grids();
     sync_threads<THREADS>();
     epilogue<EPILOGUE, F>(sums, x_scale, block, operands, w_scale, bias, out);
 }
