@@ -246,7 +246,7 @@ class CudaBackend(Backend):
         return heads + [array(lane, shape, np.float16) for lane in range(2, memory.lanes)]
 
     def calibration_ops(self) -> CalibrationOps:
-        return CudaCalibrationOps(self, self.materializer, self.loader, self.int8_gemm)
+        return CudaCalibrationOps(self, self.materializer, self.loader, self.int8_gemm, self.float_gemm)
 
     # -- quantization and products -------------------------------------------------------------------------------------
 
