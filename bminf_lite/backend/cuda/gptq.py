@@ -66,7 +66,8 @@ class GPTQ:
             errors = self.arrays.empty((n, stop - start), np.float32)
             self.kernels.round(rest, root.values, root.order, codes, errors, start)
             if stop < k:
-                rest[:, stop:] -= self.float_gemm.matmul(errors, root.values[start:stop, stop:])
+                later = rest[:, stop:]
+                later -= self.float_gemm.matmul(errors, root.values[start:stop, stop:])
         return codes
 
     def _inverse_of_root(self, a: cp.ndarray, smallest: float) -> cp.ndarray:
@@ -81,8 +82,11 @@ class GPTQ:
             if stop < k:
                 panel = matmul(a[stop:, start:stop], block, transpose_w=True)
                 a[stop:, start:stop] = panel
-                a[stop:, stop:] -= matmul(panel, panel, transpose_w=True)
+                later = a[stop:, stop:]
+                later -= matmul(panel, panel, transpose_w=True)
             if start > 0:
                 row = matmul(a[start:stop, :start], inverse[:start, :start])
-                inverse[start:stop, :start] -= matmul(block, row)
+                row = matmul(block, row)
+                row *= -1
+                inverse[start:stop, :start] = row
         return inverse

@@ -1,4 +1,4 @@
-"""What the kernels of a calibration do that GPTQ needs, and GPTQ's own."""
+"""What the kernels of a calibration and of GPTQ do."""
 
 from __future__ import annotations
 
@@ -51,6 +51,54 @@ def row_codes(call: Call) -> None:
     call.vector("scales", rows, F32)[...] = scale
     codes = np.clip(np.rint(matrix(call, rows) / scale[:, None]), -CODE_MAX, CODE_MAX)
     call.rows("codes", rows, call.pitch, call.k, np.int8, align=0)[...] = codes
+
+
+@model
+def column_absmax(call: Call) -> None:
+    x = call.rows("x", call.arguments["rows"], call.pitch, call.k, TYPES[call.template["T"]], align=0).astype(F32)
+    if call.divisors:
+        divisors = call.vector("divisors", call.arguments["rows"], F32)[:, None]
+        x = x / np.where(divisors > 0, divisors, F32(1))
+    top = call.vector("top", call.k, F32)
+    top[...] = np.maximum(top, np.abs(x).max(axis=0))
+
+
+@model
+def take_columns(call: Call) -> None:
+    columns = call.launch.grid[1]
+    index = call.vector("index", columns, np.int32)
+    values = matrix(call, call.n)[:, index].T
+    call.rows("out", columns, call.pitch, call.n, np.float16, align=0)[...] = values
+
+
+@model
+def to_half(call: Call) -> None:
+    rows = rows_of(call)
+    call.rows("out", rows, call.pitch, call.k, np.float16, align=0)[...] = matrix(call, rows)
+
+
+@model
+def take_rows(call: Call) -> None:
+    count = rows_of(call)
+    index = call.vector("index", count, np.int32)
+    x = call.rows("x", int(index.max()) + 1, call.pitch, call.k, TYPES[call.template["T"]], align=0)
+    call.rows("out", count, call.out_pitch, call.k, F32, align=0)[...] = x[index]
+
+
+@model
+def divide_rows(call: Call) -> None:
+    x = call.rows("x", rows_of(call), call.pitch, call.k, F32, align=0)
+    factors = call.vector("factors", call.k, F32) if call.factors else F32(1)
+    call.rows("out", len(x), call.out_pitch, call.k, np.float16, align=0)[...] = x / factors
+
+
+@model
+def row_squares(call: Call) -> None:
+    rows = rows_of(call)
+    got = call.rows("got", rows, call.got_pitch, call.n, F32, align=0)
+    expected = call.rows("expected", rows, call.pitch, call.n, F32, align=0)
+    squares = call.rows("squares", 2, rows, rows, np.float64, align=0)
+    squares[...] = [np.square(x, dtype=np.float64).sum(axis=1) for x in (got - expected, expected)]
 
 
 @model
