@@ -141,3 +141,24 @@ def gptq_round(call: Call) -> None:
     codes, errors = round_block(rest, root)
     call.rows("codes", n, call.pitch, k, np.int8, align=0)[:, order] = codes
     call.rows("errors", n, count, count, F32, align=0)[...] = errors
+
+
+@model
+def split_columns(call: Call) -> None:
+    rows, dtype = rows_of(call), TYPES[call.template["T"]]
+    x, index = call.rows("x", rows, call.pitch, call.k, dtype), call.vector("index", call.columns, np.int32)
+    call.rows("kept", rows, call.columns, call.columns, np.float16, align=0)[...] = x[:, index]
+    rest = call.rows("rest", rows, call.rest_pitch, call.k, dtype)
+    rest[...] = x
+    rest[:, index] = 0
+
+
+@model
+def add_columns(call: Call) -> None:
+    rows, n, columns = rows_of(call), call.n, call.columns
+    call.require(call.launch.shared >= 4 * columns, "too little shared memory")
+    kept = call.rows("kept", rows, columns, columns, np.float16, align=0).astype(F32)
+    weight = call.rows("weight", columns, call.pitch, n, np.float16, align=0).astype(F32)
+    y = call.rows("sums", rows, call.sums_pitch, n, F32, align=0) + kept @ weight
+    y = y + call.vector("bias", n, F32) if call.bias else y
+    call.rows("out", rows, call.out_pitch, n, TYPES[call.template["T"]], align=0)[...] = y
