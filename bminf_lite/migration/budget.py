@@ -37,7 +37,7 @@ def offline_part(recipe: Recipe) -> Recipe:
 
 
 def budget_recipe(recipe: Recipe, offline_only: bool, rotates_stream: bool) -> Recipe:
-    """``recipe``, which calibrates, with everything that its options may use; the budget chooses among them.
+    """``recipe``, which calibrates, with everything that options may use: rotations, outlier columns and GPTQ.
 
     With ``offline_only`` these are what other readers open. ``rotates_stream`` says whether the model's residual stream
     can be rotated in its weights.
@@ -49,7 +49,7 @@ def budget_recipe(recipe: Recipe, offline_only: bool, rotates_stream: bool) -> R
         recipe,
         rotation=rotation,
         offline_rotation=rotates_stream,
-        calibration=replace(settings, outlier_columns=columns),
+        calibration=replace(settings, outlier_columns=columns, rounding="gptq"),
     )
 
 
