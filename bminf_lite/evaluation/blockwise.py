@@ -70,11 +70,18 @@ class LayerwiseCheckpoint:
     """The checkpoint in a folder, run on ``ops`` layer by layer. Close it, or use it as a context manager.
 
     ``rotated_offline`` rotates a float model as a migration does, see :mod:`..checkpoint.offline_rotation`.
+    ``on_weight`` is called with each weight that is made, see :class:`..layers.recording.LinearHooks`.
     ``schemes`` holds the quantization of each matrix that was read so far, see :func:`scheme_of`. Raises
     ``CheckpointError`` for a folder that holds no model of a known architecture.
     """
 
-    def __init__(self, path: Path, ops: Backend, rotated_offline: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        ops: Backend,
+        rotated_offline: bool = False,
+        on_weight: Callable[[tuple[str, ...], Sequence[HostWeight]], None] | None = None,
+    ):
         self.path = path
         self.ops = ops
         self._observer: Observer | None = None
@@ -90,7 +97,7 @@ class LayerwiseCheckpoint:
         try:
             weights = _Schemes(self._model.weights())
             self.schemes = weights.schemes
-            hooks = LinearHooks(ops, weights, self._observe)
+            hooks = LinearHooks(ops, weights, self._observe, on_weight)
             builder = self._model.architecture.ModelBuilder(self.config, hooks.weights, hooks.ops)
             self.layerwise = LayerwiseModel(builder, self.config, ops)
         except BaseException:
@@ -122,12 +129,6 @@ class LayerwiseCheckpoint:
         """Logits fp32 ``[n, vocab]`` of rows ``[n, features]`` of the residual stream after the last layer."""
         self._observer = observer
         return self._host(output(self.ops.array(residual)))
-
-    def float_weight(self, name: str) -> np.ndarray:
-        """A matrix ``[out, in]`` of a float checkpoint, in fp32."""
-        weight = self._model.weights().weight(name)
-        assert not isinstance(weight, Int8Weight)
-        return np.asarray(weight).astype(np.float32)
 
     def _observe(self, call: LinearCall) -> Any:
         return None if self._observer is None else self._observer(call)

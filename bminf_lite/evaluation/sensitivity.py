@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.quantization import HostWeight
 from ..layers.recording import LinearCall
 from ..quantize.calibration import sample_rows
 from ..quantize.stages import HiddenState
@@ -42,20 +43,22 @@ def product_divergences(
     one batch. ``rotated_offline`` rotates the model in its weights first. ``progress`` is called with layers.
     """
     [batch] = batch_windows(windows, tokens=sum(len(window.tokens) for window in windows))
-    with LayerwiseCheckpoint(source, ops, rotated_offline) as model:
+    products = Products(ops)
+    with LayerwiseCheckpoint(source, ops, rotated_offline, products.add) as model:
         [reference] = model.start([batch])
         copies: dict[tuple[str, ...], HiddenState] = {}
         parts = [*model.layerwise.names, "output head"]
         for layer, part in enumerate(parts[:-1]):
+            products.clear()
             layer_fn = model.layerwise.build(layer)
             copies = {names: model.run(layer_fn, state, batch) for names, state in copies.items()}
-            before, products = reference, ProductRecorder(model)
-            reference = model.run(layer_fn, before, batch, products.record)
-            for names in products.names:
+            before, reference = reference, model.run(layer_fn, reference, batch, products.record)
+            for names in products.seen:
                 copies[names] = model.run(layer_fn, before, batch, products.quantizing(names))
             if progress:
                 progress(layer + 1, len(parts), part)
-        head, products = model.layerwise.output(), ProductRecorder(model)
+        products.clear()
+        head = model.layerwise.output()
         rows = batch.rows[sample_rows(len(batch.rows), HEAD_TOKENS)]
         expected = model.rows(head, reference.residual[rows], products.record)
         found: dict[tuple[str, ...], float] = {}
@@ -67,24 +70,37 @@ def product_divergences(
 
         for names, state in copies.items():
             add(names, model.rows(head, state.residual[rows]))
-        for names in products.names:
+        for names in products.seen:
             add(names, model.rows(head, reference.residual[rows], products.quantizing(names)))
         if progress:
             progress(len(parts), len(parts), parts[-1])
         return found
 
 
-class ProductRecorder:
-    """The products of one layer of ``model``: their names, and observers that make one of them w8a8."""
+class Products:
+    """The products of one layer on ``ops``: their matrices, and observers that make one of them w8a8.
 
-    def __init__(self, model: LayerwiseCheckpoint):
-        self._model = model
-        self.names: list[tuple[str, ...]] = []
+    ``seen`` are the names of their matrices, in the order in which they are computed.
+    """
+
+    def __init__(self, ops: Backend):
+        self._ops = ops
+        self._matrices: dict[tuple[str, ...], Sequence[HostWeight]] = {}
+        self.seen: list[tuple[str, ...]] = []
+
+    def clear(self) -> None:
+        """Forget a layer, before the next one is built."""
+        self._matrices.clear()
+        self.seen.clear()
+
+    def add(self, names: tuple[str, ...], parts: Sequence[HostWeight]) -> None:
+        """Remember the matrices of a product, as the layer stacks them along their outputs."""
+        self._matrices[names] = parts
 
     def record(self, call: LinearCall) -> None:
         """An observer that lists the products."""
-        if call.tensors not in self.names:
-            self.names.append(call.tensors)
+        if call.tensors not in self.seen:
+            self.seen.append(call.tensors)
 
     def quantizing(self, names: tuple[str, ...]) -> Callable[[LinearCall], Any]:
         """An observer that replaces the weight of one product by its plain w8a8 version."""
@@ -101,7 +117,7 @@ class ProductRecorder:
         return observe
 
     def _int8(self, names: tuple[str, ...]) -> Any:
-        """The matrices ``names``, stacked along their outputs, on the device."""
-        parts = [self._model.float_weight(name) for name in names]
-        ops = self._model.ops.calibration_ops()
-        return ops.weight(ops.matrix(np.concatenate(parts) if len(parts) > 1 else parts[0]), True)
+        """The matrices on the device, as one weight."""
+        ops = self._ops.calibration_ops()
+        matrix = np.concatenate([np.asarray(part).astype(np.float32) for part in self._matrices[names]])
+        return ops.weight(ops.matrix(matrix), True)

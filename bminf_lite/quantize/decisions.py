@@ -130,7 +130,7 @@ class QuantizationSearch:
         plain = QuantizationCandidate(self._scheme(names[0]))
         turned = replace(plain, rotation=self.recipe.rotation_of(self.spec, names[0]))
         before = max(evaluator.errors(replace(plain, scheme=Scheme.W8A8) if self.alternatives else turned))
-        rounding = None
+        rounding, spilled = None, dict[int, np.ndarray]()  # options with the same codes share a file
         if inputs.gptq_inputs and self._are_stored(names):
             rounding = GPTQRounding(self.ops, inputs.gptq_inputs, evaluator.matrices)
         for candidate, smoothing, error in self._candidates(names, evaluator, plain, turned, input_max):
@@ -143,7 +143,9 @@ class QuantizationSearch:
             if better is not None:
                 error = max(evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(better))
                 for name, weight in zip(names, better, strict=True):
-                    codes = WeightRewrite(codes=self._spill_to_disk(weight.codes), scale=weight.scale)
+                    if id(weight.codes) not in spilled:
+                        spilled[id(weight.codes)] = self._spill_to_disk(weight.codes)
+                    codes = WeightRewrite(codes=spilled[id(weight.codes)], scale=weight.scale)
                     rewrites[name] = rewrites[name].merged(codes)
             kept = () if candidate.outliers is None else tuple(candidate.outliers.tolist())
             how = "nearest" if better is None else "gptq"
