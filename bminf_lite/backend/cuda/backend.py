@@ -195,7 +195,7 @@ class CudaBackend(Backend):
         super().free_layer_cache(cache)
 
     def calibration_ops(self) -> CalibrationOps:
-        return CudaCalibrationOps(self, self.materializer, self.loader, self.int8_gemm)
+        return CudaCalibrationOps(self, self.materializer, self.loader, self.int8_gemm, self.float_gemm)
 
     # -- quantization and products -------------------------------------------------------------------------------------
 
