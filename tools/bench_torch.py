@@ -1,9 +1,11 @@
-"""Measures bminf_lite.torch on a GPU beside eager torch, torch.compile, Triton and torch._int_mm; writes JSON.
+"""Measures bminf_lite.torch on a GPU beside eager torch, torch.compile, Triton, torch._int_mm and bitsandbytes.
 
-    python tools/bench_torch.py results.json [section ...]
+    python tools/bench_torch.py results.json [section ...] [--prepare]
 
-Sections: rows, square, linear, backward, host, stream, lora; all by default. With --compile rows also measures
-torch.compile. A section that fails is reported and left out. Device times are of CUDA graphs' replays.
+Sections: rows, square, linear, dot, backward, host, stream, lora, decode, engine; all by default. A library that is not
+installed has no results. A section that fails is reported and left out. Device times are of CUDA graphs' replays.
+``--prepare`` calls everything that is compiled once, which fills the compilers' caches, and measures nothing.
+``torch_report.py`` makes tables and plots of the results.
 """
 
 # ruff: noqa: B023 - each lambda runs in the iteration that makes it
@@ -12,10 +14,12 @@ from __future__ import annotations
 
 import functools
 import json
+import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +27,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bminf_lite.bench.model import read_shape
 from bminf_lite.cuda.runtime.libraries import driver_release
-from bminf_lite.torch import Int8Linear, ops, streaming
-from bminf_lite.torch.measuring import Measurement, bandwidth, measure
+from bminf_lite.torch import Int8Linear, ops, streaming, wrap
+from bminf_lite.torch.measuring import bandwidth, measure
+
+try:
+    import triton_peers
+except ImportError:
+    triton_peers = None  # type: ignore[assignment]
+try:
+    import bitsandbytes
+except ImportError:
+    bitsandbytes = None
 
 GPU = torch.device("cuda", 0)
 ELEMENTS = 1 << 26
@@ -33,27 +47,65 @@ ELEMENTS = 1 << 26
 WIDTHS = (256, 1024, 2048, 4096, 8192, 16384)
 LINEARS = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 14336), "down": (14336, 4096)}
 """in_features and out_features of the products of a layer of LLaMA 8B."""
-COUNTS = {"q, o": 2, "k, v": 2, "gate, up": 2, "down": 1}
-Results = list[dict[str, Any]]
+GIB = 1 << 30
+PROMPT, DECODED, ROUNDS = 512, 64, 3
+"""Tokens before decoding, decoded tokens, and how often that is repeated."""
+Peers = dict[str, Callable[..., Any]]
 
 
-def record(results: Results, section: str, case: str, name: str, found: Measurement, **extra: Any) -> None:
-    results.append({"section": section, "case": case, "name": name, **asdict(found), **extra})
-    share = "" if found.bandwidth_share is None else f"{found.bandwidth_share:6.1%}"
-    print(
-        f"{section:9} {case:28} {name:16} {found.seconds * 1e6:10.1f} us {share} host {found.host_seconds * 1e6:6.1f}"
-    )
+@dataclass
+class Recorder:
+    """The results so far. With ``prepare`` functions are called and not measured."""
+
+    prepare: bool
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, section: str, case: str, name: str, found: dict[str, Any]) -> None:
+        """One result, which is printed too."""
+        self.results.append({"section": section, "case": case, "name": name, **found})
+        share = "" if found.get("bandwidth_share") is None else f"{found['bandwidth_share']:6.1%}"
+        host = f"host {found['host_seconds'] * 1e6:6.1f}" if "host_seconds" in found else ""
+        print(f"{section:9} {case:28} {name:16} {found['seconds'] * 1e6:12.1f} us {share} {host}", flush=True)
+
+    def time(self, section: str, case: str, peers: Peers, *arguments: Any, nbytes: int = 0, graph: bool = True) -> None:
+        """Measure each of ``peers``; one that fails is left out. Without ``graph`` a call may take the host longer."""
+        for name, function in peers.items():
+            failure = self._time(section, case, name, function, arguments, nbytes, graph)
+            if failure and graph and not self.prepare:  # some libraries cannot be captured
+                failure = self._time(section, case, name, function, arguments, nbytes, False)
+            if failure:
+                print(f"{section:9} {case:28} {name:16} failed: {failure}", flush=True)
+
+    def _time(
+        self, section: str, case: str, name: str, function: Callable[..., Any], arguments: Any, nbytes: int, graph: bool
+    ) -> str:
+        """Measure one; returns why that failed."""
+        try:
+            if self.prepare:
+                function(*arguments)
+            else:
+                found = measure(function, *arguments, bytes_moved=nbytes, batches=7, seconds=0.02, graph=graph)
+                self.add(section, case, name, asdict(found) | {"graph": graph})
+        except Exception as error:
+            return str(error).splitlines()[0][:120]
+        return ""
 
 
-def rows(results: Results, compiled: bool) -> None:
-    """Softmax and norms over rows, fp16 and fp32, against the engine's kernels and torch."""
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile for one shape."""
+    return torch.compile(function, dynamic=False)
+
+
+def rows(to: Recorder) -> None:
+    """Softmax and norms over rows, fp16 and fp32, against the engine's kernels, torch, its compiler and Triton."""
     engine = engine_rows()
     for dtype in (torch.float16, torch.float32):
         for k in WIDTHS:
+            torch._dynamo.reset()
             x = torch.randn(ELEMENTS // k, k, device=GPU, dtype=dtype)
             weight, bias = torch.randn(2, k, device=GPU, dtype=dtype).unbind(0)
             weight, bias = weight.contiguous(), bias.contiguous()
-            functions: dict[str, dict[str, Callable[..., Any]]] = {
+            peers: dict[str, Peers] = {
                 "softmax": {"ours": ops.softmax, "torch": lambda x: torch.softmax(x, -1)},
                 "layer_norm": {
                     "ours": lambda x, w=weight, b=bias: ops.layer_norm(x, w, b),
@@ -64,16 +116,16 @@ def rows(results: Results, compiled: bool) -> None:
                     "torch": lambda x, w=weight: F.rms_norm(x, w.shape, w, 1e-6),
                 },
             }
+            if triton_peers:
+                peers["softmax"]["triton"] = triton_peers.softmax
+                peers["layer_norm"]["triton"] = lambda x: triton_peers.norm(x, weight, bias, 1e-5)
+                peers["rms_norm"]["triton"] = lambda x: triton_peers.norm(x, weight, None, 1e-6)
             if engine is not None:
                 for name, function in engine(x, weight, bias).items():
-                    functions[name]["engine"] = function
-            for name, by_library in functions.items():
-                if compiled:
-                    torch._dynamo.reset()
-                    by_library["compile"] = torch.compile(by_library["torch"])
-                for library, function in by_library.items():
-                    found = measure(function, x, bytes_moved=2 * x.nbytes, batches=7, seconds=0.02, graph=True)
-                    record(results, "rows", f"{name} {str(dtype)[6:]} {k}", library, found)
+                    peers[name]["engine"] = function
+            for name, by_library in peers.items():
+                by_library["compile"] = compiled(by_library["torch"])
+                to.time("rows", f"{name} {str(dtype)[6:]} {k}", by_library, x, nbytes=2 * x.nbytes)
 
 
 def engine_rows() -> Callable[..., dict[str, Callable[..., Any]]] | None:
@@ -112,13 +164,15 @@ def engine_rows() -> Callable[..., dict[str, Callable[..., Any]]] | None:
     return functions
 
 
-def square(results: Results, compiled: bool) -> None:
-    """square_linear_ of 8,192 rows against cuBLAS, fp16."""
+def square(to: Recorder) -> None:
+    """square_linear_ of 8,192 rows against cuBLAS and Triton, which need memory for the result, fp16."""
     for n in (512, 1024, 2048, 4096, 8192):
         x, w = torch.randn(8192, n, device=GPU, dtype=torch.float16), torch.randn(n, n, device=GPU, dtype=torch.float16)
         w /= n**0.5
-        for name, function in (("ours", ops.square_linear_), ("cuBLAS", F.linear)):
-            record(results, "square", f"n={n}", name, measure(function, x, w, batches=7, seconds=0.02, graph=True))
+        peers: Peers = {"ours": ops.square_linear_, "torch": F.linear}
+        if triton_peers:
+            peers["triton"] = lambda x, w: triton_peers.matmul(x, w.t())
+        to.time("square", f"n={n}", peers, x, w)
 
 
 def weight_of(k: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -127,33 +181,80 @@ def weight_of(k: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return codes, torch.rand(n, device=GPU) * 1e-3, torch.randn(n, k, device=GPU, dtype=torch.bfloat16)
 
 
-def linear(results: Results, compiled: bool) -> None:
-    """int8_linear against bf16 nn.Linear, and torch._int_mm alone, at few and at many rows."""
+def plain_int8_linear(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """w8a8 in PyTorch's own operations, for its compiler."""
+    row_scale = x.abs().amax(-1, keepdim=True).float() / 127
+    row_codes = (x / row_scale).round().clamp(-127, 127).to(torch.int8)
+    return (torch._int_mm(row_codes, codes.t()) * scale * row_scale).to(x.dtype)
+
+
+def linear(to: Recorder) -> None:
+    """int8_linear against bf16 nn.Linear and other int8 products, at few and at many rows."""
     for case, (k, n) in LINEARS.items():
         codes, scale, weight = weight_of(k, n)
+        of_library = library_linear(codes, scale)
         for count in (1, 4, 16, 2048):
+            torch._dynamo.reset()
             x = torch.randn(count, k, device=GPU, dtype=torch.bfloat16)
             row_codes = torch.randint(-127, 128, (max(count, 32), k), device=GPU, dtype=torch.int8)
-            for name, function in (
-                ("w8a8", lambda x: ops.int8_linear(x, codes, scale)),
-                ("w8a16", lambda x: ops.int8_linear(x, codes, scale, dynamic=False)),
-                ("bf16", lambda x: F.linear(x, weight)),
-                ("_int_mm", lambda x: torch._int_mm(row_codes, codes.t())),
-            ):
-                found = measure(function, x, batches=7, seconds=0.02, graph=True)
-                record(results, "linear", f"{case} rows={count}", name, found)
+            peers: Peers = {
+                "w8a8": lambda x: ops.int8_linear(x, codes, scale),
+                "w8a16": lambda x: ops.int8_linear(x, codes, scale, dynamic=False),
+                "torch": lambda x: F.linear(x, weight),
+                "_int_mm": lambda x: torch._int_mm(row_codes, codes.t()),
+            }
+            if count > 16:  # what _int_mm takes
+                peers["compile"] = compiled(lambda x: plain_int8_linear(x, codes, scale))
+            if triton_peers:
+                peers["triton"] = lambda x: triton_peers.int8_linear(x, codes, scale)
+            if of_library is not None:
+                peers["bitsandbytes"] = of_library
+            to.time("linear", f"{case} rows={count}", peers, x)
 
 
-def backward(results: Results, compiled: bool) -> None:
-    """The input gradient of int8_linear against bf16's, 2,048 rows."""
+def library_linear(codes: torch.Tensor, scale: torch.Tensor) -> Callable[..., Any] | None:
+    """bitsandbytes' layer without outlier columns, of an fp16 input; None without bitsandbytes."""
+    if bitsandbytes is None:
+        return None
+    n, k = codes.shape
+    layer = bitsandbytes.nn.Linear8bitLt(k, n, bias=False, has_fp16_weights=False, threshold=0.0)
+    layer.weight = bitsandbytes.nn.Int8Params((codes * scale[:, None]).half().cpu(), has_fp16_weights=False)
+    layer = layer.to(GPU)
+    return lambda x: layer(x.half())
+
+
+def dot(to: Recorder) -> None:
+    """Products of 2,048 x 4,096 by 4,096 x 4,096 in the four forms: int8 with scales, and bf16."""
+    (a, a_scale, a_float), (b, b_scale, b_float) = weight_of(4096, 2048), weight_of(4096, 4096)
+    for ta in (False, True):
+        for tb in (False, True):
+            left, right = (a.t().contiguous() if ta else a), (b if tb else b.t().contiguous())
+            wide = (a_float.t().contiguous() if ta else a_float), (b_float if tb else b_float.t().contiguous())
+            m, w = (left.t() if ta else left), (right.t() if tb else right)
+            peers: Peers = {
+                "ours": lambda: ops.dot(
+                    left, right, ta, tb, a_scale=a_scale, b_scale=b_scale, dtype=torch.bfloat16
+                ),
+                "ours, bf16": lambda: ops.dot(*wide, ta, tb),
+                "torch, bf16": lambda: (wide[0].t() if ta else wide[0]) @ (wide[1].t() if tb else wide[1]),
+                "_int_mm": lambda: torch._int_mm(m.contiguous(), w),
+            }  # fmt: skip
+            if triton_peers:
+                peers["triton"] = lambda: triton_peers.matmul(m, w, a_scale, b_scale, torch.bfloat16)
+            form = f"{'a.T' if ta else 'a'} @ {'b.T' if tb else 'b'}"
+            to.time("dot", form, peers)
+
+
+def backward(to: Recorder) -> None:
+    """The input gradient of int8_linear against bf16's, 2,048 rows, and gradients of RMSNorm."""
     for case, (k, n) in LINEARS.items():
         codes, scale, weight = weight_of(k, n)
         dy = torch.randn(2048, n, device=GPU, dtype=torch.bfloat16)
-        for name, function in (
-            ("ours", lambda dy: torch.ops.bminf_lite.int8_linear_backward(dy, codes, scale)),
-            ("bf16", lambda dy: dy @ weight),
-        ):
-            record(results, "backward", case, name, measure(function, dy, batches=7, seconds=0.02, graph=True))
+        peers: Peers = {
+            "ours": lambda dy: torch.ops.bminf_lite.int8_linear_backward(dy, codes, scale),
+            "torch": lambda dy: dy @ weight,
+        }
+        to.time("backward", case, peers, dy)
     for k in (1024, 4096, 8192):
         x = torch.randn(ELEMENTS // 2 // k, k, device=GPU, dtype=torch.bfloat16)
         weight, dy = torch.randn(k, device=GPU, dtype=torch.bfloat16), torch.randn_like(x)
@@ -163,42 +264,32 @@ def backward(results: Results, compiled: bool) -> None:
         ):
             own, gain = x.clone().requires_grad_(), weight.clone().requires_grad_()
             y = function(own, gain)
-            found = measure(lambda: torch.autograd.grad(y, (own, gain), dy, retain_graph=True), batches=7, seconds=0.02)
-            record(results, "backward", f"rms_norm bfloat16 {k}", name, found)
+            gradient = {name: lambda: torch.autograd.grad(y, (own, gain), dy, retain_graph=True)}
+            to.time("backward", f"rms_norm bfloat16 {k}", gradient, graph=False)
 
 
-def host(results: Results, compiled: bool) -> None:
+def host(to: Recorder) -> None:
     """The host's time of a call on small tensors, without gradients."""
     codes, scale, weight = weight_of(256, 256)
     x, gain = torch.randn(16, 256, device=GPU, dtype=torch.bfloat16), torch.ones(256, device=GPU, dtype=torch.bfloat16)
+    row, out = x[:1].clone(), torch.empty_like(x)
+    peers: Peers = {
+        "softmax": lambda: ops.softmax(x),
+        "softmax_": lambda: ops.softmax_(out),
+        "rms_norm": lambda: ops.rms_norm(x, gain),
+        "layer_norm": lambda: ops.layer_norm(x, gain, gain),
+        "quantize_rows": lambda: ops.quantize_rows(x),
+        "int8_linear, 1 row": lambda: ops.int8_linear(row, codes, scale),
+        "int8_linear, 16 rows": lambda: ops.int8_linear(x, codes, scale),
+        "torch.softmax": lambda: torch.softmax(x, -1),
+        "F.rms_norm": lambda: F.rms_norm(x, gain.shape, gain, 1e-6),
+        "F.linear": lambda: F.linear(x, weight),
+    }
+    if triton_peers:
+        peers["triton softmax"] = lambda: triton_peers.softmax(x)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            for name, function in (
-                ("softmax", lambda: ops.softmax(x)),
-                ("softmax_", lambda: ops.softmax_(x)),
-                ("rms_norm", lambda: ops.rms_norm(x, gain)),
-                ("int8_linear", lambda: ops.int8_linear(x, codes, scale)),
-                ("torch.softmax", lambda: torch.softmax(x, -1)),
-                ("F.linear", lambda: F.linear(x, weight)),
-            ):
-                record(results, "host", mode.__name__, name, measure(function, batches=9, seconds=0.05))
-
-
-class Block(nn.Module):
-    """The products of a layer of LLaMA 70B, one behind the other, with random codes."""
-
-    WIDTH, INNER, KEYS = 8192, 28672, 1024
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [(self.WIDTH, self.WIDTH + 2 * self.KEYS), (self.WIDTH, self.WIDTH), (self.WIDTH, 2 * self.INNER)]
-        self.qkv, self.o, self.gate_up = (random_linear(k, n) for k, n in sizes)
-        self.down = random_linear(self.INNER, self.WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.o(self.qkv(x)[..., : self.WIDTH])
-        gate, up = self.gate_up(ops.rms_norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+            to.time("host", mode.__name__, peers, graph=False)
 
 
 def random_linear(k: int, n: int) -> Int8Linear:
@@ -206,72 +297,87 @@ def random_linear(k: int, n: int) -> Int8Linear:
     return Int8Linear(codes, torch.full((n,), 1 / 64 / k**0.5, device=GPU))
 
 
-class Stack(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def stream(results: Results, compiled: bool) -> None:
-    """Forward of streamed layers of LLaMA 70B's shape, 2,048 tokens: the share of the link that the copies reach."""
-    count = 8
-    model = Stack(count)
-    nbytes = sum(layer.codes.numel() for layer in model.modules() if isinstance(layer, Int8Linear))
-    streamed = streaming.place(model, GPU, nbytes * 2 // count + (64 << 20))
-    codes = model.layers[0].down.host_codes
-    assert isinstance(codes, streaming.StreamedCodes)
-    source = torch.empty(1 << 30, dtype=torch.int8, pin_memory=True)
-    target = torch.empty_like(source, device=GPU)
-    link = (1 << 30) / measure(functools.partial(target.copy_, source, True), batches=5, seconds=0.3).seconds
-    x = torch.randn(2048, Block.WIDTH, device=GPU, dtype=torch.bfloat16)
-    del target
-    with torch.no_grad():
-        torch.cuda.reset_peak_memory_stats()
-        model(x)
-        before = codes.stream.copied_bytes
-        model(x)
-        copied = codes.stream.copied_bytes - before
-        found = measure(model, x, batches=5, seconds=0.5)
-    share = copied / found.seconds / link
-    print(f"{streamed} of {count} blocks streamed, link {link / 1e9:.1f} GB/s, {share:.1%} of it")
-    peak = torch.cuda.max_memory_allocated()
-    record(results, "stream", "70B shape", "forward", found, link=link, share=share, peak=peak, blocks=streamed)
-
-
-def lora(results: Results, compiled: bool) -> None:
-    """Steps of LoRA training of a model of LLaMA 8B's shape with 512 tokens, within a limit for its weights."""
-    import peft
+def random_llama(shape: str) -> nn.Module:
+    """A transformers model of a shape of ``bminf-lite bench`` with random codes in all of its linear layers."""
     import transformers
     from accelerate import init_empty_weights
 
-    config = transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, dtype=torch.bfloat16,
-    )  # fmt: skip
+    config = transformers.AutoConfig.for_model(**read_shape(shape))
+    config.dtype = torch.bfloat16
     with init_empty_weights():
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, module in list(model.named_modules()):
         path, _, attribute = name.rpartition(".")
         if isinstance(module, nn.Linear):
             setattr(model.get_submodule(path), attribute, random_linear(module.in_features, module.out_features))
+            continue
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(module, nn.Linear):
-                values = torch.randn(parameter.shape, device=GPU, dtype=torch.bfloat16) / 64 + (parameter.dim() == 1)
-                module.register_parameter(key, nn.Parameter(values))
-    limit = int(3.5 * (1 << 30))
-    streamed = streaming.place(model, GPU, limit)
+            values = torch.randn(parameter.shape, device=GPU, dtype=torch.bfloat16) / 64 + (parameter.dim() == 1)
+            module.register_parameter(key, nn.Parameter(values))
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device.type == "meta":
+                raise RuntimeError(f"{name}.{key} has no value")
+    return model
+
+
+def link_speed() -> float:
+    """Bytes per second from pinned memory to the GPU."""
+    source = torch.empty(GIB, dtype=torch.int8, pin_memory=True)
+    target = torch.empty_like(source, device=GPU)
+    return GIB / measure(functools.partial(target.copy_, source, True), batches=5, seconds=0.3).seconds
+
+
+def peaks() -> dict[str, int]:
+    """The peaks of torch's allocator since they were last reset, in bytes."""
+    return {"peak": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
+
+
+def stream(to: Recorder) -> None:
+    """Forward of a model of LLaMA 70B's shape, 2,048 tokens, in 24 GiB: the share of the link that the copies reach.
+
+    All 80 layers have memory of their own: 70 GB on the GPU while the model is made, and 50 GB of pinned memory.
+    """
+    link = link_speed()
+    model = random_llama("llama-3-70b").eval()
+    streamed = streaming.place(model, GPU, 22 * GIB)
+    stream = next(
+        layer.host_codes.stream
+        for layer in model.modules()
+        if isinstance(layer, Int8Linear) and isinstance(layer.host_codes, streaming.StreamedCodes)
+    )
+    tokens = torch.randint(0, model.get_input_embeddings().num_embeddings, (1, 2048), device=GPU)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    with torch.no_grad():
+        for index in range(1 + ROUNDS):
+            torch.cuda.synchronize()
+            before, start = stream.copied_bytes, time.perf_counter()
+            model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+            torch.cuda.synchronize()
+            if index:
+                seconds.append(time.perf_counter() - start)
+            copied = stream.copied_bytes - before
+    median = statistics.median(seconds)
+    share = copied / median / link
+    print(f"{streamed} of 80 blocks streamed, link {link / 1e9:.1f} GB/s, {share:.1%} of it, {peaks()}")
+    found = {"seconds": median, "link": link, "share": share, "blocks": streamed, "copied": copied, **peaks()}
+    to.add("stream", "70B shape, 2,048 tokens", "forward", found)
+
+
+def lora(to: Recorder) -> None:
+    """Steps of LoRA training of a model of LLaMA 8B's shape with 512 tokens, within a limit for its weights."""
+    import peft
+
+    link, model = link_speed(), random_llama("llama-3-8b")
+    streamed = streaming.place(model, GPU, int(3.5 * GIB))
     adapters = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trained = peft.get_peft_model(model, adapters)
     trained.enable_input_require_grads()
     trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained.train()
     optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=1e-4)
-    tokens = torch.randint(0, 128256, (1, 512), device=GPU)
+    tokens = torch.randint(0, model.get_input_embeddings().num_embeddings, (1, 512), device=GPU)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     losses = []
@@ -283,34 +389,80 @@ def lora(results: Results, compiled: bool) -> None:
         optimizer.zero_grad()
         losses.append(loss.detach())
 
-    found = measure(step, batches=3, seconds=0.1)
-    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    found = asdict(measure(step, batches=3, seconds=0.1))
     values = [round(float(loss), 3) for loss in losses]
-    print(f"{streamed} of 32 blocks streamed, peak {peak / 2**30:.2f} GiB, reserved {reserved / 2**30:.2f}, {values}")
-    record(results, "lora", "8B shape, 512 tokens", "step", found, peak=peak, blocks=streamed, losses=values)
+    print(f"{streamed} of 32 blocks streamed, {peaks()}, {values}")
+    to.add(
+        "lora", "8B shape, 512 tokens", "step", found | {"link": link, "blocks": streamed, "losses": values} | peaks()
+    )
+
+
+def decode(to: Recorder) -> None:
+    """Tokens of a model of LLaMA 8B's shape with a static cache, compiled and eager: in bf16, then wrapped."""
+    from bench_peers import Transformers
+
+    peer = Transformers(read_shape("llama-3-8b"), "cuda", torch.bfloat16)
+    for name in ("bf16", "w8a8"):
+        if name != "bf16":
+            torch._dynamo.reset()
+            wrap(peer.model, name)
+            peer.compiled = torch.compile(peer.model.forward, mode="reduce-overhead", fullgraph=True)
+            torch.cuda.empty_cache()
+        peer.run(1, PROMPT, DECODED if not to.prepare else 4, compiled=True)
+        if to.prepare:
+            continue
+        for case, is_compiled in (("compiled, static cache", True), ("eager", False)):
+            found = [peer.run(1, PROMPT, DECODED, compiled=is_compiled) for _ in range(ROUNDS)]
+            first, token = (statistics.median(values) for values in zip(*found, strict=True))
+            to.add("decode", case, name, {"seconds": token, "first": first, "allocated": torch.cuda.memory_allocated()})
+
+
+def engine(to: Recorder) -> None:
+    """The same tokens by the engine."""
+    from bench_peers import engine_peer
+
+    run, close = engine_peer(read_shape("llama-3-8b"), "cuda")
+    try:
+        run(1, PROMPT, DECODED)
+        found = [run(1, PROMPT, DECODED) for _ in range(ROUNDS)]
+    finally:
+        close()
+    first, token = (statistics.median(values) for values in zip(*found, strict=True))
+    to.add("decode", "engine", "w8a8", {"seconds": token, "first": first})
 
 
 SECTIONS = {
-    "rows": rows, "square": square, "linear": linear, "backward": backward, "host": host, "stream": stream,
-    "lora": lora,
+    "rows": rows, "square": square, "linear": linear, "dot": dot, "backward": backward, "host": host, "stream": stream,
+    "lora": lora, "decode": decode, "engine": engine,
 }  # fmt: skip
+COMPILED = ("rows", "linear", "square", "dot", "decode")
+"""Sections in which something is compiled."""
+
+
+def version(library: Any) -> str:
+    return "" if library is None else library.__version__
 
 
 def main(arguments: list[str]) -> None:
-    path, chosen = Path(arguments[0]), [a for a in arguments[1:] if not a.startswith("--")] or list(SECTIONS)
-    results: Results = []
+    path, chosen = Path(arguments[0]), [a for a in arguments[1:] if not a.startswith("--")]
+    to = Recorder("--prepare" in arguments)
     about = {
         "gpu": torch.cuda.get_device_name(0), "driver": driver_release(), "torch": torch.__version__,
-        "cuda": torch.version.cuda, "command": " ".join(["tools/bench_torch.py", *arguments[1:]]),
-        "copy_bandwidth": bandwidth(GPU),
+        "cuda": torch.version.cuda, "triton": version(triton_peers and triton_peers.triton),
+        "bitsandbytes": version(bitsandbytes), "date": time.strftime("%Y-%m-%d"),
+        "command": "python tools/bench_torch.py results.json",
+        "copy_bandwidth": 0.0 if to.prepare else bandwidth(GPU),
     }  # fmt: skip
     print(about)
-    for name in chosen:
+    for name in chosen or (COMPILED if to.prepare else SECTIONS):
+        start = time.perf_counter()
         try:
-            SECTIONS[name](results, "--compile" in arguments)
+            SECTIONS[name](to)
         except Exception:
             traceback.print_exc()
-        path.write_text(json.dumps({"about": about, "results": results}, indent=1))
+        torch.cuda.empty_cache()
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+        path.write_text(json.dumps({"about": about, "results": to.results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Make ``docs/benchmarks.md`` and the picture of README from the results in ``benchmarks/results``.
 
 Each result is a JSON file with ``title``, ``note``, ``gpu`` or ``cpu``, ``versions``, ``date`` (ISO), ``rows``, and a
-``command`` for all rows or one in each. A row has ``what`` and further columns. Needs matplotlib.
+``command`` for all rows or one in each. A row has ``what`` and further columns. ``figures`` are plots: each has
+``file``, ``title``, the labels ``x`` and ``y``, and ``series``, lists of points by name. Needs matplotlib.
 
     python tools/make_benchmarks.py
 """
@@ -41,7 +42,10 @@ def section(result: dict[str, Any]) -> str:
     lines = [f"## {result['title']}", "", f"{machine}, {result['date']}; {result['versions']}. {result['note']}", ""]
     if "command" in result:
         lines += [f"    {result['command']}", ""]
-    return "\n".join([*lines, markdown_table(rows), ""])
+    lines += [markdown_table(rows), ""]
+    if figures := result.get("figures"):
+        lines += [*(f"![{figure['title']}](images/{figure['file']})" for figure in figures), ""]
+    return "\n".join(lines)
 
 
 def text(key: str, value: str | float) -> str:
@@ -49,14 +53,20 @@ def text(key: str, value: str | float) -> str:
     return f"`{value}`" if key == "command" else f"{value:,}" if isinstance(value, (int, float)) else value
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Speeds as bars, as an SVG that is the same in every run."""
+def plotting() -> Any:
+    """matplotlib's ``pyplot`` for SVGs that are the same in every run."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": "bminf-lite", "svg.fonttype": "path", "font.size": 11}
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Speeds as bars."""
+    pyplot = plotting()
     rows = result["rows"][::-1]
     figure, axes = pyplot.subplots(figsize=(8, 0.55 * len(rows) + 0.9), layout="constrained")
     colors = ["#9aa5b1"] * (len(rows) - 1) + ["#2563eb"]
@@ -68,6 +78,20 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_xticks([])
     axes.margins(x=0.08)
     figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def draw_lines(described: dict[str, Any], folder: Path) -> None:
+    """A plot with a line for each series, over sizes that are powers of two."""
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(figsize=(5.5, 3.6), layout="constrained")
+    for name, points in described["series"].items():
+        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel=described["x"], ylabel=described["y"], title=described["title"], ylim=(0, None))
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / described["file"], metadata={"Date": None})
     pyplot.close(figure)
 
 
@@ -83,6 +107,9 @@ def main() -> None:
     results = read()
     PAGE.write_text(page(results), encoding="utf-8")
     draw(results[0], PICTURE)
+    for result in results:
+        for figure in result.get("figures", []):
+            draw_lines(figure, PICTURE.parent)
 
 
 if __name__ == "__main__":

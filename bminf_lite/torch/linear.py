@@ -170,7 +170,5 @@ class _StreamedLinear(torch.autograd.Function):
 
 @torch.compiler.disable
 def _streamed_linear(x: Tensor, codes: HostCodes, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    result: Tensor = _StreamedLinear.apply(x, codes, scale, bias, dynamic)
+    result: Tensor = _StreamedLinear.apply(ops.autocast(x), codes, scale, bias, dynamic)
     return result

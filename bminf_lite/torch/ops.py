@@ -146,8 +146,7 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = N
             _check_device(name, values, x)
             if values.dim() != 1 or values.shape[0] != n:
                 raise ValueError(f"{name} {list(values.shape)} must be [{n}], one for each row of codes")
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = autocast(x)
     result: Tensor = _call("int8_linear", (x, scale, bias), x, codes, scale, bias, dynamic)
     return result
 
@@ -215,6 +214,14 @@ def square_linear_(x: Tensor, w: Tensor, transpose: bool = True) -> Tensor:
     return x
 
 
+def autocast(x: Tensor) -> Tensor:
+    """``x`` in the autocast dtype of its device, where autocast is enabled."""
+    kind = "cuda" if x.is_cuda else x.device.type  # of which the second is slow
+    if x.is_meta or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
     result: Tensor
     if _records_gradient(x, weight, bias):
@@ -235,7 +242,7 @@ def _norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ce
 def _records_gradient(*tensors: Tensor | None) -> bool:
     if not torch.is_grad_enabled():
         return False
-    for tensor in tensors:  # twice as fast as any()
+    for tensor in tensors:  # noqa: SIM110 - any() takes the host twice as long
         if tensor is not None and tensor.requires_grad:
             return True
     return False
@@ -521,7 +528,7 @@ def _differentiable_square_linear_(x: Tensor, w: Tensor, transpose: bool) -> Non
 
 
 def _refuse_vmap(name: str) -> Callable[..., Any]:
-    def refuse(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    def refuse(*arguments: Any) -> Any:
         raise NotImplementedError(
             f"bminf_lite::{name} does not work under torch.vmap; it takes any number of leading dimensions, so call it "
             f"with the batch as one of them"
@@ -537,7 +544,9 @@ def _register() -> None:
         LIBRARY.impl(name, _kernels.on_own_device(_ON_GPU[name]), "CUDA")
         qualified = f"bminf_lite::{name}"
         torch.library.register_fake(qualified, FAKES[name], lib=LIBRARY)
-        if not name.endswith("_"):  # functorch refuses operators that mutate
+        if name in OVERWRITING:  # which register_vmap does not take
+            LIBRARY.impl(name, _refuse_vmap(name), "FuncTorchBatched")
+        else:
             torch.library.register_vmap(qualified, _refuse_vmap(name), lib=LIBRARY)
     for name, backward, save in (
         ("softmax", _softmax_gradients, _save_softmax),

@@ -293,6 +293,21 @@ def test_accelerate_dispatches(source):
     torch.testing.assert_close(logits(accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)), expected)
 
 
+def test_accelerate_offloads_and_trains():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model, x = wrap(small()), random(3, 32)
+    expected = model(x)
+    offloaded = accelerate.cpu_offload(wrap(small()), execution_device=torch.device("cpu"), offload_buffers=True)
+    assert torch.equal(offloaded(x), expected)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = model[0].bias.detach().clone()
+    accelerator.backward(model(x).square().sum())
+    optimizer.step()
+    assert not torch.equal(model[0].bias, before)
+
+
 # -- streaming ---------------------------------------------------------------------------------------------------------
 
 BLOCK_BYTES = 2 * 64 * 96

@@ -220,9 +220,40 @@ def test_inference_mode_and_autocast():
         assert ops.layer_norm(x).dtype == torch.float32
 
 
-def test_vmap_is_refused():
+@pytest.mark.parametrize("function", [ops.rms_norm, ops.softmax_, ops.layer_norm_, ops.quantize_rows])
+def test_vmap_is_refused(function):
     with pytest.raises(NotImplementedError, match="leading dimensions"):
-        torch.vmap(ops.rms_norm)(random(3, 2, 8))
+        torch.vmap(function)(random(3, 2, 8))
+
+
+def test_meta_tensors_have_shapes():
+    codes, scale = random_codes(4, 8)
+    x = random(3, 8).to("meta")
+    assert ops.int8_linear(x, codes.to("meta"), scale.to("meta")).shape == (3, 4)
+    assert ops.rms_norm(x).shape == ops.softmax(x).shape == (3, 8)
+
+
+def test_overwriting_counts_as_a_version_without_gradients():
+    x, w = random(4, 8), random(8, 8)
+    for function in (ops.softmax_, ops.rms_norm_, ops.layer_norm_, lambda x: ops.square_linear_(x, w)):
+        with torch.no_grad():
+            before = x._version
+            function(x)
+            assert x._version == before + 1
+
+
+def test_exported_with_a_dynamic_batch():
+    codes, scale = random_codes(4, 8)
+
+    class Network(torch.nn.Module):
+        def forward(self, x):
+            return ops.softmax(ops.int8_linear(ops.rms_norm(x), codes, scale))
+
+    x = random(3, 8)
+    exported = torch.export.export(Network(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    for rows in (2, 5):
+        x = random(rows, 8)
+        assert torch.equal(exported.module()(x), Network()(x))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
