@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch_kit import FLOATS, assert_near, random, random_codes
 
-from bminf_lite.torch import ops
+from bminf_lite.torch import _definitions, ops
 
 OPERATORS = torch.ops.bminf_lite
 F = torch.nn.functional
@@ -284,3 +284,38 @@ def test_empty_tensors():
     assert ops.rms_norm(torch.empty(2, 0, 8)).shape == (2, 0, 8)
     assert ops.int8_linear(torch.empty(0, 8), codes, scale).shape == (0, 4)
     assert copy.copy(ops.quantize_rows(torch.empty(0, 8)))[0].shape == (0, 8)
+
+
+# -- the short way -----------------------------------------------------------------------------------------------------
+
+
+def test_calls_past_the_dispatcher_do_the_same(monkeypatch):
+    """As GPU tensors are called, with the definitions in place of the kernels."""
+    called = []
+
+    def watched(name):
+        function = vars(_definitions)[name]
+        return lambda *arguments: called.append(name) or function(*arguments)
+
+    codes, scale = random_codes(4, 8)
+    x, w, weight = random(3, 8), random(8, 8), random(8, seed=1)
+    functions = {
+        "softmax": lambda x: ops.softmax(x, 0.5),
+        "softmax_": lambda x: ops.softmax_(x, 0.5),
+        "norm": lambda x: ops.layer_norm(x, weight),
+        "norm_": lambda x: ops.rms_norm_(x, weight),
+        "quantize_rows": ops.quantize_rows,
+        "int8_linear": lambda x: ops.int8_linear(x, codes, scale),
+        "square_linear_": lambda x: ops.square_linear_(x, w),
+    }
+    expected = {name: function(x.clone()) for name, function in functions.items()}
+    monkeypatch.setattr(ops, "_ON_GPU", {name: watched(name) for name in ops.SCHEMAS})
+    monkeypatch.setattr(ops, "_only_dispatches_to_gpu", lambda arguments: True)
+    for name, function in functions.items():
+        own = x.clone()
+        found = function(own)
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=0)
+        assert called[-1] == name and (own._version > 0) == name.endswith("_")
+        count = len(called)
+        function(x.clone().requires_grad_() * 1)  # recorded, so by the dispatcher
+        assert len(called) == count + (name == "quantize_rows")
