@@ -163,7 +163,12 @@ class Attention:
         return float(statistics.median(found[2:]))
 
 
-def check() -> dict[str, Any]:
+def is_chosen(name: str, cases: list[str]) -> bool:
+    """Whether ``name`` starts with one of ``cases``, or there are none."""
+    return not cases or any(name.startswith(case) for case in cases)
+
+
+def check(cases: list[str]) -> dict[str, Any]:
     """Of each checked batch the digest of the output's bits and of the cache, and the error against the definition."""
     from bminf_lite.backend.attention import attend, cached
     from bminf_lite.backend.values import LayerCache
@@ -172,10 +177,12 @@ def check() -> dict[str, Any]:
     errors: dict[str, float] = {}
     for int8 in (False, True):
         for context_lens in CHECKED:
+            name = f"{'int8' if int8 else 'fp16'} {str(context_lens)[:40]}"
+            if not is_chosen(name, cases):
+                continue
             tried = Attention(context_lens, int8, layers=1)
             tried.launch()
             tried.stream.synchronize()
-            name = f"{'int8' if int8 else 'fp16'} {str(context_lens)[:40]}"
             arrays = [tried.out, *(x for x in vars(tried.caches[0]).values() if hasattr(x, "get"))]
             digests[name] = hashlib.sha256(b"".join(x.get().tobytes() for x in arrays)).hexdigest()
             assert not tried.arrivals.get().any(), name
@@ -191,19 +198,22 @@ def check() -> dict[str, Any]:
     return {"digests": digests, "errors": errors}
 
 
-def launch_times() -> dict[str, float]:
+def launch_times(cases: list[str]) -> dict[str, float]:
     """Microseconds of a launch."""
     found = {}
     for int8 in (False, True):
         for batch, context_len, bound in CASES:
+            name = f"{batch} x {context_len} of {bound} {'int8' if int8 else 'fp16'}"
+            if not is_chosen(name, cases):
+                continue
             nbytes = batch * context_len * KV_HEADS * 2 * HEAD_DIM * (1 if int8 else 2)
             layers = max(2, min(MAX_LAYERS, -(-LEAST_BYTES // nbytes)))
             seconds = Attention([context_len] * batch, int8, layers, bound, rotated=True).seconds()
-            found[f"{batch} x {context_len} of {bound} {'int8' if int8 else 'fp16'}"] = seconds * 1e6
+            found[name] = seconds * 1e6
     return found
 
 
-def model_speeds() -> dict[str, float]:
+def model_speeds(cases: list[str]) -> dict[str, float]:
     """Tokens per second of ``bench``."""
     import contextlib
     import io
@@ -212,6 +222,8 @@ def model_speeds() -> dict[str, float]:
 
     found = {}
     for arguments in MODEL_TESTS:
+        if not is_chosen(" ".join(arguments), cases):
+            continue
         output = io.StringIO()
         sys.argv = ["bminf-lite", "bench", "--shape", "llama-3-8b", "-p", "0", "-n", "64", "-r", "3", *arguments]
         sys.argv += ["--device", "cuda", "-o", "json"]
@@ -223,10 +235,10 @@ def model_speeds() -> dict[str, float]:
     return found
 
 
-WORKS: dict[str, Callable[[], Any]] = {"check": check, "launches": launch_times, "model": model_speeds}
+WORKS: dict[str, Callable[[list[str]], Any]] = {"check": check, "launches": launch_times, "model": model_speeds}
 
 
-def work(name: str, settings: dict[str, Any]) -> None:
+def work(name: str, settings: dict[str, Any], cases: list[str]) -> None:
     """Print the result of one of ``WORKS`` with the launcher's constants set."""
     from bminf_lite.cuda.kernels.attention import decode
 
@@ -234,16 +246,16 @@ def work(name: str, settings: dict[str, Any]) -> None:
         if not hasattr(decode, key):
             sys.exit(f"error: {decode.__name__} has no constant {key}")
         setattr(decode, key, value)
-    print(json.dumps(WORKS[name]()))
+    print(json.dumps(WORKS[name](cases)))
 
 
 # ---- all variants ----------------------------------------------------------------------------------------------------
 
 
-def report_check(variants: list[Variant]) -> None:
+def report_check(variants: list[Variant], cases: list[str]) -> None:
     """Print which batches differ from the definition, or from the first variant."""
     with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda variant: variant.run("--work", "check"), variants))
+        results = list(pool.map(lambda variant: variant.run("--work", "check", "--cases", *cases), variants))
     first: dict[str, str] | None = None
     for variant, result in zip(variants, results, strict=True):
         if result is None:
@@ -260,20 +272,21 @@ def main() -> None:
     parser.add_argument("variants", nargs="*", metavar="NAME=FOLDER:SETTINGS")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--parts", default="check,launches,model", help="comma-separated parts of the work")
+    parser.add_argument("--cases", nargs="*", default=[], metavar="NAME", help="how the names of cases start")
     parser.add_argument("--work", choices=WORKS, help=argparse.SUPPRESS)
     parser.add_argument("--settings", default="{}", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(args.work, json.loads(args.settings))
+        work(args.work, json.loads(args.settings), args.cases)
         return
     variants, parts = [Variant.parse(text) for text in args.variants], args.parts.split(",")
     if "check" in parts:
-        report_check(variants)
+        report_check(variants, args.cases)
     for part in [part for part in parts if part != "check"]:
         times: dict[str, dict[str, list[float]]] = {}
         for _ in range(args.rounds):
             for variant in variants:
-                for name, value in (variant.run("--work", part) or {}).items():
+                for name, value in (variant.run("--work", part, "--cases", *args.cases) or {}).items():
                     times.setdefault(name, {}).setdefault(variant.name, []).append(value)
         print(f"\n{'microseconds of a launch' if part == 'launches' else 'tokens per second'}")
         print(f"{'':28}" + "".join(f"{variant.name:>16}" for variant in variants))
