@@ -68,9 +68,13 @@ def run(engine: Engine, completions: Sequence[Completion], every_token: bool) ->
     by_request = _subscribe(completions, updates.put, every_token)
     try:
         engine.submit(list(by_request))
-        while not all(c.has_ended for c in completions):
+        running = len(completions)
+        while running:
             update = updates.get()
-            yield from _read(engine, by_request[update.request], update)
+            completion = by_request[update.request]
+            running -= not completion.has_ended
+            yield from _read(engine, completion, update)
+            running += not completion.has_ended
     finally:
         engine.cancel(list(by_request))
 
@@ -88,10 +92,14 @@ async def arun(engine: Engine, completions: Sequence[Completion], every_token: b
     by_request = _subscribe(completions, deliver, every_token)
     try:
         engine.submit(list(by_request))
-        while not all(c.has_ended for c in completions):
+        running = len(completions)
+        while running:
             update = await updates.get()
-            for piece in _read(engine, by_request[update.request], update):
+            completion = by_request[update.request]
+            running -= not completion.has_ended
+            for piece in _read(engine, completion, update):
                 yield piece
+            running += not completion.has_ended
     finally:
         engine.cancel(list(by_request))
 

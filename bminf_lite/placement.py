@@ -29,6 +29,7 @@ from .memory.cache_memory import CacheGroup, block_bytes
 from .memory.machine import available_memory, machine_of
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size, parse_size
+from .memory.step_time import DecodeWork
 from .models import ModelConfig
 from .models.spec import Role, Spec
 
@@ -37,6 +38,9 @@ LIBRARY_BYTES = 48 << 20
 
 CAPTURE_SHARE = 16
 """A share of this part of the memory is left to captured steps and to steps of prompts."""
+LOGIT_BYTES = 16
+"""Bytes for each logit of a sequence: an int32 sum, fp32 logits, and what the sampler derives from them. A step moves
+about as many."""
 LOGITS_SHARE = 16
 """Logits of the sequences of a step take at most this part of the memory that a plan leaves."""
 GPU_SEQUENCES = 1024
@@ -223,16 +227,36 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
     meta = MetaBackend()
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
+    cache = cache_groups(config, replace(config.cache_shape, int8=kv_cache == "int8"))
     return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),
         fixed=meta.non_layer_bytes + LIBRARY_BYTES,
         tables=meta.table_bytes,
-        fixed_read=meta.non_layer_bytes - meta.table_bytes,
-        cache=cache_groups(config, replace(config.cache_shape, int8=kv_cache == "int8")),
+        decode=_decode_work(model.spec, scheme_of, meta, cache, config.vocab_size),
+        cache=cache,
         scratch_per_token=meta.token_bytes,
-        scratch_per_sequence=16 * config.vocab_size,
+        scratch_per_sequence=LOGIT_BYTES * config.vocab_size,
         context_length=config.context_length,
+    )
+
+
+def _decode_work(
+    spec: Spec, scheme_of: SchemeOf, meta: MetaBackend, cache: Sequence[CacheGroup], vocab_size: int
+) -> DecodeWork:
+    """What a decode step of the model that was built on ``meta`` reads and launches.
+
+    Where a layer reads a source, its product of the source's keys and values is not launched, but attention to it is.
+    """
+    sizes = {name: math.prod(spec.parameters[name].shape) for name in spec.source_readers}
+    source_bytes = sum(size * (2 if scheme_of(name) is Scheme.FLOAT else 1) for name, size in sizes.items())
+    attentions = sum(group.layers for group in cache)
+    sources = sum(group.layers for group in cache if group.max_tokens is not None)
+    return DecodeWork(
+        matrix_bytes=sum(meta.layer_bytes[-1]) + meta.non_layer_bytes - meta.table_bytes - source_bytes,
+        launches=meta.layer_products[-1] - sources + attentions,
+        norm_vectors=meta.layer_vectors[-1],
+        logit_bytes=LOGIT_BYTES * vocab_size,
     )
 
 

@@ -1,9 +1,10 @@
-"""Compare prefill and decoding with transformers, on one shape with random weights, in one run.
+"""Compare prefill and decoding with other engines, on one shape with random weights, in one run.
 
-transformers runs in bf16: eagerly, and compiled with a static cache. This engine runs in int8. Each peer gets random
-prompts and decodes the same number of tokens greedily, ignoring end-of-sequence tokens. A round runs every peer once,
-so that a machine that becomes slower affects all peers; results are medians over the rounds. Needs torch and
-transformers (the extra ``parity``), and matplotlib for --plot.
+transformers runs in bf16: eagerly, and compiled with a static cache. A LLaMA of int8 weights is compiled as gpt-fast
+does (:mod:`int8_llama`). This engine runs in int8. Each peer gets random prompts and decodes the same number of tokens
+greedily, ignoring end-of-sequence tokens. A round runs every peer once, so that a machine that becomes slower affects
+all peers; results are medians over the rounds. Needs torch and transformers (the extra ``parity``), and matplotlib for
+--plot.
 
     python tools/bench_peers.py --shape llama-3-8b -p 512,2048 -n 128 --plot peers.png
 """
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from int8_llama import Int8Llama
 
 import bminf_lite
 from bminf_lite import backend
@@ -30,6 +32,11 @@ from bminf_lite.bench.report import markdown_table
 from bminf_lite.bench.runner import Workload, make_profiler, run_tests
 
 ENGINE = "bminf-lite int8"
+EAGER = "transformers bf16, eager"
+COMPILED = "transformers bf16, compiled"
+INT8_WEIGHTS = "int8 weights, compiled as gpt-fast"
+DECODE_OPTIONS: dict[str, str | int | bool] = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+"""gpt-fast's: graphs, and products of one row as reductions that are tuned, without which they read slowly."""
 
 
 @dataclass
@@ -86,6 +93,40 @@ class Transformers:
     def _next(self, forward: Callable[..., Any], ids: torch.Tensor, cache: Any, position: torch.Tensor) -> torch.Tensor:
         out = forward(ids, past_key_values=cache, position_ids=position[None], use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1, keepdim=True).clone()
+
+
+class CompiledInt8:
+    """:class:`Int8Llama` with a graph for prompts and one for decode steps, each compiled as a whole."""
+
+    def __init__(self, config: dict[str, Any], device: str):
+        self.device = device
+        self.vocab_size: int = config["vocab_size"]
+        with torch.device(device):
+            self.model = Int8Llama(config).eval().requires_grad_(False)
+        self.prefill = torch.compile(self._next, fullgraph=True, dynamic=False)
+        self.decode = torch.compile(self._next, fullgraph=True, options=DECODE_OPTIONS)
+        self._cache = (0, 0)
+
+    @torch.inference_mode()
+    def run(self, batch: int, prompt: int, count: int) -> tuple[float, float]:
+        """As a :data:`Peer`. The cache has the size that is needed, and is replaced only for another size."""
+        if self._cache != (batch, prompt + count):
+            self._cache = batch, prompt + count
+            self.model.make_cache(*self._cache)
+        ids = torch.randint(0, self.vocab_size, (batch, prompt), device=self.device)
+        positions = torch.arange(prompt, device=self.device)
+        start = clock(self.device)
+        token = self.prefill(ids, positions).clone()
+        first = clock(self.device)
+        position = positions[-1:] + 1
+        for _ in range(count - 1):
+            token = self.decode(token, position).clone()
+            position = position + 1
+        end = clock(self.device)
+        return first - start, (end - first) / (count - 1)
+
+    def _next(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens, positions).argmax(-1, keepdim=True)
 
 
 def engine_peer(config: dict[str, Any], device: str) -> tuple[Peer, Callable[[], None]]:
@@ -179,7 +220,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("-b", type=int, default=1, help="sequences at once")
     parser.add_argument("-r", type=int, default=3, help="rounds")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled peer out")
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled peers out")
+    parser.add_argument("--no-eager", action="store_true", help="leave the eager peer out")
     parser.add_argument("-o", choices=["md", "json"], default="md")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     options = parser.parse_args(arguments)
@@ -187,9 +229,13 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         parser.error("-n must be 2 at least")
     config = read_shape(options.shape)
     other = Transformers(config, options.device, torch.bfloat16)
-    peers: dict[str, Peer] = {"transformers bf16, eager": lambda *size: other.run(*size, compiled=False)}
+    peers: dict[str, Peer] = {}
+    if not options.no_eager:
+        peers[EAGER] = lambda *size: other.run(*size, compiled=False)
     if not options.no_compile:
-        peers["transformers bf16, compiled"] = lambda *size: other.run(*size, compiled=True)
+        peers[COMPILED] = lambda *size: other.run(*size, compiled=True)
+        if config["model_type"] == "llama":
+            peers[INT8_WEIGHTS] = CompiledInt8(config, options.device).run
     peers[ENGINE], close = engine_peer(config, options.device)
     try:
         found = rows(measure(peers, options.p, options.b, options.n, options.r), options.b)

@@ -23,7 +23,8 @@ class MetaBackend(Backend):
     """A backend that computes nothing and counts the bytes of the model that is built with it.
 
     ``layer_bytes`` are the bytes of each layer's matrices, stack by stack. ``non_layer_bytes`` are those of all other
-    arrays, of which ``table_bytes`` are embedding tables.
+    arrays, of which ``table_bytes`` are embedding tables. ``layer_products`` and ``layer_vectors`` count the matrices
+    and the vectors of norms, stack by stack.
     """
 
     name = "meta"
@@ -33,6 +34,8 @@ class MetaBackend(Backend):
         self.layer_bytes: list[list[int]] = []
         self.non_layer_bytes = 0
         self.table_bytes = 0
+        self.layer_products: list[int] = []
+        self.layer_vectors: list[int] = []
         self._in_layer = False
         self._widest = 0
         self._deepest = 0
@@ -50,6 +53,8 @@ class MetaBackend(Backend):
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         built = []
         self.layer_bytes.append([])
+        self.layer_products.append(0)
+        self.layer_vectors.append(0)
         for index in range(count):
             self.layer_bytes[-1].append(0)
             self._in_layer = True
@@ -64,6 +69,7 @@ class MetaBackend(Backend):
         matrix = aligned(rows * pitch * (1 if quantized else 2))
         if self._in_layer:
             self.layer_bytes[-1][-1] += matrix
+            self.layer_products[-1] += 1
             sums, codes = (4, 1) if quantized and quantized[0].dynamic else (6, 2)
             self._widest = max(self._widest, rows * sums + pitch * codes)
             self._deepest = max(self._deepest, pitch * codes)
@@ -84,6 +90,8 @@ class MetaBackend(Backend):
 
     def vector(self, values: np.ndarray) -> Array:
         self.non_layer_bytes += aligned(round_up(len(values), PAD) * 4)
+        if self._in_layer:
+            self.layer_vectors[-1] += 1
 
     def array(self, values: np.ndarray) -> Array:
         self.non_layer_bytes += aligned(values.nbytes)

@@ -72,7 +72,7 @@ class Report:
         plan = self.bench_model.plan if self.bench_model is not None else None
         if plan is None or test.kind != "tg":
             return None
-        machine = replace(plan.machine, link=self.ceilings.link, bandwidth=self.ceilings.copy)
+        machine = replace(plan.machine, link=self.ceilings.link, bandwidth=self.ceilings.read)
         context = test.depth + test.tokens // 2
         return replace(plan, machine=machine, context=context, batch=test.batch).tokens_per_second
 

@@ -172,7 +172,7 @@ class ModelRunner:
             step.num_decodes,
             len(parts) - step.num_decodes,
             sum(p.num_tokens for p in parts[step.num_decodes :]),
-            max(p.stop for p in parts),
+            max([p.start + p.num_tokens for p in parts]),
         )
         if not any(p.needs_more_logits for p in parts):
             size = next((size for size in self._sizes if exact.fits(size)), None)

@@ -102,7 +102,7 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens that are not in the cache and that no launched step computes."""
-        return self.num_tokens - self.num_computed_tokens
+        return self.num_known_tokens + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def max_cached_tokens(self) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.sampling import (
     MAX_LOGIT_BIAS,
+    ROW,
     ROW_WORDS,
     SamplerState,
     SamplerVariant,
@@ -106,7 +107,8 @@ class SamplerTable:
             self._free_mask_rows.pop() if masked else -1,
         )
         self._entries[row] = entry
-        written = np.array([sequence.row])
+        written = np.empty(1, ROW)
+        written[0] = sequence.row
         written["num_bias"], written["count_row"], written["mask_row"] = (
             len(sequence.bias), entry.count_row, entry.mask_row,
         )  # fmt: skip

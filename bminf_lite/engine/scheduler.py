@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -186,17 +186,20 @@ class Scheduler:
         sources = self._admit(plan, budget) if self.waiting and self.num_preemptions == preemptions else []
         if not plan:
             return None
-        parts = sorted((self._part(r, n) for r, n in plan.items()), key=lambda p: (p.num_tokens > 1, not p.samples))
-        for request, _, count, samples in parts:
-            request.num_computed_tokens += count
+        singles: list[ScheduledTokens] = []
+        singles_that_do_not_sample: list[ScheduledTokens] = []
+        pieces: list[ScheduledTokens] = []
+        for request, count in plan.items():
+            start, num_tokens = request.num_computed_tokens, request.num_tokens
+            samples = start + count == num_tokens < request.max_length
+            kind = pieces if count > 1 else singles if samples else singles_that_do_not_sample
+            kind.append(ScheduledTokens(request, start, count, samples))
+            request.num_computed_tokens = start + count
             request.num_pending_tokens += samples
+        singles += singles_that_do_not_sample
+        parts = [*singles, *sorted(pieces, key=lambda part: not part.samples)]
         self._launched, self._encoded = parts, sources
-        return Step(parts, sum(part.num_tokens == 1 for part in parts), sources)
-
-    def _part(self, request: Request, count: int) -> ScheduledTokens:
-        start = request.num_computed_tokens
-        complete = start + count == request.num_tokens
-        return ScheduledTokens(request, start, count, complete and request.num_tokens < request.max_length)
+        return Step(parts, len(singles), sources)
 
     def _plan(self, request: Request, count: int, plan: dict[Request, int]) -> None:
         """Plan tokens of a running request, for which others may be preempted, or it."""
@@ -229,7 +232,8 @@ class Scheduler:
         while a running one computes the block that it needs next: then it waits to share that block.
         """
         sources: list[Request] = []
-        growth = Growth(self.blocks.block_size, self.running)
+        growth: Growth | None = None
+        under_way = self._keys_under_way()
         position = 0
         while position < min(len(self.waiting), MAX_PASSED) and budget.tokens > 0:
             request = self.waiting[position]
@@ -239,7 +243,7 @@ class Scheduler:
                 break  # a preempted request whose newest token is on its way
             if self.blocks.prefix_cache and len(blocks.keys) < num_tokens // self.blocks.block_size:
                 self.blocks.compute_keys(blocks, request.token_ids(0, num_tokens))
-            if self._is_computed_for_another(request, sources):
+            if self._is_computed_for_another(request, sources, under_way):
                 position += 1
                 continue
             if not self.rows.has_room(request):
@@ -250,6 +254,8 @@ class Scheduler:
             if request.prompt_logprobs and budget.logit_rows == 0:
                 break
             piece = num_tokens if request.whole_prompt else budget.tokens
+            if growth is None:
+                growth = Growth(self.blocks.block_size, self.running)
             growth.add(request)
             admission = self.blocks.admit(
                 blocks, num_tokens, piece,
@@ -260,6 +266,7 @@ class Scheduler:
             del self.waiting[position]
             insort(self.running, request, key=ORDER)
             request.row = self.rows.add(request)
+            under_way.update(blocks.keys[blocks.num_indexed :])
             request.num_computed_tokens = admission.num_cached_tokens
             if not request.num_preemptions:
                 request.start_time = time.perf_counter()
@@ -273,8 +280,18 @@ class Scheduler:
             budget.spend(request, plan[request])
         return sources
 
-    def _is_computed_for_another(self, request: Request, sources: Sequence[Request]) -> bool:
-        """Whether a running request computes the first block that the cache lacks, or a source that is the same."""
+    def _keys_under_way(self) -> set[bytes]:
+        """The keys of full blocks that running requests compute and that are not in the index yet."""
+        running = (r.blocks for r in self.running if r.blocks)
+        return {key for blocks in running for key in blocks.keys[blocks.num_indexed :]}
+
+    def _is_computed_for_another(
+        self, request: Request, sources: Sequence[Request], under_way: Collection[bytes]
+    ) -> bool:
+        """Whether a running request computes the first block that the cache lacks, or a source that is the same.
+
+        Equal keys mean equal positions, because a key depends on the keys before it.
+        """
         blocks = request.blocks
         assert blocks is not None
         if not self.blocks.prefix_cache:
@@ -284,9 +301,7 @@ class Scheduler:
         hits = self.blocks.cached_prefix(blocks, request.max_cached_tokens)
         if hits >= request.max_cached_tokens // self.blocks.block_size:
             return False
-        key = blocks.keys[hits]
-        others = (r.blocks for r in self.running if r.blocks)
-        return any(o.num_indexed <= hits < len(o.keys) and o.keys[hits] == key for o in others)
+        return blocks.keys[hits] in under_way
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
@@ -335,8 +350,8 @@ class Scheduler:
         for request in self._encoded:
             if request.finish_reason is None and request.blocks and request.blocks.source_table:
                 self.blocks.enter_source(request.blocks)
-        for request, *_ in self._launched:
-            self._enter(request)
+        for part in self._launched:
+            self._enter(part.request)
         self._launched = self._encoded = ()
 
     def _enter(self, request: Request) -> None:
@@ -388,22 +403,26 @@ class Growth:
 
     def __init__(self, block_size: int, requests: Sequence[Request]):
         self._block_size = block_size
-        self._remaining: list[tuple[int, int]] = []  # tokens to come, and tokens whose blocks are free then
-        for request in requests:
-            self.add(request)
+        counted = [r for r in requests if not r.may_end_early]
+        remaining = np.array([r.max_length - r.num_tokens for r in counted], np.int64)
+        order = remaining.argsort()[::-1]
+        self._remaining = remaining[order]  # tokens to come, the most first
+        self._held = np.array([r.num_tokens for r in counted], np.int64)[order]  # tokens whose blocks are free then
 
     def add(self, request: Request) -> None:
         """Count a request."""
         if not request.may_end_early:
-            self._remaining.append((request.max_length - request.num_tokens, request.num_tokens))
+            remaining = request.max_length - request.num_tokens
+            place = len(self._remaining) - np.searchsorted(self._remaining[::-1], remaining)
+            self._remaining = np.insert(self._remaining, place, remaining)
+            self._held = np.insert(self._held, place, request.num_tokens)
 
     def blocks(self) -> int:
         """The blocks: just before a request ends, those with more to come have grown as much, the others are gone."""
-        if not self._remaining:
+        held = self._held
+        if not len(held):
             return 0
-        self._remaining.sort(reverse=True)
-        remaining, held = np.array(self._remaining, np.int64).T
-        grown = remaining * np.arange(1, len(held) + 1)
+        grown = self._remaining * np.arange(1, len(held) + 1)
         gone = held.sum() - held.cumsum()
         partly_filled = len(held) > 1
         return max(int((grown - gone).max()) // self._block_size + partly_filled, 0)

@@ -57,6 +57,11 @@ class CacheGroup:
     max_tokens: int | None = None
 
     @property
+    def is_int8(self) -> bool:
+        """Whether the arrays hold codes and their scales."""
+        return len(self.block_bytes) > 2
+
+    @property
     def token_bytes(self) -> int:
         """Bytes that one token takes in all layers."""
         return self.layers * sum(self.block_bytes) // BLOCK_SIZE

@@ -5,9 +5,9 @@ the embedding tables, of which a token reads one row; then an encoder's layers, 
 layers that decode. Each step copies its streamed layers, one after another, into a few slots of device memory. Streamed
 layers are spread evenly through the depth, so that copies and compute stay close and two slots are enough.
 
-A step takes as long as the slower of link and compute. The link copies every streamed layer once. Compute reads every
-weight and the cache once, at a share of the memory bandwidth, and each layer adds a constant time. A layer always uses
-the same slot; if the last streamed layer and the first share one, the link also waits for that layer's compute.
+A step takes as long as the slower of link and compute. The link copies every streamed layer once; compute is described
+in :mod:`.step_time`. A layer always uses the same slot; if the last streamed layer and the first share one, the link
+also waits for that layer's compute.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..backend.values import BLOCK_SIZE, Placement
 from ..errors import OutOfMemory, UsageError
 from .cache_memory import CacheGroup
 from .sizes import format_size
+from .step_time import DecodeWork
 
 CHUNK = 2048
 """Prompt tokens that are processed at once, if memory allows."""
@@ -30,11 +31,6 @@ CACHE_SHARE = 4
 """If layers are streamed and the context is not given, the cache takes at most memory / CACHE_SHARE."""
 SCRATCH_SHARE = 16
 """If layers are streamed, a chunk is so small that its scratch takes at most memory / SCRATCH_SHARE."""
-EFFICIENCY = 0.97
-"""The share of the memory bandwidth at which a decode step reads. With ``LAYER_SECONDS``, predictions are within 10 %
-of measurements on an H200 (shapes 8B, 1B and CPM-2, contexts up to 32,768, batches up to 32)."""
-LAYER_SECONDS = 9e-6
-"""Seconds that a layer's kernels take to start and to end, whatever they read."""
 GB = 1e9
 COPY_LATENCY = 10e-6
 """Seconds from one copy's end to the next one's first byte."""
@@ -48,7 +44,7 @@ class MemoryRequirements:
     - ``prompt_layers``: those of each layer of an encoder, which runs once for a prompt;
     - ``fixed``: all other weights and what libraries allocate;
     - ``tables``: the part of ``fixed`` that is embedding tables;
-    - ``fixed_read``: the part of ``fixed`` that each token reads;
+    - ``decode``: what a decode step reads and launches;
     - ``cache``: the groups of layers of the key-value cache;
     - ``scratch_per_token``: activations of a token of a prompt's chunk;
     - ``scratch_per_sequence``: logits of a sequence of the batch.
@@ -59,7 +55,7 @@ class MemoryRequirements:
     layers: tuple[int, ...]
     fixed: int
     tables: int
-    fixed_read: int
+    decode: DecodeWork
     cache: tuple[CacheGroup, ...]
     scratch_per_token: int
     scratch_per_sequence: int
@@ -207,13 +203,11 @@ class MemoryPlan:
 
     @property
     def compute_seconds(self) -> float | None:
-        """A decode step without copies, which reads every weight and the whole cache once."""
+        """A decode step without copies, by :class:`.DecodeWork`."""
         if self.machine.bandwidth is None:
             return None
         needed = self.requirements
-        cache = sum(group.token_bytes * group.tokens_read(self.context) for group in needed.cache)
-        read = sum(needed.layers) + needed.fixed_read + self.batch * cache
-        return read / (self.machine.bandwidth * EFFICIENCY) + len(needed.layers) * LAYER_SECONDS
+        return needed.decode.seconds(needed.cache, self.context, self.batch, self.machine.bandwidth)
 
     @property
     def link_seconds(self) -> float | None:

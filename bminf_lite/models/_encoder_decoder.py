@@ -174,7 +174,7 @@ def spec(config: Config) -> Spec:
     return Spec(
         tensors, tied, names.ignored, tuple(folds), copies=copies, tied_if_absent=tied_if_absent,
         rotatable=tuple(rotatable), value_heads=tuple(fold for fold in folds if fold.block > 1),
-        gated=tuple(gated),
+        gated=tuple(gated), source_readers=weights_of(*source_readers),
     )  # fmt: skip
 
 

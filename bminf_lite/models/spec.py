@@ -121,7 +121,8 @@ class Spec:
     ``rotatable`` are the matrices whose input a recipe may rotate: the second of each feed-forward layer.
     ``stream`` is the residual stream if it may be rotated, and ``value_heads`` are the folds of value heads, of
     ``block`` channels each, whose channels may be rotated. ``gated`` are the gated products with a known bound,
-    and ``key_heads`` the heads whose keys may be scaled.
+    and ``key_heads`` the heads whose keys may be scaled. ``source_readers`` are the matrices of layers that decode that
+    read an encoder's output: once for a source, and not in each step.
     """
 
     parameters: Mapping[str, Parameter]
@@ -136,6 +137,7 @@ class Spec:
     value_heads: tuple[Fold, ...] = ()
     gated: tuple[GatedProduct, ...] = ()
     key_heads: tuple[KeyHeads, ...] = ()
+    source_readers: tuple[str, ...] = ()
 
 
 Tensors = dict[str, Parameter]

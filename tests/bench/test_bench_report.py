@@ -19,6 +19,7 @@ from bminf_lite.bench.report import Report
 from bminf_lite.bench.runner import KernelTime, Measurement, Trace, Workload
 from bminf_lite.errors import UsageError
 from bminf_lite.memory.planner import Machine, MemoryPlan, MemoryRequirements
+from bminf_lite.memory.step_time import DecodeWork
 
 SHAPE = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -71,7 +72,7 @@ def test_what_is_streamed_is_told_beside_what_was_planned(report: Report) -> Non
     assert "% link" not in report.markdown(), "nothing was streamed"
     bench_model, machine = report.bench_model, Machine(1 << 30)
     assert bench_model is not None
-    requirements = MemoryRequirements((10**9,) * 4, 10**8, 10**7, 10**7, (), 100, 100, 1024)
+    requirements = MemoryRequirements((10**9,) * 4, 10**8, 10**7, DecodeWork(4 * 10**9, 20, 8, 100), (), 100, 100, 1024)
     report.bench_model = replace(bench_model, plan=MemoryPlan(requirements, machine, 256, 1, 32, streamed=(0, 1, 2, 3)))
     report.ceilings = replace(CEILINGS, link=50e9)
     prefill, decode = report.measurements

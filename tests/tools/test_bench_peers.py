@@ -1,4 +1,4 @@
-"""The comparison with transformers, on a tiny shape on the CPU."""
+"""The comparison with other engines, on a tiny shape on the CPU."""
 
 from __future__ import annotations
 
@@ -55,3 +55,42 @@ def test_a_static_cache_gives_the_same_tokens(peers) -> None:
         assert first > 0 and token > 0
         runs.append(torch.cat(chosen, 1).tolist())
     assert runs[0] == runs[1] and len(runs[0][0]) == 5
+
+
+def test_the_model_of_int8_weights_is_a_llama(peers) -> None:
+    """A prompt and steps behind it give what transformers computes with the same weights."""
+    import torch
+    import transformers
+    from int8_llama import Int8Linear, Int8Llama
+
+    torch.manual_seed(0)
+    config = peers.read_shape("llama-tiny")
+    own = Int8Llama(config, torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).eval()
+    theirs.lm_head.weight = torch.nn.Parameter(torch.empty(config["vocab_size"], config["hidden_size"]))
+
+    def float_weight(layer: Int8Linear) -> torch.Tensor:
+        return layer.codes * layer.scale[:, None]
+
+    with torch.inference_mode():
+        theirs.model.embed_tokens.weight.copy_(own.embedding.weight)
+        theirs.lm_head.weight.copy_(float_weight(own.head))
+        for a, b in zip(own.layers, theirs.model.layers, strict=True):
+            attention, mlp = b.self_attn, b.mlp
+            fused = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+            sizes = [len(p.weight) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            assert fused.shape == a.qkv.codes.shape
+            parts = float_weight(a.qkv).split(sizes)
+            for linear, weight in zip((attention.q_proj, attention.k_proj, attention.v_proj), parts, strict=True):
+                linear.weight.copy_(weight)
+            for linear, layer in (
+                (attention.o_proj, a.out), (mlp.gate_proj, a.gate), (mlp.up_proj, a.up), (mlp.down_proj, a.down)
+            ):  # fmt: skip
+                linear.weight.copy_(float_weight(layer))
+        own.make_cache(2, 12)
+        tokens = torch.randint(0, config["vocab_size"], (2, 9))
+        expected = theirs(tokens).logits
+        found = [own(tokens[:, :6], torch.arange(6))]
+        found += [own(tokens[:, i : i + 1], torch.tensor([i])) for i in range(6, 9)]
+        torch.testing.assert_close(torch.stack(found, 1), expected[:, 5:], rtol=1e-4, atol=1e-4)
+    assert (expected.std() > 1e-3).item()

@@ -168,6 +168,8 @@ SKINNY_HOPPER_BOXES = 2
 """Boxes of ``ROW_BYTES`` columns in a stage."""
 SKINNY_HOPPER_WINDOW = 4
 """Stages in flight at the same time. More of them delay the loads of other blocks."""
+SKINNY_HOPPER_TILES = (1, 2, 4, 6, 8)
+"""Numbers of tiles of 8 rows of activations that the kernel is compiled for."""
 GEMM_ROWS = 128
 """Rows of a tile of the result."""
 GEMM_STAGE_COLUMNS = 128

@@ -16,6 +16,7 @@ from ..constants import SKINNY_HOPPER_BOXES as BOXES
 from ..constants import SKINNY_HOPPER_CLUSTER as CLUSTER
 from ..constants import SKINNY_HOPPER_ROWS as ROWS
 from ..constants import SKINNY_HOPPER_THREADS as THREADS
+from ..constants import SKINNY_HOPPER_TILES as TILES
 from ..constants import SKINNY_HOPPER_WINDOW as WINDOW
 from ..constants import Epilogue
 from ..instantiations import Capability, KernelFamily
@@ -34,7 +35,7 @@ class SkinnyGemmHopper(SkinnyGemm):
 
     source = "gemm/skinny_gemm_hopper.cu"
     is_fastest = True
-    tile_counts = (1, 2, 4, 6, 8)
+    tile_counts = TILES
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)

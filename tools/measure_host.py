@@ -1,0 +1,114 @@
+"""Measure the processor time that the host spends in steps of many sequences, with a device that computes nothing.
+
+    python tools/measure_host.py [--requests 4096] [--sequences 1024] [--tokens 128]
+
+All requests are there at once, with ``--tokens`` prompt tokens and as many new ones. Steps are captured sizes, as on a
+GPU. The time is that of the engine's thread, so other load on the machine counts little. A GPU does not wait for the
+host if these times are well below those of its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.values import BLOCK_SIZE
+from bminf_lite.engine.block_manager import BlockManager
+from bminf_lite.engine.config import EngineConfig
+from bminf_lite.engine.model_runner import ModelRunner, Network
+from bminf_lite.engine.request import Request
+from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.engine.scheduler import Scheduler
+from bminf_lite.layers.cache import CacheShape
+
+VOCAB = 1000
+
+
+class NoLogits:
+    """Logits that are never read."""
+
+    def __getitem__(self, rows: object) -> NoLogits:
+        return self
+
+
+class NoDevice(CpuBackend):
+    """A backend whose models compute nothing and choose the same token always."""
+
+    decode_sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    prompt_sizes = (128, 256, 512)
+    mixed_decode_sizes = (16, 64)
+    max_steps_in_flight = 1
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        return NoLogits
+
+    def sample(self, logits: Any, sampler: Any, batch: Any = None) -> Any:
+        return np.full((2, len(sampler.rows)), 7, np.int32)
+
+    def fetch(self, x: Any) -> Callable[[], np.ndarray]:
+        return lambda: cast(np.ndarray, x)
+
+    def insert_last_tokens(self, tokens: Any, sampler: Any) -> None:
+        pass
+
+
+class NoNetwork:
+    """A model that computes nothing."""
+
+    def __init__(self) -> None:
+        self.ops = NoDevice()
+
+    def __call__(self, batch: Any, cache: Any, all_logits: bool = False) -> Any:
+        return NoLogits()
+
+
+def measure(requests: int, sequences: int, tokens: int) -> tuple[list[float], list[float]]:
+    """Seconds of the steps that decode alone, and of those with prompts, while ``requests`` are served."""
+    shape = CacheShape(layers=1, kv_heads=1, head_dim=2)
+    blocks = 1 + sequences * (2 * tokens // BLOCK_SIZE + 2)
+    config = EngineConfig(8192, VOCAB, shape, (blocks,), 0, sequences, max_num_batched_tokens=2048)
+    manager = BlockManager(shape.groups, config.num_blocks, 0, max_piece=config.max_num_batched_tokens)
+    runner = ModelRunner(cast(Network, NoNetwork()), config, manager)
+    scheduler, random = Scheduler(config, manager, runner), np.random.default_rng(0)
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=0)
+    for index in range(requests):
+        prompt = random.integers(0, VOCAB, tokens).tolist()
+        scheduler.add(Request(index=index, prompt_token_ids=prompt, params=params))
+    decoding: list[float] = []
+    mixed: list[float] = []
+    in_flight: deque[Any] = deque()
+    start = time.thread_time()
+    while scheduler.has_requests:
+        while len(in_flight) <= runner.max_steps_in_flight and (step := scheduler.schedule()):
+            in_flight.append((step, runner.launch(step)))
+        step, launched = in_flight.popleft()
+        scheduler.postprocess(step, launched.fetch())
+        start, before = time.thread_time(), start
+        (decoding if step.num_decodes == len(step.parts) else mixed).append(start - before)
+    runner.close()
+    return decoding, mixed
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--requests", type=int, default=4096)
+    parser.add_argument("--sequences", type=int, default=1024, help="of a step, at most")
+    parser.add_argument("--tokens", type=int, default=128)
+    options = parser.parse_args(arguments)
+    kinds = measure(options.requests, options.sequences, options.tokens)
+    for name, seconds in zip(("that decode alone", "with prompts"), kinds, strict=True):
+        if seconds:
+            print(f"{len(seconds)} steps {name}: median {1e3 * statistics.median(seconds):.2f} ms")
+    print(f"all: {sum(map(sum, kinds)):.2f} s")
+
+
+if __name__ == "__main__":
+    main()
