@@ -96,6 +96,18 @@ def test_norms(shape, dtype, kind, center):
     assert torch.equal(name(own, *parameters), found[0])
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("k", [8224, 9024, 16384])
+def test_layer_norms_of_many_wide_rows(k, bias):
+    """Blocks that keep weight and bias in shared memory, and those that do not because statistics are wanted."""
+    x, weight = on_gpu(700, k), on_gpu(k, seed=1)
+    offsets = on_gpu(k, seed=2) if bias else None
+    found = ops.layer_norm(x, weight, offsets)
+    other = ops.layer_norm(x, weight.clone().requires_grad_(), offsets).detach()
+    torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ops.layer_norm_(x.clone(), weight, offsets), found)
+
+
 @pytest.mark.parametrize("center", [True, False])
 def test_norms_in_place_have_the_gradients_of_the_others(center):
     x, weight, dy = on_gpu(40, 300), on_gpu(300, seed=1).abs() + 0.5, on_gpu(40, 300, seed=2)
