@@ -178,8 +178,8 @@ class Scheduler:
                 prompts.append(request)
         config = self.config
         left = config.max_num_batched_tokens - len(plan)
-        if any(request.is_streamed for request in plan):
-            left = min(left, config.max_num_mixed_tokens)
+        if streams := sum(request.is_streamed for request in plan):
+            left = min(left, config.max_num_mixed_tokens * -(-(len(prompts) + len(self.waiting)) // streams))
         budget = Budget(max(left, 1), config.max_logit_rows)
         for request in prompts:
             if request.row > 0 and (count := budget.piece(request)) > 0:
