@@ -148,7 +148,7 @@ class Case:
 INT8 = pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 
 
-@settings(max_examples=min(8, settings.default.max_examples))
+@settings(max_examples=min(5, settings.default.max_examples))
 @given(SEEDS, st.data())
 @INT8
 @pytest.mark.parametrize("name", SPECS)

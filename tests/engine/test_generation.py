@@ -26,6 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"model_type": "mistral", "sliding_window": 40},
     "mixed": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1},
 }
+MIXED_FIRST = ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "window"))]
+"""A mixed model has layers of both kinds."""
 
 
 def tiny(kind: str = "full", ops: WatchedBackend | None = None, int8: bool = False, **options: Any) -> Model:
@@ -83,7 +85,7 @@ def check_equal(found: Request, expected: Request, atol: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32 cache", "int8 cache"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXED_FIRST)
 @settings(max_examples=8)
 @given(
     drawn=REQUESTS, max_batch=st.integers(1, 5), ahead=st.integers(0, 3), chunk=st.sampled_from([7, 64, 300]),
@@ -103,7 +105,7 @@ def test_together_or_alone_is_the_same(kind, int8, drawn, max_batch, ahead, chun
     assert ops.memory_is_free
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXED_FIRST)
 def test_preempted_requests_continue_as_if_nothing_had_happened(kind):
     drawn = [(60, i, 90, {"temperature": 0.9 * (i % 2)}, False) for i in range(3)]
 

@@ -78,6 +78,7 @@ def test_a_body_that_never_ends(short):
     assert status(answer) == 408 and b"body took longer" in answer
 
 
+@pytest.mark.slow
 def test_an_idle_connection_is_closed(short):
     with short.connect() as connection:
         started = time.monotonic()
@@ -86,6 +87,7 @@ def test_an_idle_connection_is_closed(short):
         assert time.monotonic() - started > 0.9 * SHORT.idle_seconds
 
 
+@pytest.mark.slow
 def test_the_time_for_headers_begins_with_each_request():
     limits = replace(SHORT, idle_seconds=60)
     with served(limits) as server, server.connect() as connection:
