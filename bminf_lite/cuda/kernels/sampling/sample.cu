@@ -133,8 +133,11 @@ __device__ __forceinline__ MaxLogSumExp merged_parts(const Arguments& a) {
     return merge_block(best);
 }
 
+// Blocks per SM, one less where logits are adjusted. From 10.0 on, the code for more would spill.
+constexpr int PART_BLOCKS = __CUDA_ARCH__ >= 1000 ? 2 : 3;
+
 template <bool ADJUSTED>
-__global__ void __launch_bounds__(THREADS, ADJUSTED ? 2 : 3) best_token(const Arguments a) {
+__global__ void __launch_bounds__(THREADS, PART_BLOCKS - ADJUSTED) best_token(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
     const int table_row = a.table_row();
@@ -167,7 +170,7 @@ __global__ void __launch_bounds__(THREADS, ADJUSTED ? 2 : 3) best_token(const Ar
 
 // Each row's most likely token, its log-probability, and that of the row's given token, NaN for -1; uses logits,
 // tokens, result [3, batch] and the scratch.
-__global__ void __launch_bounds__(THREADS, 3) token_logprobs(const Arguments a) {
+__global__ void __launch_bounds__(THREADS, PART_BLOCKS) token_logprobs(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
     store_parts<false>(a, load_part(a), NULL_ROW);
