@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 
 from ..runtime.driver import Device, DeviceAttribute
 from ..runtime.kernel import Dimensions, Kernel
@@ -23,8 +24,8 @@ class StepContext:
     def __init__(self, in_step: bool = True) -> None:
         self.one_block_per_sm = False
         self._written_caches: set[int] | None = set() if in_step else None
-        self._last_read: object = None
-        self._complete: object = None
+        self._last_read: weakref.ref[object] | None = None  # weak: a step may end later than what it computed with
+        self._complete: weakref.ref[object] | None = None
 
     def is_unwritten(self, cache: int, writes: bool) -> bool:
         """Whether the step has not written the cache at this address; ``writes``: the next kernel writes it."""
@@ -42,8 +43,8 @@ class StepContext:
         predecessor before it reads. This is so for a product behind attention that reads the same stream as the
         product before attention, as in a layer with a parallel residual.
         """
-        is_complete = stream is not None and stream is self._complete
-        self._last_read, self._complete = stream, None
+        is_complete = stream is not None and self._complete is not None and stream is self._complete()
+        self._last_read, self._complete = None if stream is None else weakref.ref(stream), None
         return is_complete
 
     def attends(self) -> None:
