@@ -130,7 +130,8 @@ class QuantizationSearch:
         plain = QuantizationCandidate(self._scheme(names[0]))
         turned = replace(plain, rotation=self.recipe.rotation_of(self.spec, names[0]))
         before = max(evaluator.errors(replace(plain, scheme=Scheme.W8A8) if self.alternatives else turned))
-        rounding, spilled = None, dict[int, np.ndarray]()  # options with the same codes share a file
+        rounding = None
+        spilled: dict[int, np.ndarray] = {}  # by the id of the codes, which `rounding` keeps: equal codes share a file
         if inputs.gptq_inputs and self._are_stored(names):
             rounding = GPTQRounding(self.ops, inputs.gptq_inputs, evaluator.matrices)
         for candidate, smoothing, error in self._candidates(names, evaluator, plain, turned, input_max):

@@ -251,6 +251,7 @@ def serve(
     http_workers: int | None = None,
     request_log: str | None = None,
     tool_call_format: str | None = None,
+    seed: int | None = None,
     shutdown_timeout: float = 30.0,
     log: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
 ) -> None:
@@ -264,6 +265,8 @@ def serve(
     - ``request_log``: a file that gets a line of JSON for each request, ``-`` for stderr; see :mod:`.request_log`.
     - ``tool_call_format``: how the model writes calls of functions, one of
       :data:`bminf_lite.text.tool_calls.TOOL_FORMATS`; by default what the chat template and the vocabulary tell.
+    - ``seed``: the seed of requests that give none, 0 to 2**64 - 1, so that the same request gets the same answer; by
+      default each draws one at random.
     - ``shutdown_timeout``: seconds in which running requests may end after a signal. A second signal ends at once.
     - ``log`` takes messages for the operator, by default to stderr.
 
@@ -272,7 +275,7 @@ def serve(
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
     names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
-    settings = ServerSettings(names, security, limits, checked_path(request_log), form)
+    settings = ServerSettings(names, security, limits, checked_path(request_log), form, seed)
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, default_http_workers() if http_workers is None else http_workers)) as listener:

@@ -80,7 +80,7 @@ class LiveServer:
     def __init__(self, engine: ServedEngine, info: ModelInfo, settings: ServerSettings | None = None):
         self.engine = engine
         self._engine_server = EngineServer(engine, info)
-        self._settings = settings or ServerSettings((NAME,))
+        self._settings = settings or ServerSettings((NAME,), seed=0)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._started = threading.Event()
@@ -153,9 +153,9 @@ def scripted_server(folder: Path, script: str = "", **options: Any) -> LiveServe
     return server
 
 
-def model_server(model: bminf_lite.Model) -> LiveServer:
+def model_server(model: bminf_lite.Model, settings: ServerSettings | None = None) -> LiveServer:
     """A server over a model's engine."""
-    return LiveServer(model._engine, model_info(model))
+    return LiveServer(model._engine, model_info(model), settings)
 
 
 def fake_server(folder: Path = DEMO, **options: Any) -> LiveServer:

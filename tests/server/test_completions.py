@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
-from api_kit import NAME, TOKENIZER, VOCAB_SIZE, LiveServer
+from api_kit import NAME, TOKENIZER, VOCAB_SIZE, LiveServer, model_server
 from hypothesis import given
 from hypothesis import strategies as st
 
 import bminf_lite
+from bminf_lite.errors import UsageError
+from bminf_lite.server.settings import ServerSettings
 
 PATH = "/v1/completions"
 
@@ -192,6 +195,22 @@ def test_the_same_seed_gives_the_same_text(demo: LiveServer):
     body = {"prompt": "Return a", "max_tokens": 8, "temperature": 1.2, "seed": -5, "n": 2}
     first, again = (demo.json(PATH, body)["choices"] for _ in range(2))
     assert first == again and first[0]["text"] != first[1]["text"]
+
+
+def test_requests_without_a_seed(demo: LiveServer, demo_model):
+    """The server's seed is theirs; without one each draws its own."""
+    body = {"prompt": "Return a", "max_tokens": 12, "temperature": 1.2, "n": 2}
+    first, again = (demo.json(PATH, body)["choices"] for _ in range(2))
+    assert first == again == demo.json(PATH, body | {"seed": 0})["choices"] and first[0]["text"] != first[1]["text"]
+    with closing(model_server(demo_model, ServerSettings((NAME,)))) as unseeded:
+        texts = {unseeded.json(PATH, body)["choices"][0]["text"] for _ in range(4)}
+    assert len(texts) > 1
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_that_no_server_can_have(seed):
+    with pytest.raises(UsageError, match="seed"):
+        ServerSettings((NAME,), seed=seed)
 
 
 @pytest.mark.slow  # a prompt of the whole context
