@@ -131,7 +131,7 @@ class Terminal:
         os.close(secondary)
         self.shown = ""
 
-    def read_until(self, text: str, seconds: float = 60) -> str:
+    def read_until(self, text: str, seconds: float = 300) -> str:
         """What is shown until ``text`` is, from where the last call left off."""
         end = time.monotonic() + seconds
         while text not in self.shown:
@@ -167,7 +167,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_program(tmp_path: Path) -> None:
             terminal.interrupt()
             terminal.read_until("> ")
         terminal.type("\x04")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(300) == 0
     finally:
         terminal.process.kill()
         terminal.process.wait()

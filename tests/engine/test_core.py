@@ -54,7 +54,7 @@ class StubEngine(Engine):
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.001)
@@ -99,7 +99,7 @@ def test_64_threads_at_once(engine):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert not failures
     engine.wait_until_idle()
 
@@ -180,7 +180,7 @@ def test_cancel_at_every_point_of_a_life(ahead):
         engine.submit([victim, beside])
         if point == 0:
             engine.cancel([victim])
-        assert {ended.get(timeout=20), ended.get(timeout=20)} == {victim, beside}
+        assert {ended.get(timeout=300), ended.get(timeout=300)} == {victim, beside}
         engine.check(beside)
         tokens, _ = alone(victim, (None,), 32)
         assert victim.output_token_ids == tokens[: len(victim.output_token_ids)]
@@ -223,9 +223,9 @@ def test_an_error_of_the_device_reaches_every_caller_and_the_engine_lives_on(eng
             failures.append(error)
 
     is_held, all_wait = threading.Event(), threading.Event()
-    threads = [threading.Thread(target=engine.call, args=(lambda: is_held.set() or all_wait.wait(20),))]
+    threads = [threading.Thread(target=engine.call, args=(lambda: is_held.set() or all_wait.wait(300),))]
     threads[0].start()
-    assert is_held.wait(20)
+    assert is_held.wait(300)
     threads += [threading.Thread(target=caller, args=(i,)) for i in range(6)]
     for thread in threads[1:]:
         thread.start()
@@ -233,7 +233,7 @@ def test_an_error_of_the_device_reaches_every_caller_and_the_engine_lives_on(eng
         time.sleep(0.001)
     all_wait.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
     assert len(failures) >= 4, "four run at a time; those that came later see nothing of it"
     again = make_request([1, 2, 3, 4, 5, 6, 7, 8, 9], 5)
     tokens_of(engine, again)
@@ -279,7 +279,7 @@ def test_ctrl_c_ends_the_call_and_its_requests(engine, request):
 
 def test_close_with_requests_under_way():
     engine = StubEngine(max_num_seqs=2)
-    engine.before_launch = lambda: time.sleep(0.005)
+    engine.before_launch = lambda: wait_until(lambda: engine._closing)
     failures: SimpleQueue[BaseException] = SimpleQueue()
 
     def caller(number: int) -> None:
@@ -296,9 +296,9 @@ def test_close_with_requests_under_way():
     engine.close()
     assert engine.runner.closed and len(engine.closed) == 1 and engine.closed[0].name == "bminf-lite-engine"
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
     for _ in threads:
-        assert "the model is closed" in str(failures.get(timeout=60))
+        assert "the model is closed" in str(failures.get(timeout=300))
     for call in (lambda: tokens_of(engine, make_request([1])), lambda: engine.call(lambda: 1)):
         with pytest.raises(UsageError, match="the model is closed"):
             call()
@@ -341,7 +341,7 @@ def test_a_request_that_never_fits_is_refused_at_once(engine):
 def test_the_queue_has_a_bound(engine):
     bounded = StubEngine(max_queue=3, max_num_seqs=1)
     may_go_on = threading.Event()
-    bounded.before_launch = lambda: may_go_on.wait(60)
+    bounded.before_launch = lambda: may_go_on.wait(300)
     bounded.submit([make_request([1], 20)])
     wait_until(lambda: bounded.stats().running == 1)
     bounded.submit([make_request([i], 2) for i in range(3)])
@@ -368,7 +368,7 @@ def test_a_forked_process_is_told(engine):
     results = context.SimpleQueue()
     process = context.Process(target=child, args=(results,))
     process.start()
-    process.join(20)
+    process.join(300)
     assert process.exitcode == 0 and "forked" in results.get() and not engine.closed
     assert tokens_of(engine, make_request([1], 2))
 
@@ -384,7 +384,7 @@ def test_every_call_to_the_device_comes_from_one_thread(engine):
         thread.start()
     seen.add(engine.call(threading.current_thread))
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
     assert {t.name for t in seen} == {"bminf-lite-engine"} and len(seen) == 1
     assert engine.call(lambda: engine.call(lambda: 5)) == 5
     with pytest.raises(ZeroDivisionError):
@@ -449,8 +449,8 @@ def test_a_stop_string_cancels_its_request_while_others_of_the_call_go_on(engine
         if piece.result is not None:
             results[len(results)] = piece.result
             if len(results) == 1:
-                wait_until(lambda: stopped.finish_reason == "cancelled")
-                assert other.finish_reason is None and engine.stats().running == 1
+                wait_until(lambda: engine.stats().running == 1)
+                assert (stopped.finish_reason, other.finish_reason) == ("cancelled", None)
                 seen.set()
     assert (results[0].finish_reason, len(results[0].token_ids)) == ("stop", 3)
     assert results[0].token_ids == stopped.output_token_ids[:3]

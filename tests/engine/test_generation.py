@@ -443,10 +443,13 @@ def test_closing_a_stream_early_gives_its_blocks_back():
     unused = model.stream(prompt_of(5))
     unused.close()
     assert model.stats().steps == 0
+    go_on = threading.Event()
+    model.ops.interrupt = lambda: model.ops.samples < 20 or go_on.wait(300)
     stream = model.stream([prompt_of(5), prompt_of(9)], max_new_tokens=80)
     for _ in range(7):
         next(stream)
     assert model.stats().running == 2
+    go_on.set()
     stream.close()
     model.generate([1], max_new_tokens=1)
     assert (model.stats().running, model.stats().blocks_used) == (0, 0)

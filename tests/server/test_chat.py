@@ -281,7 +281,7 @@ def test_reasoning_that_the_prompt_opens(thinker: LiveServer):
 
 # -- structure, with the bundled model --------------------------------------------------------------------------------
 
-LONG = {"messages": HI, "max_tokens": 120, "temperature": 0.7, "seed": 3}
+LONG = {"messages": HI, "max_tokens": 500, "temperature": 0.7, "seed": 3}
 
 
 def test_a_json_schema(demo: LiveServer):
@@ -402,18 +402,28 @@ def test_a_model_without_a_chat_template():
 
 
 def test_an_error_within_a_stream_is_an_event(chat_folder):
-    server = api_kit.scripted_server(chat_folder, "word " * 200, seconds_per_step=0.01)
+    server = api_kit.scripted_server(chat_folder, "word " * 200)
+
+    def events_of(path: str, body: dict[str, Any]) -> list[Any]:
+        """Those of a request that fails when its stream has begun."""
+        server.engine.may_fail.clear()
+        with server.http.stream("POST", path, json=body | {"stream": True}) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            server.engine.may_fail.set()
+            return list(api_kit.parse_events(text + "".join(pieces)))
+
     try:
         server.engine.fail_at = 5
         for path, body in ((PATH, {"messages": HI}), ("/v1/completions", {"prompt": "a", "max_tokens": 50})):
-            events = server.events(path, body)
+            events = events_of(path, body)
             assert "NaN" in events[-1]["error"]["message"] and events[-1]["error"]["code"]
             assert events[0]["choices"]
             response = server.post(path, body)
             assert response.status_code == 500 and "NaN" in response.json()["error"]["message"]
-        events = server.events("/v1/responses", {"input": "a"})
+        events = events_of("/v1/responses", {"input": "a"})
         assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
-        events = server.events("/v1/messages", {"messages": HI, "max_tokens": 50})
+        events = events_of("/v1/messages", {"messages": HI, "max_tokens": 50})
         assert events[-1]["type"] == "error" and "NaN" in events[-1]["error"]["message"]
     finally:
         server.close()
@@ -421,7 +431,7 @@ def test_an_error_within_a_stream_is_an_event(chat_folder):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_its_request(chat_folder, stream: bool):
-    server = api_kit.fake_server(chat_folder, seconds_per_step=0.005)
+    server = api_kit.fake_server(chat_folder, seconds_per_step=0.1)  # no request ends by itself within a minute
 
     def num_requests() -> int:
         stats = server.engine.stats()
@@ -435,7 +445,7 @@ def test_a_client_that_goes_away_ends_its_request(chat_folder, stream: bool):
             ("/v1/messages", {"messages": HI, "max_tokens": 900}),
         ):
             with contextlib.suppress(httpx.ReadTimeout):
-                timeout = httpx.Timeout(60, read=60 if stream else 0.05)
+                timeout = httpx.Timeout(300, read=300 if stream else 0.05)
                 with server.http.stream("POST", path, json=body | {"stream": stream}, timeout=timeout) as response:
                     next(response.iter_bytes())
                     assert num_requests() > 0

@@ -187,7 +187,7 @@ def test_tokens_and_times_that_end_a_completion(fake: LiveServer, demo: LiveServ
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop" and text.startswith(choice["text"]) and choice["text"] != text
     assert choice["logprobs"]["tokens"][-1] == ""
-    answer = demo.json(PATH, {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline": 0.2})
+    answer = demo.json(PATH, {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline": 0.01})
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 900
 
 
