@@ -86,7 +86,7 @@ def check_equal(found: Request, expected: Request) -> None:
 
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32 cache", "int8 cache"])
 @pytest.mark.parametrize("kind", MIXED_FIRST)
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     drawn=REQUESTS, max_batch=st.integers(1, 5), ahead=st.integers(0, 3), chunk=st.sampled_from([7, 64, 300]),
     mixed=st.sampled_from([1, 9, 300]), blocks=st.sampled_from([6, 7, 20]), prefix_cache=st.booleans(),
