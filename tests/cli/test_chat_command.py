@@ -99,6 +99,21 @@ def test_out_of_memory_in_an_answer_does_not_end_the_dialogue(model: Path, monke
     assert result.stdout.startswith(first) and result.stdout.endswith(last) and len(calls) == 3
 
 
+def test_ctrl_c_before_an_answer_begins_forgets_its_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, calls = Model.encode, []
+
+    def interrupted(self: Model, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the first call is before the dialogue
+            raise KeyboardInterrupt
+        return encode(self, *arguments, **options)
+
+    expected = answers(model, ["what is new?"])
+    monkeypatch.setattr(Model, "encode", interrupted)
+    result = chat(model, ["hi", "what is new?"])
+    assert (result.exit_code, result.stdout) == (0, "\n" + expected), result.stderr
+
+
 @pytest.mark.parametrize(("line", "words"), [(b"x" * 400, "shorten it by"), (b"caf\xe9", "surrogate")])
 def test_an_invalid_line_does_not_end_the_dialogue(model: Path, line: bytes, words: str) -> None:
     result = run("chat", model, "--device", "cpu", *OPTIONS, stdin=line + b"\nhi\n")
