@@ -168,7 +168,7 @@ class QuantizationSearch:
         rotated: QuantizationCandidate,
         input_max: np.ndarray,
     ) -> Iterator[tuple[QuantizationCandidate, Smoothing, float]]:
-        """The candidates, each with its smoothing and its error; ``rotated`` is ``plain`` with the recipe's rotation."""
+        """The candidates, each with its smoothing and error; ``rotated`` is ``plain`` with the recipe's rotation."""
 
         def smoothed(start: QuantizationCandidate) -> tuple[QuantizationCandidate, Smoothing]:
             if not (fold := self._fold_of.get(names[0])):
