@@ -81,7 +81,7 @@ class Backend:
     mixed_decode_sizes: tuple[int, ...] = ()
     """The same for the decoding sequences of steps that also process prompts."""
     prompt_sizes: tuple[int, ...] = ()
-    """Numbers of prompt tokens, ascending, to which these steps are padded. Steps with more are not captured."""
+    """Numbers of prompt tokens, ascending, to which such steps are padded. Steps with more are not captured."""
 
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)

@@ -27,9 +27,9 @@ class GraphMemory:
 class CapturedGraph:
     """Work that runs directly in the first two calls, is captured in the third, and is replayed from then on.
 
-    The first call makes one-time decisions, such as the fastest kernel, and needs more memory for that. The second call
-    measures the memory of the work, which is the size of the graph's scratch. A result is valid until another graph is
-    replayed.
+    The first call makes decisions that are made once, such as the fastest kernel, whose memory is not needed again. The
+    second call measures the memory of the work, which is the size of the graph's scratch. A result is valid until
+    another graph is replayed.
     """
 
     def __init__(self, memory: GraphMemory, arrays: Arrays, work: Callable[[], Any]):
