@@ -54,9 +54,10 @@ class EncoderDecoder(Network, Protocol):
 
 @dataclass
 class LaunchedStep:
-    """A step that the device computes. :meth:`fetch` waits for it. Sequences ``sampled`` of the step are sampled.
+    """A step that the device computes; :meth:`fetch` waits for it.
 
-    ``start_sampling`` is set until the sampler is started.
+    ``sampled`` are the places in the step, padding included, of the sequences that sample. ``start_sampling`` starts
+    the sampler, and is None once that was done. The other functions wait for an array and return it.
     """
 
     start_sampling: Callable[[], Callable[[], np.ndarray]] | None
@@ -197,7 +198,8 @@ class ModelRunner:
     ) -> LaunchedStep:
         """Run the model, sample, and start to fetch what a step chooses and scores.
 
-        If a grammar's mask depends on a token that the host does not know yet, the caller starts the sampler.
+        If a grammar's mask depends on a token that the host does not know yet, the caller starts the sampler
+        (:meth:`LaunchedStep.sample`).
         """
         size, decodes = inputs.size, inputs.size.decodes
         sampled = [p.request.row for p in parts if p.samples]
@@ -345,7 +347,7 @@ class ModelRunner:
         return KVCache(self.ops, self.config.cache_shape, first, max_blocks)
 
     def _grow(self) -> None:
-        """Let the caches hold the blocks that are in use. They are enlarged by half at least."""
+        """Enlarge the caches, by half at least, if a block in use is beyond them."""
         with _memory_for_the_cache():
             for cache, pools in self._caches():
                 for group, pool in enumerate(pools):
