@@ -40,7 +40,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return ApiError(404, f"there is no {request.method} {request.url.path}", code="unknown_url").response()
-    response = ApiError(error.status_code, error.detail).response()
+    allowed = (error.headers or {}).get("Allow", "another method")
+    response = ApiError(error.status_code, f"{request.url.path} takes {allowed}, not {request.method}").response()
     response.headers.update(error.headers or {})
     return response
 

@@ -66,12 +66,26 @@ async def encode(server: ServerState, prompt: Prompt, field: str, add_special_to
 async def render(
     server: ServerState, messages: Sequence[Message], tools: Sequence[Tool], field: str, variables: Mapping[str, Any]
 ) -> str:
-    """A conversation as the text of a prompt, by the checkpoint's chat template in its process."""
+    """A conversation as the text of a prompt, by the checkpoint's chat template in its process.
+
+    Many templates refuse a system message that is not the first message. They get all system messages as one.
+    """
     try:
         messages = template_messages(messages)
-        return await asyncio.to_thread(server.prompts.render, messages, tools=tools or None, **variables)
+        try:
+            return await asyncio.to_thread(server.prompts.render, messages, tools=tools or None, **variables)
+        except UsageError:
+            if all(message["role"] != "system" for message in messages[1:]):
+                raise
+            joined = _with_one_system_message(messages)
+            return await asyncio.to_thread(server.prompts.render, joined, tools=tools or None, **variables)
     except (UsageError, CheckpointError) as error:
         raise bad_request(str(error), field) from None
+
+
+def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
+    text = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    return [{"role": "system", "content": text}, *(m for m in messages if m["role"] != "system")]
 
 
 def sampling_params(

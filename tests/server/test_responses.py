@@ -115,6 +115,11 @@ def test_earlier_items_are_a_conversation(scripted: LiveServer):
     assert used == scripted.json("/tokenize", {"messages": messages, "tools": [WEATHER]})["count"]
 
 
+def test_instructions_alone(scripted: LiveServer):
+    """Codex asks this before the first turn."""
+    assert scripted.json(PATH, {"instructions": "Be brief.", "input": []})["usage"]["input_tokens"] > 0
+
+
 def test_a_schema(demo: LiveServer):
     form = {"type": "json_schema", "name": "x", "schema": {"enum": ["one", "two"]}, "strict": True}
     whole = demo.json(PATH, {"input": "Hi", "text": {"format": form}, "max_output_tokens": 20})
@@ -126,7 +131,7 @@ def test_a_schema(demo: LiveServer):
     ("wrong", "param", "words"),
     [
         ({"input": None}, "input", "list"),
-        ({"input": []}, "input", "at least 1"),
+        ({"input": []}, "input", "no messages"),
         ({"input": [5]}, "input[0]", "JSON object"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "keeps no responses"),
         ({"input": [{"type": "file_search_call"}]}, "input[0]", "not supported"),
@@ -139,6 +144,7 @@ def test_a_schema(demo: LiveServer):
         ({"tools": [TOOL, TOOL]}, "tools", "twice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "needs tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}}, "tool_choice", "needs tools"),
     ],
 )
 def test_a_wrong_value_is_named(fake: LiveServer, wrong: dict[str, Any], param: str, words: str):
