@@ -11,7 +11,7 @@ from .chat import NamedFunction, ToolChoice, Word, check_template_variables, che
 from .messages import Content, FunctionName, Parameters, plain_content
 from .sampling import SamplingFields, Structure, is_schema
 
-STATELESS = "this server keeps no responses: send the whole conversation as the input"
+STATELESS = "this server keeps no responses: set store to false and send the whole conversation as the input"
 
 
 class InputMessage(Body):
