@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import api_kit
@@ -67,6 +68,17 @@ def test_log_probabilities(scripted: LiveServer):
     (part,) = both(scripted, body)[0]["output"][0]["content"]
     assert "".join(score["token"] for score in part["logprobs"]) == part["text"]
     assert all(len(score["top_logprobs"]) == 2 for score in part["logprobs"])
+
+
+def test_log_probabilities_of_text_that_is_held_back(chat_folder: Path):
+    """It may be the beginning of a call. Steps are so long that most tokens arrive alone."""
+    text = 'Use <tool_call>{"name": "weather"'
+    server = api_kit.scripted_server(chat_folder, text, seconds_per_step=0.005)
+    try:
+        (part,) = both(server, {"input": "Hi", "tools": [TOOL], "top_logprobs": 1})[0]["output"][0]["content"]
+        assert "".join(score["token"] for score in part["logprobs"]) == part["text"] == text
+    finally:
+        server.close()
 
 
 def test_an_empty_answer_is_a_message(scripted: LiveServer):
