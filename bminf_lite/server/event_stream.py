@@ -20,7 +20,7 @@ Chunks go there directly. The layers between only have to see that a response st
 
 
 class EventStream:
-    """What a streaming response writes to. ``has_ended`` when the client has gone or all was written."""
+    """What a streaming response writes to."""
 
     def __init__(self, send: Send):
         self._send = send
