@@ -68,24 +68,34 @@ async def render(
 ) -> str:
     """A conversation as the text of a prompt, by the checkpoint's chat template in its process.
 
-    Many templates refuse a system message that is not the first message. They get all system messages as one.
+    A conversation that the template refuses is rendered as :func:`_merged`.
     """
     try:
         messages = template_messages(messages)
         try:
             return await asyncio.to_thread(server.prompts.render, messages, tools=tools or None, **variables)
         except UsageError:
-            if all(message["role"] != "system" for message in messages[1:]):
+            merged = _merged(messages)
+            if merged == messages:
                 raise
-            joined = _with_one_system_message(messages)
-            return await asyncio.to_thread(server.prompts.render, joined, tools=tools or None, **variables)
+            return await asyncio.to_thread(server.prompts.render, merged, tools=tools or None, **variables)
     except (UsageError, CheckpointError) as error:
         raise bad_request(str(error), field) from None
 
 
-def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
-    text = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
-    return [{"role": "system", "content": text}, *(m for m in messages if m["role"] != "system")]
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """A conversation whose system messages are one, the first message, and whose user does not speak twice in turn.
+
+    Many templates refuse others.
+    """
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    merged: list[Message] = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    for message in messages:
+        if message["role"] == "user" and merged and merged[-1]["role"] == "user":
+            merged[-1] = {**message, "content": f"{merged[-1]['content']}\n\n{message['content']}"}
+        elif message["role"] != "system":
+            merged.append(message)
+    return merged
 
 
 def sampling_params(

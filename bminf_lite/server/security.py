@@ -162,7 +162,7 @@ class _Access:
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             return ApiError(415, f"the body must be application/json, not {kind.decode('latin-1') or 'untyped'!r}")
-        if coding := headers.get(b"content-encoding"):
+        if (coding := headers.get(b"content-encoding", b"identity").lower()) != b"identity":
             return ApiError(415, f"the body must not be encoded, but its coding is {coding.decode('latin-1')!r}")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.body:

@@ -395,9 +395,10 @@ def test_required_tools_that_are_allowed(demo: LiveServer):
     assert call["function"] == {"name": "time", "arguments": "{}"}
 
 
-def test_a_template_that_takes_one_system_message(tmp_path: Path):
-    """Codex and Claude Code send several, at other places than the first too."""
-    refusal = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('must be first') }}{% endif %}"
+def test_a_template_that_refuses_messages_of_a_role_in_turn(tmp_path: Path):
+    """Codex and Claude Code send several system messages, at other places than the first too, and several questions."""
+    wrong = "not loop.first and m.role in ('system', loop.previtem.role)"
+    refusal = f"{{% if {wrong} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
     template = api_kit.CHAT_TEMPLATE.replace("<{{ m.role }}>", refusal + "<{{ m.role }}>")
     server = api_kit.fake_server(api_kit.folder_with_template(tmp_path, template))
     try:
@@ -405,9 +406,11 @@ def test_a_template_that_takes_one_system_message(tmp_path: Path):
             {"role": "system", "content": "A"}, {"role": "developer", "content": [{"type": "text", "text": "B"}]}, *HI,
             {"role": "system", "content": "C"},
         ]  # fmt: skip
-        tokens = server.json("/tokenize", {"messages": several})["tokens"]
-        one = [{"role": "system", "content": "A\n\nB\n\nC"}, *HI]
+        tokens = server.json("/tokenize", {"messages": [*several, *HI]})["tokens"]
+        one = [{"role": "system", "content": "A\n\nB\n\nC"}, {"role": "user", "content": "Hi\n\nHi"}]
         assert tokens == server.json("/tokenize", {"messages": one})["tokens"]
+        response = server.post("/tokenize", {"messages": [*one, *[{"role": "assistant", "content": "a"}] * 2]})
+        assert response.status_code == 400 and "refuses these messages: no" in response.text
     finally:
         server.close()
 
