@@ -365,6 +365,11 @@ def test_what_clients_send_without_need(fake: LiveServer, more: dict[str, Any]):
     assert fake.json(PATH, {"messages": HI, "max_tokens": 2} | more)["usage"]["completion_tokens"] == 2
 
 
+def test_another_method(fake: LiveServer):
+    response = fake.http.get(PATH)
+    assert response.status_code == 405 and f"{PATH} takes POST, not GET" in response.json()["error"]["message"]
+
+
 def test_a_byte_order_mark(fake: LiveServer):
     """PowerShell writes one at the start of a file."""
     body = b"\xef\xbb\xbf" + json.dumps({"messages": HI, "max_tokens": 2}).encode()
