@@ -134,6 +134,11 @@ class Int8Linear(nn.Linear):
         return self.scale.to(self.codes.device)[:, None] * self.codes.float()
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.int8:
+            raise UsageError(
+                "the model converted this Int8Linear's input to the dtype of its weight, which is int8; keep the layer "
+                "float by skip=[...] of wrap"
+            )
         if self.host_codes is not None:
             return _streamed_linear(x, self.host_codes, self.scale, self.bias, self.dynamic)
         return ops.int8_linear(x, self.codes, self.scale, self.bias, dynamic=self.dynamic)

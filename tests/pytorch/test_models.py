@@ -146,6 +146,8 @@ def test_the_weight_s_values_are_refused():
     ):
         with pytest.raises(UsageError, match="dequantize"):
             use(layer.weight)
+    with pytest.raises(UsageError, match="skip="):
+        layer(random(3, 32).to(layer.weight.dtype))
     torch.testing.assert_close(layer.dequantize(), small()[0].weight.detach(), rtol=0, atol=2e-3)
 
 
