@@ -80,6 +80,10 @@ class HostCodes(Protocol):
         """The codes on the device, valid for work enqueued before the next fetch of another block's codes."""
         ...
 
+    def store(self, codes: Tensor) -> Tensor:
+        """Replace the codes by others of the same shape; returns where they are in host memory."""
+        ...
+
 
 class Int8Linear(nn.Linear):
     """``x @ (scale[:, None] * codes).T + bias``, as :func:`.ops.int8_linear`.
@@ -155,6 +159,11 @@ class Int8Linear(nn.Linear):
         if self.host_codes is not None:
             self.codes = codes
         return self
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.host_codes is not None:
+            self.codes = self.host_codes.store(self.codes)
 
 
 class _StreamedLinear(torch.autograd.Function):

@@ -413,6 +413,17 @@ def test_each_pass_copies_each_block_once():
             assert codes.stream.copied_bytes - before == streamed
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_streamed_layers_load_a_state(assign):
+    """Also those whose codes the device holds."""
+    streamed, x = wrap(Blocks(), memory_limit=50_000, device="cpu"), random(3, 64)
+    other = wrap(Blocks().apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None))
+    streamed(x)
+    streamed.load_state_dict(other.state_dict(), assign=assign)
+    for _ in range(2):
+        assert torch.equal(streamed(x), other(x))
+
+
 def test_a_limit_that_everything_fits_streams_nothing():
     model = wrap(Blocks(), memory_limit=1 << 30, device="cpu")
     assert all(layer.host_codes is None for layer in model.modules() if isinstance(layer, Int8Linear))
