@@ -53,13 +53,14 @@ class CodesView(Tensor):
     ALLOWED = frozenset(
         {"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex",
          "is_contiguous", "data_ptr", "detach", "__repr__", "__len__", "__hash__", "get_device", "untyped_storage",
-         "storage_offset", "is_shared", "is_inference"}
+         "storage_offset", "is_shared", "is_inference", "requires_grad_"}
     )  # fmt: skip
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__
-        if name == "__get__" or name in cls.ALLOWED:
+        freezes = function == Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+        if name == "__get__" or name in cls.ALLOWED or freezes:
             return super().__torch_function__(function, types, args, kwargs or {})
         raise UsageError(
             f"Int8Linear.weight holds int8 codes, which {name} would misread. Read the weight with dequantize(); merge "

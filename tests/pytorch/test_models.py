@@ -137,6 +137,8 @@ def test_conversions_leave_codes_and_scales_alone():
 def test_the_weight_s_values_are_refused():
     layer = wrap(small())[0]
     assert layer.weight.dtype == torch.int8 and layer.weight.shape == (48, 32) and layer.weight.device.type == "cpu"
+    layer.weight.requires_grad = False
+    assert not layer.weight.requires_grad_(False).requires_grad
     for use in (
         lambda w: w + 1,
         lambda w: w.data.add_(1),
