@@ -42,7 +42,7 @@ class RowwiseBackend(Backend):
     def _matmul_without_outliers(self, x: Any, weight: Any) -> Any:
         product = super()._matmul_without_outliers
         is_exact = weight.scale is not None and weight.dynamic
-        return product(x, weight) if is_exact else np.concatenate([product(row[None], weight) for row in x])
+        return product(x, weight) if is_exact else product(x[:, None], weight)[:, 0]
 
     def _attend(
         self, q: Any, keys: Any, values: Any, spec: Any, context_len: int = 0, window: int | None = None,
