@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+MAX_POSITIONS = 2**24
+"""The longest context; more positions would not be exact in fp32."""
+
 RopeParameters = Mapping[str, Any]
 RopeFrequencies = tuple[np.ndarray, float]
 """Frequencies fp32 ``[head_dim / 2]``, and the factor on cosine and sine."""
@@ -39,11 +42,15 @@ def rope_parameters(config: RopeParameters, default_theta: float = 10000.0, whol
 def usable_context(parameters: RopeParameters, max_positions: int) -> int:
     """The positions for which one set of frequencies and one scale of the scores are right.
 
-    LongRoPE has other frequencies beyond the original context, and Ministral 3 scales its queries there.
+    LongRoPE has other frequencies beyond the original context, and Ministral 3 scales its queries there. YaRN stretches
+    the original context by its factor; files to which it was added later still have the original context.
     """
     changes = parameters["rope_type"] == "longrope" and parameters["short_factor"] != parameters["long_factor"]
     if changes or parameters.get("llama_4_scaling_beta"):
         return min(max_positions, int(_number(parameters, "original_max_position_embeddings", max_positions)))
+    if parameters["rope_type"] == "yarn" and parameters.get("original_max_position_embeddings") is not None:
+        stretched = _number(parameters, "original_max_position_embeddings") * _number(parameters, "factor", 1.0)
+        return max(max_positions, min(int(stretched), MAX_POSITIONS))
     return max_positions
 
 
@@ -144,4 +151,11 @@ def _longrope(
     return scaled, float(_number(parameters, "attention_factor", default))
 
 
-_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "longrope": _longrope, "yarn": _yarn}
+_SCALINGS = {
+    "default": _default,
+    "dynamic": _default,  # changes the frequencies of texts beyond max_positions, and there are none
+    "linear": _linear,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "yarn": _yarn,
+}

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .spec import Spec
+from .spec import Role, Spec
 
 TEXT_ALIASES = (
     (r"language_model\.((?:model|lm_head)\..*)", r"\1"),
@@ -16,6 +16,8 @@ TEXT_ALIASES = (
 
 OTHER_PARTS = (r"(?:model\.)?(?:vision|visual|image|audio|speech|multi_modal|multimodal|mm|connector)\w*\..*",)
 """Tensors of towers and projectors."""
+
+_ENDS = (Role.HEAD, Role.EMBEDDING)
 
 
 def text_config(config: Mapping[str, Any], known: Container[str]) -> Mapping[str, Any]:
@@ -31,6 +33,15 @@ def text_config(config: Mapping[str, Any], known: Container[str]) -> Mapping[str
     return inherited | dict(inner)
 
 
-def text_spec(spec: Spec) -> Spec:
-    """The tensors of a text model whose folder holds other parts too."""
-    return replace(spec, aliases=(*TEXT_ALIASES, *spec.aliases), ignored=(*spec.ignored, *OTHER_PARTS))
+def text_spec(spec: Spec, config: Mapping[str, Any]) -> Spec:
+    """The tensors of a text model whose folder, with the outer configuration ``config``, holds other parts too.
+
+    transformers 5 ties the head by the outer ``tie_word_embeddings``, and earlier versions by the text model's. Where
+    only the outer one is true, the file may lack the head.
+    """
+    absent = dict(spec.tied_if_absent)
+    if config.get("tie_word_embeddings") is True:
+        head, table = (next(name for name, p in spec.parameters.items() if p.role is role) for role in _ENDS)
+        absent |= {} if head in spec.tied else {head: table}
+    aliases, ignored = (*TEXT_ALIASES, *spec.aliases), (*spec.ignored, *OTHER_PARTS)
+    return replace(spec, aliases=aliases, ignored=ignored, tied_if_absent=absent)

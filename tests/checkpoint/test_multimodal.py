@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tiny_models import Golden, RandomWeights, goldens
 from tolerances import assert_close
 
@@ -51,6 +51,27 @@ def test_the_text_model_runs_and_migrates(family: str, prefix: str, tmp_path: Pa
     assert {tensor.name for tensor in report.tensors} == RandomWeights(golden.config, 0).tensors.keys()
     with bminf_lite.load(tmp_path / "out", device="cpu") as model:
         error = np.linalg.norm(model.logits(golden.tokens) - golden.logits) / np.linalg.norm(golden.logits)
+    assert 0 < error < 0.05
+
+
+def test_transformers_5_ties_the_head_by_the_outer_configuration(tmp_path: Path) -> None:
+    golden = next(goldens("mistral"))
+    source = write(tmp_path / "source", golden, "model.language_model.")
+    config = json.loads((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"]
+    save_file(tensors, source / "model.safetensors")
+    with bminf_lite.load(source, device="cpu") as model:
+        expected = model.logits(golden.tokens)
+    save_file({k: v for k, v in tensors.items() if k != "lm_head.weight"}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing tensor 'lm_head\.weight'"):
+        bminf_lite.load(source, device="cpu")
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with bminf_lite.load(source, device="cpu") as model:
+        np.testing.assert_array_equal(model.logits(golden.tokens), expected)
+    bminf_lite.migrate(source, tmp_path / "out", "w8a16")
+    with bminf_lite.load(tmp_path / "out", device="cpu") as model:
+        error = np.linalg.norm(model.logits(golden.tokens) - expected) / np.linalg.norm(expected)
     assert 0 < error < 0.05
 
 
