@@ -160,7 +160,7 @@ def configured_eos_ids(
 ) -> frozenset[int] | None:
     """The ``eos_token_id`` (an id or a list) of ``generation_config.json``, else of ``config.json``, else ``None``.
 
-    Ids beyond the vocabulary count as none: transformers saves GPT-2's 50256 with every small GPT-2 that names no other.
+    Ids beyond the vocabulary count as none: transformers saves GPT-2's 50256 with a small GPT-2 that names no other.
     Raises ``CheckpointError`` for a value that is no id.
     """
     for name, values in (("generation_config.json", generation_config), ("config.json", config)):
