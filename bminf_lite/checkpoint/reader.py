@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -244,7 +245,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     config = read_json(path / "config.json")
     metadata_files = [path / "config.json"]
     weights = next(
-        (path / f for name in SINGLE_FILES for f in (name, f"{name}.index.json") if (path / f).exists()), None
+        (path / f for name in SINGLE_FILES for f in (name, f"{name}.index.json") if os.path.lexists(path / f)), None
     )
     if weights is None:
         raise CheckpointError(_no_weights(path))

@@ -236,7 +236,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(read_small_file(path).decode())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as e:
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} cannot be read as JSON: {e}") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, but holds {type(value).__name__}")
@@ -266,7 +268,9 @@ def _read_text(path: Path) -> str | None:
         return read_small_file(path).decode()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as e:
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
         raise CheckpointError(f"{path} cannot be read as text: {e}") from e
 
 

@@ -135,6 +135,14 @@ def test_only_files_of_other_libraries(make_checkpoint: MakeCheckpoint) -> None:
     assert "save_pretrained" in text
 
 
+def test_a_link_to_weights_that_were_not_copied(make_checkpoint: MakeCheckpoint) -> None:
+    weights = make_checkpoint() / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("../../blobs/0123")
+    expected = f"{weights}: is a link to ../../blobs/0123, which does not exist; copy that file too"
+    assert message(weights.parent) == expected
+
+
 def test_no_weights_and_no_index(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(shards=2)
     (folder / "model.safetensors.index.json").unlink()

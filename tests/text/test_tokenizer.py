@@ -173,6 +173,13 @@ def test_a_malformed_configuration_is_named(tmp_path, name, content):
         load_tokenizer(tmp_path, 1000)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
+    (write(tmp_path) / name).mkdir()
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is not a regular file$"):
+        load_tokenizer(tmp_path, 1000)
+
+
 def test_all_problems_of_a_vocabulary_are_listed(tmp_path):
     backend = tokenizer_kit.sentencepiece_like()
     size = len(load_tokenizer(write(tmp_path, backend), 1000))
