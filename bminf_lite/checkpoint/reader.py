@@ -30,7 +30,7 @@ from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
 from .derived_tensor import DerivedTensor
 from .gguf_file import open_gguf
-from .manifest import FORMAT_VERSIONS, MANIFEST_FILE
+from .manifest import DAMAGED_MANIFEST, FORMAT_VERSIONS, MANIFEST_FILE, file_records
 from .safetensors_file import SafetensorsFile
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 from .torch_file import TorchFile
@@ -288,8 +288,10 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any], files: Sequence[Ten
         known = ", ".join(map(str, FORMAT_VERSIONS))
         problem = f"format_version is {version!r}, and this version reads {known}"
         raise CheckpointError(f"{path / MANIFEST_FILE}: {problem}; upgrade bminf-lite, or migrate again")
-    recorded = manifest.get("files")
-    sizes = {str(f.get("name")): f.get("bytes") for f in recorded} if isinstance(recorded, list) else {}
+    objects = ("recipe", "checked_when_loaded", "quantized_when_loaded", "rotated_when_loaded")
+    if wrong := [key for key in objects if not isinstance(manifest.get(key) or {}, dict)]:
+        raise CheckpointError(f"{path / MANIFEST_FILE}: {wrong[0]} is not an object: {DAMAGED_MANIFEST}")
+    sizes = {record.name: record.bytes for record in file_records(manifest, path / MANIFEST_FILE)}
     problems = [
         f"{file.path.name} has {file.nbytes:,} bytes; migration wrote {sizes[file.path.name]:,}"
         for file in files

@@ -105,11 +105,12 @@ class JsonTokenizer(Tokenizer):
         one (Gemma 3 1B), or a token for padding that was added later.
         """
         special = {name: _token_text(folder, name, names.get(name)) for name in ("bos_token", "eos_token")}
-        problems = [
-            f"{name} {text!r} is not in the tokenizer's vocabulary"
-            for name, text in special.items()
-            if text is not None and backend.token_to_id(text) is None
-        ]
+        with _library_errors(f"{folder}: a special token is no text"):
+            problems = [
+                f"{name} {text!r} is not in the tokenizer's vocabulary"
+                for name, text in special.items()
+                if text is not None and backend.token_to_id(text) is None
+            ]
         backend = _without_added_tokens_beyond(backend, vocab_size, special.values())
         tokenizer = cls(backend, **special, add_bos_token=config.get("add_bos_token") is True, chat_templates=templates)
         if len(tokenizer) > vocab_size:

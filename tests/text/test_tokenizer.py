@@ -165,11 +165,14 @@ def test_a_malformed_tokenizer_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100000, b'{"eos_token": 7}', b'{"eos_token": {'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"\xff", b"[" * 100000, b'{"eos_token": 7}', b'{"eos_token": {', rb'{"eos_token": "\ud800"}'],
+)
 def test_a_malformed_configuration_is_named(tmp_path, name, content):
     write(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"tokenizer_config|special_tokens_map|eos_token"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config|special_tokens_map|eos_token|special token"):
         load_tokenizer(tmp_path, 1000)
 
 
