@@ -29,7 +29,8 @@ def rope_parameters(config: RopeParameters, default_theta: float = 10000.0, whol
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
         raise ValueError(f"rope_parameters is {found!r}, not one mapping of names to numbers for all layers")
-    found = {"rope_theta": config.get("rope_theta", default_theta), **found}
+    theta = config.get("rope_theta")
+    found = {"rope_theta": default_theta if theta is None else theta, **found}
     found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
     partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if whole_heads and partial not in (None, 1):
@@ -146,6 +147,8 @@ def _longrope(
     wavelengths = np.float32(_number(parameters, "rope_theta")) ** exponents
     scaled = np.float32(1) / (np.array(parameters["short_factor"], np.float32) * wavelengths)
     original = _number(parameters, "original_max_position_embeddings", max_positions)
+    if original <= 1:
+        raise ValueError(f"rope parameter original_max_position_embeddings is {original!r}, not larger than 1")
     factor = _number(parameters, "factor", max_positions / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return scaled, float(_number(parameters, "attention_factor", default))

@@ -19,6 +19,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+
 
 def plain(theta: float, head_dim: int) -> np.ndarray:
     return theta ** (-np.arange(0, head_dim, 2) / head_dim)
@@ -72,6 +74,7 @@ def test_yarn_attention_factor(more, scale):
     ("config", "expected"),
     [
         ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_theta": None}, {"rope_type": "default", "rope_theta": 10000.0}),
         ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
         ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 5e5}),
         ({"rope_parameters": {"rope_theta": 7.0}}, {"rope_type": "default", "rope_theta": 7.0}),
@@ -113,6 +116,7 @@ def test_both_spellings(config, expected):
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "is not larger than low_freq_factor"),
         ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "not larger than 1"),
         ({"rope_parameters": YARN | {"attention_factor": -1}}, "attention_factor"),
+        ({"rope_parameters": LONG | {"original_max_position_embeddings": 1}}, "is 1, not larger than 1"),
     ],
 )
 def test_what_is_refused(config, message):
