@@ -39,6 +39,14 @@ def read_small_file(path: Path) -> bytes:
         os.close(descriptor)
 
 
+def read_file_or_pipe(path: Path) -> bytes:
+    """The content of a file or a pipe of any size. Raises ``OSError``, also for a device, which may be endless."""
+    with open(path, "rb") as file:
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
+            raise OSError(0, "it is a device", str(path))
+        return file.read()
+
+
 def thread_count() -> int:
     """Threads for work that is spread over cores: reading, hashing and converting files, masks of grammars."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

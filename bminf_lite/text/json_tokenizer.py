@@ -177,7 +177,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             f'AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"'
         )
     with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_buffer(read_small_file(path))  # not from_file: its paths must be UTF-8
 
 
 def is_byte_level(folder: Path) -> bool:

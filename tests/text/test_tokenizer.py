@@ -34,6 +34,11 @@ def test_a_folder_gives_text_and_special_tokens(tmp_path):
     assert not tokenizer.byte_fallback
 
 
+def test_a_folder_s_name_need_not_be_utf_8(tmp_path):
+    (folder := tmp_path / "\udcff").mkdir()
+    assert load_tokenizer(write(folder), 1000).decode(load_tokenizer(folder, 1000).encode("the")) == "the"
+
+
 def test_other_files_are_optional_and_special_tokens_may_have_their_own(tmp_path):
     tokenizer = load_tokenizer(write(tmp_path), 1000)
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.chat_template) == (None, frozenset(), None)
