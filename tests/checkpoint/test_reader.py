@@ -189,12 +189,22 @@ def test_shards_that_disagree_with_the_index(make_checkpoint: MakeCheckpoint) ->
     first, second = sorted(set(weight_map.values()))
     mine = [name for name, file in weight_map.items() if file == first]
     save_file({"model.norm.weight": np.zeros(16, np.float32), mine[0]: np.zeros(1, np.float32)}, folder / second)
-    del weight_map[mine[1]]
-    edit_json(index, weight_map=weight_map | {"nowhere": first})
+    edit_json(index, weight_map=weight_map | {mine[1]: second})
     text = message(folder)
     assert f"tensor '{mine[0]}' is in more than one shard: {first}, {second}" in text
-    assert f"tensor '{mine[1]}' of {first} is not in model.safetensors.index.json" in text
-    assert f"places tensor 'nowhere' in {first}, but no shard has it" in text
+    assert f"places tensor '{mine[1]}' in {second}, but it is in {first}" in text
+
+
+def test_the_shards_say_what_they_hold_and_not_the_index(make_checkpoint: MakeCheckpoint) -> None:
+    """The index of Flan-T5 XL names two copies of the embedding, and its shards hold neither."""
+    folder = make_checkpoint(shards=2)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    first, *_ = weight_map.values()
+    del weight_map["model.norm.weight"]
+    edit_json(index, weight_map=weight_map | {"nowhere": first})
+    with open_model(folder) as model:
+        assert "model.norm.weight" in model.checkpoint.tensors and "nowhere" not in model.checkpoint.tensors
 
 
 def test_damage_in_several_shards_is_reported_together(make_checkpoint: MakeCheckpoint) -> None:
