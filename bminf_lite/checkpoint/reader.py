@@ -325,7 +325,7 @@ def _open_file(path: Path) -> TensorFile:
 
 
 def _open_shards(index: Path, weight_map: Mapping[str, str]) -> list[TensorFile]:
-    """Open the shards of an index. Each tensor that they hold must be in the one file where ``weight_map`` places it."""
+    """Open the shards of an index. A tensor that they hold must be in the one file where ``weight_map`` places it."""
     files: list[TensorFile] = []
     problems = []
     for name in sorted(set(weight_map.values())):
