@@ -242,6 +242,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not path.is_dir():
         what = "is a file, neither a folder nor GGUF" if path.exists() else "does not exist"
         raise CheckpointError(f"{path}: {what}; give the folder that holds config.json and the weights")
+    if not os.path.lexists(path / "config.json"):
+        raise CheckpointError(_no_config(path))
     config = read_json(path / "config.json")
     metadata_files = [path / "config.json"]
     weights = next(
@@ -358,6 +360,17 @@ def _shard_problems(files: list[TensorFile], index: str, weight_map: Mapping[str
         for tensor, file_name in weight_map.items()
         if tensor in holders and file_name not in holders[tensor]
     ]
+
+
+def _no_config(path: Path) -> str:
+    if (path / "adapter_config.json").exists():
+        remedy = "merge it into its base model (merge_and_unload of peft), save that model, and give its folder"
+        return f"{path}: is an adapter, not a model; {remedy}"
+    patterns = "*/config.json", "snapshots/*/config.json"  # the second in the cache of Hugging Face
+    inside = sorted(str(file.parent) for pattern in patterns for file in path.glob(pattern))
+    listed = " or ".join(inside[:3])
+    remedy = f"give the folder {listed}, which has one" if inside else "copy it from the model's original folder"
+    return f"{path / 'config.json'}: does not exist; {remedy}"
 
 
 def _no_weights(path: Path) -> str:

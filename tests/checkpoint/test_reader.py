@@ -135,6 +135,17 @@ def test_only_files_of_other_libraries(make_checkpoint: MakeCheckpoint) -> None:
     assert "save_pretrained" in text
 
 
+def test_a_folder_without_a_configuration_says_which_to_give(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = make_checkpoint()
+    assert f"{folder.parent / 'config.json'}: does not exist; give the folder {folder}" in message(folder.parent)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    assert f"give the folder {snapshot}, which has one" in message(tmp_path / "models--a--b")
+    (snapshot / "config.json").rename(snapshot / "adapter_config.json")
+    assert "is an adapter, not a model; merge it into its base model" in message(snapshot)
+
+
 def test_a_link_to_weights_that_were_not_copied(make_checkpoint: MakeCheckpoint) -> None:
     weights = make_checkpoint() / "model.safetensors"
     weights.unlink()
