@@ -181,6 +181,9 @@ def test_an_address_that_cannot_be_had():
     taken.close()
     with pytest.raises(UsageError, match=r"cannot listen at 192\.0\.2\.1"):
         Listener(Address("192.0.2.1", 0), 1)
+    for port in (-1, 65536, 99999):
+        with pytest.raises(UsageError, match=f"the port is {port}; it must be from 0, .* to 65535"):
+            Listener(Address(port=port), 1)
     shared = Listener(Address(port=0), 3)
     assert len({sock.getsockname() for sock in shared.sockets}) == 1
     assert shared.url == f"http://127.0.0.1:{shared.port}"
