@@ -150,11 +150,11 @@ def test_what_is_not_http(hasty, request_bytes):
     assert b"traceback" not in answer.lower()
 
 
-def test_a_health_check_without_a_host(short):
+def test_a_health_check_without_a_host(small):
     """HAProxy's is HTTP/1.0 unless it is told otherwise."""
-    assert status(short.ask(b"GET /echo HTTP/1.0\r\n\r\n")) == 200
-    assert status(short.ask(b"GET /echo HTTP/1.0\r\nhost: evil.example\r\n\r\n")) == 421
-    assert status(short.ask(b"GET /echo HTTP/1.1\r\nconnection: close\r\n\r\n")) == 421
+    assert status(small.ask(b"GET /echo HTTP/1.0\r\n\r\n")) == 200
+    assert status(small.ask(b"GET /echo HTTP/1.0\r\nhost: evil.example\r\n\r\n")) == 421
+    assert status(small.ask(b"GET /echo HTTP/1.1\r\nconnection: close\r\n\r\n")) == 421
 
 
 @pytest.mark.parametrize("host", [None, "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[::1"])
