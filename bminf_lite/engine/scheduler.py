@@ -14,7 +14,7 @@ and a block's next holder writes it in a later step.
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -123,7 +123,7 @@ class Scheduler:
         self.num_cached_tokens = 0
         self._launched: Sequence[ScheduledTokens] = ()
         self._encoded: Sequence[Request] = ()
-        self._with_deadline: list[Request] = []
+        self._with_deadline: dict[Request, float] = {}
         self._arrivals = 0
 
     @property
@@ -137,7 +137,7 @@ class Scheduler:
         request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids)
         insort(self.waiting, request, key=ORDER)
         if request.deadline is not None:
-            self._with_deadline.append(request)
+            self._with_deadline[request] = request.deadline
 
     def end(self, request: Request, reason: str, error: BaseException | None = None) -> bool:
         """End a request at any point of its life, with its blocks given back; returns False if it has ended before."""
@@ -149,15 +149,23 @@ class Scheduler:
 
     def end_overdue(self, now: float) -> list[Request]:
         """End and return the requests whose deadline has passed."""
-        overdue = [r for r in self._with_deadline if r.deadline is not None and r.deadline <= now]
-        if overdue:
-            self._with_deadline = [r for r in self._with_deadline if r not in overdue and r.finish_reason is None]
+        overdue = [r for r, deadline in self._with_deadline.items() if deadline <= now]
         return [r for r in overdue if self.end(r, "deadline")]
 
     def reset(self, error: BaseException) -> list[Request]:
-        """End every request with an error, forget the contents of the cache, and return the requests."""
-        ended = [r for r in (*self.running, *self.waiting) if self.end(r, "error", error)]
-        self.running, self.waiting = [], []  # an error in the middle of a plan may leave a request without its row
+        """End every request with an error, forget the contents of the cache, and return the requests.
+
+        An error in the middle of a step may leave a request without its row, or ended and not removed.
+        """
+        ended = [*self.running, *self.waiting]
+        for request in ended:
+            if request.finish_reason is None:
+                request.finish_reason, request.error = "error", error
+            if request.row > 0:
+                self.rows.remove(request.row)
+                request.row = 0
+        self.running, self.waiting = [], []
+        self._with_deadline.clear()
         self._launched = self._encoded = ()
         self.blocks.clear()
         return ended
@@ -369,10 +377,13 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Remove a request from the state in which it is."""
+        self._with_deadline.pop(request, None)
         if request.row > 0:
             self._stop_running(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+            return
+        place = bisect_left(self.waiting, request.order, key=ORDER)
+        if self.waiting[place : place + 1] == [request]:
+            del self.waiting[place]
 
     def _stop_running(self, request: Request) -> None:
         """Take a request's row and blocks; its accepted tokens stay in the index."""
