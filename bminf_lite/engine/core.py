@@ -117,6 +117,7 @@ class Engine:
         self._lock = threading.RLock()
         self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._arriving: deque[Sequence[Request]] = deque()
+        self._untold: dict[Request, None] = {}  # requests whose caller was not told of their end
         self._closing = False
         self._has_started = False
         self._after_steps: list[Callable[[], None]] = []
@@ -330,6 +331,7 @@ class Engine:
             scheduler, _ = self._ready()
             for request in requests:
                 if request.finish_reason is None:
+                    self._untold[request] = None
                     scheduler.add(request)
         except BaseException as error:
             for request in requests:
@@ -349,7 +351,11 @@ class Engine:
         """End all requests. What the steps in flight leave in the cache is not used."""
         self._in_flight.clear()
         if self._scheduler is not None:
-            self._tell(self._scheduler.reset(error))
+            self._scheduler.reset()
+        for request in self._untold:
+            if request.finish_reason is None:
+                request.finish_reason, request.error = "error", error
+        self._tell(list(self._untold))
 
     def _end_step(self) -> None:
         for function in self._after_steps:
@@ -360,10 +366,12 @@ class Engine:
         for request in requests:
             try:
                 request.on_update(request)
-            except BaseException as error:  # noqa: PERF203, the others must hear of theirs
+            except BaseException as error:
                 self._end_with_error(request, error)
                 with suppress(BaseException):
                     request.on_update(request)
+            if request.finish_reason is not None:
+                self._untold.pop(request, None)
 
 
 def _wake() -> None:

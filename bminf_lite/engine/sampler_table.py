@@ -54,13 +54,17 @@ class SamplerTable:
         self._num_rows = max_num_seqs + 1
         self._num_count_rows = min(max_penalized, max_num_seqs)
         self._num_mask_rows = min(max_masked, max_num_seqs)
+        self.clear()
+        self._masks: np.ndarray | None = None  # the masks as the host wrote them
+        table = ops.array(neutral_rows(self._num_rows).view(np.int32).reshape(-1, ROW_WORDS))
+        self._state = SamplerState(table, ops.array(np.zeros(1, np.int32)), SamplerVariant.GREEDY)
+
+    def clear(self) -> None:
+        """Free every row."""
         self._free_rows = list(range(1, self._num_rows))[::-1]
         self._free_count_rows = list(range(self._num_count_rows))[::-1]
         self._free_mask_rows = list(range(self._num_mask_rows))[::-1]
         self._entries: dict[int, _Entry] = {}
-        self._masks: np.ndarray | None = None  # the masks as the host wrote them
-        table = ops.array(neutral_rows(self._num_rows).view(np.int32).reshape(-1, ROW_WORDS))
-        self._state = SamplerState(table, ops.array(np.zeros(1, np.int32)), SamplerVariant.GREEDY)
 
     def nbytes(self, full: bool = True) -> int:
         """Bytes on the device: of the table, and with ``full`` of what the variant ``ADJUST`` adds."""

@@ -108,6 +108,10 @@ class Rows(Protocol):
         """Free a row."""
         ...
 
+    def clear(self) -> None:
+        """Free every row."""
+        ...
+
 
 class Scheduler:
     """Requests in two states: ``waiting`` and ``running``, both in order."""
@@ -152,23 +156,15 @@ class Scheduler:
         overdue = [r for r, deadline in self._with_deadline.items() if deadline <= now]
         return [r for r in overdue if self.end(r, "deadline")]
 
-    def reset(self, error: BaseException) -> list[Request]:
-        """End every request with an error, forget the contents of the cache, and return the requests.
-
-        An error in the middle of a step may leave a request without its row, or ended and not removed.
-        """
-        ended = [*self.running, *self.waiting]
-        for request in ended:
-            if request.finish_reason is None:
-                request.finish_reason, request.error = "error", error
-            if request.row > 0:
-                self.rows.remove(request.row)
-                request.row = 0
+    def reset(self) -> None:
+        """Forget every request and the contents of the cache, after an error at any point of a step."""
+        for request in self.running:
+            request.row = 0
         self.running, self.waiting = [], []
-        self._with_deadline.clear()
-        self._launched = self._encoded = ()
+        self.rows.clear()
         self.blocks.clear()
-        return ended
+        self._launched = self._encoded = ()
+        self._with_deadline.clear()
 
     # -- planning a step ----------------------------------------------------------------------------------------------
 

@@ -245,6 +245,21 @@ def test_an_error_of_the_device_reaches_every_caller_and_the_engine_lives_on(eng
     engine.wait_until_idle()
 
 
+def test_an_error_after_a_request_has_ended_still_tells_its_caller(engine):
+    """The step that ends two requests fails between them: neither caller waits for ever, and no row is lost."""
+    ended = [make_request([i], 2) for i in range(2)]
+    engine.before_launch = lambda: setattr(engine.runner, "remove", raises(RuntimeError("in the middle of a step")))
+    results: SimpleQueue[Request] = SimpleQueue()
+    for request in ended:
+        request.on_update = lambda r: results.put(r) if r.finish_reason else None
+    engine.submit(ended)
+    assert {results.get(timeout=60), results.get(timeout=60)} == set(ended)
+    engine.before_launch = lambda: None
+    del engine.runner.remove
+    engine.wait_until_idle()
+    assert len(engine.runner.free_rows) == engine.config.max_num_seqs and not engine._untold
+
+
 def test_a_device_that_cannot_start_is_an_error_of_the_call():
     tries: list[int] = []
 

@@ -347,3 +347,11 @@ def test_ten_thousand_arrivals():
         run_state_machine_as_test(
             Histories, settings=settings(max_examples=200, stateful_step_count=60, deadline=None, derandomize=False)
         )
+
+
+def test_a_request_that_has_ended_is_not_kept_until_its_deadline():
+    driver = Driver(make_config())
+    for deadline in (1e12, 2e12):
+        driver.add(make_request([1, 2], 3, deadline=deadline))
+    driver.run()
+    assert not driver.scheduler._with_deadline
