@@ -368,8 +368,9 @@ class Scheduler:
     def _enter(self, request: Request) -> None:
         blocks, size = request.blocks, self.blocks.block_size
         accepted = min(request.num_computed_tokens, request.num_known_tokens)
-        if blocks and blocks.tables[0] and accepted // size > blocks.num_indexed:
-            self.blocks.enter(blocks, request.token_ids(0, accepted))
+        if self.blocks.prefix_cache and blocks and blocks.tables[0] and accepted // size > blocks.num_indexed:
+            start = min(len(blocks.keys) * size, accepted)
+            self.blocks.enter(blocks, request.token_ids(start, accepted), start)
 
     def _leave(self, request: Request) -> None:
         """Remove a request from the state in which it is."""
