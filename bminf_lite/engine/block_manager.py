@@ -178,7 +178,7 @@ class BlockManager:
         return SequenceBlocks(root, len(source_token_ids), [[] for _ in self.pools])
 
     def compute_keys(self, sequence: SequenceBlocks, token_ids: Sequence[int], start: int = 0) -> None:
-        """Extend the keys to all full blocks of the accepted tokens, which are ``token_ids`` from position ``start`` on.
+        """Extend the keys to all full blocks of the accepted tokens: ``token_ids`` from the position ``start`` on.
 
         Those before ``start`` have keys already.
         """
@@ -238,7 +238,7 @@ class BlockManager:
         return True
 
     def enter(self, sequence: SequenceBlocks, token_ids: Sequence[int], start: int = 0) -> None:
-        """Enter the full blocks of the accepted tokens whose computation has been launched; see :meth:`compute_keys`."""
+        """Enter the full blocks of accepted tokens whose computation has been launched; see :meth:`compute_keys`."""
         if not self.prefix_cache:
             return
         self.compute_keys(sequence, token_ids, start)
