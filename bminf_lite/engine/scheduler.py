@@ -354,6 +354,8 @@ class Scheduler:
             updated.append(request)
             if request.finish_reason is not None:
                 self._leave(request)
+        if not self.has_requests:
+            self._launched = self._encoded = ()  # an idle engine keeps no request
         return updated
 
     def _enter_launched(self) -> None:

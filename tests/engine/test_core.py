@@ -464,7 +464,10 @@ def test_every_call_to_the_device_comes_from_one_thread(engine):
         engine.call(lambda: 1 / 0)
 
 
-def test_an_idle_engine_keeps_nothing_of_a_request_that_waited(engine):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_idle_engine_keeps_nothing_of_its_last_request(ahead):
+    engine = StubEngine(ahead=ahead)
+
     class Marker:
         pass
 
@@ -472,12 +475,13 @@ def test_an_idle_engine_keeps_nothing_of_a_request_that_waited(engine):
     kept = weakref.ref(marker)
     request = make_request([1], 2)
     request.on_update = lambda r, marker=marker: None
-    engine.submit([request])
     tokens_of(engine, make_request([2], 5))
-    engine.wait_until_idle()
+    engine.submit([request])
+    wait_until(lambda: request.finish_reason is not None)
     del marker, request
     engine.runner.steps.clear()
     wait_until(lambda: kept() is None)
+    engine.close()
 
 
 def test_an_idle_engine_sleeps(engine):
