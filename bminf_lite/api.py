@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
-from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,7 +24,7 @@ from .engine.model_runner import ModelRunner, Network
 from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
-from .errors import UsageError
+from .errors import UsageError, require_bool, require_whole
 from .grammar import Grammar
 from .grammar.matcher import GrammarCompiler
 from .layers.cache import KVCache
@@ -75,11 +74,11 @@ def load(
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
-    _require_whole("max_batch", 1 if max_batch is None else max_batch, most=MAX_BATCH)
-    _require_whole("context", 1 if context is None else context)
-    _require_whole("max_queue", max_queue)
-    _require_bool("check", check)
-    _require_bool("prefix_cache", prefix_cache)
+    require_whole("max_batch", 1 if max_batch is None else max_batch, MAX_BATCH)
+    require_whole("context", 1 if context is None else context)
+    require_whole("max_queue", max_queue)
+    require_bool("check", check)
+    require_bool("prefix_cache", prefix_cache)
     int8 = is_int8_cache(kv_cache)
     backend.check_device(device, memory_limit)
     with open_model(path) as opened:
@@ -319,7 +318,7 @@ class Model:
         for example with a begin-of-text token. Raises ``UsageError`` for an invalid prompt, ``CheckpointError`` if text
         needs a tokenizer that is missing.
         """
-        _require_bool("add_special_tokens", add_special_tokens)
+        require_bool("add_special_tokens", add_special_tokens)
         return self._prompts.encode(prompt, add_special_tokens)
 
     def fill_blank(self, text: str, **options: Unpack[SamplingOptions]) -> list[FilledSpan]:
@@ -379,7 +378,7 @@ class Model:
         self._require_open()
         given = cast(dict[str, Any], dict(options))
         add_special_tokens = given.pop("add_special_tokens", True)
-        _require_bool("add_special_tokens", add_special_tokens)
+        require_bool("add_special_tokens", add_special_tokens)
         served: dict[str, Any] = {}
         for name in ("priority", "cache_salt", "prompt_logprobs"):
             if name in given:
@@ -457,7 +456,7 @@ class Model:
             raise UsageError(
                 f"start is {start!r}, but must be the position of one of the {len(ids):,} tokens: 0 or more"
             )
-        _require_bool("device", device)
+        require_bool("device", device)
         source_ids = self._prompts.validate_token_ids(() if source is None else source)
         longest = config.max_source_length
         if not (0 < len(source_ids) <= longest if config.is_encoder_decoder else source is None):
@@ -526,17 +525,6 @@ def _grammar(options: dict[str, Any]) -> Grammar | None:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _require_whole(name: str, value: Any, most: float = inf) -> None:
-    if not _is_whole(value) or not 1 <= value <= most:
-        wanted = "1 or more" if most == inf else f"1 to {most:,}"
-        raise UsageError(f"{name} is {value!r}, but must be a whole number, {wanted}")
-
-
-def _require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}, but must be True or False")
 
 
 def _check_served(served: Mapping[str, Any], deadline: Any, is_encoder_decoder: bool) -> None:

@@ -22,7 +22,7 @@ from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
 from .cuda.kernels.arrays import HEAD_PAD, round_up
 from .engine.config import EngineConfig
-from .errors import OutOfMemory, UsageError
+from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
 from .layers.cache import CacheShape
 from .memory.cache_memory import CacheGroup, block_bytes
@@ -107,9 +107,8 @@ def plan(
     plan has room for ``context`` tokens of ``batch`` sequences. Prints as lines of text. Raises ``CheckpointError``,
     ``UsageError``, ``DeviceError``, and ``OutOfMemory`` if nothing would fit.
     """
-    for name, value in (("context", 1 if context is None else context), ("batch", batch)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
+    require_whole("context", 1 if context is None else context)
+    require_whole("batch", batch)
     requirements = requirements_of(path, recipe, kv_cache)
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory)
     return plan_memory(requirements, machine_of(memory_limit, gpu_bytes, link, bandwidth), context, batch)

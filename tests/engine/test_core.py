@@ -477,7 +477,7 @@ def test_an_idle_engine_keeps_nothing_of_its_last_request(ahead):
     request.on_update = lambda r, marker=marker: None
     tokens_of(engine, make_request([2], 5))
     engine.submit([request])
-    wait_until(lambda: request.finish_reason is not None)
+    wait_until(lambda last=request: last.finish_reason is not None)
     del marker, request
     engine.runner.steps.clear()
     wait_until(lambda: kept() is None)
