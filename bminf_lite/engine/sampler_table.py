@@ -66,12 +66,6 @@ class SamplerTable:
         self._free_mask_rows = list(range(self._num_mask_rows))[::-1]
         self._entries: dict[int, _Entry] = {}
 
-    def nbytes(self, full: bool = True) -> int:
-        """Bytes on the device: of the table, and with ``full`` of what the variant ``ADJUST`` adds."""
-        words = (self.vocab_size + 31) // 32
-        added = self._num_rows * 2 * MAX_LOGIT_BIAS + self._num_count_rows * self.vocab_size
-        return 4 * (self._num_rows * ROW_WORDS + full * (added + self._num_mask_rows * words))
-
     def allocate(self) -> None:
         """Allocate what the variant ``ADJUST`` needs, unless that was done. Raises ``MemoryError``."""
         if self._masks is not None:
