@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 MAX_BATCH = 1 << 16
-"""Sequences of a step: some ten times as many as any GPU has memory for. Each takes some memory of the host at once."""
+"""The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
 
 
 def load(
