@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..errors import CheckpointError
 from ..version import __version__
 from .checksum import FileRecord
 from .recipe import Recipe, Scheme
@@ -31,6 +32,25 @@ FORMAT_VERSION, OUTLIER_FORMAT_VERSION, CONV1D_FORMAT_VERSION = 1, 2, 3
 """The second is for checkpoints with outlier columns, and the third for int8 matrices that the source stores
 ``[in, out]``; earlier versions of this package cannot run these."""
 FORMAT_VERSIONS = (FORMAT_VERSION, OUTLIER_FORMAT_VERSION, CONV1D_FORMAT_VERSION)
+
+DAMAGED_MANIFEST = "the file is damaged: copy it again, or migrate again"
+
+
+def file_records(manifest: Mapping[str, Any], source: object) -> list[FileRecord]:
+    """The files of the result with sizes and checksums; none in a manifest of an early version.
+
+    Raises :class:`CheckpointError`, with ``source`` as its title, for another value.
+    """
+    entries = manifest.get("files") or []
+    entries = entries if isinstance(entries, list) else [entries]
+    try:
+        records = [FileRecord(**entry) for entry in entries]
+    except TypeError:
+        records = []
+    kinds = [(type(record.name), type(record.bytes), type(record.xxh3)) for record in records]
+    if len(records) != len(entries) or any(kind != (str, int, str) for kind in kinds):
+        raise CheckpointError(f"{source}: files is no list of names, sizes and checksums; {DAMAGED_MANIFEST}")
+    return records
 
 
 @dataclass(frozen=True)

@@ -313,11 +313,20 @@ def _files_to_copy(source: Path) -> tuple[list[Path], list[str]]:
     folder = source / COPIED_FOLDER
     if folder.is_dir():
         found += sorted(folder.iterdir())
-    files = [path for path in found if path.is_file()]
     root = _linkable_root(source)
-    foreign = {path: path.resolve() for path in files if not path.resolve().is_relative_to(root)}
-    skipped = [f"{path.name} is a link to {target}, outside of the source" for path, target in foreign.items()]
-    return [path for path in files if path not in foreign], skipped
+    reasons = {path: reason for path in found if (reason := _reason_to_skip(path, root))}
+    return [path for path in found if path not in reasons], [f"{p.name} {reason}" for p, reason in reasons.items()]
+
+
+def _reason_to_skip(path: Path, root: Path) -> str | None:
+    """The reason why a file is not carried along; None if it is. Links may lead to files inside ``root``."""
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {path.readlink()}, which does not exist"
+    if not path.is_file():
+        return "is not a regular file"
+    if not path.resolve().is_relative_to(root):
+        return f"is a link to {path.resolve()}, outside of the source"
+    return None
 
 
 def _linkable_root(source: Path) -> Path:

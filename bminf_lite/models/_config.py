@@ -35,6 +35,7 @@ COMMON = {
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",

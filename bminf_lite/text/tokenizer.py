@@ -53,9 +53,11 @@ class Tokenizer(ABC):
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise UsageError(
-                f"the prompt cannot be encoded: character {e.start} is {text[e.start]!r}, half of a surrogate pair"
-            ) from None
+            code = ord(text[e.start])
+            what = f"{text[e.start]!r}, half of a surrogate pair"
+            if 0xDC80 <= code <= 0xDCFF:  # what Python makes of an argument's byte that is not UTF-8
+                what = f"byte {code - 0xDC00:#x} of text that is not UTF-8; convert it to UTF-8"
+            raise UsageError(f"the prompt cannot be encoded: character {e.start} is {what}") from None
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Iterable[int]) -> str:

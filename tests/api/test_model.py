@@ -230,6 +230,9 @@ def test_a_model_made_without_a_checkpoint_takes_ids():
         ({"eos_token_id": [3, 5]}, {}, {3, 5}),
         ({"eos_token_id": None}, {"eos_token_id": 4}, {4}),
         ({"eos_token_id": []}, {"eos_token_id": 4}, set()),
+        ({"eos_token_id": [9, 3]}, {"eos_token_id": 4}, {3}),
+        ({"eos_token_id": [9, 10]}, {"eos_token_id": 4}, {4}),
+        ({}, {"eos_token_id": 50256}, None),  # GPT-2's, which transformers saves with a smaller vocabulary too
         ({}, {}, None),
     ],
 )
@@ -237,8 +240,8 @@ def test_where_end_tokens_are_configured(generation_config, config, expected):
     assert configured_eos_ids(generation_config, config, 9) == expected
 
 
-@pytest.mark.parametrize("value", ["</s>", 9, -1, [1, 9], [True], 1.0, {"id": 1}])
-def test_end_tokens_outside_of_the_vocabulary(value):
+@pytest.mark.parametrize("value", ["</s>", -1, [1, -1], [True], 1.0, {"id": 1}])
+def test_end_tokens_that_are_no_ids(value):
     with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id is .* from 0 to 8"):
         configured_eos_ids({}, {"eos_token_id": value}, 9)
 

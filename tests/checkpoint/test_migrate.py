@@ -317,3 +317,14 @@ def test_links_out_of_the_source_are_not_carried_along(make_checkpoint: MakeChec
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     assert not migrate(snapshot, tmp_path / "out2").skipped
     assert (tmp_path / "out2" / "LICENSE").read_text() == "secret"
+
+
+def test_files_that_cannot_be_carried_along_are_named(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """A copy of a snapshot without its blobs would otherwise lose its tokenizer without a word."""
+    source = make_checkpoint()
+    (source / "tokenizer.json").symlink_to("../../blobs/0123")
+    os.mkfifo(source / "merges.txt")
+    report = migrate(source, tmp_path / "out")
+    assert report.skipped == (
+        "merges.txt is not a regular file", "tokenizer.json is a link to ../../blobs/0123, which does not exist"
+    )  # fmt: skip

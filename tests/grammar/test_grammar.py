@@ -10,6 +10,7 @@ import pytest
 from bminf_lite.errors import UsageError
 from bminf_lite.grammar import Grammar, validate, value
 from bminf_lite.grammar.value import MAX_CHOICES, MAX_TEXT
+from bminf_lite.text.json_schema import FORMATS
 
 GOOD = [
     Grammar.json_object(),
@@ -52,6 +53,23 @@ BAD = [
     (lambda: Grammar.choice([str(n) for n in range(MAX_CHOICES + 1)]), "5,001 texts, but may have 5,000"),
     (lambda: Grammar("xml", "a"), "'xml', but must be one of json_object"),
 ]  # fmt: skip
+
+
+def test_what_a_schema_need_not_say_is_left_out():
+    """Zod, pydantic and OpenAPI write formats of their own, and that names are strings."""
+    names = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"format": "path"}}
+    assert Grammar.json_schema(names) == Grammar.json_schema({"type": "object", "additionalProperties": {}})
+    assert Grammar.json_schema(json.dumps(names)) == Grammar.json_schema(names)
+    for kept in (
+        {"const": {"format": "path"}}, {"properties": {"format": {}, "propertyNames": {"type": "string"}}},
+        {"anyOf": [{"format": form} for form in sorted(FORMATS)]}, {"propertyNames": {"pattern": "a"}},
+    ):  # fmt: skip
+        assert json.loads(Grammar.json_schema(kept).text) == kept
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_formats_that_are_known(form):
+    validate(Grammar.json_schema({"type": "string", "format": form}))
 
 
 @pytest.mark.parametrize("grammar", GOOD, ids=lambda g: g.kind)

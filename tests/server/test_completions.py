@@ -246,7 +246,6 @@ def test_the_context_ends_a_completion(demo: LiveServer):
         ({"stop_token_ids": [2048]}, "stop_token_ids", "0 to 2047"),
         ({"deadline": 0}, "deadline", "greater than 0"),
         ({"suffix": "b"}, "suffix", "not supported"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"priority": 2**31}, "priority", "less than or equal"),
         ({"cache_salt": "x" * 300}, "cache_salt", "256"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),

@@ -140,6 +140,13 @@ def test_what_is_not_http(short, request_bytes):
     assert b"traceback" not in answer.lower()
 
 
+def test_a_health_check_without_a_host(short):
+    """HAProxy's is HTTP/1.0 unless it is told otherwise."""
+    assert status(short.ask(b"GET /echo HTTP/1.0\r\n\r\n")) == 200
+    assert status(short.ask(b"GET /echo HTTP/1.0\r\nhost: evil.example\r\n\r\n")) == 421
+    assert status(short.ask(b"GET /echo HTTP/1.1\r\nconnection: close\r\n\r\n")) == 421
+
+
 @pytest.mark.parametrize("host", [None, "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[::1"])
 def test_a_wrong_host(short, host):
     line = "" if host is None else f"host: {host}\r\n"

@@ -67,6 +67,7 @@ class _Items:
         self._wants_logprobs = wants_logprobs
         self._pieces: list[str] = []
         self._scores: list[dict[str, Any]] = []
+        self._next_scores: list[dict[str, Any]] = []  # of tokens whose text may be held back
         self._delta_head = b""
 
     def event(self, kind: str, **fields: Any) -> bytes:
@@ -78,11 +79,12 @@ class _Items:
     def add(self, events: Sequence[Event], tokens: Sequence[ScoredToken]) -> bytes:
         """Take what an output adds to the answer. Log-probabilities are those of the text."""
         told = b""
-        scores = [scored_token(token) for token in tokens if not token.is_end] if self._wants_logprobs else []
+        if self._wants_logprobs:
+            self._next_scores += [scored_token(token) for token in tokens if not token.is_end]
         for event in events:
             if isinstance(event, Content):
-                told += self._open("message") + self._text(event.text, scores)
-                scores = []
+                told += self._open("message") + self._text(event.text, self._next_scores)
+                self._next_scores = []
             elif isinstance(event, Reasoning):
                 told += self._open("reasoning") + self._text(event.text, [])
             elif isinstance(event, CallBegin):
@@ -91,7 +93,8 @@ class _Items:
                 told += self._text(event.text, [])
             else:
                 told += self.close()
-        self._scores += scores
+        if events and not isinstance(events[-1], Content):
+            self._next_scores = []
         return told
 
     def close(self, status: str = "completed") -> bytes:
