@@ -22,7 +22,7 @@ from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
 from .cuda.kernels.arrays import HEAD_PAD, round_up
 from .engine.config import EngineConfig
-from .errors import OutOfMemory
+from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
 from .layers.cache import CacheShape
 from .memory.cache_memory import CacheGroup, block_bytes
@@ -107,6 +107,8 @@ def plan(
     plan has room for ``context`` tokens of ``batch`` sequences. Prints as lines of text. Raises ``CheckpointError``,
     ``UsageError``, ``DeviceError``, and ``OutOfMemory`` if nothing would fit.
     """
+    require_whole("context", 1 if context is None else context)
+    require_whole("batch", batch)
     requirements = requirements_of(path, recipe, kv_cache)
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory)
     return plan_memory(requirements, machine_of(memory_limit, gpu_bytes, link, bandwidth), context, batch)
@@ -208,6 +210,13 @@ def cache_blocks(
     return blocks(max(most, bisect_right(range(most * max_num_seqs + 1), room, key=nbytes) - 1))
 
 
+def is_int8_cache(kv_cache: str) -> bool:
+    """Whether ``kv_cache`` is ``int8``. Raises ``UsageError`` if it is neither that nor ``fp16``."""
+    if kv_cache not in ("fp16", "int8"):
+        raise UsageError(f"kv_cache is {kv_cache!r}, but must be fp16 or int8")
+    return kv_cache == "int8"
+
+
 def _require_host_memory(spec: Spec) -> None:
     """Raise ``OutOfMemory`` if the weights, which a CPU keeps in fp32, exceed the host's free memory.
 
@@ -227,7 +236,7 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
     meta = MetaBackend()
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
-    cache = cache_groups(config, replace(config.cache_shape, int8=kv_cache == "int8"))
+    cache = cache_groups(config, replace(config.cache_shape, int8=is_int8_cache(kv_cache)))
     return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),

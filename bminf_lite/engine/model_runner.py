@@ -156,6 +156,10 @@ class ModelRunner:
         """Free a row."""
         self.table.remove(row)
 
+    def clear(self) -> None:
+        """Free every row."""
+        self.table.clear()
+
     def _sampling(self, request: Request) -> SequenceSampling:
         params = request.params
         if request.matcher is not None and params.min_tokens:

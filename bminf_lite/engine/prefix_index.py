@@ -14,7 +14,7 @@ from hashlib import sha256
 
 def root_key(salt: str, source_token_ids: Sequence[int] = ()) -> bytes:
     """The parent of a sequence's first block."""
-    return block_key(sha256(salt.encode()).digest(), source_token_ids)
+    return block_key(sha256(salt.encode(errors="surrogatepass")).digest(), source_token_ids)
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:

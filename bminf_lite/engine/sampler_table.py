@@ -54,19 +54,17 @@ class SamplerTable:
         self._num_rows = max_num_seqs + 1
         self._num_count_rows = min(max_penalized, max_num_seqs)
         self._num_mask_rows = min(max_masked, max_num_seqs)
-        self._free_rows = list(range(1, self._num_rows))[::-1]
-        self._free_count_rows = list(range(self._num_count_rows))[::-1]
-        self._free_mask_rows = list(range(self._num_mask_rows))[::-1]
-        self._entries: dict[int, _Entry] = {}
+        self.clear()
         self._masks: np.ndarray | None = None  # the masks as the host wrote them
         table = ops.array(neutral_rows(self._num_rows).view(np.int32).reshape(-1, ROW_WORDS))
         self._state = SamplerState(table, ops.array(np.zeros(1, np.int32)), SamplerVariant.GREEDY)
 
-    def nbytes(self, full: bool = True) -> int:
-        """Bytes on the device: of the table, and with ``full`` of what the variant ``ADJUST`` adds."""
-        words = (self.vocab_size + 31) // 32
-        added = self._num_rows * 2 * MAX_LOGIT_BIAS + self._num_count_rows * self.vocab_size
-        return 4 * (self._num_rows * ROW_WORDS + full * (added + self._num_mask_rows * words))
+    def clear(self) -> None:
+        """Free every row."""
+        self._free_rows = list(range(1, self._num_rows))[::-1]
+        self._free_count_rows = list(range(self._num_count_rows))[::-1]
+        self._free_mask_rows = list(range(self._num_mask_rows))[::-1]
+        self._entries: dict[int, _Entry] = {}
 
     def allocate(self) -> None:
         """Allocate what the variant ``ADJUST`` needs, unless that was done. Raises ``MemoryError``."""

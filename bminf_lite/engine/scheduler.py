@@ -15,7 +15,7 @@ and a block's next holder writes it in a later step.
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -110,6 +110,10 @@ class Rows(Protocol):
         """Free a row."""
         ...
 
+    def clear(self) -> None:
+        """Free every row."""
+        ...
+
 
 class Scheduler:
     """Requests in two states: ``waiting`` and ``running``, both in order."""
@@ -125,7 +129,7 @@ class Scheduler:
         self.num_cached_tokens = 0
         self._launched: Sequence[ScheduledTokens] = ()
         self._encoded: Sequence[Request] = ()
-        self._with_deadline: list[Request] = []
+        self._with_deadline: dict[Request, float] = {}
         self._arrivals = 0
 
     @property
@@ -139,7 +143,7 @@ class Scheduler:
         request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids)
         insort(self.waiting, request, key=ORDER)
         if request.deadline is not None:
-            self._with_deadline.append(request)
+            self._with_deadline[request] = request.deadline
 
     def end(self, request: Request, reason: str, error: BaseException | None = None) -> bool:
         """End a request at any point of its life, with its blocks given back; returns False if it has ended before."""
@@ -151,18 +155,18 @@ class Scheduler:
 
     def end_overdue(self, now: float) -> list[Request]:
         """End and return the requests whose deadline has passed."""
-        overdue = [r for r in self._with_deadline if r.deadline is not None and r.deadline <= now]
-        if overdue:
-            self._with_deadline = [r for r in self._with_deadline if r not in overdue and r.finish_reason is None]
+        overdue = [r for r, deadline in self._with_deadline.items() if deadline <= now]
         return [r for r in overdue if self.end(r, "deadline")]
 
-    def reset(self, error: BaseException) -> list[Request]:
-        """End every request with an error, forget the contents of the cache, and return the requests."""
-        ended = [r for r in (*self.running, *self.waiting) if self.end(r, "error", error)]
-        self.running, self.waiting = [], []  # an error in the middle of a plan may leave a request without its row
-        self._launched = self._encoded = ()
+    def reset(self) -> None:
+        """Forget every request and the contents of the cache, after an error at any point of a step."""
+        for request in self.running:
+            request.row = 0
+        self.running, self.waiting = [], []
+        self.rows.clear()
         self.blocks.clear()
-        return ended
+        self._launched = self._encoded = ()
+        self._with_deadline.clear()
 
     # -- planning a step ----------------------------------------------------------------------------------------------
 
@@ -352,6 +356,8 @@ class Scheduler:
             updated.append(request)
             if request.finish_reason is not None:
                 self._leave(request)
+        if not self.has_requests:
+            self._launched = self._encoded = ()  # an idle engine keeps no request
         return updated
 
     def _enter_launched(self) -> None:
@@ -366,15 +372,19 @@ class Scheduler:
     def _enter(self, request: Request) -> None:
         blocks, size = request.blocks, self.blocks.block_size
         accepted = min(request.num_computed_tokens, request.num_known_tokens)
-        if blocks and blocks.tables[0] and accepted // size > blocks.num_indexed:
-            self.blocks.enter(blocks, request.token_ids(0, accepted))
+        if self.blocks.prefix_cache and blocks and blocks.tables[0] and accepted // size > blocks.num_indexed:
+            start = min(len(blocks.keys) * size, accepted)
+            self.blocks.enter(blocks, request.token_ids(start, accepted), start)
 
     def _leave(self, request: Request) -> None:
         """Remove a request from the state in which it is."""
+        self._with_deadline.pop(request, None)
         if request.row > 0:
             self._stop_running(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+            return
+        place = bisect_left(self.waiting, request.order, key=ORDER)
+        if self.waiting[place : place + 1] == [request]:
+            del self.waiting[place]
 
     def _stop_running(self, request: Request) -> None:
         """Take a request's row and blocks; its accepted tokens stay in the index."""

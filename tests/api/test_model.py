@@ -413,6 +413,9 @@ def test_closing_frees_the_memory_of_a_cpu_while_the_model_is_referenced():
         ({"device": None}, "device None is not one of"),
         ({"memory_limit": 1.5}, "not 1.5"),
         ({"max_batch": "4"}, "max_batch is '4'"),
+        ({"max_batch": 65537}, "max_batch is 65537, but must be a whole number, 1 to 65,536"),
+        ({"max_queue": None}, "max_queue is None"),
+        ({"prefix_cache": "no"}, "prefix_cache is 'no', but must be True or False"),
         ({"context": 2.0}, "context is 2.0"),
         ({"kv_cache": 8}, "kv_cache is 8"),
         ({"kv_cache": ["int8"]}, "kv_cache is"),
@@ -422,6 +425,16 @@ def test_closing_frees_the_memory_of_a_cpu_while_the_model_is_referenced():
 def test_arguments_of_another_type_are_refused_by_name(tmp_path, arguments, message):
     with pytest.raises(UsageError, match=message):
         bminf_lite.load(**({"path": tmp_path} | arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"kv_cache": "int4"}, {"batch": 1.5}, {"context": "4k"}, {"link": 0}, {"link": "25"}, {"bandwidth": -1}],
+)
+def test_arguments_of_plan_are_refused_by_name(source, arguments):
+    ((name, value),) = arguments.items()
+    with pytest.raises(UsageError, match=f"^{name} is {value!r}, but must be"):
+        bminf_lite.plan(source, **({"gpu_memory": "8GiB", "link": 2e10} | arguments))
 
 
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dis
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from queue import SimpleQueue
 
 import pytest
@@ -242,6 +245,21 @@ def test_an_error_of_the_device_reaches_every_caller_and_the_engine_lives_on(eng
     engine.wait_until_idle()
 
 
+def test_an_error_after_a_request_has_ended_still_tells_its_caller(engine):
+    """The step that ends two requests fails between them: neither caller waits for ever, and no row is lost."""
+    ended = [make_request([i], 2) for i in range(2)]
+    engine.before_launch = lambda: setattr(engine.runner, "remove", raises(RuntimeError("in the middle of a step")))
+    results: SimpleQueue[Request] = SimpleQueue()
+    for request in ended:
+        request.on_update = lambda r: results.put(r) if r.finish_reason else None
+    engine.submit(ended)
+    assert {results.get(timeout=60), results.get(timeout=60)} == set(ended)
+    engine.before_launch = lambda: None
+    del engine.runner.remove
+    engine.wait_until_idle()
+    assert len(engine.runner.free_rows) == engine.config.max_num_seqs and not engine._untold
+
+
 def test_a_device_that_cannot_start_is_an_error_of_the_call():
     tries: list[int] = []
 
@@ -265,7 +283,7 @@ def test_ctrl_c_ends_the_call_and_its_requests(engine, request):
 
     def interrupt_once() -> None:
         if len(sent.output_token_ids) >= 5 and sent.finish_reason is None:
-            engine.before_launch = lambda: wait_until(lambda: bool(engine._messages))  # until the request is cancelled
+            engine.before_launch = lambda: wait_until(lambda: not engine._messages.empty())  # for its cancellation
             os.kill(os.getpid(), signal.SIGINT)
 
     engine.before_launch = interrupt_once
@@ -275,6 +293,61 @@ def test_ctrl_c_ends_the_call_and_its_requests(engine, request):
     engine.wait_until_idle()
     assert sent.finish_reason == "cancelled"
     assert tokens_of(engine, make_request([1, 2], 3))
+
+
+def interrupted_at(point: int, work: Callable[[], object]) -> bool:
+    """Do ``work`` with Ctrl-C where the engine's code looks for signals the ``point``-th time; whether there is one."""
+    previous: dict[object, str] = {}
+    left = point
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("core.py", "threading.py")):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, previous[frame] = previous.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            left -= before.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    with suppress(KeyboardInterrupt):
+        work()
+    sys.settrace(None)
+    return left <= 0
+
+
+def test_ctrl_c_at_every_moment_leaves_the_engine_to_others(engine):
+    """No lock stays locked, and no request stays counted."""
+    interrupted_at(-1, lambda: tokens_of(engine, make_request([1], 1)))  # Python 3.12 traces the second time
+    point = 1
+    while interrupted_at(point, lambda: tokens_of(engine, make_request([2], 1))):
+        point += 1
+        other = threading.Thread(target=tokens_of, args=(engine, make_request([3], 1)), daemon=True)
+        other.start()
+        other.join(60)
+        assert not other.is_alive(), f"at point {point}"
+        assert engine.stats().waiting == 0
+    assert point > 20
+
+
+def test_a_thread_that_cannot_start_is_an_error_of_each_call(monkeypatch):
+    engine = StubEngine()
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
+        patched.setattr(threading.Thread, "start", raises(RuntimeError("can't start new thread")))
+        tokens_of(engine, make_request([1]))
+    assert tokens_of(engine, make_request([1]))
+    engine.close()
+
+
+def raises(error: BaseException) -> Callable[..., None]:
+    def function(*arguments: object) -> None:
+        raise error
+
+    return function
 
 
 def test_close_with_requests_under_way():
@@ -391,7 +464,10 @@ def test_every_call_to_the_device_comes_from_one_thread(engine):
         engine.call(lambda: 1 / 0)
 
 
-def test_an_idle_engine_keeps_nothing_of_a_request_that_waited(engine):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_idle_engine_keeps_nothing_of_its_last_request(ahead):
+    engine = StubEngine(ahead=ahead)
+
     class Marker:
         pass
 
@@ -399,12 +475,13 @@ def test_an_idle_engine_keeps_nothing_of_a_request_that_waited(engine):
     kept = weakref.ref(marker)
     request = make_request([1], 2)
     request.on_update = lambda r, marker=marker: None
-    engine.submit([request])
     tokens_of(engine, make_request([2], 5))
-    engine.wait_until_idle()
+    engine.submit([request])
+    wait_until(lambda last=request: last.finish_reason is not None)
     del marker, request
     engine.runner.steps.clear()
     wait_until(lambda: kept() is None)
+    engine.close()
 
 
 def test_an_idle_engine_sleeps(engine):
@@ -441,7 +518,7 @@ def test_a_stop_string_cancels_its_request_while_others_of_the_call_go_on(engine
     stopped, other = make_request([1], 29), make_request([2], 29)
     seen = threading.Event()
     engine.before_launch = lambda: wait_until(
-        lambda: len(stopped.output_token_ids) < 4 or bool(engine._messages) or seen.is_set()
+        lambda: len(stopped.output_token_ids) < 4 or not engine._messages.empty() or seen.is_set()
     )
     results = {}
     completions = [Completion(stopped, StopsAtTheThirdToken(None)), completion(other)]

@@ -218,6 +218,8 @@ def test_logits_of_a_few_tokens_compute_only_what_is_not_in_the_cache(chunk, dev
         assert model.stats().cached_tokens == 128
         with pytest.raises(UsageError, match="start is 4, but must be the position of one of the 4 tokens"):
             model.logits(drafted, start=4)
+        with pytest.raises(UsageError, match=r"start is 1\.5, but must be the position"):
+            model.logits(drafted, start=1.5)
 
 
 def test_greedy_takes_the_largest_logit_each_time():
@@ -391,6 +393,7 @@ def test_a_request_that_waits_starts_when_another_ends():
         ({"priority": 1.5}, "priority is 1.5, but must be a whole number"),
         ({"deadline": 0}, "deadline is 0, but must be seconds, more than 0"),
         ({"cache_salt": 3}, "cache_salt is 3, but must be a text"),
+        ({"add_special_tokens": 1}, "add_special_tokens is 1, but must be True or False"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is 1, but must be True or False"),
         ({"max_new_tokens": 96}, "can never run: 96 tokens need 2 blocks of 64 tokens .* which has 1"),
     ],
