@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -23,12 +24,12 @@ from .engine.model_runner import ModelRunner, Network
 from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
-from .errors import UsageError
+from .errors import UsageError, require_bool, require_whole
 from .grammar import Grammar
 from .grammar.matcher import GrammarCompiler
 from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
-from .placement import checkpoint_requirements, make_engine_config, plan_placement
+from .placement import checkpoint_requirements, is_int8_cache, make_engine_config, plan_placement
 from .text.chat_template import Message
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
 from .text.prompts import EncodedPrompt, Prompt, PromptEncoder, dialogue_messages, is_batch
@@ -38,6 +39,10 @@ from .text.tool_calls import Tool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+MAX_BATCH = 1 << 16
+"""The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
 
 
 def load(
@@ -58,7 +63,7 @@ def load(
     - ``device``: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
     - ``memory_limit``: the most GPU memory that the model may use, in bytes or as text such as ``"6GiB"``. Layers that
       do not fit are streamed from host memory; see docs/memory.md. Without effect on a CPU.
-    - ``max_batch``: the most sequences that a step computes; the default follows from the memory.
+    - ``max_batch``: the most sequences that a step computes, up to 65,536; the default follows from the memory.
     - ``kv_cache``: ``fp16`` (fp32 on a CPU), or ``int8``, which takes half the memory.
     - ``context``: tokens that the cache must have room for. The default is the model's context length, or less where
       memory is short. Without effect on a CPU.
@@ -69,20 +74,18 @@ def load(
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
-    bounds = {"max_batch": max_batch, "context": context, "max_queue": max_queue}
-    for name, value in ((n, v) for n, v in bounds.items() if v is not None):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
-    if not isinstance(check, bool):
-        raise UsageError(f"check is {check!r}, but must be True or False")
-    if kv_cache not in ("fp16", "int8"):
-        raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
+    require_whole("max_batch", 1 if max_batch is None else max_batch, MAX_BATCH)
+    require_whole("context", 1 if context is None else context)
+    require_whole("max_queue", max_queue)
+    require_bool("check", check)
+    require_bool("prefix_cache", prefix_cache)
+    int8 = is_int8_cache(kv_cache)
     backend.check_device(device, memory_limit)
     with open_model(path) as opened:
         checkpoint, config = opened.checkpoint, opened.config
         ops = backend.create(device, memory_limit)
         try:
-            cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
+            cache_shape = replace(config.cache_shape, int8=int8)
             KVCache.for_sequences(ops, cache_shape, 1, 1).close()  # raises now if the backend cannot have such a cache
             plan = plan_placement(ops, opened.spec, lambda: checkpoint_requirements(opened, kv_cache=kv_cache), context)
             weights = opened.weights()
@@ -232,9 +235,9 @@ class Model:
         It may be called while other threads generate: their calls raise the same error.
         """
         self._prompts.close()
-        if self._finalizer.detach():
-            self._engine.close(self.ops.close)
-            self.__dict__.pop("network", None)  # on a CPU the weights are NumPy arrays, freed with the last reference
+        self._finalizer.detach()
+        self._engine.close(self.ops.close)
+        self.__dict__.pop("network", None)  # on a CPU the weights are NumPy arrays, freed with the last reference
 
     def __reduce__(self) -> str:
         raise UsageError("a model cannot be copied, pickled or sent to another process: load its folder again there")
@@ -277,7 +280,7 @@ class Model:
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[Piece, None, None]:
-        """Like :meth:`generate`, but yields pieces as the text appears. Arguments are checked before the first piece.
+        """Like :meth:`generate`, but yields pieces as the text appears. The call itself checks the arguments.
 
         Closing the stream ends generation; the memory of its requests is free at the next step.
         """
@@ -315,6 +318,7 @@ class Model:
         for example with a begin-of-text token. Raises ``UsageError`` for an invalid prompt, ``CheckpointError`` if text
         needs a tokenizer that is missing.
         """
+        require_bool("add_special_tokens", add_special_tokens)
         return self._prompts.encode(prompt, add_special_tokens)
 
     def fill_blank(self, text: str, **options: Unpack[SamplingOptions]) -> list[FilledSpan]:
@@ -347,13 +351,12 @@ class Model:
         tools: Sequence[Tool] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation by the checkpoint's chat template, including special tokens.
+        """A conversation as text, written by the checkpoint's chat template, special tokens included.
 
         It ends where an answer begins, or with the last message if not ``add_generation_prompt``. ``tools`` are
         functions in OpenAI's form; a template that knows no tools gets a system message that describes them.
         ``variables`` are passed to the template: ``enable_thinking``, ... Encode the text without
-        ``add_special_tokens``.
-        Raises ``UsageError`` if there is no template, or for messages that it refuses.
+        ``add_special_tokens``. Raises ``UsageError`` if there is no template, or for messages that it refuses.
         """
         return self._prompts.render(messages, add_generation_prompt, tools=tools, **variables)
 
@@ -374,6 +377,7 @@ class Model:
         self._require_open()
         given = cast(dict[str, Any], dict(options))
         add_special_tokens = given.pop("add_special_tokens", True)
+        require_bool("add_special_tokens", add_special_tokens)
         served: dict[str, Any] = {}
         for name in ("priority", "cache_salt", "prompt_logprobs"):
             if name in given:
@@ -447,8 +451,11 @@ class Model:
         ids = np.array(self._prompts.validate_token_ids(token_ids), np.int32)
         if not 0 < len(ids) <= config.context_length:
             raise UsageError(f"logits takes 1 to {config.context_length:,} token ids, not {len(ids):,}")
-        if not 0 <= start < len(ids):
-            raise UsageError(f"start is {start}, but must be the position of one of the {len(ids):,} tokens, from 0 on")
+        if not _is_whole(start) or not 0 <= start < len(ids):
+            raise UsageError(
+                f"start is {start!r}, but must be the position of one of the {len(ids):,} tokens: 0 or more"
+            )
+        require_bool("device", device)
         source_ids = self._prompts.validate_token_ids(() if source is None else source)
         longest = config.max_source_length
         if not (0 < len(source_ids) <= longest if config.is_encoder_decoder else source is None):
@@ -475,8 +482,8 @@ class Model:
             0, token_ids, SamplingParams(seed=0), source_token_ids=source_ids, take_logits=take, logits_start=start,
             whole_prompt=device, on_update=ended.put,
         )  # fmt: skip
-        self._engine.submit([request])
         try:
+            self._engine.submit([request])
             ended.get()
         finally:
             self._engine.cancel([request])
@@ -515,19 +522,24 @@ def _grammar(options: dict[str, Any]) -> Grammar | None:
     return next((kinds[name](value) for name, value in given.items()), None)
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _check_served(served: Mapping[str, Any], deadline: Any, is_encoder_decoder: bool) -> None:
     """Raise ``UsageError`` with all wrong values among how a request is to be served."""
     problems = []
-    for name, kind, wanted in (
-        ("priority", int, "a whole number"), ("cache_salt", str, "a text"), ("prompt_logprobs", bool, "True or False"),
-    ):  # fmt: skip
-        value = served.get(name, kind())
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            problems.append(f"{name} is {value!r}, but must be {wanted}")
-    is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if not _is_whole(served.get("priority", 0)):
+        problems.append(f"priority is {served['priority']!r}, but must be a whole number")
+    if not isinstance(served.get("cache_salt", ""), str):
+        problems.append(f"cache_salt is {served['cache_salt']!r}, but must be a text")
+    prompt_logprobs = served.get("prompt_logprobs", False)
+    if not isinstance(prompt_logprobs, bool):
+        problems.append(f"prompt_logprobs is {prompt_logprobs!r}, but must be True or False")
+    is_number = isinstance(deadline, Real) and not isinstance(deadline, bool)
     if deadline is not None and not (is_number and deadline > 0):
         problems.append(f"deadline is {deadline!r}, but must be seconds, more than 0")
-    if served.get("prompt_logprobs") and is_encoder_decoder:
+    if prompt_logprobs is True and is_encoder_decoder:
         problems.append(
             "prompt_logprobs is True, but the prompt of this model is read by an encoder, which predicts none of its "
             "tokens: leave it out"

@@ -7,6 +7,8 @@ for :class:`UsageError`), with a traceback under ``--debug``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 MAX_LISTED = 40
 
@@ -44,6 +46,20 @@ def checkpoint_error(title: object, problems: Sequence[str], remedy: str = "") -
 
 class UsageError(BminfError, ValueError):
     """An argument is out of range: a sampling parameter, a prompt, a recipe, a device name."""
+
+
+def require_whole(name: str, value: Any, most: int | None = None) -> None:
+    """Raise ``UsageError`` unless an argument is a whole number, of Python's or NumPy's types, from 1 to ``most``."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or value < 1 or (most is not None and value > most):
+        wanted = "1 or more" if most is None else f"1 to {most:,}"
+        raise UsageError(f"{name} is {value!r}, but must be a whole number, {wanted}")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raise ``UsageError`` unless an argument is True or False."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}, but must be True or False")
 
 
 class QueueFull(UsageError):

@@ -27,12 +27,23 @@ def expand(path: str | Path, what: str = "path") -> Path:
 def read_small_file(path: Path) -> bytes:
     """The content of a regular file. Raises ``OSError``, also for a device or a pipe and for a file of absurd size."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(0, "it is not a regular file")
+            raise OSError(0, "it is not a regular file", str(path))
         if status.st_size > MAX_TEXT_BYTES:
-            raise OSError(0, f"it has {status.st_size:,} bytes, and {MAX_TEXT_BYTES:,} are allowed")
+            raise OSError(0, f"it has {status.st_size:,} bytes, and {MAX_TEXT_BYTES:,} are allowed", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def read_file_or_pipe(path: Path) -> bytes:
+    """The content of a file or a pipe of any size. Raises ``OSError``, also for a device, which may be endless."""
+    with open(path, "rb") as file:
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
+            raise OSError(0, "it is a device", str(path))
         return file.read()
 
 

@@ -22,7 +22,7 @@ from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
 from .cuda.kernels.arrays import HEAD_PAD, round_up
 from .engine.config import EngineConfig
-from .errors import OutOfMemory
+from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
 from .layers.cache import CacheShape
 from .memory.cache_memory import CacheGroup, block_bytes
@@ -37,14 +37,14 @@ LIBRARY_BYTES = 48 << 20
 """Bytes of cublasLt's workspace and the kernels' own small arrays on the device."""
 
 CAPTURE_SHARE = 16
-"""A share of this part of the memory is left to captured steps and to steps of prompts."""
+"""One part in so many of the memory is left to captured steps and to steps of prompts."""
 LOGIT_BYTES = 16
-"""Bytes for each logit of a sequence: an int32 sum, fp32 logits, and what the sampler derives from them. A step moves
-about as many."""
+"""Bytes of scratch for each logit: an int32 sum, an fp32 logit, and what the sampler derives from it. A step reads and
+writes about as many."""
 LOGITS_SHARE = 16
-"""Logits of the sequences of a step take at most this part of the memory that a plan leaves."""
+"""The logits of a step take at most one part in so many of the memory that a plan leaves."""
 GPU_SEQUENCES = 1024
-"""Sequences of a step on a GPU by default, if there is memory: the more, the less a token costs."""
+"""The default bound of the sequences of a step on a GPU, if memory suffices. More of them make a token cheaper."""
 CPU_CACHE = 4 << 30
 """Bytes that a CPU is assumed to have free where the system does not say."""
 
@@ -107,6 +107,8 @@ def plan(
     plan has room for ``context`` tokens of ``batch`` sequences. Prints as lines of text. Raises ``CheckpointError``,
     ``UsageError``, ``DeviceError``, and ``OutOfMemory`` if nothing would fit.
     """
+    require_whole("context", 1 if context is None else context)
+    require_whole("batch", batch)
     requirements = requirements_of(path, recipe, kv_cache)
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory)
     return plan_memory(requirements, machine_of(memory_limit, gpu_bytes, link, bandwidth), context, batch)
@@ -142,9 +144,9 @@ def make_engine_config(
 ) -> EngineConfig:
     """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``.
 
-    The key-value cache takes the memory that the plan has for it and all that the plan leaves. Without a plan, that is
-    on a CPU, it takes at most a quarter of the host's free memory. There are blocks for one sequence of the planned
-    context at least, and for ``max_num_seqs`` at most.
+    The key-value cache takes the memory that the plan has for it and what the plan leaves, less logits and captured
+    steps. Without a plan (on a CPU) it takes at most a quarter of the host's free memory. There are blocks for one
+    sequence of the planned context at least, and for ``max_num_seqs`` at most.
     """
     chunk = CHUNK if plan is None else plan.chunk
     if plan is None:
@@ -208,6 +210,13 @@ def cache_blocks(
     return blocks(max(most, bisect_right(range(most * max_num_seqs + 1), room, key=nbytes) - 1))
 
 
+def is_int8_cache(kv_cache: str) -> bool:
+    """Whether ``kv_cache`` is ``int8``. Raises ``UsageError`` if it is neither that nor ``fp16``."""
+    if kv_cache not in ("fp16", "int8"):
+        raise UsageError(f"kv_cache is {kv_cache!r}, but must be fp16 or int8")
+    return kv_cache == "int8"
+
+
 def _require_host_memory(spec: Spec) -> None:
     """Raise ``OutOfMemory`` if the weights, which a CPU keeps in fp32, exceed the host's free memory.
 
@@ -227,7 +236,7 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
     meta = MetaBackend()
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
-    cache = cache_groups(config, replace(config.cache_shape, int8=kv_cache == "int8"))
+    cache = cache_groups(config, replace(config.cache_shape, int8=is_int8_cache(kv_cache)))
     return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),

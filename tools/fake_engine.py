@@ -14,7 +14,6 @@ from bminf_lite.engine.core import EngineStats
 from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError, QueueFull
 from bminf_lite.server.protocol import ModelInfo
-from bminf_lite.version import __version__
 
 
 class FakeEngine:
@@ -143,7 +142,4 @@ class FakeEngine:
 
 def fake_info(folder: str | None, vocab_size: int, context_length: int = 1 << 20) -> ModelInfo:
     """What a fake engine says of its model; ``folder`` holds a tokenizer."""
-    return ModelInfo(
-        __version__, folder, "cpu", "no device", vocab_size, context_length, False, 0, [], [], {}, 256, 1024,
-        16, False,
-    )  # fmt: skip
+    return ModelInfo(folder, vocab_size, context_length, False, 0, [], [], {})

@@ -37,7 +37,7 @@ class ServerProcess:
     ``RuntimeError`` with its log if it does not start in ``start_seconds``.
     """
 
-    def __init__(self, folder: Path, *options: str, start_seconds: float = 120):
+    def __init__(self, folder: Path, *options: str, start_seconds: float = 300):
         command = [sys.executable, "-m", "bminf_lite", "serve", str(folder), "--served-model-name", NAME]
         command += ["--device", "cpu", "--port", "0", *options]  # of an option given twice the last counts
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(PACKAGE.parent)}
@@ -61,7 +61,7 @@ class ServerProcess:
         """Where it listens."""
         return int(self.url.rpartition(":")[2])
 
-    def stop(self, seconds: float = 30) -> int:
+    def stop(self, seconds: float = 300) -> int:
         """End the server as a supervisor does, with SIGTERM; the result is its exit code."""
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -69,7 +69,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise RuntimeError(f"the server has not ended {seconds:g} s after SIGTERM:\n{self.log}") from None
-        self._reader.join(5)
+        self._reader.join(60)
         return code
 
     def kill(self) -> None:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Soak:
         self.refused = 0
         self.problems: list[str] = []
         self._greedy: dict[int, str] = {}
+        self._deck: list[Callable[[httpx.AsyncClient, random.Random], Awaitable[bool]]] = []
         self._url = url
         self._seed = seed
         self._kinds: list[Callable[[httpx.AsyncClient, random.Random], Awaitable[bool]]] = [
@@ -75,16 +76,22 @@ class Soak:
             self.left_early, self.left_with_several,
         ]  # fmt: skip
 
+    async def start_processes(self) -> None:
+        """Send more conversations at once than the server has processes for them, so that it starts all of these."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=300) as http:
+            body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+            await asyncio.gather(*(post(http, "/v1/chat/completions", body) for _ in range(16)))
+
     async def run(self, clients: int, seconds: float) -> None:
-        """Send requests from some clients at a time for some time, and wait for the last of them."""
+        """Send requests from some clients at a time for some time, each kind once at least, and wait for the last."""
         end = time.monotonic() + seconds
         await asyncio.gather(*(self._client(number, end) for number in range(clients)))
 
     async def _client(self, number: int, end: float) -> None:
         chance = random.Random(self._seed * 1000 + number)
-        async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
-            while time.monotonic() < end:
-                kind = chance.choice(self._kinds)
+        async with httpx.AsyncClient(base_url=self._url, timeout=300) as http:
+            while time.monotonic() < end or len(self.sent) < len(self._kinds):
+                kind = self._next_kind(chance)
                 self.sent[kind.__name__] += 1
                 try:
                     stayed = await kind(http, chance)
@@ -97,6 +104,11 @@ class Soak:
                         self.problems.append(f"{kind.__name__}: {error} {error.response.text[:300]}")
                 except Exception as error:
                     self.problems.append(f"{kind.__name__}: {type(error).__name__}: {error}"[:500])
+
+    def _next_kind(self, chance: random.Random) -> Callable[[httpx.AsyncClient, random.Random], Awaitable[bool]]:
+        """The kinds come in random orders, each once before any comes again."""
+        self._deck = self._deck or chance.sample(self._kinds, len(self._kinds))
+        return self._deck.pop()
 
     # Each kind sends one request and checks the answer; false if it left before the end.
 
@@ -288,13 +300,13 @@ def median(values: list[int]) -> int:
 
 def metrics(url: str) -> dict[str, float]:
     """The server's gauges of what it does now."""
-    text = httpx.get(f"{url}/metrics").raise_for_status().text
+    text = httpx.get(f"{url}/metrics", timeout=120).raise_for_status().text
     wanted = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     families = text_string_to_metric_families(text)
     return {sample.name: sample.value for family in families for sample in family.samples if sample.name in wanted}
 
 
-def idle_problems(url: str, seconds: float = 20) -> list[str]:
+def idle_problems(url: str, seconds: float = 120) -> list[str]:
     """What does not come to rest after the last request."""
     end = time.monotonic() + seconds
     while any((found := metrics(url)).values()) and time.monotonic() < end:
@@ -312,12 +324,18 @@ async def soak(traffic: Soak, watch: Watch, clients: int, seconds: float) -> Non
     await asyncio.sleep(1)  # the server closes its connections
 
 
-def run(folder: Path | None, clients: int, seconds: float, allowed_growth: int, seed: int = 0) -> dict[str, Any]:
-    """Soak a new server; the report has the counts, and ``problems``, which is empty if all checks pass."""
+def run(
+    folder: Path | None, clients: int, seconds: float, allowed_growth: int, seed: int = 0, options: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Soak a new server, with more ``options`` of its command.
+
+    The report has the counts, and ``problems``, which is empty if all checks pass.
+    """
     with tempfile.TemporaryDirectory() as work:
-        server = ServerProcess(folder or demo_folder(Path(work) / "model", TEMPLATE), *SERVER_OPTIONS)
+        server = ServerProcess(folder or demo_folder(Path(work) / "model", TEMPLATE), *SERVER_OPTIONS, *options)
         try:
             traffic, watch = Soak(server.url, seed), Watch(server, max(0.5, seconds / 200))
+            asyncio.run(traffic.start_processes())
             asyncio.run(soak(traffic, watch, clients, WARM_UP * seconds))
             before, files = watch.processes(), watch.sample()["files"]
             asyncio.run(soak(traffic, watch, clients, (1 - WARM_UP) * seconds))

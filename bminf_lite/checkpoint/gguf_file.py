@@ -157,9 +157,12 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         if file_name in LEFT_OUT:
             continue
         name = known.get(file_name, file_name)  # an unknown one is reported as unexpected
-        stored = StoredTensor(
-            tensor, row_order(header, file_name), is_transposed(header, file_name), offset(header, file_name)
-        )
+        try:
+            order = row_order(header, file_name)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            problem = f"tensor {file_name!r} {list(tensor.shape)} does not fit the numbers of heads in the metadata"
+            raise CheckpointError(f"{path}: {problem}; the file is damaged: download it again") from error
+        stored = StoredTensor(tensor, order, is_transposed(header, file_name), offset(header, file_name))
         by_file[tensor.path][name] = stored
     files: list[TensorFile] = []
     try:

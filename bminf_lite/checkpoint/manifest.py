@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..errors import CheckpointError
 from ..version import __version__
 from .checksum import FileRecord
 from .recipe import Recipe, Scheme
@@ -31,6 +32,25 @@ FORMAT_VERSION, OUTLIER_FORMAT_VERSION, CONV1D_FORMAT_VERSION = 1, 2, 3
 """The second is for checkpoints with outlier columns, and the third for int8 matrices that the source stores
 ``[in, out]``; earlier versions of this package cannot run these."""
 FORMAT_VERSIONS = (FORMAT_VERSION, OUTLIER_FORMAT_VERSION, CONV1D_FORMAT_VERSION)
+
+DAMAGED_MANIFEST = "the file is damaged: copy it again, or migrate again"
+
+
+def file_records(manifest: Mapping[str, Any], source: object) -> list[FileRecord]:
+    """The files of the result with sizes and checksums; none in a manifest of an early version.
+
+    Raises :class:`CheckpointError`, with ``source`` as its title, for another value.
+    """
+    entries = manifest.get("files") or []
+    entries = entries if isinstance(entries, list) else [entries]
+    try:
+        records = [FileRecord(**entry) for entry in entries]
+    except TypeError:
+        records = []
+    kinds = [(type(record.name), type(record.bytes), type(record.xxh3)) for record in records]
+    if len(records) != len(entries) or any(kind != (str, int, str) for kind in kinds):
+        raise CheckpointError(f"{source}: files is no list of names, sizes and checksums; {DAMAGED_MANIFEST}")
+    return records
 
 
 @dataclass(frozen=True)
@@ -61,12 +81,12 @@ class MigrationReport:
 
     ``tied_head`` is the scheme for a head without a tensor of its own, or None; ``late`` holds the schemes, by name, of
     matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
-    ``late_rotations`` are the blocks in which those rotate their input, and ``rotated_offline`` says what is rotated in
-    the weights. ``conv1d`` are such matrices that are stored as
-    int8 instead. ``calibration`` holds a calibration's decisions, and ``cost`` the measured distance from the source.
-    ``skipped`` lists the source's files that were not carried along, each with the reason. ``left_out`` names the parts
-    of a multimodal model, such as ``vision_tower``, that are not in the result. ``dequantized`` names the quantized
-    types of a GGUF file. Prints as a summary of a few lines.
+    ``late_rotations`` are the blocks in which those rotate their input. ``conv1d`` are matrices that the source stores
+    ``[in, out]`` and the result as int8. ``rotated_offline`` says what is rotated in the weights. ``calibration`` holds
+    a calibration's decisions, and ``cost`` the measured distance from the source. ``skipped`` lists the source's files
+    that were not copied, each with the reason. ``left_out`` names the parts of a multimodal model, such as
+    ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of a GGUF file. Prints as a
+    summary of a few lines.
     """
 
     recipe: Recipe

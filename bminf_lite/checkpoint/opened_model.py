@@ -49,18 +49,18 @@ def describe_model(config: Mapping[str, Any], folder: Path | None = None) -> Mod
 
     Raises :class:`CheckpointError` for one that cannot be run.
     """
-    with _errors_name(folder):
+    with _errors_naming(folder):
         text_config = models.text_config(config)
         architecture = models.find(text_config)
         parsed = architecture.parse(text_config)
     spec = architecture.spec(parsed)
     if text_config is not config:
-        spec = models.text_spec(spec)
+        spec = models.text_spec(spec, config)
     return ModelDescription(architecture, parsed, spec, text_config)
 
 
 @contextmanager
-def _errors_name(folder: Path | None) -> Iterator[None]:
+def _errors_naming(folder: Path | None) -> Iterator[None]:
     """Put ``folder`` before the name of the file with which the message of a :class:`CheckpointError` begins."""
     try:
         yield
@@ -111,9 +111,8 @@ def open_model(path: str | Path) -> OpenedModel:
     """Open the checkpoint in the folder ``path`` and validate it.
 
     Tensors that the files have under an alias get the specification's names. Raises :class:`CheckpointError` if the
-    files cannot be used (see :func:`.open_checkpoint`), if the model is unknown, if its configuration makes no sense or
-    names end-of-sequence tokens outside of the vocabulary, and with every missing, unexpected, misshapen or wrongly
-    typed tensor.
+    files cannot be used (see :func:`.open_checkpoint`), if the model is unknown, if its configuration makes no sense,
+    and with every missing, unexpected, misshapen or wrongly typed tensor.
     """
     checkpoint = open_checkpoint(path)
     try:
@@ -122,7 +121,7 @@ def open_model(path: str | Path) -> OpenedModel:
         description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
         spec = description.spec
         problems = _spec_problems(spec, checkpoint.tensors, checkpoint.quantization) or _tied_problems(checkpoint, spec)
-        with _errors_name(checkpoint.path):
+        with _errors_naming(checkpoint.path):
             vocab_size = description.config.vocab_size
             eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, vocab_size)
         if problems:
@@ -161,18 +160,21 @@ def configured_eos_ids(
 ) -> frozenset[int] | None:
     """The ``eos_token_id`` (an id or a list) of ``generation_config.json``, else of ``config.json``, else ``None``.
 
-    Raises ``CheckpointError`` for ids outside the vocabulary.
+    Ids beyond the vocabulary count as none: transformers saves GPT-2's 50256 with a small GPT-2 that names no other.
+    Raises ``CheckpointError`` for a value that is no id.
     """
     for name, values in (("generation_config.json", generation_config), ("config.json", config)):
         value = values.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size for i in ids):
+        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
             raise CheckpointError(
                 f"{name}: eos_token_id is {value!r}, but must be a token id from 0 to {vocab_size - 1}, or a list"
             )
-        return frozenset(ids)
+        known = frozenset(i for i in ids if i < vocab_size)
+        if known or not ids:
+            return known
     return None
 
 

@@ -3,8 +3,8 @@
 A GGUF file, or a folder that holds one, is a checkpoint too (see :mod:`.gguf_file`).
 
 The weights are safetensors or, in older checkpoints, PyTorch files (see :mod:`.torch_file`). Where a folder has both,
-safetensors are taken. Opening finds everything that can be wrong with the files and reports it in one error. It reads
-the files' headers alone, so it takes milliseconds whatever the size.
+safetensors are taken. Opening reads the files' headers only, which takes milliseconds, and reports everything that is
+wrong with the files in one error.
 
 :mod:`.opened_model` checks the tensors against the model that ``config.json`` describes.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -29,7 +30,7 @@ from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
 from .derived_tensor import DerivedTensor
 from .gguf_file import open_gguf
-from .manifest import FORMAT_VERSIONS, MANIFEST_FILE
+from .manifest import DAMAGED_MANIFEST, FORMAT_VERSIONS, MANIFEST_FILE, file_records
 from .safetensors_file import SafetensorsFile
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 from .torch_file import TorchFile
@@ -241,10 +242,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not path.is_dir():
         what = "is a file, neither a folder nor GGUF" if path.exists() else "does not exist"
         raise CheckpointError(f"{path}: {what}; give the folder that holds config.json and the weights")
+    if not os.path.lexists(path / "config.json"):
+        raise CheckpointError(_no_config(path))
     config = read_json(path / "config.json")
     metadata_files = [path / "config.json"]
     weights = next(
-        (path / f for name in SINGLE_FILES for f in (name, f"{name}.index.json") if (path / f).exists()), None
+        (path / f for name in SINGLE_FILES for f in (name, f"{name}.index.json") if os.path.lexists(path / f)), None
     )
     if weights is None:
         raise CheckpointError(_no_weights(path))
@@ -287,8 +290,10 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any], files: Sequence[Ten
         known = ", ".join(map(str, FORMAT_VERSIONS))
         problem = f"format_version is {version!r}, and this version reads {known}"
         raise CheckpointError(f"{path / MANIFEST_FILE}: {problem}; upgrade bminf-lite, or migrate again")
-    recorded = manifest.get("files")
-    sizes = {str(f.get("name")): f.get("bytes") for f in recorded} if isinstance(recorded, list) else {}
+    objects = ("recipe", "checked_when_loaded", "quantized_when_loaded", "rotated_when_loaded")
+    if wrong := [key for key in objects if not isinstance(manifest.get(key) or {}, dict)]:
+        raise CheckpointError(f"{path / MANIFEST_FILE}: {wrong[0]} is not an object: {DAMAGED_MANIFEST}")
+    sizes = {record.name: record.bytes for record in file_records(manifest, path / MANIFEST_FILE)}
     problems = [
         f"{file.path.name} has {file.nbytes:,} bytes; migration wrote {sizes[file.path.name]:,}"
         for file in files
@@ -322,7 +327,7 @@ def _open_file(path: Path) -> TensorFile:
 
 
 def _open_shards(index: Path, weight_map: Mapping[str, str]) -> list[TensorFile]:
-    """Open the shards of an index. Each tensor must be in the one file where ``weight_map`` places it."""
+    """Open the shards of an index. A tensor that they hold must be in the one file where ``weight_map`` places it."""
     files: list[TensorFile] = []
     problems = []
     for name in sorted(set(weight_map.values())):
@@ -340,17 +345,32 @@ def _open_shards(index: Path, weight_map: Mapping[str, str]) -> list[TensorFile]
 
 
 def _shard_problems(files: list[TensorFile], index: str, weight_map: Mapping[str, str]) -> list[str]:
+    """Tensors in several shards or in another one than the index says.
+
+    A tensor of the index alone is no problem here: published indices (that of Flan-T5 XL) name copies that its shards
+    lack. Whether the model has its tensors is found later, from what the shards hold.
+    """
     holders: dict[str, list[str]] = {}
     for file in files:
         for tensor in file.tensors:
             holders.setdefault(tensor, []).append(file.path.name)
     problems = [f"tensor {t!r} is in more than one shard: {', '.join(f)}" for t, f in holders.items() if len(f) > 1]
-    for tensor, file_name in weight_map.items():
-        found = holders.pop(tensor, [])
-        if file_name not in found:
-            where = f"but it is in {', '.join(found)}" if found else "but no shard has it"
-            problems.append(f"{index} places tensor {tensor!r} in {file_name}, {where}")
-    return problems + [f"tensor {t!r} of {', '.join(f)} is not in {index}" for t, f in holders.items()]
+    return problems + [
+        f"{index} places tensor {tensor!r} in {file_name}, but it is in {', '.join(holders[tensor])}"
+        for tensor, file_name in weight_map.items()
+        if tensor in holders and file_name not in holders[tensor]
+    ]
+
+
+def _no_config(path: Path) -> str:
+    if (path / "adapter_config.json").exists():
+        remedy = "merge it into its base model (merge_and_unload of peft), save that model, and give its folder"
+        return f"{path}: is an adapter, not a model; {remedy}"
+    patterns = "*/config.json", "snapshots/*/config.json"  # the second in the cache of Hugging Face
+    inside = sorted(str(file.parent) for pattern in patterns for file in path.glob(pattern))
+    listed = " or ".join(inside[:3])
+    remedy = f"give the folder {listed}, which has one" if inside else "copy it from the model's original folder"
+    return f"{path / 'config.json'}: does not exist; {remedy}"
 
 
 def _no_weights(path: Path) -> str:

@@ -63,6 +63,9 @@ class TensorFile(ABC):
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
+        except FileNotFoundError as error:
+            what = f"is a link to {path.readlink()}, which" if path.is_symlink() else "the file"
+            raise CheckpointError(f"{path}: {what} does not exist; copy that file too") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import CheckpointError, checkpoint_error
 from ..files import expand, thread_count
 from .checksum import FileChecksums, FileRecord
-from .manifest import MANIFEST_FILE
+from .manifest import MANIFEST_FILE, file_records
 from .opened_model import open_model
 from .reader import read_json
 
@@ -34,7 +34,7 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
     """
     path = expand(path)
     manifest = read_json(path / MANIFEST_FILE) if path.is_dir() and (path / MANIFEST_FILE).is_file() else {}
-    recorded = _records(manifest.get("files"))
+    recorded = file_records(manifest, path / MANIFEST_FILE)
     if not recorded:
         problem = f"has no checksums: {MANIFEST_FILE}, which migration writes, is missing or of an earlier version"
         raise CheckpointError(f"{path}: {problem}; migrate the checkpoint again")
@@ -51,16 +51,6 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
         raise checkpoint_error(path, problems, remedy)
     open_model(path).close()
     return Verification(len(recorded), total)
-
-
-def _records(value: object) -> list[FileRecord]:
-    if not isinstance(value, list):
-        return []
-    try:
-        records = [FileRecord(**entry) for entry in value]
-    except TypeError as error:
-        raise CheckpointError(f"{MANIFEST_FILE}: files is not a list of names, sizes and checksums: {error}") from error
-    return records
 
 
 def _problems(record: FileRecord, folder: Path, pool: ThreadPoolExecutor) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from ..files import read_file_or_pipe
 from ..text.jsonl import decode_utf8, parse_lines
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def read_file(path: Path) -> list[Prompt]:
 
     The default ``id`` is the line's number. Empty lines are skipped. Raises ``UsageError``, which lists the bad lines.
     """
-    prompts = parse_lines(decode_utf8(path.read_bytes(), path), path, _parse)
+    prompts = parse_lines(decode_utf8(read_file_or_pipe(path), path), path, _parse)
     if not prompts:
         raise UsageError(f'{path}: holds no prompts; each line is an object such as {{"prompt": "Once"}}')
     return prompts

@@ -81,6 +81,9 @@ class Dialogue:
         self.turns.append({"role": "user", "content": text})
         try:
             said = self._print_reply(self._fitting_prompt())
+        except KeyboardInterrupt:  # before the answer has begun
+            self.turns.pop()
+            click.echo()
         except BminfError as error:
             self.turns.pop()
             click.echo(f"error: {error}", err=True)

@@ -33,10 +33,11 @@ def inspect(model: Path, as_json: bool) -> None:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The description as text: a summary, and a line per tensor."""
+    """The description as text: a summary, and a line per tensor. Control characters in names are escaped."""
+    architectures = found["architectures"] if isinstance(found["architectures"], list) else []
     kinds = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in found["dtypes"].items())
     facts = {
-        "architecture": ", ".join([str(found["model_type"]), *(found["architectures"] or [])]),
+        "architecture": ", ".join(map(str, [found["model_type"], *architectures])),
         "parameters": f"{found['parameters']:,}",
         "tensors": f"{len(found['tensors'])}, {size_text(found['bytes'])} ({kinds})",
         "quantization": quantization_text(found["quantization"]),
@@ -46,7 +47,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         facts["migrated"] = f"by bminf-lite {found['migration']['tool_version']}, recipe {recipe.get('name')}"
     width = max(map(len, found["tensors"]), default=0)
     summary = [f"{name:14}{value}" for name, value in facts.items()]
-    return [*summary, "", *(tensor_line(name, t, width) for name, t in found["tensors"].items())]
+    text = [*summary, "", *(tensor_line(name, t, width) for name, t in found["tensors"].items())]
+    return ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text]
 
 
 def quantization_text(quantization: dict[str, Any] | None) -> str:

@@ -93,8 +93,8 @@ class BlockPool:
 class SequenceBlocks:
     """The blocks of one sequence.
 
-    ``tables`` has a list of blocks for each group, ``NULL_BLOCK`` where the window has passed; ``source_table`` those
-    of the source. ``keys`` are the keys of the leading full blocks, of which ``num_indexed`` were entered in the index.
+    ``tables`` has a list of blocks for each group, ``NULL_BLOCK`` where the window has passed; ``source_table`` has the
+    blocks of the source. ``keys`` are the keys of the leading full blocks; the index has the first ``num_indexed``.
     """
 
     root: bytes
@@ -177,12 +177,15 @@ class BlockManager:
         root = root_key(salt, source_token_ids) if self.prefix_cache else b""
         return SequenceBlocks(root, len(source_token_ids), [[] for _ in self.pools])
 
-    def compute_keys(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
-        """Extend the keys to all full blocks of ``token_ids``, the accepted tokens from the sequence's start on."""
+    def compute_keys(self, sequence: SequenceBlocks, token_ids: Sequence[int], start: int = 0) -> None:
+        """Extend the keys to all full blocks of the accepted tokens: ``token_ids`` from the position ``start`` on.
+
+        Those before ``start`` have keys already.
+        """
         if not self.prefix_cache:
             return
         keys, size = sequence.keys, self.block_size
-        for first in range(len(keys) * size, len(token_ids) // size * size, size):
+        for first in range(len(keys) * size - start, len(token_ids) - size + 1, size):
             keys.append(block_key(keys[-1] if keys else sequence.root, token_ids[first : first + size]))
 
     def admit(
@@ -234,12 +237,12 @@ class BlockManager:
             table += [pool.take() for _ in range(count)]
         return True
 
-    def enter(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
-        """Enter the full blocks of ``token_ids`` in the index: accepted tokens whose computation has been launched."""
+    def enter(self, sequence: SequenceBlocks, token_ids: Sequence[int], start: int = 0) -> None:
+        """Enter the full blocks of accepted tokens whose computation has been launched; see :meth:`compute_keys`."""
         if not self.prefix_cache:
             return
-        self.compute_keys(sequence, token_ids)
-        end = len(token_ids) // self.block_size
+        self.compute_keys(sequence, token_ids, start)
+        end = (start + len(token_ids)) // self.block_size
         for i in range(sequence.num_indexed, end):
             for table, pool in zip(sequence.tables, self.pools, strict=True):
                 if table[i] != NULL_BLOCK:
@@ -266,7 +269,7 @@ class BlockManager:
         sequence.num_indexed = 0
 
     def discard(self, sequence: SequenceBlocks) -> None:
-        """Let no other sequence find the blocks of this one from now on, those that it shares included."""
+        """Remove the blocks of a sequence, shared ones included, from the index: no other sequence finds them."""
         for pool in self.pools:
             for key in sequence.keys:
                 pool.discard(key)
@@ -275,9 +278,9 @@ class BlockManager:
                 self.source_pool.discard(key)
 
     def cached_prefix(self, sequence: SequenceBlocks, num_tokens: int) -> int:
-        """The most leading blocks of ``num_tokens`` tokens that can be reused.
+        """How many of the leading full blocks of ``num_tokens`` tokens can be reused.
 
-        Every group has those blocks of them that the token behind them sees.
+        In every group the cache has those of them that the next token sees.
         """
         keys = sequence.keys[: num_tokens // self.block_size]
         for pool, window in zip(self.pools, self.windows, strict=True):

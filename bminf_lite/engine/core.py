@@ -3,6 +3,9 @@
 Callers in any thread leave messages: a request, a cancellation, or a function to run between two steps. The loop reads
 them, launches steps until the device has enough of them, waits for the oldest, and tells each caller about its tokens.
 It sleeps while nothing is to be done.
+
+Ctrl-C may interrupt a caller between any two operations, and the garbage collector may close a stream in any thread. So
+a message is left by one operation that is written in C, without a lock that could stay locked.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from ..backend.values import BLOCK_SIZE
@@ -32,7 +36,7 @@ class Launched(Protocol):
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether :meth:`sample` has to be called, when the steps before it are fetched; no other step may start."""
+        """Whether :meth:`sample` must be called once all earlier steps are fetched. No step may start before that."""
         ...
 
     def sample(self) -> None:
@@ -110,9 +114,10 @@ class Engine:
         self._num_steps = 0
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
-        self._wake = threading.Condition()
-        self._messages: list[Callable[[], None]] = []
-        self._arriving = 0
+        self._lock = threading.RLock()
+        self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._arriving: deque[Sequence[Request]] = deque()
+        self._untold: dict[Request, None] = {}  # requests whose caller was not told of their end
         self._closing = False
         self._has_started = False
         self._after_steps: list[Callable[[], None]] = []
@@ -129,24 +134,22 @@ class Engine:
         """
         for request in requests:
             self._require_fit(request)
-        with self._open():
-            waiting = self._arriving + len(self._scheduler.waiting if self._scheduler else ())
+        self._open()
+        with self._lock:  # so that two callers do not take the same places in the queue
+            waiting = self._num_waiting
             if waiting + len(requests) > self.config.max_queue:
                 raise QueueFull(
                     f"{waiting:,} requests wait, and {len(requests):,} more would exceed the bound of "
                     f"{self.config.max_queue:,} (max_queue): wait until some are done, or raise the bound"
                 )
-            self._post(lambda: self._add(requests))
-            self._arriving += len(requests)
+            self._arriving.append(requests)
+        self._post(_wake)
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """End requests early. Their blocks are free at the next step. No effect on those that have ended."""
         requests = [r for r in requests if r.finish_reason is None]
-        if not requests or os.getpid() != self._process:
-            return
-        with self._wake:
-            if self._thread is not None and not self._closing:
-                self._post(lambda: self._cancel(requests))
+        if requests and os.getpid() == self._process and self._thread is not None and not self._closing:
+            self._messages.put(lambda: self._cancel(requests))
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps, and return its result or raise its error."""
@@ -161,8 +164,8 @@ class Engine:
             except BaseException as error:
                 future.set_exception(error)
 
-        with self._open():
-            self._post(run)
+        self._open()
+        self._post(run)
         return future.result()
 
     def warm_up(self) -> None:
@@ -177,7 +180,7 @@ class Engine:
         scheduler, pool = self._scheduler, min(self.blocks.pools, key=lambda p: p.num_available)
         cached, used = pool.num_idle, pool.num_used
         return EngineStats(
-            waiting=self._arriving + len(scheduler.waiting if scheduler else ()),
+            waiting=self._num_waiting,
             running=len(scheduler.running if scheduler else ()),
             blocks_used=used,
             blocks_cached=cached,
@@ -189,7 +192,7 @@ class Engine:
         )
 
     def after_steps(self, function: Callable[[], None]) -> None:
-        """Let the engine's thread call a function, which must be quick, when requests have been told of a step."""
+        """Let the engine's thread call ``function`` after each step's updates; it must be quick."""
         self._after_steps.append(function)
 
     def close(self, on_close: Callable[[], None] = lambda: None) -> None:
@@ -199,38 +202,44 @@ class Engine:
         """
         if os.getpid() != self._process:
             return  # the thread and the device belong to the parent
-        with self._wake:
-            started, first, self._closing = self._thread, not self._closing, True
-            if first:
+        with self._lock:
+            if not self._closing:
                 self._on_close = on_close
-            self._wake.notify()
-        if started is None:
+            first, self._closing = not self._closing, True
+        if self._thread is None:
             if first:
                 on_close()
-        elif started is not threading.current_thread():
-            started.join()
+        else:
+            self._messages.put(_wake)
+            if self._thread is not threading.current_thread():
+                self._thread.join()
         self._make_runner = _no_runner  # so that a closed engine does not keep the model's weights
 
-    def _open(self) -> threading.Condition:
-        """The lock, after a check that the engine can take messages; starts the thread."""
+    @property
+    def _num_waiting(self) -> int:
+        arriving = sum(len(requests) for requests in self._arriving.copy())
+        return arriving + len(self._scheduler.waiting if self._scheduler else ())
+
+    def _open(self) -> None:
+        """Check that the engine can take messages, and start its thread."""
         if os.getpid() != self._process:
             raise UsageError(
                 "this process was forked from the one that loaded the model, and has neither its engine nor its "
                 'device: load the model here, or start processes with multiprocessing.get_context("spawn")'
             )
-        with self._wake:
+        with self._lock:
             if self._closing:
                 raise closed_error()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="bminf-lite-engine", daemon=True)
-                self._thread.start()
-        return self._wake
+                thread = threading.Thread(target=self._run, name="bminf-lite-engine", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _post(self, message: Callable[[], None]) -> None:
+        """Leave a message. The engine's thread reads all that are there before ``_closing`` is set, perhaps others."""
+        self._messages.put(message)
         if self._closing:
             raise closed_error()
-        self._messages.append(message)
-        self._wake.notify()
 
     def _require_fit(self, request: Request) -> None:
         length = request.limit_length(self.config.context_length)
@@ -246,23 +255,20 @@ class Engine:
     # -- called in the engine's thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._messages or self._closing or self._in_flight or self._has_requests()):
-                    self._wake.wait()
-                messages, self._messages = self._messages, []
-                closing = self._closing
-            if not closing:
-                messages.append(self._advance)
-            for work in messages:
+        self._thread = threading.current_thread()
+        closing = False
+        while not closing:
+            messages = [] if self._in_flight or self._has_requests() else [self._messages.get()]
+            closing = self._closing
+            while not self._messages.empty():
+                messages.append(self._messages.get())
+            for work in (self._add_arrived, *messages, *([] if closing else [self._advance])):
                 try:
                     work()
                 except BaseException as error:  # noqa: PERF203, the thread must live on
                     self.failure = self.failure if isinstance(error, MemoryError) else error
                     self._fail(error)
             self._end_step()
-            if closing:
-                break
             del messages, work  # an idle engine keeps no request
         self._fail(closed_error())
         self._end_step()
@@ -313,20 +319,24 @@ class Engine:
         elif scheduler.has_requests:
             raise BminfError("the scheduler has requests and plans no step: this is a bug in bminf-lite")
 
+    def _add_arrived(self) -> None:
+        """In every turn: if Ctrl-C keeps a caller from waking the thread, the next message, a cancellation, does it."""
+        while self._arriving:
+            self._add(self._arriving[0])
+            self._arriving.popleft()
+
     def _add(self, requests: Sequence[Request]) -> None:
         try:
             self._start()
             scheduler, _ = self._ready()
             for request in requests:
                 if request.finish_reason is None:
+                    self._untold[request] = None
                     scheduler.add(request)
         except BaseException as error:
             for request in requests:
                 self._end_with_error(request, error)
             self._tell(requests)
-        finally:
-            with self._wake:
-                self._arriving -= len(requests)
 
     def _cancel(self, requests: Sequence[Request]) -> None:
         if self._scheduler is not None:
@@ -341,21 +351,31 @@ class Engine:
         """End all requests. What the steps in flight leave in the cache is not used."""
         self._in_flight.clear()
         if self._scheduler is not None:
-            self._tell(self._scheduler.reset(error))
+            self._scheduler.reset()
+        for request in self._untold:
+            if request.finish_reason is None:
+                request.finish_reason, request.error = "error", error
+        self._tell(list(self._untold))
 
     def _end_step(self) -> None:
         for function in self._after_steps:
             function()
 
     def _tell(self, requests: Sequence[Request]) -> None:
-        """Call the requests' ``on_update``. An error in one ends that request, and the callback hears of it once."""
+        """Call the requests' ``on_update``. An error in it ends that request, and it is called once more to say so."""
         for request in requests:
             try:
                 request.on_update(request)
-            except BaseException as error:  # noqa: PERF203, the others must hear of theirs
+            except BaseException as error:
                 self._end_with_error(request, error)
                 with suppress(BaseException):
                     request.on_update(request)
+            if request.finish_reason is not None:
+                self._untold.pop(request, None)
+
+
+def _wake() -> None:
+    """A message that only ends the sleep of the engine's thread."""
 
 
 def _no_runner(blocks: BlockManager) -> Runner:

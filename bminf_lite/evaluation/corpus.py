@@ -15,6 +15,7 @@ import numpy as np
 
 from ..checkpoint.opened_model import open_model
 from ..errors import UsageError
+from ..files import read_file_or_pipe
 from ..models import ModelConfig
 from ..quantize.stages import split_for_encoder_decoder
 from ..text.checkpoint_files import load_tokenizer
@@ -49,7 +50,7 @@ def read_texts(path: Path) -> list[str]:
     or not UTF-8, and for JSONL with lines that are not objects with a ``text``, which the message lists.
     """
     try:
-        content = path.read_bytes()
+        content = read_file_or_pipe(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     if b"\0" in content:

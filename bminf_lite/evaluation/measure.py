@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..api import Model, load
-from ..errors import UsageError
+from ..errors import UsageError, require_bool, require_whole
 from ..files import expand
 from .compare import Comparison, check_pair
 from .compare import compare as compare_windows
@@ -47,6 +47,7 @@ def perplexity(
     ``device``, ``memory_limit`` and ``kv_cache`` are those of :func:`bminf_lite.load`, for a folder. Raises
     ``UsageError`` for an unfit text or window, and what ``load`` raises.
     """
+    _check_lengths(window, stride, tokens)
     folder = _folder_of(model)
     windows = windows_for(folder, _texts(text), window, stride)
     if tokens is not None:
@@ -81,6 +82,8 @@ def compare(
     ``UsageError`` for models that do not belong together and for an unfit text, ``CheckpointError``, ``DeviceError``
     and ``OutOfMemory``.
     """
+    _check_lengths(window, stride, tokens)
+    require_bool("layers", layers)
     model, reference = expand(model, "model"), expand(reference, "reference")
     target = None if report is None else expand(report, "report")
     if target is not None:
@@ -94,6 +97,12 @@ def compare(
     if target is not None:
         write_report(target, result, model, reference, Path(text) if isinstance(text, (str, Path)) else Path("text"))
     return result
+
+
+def _check_lengths(window: int | None, stride: int | None, tokens: int | None) -> None:
+    for name, value in (("window", window), ("stride", stride), ("tokens", tokens)):
+        if value is not None:
+            require_whole(name, value)
 
 
 def _texts(text: Text) -> list[str]:

@@ -60,7 +60,7 @@ def write_report(path: Path, comparison: Comparison, model: Path, reference: Pat
     """Write the report to ``path``. Raises ``BminfError`` if the file cannot be written."""
     html = render(comparison, model.name, reference.name, text.name)
     try:
-        path.write_text(html, encoding="utf-8")
+        path.write_text(html, encoding="utf-8", errors="backslashreplace")  # for names that are not UTF-8
     except OSError as error:
         raise BminfError(f"{path}: cannot be written: {error.strerror}") from error
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import CheckpointError
 
 INSTALL = "pip install 'bminf-lite[gguf]'"
@@ -95,7 +97,8 @@ def _read_part(path: Path, modified: int) -> GgufHeader:
     except ImportError:
         raise CheckpointError(f"{path}: reading GGUF needs the package gguf: {INSTALL}") from None
     try:
-        reader = gguf.GGUFReader(path)
+        with np.errstate(over="ignore"):  # of offsets, which are checked when the tensors are opened
+            reader = gguf.GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {}
         for tensor in reader.tensors:

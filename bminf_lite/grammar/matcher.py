@@ -1,8 +1,8 @@
 """Grammars compiled for a model's vocabulary, and the bit masks of the tokens that they allow next.
 
 A vocabulary is the text of each token. llguidance reads it from a ``tokenizer.json`` whose tokens are bytes (GPT-2's
-byte level, SentencePiece's BPE with byte tokens); of T5's kind and CPM's the texts are listed here. Special tokens have
-no text, so a grammar of text never allows them.
+byte level, SentencePiece's BPE with byte tokens). For vocabularies like T5's and CPM's, this module lists the texts.
+Special tokens have no text, so a grammar of text never allows them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from .value import LIMITS, Grammar, specification
 
 MAX_CACHED = 64
 """Lexers of compiled grammars that are kept."""
+MAX_VOCABULARIES = 4
+"""Vocabularies that are kept: one for each set of tokens that end a completion, which requests may choose."""
 MATCHERS_PER_LEXER = 8
 """A grammar gets another lexer when each of those that it has serves so many completions."""
 QUICK_SECONDS = 0.2
@@ -183,7 +185,10 @@ class GrammarCompiler:
         with self._reading:
             vocabulary = self._vocabularies.get(eos_ids)
             if vocabulary is None:
-                vocabulary = self._vocabularies[eos_ids] = _vocabulary(self._tokenizer, self._vocab_size, eos_ids)
+                vocabulary = _vocabulary(self._tokenizer, self._vocab_size, eos_ids)
+                if len(self._vocabularies) >= MAX_VOCABULARIES:
+                    self._drop_vocabulary(next(iter(self._vocabularies)))
+                self._vocabularies[eos_ids] = vocabulary
             self._num_lexers += 1
             number = self._num_lexers
         limits, start = llguidance.LLParserLimits(**LIMITS), time.perf_counter()
@@ -193,6 +198,13 @@ class GrammarCompiler:
         if matcher.is_error():
             raise UsageError(_message(grammar, matcher))
         return _Lexer(matcher, number, time.perf_counter() - start)
+
+    def _drop_vocabulary(self, eos_ids: frozenset[int]) -> None:
+        """Drop a vocabulary, and the lexers that hold it."""
+        del self._vocabularies[eos_ids]
+        with self._lock:
+            for key in [key for key in self._compiled if key[1] == eos_ids]:
+                del self._compiled[key]
 
 
 def _can_begin(matcher: Any, eos_ids: Collection[int]) -> bool:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..text.json_schema import enforceable
 from ..worker_process import WorkerProcess
 
 NAMES = {
@@ -43,7 +44,7 @@ CHECK_SECONDS = 5.0
 CHECK_BYTES = 1 << 30
 MAX_CHECKERS = 4
 LIMITS: dict[str, Any] = {"max_grammar_size": 200_000, "max_lexer_states": 50_000, "verbose_errors": False}
-"""Of llguidance's limits on time and memory, those that differ from its defaults."""
+"""llguidance's limits on time and memory that differ from its defaults."""
 WHITESPACE = r"\x20|\r?\n(\x20{0,24}|\t{0,8})"
 """Between two parts of a JSON text: a space, or a line break and indentation. A model cannot write it for ever."""
 CHECK_WORKER = Path(__file__).with_name("check_worker.py")
@@ -81,13 +82,20 @@ class Grammar:
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
         """JSON that a schema accepts, the members of objects in the order of the schema's ``properties``."""
         if isinstance(schema, str):
-            return cls("json_schema", schema)
+            parsed = _object(schema)
+            if parsed is None:
+                return cls("json_schema", schema)  # the check of it says what is wrong
+            schema = parsed
         if not isinstance(schema, Mapping):
             raise UsageError(
                 f"json_schema is {schema!r}, but must be a JSON schema, as a dict or as text; of a pydantic model, "
                 "Model.model_json_schema()"
             )
-        return cls("json_schema", _json_text(dict(schema), "json_schema"))
+        try:
+            schema = enforceable(schema)
+        except RecursionError as error:
+            raise UsageError(f"json_schema cannot be written as JSON: {error}") from None
+        return cls("json_schema", _json_text(schema, "json_schema"))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -159,6 +167,16 @@ class _Checkers:
 
 
 _checkers = _Checkers()
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """The object that a text is in JSON; None if it is none, or too long."""
+    try:
+        value = json.loads(text) if len(text) <= MAX_TEXT else None
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _json_text(value: Any, name: str) -> str:

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+MAX_POSITIONS = 2**24
+"""The longest context; more positions would not be exact in fp32."""
+
 RopeParameters = Mapping[str, Any]
 RopeFrequencies = tuple[np.ndarray, float]
 """Frequencies fp32 ``[head_dim / 2]``, and the factor on cosine and sine."""
@@ -26,7 +29,8 @@ def rope_parameters(config: RopeParameters, default_theta: float = 10000.0, whol
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
         raise ValueError(f"rope_parameters is {found!r}, not one mapping of names to numbers for all layers")
-    found = {"rope_theta": config.get("rope_theta", default_theta), **found}
+    theta = config.get("rope_theta")
+    found = {"rope_theta": default_theta if theta is None else theta, **found}
     found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
     partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if whole_heads and partial not in (None, 1):
@@ -39,11 +43,15 @@ def rope_parameters(config: RopeParameters, default_theta: float = 10000.0, whol
 def usable_context(parameters: RopeParameters, max_positions: int) -> int:
     """The positions for which one set of frequencies and one scale of the scores are right.
 
-    LongRoPE has other frequencies beyond the original context, and Ministral 3 scales its queries there.
+    LongRoPE has other frequencies beyond the original context, and Ministral 3 scales its queries there. YaRN stretches
+    the original context by its factor; files to which it was added later still have the original context.
     """
     changes = parameters["rope_type"] == "longrope" and parameters["short_factor"] != parameters["long_factor"]
     if changes or parameters.get("llama_4_scaling_beta"):
         return min(max_positions, int(_number(parameters, "original_max_position_embeddings", max_positions)))
+    if parameters["rope_type"] == "yarn" and parameters.get("original_max_position_embeddings") is not None:
+        stretched = _number(parameters, "original_max_position_embeddings") * _number(parameters, "factor", 1.0)
+        return max(max_positions, min(int(stretched), MAX_POSITIONS))
     return max_positions
 
 
@@ -139,9 +147,18 @@ def _longrope(
     wavelengths = np.float32(_number(parameters, "rope_theta")) ** exponents
     scaled = np.float32(1) / (np.array(parameters["short_factor"], np.float32) * wavelengths)
     original = _number(parameters, "original_max_position_embeddings", max_positions)
+    if original <= 1:
+        raise ValueError(f"rope parameter original_max_position_embeddings is {original!r}, not larger than 1")
     factor = _number(parameters, "factor", max_positions / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return scaled, float(_number(parameters, "attention_factor", default))
 
 
-_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "longrope": _longrope, "yarn": _yarn}
+_SCALINGS = {
+    "default": _default,
+    "dynamic": _default,  # changes the frequencies of texts beyond max_positions, and there are none
+    "linear": _linear,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "yarn": _yarn,
+}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from math import inf
 from pathlib import Path
 
 from ..cuda.doctor import require_usable
 from ..cuda.runtime.driver import Device
-from ..errors import DeviceError
+from ..errors import DeviceError, UsageError
 from .device import MARGIN, device_limit, measure_speeds
 from .planner import Machine
 
@@ -24,9 +25,13 @@ def machine_of(
 ) -> Machine:
     """A GPU with ``gpu_memory`` bytes, ``link`` and ``bandwidth`` in bytes per second, and this host's memory.
 
-    If ``gpu_memory`` or ``link`` is missing, this machine's first GPU is measured instead. Raises
-    ``UsageError`` for a limit larger than the GPU, and ``DeviceError`` without a usable GPU to measure.
+    If ``gpu_memory`` or ``link`` is missing, this machine's first GPU is measured instead. Raises ``UsageError`` for a
+    limit larger than the GPU and for speeds that are none, and ``DeviceError`` without a usable GPU to measure.
     """
+    for name, speed in (("link", link), ("bandwidth", bandwidth)):
+        is_number = isinstance(speed, int | float) and not isinstance(speed, bool)
+        if speed is not None and not (is_number and 0 < speed < inf):
+            raise UsageError(f"{name} is {speed!r}, but must be bytes per second, more than 0")
     if gpu_memory is None or link is None:
         gpu = first_gpu()
         free, total = gpu.memory()

@@ -35,6 +35,7 @@ COMMON = {
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
@@ -181,6 +182,10 @@ class ConfigReader:
         elif converted is None:
             self.problem(key.name, f"{key.name} is {value!r}, not {key.expected}")
         return key.stand_in if converted is None else converted
+
+    def value_or_none(self, key: Key) -> Any:
+        """The value of ``key``, or None if it is null."""
+        return None if self.is_null(key) else self.value(key)
 
     def problem(self, name: str, text: str) -> None:
         """Record a problem with the value of the key ``name``."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .spec import Spec
+from .spec import Role, Spec
 
 TEXT_ALIASES = (
     (r"language_model\.((?:model|lm_head)\..*)", r"\1"),
-    (r"model\.language_model\.(.*)", r"model.\1"),
+    (r"model\.(?:language|text)_model\.(.*)", r"model.\1"),
 )
 """Names of a text model's tensors inside a multimodal folder, of transformers before version 5 and since."""
 
-OTHER_PARTS = (r"(?:model\.)?(?:vision|visual|image|audio|speech|multi_modal|multimodal|mm|connector)\w*\..*",)
-"""Tensors of towers and projectors."""
+_ENDS = (Role.HEAD, Role.EMBEDDING)
 
 
 def text_config(config: Mapping[str, Any], known: Container[str]) -> Mapping[str, Any]:
@@ -31,6 +31,20 @@ def text_config(config: Mapping[str, Any], known: Container[str]) -> Mapping[str
     return inherited | dict(inner)
 
 
-def text_spec(spec: Spec) -> Spec:
-    """The tensors of a text model whose folder holds other parts too."""
-    return replace(spec, aliases=(*TEXT_ALIASES, *spec.aliases), ignored=(*spec.ignored, *OTHER_PARTS))
+def text_spec(spec: Spec, config: Mapping[str, Any]) -> Spec:
+    """The tensors of a text model whose folder, with the outer configuration ``config``, holds other parts too.
+
+    transformers 5 ties the head by the outer ``tie_word_embeddings``, and earlier versions by the text model's. Where
+    only the outer one is true, the file may lack the head.
+
+    Tensors outside of the text model's modules (``model.layers``, ``lm_head``, ...) belong to other parts, such as
+    towers and projectors.
+    """
+    absent = dict(spec.tied_if_absent)
+    if config.get("tie_word_embeddings") is True:
+        head, table = (next(name for name, p in spec.parameters.items() if p.role is role) for role in _ENDS)
+        absent |= {} if head in spec.tied else {head: table}
+    modules = {re.escape(".".join(name.split(".")[:2])) for name in spec.parameters}
+    other_parts = rf"(?!(?:{'|'.join(sorted(modules))})(?:\.|$)).*"
+    aliases, ignored = (*TEXT_ALIASES, *spec.aliases), (*spec.ignored, other_parts)
+    return replace(spec, aliases=aliases, ignored=ignored, tied_if_absent=absent)

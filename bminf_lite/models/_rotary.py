@@ -84,7 +84,7 @@ def parse_rotary(
 
     ``theta`` and ``part`` are the defaults of ``rope_theta`` and ``partial_rotary_factor``; without ``part`` whole
     heads are rotated. ``parameters`` stand for those of ``rope_parameters`` if the file has them per layer type. The
-    field ``context_length`` shrinks to the positions for which the frequencies are right.
+    field ``context_length`` becomes the number of positions for which the frequencies are right.
     """
     head_dim, config = read.fields["head_dim"], read.config
     try:

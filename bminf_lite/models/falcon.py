@@ -66,12 +66,14 @@ def parse(config: Mapping[str, Any]) -> Config:
         names = replace(NAMES, attention_norm="ln_attn", mlp_norm="ln_mlp")
     elif not fields["parallel"]:
         names = replace(NAMES, mlp_norm="post_attention_layernorm")
+    has_alibi = read.value(flag("alibi", False))
+    parsed = llama.family_config(read, None if has_alibi else parse_rotary(read))
     slopes: tuple[float, ...] = ()
-    if has_alibi := read.value(flag("alibi", False)):
-        rounded = alibi_slopes(fields["heads"]).astype(ml_dtypes.bfloat16)
-        slopes = tuple(float(slope) * fields["head_dim"] ** -0.5 for slope in rounded)  # they are scaled like scores
+    if has_alibi:
+        rounded = alibi_slopes(parsed.heads).astype(ml_dtypes.bfloat16)
+        slopes = tuple(float(slope) * parsed.head_dim**-0.5 for slope in rounded)  # they are scaled like scores
     return replace(
-        llama.family_config(read, None if has_alibi else parse_rotary(read)),
+        parsed,
         alibi_slopes=slopes,
         names=names,
         qkv_bias=has_bias,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -63,6 +63,8 @@ def _with_own_errors(handle: Callable[[Request], Awaitable[Response]]) -> Callab
     async def handled(request: Request) -> Response:
         try:
             return await handle(request)
+        except ClientDisconnect:
+            raise
         except Exception as exception:
             error = told(exception)
             return error.response(error.anthropic_body())

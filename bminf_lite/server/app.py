@@ -24,6 +24,7 @@ from .state import ServerState
 def create_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
     """The application of one HTTP process. Each module of routes has a function ``routes(server)``."""
     server = ServerState(client, settings)
+    server.warm_up()
     # The first route that fits is taken, so those that are used most come first.
     modules = (completions, chat, responses, anthropic, tokens, fill_blank, page, health, monitoring)
     routes = [route for module in modules for route in module.routes(server)]
@@ -40,7 +41,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return ApiError(404, f"there is no {request.method} {request.url.path}", code="unknown_url").response()
-    response = ApiError(error.status_code, error.detail).response()
+    allowed = (error.headers or {}).get("Allow", "another method")
+    response = ApiError(error.status_code, f"{request.url.path} takes {allowed}, not {request.method}").response()
     response.headers.update(error.headers or {})
     return response
 

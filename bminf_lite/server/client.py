@@ -130,7 +130,7 @@ class Generation:
     """The outputs of some completions, in the order in which they arrive: ``async for output in generation``.
 
     Each completion ends with an output that has a ``finish_reason``; after the last of them the iteration ends. Use it
-    as an asynchronous context manager, or call :meth:`aclose`: that cancels what still runs. For one reader at a time.
+    as an asynchronous context manager, which cancels at its end what still runs. For one reader at a time.
     ``record`` counts the outputs that are read.
     """
 
@@ -204,10 +204,6 @@ class Generation:
         if ids:
             self._client.send(Cancel(ids))
         self._wake()
-
-    async def aclose(self) -> None:
-        """Cancel all that still runs."""
-        self.cancel()
 
     async def __aenter__(self) -> Generation:
         return self

@@ -49,8 +49,11 @@ class Conversation:
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
-        """The tools, unless none may be called: then the model is not told of them."""
-        return () if self.choice.mode == "none" else self.tools
+        """The tools that may be called. The model is not told of the others."""
+        choice = self.choice
+        if choice.mode == "none":
+            return ()
+        return [tool for tool in self.tools if choice.allowed is None or tool["function"]["name"] in choice.allowed]
 
 
 @dataclass(frozen=True)

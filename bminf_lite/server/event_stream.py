@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,7 +20,7 @@ Chunks go there directly. The layers between only have to see that a response st
 
 
 class EventStream:
-    """What a streaming response writes to. ``has_ended`` when the client has gone or all was written."""
+    """What a streaming response writes to."""
 
     def __init__(self, send: Send):
         self._send = send
@@ -48,20 +49,26 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and the events."""
-        async with self._generation, cancelled_on_disconnect(receive, self._generation):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._write_events(EventStream(scope.get(RAW_SEND, send)))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with suppress(ClientDisconnect):
+            async with self._generation, cancelled_on_disconnect(receive, self._generation):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await self._write_events(EventStream(scope.get(RAW_SEND, send)))
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @asynccontextmanager
 async def cancelled_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Cancel a generation, which ends its iteration, when the client goes away. The request's body must be read."""
+    """Cancel a generation, which ends its iteration, when the client goes away. The request's body must be read.
+
+    Raises ``ClientDisconnect`` at the end if the client has gone.
+    """
     watcher = asyncio.ensure_future(_watch(receive, generation))
     try:
         yield
     finally:
         watcher.cancel()
+    if watcher.done():
+        raise ClientDisconnect
 
 
 async def _watch(receive: Receive, generation: Generation) -> None:

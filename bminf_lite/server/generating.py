@@ -66,12 +66,36 @@ async def encode(server: ServerState, prompt: Prompt, field: str, add_special_to
 async def render(
     server: ServerState, messages: Sequence[Message], tools: Sequence[Tool], field: str, variables: Mapping[str, Any]
 ) -> str:
-    """A conversation as the text of a prompt, by the checkpoint's chat template in its process."""
+    """A conversation as the text of a prompt, by the checkpoint's chat template in its process.
+
+    A conversation that the template refuses is rendered as :func:`_merged`.
+    """
     try:
         messages = template_messages(messages)
-        return await asyncio.to_thread(server.prompts.render, messages, tools=tools or None, **variables)
+        try:
+            return await asyncio.to_thread(server.prompts.render, messages, tools=tools or None, **variables)
+        except UsageError:
+            merged = _merged(messages)
+            if merged == messages:
+                raise
+            return await asyncio.to_thread(server.prompts.render, merged, tools=tools or None, **variables)
     except (UsageError, CheckpointError) as error:
         raise bad_request(str(error), field) from None
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """A conversation whose system messages are one, the first message, and whose user does not speak twice in turn.
+
+    Many templates refuse others.
+    """
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    merged: list[Message] = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    for message in messages:
+        if message["role"] == "user" and merged and merged[-1]["role"] == "user":
+            merged[-1] = {**message, "content": f"{merged[-1]['content']}\n\n{message['content']}"}
+        elif message["role"] != "system":
+            merged.append(message)
+    return merged
 
 
 def sampling_params(

@@ -12,6 +12,8 @@ from .http_process import BACKLOG
 SEND_BUFFER_BYTES = 128 << 10
 """What the kernel keeps for a client that does not read. It doubles the number; by itself it would keep megabytes."""
 
+MAX_PORT = 65535
+
 
 @dataclass(frozen=True)
 class Address:
@@ -29,6 +31,8 @@ class Listener:
     """
 
     def __init__(self, address: Address, count: int):
+        if not 0 <= address.port <= MAX_PORT:  # getaddrinfo would take the remainder
+            raise UsageError(f"the port is {address.port}; it must be from 0, which takes a free one, to {MAX_PORT}")
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except OSError as error:

@@ -89,16 +89,12 @@ ToEngine = Submit | Cancel | StatsWanted | Observed
 
 
 class ModelInfo(msgspec.Struct, array_like=True, frozen=True, tag="model"):
-    """The first message of a connection: what HTTP code has to know of the model and the engine. Lengths in tokens.
+    """The first message of a connection: what HTTP code has to know of the model. Lengths in tokens.
 
-    ``folder`` holds the tokenizer's files; None if the model was made without. ``device`` is ``cpu`` or ``cuda:N``, and
-    ``device_description`` says it in words. ``max_queue`` requests may wait and ``max_num_seqs`` run.
+    ``folder`` holds the tokenizer's files; None if the model was made without.
     """
 
-    version: str
     folder: str | None
-    device: str
-    device_description: str
     vocab_size: int
     context_length: int
     is_encoder_decoder: bool
@@ -106,10 +102,6 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True, tag="model"):
     decoder_start_token_ids: list[int]
     eos_ids: list[int]
     generation_config: dict[str, Any]
-    max_num_seqs: int
-    max_queue: int
-    block_size: int
-    prefix_cache: bool
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):

@@ -99,12 +99,8 @@ class RequestRecord:
         self._start = perf_counter()
         self._time = time()
 
-    def add_prompt(self, prompt_tokens: int, n: int = 1, max_tokens: int | None = None) -> int:
-        """A prompt of ``prompt_tokens`` with ``n`` completions is sent to the engine.
-
-        Returns the number of its first completion.
-        """
-        first = len(self._completions)
+    def add_prompt(self, prompt_tokens: int, n: int = 1, max_tokens: int | None = None) -> None:
+        """A prompt of ``prompt_tokens`` with ``n`` completions is sent to the engine."""
         self._prompt_tokens += prompt_tokens
         self._completions += [_Completion(prompt_tokens) for _ in range(n)]
         observations = self._observer.observations
@@ -112,7 +108,6 @@ class RequestRecord:
         if max_tokens is not None:
             observations.max_tokens.observe(observations.values, max_tokens)
         self._observer.counted()
-        return first
 
     def tokens(self, completion: int, count: int, cached_tokens: int = 0, queue_seconds: float = 0.0) -> None:
         """``count`` new tokens of a completion have arrived.

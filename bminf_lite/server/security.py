@@ -95,8 +95,8 @@ class Guard:
         guarded: ASGIApp = _Access(app, security, limits)
         if security.allowed_origins:
             guarded = CORSMiddleware(
-                guarded, allow_origins=security.allowed_origins, allow_methods=("GET", "POST"),
-                allow_headers=("authorization", "content-type", "x-api-key", "anthropic-version"), max_age=3600,
+                guarded, allow_origins=security.allowed_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after"), max_age=3600,
             )  # fmt: skip
         self._app = guarded
         self._hosts = frozenset(name.lower().rstrip(".") for name in ("localhost", *security.allowed_hosts))
@@ -107,6 +107,8 @@ class Guard:
             return  # there is no websocket, and what a server may say at its start and end changes nothing here
         scope.setdefault(RAW_SEND, send)
         hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if not hosts and scope.get("http_version") == "1.0":  # health checks, which have none; no browser sends this
+            hosts = [b"localhost"]
         if len(hosts) != 1 or not self._is_own_host(hosts[0].decode("latin-1")):
             message = (
                 "the Host header must name this server: an IP address, localhost, or a name that --allowed-host gives"
@@ -160,6 +162,8 @@ class _Access:
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             return ApiError(415, f"the body must be application/json, not {kind.decode('latin-1') or 'untyped'!r}")
+        if (coding := headers.get(b"content-encoding", b"identity").lower()) != b"identity":
+            return ApiError(415, f"the body must not be encoded, but its coding is {coding.decode('latin-1')!r}")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.body:
             return _too_large(self._limits.body)

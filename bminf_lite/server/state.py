@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import BminfError, UsageError
 from ..text.prompts import PromptEncoder
 from ..text.tokenizer import Tokenizer
 from .client import EngineClient
@@ -65,6 +66,11 @@ class ServerState:
         if marks not in self._tokenizers:
             self._tokenizers[marks] = self.prompts.tokenizer.showing(marks)
         return self._tokenizers[marks]
+
+    def warm_up(self) -> None:
+        """Read the tokenizer, for which the first request would wait: seconds, with every other request."""
+        with suppress(BminfError):  # each request that needs it gets the reason
+            _ = self.max_characters
 
     @cached_property
     def max_characters(self) -> int:

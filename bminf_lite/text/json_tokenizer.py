@@ -1,14 +1,14 @@
 """The tokenizer in a ``tokenizer.json``, the file of Hugging Face's ``tokenizers`` library, or in GPT-2's older files.
 
 Its post-processor says which special tokens frame a prompt. ``tokenizer_config.json`` and ``special_tokens_map.json``
-name the special tokens, and the first or ``chat_template.jinja`` holds the chat template; a checkpoint may have another
-one for conversations with tools.
+name the special tokens, and the first or ``chat_template.jinja`` holds the chat template, or ``chat_template.json`` in
+older multimodal folders; a checkpoint may have another one for conversations with tools.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -30,13 +30,15 @@ _BYTE_LEVEL_MODELS = ("gpt2", "opt")
 _END_OF_TEXT = "<|endoftext|>"
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _TEMPLATE_FILES = {_DEFAULT: "chat_template.jinja", _TOOL_USE: "additional_chat_templates/tool_use.jinja"}
+_PROCESSOR_TEMPLATE = "chat_template.json"
 NO_TEMPLATES: Mapping[str, str] = MappingProxyType({})
 
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer of the ``tokenizers`` library.
 
-    ``add_bos_token`` frames a prompt with the BOS token if the library's tokenizer has no post-processor.
+    ``add_bos_token`` frames a prompt with the BOS token if the library's tokenizer adds no tokens itself: the
+    post-processor of DeepSeek Coder adds none, and its configuration does.
     """
 
     FILE: ClassVar[str] = "tokenizer.json"
@@ -61,7 +63,7 @@ class JsonTokenizer(Tokenizer):
         self.bos_id = None if bos_token is None else backend.token_to_id(bos_token)
         eos_id = None if eos_token is None else backend.token_to_id(eos_token)
         self.eos_ids = frozenset() if eos_id is None else frozenset([eos_id])
-        prepends_bos = add_bos_token and backend.post_processor is None
+        prepends_bos = add_bos_token and backend.num_special_tokens_to_add(is_pair=False) == 0
         self._prefix_ids = [self.bos_id] if prepends_bos and self.bos_id is not None else []
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -97,13 +99,19 @@ class JsonTokenizer(Tokenizer):
         folder: Path,
         vocab_size: int,
     ) -> JsonTokenizer:
-        """Check that the special tokens in ``names`` are in the vocabulary, and that it fits the embedding."""
+        """Check that the special tokens in ``names`` are in the vocabulary, and that it fits the embedding.
+
+        Added tokens without a row in the embedding are left out: a text model may have the tokenizer of a multimodal
+        one (Gemma 3 1B), or a token for padding that was added later.
+        """
         special = {name: _token_text(folder, name, names.get(name)) for name in ("bos_token", "eos_token")}
-        problems = [
-            f"{name} {text!r} is not in the tokenizer's vocabulary"
-            for name, text in special.items()
-            if text is not None and backend.token_to_id(text) is None
-        ]
+        with _library_errors(f"{folder}: a special token is no text"):
+            problems = [
+                f"{name} {text!r} is not in the tokenizer's vocabulary"
+                for name, text in special.items()
+                if text is not None and backend.token_to_id(text) is None
+            ]
+        backend = _without_added_tokens_beyond(backend, vocab_size, special.values())
         tokenizer = cls(backend, **special, add_bos_token=config.get("add_bos_token") is True, chat_templates=templates)
         if len(tokenizer) > vocab_size:
             problems.append(
@@ -169,7 +177,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             f'AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"'
         )
     with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_buffer(read_small_file(path))  # not from_file: its paths must be UTF-8
 
 
 def is_byte_level(folder: Path) -> bool:
@@ -200,6 +208,18 @@ def _byte_level_backend(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def _without_added_tokens_beyond(
+    backend: tokenizers.Tokenizer, rows: int, kept: Collection[str | None]
+) -> tokenizers.Tokenizer:
+    """``backend`` without the added tokens whose ids are ``rows`` or more, but for those in ``kept``."""
+    added = backend.get_added_tokens_decoder().items()
+    if all(number < rows or token.content in kept for number, token in added):
+        return backend
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < rows or t["content"] in kept]
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
 @contextmanager
 def _library_errors(message: str) -> Iterator[None]:
     """Turn the library's exceptions for a faulty file (``Exception``, or a panic of Rust) into ``CheckpointError``."""
@@ -217,7 +237,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(read_small_file(path).decode())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as e:
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} cannot be read as JSON: {e}") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, but holds {type(value).__name__}")
@@ -225,18 +247,20 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(folder: Path, name: str, value: Any) -> str | None:
-    """The text of a special token, which is a string or an object with a ``content``."""
+    """The text of a special token, which is a string or an object with a ``content``; None if it is empty."""
     text = value.get("content") if isinstance(value, dict) else value
     if text is not None and not isinstance(text, str):
         raise CheckpointError(f"{folder}: {name} is {value!r}, but must be text or an object whose content is text")
-    return text
+    return text or None
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates by name: those in files of their own, else those in the configuration."""
+    """The chat templates by name: those in files of their own, else those in the configuration, else a processor's."""
     files = {name: _read_text(folder / file) for name, file in _TEMPLATE_FILES.items()}
     templates = {name: text for name, text in files.items() if text is not None}
-    return templates or _named_templates(config, folder / "tokenizer_config.json")
+    if templates or config.get("chat_template") is not None:
+        return templates or _named_templates(config, folder / "tokenizer_config.json")
+    return _named_templates(_read_json(folder / _PROCESSOR_TEMPLATE), folder / _PROCESSOR_TEMPLATE)
 
 
 def _read_text(path: Path) -> str | None:
@@ -245,7 +269,9 @@ def _read_text(path: Path) -> str | None:
         return read_small_file(path).decode()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as e:
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
         raise CheckpointError(f"{path} cannot be read as text: {e}") from e
 
 

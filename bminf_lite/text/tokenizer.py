@@ -53,9 +53,11 @@ class Tokenizer(ABC):
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise UsageError(
-                f"the prompt cannot be encoded: character {e.start} is {text[e.start]!r}, half of a surrogate pair"
-            ) from None
+            code = ord(text[e.start])
+            what = f"{text[e.start]!r}, half of a surrogate pair"
+            if 0xDC80 <= code <= 0xDCFF:  # what Python makes of an argument's byte that is not UTF-8
+                what = f"byte {code - 0xDC00:#x} of text that is not UTF-8; convert it to UTF-8"
+            raise UsageError(f"the prompt cannot be encoded: character {e.start} is {what}") from None
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -87,7 +89,7 @@ class Tokenizer(ABC):
         """The id of a token as the vocabulary spells it; ``None`` if it has none."""
 
     def showing(self, tokens: Collection[str]) -> Tokenizer:
-        """This tokenizer, but those of its special tokens that are spelled as in ``tokens`` are part of its texts."""
+        """This tokenizer, but decoding keeps the special tokens that are spelled as in ``tokens``."""
         shown = copy(self)
         shown._token_texts = {}
         shown.special_ids = frozenset(i for i in self.special_ids if self.id_to_piece(i) not in tokens)

@@ -24,7 +24,10 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     of the rows is too small or too large for that. Raises ``ValueError`` for a NaN or an infinity.
     """
     rows, columns = weight.shape
-    scale = torch.linalg.vector_norm(weight.detach(), ord=torch.inf, dim=1, dtype=torch.float32) / CODE_MAX
+    if not columns:
+        raise ValueError(f"a weight {list(weight.shape)} has no columns to quantize")
+    weight = weight.detach().float() if weight.dtype == torch.float64 else weight.detach()
+    scale = torch.linalg.vector_norm(weight, ord=torch.inf, dim=1, dtype=torch.float32) / CODE_MAX
     if not torch.isfinite(scale).all():
         bad = int((~torch.isfinite(scale)).nonzero()[0])
         raise ValueError(f"row {bad} of a weight {list(weight.shape)} holds a NaN or an infinity")
@@ -35,7 +38,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     step = max(1, BLOCK_ELEMENTS * ROW_BLOCKS // max(columns, 1))
     for first in range(0, rows, step):
         block = slice(first, first + step)
-        ratio = weight.detach()[block].float() / scale[block, None]
+        ratio = weight[block].float() / scale[block, None]
         codes[block] = ratio.round_().clamp_(-CODE_MAX, CODE_MAX).to(torch.int8)
     return codes, scale
 
@@ -50,17 +53,19 @@ class CodesView(Tensor):
     ALLOWED = frozenset(
         {"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex",
          "is_contiguous", "data_ptr", "detach", "__repr__", "__len__", "__hash__", "get_device", "untyped_storage",
-         "storage_offset", "is_shared", "is_inference"}
+         "storage_offset", "is_shared", "is_inference", "requires_grad_"}
     )  # fmt: skip
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__
-        if name == "__get__" or name in cls.ALLOWED:
+        freezes = function == Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+        if name == "__get__" or name in cls.ALLOWED or freezes:
             return super().__torch_function__(function, types, args, kwargs or {})
         raise UsageError(
             f"Int8Linear.weight holds int8 codes, which {name} would misread. Read the weight with dequantize(); merge "
-            f"an adapter into the float model, or keep it unmerged"
+            f"an adapter into the float model, or keep it unmerged; if the model itself reads the weight, keep this "
+            f"layer float by skip=[...] of wrap"
         )
 
 
@@ -74,6 +79,10 @@ class HostCodes(Protocol):
 
     def fetch(self) -> Tensor:
         """The codes on the device, valid for work enqueued before the next fetch of another block's codes."""
+        ...
+
+    def store(self, codes: Tensor) -> Tensor:
+        """Replace the codes by others of the same shape; returns where they are in host memory."""
         ...
 
 
@@ -130,6 +139,11 @@ class Int8Linear(nn.Linear):
         return self.scale.to(self.codes.device)[:, None] * self.codes.float()
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.int8:
+            raise UsageError(
+                "the model converted this Int8Linear's input to the dtype of its weight, which is int8; keep the layer "
+                "float by skip=[...] of wrap"
+            )
         if self.host_codes is not None:
             return _streamed_linear(x, self.host_codes, self.scale, self.bias, self.dynamic)
         return ops.int8_linear(x, self.codes, self.scale, self.bias, dynamic=self.dynamic)
@@ -146,6 +160,11 @@ class Int8Linear(nn.Linear):
         if self.host_codes is not None:
             self.codes = codes
         return self
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.host_codes is not None:
+            self.codes = self.host_codes.store(self.codes)
 
 
 class _StreamedLinear(torch.autograd.Function):

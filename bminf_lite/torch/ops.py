@@ -4,11 +4,11 @@ Tensors are fp32, fp16 or bf16, on the CPU also fp64; operations are over the la
 for fp64). On a GPU they launch this engine's kernels on torch's current stream, in memory of torch's caching allocator,
 without copies of tensors whose rows are contiguous and equally far apart, and without waiting for the device. On the
 CPU they are the definitions over NumPy. All are custom operators of the library ``bminf_lite``: ``torch.compile`` and
-CUDA graphs take them. ``torch.vmap`` and the transforms of ``torch.func`` refuse them, and so do second gradients of
-softmax and norms.
+CUDA graphs take them. ``torch.vmap``, the transforms of ``torch.func``, forward-mode gradients and second gradients of
+softmax and norms are refused.
 
-Operations whose names end in ``_`` overwrite their first argument and return it. Eager mode then allocates no result;
-a compiler may make a copy.
+Operations whose names end in ``_`` overwrite their first argument, which shares no memory with the others, and return
+it. Eager mode then allocates no result; a compiler may make a copy.
 
 Every function raises ``ValueError`` for shapes that do not fit, before anything is launched.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _definitions, _kernels
 
@@ -135,8 +136,8 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = N
     On a GPU, ``dynamic`` allocates the codes and scales of ``x``; the other form and backward also allocate the weight
     in the dtype of ``x``. Where ``in`` is not a multiple of 16, ``codes`` is copied into padded rows.
     """
-    if codes.dtype != torch.int8 or codes.dim() != 2:
-        raise ValueError(f"codes must be int8 [out, in], not {codes.dtype} {list(codes.shape)}")
+    if codes.dtype != torch.int8 or codes.dim() != 2 or not codes.shape[1]:
+        raise ValueError(f"codes must be int8 [out, in] with in at least 1, not {codes.dtype} {list(codes.shape)}")
     n, k = codes.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x {list(x.shape)} must end in {k}, the columns of codes {list(codes.shape)}")
@@ -168,10 +169,15 @@ def dot(
 
     int8 codes need ``a_scale`` fp32 ``[m]`` and ``b_scale`` fp32 ``[n]``; the result ``a_scale[i] * (b_scale[j] *
     sum)`` has ``dtype``, and its sums are exact for ``k`` up to 131,071. Tensor cores read int8 with ``k`` contiguous,
-    so ``a`` is copied if it is transposed, and ``b`` unless it is: one int8 copy each.
+    so ``a`` is copied if it is transposed, and ``b`` unless it is: one int8 copy each. Scales get no gradient.
     """
     if (a.dtype == torch.int8) != (b.dtype == torch.int8):
         raise ValueError(f"both factors must be int8 or both floats, not {a.dtype} and {b.dtype}")
+    if a.dim() < 2 or b.dim() < 2:
+        raise ValueError(f"factors must be matrices or batches of them, not {list(a.shape)} and {list(b.shape)}")
+    inner = a.shape[-2 if transpose_a else -1], b.shape[-1 if transpose_b else -2]
+    if inner[0] != inner[1]:
+        raise ValueError(f"the inner sizes {inner[0]} and {inner[1]} differ")
     if a.dtype != torch.int8:
         if a_scale is not None or b_scale is not None:
             raise ValueError(f"scales belong to int8 factors, and these are {a.dtype}")
@@ -181,8 +187,6 @@ def dot(
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"int8 factors must be matrices, not {list(a.shape)} and {list(b.shape)}")
     left, right = (a.mT if transpose_a else a).contiguous(), (b if transpose_b else b.mT).contiguous()
-    if left.shape[1] != right.shape[1]:
-        raise ValueError(f"the inner sizes {left.shape[1]} and {right.shape[1]} differ")
     if tuple(a_scale.shape) != left.shape[:1] or tuple(b_scale.shape) != right.shape[:1]:
         raise ValueError(
             f"a_scale {list(a_scale.shape)} and b_scale {list(b_scale.shape)} must be "
@@ -263,6 +267,8 @@ def _call_below_autograd(name: str, *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return _OPERATORS[name](*arguments)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(name, arguments)
     if _only_dispatches_to_gpu(arguments):
         result = _ON_GPU[name](*arguments)
         if name in OVERWRITING:
@@ -270,6 +276,12 @@ def _call_below_autograd(name: str, *arguments: Any) -> Any:
         return result
     with torch._C._AutoDispatchBelowAutograd():
         return _OPERATORS[name](*arguments)
+
+
+def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
+    """The operators have no forward-mode gradient, and PyTorch would drop it silently."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
+        raise NotImplementedError(f"bminf_lite::{name} has no forward-mode gradient; use backward()")
 
 
 def _only_dispatches_to_gpu(arguments: tuple[Any, ...]) -> bool:
@@ -333,7 +345,7 @@ def _like(x: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Ten
 def _fake_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor]:
-    dtype = _definitions.compute_dtype(x)
+    dtype = _definitions.compute_dtype(x.dtype)
     return _like(x, x.shape[:-1] if center else (0,), dtype), _like(x, x.shape[:-1], dtype)
 
 
@@ -466,21 +478,23 @@ class _SoftmaxInPlace(torch.autograd.Function):
 
 
 class _NormInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            mean, inverse = torch.ops.bminf_lite.norm_with_statistics_(x, weight, bias, eps, center)
-        ctx.mark_dirty(x)
-        ctx.mark_non_differentiable(mean, inverse)
-        ctx.from_output, ctx.center = True, center
-        ctx.save_for_backward(x, weight, bias, mean, inverse)
-        return x, mean, inverse
+    """Returns ``x`` alone, because autograd lets no function with more results overwrite a view."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *statistics: Tensor) -> Any:
-        return _norm_gradients(ctx, dy)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool,
+        statistics: list[Tensor],
+    ) -> Tensor:  # fmt: skip
+        with torch._C._AutoDispatchBelowAutograd():
+            statistics += torch.ops.bminf_lite.norm_with_statistics_(x, weight, bias, eps, center)
+        ctx.mark_dirty(x)
+        ctx.from_output, ctx.center = True, center
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return *_norm_gradients(ctx, dy), None
 
 
 class _SquareLinearInPlace(torch.autograd.Function):
@@ -506,7 +520,9 @@ def _differentiable_softmax_(x: Tensor, scale: float, bias: Tensor | None, mask:
 def _differentiable_norm_(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor]:
-    _, mean, inverse = _NormInPlace.apply(x, weight, bias, eps, center)
+    statistics: list[Tensor] = []
+    _NormInPlace.apply(x, weight, bias, eps, center, statistics)
+    mean, inverse = statistics
     return mean, inverse
 
 

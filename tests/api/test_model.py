@@ -230,6 +230,9 @@ def test_a_model_made_without_a_checkpoint_takes_ids():
         ({"eos_token_id": [3, 5]}, {}, {3, 5}),
         ({"eos_token_id": None}, {"eos_token_id": 4}, {4}),
         ({"eos_token_id": []}, {"eos_token_id": 4}, set()),
+        ({"eos_token_id": [9, 3]}, {"eos_token_id": 4}, {3}),
+        ({"eos_token_id": [9, 10]}, {"eos_token_id": 4}, {4}),
+        ({}, {"eos_token_id": 50256}, None),  # GPT-2's, which transformers saves with a smaller vocabulary too
         ({}, {}, None),
     ],
 )
@@ -237,8 +240,8 @@ def test_where_end_tokens_are_configured(generation_config, config, expected):
     assert configured_eos_ids(generation_config, config, 9) == expected
 
 
-@pytest.mark.parametrize("value", ["</s>", 9, -1, [1, 9], [True], 1.0, {"id": 1}])
-def test_end_tokens_outside_of_the_vocabulary(value):
+@pytest.mark.parametrize("value", ["</s>", -1, [1, -1], [True], 1.0, {"id": 1}])
+def test_end_tokens_that_are_no_ids(value):
     with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id is .* from 0 to 8"):
         configured_eos_ids({}, {"eos_token_id": value}, 9)
 
@@ -291,9 +294,9 @@ def test_options_of_the_engine(source):
 # -- a closed model ---------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_model_raises_an_error(source):
-    model = load(source)
-    stream = model.stream("hello", ignore_eos=True)
+def test_a_closed_model_raises_an_error(tmp_path):
+    model = load(tiny_checkpoint.write(tmp_path / "m", max_position_embeddings=2**17))
+    stream = model.stream("hello", max_new_tokens=100_000, ignore_eos=True)  # which takes minutes
     unused = model.stream("hello")
     next(stream)
     model.close()
@@ -410,6 +413,9 @@ def test_closing_frees_the_memory_of_a_cpu_while_the_model_is_referenced():
         ({"device": None}, "device None is not one of"),
         ({"memory_limit": 1.5}, "not 1.5"),
         ({"max_batch": "4"}, "max_batch is '4'"),
+        ({"max_batch": 65537}, "max_batch is 65537, but must be a whole number, 1 to 65,536"),
+        ({"max_queue": None}, "max_queue is None"),
+        ({"prefix_cache": "no"}, "prefix_cache is 'no', but must be True or False"),
         ({"context": 2.0}, "context is 2.0"),
         ({"kv_cache": 8}, "kv_cache is 8"),
         ({"kv_cache": ["int8"]}, "kv_cache is"),
@@ -419,6 +425,16 @@ def test_closing_frees_the_memory_of_a_cpu_while_the_model_is_referenced():
 def test_arguments_of_another_type_are_refused_by_name(tmp_path, arguments, message):
     with pytest.raises(UsageError, match=message):
         bminf_lite.load(**({"path": tmp_path} | arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"kv_cache": "int4"}, {"batch": 1.5}, {"context": "4k"}, {"link": 0}, {"link": "25"}, {"bandwidth": -1}],
+)
+def test_arguments_of_plan_are_refused_by_name(source, arguments):
+    ((name, value),) = arguments.items()
+    with pytest.raises(UsageError, match=f"^{name} is {value!r}, but must be"):
+        bminf_lite.plan(source, **({"gpu_memory": "8GiB", "link": 2e10} | arguments))
 
 
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch):

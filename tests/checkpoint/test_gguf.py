@@ -264,7 +264,11 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
-    [({"expert_count": 8}, "mixture of experts"), ({"attention.head_count": 7}, "is not a multiple of")],
+    [
+        ({"expert_count": 8}, "mixture of experts"),
+        ({"attention.head_count": 7}, "is not a multiple of"),
+        ({"attention.head_count": 6, "rope.dimension_count": 16}, "does not fit the numbers of heads"),
+    ],
 )
 def test_what_cannot_be_run_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = gguf_kit.write(tmp_path / "model.gguf", wide(), **metadata)

@@ -188,11 +188,11 @@ def test_a_newer_t5_may_omit_its_unscaled_head(tmp_path: Path, model_type: str) 
         open_model(tmp_path / "less")
 
 
-def test_end_tokens_outside_of_the_vocabulary_are_refused_before_a_migration(
+def test_end_tokens_that_are_no_ids_are_refused_before_a_migration(
     make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    folder = make_checkpoint(eos_token_id=CONFIG["vocab_size"])
-    with pytest.raises(CheckpointError, match=rf"^{folder}/config\.json: eos_token_id is \d+, but must be a token id"):
+    folder = make_checkpoint(eos_token_id="</s>")
+    with pytest.raises(CheckpointError, match=rf"^{folder}/config\.json: eos_token_id is '</s>', but must be"):
         migrate(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

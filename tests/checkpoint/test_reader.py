@@ -135,6 +135,25 @@ def test_only_files_of_other_libraries(make_checkpoint: MakeCheckpoint) -> None:
     assert "save_pretrained" in text
 
 
+def test_a_folder_without_a_configuration_says_which_to_give(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = make_checkpoint()
+    assert f"{folder.parent / 'config.json'}: does not exist; give the folder {folder}" in message(folder.parent)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    assert f"give the folder {snapshot}, which has one" in message(tmp_path / "models--a--b")
+    (snapshot / "config.json").rename(snapshot / "adapter_config.json")
+    assert "is an adapter, not a model; merge it into its base model" in message(snapshot)
+
+
+def test_a_link_to_weights_that_were_not_copied(make_checkpoint: MakeCheckpoint) -> None:
+    weights = make_checkpoint() / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("../../blobs/0123")
+    expected = f"{weights}: is a link to ../../blobs/0123, which does not exist; copy that file too"
+    assert message(weights.parent) == expected
+
+
 def test_no_weights_and_no_index(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(shards=2)
     (folder / "model.safetensors.index.json").unlink()
@@ -181,12 +200,22 @@ def test_shards_that_disagree_with_the_index(make_checkpoint: MakeCheckpoint) ->
     first, second = sorted(set(weight_map.values()))
     mine = [name for name, file in weight_map.items() if file == first]
     save_file({"model.norm.weight": np.zeros(16, np.float32), mine[0]: np.zeros(1, np.float32)}, folder / second)
-    del weight_map[mine[1]]
-    edit_json(index, weight_map=weight_map | {"nowhere": first})
+    edit_json(index, weight_map=weight_map | {mine[1]: second})
     text = message(folder)
     assert f"tensor '{mine[0]}' is in more than one shard: {first}, {second}" in text
-    assert f"tensor '{mine[1]}' of {first} is not in model.safetensors.index.json" in text
-    assert f"places tensor 'nowhere' in {first}, but no shard has it" in text
+    assert f"places tensor '{mine[1]}' in {second}, but it is in {first}" in text
+
+
+def test_the_shards_say_what_they_hold_and_not_the_index(make_checkpoint: MakeCheckpoint) -> None:
+    """The index of Flan-T5 XL names two copies of the embedding, and its shards hold neither."""
+    folder = make_checkpoint(shards=2)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    first, *_ = weight_map.values()
+    del weight_map["model.norm.weight"]
+    edit_json(index, weight_map=weight_map | {"nowhere": first})
+    with open_model(folder) as model:
+        assert "model.norm.weight" in model.checkpoint.tensors and "nowhere" not in model.checkpoint.tensors
 
 
 def test_damage_in_several_shards_is_reported_together(make_checkpoint: MakeCheckpoint) -> None:

@@ -84,7 +84,7 @@ def test_folders_without_checksums(make_checkpoint: MakeCheckpoint, migrated: Pa
         with pytest.raises(CheckpointError, match="has no checksums"):
             verify(folder)
     (migrated / "bminf_lite.json").write_text('{"files": [{"name": 1}]}')
-    with pytest.raises(CheckpointError, match="files is not a list"):
+    with pytest.raises(CheckpointError, match="files is no list"):
         verify(migrated)
 
 
@@ -115,6 +115,23 @@ def test_scales_that_are_not_positive_are_refused(migrated: Path, value: float) 
     (migrated / "bminf_lite.json").unlink()
     with open_model(migrated) as model, pytest.raises(CheckpointError, match="but scales are positive"):
         model.weights().weight(SCALE.removesuffix("_scale"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"files": "x"}, {"files": {"name": "x"}}, {"files": ["x"]}, {"files": [{"name": "model.safetensors"}]},
+        {"files": [{"name": "model.safetensors", "bytes": "1", "xxh3": ""}]}, {"recipe": ["w8a8"]},
+        {"checked_when_loaded": 1}, {"rotated_when_loaded": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_manifest_is_named(migrated: Path, damage: dict[str, object]) -> None:
+    manifest = migrated / "bminf_lite.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | damage))
+    for run in (verify, open_model):
+        with pytest.raises(CheckpointError, match=rf"^{manifest}: {next(iter(damage))} is no.* the file is damaged"):
+            run(migrated)
 
 
 @pytest.mark.parametrize("version", [0, 4, "1", None])

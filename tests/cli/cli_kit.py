@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ def output(*arguments: object) -> str:
     return result.stdout
 
 
-def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+def start(*arguments: object, program: Sequence[str] = PROGRAM, **options: Any) -> subprocess.Popen[bytes]:
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
-        [*PROGRAM, *map(str, arguments)],
+        [*program, *map(str, arguments)],
         **({"env": ENVIRONMENT} | pipes | options),
         # A test runner in the background has SIGINT ignored, and its children would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,22 @@ def test_out_of_memory_in_an_answer_does_not_end_the_dialogue(model: Path, monke
     assert result.stdout.startswith(first) and result.stdout.endswith(last) and len(calls) == 3
 
 
-@pytest.mark.parametrize(("line", "words"), [(b"x" * 400, "shorten it by"), (b"caf\xe9", "surrogate")])
+def test_ctrl_c_before_an_answer_begins_forgets_its_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, calls = Model.encode, []
+
+    def interrupted(self: Model, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the first call is before the dialogue
+            raise KeyboardInterrupt
+        return encode(self, *arguments, **options)
+
+    expected = answers(model, ["what is new?"])
+    monkeypatch.setattr(Model, "encode", interrupted)
+    result = chat(model, ["hi", "what is new?"])
+    assert (result.exit_code, result.stdout) == (0, "\n" + expected), result.stderr
+
+
+@pytest.mark.parametrize(("line", "words"), [(b"x" * 400, "shorten it by"), (b"caf\xe9", "is byte 0xe9")])
 def test_an_invalid_line_does_not_end_the_dialogue(model: Path, line: bytes, words: str) -> None:
     result = run("chat", model, "--device", "cpu", *OPTIONS, stdin=line + b"\nhi\n")
     assert result.exit_code == 0 and words in result.stderr
@@ -131,20 +146,29 @@ class Terminal:
         os.close(secondary)
         self.shown = ""
 
-    def read_until(self, text: str, seconds: float = 60) -> str:
-        """What is shown until ``text`` is, from where the last call left off."""
-        end = time.monotonic() + seconds
+    def read(self, seconds: float = 300) -> None:
+        """Wait until more is shown."""
+        ready, _, _ = select.select([self.primary], [], [], seconds)
+        assert ready, f"nothing comes after {self.shown!r}"
+        self.shown += os.read(self.primary, 4096).decode(errors="replace")
+
+    def read_until(self, text: str) -> None:
+        """Wait until a text is shown, from where the last call left off."""
         while text not in self.shown:
-            ready, _, _ = select.select([self.primary], [], [], max(end - time.monotonic(), 0))
-            assert ready, f"{text!r} is not in {self.shown!r}"
-            self.shown += os.read(self.primary, 4096).decode(errors="replace")
-        seen, self.shown = self.shown.split(text, 1)
-        return seen
+            self.read()
+        self.shown = self.shown.split(text, 1)[1]
 
     def interrupt(self) -> None:
-        """Ctrl-C, after a pause in which readline has begun to read keys."""
-        time.sleep(0.3)
-        self.process.send_signal(signal.SIGINT)
+        """Ctrl-C, and wait for the prompt that follows.
+
+        A signal that comes after readline has shown its prompt, and before it reads keys, waits for a key.
+        """
+        for _ in range(60):
+            self.process.send_signal(signal.SIGINT)
+            with suppress(AssertionError):
+                self.read(5)
+                break
+        self.read_until("\r\n> ")
 
     def type(self, text: str) -> None:
         os.write(self.primary, text.encode())
@@ -155,19 +179,20 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_program(tmp_path: Path) -> None:
     model = tiny_checkpoint.write(
         tmp_path / "model", max_position_embeddings=2**20, generation_config={"eos_token_id": []}
     )
-    terminal = Terminal(str(model), "--device", "cpu", "--max-new-tokens", "1000000")
+    options = ("--max-new-tokens", "1000000", "--temperature", "1", "--seed", "1")
+    terminal = Terminal(str(model), "--device", "cpu", *options)
     try:
         terminal.read_until("Ctrl-D ends.")
-        terminal.read_until("> ")
+        terminal.read_until("\r\n> ")
         terminal.interrupt()  # at the prompt there is nothing to stop
-        terminal.read_until("> ")
         for _ in range(2):
             terminal.type("hi\n")
             terminal.read_until("hi")
+            while len(terminal.shown) < 20:  # an answer is under way
+                terminal.read()
             terminal.interrupt()
-            terminal.read_until("> ")
         terminal.type("\x04")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(300) == 0
     finally:
         terminal.process.kill()
         terminal.process.wait()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_checkpoint
 from cli_kit import output
+from safetensors.numpy import load_file, save_file
 
 import bminf_lite
 from bminf_lite.checkpoint.inspect import inspect
@@ -30,3 +32,12 @@ def test_a_migrated_checkpoint(source: Path, tmp_path: Path, recipe: str, activa
     assert text.count("scales ") == 2 * 7 + 1  # seven linear layers in each of two blocks, and the head
     assert "[48, 32]" in text  # the shape of the matrix, packed or not
     assert json.loads(output("inspect", tmp_path / "out", "--json")) == inspect(tmp_path / "out")
+
+
+def test_names_cannot_move_the_cursor_or_pass_for_another_line(tmp_path: Path) -> None:
+    folder = tiny_checkpoint.write(tmp_path / "m", architectures=[None, "A\x1b[31m"])
+    tensors = load_file(folder / "model.safetensors") | {"a\nb\x1b[2J": np.ones(3, np.float32)}
+    save_file(tensors, folder / "model.safetensors")
+    text = output("inspect", folder)
+    assert text.replace("\n", "").isprintable()
+    assert "architecture  llama, None, A\\x1b[31m\n" in text and "\na\\nb\\x1b[2J " in text

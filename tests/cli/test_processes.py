@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from cli_kit import ENVIRONMENT, PROGRAM, start
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
 ENDLESS = ["--device", "cpu", "--max-new-tokens", "1000000"]
-TIMEOUT = 60
+TIMEOUT = 300
 FULL = Path("/dev/full")
 
 
@@ -35,6 +36,18 @@ def test_generate_streams_and_ends_on_ctrl_c(model: Path) -> None:
     assert (process.returncode, err) == (130, b"\ninterrupted\n")
 
 
+MIGRATING = """
+import sys, time
+from bminf_lite.checkpoint import migrate
+from bminf_lite.cli import main
+
+convert = migrate._convert
+migrate._convert = lambda *arguments: (convert(*arguments), time.sleep(600))
+main()
+"""
+"""The command, but it does not come to the end of a migration."""
+
+
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [
@@ -47,7 +60,7 @@ def test_migrate_ends_on_a_signal_and_leaves_nothing(tmp_path: Path, number: int
     source = tiny_checkpoint.write(
         tmp_path / "source", hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16
     )
-    process = start("migrate", source, tmp_path / "out")
+    process = start("migrate", source, tmp_path / "out", program=[sys.executable, "-c", MIGRATING])
     deadline = time.monotonic() + TIMEOUT
     while not (begun := {p.name for p in tmp_path.iterdir()} - {"source"}) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -89,11 +102,15 @@ def test_characters_that_the_encoding_of_stdout_lacks_are_escaped(tmp_path: Path
 
 def test_a_reader_that_closes_the_pipe_ends_the_process_quietly(model: Path) -> None:
     for arguments, count in ((["generate", model, "hello", *ENDLESS], 1), (["doctor", "--json"], 0), (["--help"], 0)):
-        process = start(*arguments)
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.read(count)
-        process.stdout.close()
-        assert process.stderr.read() == b""
+        reader, writer = os.pipe()
+        if not count:
+            os.close(reader)  # before the process begins
+        process = start(*arguments, stdout=writer)
+        os.close(writer)
+        if count:
+            assert len(os.read(reader, count)) == count
+            os.close(reader)
+        assert process.stderr is not None and process.stderr.read() == b""
         assert process.wait(TIMEOUT) == 1
 
 

@@ -60,7 +60,8 @@ class StubRunner:
         source_blocks = blocks.source_pool.num_blocks if blocks.source_pool else 0
         self.sources = np.full((source_blocks, blocks.block_size), UNWRITTEN, np.int32)
         self.last_token = np.zeros(config.max_num_seqs + 1, np.int32)
-        self.free_rows = list(range(config.max_num_seqs, 0, -1))
+        self.max_num_seqs = config.max_num_seqs
+        self.clear()
         self.steps: list[Step] = []
         self.encoded = 0
         self.before_launch: Callable[[], None] = lambda: None
@@ -102,6 +103,9 @@ class StubRunner:
 
     def remove(self, row: int) -> None:
         self.free_rows.append(row)
+
+    def clear(self) -> None:
+        self.free_rows = list(range(self.max_num_seqs, 0, -1))
 
     def warm_up(self) -> None:
         pass

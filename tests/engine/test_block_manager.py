@@ -177,3 +177,9 @@ def test_accounts_are_exact_after_every_action(windows, actions):
                 blocks.enter(sequence, ids)
                 ids.append(length)
         blocks.check([s for s, _ in live])
+
+
+def test_every_text_can_be_a_salt():
+    """Also one that UTF-8 cannot encode."""
+    salts = ["", "a", "\ud800", "\udc80", "\x00"]
+    assert len({root_key(salt) for salt in salts}) == len(salts)

@@ -199,7 +199,7 @@ def run_all(
         request.on_update = on_update
     model._engine.submit(requests)
     for _ in requests:
-        ended.get(timeout=60)
+        ended.get(timeout=300)
     return requests
 
 

@@ -31,7 +31,7 @@ MIXED_FIRST = ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in
 
 
 def tiny(kind: str = "full", ops: WatchedBackend | None = None, int8: bool = False, **options: Any) -> Model:
-    """A float model. With an int8 cache, a sum in another order may change a code, and a log-probability a little."""
+    """A float model."""
     base = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}  # fmt: skip
     config = {"model_type": "llama"} | base | KINDS[kind]
@@ -76,9 +76,9 @@ def make_requests(drawn: list) -> list[Request]:
     ]
 
 
-def check_equal(found: Request, expected: Request, atol: float = 1e-5) -> None:
+def check_equal(found: Request, expected: Request) -> None:
     assert (found.output_token_ids, found.finish_reason) == (expected.output_token_ids, expected.finish_reason)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-4, atol=atol)
+    assert found.logprobs == expected.logprobs
 
 
 # -- equal to alone ---------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def check_equal(found: Request, expected: Request, atol: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32 cache", "int8 cache"])
 @pytest.mark.parametrize("kind", MIXED_FIRST)
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     drawn=REQUESTS, max_batch=st.integers(1, 5), ahead=st.integers(0, 3), chunk=st.sampled_from([7, 64, 300]),
     mixed=st.sampled_from([1, 9, 300]), blocks=st.sampled_from([6, 7, 20]), prefix_cache=st.booleans(),
@@ -100,7 +100,7 @@ def test_together_or_alone_is_the_same(kind, int8, drawn, max_batch, ahead, chun
     expected = run(ALONE[kind, int8], make_requests(drawn))
     for _ in range(2):
         for found, alone in zip(run(model, make_requests(drawn)), expected, strict=True):
-            check_equal(found, alone, 0.05 if int8 else 1e-5)
+            check_equal(found, alone)
     model.close()
     assert ops.memory_is_free
 
@@ -218,6 +218,8 @@ def test_logits_of_a_few_tokens_compute_only_what_is_not_in_the_cache(chunk, dev
         assert model.stats().cached_tokens == 128
         with pytest.raises(UsageError, match="start is 4, but must be the position of one of the 4 tokens"):
             model.logits(drafted, start=4)
+        with pytest.raises(UsageError, match=r"start is 1\.5, but must be the position"):
+            model.logits(drafted, start=1.5)
 
 
 def test_greedy_takes_the_largest_logit_each_time():
@@ -391,6 +393,7 @@ def test_a_request_that_waits_starts_when_another_ends():
         ({"priority": 1.5}, "priority is 1.5, but must be a whole number"),
         ({"deadline": 0}, "deadline is 0, but must be seconds, more than 0"),
         ({"cache_salt": 3}, "cache_salt is 3, but must be a text"),
+        ({"add_special_tokens": 1}, "add_special_tokens is 1, but must be True or False"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is 1, but must be True or False"),
         ({"max_new_tokens": 96}, "can never run: 96 tokens need 2 blocks of 64 tokens .* which has 1"),
     ],
@@ -443,10 +446,13 @@ def test_closing_a_stream_early_gives_its_blocks_back():
     unused = model.stream(prompt_of(5))
     unused.close()
     assert model.stats().steps == 0
+    go_on = threading.Event()
+    model.ops.interrupt = lambda: model.ops.samples < 20 or go_on.wait(300)
     stream = model.stream([prompt_of(5), prompt_of(9)], max_new_tokens=80)
     for _ in range(7):
         next(stream)
     assert model.stats().running == 2
+    go_on.set()
     stream.close()
     model.generate([1], max_new_tokens=1)
     assert (model.stats().running, model.stats().blocks_used) == (0, 0)

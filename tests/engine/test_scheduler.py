@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from stub_runner import VOCAB, Driver, make_config, make_request
 
+from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError
 
 
@@ -347,3 +348,23 @@ def test_ten_thousand_arrivals():
         run_state_machine_as_test(
             Histories, settings=settings(max_examples=200, stateful_step_count=60, deadline=None, derandomize=False)
         )
+
+
+def test_a_request_that_has_ended_is_not_kept_until_its_deadline():
+    driver = Driver(make_config())
+    for deadline in (1e12, 2e12):
+        driver.add(make_request([1, 2], 3, deadline=deadline))
+    driver.run()
+    assert not driver.scheduler._with_deadline
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_long_completion_is_not_read_again_at_each_step(prefix_cache, monkeypatch):
+    """Each accepted token is read at most twice: when it is computed, and for the key of its block."""
+    read = []
+    token_ids = Request.token_ids
+    monkeypatch.setattr(Request, "token_ids", lambda *of: read.extend(token_ids(*of)) or token_ids(*of))
+    driver = Driver(make_config(prefix_cache=prefix_cache))
+    driver.add(make_request([1, 2], 30))
+    driver.run()
+    assert len(read) <= 2 * 32

@@ -81,7 +81,7 @@ def test_files_without_usable_text(tmp_path: Path, name: str, content: bytes, me
     with pytest.raises(UsageError, match=message) as error:
         read_texts(tmp_path / name)
     assert name in str(error.value)
-    for other in ("none.txt", "."):
+    for other in ("none.txt", ".", "/dev/zero"):
         with pytest.raises(UsageError, match="cannot be read"):
             read_texts(tmp_path / other)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_kit import output, run
@@ -61,3 +62,12 @@ def test_a_text_in_place_of_a_path_is_refused_and_not_repeated(int8: Path, text:
 def test_a_report_s_folder_is_looked_for_first(source: Path, int8: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist; make it first"):
         bminf_lite.compare(int8, source, text, report=tmp_path / "none" / "report.html")
+
+
+@pytest.mark.parametrize("lengths", [{"window": "64"}, {"stride": 1.5}, {"tokens": 0}])
+def test_lengths_that_are_none_are_refused_by_name(int8: Path, source: Path, lengths: dict[str, Any]) -> None:
+    ((name, value),) = lengths.items()
+    for call in (lambda: bminf_lite.perplexity(int8, ["a b"], **lengths),
+                 lambda: bminf_lite.compare(int8, source, ["a b"], **lengths)):  # fmt: skip
+        with pytest.raises(UsageError, match=f"^{name} is {value!r}, but must be a whole number, 1 or more"):
+            call()

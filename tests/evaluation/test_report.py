@@ -120,6 +120,11 @@ def test_a_model_without_any_error():
     assert "equal" in html
 
 
+def test_names_that_are_not_utf_8(tmp_path: Path):
+    write_report(tmp_path / "r.html", comparison(), Path("a\udcff"), Path("b"), Path("c"))
+    assert "a\\udcff" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
 def test_where_it_cannot_be_written(tmp_path: Path):
     with pytest.raises(BminfError, match="cannot be written"):
         write_report(tmp_path / "none" / "r.html", comparison(), Path("a"), Path("b"), Path("c"))

@@ -10,6 +10,7 @@ import pytest
 from bminf_lite.errors import UsageError
 from bminf_lite.grammar import Grammar, validate, value
 from bminf_lite.grammar.value import MAX_CHOICES, MAX_TEXT
+from bminf_lite.text.json_schema import FORMATS
 
 GOOD = [
     Grammar.json_object(),
@@ -54,6 +55,23 @@ BAD = [
 ]  # fmt: skip
 
 
+def test_what_a_schema_need_not_say_is_left_out():
+    """Zod, pydantic and OpenAPI write formats of their own, and that names are strings."""
+    names = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"format": "path"}}
+    assert Grammar.json_schema(names) == Grammar.json_schema({"type": "object", "additionalProperties": {}})
+    assert Grammar.json_schema(json.dumps(names)) == Grammar.json_schema(names)
+    for kept in (
+        {"const": {"format": "path"}}, {"properties": {"format": {}, "propertyNames": {"type": "string"}}},
+        {"anyOf": [{"format": form} for form in sorted(FORMATS)]}, {"propertyNames": {"pattern": "a"}},
+    ):  # fmt: skip
+        assert json.loads(Grammar.json_schema(kept).text) == kept
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_formats_that_are_known(form):
+    validate(Grammar.json_schema({"type": "string", "format": form}))
+
+
 @pytest.mark.parametrize("grammar", GOOD, ids=lambda g: g.kind)
 def test_good_grammars_are_accepted_and_travel(grammar):
     validate(grammar)
@@ -89,7 +107,8 @@ BOMBS = {
 }
 
 
-def test_a_limit_of_the_library_is_called_too_complex():
+def test_a_limit_of_the_library_is_called_too_complex(monkeypatch):
+    monkeypatch.setattr(value, "CHECK_SECONDS", 300)  # on a slow machine that limit would be met first
     with pytest.raises(UsageError, match=r"too complex: .*too many"):
         validate(Grammar.regex("|".join(rf"(\p{{L}}{{1,{i}}}x){{3}}" for i in range(1, 1000))))
 

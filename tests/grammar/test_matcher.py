@@ -125,6 +125,17 @@ def test_lexers_that_were_not_used_for_long_are_forgotten(monkeypatch):
     assert numbers == [1, 2, 1, 3, 1, 4]
 
 
+def test_vocabularies_of_few_sets_of_ends_are_kept(monkeypatch):
+    """Requests choose the tokens that end them, and a vocabulary takes up to a hundred megabytes."""
+    monkeypatch.setattr(matcher_module, "MAX_VOCABULARIES", 2)
+    compiler, grammar = make_compiler(), Grammar.choice(["yes", "no"])
+    sets = [EOS | {end} for end in (1, 2, 3)]
+    for ends in sets:
+        compiler.matcher(grammar, ends)
+    assert list(compiler._vocabularies) == sets[1:]
+    assert {ends for _, ends in compiler._compiled} == set(compiler._vocabularies)
+
+
 def test_the_end_is_held_back_unless_it_is_all_that_is_left():
     compiler = GrammarCompiler(load_tokenizer(DEMO, 2048), 2048)
     ends = frozenset({0, 33, 2047})

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from bminf_lite.layers.position import rope_frequencies, rope_parameters
+from bminf_lite.layers.position import MAX_POSITIONS, rope_frequencies, rope_parameters, usable_context
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -18,6 +18,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 
 
 def plain(theta: float, head_dim: int) -> np.ndarray:
@@ -72,6 +74,7 @@ def test_yarn_attention_factor(more, scale):
     ("config", "expected"),
     [
         ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_theta": None}, {"rope_type": "default", "rope_theta": 10000.0}),
         ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
         ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 5e5}),
         ({"rope_parameters": {"rope_theta": 7.0}}, {"rope_type": "default", "rope_theta": 7.0}),
@@ -101,7 +104,7 @@ def test_both_spellings(config, expected):
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic', not one of default, linear"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "'mrope', not one of default, dynamic"),
         ({"rope_scaling": {"type": ["yarn"]}}, "not one of"),
         ({"rope_theta": 0}, "rope_theta is 0, not a positive number"),
         ({"rope_theta": True}, "rope_theta"),
@@ -113,8 +116,31 @@ def test_both_spellings(config, expected):
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "is not larger than low_freq_factor"),
         ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "not larger than 1"),
         ({"rope_parameters": YARN | {"attention_factor": -1}}, "attention_factor"),
+        ({"rope_parameters": LONG | {"original_max_position_embeddings": 1}}, "is 1, not larger than 1"),
     ],
 )
 def test_what_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         rope_frequencies(rope_parameters(config), 64, 2048)
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({}, 131072),
+        ({"original_max_position_embeddings": None}, 32768),
+        ({"factor": 0.5}, 32768),
+        ({"factor": 1e20}, MAX_POSITIONS),
+        ({"rope_type": "linear"}, 32768),  # files with it have the stretched context
+    ],
+)
+def test_yarn_that_was_added_to_a_file_stretches_its_context(changes, context):
+    """The way to long texts that Qwen2.5's readme gives: ``rope_scaling``, and all else as it is."""
+    assert usable_context(YARN | changes, 32768) == context
+
+
+def test_dynamic_scaling_changes_nothing_within_the_context():
+    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    frequencies, scale = rope_frequencies(parameters, 64, 4096)
+    np.testing.assert_array_equal(frequencies, rope_frequencies(parameters | {"rope_type": "default"}, 64, 4096)[0])
+    assert scale == 1

@@ -72,7 +72,7 @@ def test_reading_goes_on_while_the_device_copies() -> None:
 @pytest.mark.parametrize("sizes", [[8], [1, 1, 1, 1]], ids=["of one matrix", "of several"])
 def test_threads_read_pieces_side_by_side(sizes: list[int]) -> None:
     _, stage = staging_of(8, 1, 5, threads=4)
-    together = threading.Barrier(4, timeout=10)
+    together = threading.Barrier(4, timeout=300)
     for size in sizes:
         stage.upload(lambda buffer, offset: together.wait() and None, size, 0)
     stage.finish()

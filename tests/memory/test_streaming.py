@@ -119,7 +119,7 @@ def test_streamed_and_resident_give_equal_tokens_and_logits(streamed: set[int], 
 
 @functools.cache
 def resident_results(quantized: bool) -> tuple[np.ndarray, list[Request]]:
-    model = make_model(num_hidden_layers=LAYERS, quantized=quantized)
+    model = make_model(CpuBackend(), num_hidden_layers=LAYERS, quantized=quantized)
     return model.logits(prompt_of(20)), run(model, short_requests())
 
 
@@ -158,7 +158,7 @@ def test_an_encoder_and_a_decoder_have_slots_of_their_own(family: str) -> None:
 def test_ctrl_c_at_any_call_leaves_the_model_usable(first: int) -> None:
     """Before and after the work of every call of the link, in the first steps."""
     ids = prompt_of(9)
-    expected = make_model(num_hidden_layers=LAYERS).logits(ids)
+    expected = make_model(CpuBackend(), num_hidden_layers=LAYERS).logits(ids)
     for refuse_at in range(first, 60, 7):
         device = SimulatedDevice(evenly_spaced(LAYERS, 5))
         model = make_model(device, num_hidden_layers=LAYERS)
@@ -229,4 +229,4 @@ def test_the_simulation_finds(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
     model = make_model(SimulatedDevice(evenly_spaced(LAYERS, 5)), num_hidden_layers=LAYERS)
     ids = prompt_of(9)
     with np.errstate(all="ignore"):
-        assert not np.array_equal(model.logits(ids), make_model(num_hidden_layers=LAYERS).logits(ids))
+        assert not np.array_equal(model.logits(ids), make_model(CpuBackend(), num_hidden_layers=LAYERS).logits(ids))

@@ -64,7 +64,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "hidden_act": ["swiglu", ["silu"]],
     "tie_word_embeddings": ["false", 1],
     "rope_theta": [-1.0],
-    "rope_scaling": [{"type": "dynamic", "factor": 2.0}],
+    "rope_scaling": [{"type": "mrope", "factor": 2.0}],
 }
 
 

@@ -12,12 +12,14 @@ import pytest
 import tiny_checkpoint
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch_kit import random
 
 import bminf_lite
 from bminf_lite.backend.quantization import quantize_weight as quantize_in_numpy
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.verify import verify
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 from bminf_lite.torch import Int8Linear, from_migrated, save_pretrained, streaming, wrap
 from bminf_lite.torch.linear import quantize_weight
@@ -27,6 +29,19 @@ TOKENS = torch.tensor([[256, 5, 77, 31, 200, 9]])
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 260, "n_embd": 32, "n_layer": 2,
     "n_head": 4, "n_positions": 64, "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
+FALCON = {
+    "architectures": ["FalconForCausalLM"], "model_type": "falcon", "vocab_size": 260, "hidden_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
+GPT_NEOX = {
+    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "vocab_size": 260, "hidden_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64,
+    "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 260, "d_model": 32, "d_ff": 48,
+    "d_kv": 8, "num_heads": 4, "num_layers": 2, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
 }  # fmt: skip
 TIED = tiny_checkpoint.CONFIG | {"tie_word_embeddings": True}
 
@@ -77,7 +92,7 @@ class Blocks(nn.Module):
 # -- the layer ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("magnitude", [1.0, 1e-4])
 def test_codes_and_scales_are_the_definition_s(dtype, magnitude):
     weight = (random(300, 40) * magnitude).to(dtype)
@@ -123,6 +138,8 @@ def test_conversions_leave_codes_and_scales_alone():
 def test_the_weight_s_values_are_refused():
     layer = wrap(small())[0]
     assert layer.weight.dtype == torch.int8 and layer.weight.shape == (48, 32) and layer.weight.device.type == "cpu"
+    layer.weight.requires_grad = False
+    assert not layer.weight.requires_grad_(False).requires_grad
     for use in (
         lambda w: w + 1,
         lambda w: w.data.add_(1),
@@ -132,6 +149,8 @@ def test_the_weight_s_values_are_refused():
     ):
         with pytest.raises(UsageError, match="dequantize"):
             use(layer.weight)
+    with pytest.raises(UsageError, match="skip="):
+        layer(random(3, 32).to(layer.weight.dtype))
     torch.testing.assert_close(layer.dequantize(), small()[0].weight.detach(), rtol=0, atol=2e-3)
 
 
@@ -152,6 +171,26 @@ def test_shared_layers_stay_shared():
     assert model[0] is model[2]
 
 
+def test_hooks_stay():
+    model, called = small(), []
+    handle = model[0].register_forward_hook(lambda *_: called.append("forward"))
+    model[0].register_full_backward_hook(lambda *_: called.append("backward"))
+    wrap(model)(random(3, 32).requires_grad_()).sum().backward()
+    assert called == ["forward", "backward"]
+    handle.remove()
+    model(random(3, 32))
+    assert called == ["forward", "backward"]
+
+
+def test_layers_whose_weight_is_computed_stay_float():
+    model = small()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    torch.nn.utils.parametrizations.weight_norm(model[2])
+    model.append(nn.Linear(16, 4))
+    expected = model[:3](random(3, 32))
+    assert torch.equal(wrap(model)[:3](random(3, 32)), expected) and isinstance(model[3], Int8Linear)
+
+
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="calibrate"):
         wrap(small(), "auto")
@@ -159,8 +198,15 @@ def test_what_makes_no_sense_is_refused():
         wrap(small(), skip=["nothing"])
     with pytest.raises(UsageError, match="every linear layer"):
         wrap(small(), skip=["*"])
-    with pytest.raises(UsageError, match="needs device"):
-        wrap(small(), memory_limit=1)
+    for call in (lambda: wrap(small(), memory_limit=1), lambda: from_migrated("folder", memory_limit=1)):
+        with pytest.raises(UsageError, match="needs device"):
+            call()
+    with pytest.raises(UsageError, match="Sequential has no float linear layers"):
+        wrap(wrap(small()))
+    with pytest.raises(UsageError, match=r"0\.weight is on the meta device"):
+        wrap(small().to("meta"))
+    with pytest.raises(ValueError, match="no columns"):
+        Int8Linear.from_float(torch.empty(3, 0))
 
 
 def test_compiled_without_a_graph_break(source):
@@ -192,8 +238,25 @@ def test_saving_writes_what_migrate_writes(tmp_path, config, recipe):
         assert saved.config.get("quantization_config") == migrated.config.get("quantization_config")
         assert saved.manifest["tied_head"] == migrated.manifest["tied_head"]
         assert saved.manifest["recipe"] == migrated.manifest["recipe"]
+    again = wrap(opened(source), recipe)
     with pytest.raises(CheckpointError, match="already exists"):
-        wrap(opened(source), recipe).save_pretrained(tmp_path / "saved")
+        again.save_pretrained(tmp_path / "saved")
+    again.save_pretrained(tmp_path / "saved", force=True)
+    assert verify(tmp_path / "saved").files == len(list((tmp_path / "saved").iterdir())) - 1
+
+
+def test_a_head_that_its_trained_embedding_has_left_is_not_saved(tmp_path):
+    model = wrap(opened(written(tmp_path / "source", TIED)))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    train(model)
+    with pytest.raises(UsageError, match="embedding was trained"):
+        model.save_pretrained(tmp_path / "trained")
+
+
+def test_models_without_a_head_are_not_saved(tmp_path, source):
+    model = transformers.AutoModel.from_pretrained(source)
+    with pytest.raises(UsageError, match="LlamaModel has no output head"):
+        wrap(model).save_pretrained(tmp_path / "saved")
 
 
 def test_a_copy_saves_itself(source, tmp_path):
@@ -205,7 +268,11 @@ def test_a_copy_saves_itself(source, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
-@pytest.mark.parametrize("config", [tiny_checkpoint.CONFIG, TIED, GPT2], ids=["llama", "tied", "gpt2"])
+@pytest.mark.parametrize(
+    "config",
+    [tiny_checkpoint.CONFIG, TIED, GPT2, FALCON, GPT_NEOX],
+    ids=["llama", "tied", "gpt2", "falcon", "gpt_neox"],
+)
 def test_the_engine_and_a_wrapped_model_agree(tmp_path, config, recipe):
     """From memory, from the migrated folder, and from the folder that save_pretrained wrote."""
     source = written(tmp_path / "source", config)
@@ -218,6 +285,16 @@ def test_the_engine_and_a_wrapped_model_agree(tmp_path, config, recipe):
         found = logits(model)[0].double().numpy()
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < (3e-2 if recipe == "w8a8" else 1e-5)
+
+
+def test_encoder_and_decoder_of_a_folder_share_their_embeddings(tmp_path):
+    migrate(written(tmp_path / "source", T5), tmp_path / "migrated", "w8a8")
+    wrapped = wrap(transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "source", dtype=torch.float32))
+    model = from_migrated(tmp_path / "migrated", dtype=torch.float32)
+    assert model.encoder.embed_tokens.weight is model.shared.weight
+    with torch.no_grad():
+        found, expected = (m.eval()(input_ids=TOKENS, decoder_input_ids=TOKENS).logits for m in (model, wrapped))
+    assert torch.equal(found, expected)
 
 
 def engine_logits(folder: Path) -> np.ndarray:
@@ -275,6 +352,16 @@ def test_lora_trains_as_on_the_float_model_and_is_saved(source, tmp_path):
     again = peft.PeftModel.from_pretrained(wrap(opened(source)), tmp_path / "adapter")
     torch.testing.assert_close(logits(again), logits(trained.eval()))
     del model
+
+
+def test_adapters_are_neither_quantized_nor_saved_as_a_model(source, tmp_path):
+    with pytest.raises(UsageError, match="before get_peft_model"):
+        wrap(adapted(opened(source)))
+    model = wrap(opened(source))
+    adapters = adapted(model)
+    with pytest.raises(UsageError, match=r"unload\(\)"):
+        model.save_pretrained(tmp_path / "saved")
+    adapters.unload().save_pretrained(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("safe", [False, True])
@@ -345,6 +432,17 @@ def test_each_pass_copies_each_block_once():
             before = codes.stream.copied_bytes
             model(random(3, 64))
             assert codes.stream.copied_bytes - before == streamed
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_streamed_layers_load_a_state(assign):
+    """Also those whose codes the device holds."""
+    streamed, x = wrap(Blocks(), memory_limit=50_000, device="cpu"), random(3, 64)
+    other = wrap(Blocks().apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None))
+    streamed(x)
+    streamed.load_state_dict(other.state_dict(), assign=assign)
+    for _ in range(2):
+        assert torch.equal(streamed(x), other(x))
 
 
 def test_a_limit_that_everything_fits_streams_nothing():

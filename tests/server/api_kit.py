@@ -54,6 +54,7 @@ class ScriptedEngine(UnconstrainedEngine):
         super().__init__(script, **options)
         self.script = script
         self.fail_at: int | None = None  # the number of the token at which a request fails
+        self.may_fail = threading.Event()
 
     def _step(self) -> None:
         for request in self._running:
@@ -69,6 +70,7 @@ class ScriptedEngine(UnconstrainedEngine):
                 top = [(END, -0.25 - i) for i in range(request.num_prompt_top)]
                 request.prompt_top_logprobs = [None, *(top for _ in ids[1:])]
             if done == self.fail_at:
+                assert self.may_fail.wait(300)
                 request.finish_reason, request.error = "error", BminfError("the logits have a NaN")
             request.on_update(request)
         self._running = [r for r in self._running if r.finish_reason is None]
@@ -86,8 +88,8 @@ class LiveServer:
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._started.wait(60)
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        assert self._started.wait(300)
+        self.http = httpx.Client(base_url=self.url, timeout=300)
 
     async def _run(self) -> None:
         self.client = await EngineClient.connect(self._engine_server.connect())

@@ -69,8 +69,8 @@ class Served:
     port: int
 
     def connect(self) -> socket.socket:
-        """A connection, whose reads end with an error after a minute."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        """A connection, whose reads end with an error after five minutes."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=300)
 
     def ask(self, request: bytes) -> bytes:
         """Send bytes and read until the server closes the connection."""
@@ -131,5 +131,5 @@ def served(
     finally:
         engine_server.close()
         engine.close()
-        thread.join(20)
+        thread.join(300)
         assert not thread.is_alive()

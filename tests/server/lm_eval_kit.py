@@ -26,8 +26,11 @@ MULTIPLE_CHOICE = {
     "metric_list": [{"metric": "acc"}],
 }  # fmt: skip
 """A task that scores each choice."""
-TOLERANCE = 2e-3
-"""Of a sum of log-probabilities: the server computes several prompts in a step, the model here one."""
+TOLERANCE = 0.02
+"""Of a sum of log-probabilities: the server computes several prompts in a step, the model here one.
+
+BLAS sums by shape, and a last bit can change an int8 code. A token at a wrong place makes a difference of over 1.
+"""
 
 
 @contextmanager

@@ -30,42 +30,48 @@ def _is_http_process(process: psutil.Process) -> bool:
 
 
 PROGRAM = """
-import dataclasses, json, signal, sys
+import dataclasses, json, signal, sys, time
 import bminf_lite
+from bminf_lite.engine.model_runner import ModelRunner
 
+launch = ModelRunner.launch
+
+def slowly(self, step):
+    time.sleep(0.01)
+    return launch(self, step)
+
+ModelRunner.launch = slowly
 options = json.loads(sys.argv[2])
 model = bminf_lite.load(sys.argv[1], device="cpu", max_batch=16, **options.pop("load", {}))
 
 def tell(*_):
     print("stats " + json.dumps(dataclasses.asdict(model.stats())), file=sys.stderr, flush=True)
 
-def fail(*_):
-    def launch(step):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    model.engine._runner.launch = launch
-
 signal.signal(signal.SIGUSR1, tell)
-signal.signal(signal.SIGUSR2, fail)
 bminf_lite.serve(model, port=0, **options)
 """
-"""A user's own script. SIGUSR1 prints the engine's statistics; after SIGUSR2 every step fails as a broken GPU would."""
+"""A user's own script. SIGUSR1 prints the engine's statistics.
+
+A step takes 10 ms at least: however fast the machine, a stream of 1000 tokens runs while a test does something.
+"""
 
 FAILING_COMMAND = """
-import sys
+import sys, time
 from bminf_lite.cli import main
 from bminf_lite.engine.model_runner import ModelRunner
 
-launch, steps = ModelRunner.launch, []
+launch = ModelRunner.launch
 
 def failing(self, step):
-    steps.append(step)
-    if len(steps) > 20:
+    time.sleep(0.01)
+    if len(step.parts) > 1:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     return launch(self, step)
 
 ModelRunner.launch = failing
 main(["serve", sys.argv[1], "--device", "cpu", "--port", "0", "--http-workers", "1"])
 """
+"""A server whose first step for two requests fails."""
 
 
 class ServeProcess:
@@ -78,8 +84,8 @@ class ServeProcess:
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self._ready.wait(60) and self.url, "".join(self.lines)
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        assert self._ready.wait(300) and self.url, "".join(self.lines)
+        self.http = httpx.Client(base_url=self.url, timeout=300)
 
     def _read(self) -> None:
         self.url = ""
@@ -96,7 +102,7 @@ class ServeProcess:
     def stats(self) -> dict[str, int]:
         """The engine's statistics."""
         self.process.send_signal(signal.SIGUSR1)
-        return self._stats.get(timeout=60)
+        return self._stats.get(timeout=300)
 
     def is_idle(self) -> bool:
         """Whether the engine holds no request and no block of one."""
@@ -116,10 +122,10 @@ class ServeProcess:
     def stream(self, tokens: int = 1000) -> Iterator[httpx.Response]:
         """A stream that has begun."""
         body = {"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        with httpx.Client(timeout=60) as client, client.stream("POST", f"{self.url}/v1/completions", json=body) as got:
+        with httpx.Client(timeout=300) as client, client.stream("POST", f"{self.url}/v1/completions", json=body) as got:
             yield got
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 300) -> int:
         """The exit code, after all that was printed is read."""
         code = self.process.wait(seconds)
         self._reader.join(seconds)
@@ -144,7 +150,7 @@ def served(load: dict[str, Any] | None = None, **options: Any) -> Iterator[Serve
         server.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def until(condition: Callable[[], bool], seconds: float = 300) -> None:
     """Wait for a condition. The bound is for a server that hangs."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from api_kit import NAME, LiveServer
 from hypothesis import given
 from hypothesis import strategies as st
+
+from bminf_lite.server.settings import ServerSettings
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -32,6 +35,12 @@ WEATHER = {
 }
 TIME = {"type": "function", "function": {"name": "time"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn", "days": 2}}\n</tool_call>'
+
+
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    """A tool choice of some tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def joined(events: list[Any]) -> list[dict[str, Any]]:
@@ -281,7 +290,7 @@ def test_reasoning_that_the_prompt_opens(thinker: LiveServer):
 
 # -- structure, with the bundled model --------------------------------------------------------------------------------
 
-LONG = {"messages": HI, "max_tokens": 120, "temperature": 0.7, "seed": 3}
+LONG = {"messages": HI, "max_tokens": 500, "temperature": 0.7, "seed": 3}
 
 
 def test_a_json_schema(demo: LiveServer):
@@ -343,6 +352,74 @@ def test_a_call_or_a_structure(demo: LiveServer, bias: float):
         assert json.loads(message["content"]) in ("one", "two") and "tool_calls" not in message
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream_options": {"include_usage": True}},
+        {"logprobs": False, "top_logprobs": 0},
+        {"messages": [*HI, {"role": "assistant"}, *HI]},
+        {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": []}, {"role": "tool"}]},
+    ],
+)
+def test_what_clients_send_without_need(fake: LiveServer, more: dict[str, Any]):
+    assert fake.json(PATH, {"messages": HI, "max_tokens": 2} | more)["usage"]["completion_tokens"] == 2
+
+
+def test_another_method(fake: LiveServer):
+    response = fake.http.get(PATH)
+    assert response.status_code == 405 and f"{PATH} takes POST, not GET" in response.json()["error"]["message"]
+
+
+def test_a_byte_order_mark(fake: LiveServer):
+    """PowerShell writes one at the start of a file."""
+    body = b"\xef\xbb\xbf" + json.dumps({"messages": HI, "max_tokens": 2}).encode()
+    assert fake.http.post(PATH, content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
+def test_tools_that_are_not_allowed(fake: LiveServer):
+    """The model is not told of them."""
+    body = {"messages": HI, "max_tokens": 2}
+
+    def prompt_tokens(more: dict[str, Any]) -> int:
+        return fake.json(PATH, body | more)["usage"]["prompt_tokens"]
+
+    both = {"tools": [WEATHER, TIME]}
+    assert prompt_tokens(both | {"tool_choice": allowing("auto", "time")}) == prompt_tokens({"tools": [TIME]})
+    assert prompt_tokens(both | {"tool_choice": allowing("auto", "time", "weather")}) == prompt_tokens(both)
+    assert prompt_tokens(both | {"tool_choice": allowing("auto")}) == prompt_tokens({})
+    time = {"type": "function", "name": "time"}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [time, {"type": "mcp", "server_label": "x"}]}
+    tools = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+    response = fake.json("/v1/responses", {"input": "Hi", "tools": tools, "tool_choice": choice})
+    assert response["usage"]["input_tokens"] == prompt_tokens({"tools": [TIME]})
+
+
+def test_required_tools_that_are_allowed(demo: LiveServer):
+    body = LONG | {"tools": [WEATHER, TIME], "tool_choice": allowing("required", "time"), "parallel_tool_calls": False}
+    (call,) = demo.json(PATH, body)["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "time", "arguments": "{}"}
+
+
+def test_a_template_that_refuses_messages_of_a_role_in_turn(tmp_path: Path):
+    """Codex and Claude Code send several system messages, at other places than the first too, and several questions."""
+    wrong = "not loop.first and m.role in ('system', loop.previtem.role)"
+    refusal = f"{{% if {wrong} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    template = api_kit.CHAT_TEMPLATE.replace("<{{ m.role }}>", refusal + "<{{ m.role }}>")
+    server = api_kit.fake_server(api_kit.folder_with_template(tmp_path, template))
+    try:
+        several = [
+            {"role": "system", "content": "A"}, {"role": "developer", "content": [{"type": "text", "text": "B"}]}, *HI,
+            {"role": "system", "content": "C"},
+        ]  # fmt: skip
+        tokens = server.json("/tokenize", {"messages": [*several, *HI]})["tokens"]
+        one = [{"role": "system", "content": "A\n\nB\n\nC"}, {"role": "user", "content": "Hi\n\nHi"}]
+        assert tokens == server.json("/tokenize", {"messages": one})["tokens"]
+        response = server.post("/tokenize", {"messages": [*one, *[{"role": "assistant", "content": "a"}] * 2]})
+        assert response.status_code == 400 and "refuses these messages: no" in response.text
+    finally:
+        server.close()
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -372,6 +449,7 @@ def test_a_call_or_a_structure(demo: LiveServer, bias: float):
             "tool_choice",
             "the tools are time",
         ),
+        ({"tools": [TIME], "tool_choice": allowing("auto", "x")}, "tool_choice", "allows 'x'"),
         ({"functions": [{}]}, "functions", "use tools"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
@@ -402,26 +480,67 @@ def test_a_model_without_a_chat_template():
 
 
 def test_an_error_within_a_stream_is_an_event(chat_folder):
-    server = api_kit.scripted_server(chat_folder, "word " * 200, seconds_per_step=0.01)
+    server = api_kit.scripted_server(chat_folder, "word " * 200)
+
+    def events_of(path: str, body: dict[str, Any]) -> list[Any]:
+        """Those of a request that fails when its stream has begun."""
+        server.engine.may_fail.clear()
+        with server.http.stream("POST", path, json=body | {"stream": True}) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            server.engine.may_fail.set()
+            return list(api_kit.parse_events(text + "".join(pieces)))
+
     try:
         server.engine.fail_at = 5
         for path, body in ((PATH, {"messages": HI}), ("/v1/completions", {"prompt": "a", "max_tokens": 50})):
-            events = server.events(path, body)
+            events = events_of(path, body)
             assert "NaN" in events[-1]["error"]["message"] and events[-1]["error"]["code"]
             assert events[0]["choices"]
             response = server.post(path, body)
             assert response.status_code == 500 and "NaN" in response.json()["error"]["message"]
-        events = server.events("/v1/responses", {"input": "a"})
+        events = events_of("/v1/responses", {"input": "a"})
         assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
-        events = server.events("/v1/messages", {"messages": HI, "max_tokens": 50})
+        events = events_of("/v1/messages", {"messages": HI, "max_tokens": 50})
         assert events[-1]["type"] == "error" and "NaN" in events[-1]["error"]["message"]
     finally:
         server.close()
 
 
+def test_the_log_tells_of_clients_that_have_gone(chat_folder: Path, tmp_path: Path):
+    """Within a request, and before an answer."""
+    log = tmp_path / "log"
+    engine = api_kit.UnconstrainedEngine(range(1, api_kit.VOCAB_SIZE), seconds_per_step=0.005)
+    server = LiveServer(engine, api_kit.info_of(chat_folder), ServerSettings((NAME,), request_log=str(log)))
+    until = time.monotonic() + 60
+    sent = 0
+    try:
+        for path in (PATH, "/v1/completions", "/v1/responses", "/v1/messages"):
+            body = json.dumps(
+                {"messages": HI, "prompt": "a" if path == "/v1/completions" else None, "input": "a", "max_tokens": 900}
+            )
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            request = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+            for is_whole in (False, True):
+                with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+                    connection.sendall(request if is_whole else request[:-1])
+                    while is_whole and not engine.stats().running:
+                        assert time.monotonic() < until
+                        time.sleep(0.002)
+                sent += 1
+                while log.read_text().count("\n") < sent:
+                    assert time.monotonic() < until
+                    time.sleep(0.002)
+    finally:
+        server.close()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["status"] for line in lines] == [499] * sent
+    assert [line["finish_reasons"] for line in lines] == [{}, {"cancelled": 1}] * (sent // 2)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_its_request(chat_folder, stream: bool):
-    server = api_kit.fake_server(chat_folder, seconds_per_step=0.005)
+    server = api_kit.fake_server(chat_folder, seconds_per_step=0.1)  # no request ends by itself within a minute
 
     def num_requests() -> int:
         stats = server.engine.stats()
@@ -435,7 +554,7 @@ def test_a_client_that_goes_away_ends_its_request(chat_folder, stream: bool):
             ("/v1/messages", {"messages": HI, "max_tokens": 900}),
         ):
             with contextlib.suppress(httpx.ReadTimeout):
-                timeout = httpx.Timeout(60, read=60 if stream else 0.05)
+                timeout = httpx.Timeout(300, read=300 if stream else 0.05)
                 with server.http.stream("POST", path, json=body | {"stream": stream}, timeout=timeout) as response:
                     next(response.iter_bytes())
                     assert num_requests() > 0

@@ -32,7 +32,7 @@ def run(test: Callable[[EngineClient, FakeEngine], Awaitable[None]], **options: 
     async def main() -> None:
         engine = FakeEngine(range(VOCAB_SIZE), **options)
         async with connected(engine, fake_info(None, VOCAB_SIZE, context_length=512)) as client:
-            await asyncio.wait_for(test(client, engine), 60)
+            await asyncio.wait_for(test(client, engine), 300)
 
     asyncio.run(main())
 
@@ -91,7 +91,7 @@ def test_requests_that_come_together_reach_the_engine_before_any_is_answered():
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
-        ours.settimeout(60)
+        ours.settimeout(300)
         ours.sendall(frame(fake_info(None, VOCAB_SIZE)))
         client = await EngineClient.connect(theirs)
         tasks = [asyncio.create_task(client.generate(wanted(5))) for _ in range(8)]
@@ -107,14 +107,14 @@ def test_requests_that_come_together_reach_the_engine_before_any_is_answered():
             if is_held.is_set():
                 answered.append(select.select(ends[1:], [], [], 0)[0])
             is_held.set()
-            assert may_go_on.wait(60)
+            assert may_go_on.wait(300)
 
         engine.submit = submit
         for end in ends:
-            end.settimeout(60)
+            end.settimeout(300)
             assert end.recv(1 << 16)  # the facts of the model
         ends[0].sendall(frame(Submit(0, 0, wanted(5))))
-        assert is_held.wait(60)
+        assert is_held.wait(300)
         for end in ends[1:]:  # while the thread that reads is held
             end.sendall(data)
         may_go_on.set()
@@ -150,7 +150,8 @@ def test_an_http_process_that_is_behind_gets_joined_steps():
     engine = FakeEngine(range(VOCAB_SIZE))
     server = EngineServer(engine, fake_info(None, VOCAB_SIZE, context_length=1 << 20))
     end = server.connect()
-    end.settimeout(60)
+    end.settimeout(300)
+    server._connections[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # whatever the default is
     length, count = 40_000, 4
     for first_id in range(count):
         end.sendall(frame(Submit(first_id, 0, wanted(length))))

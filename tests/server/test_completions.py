@@ -187,7 +187,7 @@ def test_tokens_and_times_that_end_a_completion(fake: LiveServer, demo: LiveServ
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop" and text.startswith(choice["text"]) and choice["text"] != text
     assert choice["logprobs"]["tokens"][-1] == ""
-    answer = demo.json(PATH, {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline": 0.2})
+    answer = demo.json(PATH, {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline": 0.01})
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 900
 
 
@@ -246,7 +246,6 @@ def test_the_context_ends_a_completion(demo: LiveServer):
         ({"stop_token_ids": [2048]}, "stop_token_ids", "0 to 2047"),
         ({"deadline": 0}, "deadline", "greater than 0"),
         ({"suffix": "b"}, "suffix", "not supported"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"priority": 2**31}, "priority", "less than or equal"),
         ({"cache_salt": "x" * 300}, "cache_salt", "256"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),

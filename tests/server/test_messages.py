@@ -133,6 +133,17 @@ def test_a_conversation(scripted: LiveServer):
     assert scripted.json(PATH, body | {"max_tokens": 5})["usage"]["input_tokens"] == count["count"]
 
 
+def test_the_accounting_of_claude_code_is_no_text(scripted: LiveServer):
+    """It would make every prompt begin differently."""
+    blocks = [{"type": "text", "text": f"x-anthropic-billing-header: cch={i};"} for i in range(2)]
+    brief = {"type": "text", "text": "Be brief."}
+    counts = [
+        scripted.json(f"{PATH}/count_tokens", {"messages": HI, "system": system})["input_tokens"]
+        for system in ("Be brief.", [blocks[0], brief], [*blocks, brief])
+    ]
+    assert len(set(counts)) == 1
+
+
 def test_an_answer_that_is_begun(scripted: LiveServer):
     scripted.says(" list")
     message = both(scripted, {"messages": [*HI, {"role": "assistant", "content": "Return the"}]})

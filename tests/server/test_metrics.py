@@ -51,8 +51,8 @@ def test_a_request_is_counted_once_with_each_of_its_times() -> None:
         sent: list[list[float]] = []
         observer = Observer(128, sent.append)
         record = observer.begin("/v1/completions", "cmpl-1", "m")
-        first, second = record.add_prompt(12, n=2, max_tokens=9), 1
-        assert first == 0
+        record.add_prompt(12, n=2, max_tokens=9)
+        first, second = 0, 1
         record.tokens(first, 1, cached_tokens=4)
         record.tokens(first, 3)
         record.finished(first, "stop")

@@ -25,6 +25,8 @@ pytestmark = [
 
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
+TIMEOUT = 300_000
+"""Milliseconds after which something hangs, on a slow machine too."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,8 @@ def server() -> Iterator[StubServer]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        expect.set_options(timeout=TIMEOUT)
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=TIMEOUT)
         yield browser
         browser.close()
 
@@ -61,7 +64,7 @@ def page(browser: Browser, server: StubServer, stub: Stub, problems: list[str]) 
     page = context.new_page()
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" and "status of 4" not in m.text else None)
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(TIMEOUT)
     page.goto(server.url)
     yield page
     context.close()
@@ -117,8 +120,8 @@ def test_stopping_closes_the_stream_and_keeps_the_text(page: Page, stub: Stub, b
         page.get_by_role("button", name="Stop").click()
     expect(answer.locator(".stats")).to_contain_text("stopped")
     expect(answer.locator(".answer-text")).to_contain_text("word word")
-    page.wait_for_timeout(200)
-    assert stub.num_open == 0
+    while stub.num_open:  # the test's own timeout ends what hangs
+        page.wait_for_timeout(10)
     stub.pieces = ["Fine."]
     expect(ask(page, "And now?").locator(".answer-text")).to_have_text("Fine.")
 
@@ -165,12 +168,12 @@ def test_the_policy_blocks_scripts_markup_and_other_hosts(page: Page, problems: 
           const seen = [];
           document.addEventListener("securitypolicyviolation", (e) => seen.push(e.effectiveDirective));
           const done = await ({blocked})();
-          await new Promise((resolve) => setTimeout(resolve, 50));
-          return [done, [...new Set(seen)].sort()];
+          while (!["connect-src", "require-trusted-types-for"].every((name) => seen.includes(name)))
+            await new Promise((resolve) => setTimeout(resolve, 10));  // the test's own timeout ends what hangs
+          return done;
         }}"""
     )
-    assert violations[0] == []
-    assert {"connect-src", "require-trusted-types-for"} <= set(violations[1])
+    assert violations == []
     problems.clear()
 
 
@@ -213,6 +216,7 @@ def test_a_message_before_the_models_are_known(page: Page, stub: Stub, problems:
 def test_the_real_application(browser: Browser, tmp_path: Path) -> None:
     server = api_kit.fake_server(api_kit.folder_with_template(tmp_path / "model"), seconds_per_step=0.002)
     page = browser.new_page()
+    page.set_default_timeout(TIMEOUT)
     page.goto(server.url)
     page.get_by_label("Max tokens").first.fill("30")
     stats = ask(page, "Hi").locator(".stats")
@@ -222,7 +226,7 @@ def test_the_real_application(browser: Browser, tmp_path: Path) -> None:
     page.get_by_label("Text to continue").fill("Once")
     page.keyboard.press("Enter")
     for i in range(2):
-        expect(page.locator(".two .stats").nth(i)).to_have_text(re.compile(r"tokens · .* · length$"), timeout=60_000)
+        expect(page.locator(".two .stats").nth(i)).to_have_text(re.compile(r"tokens · .* · length$"))
     page.close()
     server.close()
 

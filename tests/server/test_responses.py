@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import api_kit
@@ -69,6 +70,17 @@ def test_log_probabilities(scripted: LiveServer):
     assert all(len(score["top_logprobs"]) == 2 for score in part["logprobs"])
 
 
+def test_log_probabilities_of_text_that_is_held_back(chat_folder: Path):
+    """It may be the beginning of a call. Steps are so long that most tokens arrive alone."""
+    text = 'Use <tool_call>{"name": "weather"'
+    server = api_kit.scripted_server(chat_folder, text, seconds_per_step=0.005)
+    try:
+        (part,) = both(server, {"input": "Hi", "tools": [TOOL], "top_logprobs": 1})[0]["output"][0]["content"]
+        assert "".join(score["token"] for score in part["logprobs"]) == part["text"] == text
+    finally:
+        server.close()
+
+
 def test_an_empty_answer_is_a_message(scripted: LiveServer):
     whole, _ = both(scripted, {"input": "Hi"})
     assert whole["output"][0]["content"][0]["text"] == ""
@@ -115,6 +127,11 @@ def test_earlier_items_are_a_conversation(scripted: LiveServer):
     assert used == scripted.json("/tokenize", {"messages": messages, "tools": [WEATHER]})["count"]
 
 
+def test_instructions_alone(scripted: LiveServer):
+    """Codex asks this before the first turn."""
+    assert scripted.json(PATH, {"instructions": "Be brief.", "input": []})["usage"]["input_tokens"] > 0
+
+
 def test_a_schema(demo: LiveServer):
     form = {"type": "json_schema", "name": "x", "schema": {"enum": ["one", "two"]}, "strict": True}
     whole = demo.json(PATH, {"input": "Hi", "text": {"format": form}, "max_output_tokens": 20})
@@ -126,7 +143,7 @@ def test_a_schema(demo: LiveServer):
     ("wrong", "param", "words"),
     [
         ({"input": None}, "input", "list"),
-        ({"input": []}, "input", "at least 1"),
+        ({"input": []}, "input", "no messages"),
         ({"input": [5]}, "input[0]", "JSON object"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "keeps no responses"),
         ({"input": [{"type": "file_search_call"}]}, "input[0]", "not supported"),
@@ -139,6 +156,7 @@ def test_a_schema(demo: LiveServer):
         ({"tools": [TOOL, TOOL]}, "tools", "twice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "needs tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}}, "tool_choice", "needs tools"),
     ],
 )
 def test_a_wrong_value_is_named(fake: LiveServer, wrong: dict[str, Any], param: str, words: str):

@@ -116,7 +116,7 @@ def test_hosts(host, status):
 
 def test_no_site_may_use_the_server_unless_it_is_named():
     asked = {"origin": "https://chat.example", "access-control-request-method": "POST",
-             "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+             "access-control-request-headers": "authorization,content-type,x-stainless-lang"}  # fmt: skip
     closed, opened = (
         guarded(Security(digests(KEYS))),
         guarded(Security(digests(KEYS), (), (), ("https://chat.example",))),
@@ -140,6 +140,8 @@ def test_bodies_must_say_that_they_are_json(kind):
     assert ask(app, "POST", "/x", content=b"{}", headers={"content-type": kind}).status_code == 415
     good = {"content-type": "Application/JSON; charset=utf-8"}
     assert ask(app, "POST", "/x", content=b"{}", headers=good).status_code == 200
+    answer = ask(app, "POST", "/x", content=b"...", headers=good | {"content-encoding": "gzip"})
+    assert answer.status_code == 415 and "'gzip'" in answer.text
 
 
 def test_the_file_of_keys(tmp_path: Path):
@@ -179,6 +181,9 @@ def test_an_address_that_cannot_be_had():
     taken.close()
     with pytest.raises(UsageError, match=r"cannot listen at 192\.0\.2\.1"):
         Listener(Address("192.0.2.1", 0), 1)
+    for port in (-1, 65536, 99999):
+        with pytest.raises(UsageError, match=f"the port is {port}; it must be from 0, .* to 65535"):
+            Listener(Address(port=port), 1)
     shared = Listener(Address(port=0), 3)
     assert len({sock.getsockname() for sock in shared.sockets}) == 1
     assert shared.url == f"http://127.0.0.1:{shared.port}"

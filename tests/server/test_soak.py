@@ -17,8 +17,12 @@ pytestmark = pytest.mark.slow
 
 
 def test_twenty_seconds_of_mixed_traffic():
-    """Memory still grows in the first seconds: caches of the interpreter, buffers, the prefix cache's index."""
-    report = soak_server.run(None, clients=6, seconds=20, allowed_growth=32 << 20)
+    """Memory still grows in the first seconds: caches of the interpreter, buffers, the prefix cache's index.
+
+    One HTTP process on every machine: another might render its first conversation late, and start processes for it.
+    """
+    options = ("--http-workers", "1")
+    report = soak_server.run(None, clients=6, seconds=20, allowed_growth=32 << 20, options=options)
     assert report["problems"] == []
     kinds = len(soak_server.Soak("", 0)._kinds)
     assert len(report["answered"].keys() | report["left"].keys()) == kinds, "every kind has been sent"
@@ -28,12 +32,12 @@ def test_a_killed_server_leaves_nothing_and_starts_again_at_its_port(tmp_path):
     folder = demo_folder(tmp_path / "model", soak_server.TEMPLATE)
     server = ServerProcess(folder)
     children = psutil.Process(server.process.pid).children(recursive=True)
-    body = {"model": NAME, "prompt": "The", "max_tokens": 900, "n": 4, "ignore_eos": True, "stream": True}
+    body = {"model": NAME, "prompt": "The", "max_tokens": 900, "n": 32, "ignore_eos": True, "stream": True}
     begun, ended = threading.Event(), threading.Event()
 
     def read():
         try:
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as response:
                 pieces = []
                 for piece in response.iter_text():
                     pieces.append(piece)
@@ -44,13 +48,15 @@ def test_a_killed_server_leaves_nothing_and_starts_again_at_its_port(tmp_path):
         ended.set()
 
     threading.Thread(target=read, daemon=True).start()
-    assert begun.wait(60)
+    assert begun.wait(300)
     server.kill()
-    assert ended.wait(60), "the client of a running request waits for ever"
-    assert psutil.wait_procs(children, timeout=60)[1] == [], "the server's processes outlive it"
+    assert ended.wait(300), "the client of a running request waits for ever"
+    assert psutil.wait_procs(children, timeout=300)[1] == [], "the server's processes outlive it"
     again = ServerProcess(folder, "--port", str(server.port))
     try:
-        answer = httpx.post(f"{again.url}/v1/completions", json={"model": NAME, "prompt": "The", "max_tokens": 2})
+        answer = httpx.post(
+            f"{again.url}/v1/completions", json={"model": NAME, "prompt": "The", "max_tokens": 2}, timeout=300
+        )
         assert answer.json()["usage"]["completion_tokens"] == 2
     finally:
         assert again.stop() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import api_kit
 import cpm_kit
@@ -35,6 +36,16 @@ def test_a_conversation(fake: LiveServer):
     assert tokens == TOKENIZER.encode("<user>Hi\n", add_special_tokens=False)
     special = fake.json("/tokenize", body | {"add_special_tokens": True})["tokens"]
     assert special == TOKENIZER.encode("<user>Hi\n")
+
+
+def test_the_tokenizer_is_read_before_the_first_request(tmp_path: Path):
+    server = api_kit.fake_server(api_kit.folder_with_template(tmp_path))
+    try:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        assert server.json("/tokenize", {"prompt": "Hi"})["tokens"] == TOKENIZER.encode("Hi")
+    finally:
+        server.close()
 
 
 def test_what_the_tokenizer_is(fake: LiveServer):

@@ -107,10 +107,11 @@ def test_a_long_stream_costs_the_same_per_token(piece):
     (token,) = ids_of(BYTE_LEVEL, piece)
 
     def seconds(count):
-        start = time.process_time()
+        start = time.thread_time()
         pieces = stream(BYTE_LEVEL, [token] * count)
         assert "".join(pieces) == BYTE_LEVEL.decode([token] * count)
-        return time.process_time() - start
+        return time.thread_time() - start
 
     seconds(100)
-    assert seconds(8000) < 24 * max(seconds(1000), 0.002)
+    # once: the garbage collector, or another process, may take time beside one of the two
+    assert any(seconds(8000) < 24 * max(seconds(1000), 0.002) for _ in range(10))

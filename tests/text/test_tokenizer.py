@@ -6,7 +6,7 @@ import json
 
 import pytest
 import tokenizer_kit
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, normalizers, processors
 
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.text.checkpoint_files import has_tokenizer, load_tokenizer
@@ -34,6 +34,11 @@ def test_a_folder_gives_text_and_special_tokens(tmp_path):
     assert not tokenizer.byte_fallback
 
 
+def test_a_folder_s_name_need_not_be_utf_8(tmp_path):
+    (folder := tmp_path / "\udcff").mkdir()
+    assert load_tokenizer(write(folder), 1000).decode(load_tokenizer(folder, 1000).encode("the")) == "the"
+
+
 def test_other_files_are_optional_and_special_tokens_may_have_their_own(tmp_path):
     tokenizer = load_tokenizer(write(tmp_path), 1000)
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.chat_template) == (None, frozenset(), None)
@@ -50,8 +55,12 @@ def test_the_post_processor_frames_a_prompt(tmp_path):
 
 
 @pytest.mark.parametrize("add", [True, False, None])
-def test_without_a_post_processor_the_configuration_decides(tmp_path, add):
-    tokenizer = load_tokenizer(write(tmp_path, config={**CONFIG, "add_bos_token": add}), 1000)
+@pytest.mark.parametrize("processor", [None, processors.ByteLevel()])
+def test_without_a_frame_in_the_post_processor_the_configuration_decides(tmp_path, add, processor):
+    backend = tokenizer_kit.byte_level()
+    if processor is not None:
+        backend.post_processor = processor
+    tokenizer = load_tokenizer(write(tmp_path, backend, {**CONFIG, "add_bos_token": add}), 1000)
     assert (tokenizer.encode("a")[0] == tokenizer.bos_id) is (add is True)
     assert tokenizer.bos_id not in tokenizer.encode("a", add_special_tokens=False)
 
@@ -91,6 +100,9 @@ def test_ids_and_text_are_those_of_transformers(tmp_path, kind):
 )
 def test_the_chat_template_is_the_file_else_the_default_of_the_configuration(tmp_path, value, template):
     assert load_tokenizer(write(tmp_path, config={"chat_template": value}), 1000).chat_template == template
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of the processor"}', encoding="utf-8")
+    expected = "of the processor" if value is None else template
+    assert load_tokenizer(tmp_path, 1000).chat_template == expected
     (tmp_path / "chat_template.jinja").write_text("from the file é", encoding="utf-8")
     found = load_tokenizer(tmp_path, 1000)
     assert found.chat_template == found.tool_chat_template == "from the file é"
@@ -134,6 +146,22 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_pa
         load_tokenizer(write(tmp_path), 3)
 
 
+def test_added_tokens_without_a_row_are_text(tmp_path):
+    """Gemma 3 1B has the tokenizer of the multimodal sizes, whose last token its embedding lacks."""
+    whole = load_tokenizer(write(tmp_path, config={"eos_token": "</s>"}), 1000)
+    last = whole.encode("<tool>")
+    tokenizer = load_tokenizer(tmp_path, last[0])
+    assert last == [len(tokenizer)] == [len(whole) - 1]
+    assert tokenizer.decode(tokenizer.encode("a<tool>")) == "a<tool>" and last[0] not in tokenizer.encode("a<tool>")
+    with pytest.raises(CheckpointError, match=rf"ids up to {last[0]}, but the embedding only {last[0]} rows"):
+        load_tokenizer(write(tmp_path, config={"eos_token": "<tool>"}), last[0])
+
+
+def test_an_empty_special_token_is_none(tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path, config={"bos_token": "", "eos_token": {"content": ""}}), 1000)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.eos_ids) == (None, None, frozenset())
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"null"])
 def test_a_malformed_tokenizer_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
@@ -142,18 +170,29 @@ def test_a_malformed_tokenizer_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100000, b'{"eos_token": 7}', b'{"eos_token": {'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"\xff", b"[" * 100000, b'{"eos_token": 7}', b'{"eos_token": {', rb'{"eos_token": "\ud800"}'],
+)
 def test_a_malformed_configuration_is_named(tmp_path, name, content):
     write(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"tokenizer_config|special_tokens_map|eos_token"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config|special_tokens_map|eos_token|special token"):
+        load_tokenizer(tmp_path, 1000)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
+    (write(tmp_path) / name).mkdir()
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is not a regular file$"):
         load_tokenizer(tmp_path, 1000)
 
 
 def test_all_problems_of_a_vocabulary_are_listed(tmp_path):
-    size = len(load_tokenizer(write(tmp_path), 1000))
+    backend = tokenizer_kit.sentencepiece_like()
+    size = len(load_tokenizer(write(tmp_path, backend), 1000))
     load_tokenizer(tmp_path, size)
-    write(tmp_path, config={"bos_token": "<one>", "eos_token": "<two>"})
+    write(tmp_path, backend, {"bos_token": "<one>", "eos_token": "<two>"})
     with pytest.raises(CheckpointError, match=rf"<one>.*<two>.*{size - 1}\b.*\b{size - 1} rows"):
         load_tokenizer(tmp_path, size - 1)
 

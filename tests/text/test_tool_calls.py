@@ -308,14 +308,15 @@ def test_a_long_text_costs_the_same_per_character(form, piece):
 
     def seconds(count):
         parser = ToolCallParser(form, NAMES)
-        start = time.process_time()
+        start = time.thread_time()
         for _ in range(count):
             parser.push(piece)
         parser.flush()
-        return time.process_time() - start
+        return time.thread_time() - start
 
     seconds(100)
-    assert seconds(8000) < 24 * max(seconds(1000), 0.002)
+    # once: the garbage collector, or another process, may take time beside one of the two
+    assert any(seconds(8000) < 24 * max(seconds(1000), 0.002) for _ in range(10))
 
 
 def test_ids_of_calls():

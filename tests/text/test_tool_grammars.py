@@ -169,3 +169,12 @@ def test_references_within_a_schema(accepts):
     grammar = tool_grammar(TOOL_FORMATS["hermes"], tools, required=True, token_id=TOKENIZER.piece_to_id)
     assert accepts(grammar, written(TOOL_FORMATS["hermes"], ("f-1", json.dumps({"a": '/x"y'}))))
     assert not accepts(grammar, written(TOOL_FORMATS["hermes"], ("f-1", json.dumps({"a": 2}))))
+
+
+def test_formats_that_are_annotations():
+    form = TOOL_FORMATS["hermes"]
+    with_format, without = (
+        {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string", **annotation}}}}}
+        for annotation in ({"format": "binary"}, {})
+    )
+    assert tool_grammar(form, [with_format], required=True) == tool_grammar(form, [without], required=True)

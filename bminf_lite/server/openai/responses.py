@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from ...engine.sampling_params import SamplingParams
@@ -21,12 +19,10 @@ from ..completion_text import ScoredToken
 from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream
 from ..generating import check_model, generation_request, sampling_params, told
-from ..recorder import record_of
 from ..request_record import RequestRecord
-from ..schemas.base import parse
 from ..schemas.responses import ResponsesBody
 from ..state import ServerState
-from ..work import respond
+from ..work import generating_route
 from .chunks import Usage, scored_token, sse
 
 _encode = msgspec.json.encode
@@ -34,13 +30,7 @@ _encode = msgspec.json.encode
 
 def routes(server: ServerState) -> list[Route]:
     """The route."""
-
-    async def responses(request: Request) -> Response:
-        body = parse(ResponsesBody, await request.body())
-        work = await _prepare(server, body, record_of(request))
-        return await respond(work, request, body.stream)
-
-    return [Route("/v1/responses", responses, methods=["POST"])]
+    return [generating_route("/v1/responses", server, ResponsesBody, _prepare)]
 
 
 async def _prepare(server: ServerState, body: ResponsesBody, record: RequestRecord) -> _Response:
@@ -77,6 +67,7 @@ class _Items:
         self._wants_logprobs = wants_logprobs
         self._pieces: list[str] = []
         self._scores: list[dict[str, Any]] = []
+        self._next_scores: list[dict[str, Any]] = []  # of tokens whose text may be held back
         self._delta_head = b""
 
     def event(self, kind: str, **fields: Any) -> bytes:
@@ -88,11 +79,12 @@ class _Items:
     def add(self, events: Sequence[Event], tokens: Sequence[ScoredToken]) -> bytes:
         """Take what an output adds to the answer. Log-probabilities are those of the text."""
         told = b""
-        scores = [scored_token(token) for token in tokens if not token.is_end] if self._wants_logprobs else []
+        if self._wants_logprobs:
+            self._next_scores += [scored_token(token) for token in tokens if not token.is_end]
         for event in events:
             if isinstance(event, Content):
-                told += self._open("message") + self._text(event.text, scores)
-                scores = []
+                told += self._open("message") + self._text(event.text, self._next_scores)
+                self._next_scores = []
             elif isinstance(event, Reasoning):
                 told += self._open("reasoning") + self._text(event.text, [])
             elif isinstance(event, CallBegin):
@@ -101,7 +93,8 @@ class _Items:
                 told += self._text(event.text, [])
             else:
                 told += self.close()
-        self._scores += scores
+        if events and not isinstance(events[-1], Content):
+            self._next_scores = []
         return told
 
     def close(self, status: str = "completed") -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -89,6 +90,11 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(block.text for block in content if isinstance(block, TextBlock))
+
+
+def _without_accounting(system: Iterable[TextOrOther]) -> list[TextOrOther]:
+    """The blocks of a system message but Claude Code's first one: it differs in each request, so no cache would fit."""
+    return [b for b in system if not (isinstance(b, TextBlock) and b.text.startswith("x-anthropic-billing-header:"))]
 
 
 class AnthropicMessage(Body):
@@ -241,7 +247,7 @@ class MessagesBody(SamplingFields):
     @property
     def plain_messages(self) -> list[dict[str, Any]]:
         """The conversation in OpenAI's form."""
-        system = _text(self.system)
+        system = self.system if isinstance(self.system, str) else _text(_without_accounting(self.system or ()))
         messages = [{"role": "system", "content": system}] if system else []
         return messages + [plain for message in self.messages for plain in message.plain()]
 

@@ -6,6 +6,7 @@ are strict: a number in quotes is wrong. The bounds of sampling parameters are t
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -37,7 +38,7 @@ class Body(BaseModel):
 def parse(body_type: type[T], body: bytes) -> T:
     """The body as a ``body_type``. Raises ``ApiError`` 400, which names the first wrong field and lists all."""
     try:
-        value = msgspec.json.decode(body)
+        value = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise bad_request(f"the body is not JSON: {error}") from None
     except RecursionError:

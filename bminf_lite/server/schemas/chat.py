@@ -37,21 +37,42 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """Those of the tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsChoice(Body):
+    """A tool choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def kind_of_choice(value: Any) -> str:
     """The tag of a tool choice."""
-    return "named" if isinstance(value, (dict, Body)) else "word"
+    if not isinstance(value, dict):
+        return "word"
+    return "allowed" if value.get("type") == "allowed_tools" else "named"
 
 
 ToolChoiceField = Annotated[
-    Annotated[Word, Tag("word")] | Annotated[NamedTool, Tag("named")], Discriminator(kind_of_choice)
+    Annotated[Word, Tag("word")] | Annotated[NamedTool, Tag("named")] | Annotated[AllowedToolsChoice, Tag("allowed")],
+    Discriminator(kind_of_choice),
 ]
 
 
 class ToolChoice(Body):
-    """Which tools must be called: ``none``, ``auto``, ``required``, or ``function`` for the one of this ``name``."""
+    """Which tools must be called: ``none``, ``auto``, ``required``, or ``function`` for the one of this ``name``.
+
+    ``allowed`` are the names of those that may be called; None allows all.
+    """
 
     mode: Literal["none", "auto", "required", "function"]
     name: str | None = None
+    allowed: list[str] | None = None
 
     @classmethod
     def of(cls, given: Word | NamedFunction | None, has_tools: bool) -> ToolChoice:
@@ -68,7 +89,9 @@ def check_tool_choice(choice: ToolChoice, names: list[str]) -> None:
     """Raise for a choice that tools of these names do not allow."""
     if len(set(names)) < len(names):
         raise invalid(f"tools has the name {max(names, key=names.count)!r} twice")
-    if choice.mode in ("required", "function") and not names:
+    if unknown := [name for name in choice.allowed or () if name not in names]:
+        raise invalid(f"tool_choice allows {unknown[0]!r}, but the tools are {', '.join(names)}")
+    if choice.mode in ("required", "function") and not (names if choice.allowed is None else choice.allowed):
         raise invalid("tool_choice needs tools")
     if choice.mode == "function" and choice.name not in names:
         raise invalid(f"tool_choice names {choice.name!r}, but the tools are {', '.join(names)}")
@@ -113,10 +136,8 @@ class ChatBody(SamplingFields, StructureFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs to be true")
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options needs stream to be true")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise invalid("continue_final_message needs a last message of the assistant")
         check_template_variables(self.chat_template_kwargs)
@@ -133,4 +154,7 @@ class ChatBody(SamplingFields, StructureFields):
     def choice(self) -> ToolChoice:
         """The tool choice; ``auto`` if there are tools and the request does not say."""
         given = self.tool_choice
+        if isinstance(given, AllowedToolsChoice):
+            some = given.allowed_tools
+            return ToolChoice(mode=some.mode, allowed=[tool.function.name for tool in some.tools])
         return ToolChoice.of(given.function if isinstance(given, NamedTool) else given, bool(self.tools))

@@ -46,8 +46,6 @@ class CompletionBody(SamplingFields, StructureFields):
             raise invalid(f"best_of is {self.best_of}, but must be at least n, which is {self.n or 1}")
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
             raise invalid(f"best_of is {self.best_of}, more than n: results of a choice cannot be streamed")
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options needs stream to be true")
         if self.prompt is None:
             raise invalid("prompt is missing")
         return self

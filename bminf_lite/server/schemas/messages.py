@@ -73,7 +73,7 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise invalid(f"a message of the role {self.role} needs a content")
         return self
 

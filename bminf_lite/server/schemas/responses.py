@@ -11,7 +11,7 @@ from .chat import NamedFunction, ToolChoice, Word, check_template_variables, che
 from .messages import Content, FunctionName, Parameters, plain_content
 from .sampling import SamplingFields, Structure, is_schema
 
-STATELESS = "this server keeps no responses: send the whole conversation as the input"
+STATELESS = "this server keeps no responses: set store to false and send the whole conversation as the input"
 
 
 class InputMessage(Body):
@@ -109,8 +109,26 @@ class ResponseToolChoice(NamedFunction):
     type: Literal["function"]
 
 
+class AllowedTool(Body):
+    """One of the tools that may be called."""
+
+    type: str
+    name: str | None = None
+
+
+class AllowedToolsChoice(Body):
+    """A tool choice of some of the tools. Those of other types than ``function`` are skipped."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
 ToolChoiceField = Annotated[
-    Annotated[Word, Tag("word")] | Annotated[ResponseToolChoice, Tag("named")], Discriminator(kind_of_choice)
+    Annotated[Word, Tag("word")]
+    | Annotated[ResponseToolChoice, Tag("named")]
+    | Annotated[AllowedToolsChoice, Tag("allowed")],
+    Discriminator(kind_of_choice),
 ]
 
 
@@ -146,7 +164,7 @@ class ResponsesBody(SamplingFields):
 
     model: str | None = None
     input: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1), Tag("items")],
+        Annotated[str, Tag("text")] | Annotated[list[Item], Tag("items")],
         Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
     ]
     instructions: str | None = None
@@ -184,7 +202,10 @@ class ResponsesBody(SamplingFields):
     @property
     def choice(self) -> ToolChoice:
         """The tool choice; ``auto`` if there are tools and the request does not say."""
-        return ToolChoice.of(self.tool_choice, bool(self.functions))
+        given = self.tool_choice
+        if isinstance(given, AllowedToolsChoice):
+            return ToolChoice(mode=given.mode, allowed=[t.name or "" for t in given.tools if t.type == "function"])
+        return ToolChoice.of(given, bool(self.functions))
 
     @property
     def wants_logprobs(self) -> bool:

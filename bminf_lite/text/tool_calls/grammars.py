@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import UsageError
+from ..json_schema import enforceable
 from ..lark import TokenId, after_reasoning, mark_rule, no_token, rule_until
 from ..reasoning import ReasoningFormat
 from .formats import Tool, ToolFormat, function_names, parameters_of
 from .values import types_of
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Of arguments: as ``tojson`` writes them, which is how the model has read earlier calls."""
+"""The spacing of arguments: that of ``tojson``, by which templates write earlier calls into the prompt."""
 
 
 def tool_grammar(
@@ -92,7 +93,8 @@ _MORE_CALLS = '(", " call)* '
 
 def _arguments_schema(function: Mapping[str, Any], any_object: bool) -> dict[str, Any]:
     """The schema of a function's arguments, which are an object."""
-    return {"type": "object", **({} if any_object else parameters_of(function)), "x-guidance": _SPACING}
+    schema = {} if any_object else enforceable(parameters_of(function))
+    return {"type": "object", **schema, "x-guidance": _SPACING}
 
 
 # -- the rules of a call, by the syntax of a form ---------------------------------------------------------------------
