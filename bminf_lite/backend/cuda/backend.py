@@ -145,9 +145,7 @@ class CudaBackend(Backend):
             return self.arrays.download(cp.ascontiguousarray(values))
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        if self.loader.streams_steps:
-            return work  # a graph cannot copy the next step's weights, and such steps are bound by copies
-        return CapturedGraph(self.graph_memory, self.arrays, work)
+        return CapturedGraph(self.graph_memory, self.arrays, work, lambda: self.loader.streamed_bytes)
 
     def make_current(self) -> None:
         self.device.make_current()
