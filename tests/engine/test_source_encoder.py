@@ -59,7 +59,7 @@ SIZES = (5, 32, 64, 100, 256)
 PADDED, ALONE = make_encoder(WatchedBackend(source_sizes=SIZES)), make_encoder(WatchedBackend())
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.lists(st.integers(1, 130), min_size=1, max_size=4), st.integers(0, 99))
 def test_any_sources_fill_their_blocks_and_no_others(lengths: list[int], seed: int) -> None:
     tables, sources = blocks_of(lengths, np.random.default_rng(seed)), sources_of(lengths)
