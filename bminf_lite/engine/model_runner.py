@@ -139,7 +139,7 @@ class ModelRunner:
 
     def has_room(self, request: Request) -> bool:
         """Whether the sampler has a free row, and what else the request's parameters need."""
-        return self.table.has_room(self._sampling(request), request.matcher is not None)
+        return self.table.has_room(request.params.penalizes, request.matcher is not None)
 
     def add(self, request: Request) -> int:
         """Give a request a row of the sampler."""

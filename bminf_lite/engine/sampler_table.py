@@ -83,11 +83,11 @@ class SamplerTable:
         ops.complete(self._state.masks)  # so that masks are written after these zeros
         self._masks = masks
 
-    def has_room(self, sequence: SequenceSampling, masked: bool = False) -> bool:
-        """Whether :meth:`add` finds a free row for the sequence, and free counts and a free mask if it needs them."""
+    def has_room(self, penalized: bool = False, masked: bool = False) -> bool:
+        """Whether :meth:`add` finds a free row for a sequence, and free counts and a free mask if it needs them."""
         return (
             bool(self._free_rows)
-            and (bool(self._free_count_rows) or not sequence.penalized)
+            and (bool(self._free_count_rows) or not penalized)
             and (bool(self._free_mask_rows) or not masked)
         )
 
@@ -97,7 +97,7 @@ class SamplerTable:
         With ``masked`` the sequence has a bit mask; :meth:`write_masks` fills it before each step that samples. Check
         :meth:`has_room` first. Raises ``MemoryError`` where :meth:`allocate` does.
         """
-        assert self.has_room(sequence, masked), "the sampler's table is full"
+        assert self.has_room(sequence.penalized, masked), "the sampler's table is full"
         variant = max(sequence.variant, SamplerVariant.ADJUST) if masked else sequence.variant
         if variant >= SamplerVariant.ADJUST:
             self.allocate()
