@@ -420,7 +420,7 @@ class Growth:
         """Count a request."""
         if not request.may_end_early:
             remaining = request.max_length - request.num_tokens
-            place = len(self._remaining) - np.searchsorted(self._remaining[::-1], remaining)
+            place = len(self._remaining) - int(np.searchsorted(self._remaining[::-1], remaining))
             self._remaining = _inserted(self._remaining, place, remaining)
             self._held = _inserted(self._held, place, request.num_tokens)
 
