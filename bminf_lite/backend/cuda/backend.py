@@ -64,6 +64,8 @@ DECODE_SIZES = (
 MIXED_DECODE_SIZES = (8, 32, 64, 128, 256, 512)
 PROMPT_SIZES = (16, 64, 128, 256, 512)
 """Prompt tokens of captured steps. To launch larger steps one by one takes the host less time than the device."""
+SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
+"""Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
 GEMV_FLOAT_MAX_ROWS = 4
 """Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
 
@@ -74,6 +76,7 @@ class CudaBackend(Backend):
     decode_sizes = DECODE_SIZES
     mixed_decode_sizes = MIXED_DECODE_SIZES
     prompt_sizes = PROMPT_SIZES
+    source_sizes = SOURCE_SIZES
     max_steps_in_flight = 1
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
