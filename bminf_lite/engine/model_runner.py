@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol, cast
 
 import numpy as np
@@ -286,10 +287,10 @@ class ModelRunner:
             tokens += part.request.token_ids(part.start, part.stop) if known else (NO_TOKEN,)
         inputs.tokens[:num_decodes] = tokens[:num_decodes]
         inputs.tokens[size.decodes : size.decodes + len(tokens) - num_decodes] = tokens[num_decodes:]
-        inputs.cu_seqlens[: size.decodes + 1] = np.arange(size.decodes + 1)
-        ends = size.decodes + np.cumsum([p.num_tokens for p in parts[num_decodes:]], dtype=np.int32)
-        inputs.cu_seqlens[size.decodes + 1 :] = ends[-1] if len(ends) else size.decodes
-        inputs.cu_seqlens[size.decodes + 1 : size.decodes + 1 + len(ends)] = ends
+        inputs.cu_seqlens[: size.decodes] = np.arange(size.decodes)
+        begins = [*accumulate((p.num_tokens for p in parts[num_decodes:]), initial=size.decodes)]
+        inputs.cu_seqlens[size.decodes :] = begins[-1]
+        inputs.cu_seqlens[size.decodes : size.decodes + len(begins)] = begins
         if len(inputs.logit_rows) >= size.sequences:
             inputs.logit_rows[: size.sequences] = np.maximum(inputs.cu_seqlens[1:] - 1, 0)
         inputs.context_lens[places] = [p.start for p in parts]

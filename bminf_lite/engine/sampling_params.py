@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -159,7 +160,11 @@ class SamplingParams:
 
     def with_seed(self) -> SamplingParams:
         """These parameters with a random seed if they have none."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
+        if self.seed is not None:
+            return self
+        seeded = copy(self)  # each prompt of a batch has one, so fields that were checked are not checked again
+        object.__setattr__(seeded, "seed", secrets.randbits(64))
+        return seeded
 
     @property
     def penalizes(self) -> bool:
