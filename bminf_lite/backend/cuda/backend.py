@@ -62,7 +62,7 @@ DECODE_SIZES = (
 )  # fmt: skip
 """Numbers of sequences of captured decode steps: a step is padded by a quarter at most, except for the smallest."""
 MIXED_DECODE_SIZES = (8, 32, 64, 128, 256, 512)
-PROMPT_SIZES = (16, 64, 128, 256, 512)
+PROMPT_SIZES = (16, 64, 128, 256, 384, 512)
 """Prompt tokens of captured steps. To launch larger steps one by one takes the host less time than the device."""
 SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 """Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
