@@ -10,16 +10,13 @@
 // (null) keys and values are [kv_heads, table_pitch, head_pitch], and a token's place is its index in the step. Tokens
 // behind the last sequence pad the step and are left out.
 //
-// Block (t, j) prepares heads of token cu_seqlens[0] + t, one warp AT_ONCE heads at a time; the blocks of a token share
-// its heads. The arithmetic is that of decode attention, so a token's key and value have the same bits whichever kernel
-// prepares them.
+// Block (t, j) prepares heads of token cu_seqlens[0] + t; the blocks of a token share its heads. The arithmetic is that
+// of decode attention, so a token's key and value have the same bits whichever kernel prepares them.
 #include "attention/int8_cache.cuh"
 #include "common/values.cuh"
 #include "constants/attention.cuh"
 
 using namespace bminf;
-
-constexpr int AT_ONCE = 2;  // heads that a warp loads before it stores any
 
 template <bool FROM_INT32, int IN, class CACHE>
 __global__ void __launch_bounds__(256) prepare_heads(
@@ -28,6 +25,7 @@ __global__ void __launch_bounds__(256) prepare_heads(
     const int* cu_seqlens, const int* context_lens, const int* block_tables, int table_pitch, int sequences, __half* q,
     CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, __half* key_scales,
     __half* value_scales) {
+    constexpr int AT_ONCE = FROM_INT32 ? 1 : 2;  // heads that a warp loads before it stores any
     launch_dependent_grids();
     wait_on_dependent_grids();
     const Values source = {data, x_scale, w_scale, bias, pitch};
