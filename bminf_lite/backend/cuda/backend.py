@@ -62,8 +62,10 @@ DECODE_SIZES = (
 )  # fmt: skip
 """Numbers of sequences of captured decode steps: a step is padded by a quarter at most, except for the smallest."""
 MIXED_DECODE_SIZES = (8, 32, 64, 128, 256, 512)
-PROMPT_SIZES = (16, 64, 128, 256, 512)
+PROMPT_SIZES = (16, 64, 128, 256, 384, 512)
 """Prompt tokens of captured steps. The host launches the kernels of a larger step faster than the device runs them."""
+SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
+"""Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
 GEMV_FLOAT_MAX_ROWS = 4
 """Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
 
@@ -74,6 +76,7 @@ class CudaBackend(Backend):
     decode_sizes = DECODE_SIZES
     mixed_decode_sizes = MIXED_DECODE_SIZES
     prompt_sizes = PROMPT_SIZES
+    source_sizes = SOURCE_SIZES
     max_steps_in_flight = 1
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
@@ -145,9 +148,7 @@ class CudaBackend(Backend):
             return self.arrays.download(cp.ascontiguousarray(values))
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        if self.loader.streams_steps:
-            return work  # a graph cannot copy the next step's weights, and such steps are bound by copies
-        return CapturedGraph(self.graph_memory, self.arrays, work)
+        return CapturedGraph(self.graph_memory, self.arrays, work, lambda: self.loader.streamed_bytes)
 
     def make_current(self) -> None:
         self.device.make_current()
