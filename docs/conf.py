@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,11 @@ from sphinx.application import Sphinx
 import bminf_lite
 
 DOCS = Path(__file__).parent
-COPIED = {"examples": ("*.ipynb", "*.md", "*.py"), ".": ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")}
+COPIED = {
+    "examples": ("*.ipynb", "*.md", "*.py"),
+    "examples/serving": ("*.*", "Containerfile"),
+    ".": ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"),
+}
 """Files outside of this folder that are pages of the site: copied into ``_pages``, which git ignores."""
 
 project = "bminf-lite"
@@ -38,7 +43,6 @@ autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 suppress_warnings = [
-    "myst.xref_missing",  # links to files of the repository that are no pages
     "intersphinx.external",
     "mystnb.unknown_mime_type",
 ]
@@ -55,5 +59,13 @@ def copy_pages(_: Sphinx) -> None:
             shutil.copyfile(file, target / folder / file.name)
 
 
+def link_within_site(_: Sphinx, __: str, source: list[str]) -> None:
+    """Lead links of the repository to the site's pages, and those to ``docs/dev``, which has none, to its files."""
+    text = re.sub(r"\]\(docs/", "](/", source[0])
+    text = re.sub(r"\]\((?:\.\./)+examples/", "](/_pages/examples/", text)
+    source[0] = re.sub(r"\]\((?:\.\./)?(dev/[\w-]+\.md)(?:#[^)]*)?\)", r"](path:/\1)", text)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", copy_pages)
+    app.connect("source-read", link_within_site)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import random
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("measures the whole GPU: run it without -n")
     if item.get_closest_marker("gpu") and why_no_gpu():
         pytest.skip(why_no_gpu())
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> Iterator[None]:
+    """Requests that give no seed draw the same ones in every run."""
+    original, secrets.randbits = secrets.randbits, random.Random(0).getrandbits
+    yield
+    secrets.randbits = original
 
 
 @pytest.fixture(scope="session")

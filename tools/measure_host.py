@@ -80,7 +80,9 @@ def measure(requests: int, sequences: int, tokens: int) -> tuple[list[float], li
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=0)
     for index in range(requests):
         prompt = random.integers(0, VOCAB, tokens).tolist()
-        scheduler.add(Request(index=index, prompt_token_ids=prompt, params=params))
+        request = Request(index=index, prompt_token_ids=prompt, params=params)
+        request.limit_length(config.context_length)
+        scheduler.add(request)
     decoding: list[float] = []
     mixed: list[float] = []
     in_flight: deque[Any] = deque()

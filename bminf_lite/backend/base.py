@@ -200,7 +200,7 @@ class Backend:
     ) -> LayerCache:
         """A key-value cache of one layer of ``num_blocks`` blocks; see :class:`LayerCache`. Contents are undefined.
 
-        With ``max_blocks`` the cache can :meth:`grow` to so many blocks without a copy, and its address stays.
+        With ``max_blocks`` the cache can :meth:`grow` to so many blocks.
         """
         shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
         if int8:
@@ -209,9 +209,9 @@ class Backend:
         return LayerCache(np.zeros(shape, self.activation_dtype), np.zeros(shape, self.activation_dtype))
 
     def grow(self, cache: LayerCache, num_blocks: int) -> None:
-        """Enlarge a layer's cache to ``num_blocks`` blocks, keeping its contents.
+        """Enlarge a layer's cache to ``num_blocks`` blocks, of which it has room for ``max_blocks``. Contents are kept.
 
-        Without ``max_blocks`` at its creation, the contents are copied to another address.
+        On a backend with graphs its address stays.
         """
         old, kv_heads, _, head_dim = cache.keys.shape
         int8 = cache.key_scales is not None

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .quantization import HostWeight, OutlierColumns, quantize_weight
+from . import gptq
+from .quantization import HostWeight, Int8Weight, OutlierColumns, quantize_weight
 from .rotation import rotated
 from .values import Array
 
@@ -95,6 +96,30 @@ class CalibrationOps:
         rest = np.array(weight)
         rest[:, outliers] = 0
         return self.ops.weight([replace(quantize_weight(rest, dynamic), outliers=kept)])
+
+    def add_hessian(self, x: Array, count: int, before: Array | None = None) -> Array:
+        """``X^T X`` of the first ``count`` rows of an activation ``[T, in]``, plus ``before``: ``[in, in]``.
+
+        ``before`` may be overwritten.
+        """
+        part = gptq.hessian(self.ops.host(x)[:count].astype(np.float32))
+        return part if before is None else before + part
+
+    def gptq_root(self, hessian: Array, factors: np.ndarray | None, rotation: int) -> Any:
+        """What :meth:`gptq_weight` needs of a Hessian: see :func:`.gptq.inverse_root`.
+
+        It is that of inputs divided by ``factors`` and rotated in blocks of ``rotation`` elements.
+        """
+        return gptq.inverse_root(gptq.transformed_hessian(hessian, factors, rotation))
+
+    def gptq_weight(self, matrix: Array, root: Any, factors: np.ndarray | None, rotation: int) -> Int8Weight:
+        """The matrix, its columns multiplied by ``factors`` and rotated, rounded by :func:`.gptq.gptq_codes`.
+
+        Scales are those of :meth:`weight`. Codes and scales are on the host.
+        """
+        weight = rotated(matrix if factors is None else matrix * factors, rotation)
+        plain = quantize_weight(weight)
+        return replace(plain, codes=gptq.gptq_codes(weight, plain.scale, root), rotation=rotation)
 
     def squares(self, got: Array, expected: Array) -> tuple[np.ndarray, np.ndarray]:
         """``|got - expected|^2`` and ``|expected|^2`` of each row, fp32 ``[n, out]`` -> fp64 ``[n]`` on the host."""

@@ -1,9 +1,9 @@
-"""A report as a drawing: cost curves, the parts of a step, or kernel speeds by size. Needs matplotlib."""
+"""A report as a drawing: cost curves, the parts of a step, kernel speeds by size, or a trade. Needs matplotlib."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,33 @@ def save_serving(result: ServingResult, path: Path) -> None:
         axes.plot(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))])
         axes.set(xlabel=f"{label}, milliseconds", ylabel="share of requests or tokens", ylim=(0, 1))
         axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def save_trade(trade: Mapping[str, Any], path: Path) -> None:
+    """Draw the divergence of assignments over the time of their products; see :func:`check_target`.
+
+    ``trade`` is that of a migration with a target, see :mod:`bminf_lite.migration.budget`.
+    """
+    check_target(path)
+    from matplotlib.figure import Figure
+
+    points, chosen = trade["points"], trade["points"][trade["chosen"]]
+    measured = [point for point in points if point["measured"] is not None]
+
+    def times(some: Sequence[Mapping[str, Any]]) -> list[float]:
+        return [1e3 * point["request_seconds"] for point in some]
+
+    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(times(points), [point["expected"] for point in points], ".-", label="expected")
+    axes.plot(times(measured), [point["measured"] for point in measured], "x", label="measured")
+    axes.plot(times([chosen]), [chosen["measured"]], "o", fillstyle="none", markersize=12, label="kept")
+    axes.axhline(trade["target"], color="black", linestyle="--", label="target")
+    axes.set(xlabel=f"products of a request on {trade['times_of']}, milliseconds", ylabel="divergence, nats per token")
+    axes.set_yscale("log")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
     figure.savefig(path)
 
 

@@ -30,35 +30,88 @@ class FileRecord:
     xxh3: str
 
 
-class FileChecksums:
-    """Computes the checksums of ``files`` on the threads of ``pool``.
+class PartDigest:
+    """The digest of the bytes ``start`` to ``end`` of a file, of which some are in memory already."""
 
-    :meth:`advance` begins with parts of a file that are being read anyway, so that the disk is read once;
-    :meth:`records` does the rest. ``folder`` is where the names of the records are relative to.
+    def __init__(self, file: Path, start: int, end: int):
+        self._file = file
+        self._position = start
+        self._end = end
+        self._state = xxhash.xxh3_128()
+
+    def update(self, data: memoryview, offset: int) -> None:
+        """Hash ``data``, the bytes of the file from ``offset`` on. Calls are in the order of the file.
+
+        Bytes before ``offset`` that were not given are read, and bytes outside of the part are ignored.
+        """
+        self._read_up_to(min(offset, self._end))
+        data = data[max(self._position - offset, 0) : max(self._end - offset, 0)]
+        self._state.update(data)
+        self._position += len(data)
+
+    def digest(self) -> bytes:
+        """The digest; what was not given is read. Raises :class:`CheckpointError` if that fails."""
+        self._read_up_to(self._end)
+        return bytes(self._state.digest())
+
+    def _read_up_to(self, end: int) -> None:
+        if self._position >= end:
+            return
+        buffer = memoryview(bytearray(min(_READ_BYTES, end - self._position)))
+        try:
+            with open(self._file, "rb", buffering=0) as file:
+                while self._position < end:
+                    count = os.preadv(file.fileno(), [buffer[: end - self._position]], self._position)
+                    if count == 0:
+                        problem = "became shorter while it was read; nothing else may write to it"
+                        raise CheckpointError(f"{self._file}: {problem}")
+                    self._state.update(buffer[:count])
+                    self._position += count
+        except OSError as error:
+            raise CheckpointError(f"{self._file}: cannot be read: {error.strerror}") from error
+
+
+class FileChecksums:
+    """Computes the checksums of ``files``; ``folder`` is where the names of the records are relative to.
+
+    :meth:`take_part` gives out a part to a caller that reads its bytes anyway, so that they are read once;
+    :meth:`start` hashes the other parts on the threads of ``pool``, and :meth:`records` waits for them.
     """
 
     def __init__(self, files: Sequence[Path], folder: Path, pool: ThreadPoolExecutor):
         self._folder = folder
         self._pool = pool
         self._sizes = {file: file.stat().st_size for file in files}
-        self._parts: dict[Path, list[Future[bytes]]] = {file: [] for file in files}
+        self._taken: dict[tuple[Path, int], PartDigest] = {}
+        self._digests: dict[Path, list[Future[bytes]]] = {}
 
-    def advance(self, file: Path, end: int) -> None:
-        """Hash the parts of ``file`` that lie before byte ``end``."""
-        parts = self._parts[file]
-        while (start := len(parts) * PART_BYTES) + PART_BYTES <= end and start < self._sizes[file]:
-            parts.append(self._pool.submit(_part_digest, file, start, self._sizes[file]))
+    def take_part(self, file: Path, index: int) -> PartDigest | None:
+        """The part of ``file`` with this number, or None if it was taken already or the file has no such part."""
+        if (file, index) in self._taken or index * PART_BYTES >= self._sizes[file]:
+            return None
+        return self._taken.setdefault((file, index), self._part(file, index))
+
+    def start(self) -> None:
+        """Begin with all parts that were not taken. The caller has finished with those that were."""
+        for file, size in self._sizes.items():
+            count = -(-size // PART_BYTES)
+            parts = [self._taken.get((file, index)) or self._part(file, index) for index in range(count)]
+            self._digests[file] = [self._pool.submit(part.digest) for part in parts]
 
     def records(self) -> list[FileRecord]:
         """The records of all files, in their order. Raises :class:`CheckpointError` if one cannot be read."""
-        for file, size in self._sizes.items():
-            self.advance(file, size + PART_BYTES)
+        if not self._digests:
+            self.start()
         return [
             FileRecord(
-                file.relative_to(self._folder).as_posix(), size, _joined(part.result() for part in self._parts[file])
+                file.relative_to(self._folder).as_posix(), size, _joined(part.result() for part in self._digests[file])
             )
             for file, size in self._sizes.items()
         ]
+
+    def _part(self, file: Path, index: int) -> PartDigest:
+        start = index * PART_BYTES
+        return PartDigest(file, start, min(start + PART_BYTES, self._sizes[file]))
 
 
 def array_checksum(values: np.ndarray) -> str:
@@ -68,19 +121,3 @@ def array_checksum(values: np.ndarray) -> str:
 
 def _joined(digests: Iterable[bytes]) -> str:
     return str(xxhash.xxh3_128_hexdigest(b"".join(digests)))
-
-
-def _part_digest(file: Path, start: int, size: int) -> bytes:
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
-    position, end = start, min(start + PART_BYTES, size)
-    try:
-        with open(file, "rb", buffering=0) as opened:
-            while position < end:
-                count = os.preadv(opened.fileno(), [buffer[: min(_READ_BYTES, end - position)]], position)
-                if count == 0:
-                    raise CheckpointError(f"{file}: became shorter while it was read; nothing else may write to it")
-                digest.update(buffer[:count])
-                position += count
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
-    return bytes(digest.digest())

@@ -5,11 +5,13 @@ of a tensor. Threads suffice, because NumPy, reading and writing release the int
 other in one way: the scales of a tensor are fp16 unless a row of any block is too small for that. Then, rarely, the
 tensor is converted and written again with fp32 scales.
 
-The checksums of the source's files are computed on the same threads, in step with the conversion.
+A thread converts the blocks of one part of a file after another (see :mod:`.checksum`), and hashes each while it is in
+the core's cache. So the source is read once, and threads wait for each other once in a part.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import deque
@@ -20,10 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ..backend.blas_threads import blas_threads
 from ..backend.quantization import exact_scales, fits_fp16, round_to_codes, row_maxima, rows_per_block
 from ..backend.rotation import rotated
 from ..errors import checkpoint_error
-from .checksum import FileChecksums, FileRecord, array_checksum
+from .checksum import PART_BYTES, FileChecksums, FileRecord, PartDigest, array_checksum
 from .compressed_tensors import pack, packed_width
 from .manifest import TensorReport
 from .reader import Checkpoint
@@ -107,6 +110,11 @@ class ConversionTask:
         """The size of a row in the source."""
         return self.row_elements * DTYPES[self.info.dtype].itemsize
 
+    @property
+    def result_row_bytes(self) -> int:
+        """The size of a row of the tensor ``data_name``."""
+        return self.outputs()[self.data_name].nbytes // max(self.rows, 1)
+
 
 @dataclass(frozen=True)
 class RowBlock:
@@ -121,6 +129,11 @@ class RowBlock:
     def nbytes(self) -> int:
         """The size in the source."""
         return (self.stop - self.start) * self.task.row_bytes
+
+    @property
+    def offset(self) -> int:
+        """Where the block begins in its file, if the tensor lies there as it is read."""
+        return self.task.info.offset + self.start * self.task.row_bytes
 
 
 @dataclass(frozen=True)
@@ -173,21 +186,21 @@ class Converter:
         total, done = sum(task.info.nbytes for task in tasks), 0
         reports, bad = [], []
         parts: list[ConvertedBlock] = []
-        for block, part in self._convert_all(block for task in tasks for block in _blocks(task)):
-            parts.append(part)
-            done += block.nbytes
-            self._sources.advance(block.task.info.file, block.task.info.offset + block.stop * block.task.row_bytes)
-            if self.progress:
-                self.progress(done, total, block.task.name)
-            if block.stop < block.task.rows:
-                continue
-            bad_rows = [part.bad_row for part in parts if part.bad_row is not None]
-            if bad_rows:
-                where = f", first in row {bad_rows[0]}" if len(block.task.shape) > 1 else ""
-                bad.append(f"tensor {block.task.name!r} holds a NaN or an infinity{where}")
-            else:
-                reports.append(self._finish(block.task, parts))
-            parts = []
+        with blas_threads.for_product(1, 1, 1):  # one for each of our own
+            for block, part in self._convert_all(block for task in tasks for block in _blocks(task)):
+                parts.append(part)
+                done += block.nbytes
+                if self.progress:
+                    self.progress(done, total, block.task.name)
+                if block.stop < block.task.rows:
+                    continue
+                bad_rows = [part.bad_row for part in parts if part.bad_row is not None]
+                if bad_rows:
+                    where = f", first in row {bad_rows[0]}" if len(block.task.shape) > 1 else ""
+                    bad.append(f"tensor {block.task.name!r} holds a NaN or an infinity{where}")
+                else:
+                    reports.append(self._finish(block.task, parts))
+                parts = []
         if bad:
             raise checkpoint_error(self.source.path, bad, "such a model computes nothing: export the checkpoint again")
         return reports
@@ -206,9 +219,11 @@ class Converter:
         """The checksums of the source's files, after :meth:`run`."""
         return self._sources.records()
 
-    def result_records(self, files: Sequence[Path], folder: Path) -> list[FileRecord]:
-        """The checksums of ``files`` in ``folder``."""
-        return FileChecksums(files, folder, self._pool).records()
+    def result_checksums(self, files: Sequence[Path], folder: Path) -> FileChecksums:
+        """The checksums of ``files`` in ``folder``, whose computation has begun."""
+        checksums = FileChecksums(files, folder, self._pool)
+        checksums.start()
+        return checksums
 
     def _finish(self, task: ConversionTask, parts: list[ConvertedBlock]) -> TensorReport:
         """Complete a tensor, after converting it again if its scales need fp32."""
@@ -228,23 +243,37 @@ class Converter:
         return tensor_report(task, task.nbytes - 4 * scale.size + scale.nbytes, scale, signal, noise)
 
     def _convert_all(self, blocks: Iterable[RowBlock]) -> Iterator[tuple[RowBlock, ConvertedBlock]]:
-        """Convert a few blocks ahead on all threads, and yield the results in order."""
-        pending: deque[tuple[RowBlock, Future[ConvertedBlock]]] = deque()
-        for block in blocks:
-            pending.append((block, self._pool.submit(self._convert, block)))
-            if len(pending) > 4 * self.workers:
-                block, future = pending.popleft()
-                yield block, future.result()
-        for block, future in pending:
-            yield block, future.result()
+        """Convert a few parts of files ahead on all threads, and yield the results in order."""
+        pending: deque[Future[list[tuple[RowBlock, ConvertedBlock]]]] = deque()
+        for (file, part), group in itertools.groupby(blocks, lambda b: (b.task.info.file, b.offset // PART_BYTES)):
+            pending.append(self._pool.submit(self._convert_part, list(group), self._sources.take_part(file, part)))
+            if len(pending) > 2 * self.workers:
+                yield from pending.popleft().result()
+        for future in pending:
+            yield from future.result()
 
-    def _convert(self, block: RowBlock) -> ConvertedBlock:
+    def _convert_part(
+        self, blocks: Sequence[RowBlock], digest: PartDigest | None
+    ) -> list[tuple[RowBlock, ConvertedBlock]]:
+        """Convert the blocks that begin in one part of a file, hash the part, and begin to write the results."""
+        converted = [(block, self._convert(block, digest)) for block in blocks]
+        for task, group in itertools.groupby(blocks, lambda block: block.task):
+            rows = [(block.start, block.stop) for block in group]
+            first, size = rows[0][0] * task.result_row_bytes, (rows[-1][1] - rows[0][0]) * task.result_row_bytes
+            self.writer.start_writeback(task.data_name, first, size)
+        if digest is not None:
+            digest.digest()
+        return converted
+
+    def _convert(self, block: RowBlock, digest: PartDigest | None) -> ConvertedBlock:
         task = block.task
         raw = self._buffer("raw", block.nbytes, np.uint8)
         if task.transposed:
             self._read_columns(block, raw)
         else:
             self.source.read_into(task.name, raw.data, block.start * task.row_bytes)
+            if digest is not None and self.source.is_verbatim(task.name):
+                digest.update(raw.data, block.offset)
         values = raw.view(DTYPES[task.info.dtype]).reshape(block.stop - block.start, task.row_elements)
         _apply_factors(values, task.rewrite, block)
         return self._copy(block, values) if task.scheme is Scheme.FLOAT else self._quantize(block, values)
@@ -294,9 +323,9 @@ class Converter:
         self.writer.write(block.task.data_name, stored, block.start * stored.shape[1])
         if kept.size:
             self.writer.write(f"{block.task.module}.outlier_weight", kept, block.start * kept.shape[1] * kept.itemsize)
-        signal = np.einsum("ij,ij->i", ratio, ratio)
+        signal = _sums_of_squares(ratio)
         np.subtract(ratio, rounded, out=ratio)
-        return ConvertedBlock(scale, signal, np.einsum("ij,ij->i", ratio, ratio))
+        return ConvertedBlock(scale, signal, _sums_of_squares(ratio))
 
     def _extract_outliers(self, task: ConversionTask, values: np.ndarray) -> np.ndarray:
         """Replace the columns of ``values`` ``[rows, in]`` that stay fp16 by zeros, and return them, ``[rows, n]``."""
@@ -313,6 +342,12 @@ class Converter:
         if name not in buffers or buffers[name].size < size:
             buffers[name] = np.empty(size, dtype)
         return buffers[name][:size]
+
+
+def _sums_of_squares(rows: np.ndarray) -> np.ndarray:
+    """The sum of squares of each row, fp32 ``[rows, in]`` -> fp32 ``[rows]``, by BLAS."""
+    sums: np.ndarray = np.matmul(rows[:, None, :], rows[:, :, None])[:, 0, 0]
+    return sums
 
 
 def _calibrated_scales(block: RowBlock) -> np.ndarray:

@@ -34,7 +34,9 @@ def shift_for(features: int, gate: np.ndarray, up: np.ndarray) -> int:
 
     ``gate`` and ``up`` are ``|w * d|`` of each row, fp32 ``[n]``.
     """
-    peak = max(math.sqrt(features) * float(up.max(initial=0)), features * float((gate * up).max(initial=0)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = gate * up
+    peak = max(math.sqrt(features) * float(up.max(initial=0)), features * float(product.max(initial=0)))
     if not LARGEST < peak < math.inf:
         return 0
     return min(math.ceil(math.log2(peak / LARGEST)), MAX_SHIFT)
@@ -65,11 +67,13 @@ def up_factors(product: GatedProduct, rows: int, shift: int) -> np.ndarray:
 
 def row_norms(matrix: np.ndarray, gain: np.ndarray) -> np.ndarray:
     """The norm of each row of ``matrix * gain``: float ``[out, in]``, fp32 ``[in]`` -> fp32 ``[out]``."""
-    squares, step = gain * gain, rows_per_block(len(gain))
+    with np.errstate(over="ignore"):
+        squares = gain * gain
+    step = rows_per_block(len(gain))
 
     def of_block(first: int) -> np.ndarray:
         block = np.array(matrix[first : first + step]).astype(np.float32, copy=False)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             found: np.ndarray = np.square(block, out=block) @ squares
         return found
 
@@ -126,7 +130,8 @@ def limit_gated_products(
         if not {product.gate, product.up, product.down} <= norms.keys():
             continue
         gain = np.abs(checkpoint.vector(product.norm).astype(np.float32) + np.float32(product.offset))
-        rough = [part * gain.max() for part in gate_and_up(product, norms[product.gate], norms[product.up])]
+        with np.errstate(over="ignore", invalid="ignore"):
+            rough = [part * gain.max() for part in gate_and_up(product, norms[product.gate], norms[product.up])]
         if shift_for(len(gain), *rough) == 0:
             continue
         shift = product_shift(checkpoint, product)

@@ -81,7 +81,7 @@ class GgufFile(TensorFile):
             values = self._transposed(name).reshape(-1).view(np.uint8)
             buffer[:] = values[offset : offset + len(buffer)].data
             return
-        if stored.order is None and info.stored_as == "" and not stored.offset:
+        if self.is_verbatim(name):
             super().read_tensor(name, buffer, offset)
             return
         row = max(math.prod(info.shape[1:]), 1) * itemsize
@@ -89,6 +89,12 @@ class GgufFile(TensorFile):
         rows = self._rows(stored, first, end)
         values = (rows - rows.dtype.type(stored.offset)).reshape(-1).view(np.uint8)
         buffer[:] = values[offset - first * row : offset - first * row + len(buffer)].data
+
+    def is_verbatim(self, name: str) -> bool:
+        stored = self._stored[name]
+        return (
+            not stored.transposed and stored.order is None and stored.tensor.type == stored.dtype and not stored.offset
+        )
 
     def _rows(self, stored: StoredTensor, first: int, end: int) -> np.ndarray:
         """Rows ``first`` to ``end`` in Hugging Face's order. Rows that lie side by side are read together."""

@@ -8,6 +8,7 @@
   ``rotated_when_loaded``, the blocks in which these rotate their input;
 - ``rotated_offline``, what was rotated in the weights (see :mod:`.offline_rotation`);
 - ``left_out``, the parts of a multimodal source that are not its text model;
+- ``dequantized``, the quantized types of a GGUF source;
 - ``only_bminf_lite``: why other readers of the format do not open the checkpoint, or null;
 - ``sources`` and ``files``, the files of the source and of the result with sizes and checksums (see :mod:`.checksum`);
 - ``checked_when_loaded``, the checksums of scales and small tensors;
@@ -64,8 +65,8 @@ class MigrationReport:
     the weights. ``conv1d`` are such matrices that are stored as
     int8 instead. ``calibration`` holds a calibration's decisions, and ``cost`` the measured distance from the source.
     ``skipped`` lists the source's files that were not carried along, each with the reason. ``left_out`` names the parts
-    of a multimodal model, such as ``vision_tower``, that are not in the result. Prints as a summary of two to four
-    lines.
+    of a multimodal model, such as ``vision_tower``, that are not in the result. ``dequantized`` names the quantized
+    types of a GGUF file. Prints as a summary of a few lines.
     """
 
     recipe: Recipe
@@ -82,6 +83,7 @@ class MigrationReport:
     left_out: tuple[str, ...] = ()
     late_rotations: Mapping[str, int] = field(default_factory=dict)
     rotated_offline: tuple[str, ...] = ()
+    dequantized: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before, after = self.bytes_before, self.bytes_after
@@ -96,6 +98,9 @@ class MigrationReport:
                 f"signal to noise of int8 weights: {worst.snr_db:.1f} dB or better; worst is {worst.name}, "
                 f"its row {worst.worst_row} has {worst.worst_row_snr_db:.1f} dB"
             )
+        if self.dequantized:
+            types = ", ".join(self.dequantized)
+            lines.append(f"the source is quantized ({types}): what it lost then is not measured here, and remains")
         if self.tied_head is not None:
             lines.append(f"the output head shares the embedding's float tensor and runs as {self.tied_head.value}")
         if self.rotated_offline:
@@ -143,6 +148,7 @@ class MigrationReport:
             **({"quantized_when_loaded": {n: scheme.value for n, scheme in self.late.items()}} if self.late else {}),
             "only_bminf_lite": self.only_bminf_lite,
             **({"left_out": list(self.left_out)} if self.left_out else {}),
+            **({"dequantized": list(self.dequantized)} if self.dequantized else {}),
             **({"rotated_offline": list(self.rotated_offline)} if self.rotated_offline else {}),
             **({"rotated_when_loaded": dict(self.late_rotations)} if self.late_rotations else {}),
             "bytes_before": self.bytes_before,

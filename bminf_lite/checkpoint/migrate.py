@@ -103,6 +103,7 @@ def migrate(
             if checkpoint.path.resolve().is_relative_to(target):
                 raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder")
             check_target(target, force)
+        dequantized = sorted({info.stored_as for info in checkpoint.tensors.values()} - {""})
         rotated_offline = rotates_offline(model.spec) if chosen.offline_rotation else ()
         if chosen.offline_rotation and not rotated_offline and chosen.rotation == 1:
             raise UsageError(NO_OFFLINE_ROTATION.format(chosen.name, model.description.config_json["model_type"]))
@@ -125,7 +126,7 @@ def migrate(
             chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late, conv1d=schemes.conv1d,
             skipped=tuple(skipped), left_out=tuple(model.left_out()),
             late_rotations={name: block for name, block in late_rotations.items() if block > 1},
-            rotated_offline=rotated_offline,
+            rotated_offline=rotated_offline, dequantized=tuple(dequantized),
         )  # fmt: skip
         if dry_run:
             return report
@@ -273,10 +274,12 @@ def _convert(
         with Converter(checkpoint, writer, thread_count(), progress) as converter:
             tensors = converter.run(tasks)
             limit_gated_products(checkpoint, gated, converter.row_norms, converter.scale_rows)
-            writer.finish()
+            writer.complete()
             sources = converter.source_records()
             written = sorted(path for path in folder.rglob("*") if path.is_file())
-            files = converter.result_records(written, folder)
+            checksums = converter.result_checksums(written, folder)
+            writer.sync()
+            files = checksums.records()
     finally:
         writer.close()
     checkpoint.check_unchanged()

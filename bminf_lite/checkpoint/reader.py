@@ -135,6 +135,10 @@ class Checkpoint:
             return
         self._files[self._info(name).file].read_tensor(self._name_in_file[name], buffer, offset)
 
+    def is_verbatim(self, name: str) -> bool:
+        """Whether :meth:`read_into` gives the bytes of the tensor's file from its offset on."""
+        return name not in self._derived and self._files[self._info(name).file].is_verbatim(self._name_in_file[name])
+
     def stored(self, name: str) -> np.ndarray:
         """A tensor as it is stored, read when it is used: a :class:`StoredMatrix`, valid while the files are open."""
         info = self._info(name)

@@ -98,6 +98,10 @@ class TensorFile(ABC):
         assert offset + len(buffer) <= info.nbytes
         self._read_into(buffer, info.offset + offset)
 
+    def is_verbatim(self, name: str) -> bool:
+        """Whether a tensor's bytes, as they are read, are those of the file from its offset on."""
+        return True
+
     def check_unchanged(self) -> None:
         """Raise :class:`CheckpointError` if the file was written to since it was opened."""
         if self._stat() != self._state:

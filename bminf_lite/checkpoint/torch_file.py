@@ -70,6 +70,9 @@ class TorchFile(TensorFile):
         start = offset - first * array.itemsize
         buffer[:] = array.flat[first:end].view(np.uint8).data[start : start + len(buffer)]
 
+    def is_verbatim(self, name: str) -> bool:
+        return name not in self._strides
+
     def close(self) -> None:
         super().close()
         self._map = None

@@ -41,7 +41,7 @@ class TensorDeclaration:
 
 
 class SafetensorsWriter:
-    """One file. ``write`` may be called from several threads; ``finish`` or ``close`` once, when they are done.
+    """One file. ``write`` may be called from several threads; then ``complete`` and ``sync``, or ``close``, once.
 
     ``data_bytes`` is the size of all tensors, known when the file is finished.
 
@@ -69,8 +69,17 @@ class SafetensorsWriter:
         assert at + data.nbytes <= self._tensors[name].nbytes, name
         _write_all(self._fd, data, self._offsets[name] + at)
 
-    def finish(self, late: Mapping[str, np.ndarray]) -> None:
-        """Write the late tensors and the header, and wait until the file is on the disk."""
+    def start_writeback(self, name: str, at: int, nbytes: int) -> None:
+        """Begin to move written bytes of a tensor to the disk, so that :meth:`sync` has less to wait for.
+
+        Linux does so for bytes that are said to be no longer needed. It drops them from memory only if they are on the
+        disk already.
+        """
+        if nbytes and hasattr(os, "posix_fadvise"):  # 0 would be all up to the end of the file
+            os.posix_fadvise(self._fd, self._offsets[name] + at, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def complete(self, late: Mapping[str, np.ndarray]) -> None:
+        """Write the late tensors and the header."""
         assert late.keys() == self._late.keys()
         header = self._settled_header(dict(sorted(late.items(), key=lambda item: -item[1].itemsize)))
         if len(header) > self._data_start - 8:  # in the declared order every offset is as declared or smaller
@@ -78,6 +87,9 @@ class SafetensorsWriter:
         header = header.ljust(self._data_start - 8)
         assert len(header) == self._data_start - 8
         _write_all(self._fd, np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8), 0)
+
+    def sync(self) -> None:
+        """Wait until the complete file is on the disk, and close it."""
         os.fsync(self._fd)
         self.close()
 
@@ -93,7 +105,7 @@ class SafetensorsWriter:
         return _header(self._tensors | settled)
 
     def close(self) -> None:
-        """Close the file; without :meth:`finish` it stays incomplete."""
+        """Close the file; without :meth:`complete` it stays incomplete."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -129,14 +141,23 @@ class CheckpointWriter:
         """Write ``data`` into the tensor ``name``, ``at`` bytes after its start. Safe from any thread."""
         self._file_of[name].write(name, data, at)
 
+    def start_writeback(self, name: str, at: int, nbytes: int) -> None:
+        """See :meth:`SafetensorsWriter.start_writeback`. Safe from any thread."""
+        self._file_of[name].start_writeback(name, at, nbytes)
+
     def write_late(self, name: str, data: np.ndarray) -> None:
         """Keep a late tensor until its file is finished."""
         self._late[name] = data
 
     def finish(self) -> None:
-        """Complete and sync every file, and write the index if there are several."""
+        """Complete every file, and wait until they are on the disk."""
+        self.complete()
+        self.sync()
+
+    def complete(self) -> None:
+        """Complete every file, and write the index if there are several."""
         for file in self._files:
-            file.finish({name: data for name, data in self._late.items() if self._file_of[name] is file})
+            file.complete({name: data for name, data in self._late.items() if self._file_of[name] is file})
         if len(self._files) > 1:
             index = {
                 "metadata": {"total_size": sum(file.data_bytes for file in self._files)},
@@ -144,8 +165,13 @@ class CheckpointWriter:
             }
             write_json(self.folder / "model.safetensors.index.json", index)
 
+    def sync(self) -> None:
+        """Wait until every complete file is on the disk, and close them."""
+        for file in self._files:
+            file.sync()
+
     def close(self) -> None:
-        """Close every file; without :meth:`finish` they stay incomplete."""
+        """Close every file; without :meth:`complete` they stay incomplete."""
         for file in self._files:
             file.close()
 

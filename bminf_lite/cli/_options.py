@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ..errors import UsageError
+from ..errors import BminfError, UsageError
 from ..memory.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ def size(value: str) -> int:
         return parse_size(value)
     except UsageError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def require_number(perplexity: float) -> None:
+    """Raise ``BminfError`` if a perplexity is a NaN, which a NaN among the model's logits leads to."""
+    if math.isnan(perplexity):
+        raise BminfError(
+            "the model's logits hold a NaN or an infinity, so nothing can be measured; bminf-lite generate --check "
+            "finds the layer"
+        )
 
 
 PATH = click.Path(path_type=Path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +24,11 @@ def numbers(value: str) -> tuple[int, ...]:
         return tuple(int(part) for part in value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 512,2048") from None
+
+
+def shape_name(shape: str) -> str:
+    """The name of a packaged shape, or of a file ``NAME.json``."""
+    return Path(shape).name.removesuffix(".json")
 
 
 def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[Command], Command]:
@@ -129,11 +135,8 @@ def bench(
     tests = workloads(prompts, generated, depths, batches)
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
+    _check_load(offline, online, requests, max_batch, trace, kernels)
     if offline is not None or online is not None:
-        if offline is not None and online is not None:
-            raise click.UsageError("Give either --offline or --online.")
-        if online is not None and online <= 0:
-            raise click.UsageError(f"--online {online:g}: the rate must be more than 0 requests per second.")
         count = offline or requests or max(1, round(20 * (online or 0)))
         load = Load(count, input_tokens, output_tokens, online)
         _run_load(load, model, shape, device, memory_limit, kv_cache, max_batch, recipe, output, plot)
@@ -143,8 +146,7 @@ def bench(
         profiler = make_profiler(ops)
         report = Report(ops.describe(), profiler.versions())
         if config is not None:
-            name = Path(str(shape)).name.removesuffix(".json")
-            report.bench_model = random_model(name, config, ops, kv_cache, recipe=recipe)
+            report.bench_model = random_model(shape_name(str(shape)), config, ops, kv_cache, recipe=recipe)
         elif model is not None:
             report.bench_model = checkpoint_model(model, ops, kv_cache)
         if report.bench_model is not None and trace:
@@ -158,6 +160,24 @@ def bench(
     click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
     if plot is not None:
         drawing.save(report, plot)
+
+
+def _check_load(
+    offline: int | None, online: float | None, requests: int | None, max_batch: int | None, trace: bool, kernels: bool
+) -> None:  # fmt: skip
+    """Raise ``UsageError`` for options of a load that contradict each other, or have no effect."""
+    if offline is not None and online is not None:
+        raise click.UsageError("Give either --offline or --online.")
+    if online is not None and not 0 < online < math.inf:
+        raise click.UsageError(f"--online {online:g}: the rate must be more than 0 requests per second, and finite.")
+    if requests is not None and online is None:
+        raise click.UsageError("--requests is for --online; --offline N says itself how many there are.")
+    is_load = offline is not None or online is not None
+    if max_batch is not None and not is_load:
+        raise click.UsageError("--max-batch is for --offline and --online; -b gives the sequences of other tests.")
+    for name, is_given in (("--trace", trace), ("--kernels", kernels)):
+        if is_load and is_given:
+            raise click.UsageError(f"{name} is not for --offline and --online: leave one of them out.")
 
 
 def _run_load(
@@ -176,7 +196,8 @@ def _run_load(
         if path is not None:
             bench_model = checkpoint_model(path, ops, kv_cache, max_batch)
         else:
-            bench_model = random_model(str(shape), read_shape(str(shape)), ops, kv_cache, max_batch, recipe)
+            name, config = shape_name(str(shape)), read_shape(str(shape))
+            bench_model = random_model(name, config, ops, kv_cache, max_batch, recipe)
     except BaseException:
         ops.close()
         raise

@@ -16,6 +16,7 @@ from ._options import (
     memory_limit_option,
     model_argument,
     progress_callback,
+    require_number,
     text_argument,
     tokens_option,
     window_options,
@@ -79,6 +80,8 @@ def compare(
     if report is not None:  # last, so that a full disk does not lose the results above
         write_report(report, result, model, reference, text)
         click.echo(f"wrote {report}", err=True)
+    for side in (result.divergence.reference, result.divergence.perplexity):
+        require_number(side.value)
 
 
 def lines(result: Comparison) -> str:

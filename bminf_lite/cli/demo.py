@@ -47,14 +47,15 @@ def demo() -> None:
         with load(target) as int8:
             text = (source / "heldout.txt").read_text(encoding="utf-8")
             ids = int8.tokenizer.encode(text)
-            warm_up(int8, ids)
+            if compiling := warm_up(int8, ids):
+                click.echo(f"\nKernels were compiled and chosen in {compiling:.1f} s, and are kept for the next run")
             show_completion(int8)
             click.echo(f"\nPerplexity on unseen text, the first {SCORED_TOKENS:,} of {len(ids):,} tokens")
             quantized = show_perplexity("int8", int8, ids[:SCORED_TOKENS])
             device = int8.device
         with load(source, device=device) as original:
-            warm_up(original, ids)
-            plain = show_perplexity("float", original, ids[:SCORED_TOKENS])
+            compiling = warm_up(original, ids)
+            plain = show_perplexity("float", original, ids[:SCORED_TOKENS], compiling)
         click.echo(f"  ratio {ratio_text(quantized, plain)} on these tokens; bminf-lite compare measures all of a text")
 
 
@@ -71,8 +72,8 @@ def show_migration(source: Path, target: Path) -> None:
     click.echo(f"  after  {size_text(report.bytes_after):>9}  int8 linear layers, {ratio:.1f} times smaller")
 
 
-def warm_up(model: Model, ids: list[int]) -> None:
-    """Run everything that is measured once: on a GPU that compiles kernels. Says what compiling took."""
+def warm_up(model: Model, ids: list[int]) -> float:
+    """Run everything that is measured once, and return the seconds that compiling kernels took; 0 if next to none."""
     seconds = []
     for _ in range(2):
         started = time.perf_counter()
@@ -80,8 +81,7 @@ def warm_up(model: Model, ids: list[int]) -> None:
         model.logits(ids[:WINDOW])
         seconds.append(time.perf_counter() - started)
     compiling = seconds[0] - seconds[1]
-    if model.device != "cpu" and compiling > 0.1:
-        click.echo(f"\nKernels were compiled and chosen in {compiling:.1f} s; compiled ones are kept for the next run")
+    return compiling if model.device != "cpu" and compiling > 0.1 else 0.0
 
 
 def show_completion(model: Model) -> None:
@@ -94,17 +94,20 @@ def show_completion(model: Model) -> None:
             click.echo(f"\n\n  {times.new_tokens} tokens, {times.decode_tokens_per_second:.0f} tokens per second")
 
 
-def show_perplexity(name: str, model: Model, ids: list[int]) -> np.ndarray:
-    """Print the perplexity of ``ids``, and return the loss of each token."""
+def show_perplexity(name: str, model: Model, ids: list[int], compiling: float = 0.0) -> np.ndarray:
+    """Print the perplexity of ``ids``, and return the loss of each token. ``compiling`` seconds went before."""
     import numpy as np
+    from tqdm import tqdm
 
     from ..evaluation.corpus import sliding_windows
     from ..evaluation.perplexity import Perplexity, window_losses
 
     started = time.perf_counter()
-    losses = np.concatenate(list(window_losses(model, sliding_windows([ids], WINDOW, WINDOW))))
+    windows = tqdm(sliding_windows([ids], WINDOW, WINDOW), unit="window", desc=f"  {name}", disable=None, leave=False)
+    losses = np.concatenate(list(window_losses(model, windows)))
     speed = len(ids) / (time.perf_counter() - started)
-    click.echo(f"  {name:5}  {Perplexity.from_losses(losses).value:8.3f}  ({speed:,.0f} tokens per second)")
+    before = f"; kernels were compiled in {compiling:.1f} s before" if compiling else ""
+    click.echo(f"  {name:5}  {Perplexity.from_losses(losses).value:8.3f}  ({speed:,.0f} tokens per second{before})")
     return losses
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import PATH, device_option, progress_callback, size_text
+from ..errors import UsageError
+from ._options import OUTPUT, PATH, device_option, progress_callback, size_text
 
 if TYPE_CHECKING:
     from ..checkpoint.manifest import TensorReport
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
               help="Fail, and write nothing, if the mean divergence of predictions on a held-out part of that text is "
               "larger.")  # fmt: skip
 @click.option("--target-divergence", type=float, metavar="NATS",
-              help="With --recipe auto: try quantizations from the fastest to the most exact, and keep the first whose "
-              "mean divergence is at most this.")  # fmt: skip
+              help="With --recipe auto: find the fastest assignment of quantizations to products whose mean divergence "
+              "on a held-out part of that text is at most this.")  # fmt: skip
+@click.option("--plot", type=OUTPUT, metavar="FILE",
+              help="With --target-divergence: draw divergence over time, as .png, .svg or .pdf.")  # fmt: skip
 @click.option("--offline-only", is_flag=True,
               help="Rotate in the weights alone, so that other readers open the result. With a recipe that rotates, or "
               "with --target-divergence.")  # fmt: skip
@@ -50,6 +53,7 @@ def migrate(
     samples: int,
     max_divergence: float | None,
     target_divergence: float | None,
+    plot: Path | None,
     offline_only: bool,
     device: str,
     dry_run: bool,
@@ -73,8 +77,13 @@ def migrate(
     """
     from tqdm import tqdm
 
+    from ..bench.plot import check_target, save_trade
     from ..migration.migrate import migrate as run
 
+    if plot is not None:
+        if target_divergence is None:
+            raise UsageError("--plot draws the trade of --target-divergence; give that too")
+        check_target(plot)
     with (
         tqdm(unit=" steps", desc="calibrating", disable=None if calibrate else True, leave=False) as calibration,
         tqdm(unit="B", unit_scale=True, desc="migrating", disable=None, leave=False, delay=0.1) as migration,
@@ -92,7 +101,11 @@ def migrate(
         click.echo("\n".join(product_lines(report.calibration["products"])))
     click.echo(f"{'would write' if dry_run else 'wrote'} {out}, {report}")
     if report.cost:
-        click.echo("\n".join([*tried_lines(report.cost, report.recipe.name), cost_line(report.cost)]))
+        trade = report.cost.get("trade")
+        click.echo("\n".join([*(trade_lines(trade) if trade else []), cost_line(report.cost)]))
+        if plot and trade:
+            save_trade(trade, plot)
+            click.echo(f"wrote {plot}")
 
 
 def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
@@ -113,14 +126,40 @@ def decibel_text(error: float) -> str:
     return f"{-10 * math.log10(error):.1f} dB" if error > 0 else "exact"
 
 
-def tried_lines(cost: Mapping[str, Any], kept: str) -> list[str]:
-    """The quantizations that a target was compared with, the fastest first, and the one that was kept."""
-    if "tried" not in cost:
-        return []
-    attempts = [*((attempt["recipe"], attempt["kl"]) for attempt in cost["tried"]), (kept, cost["kl"])]
-    width = max(len(name) for name, _ in attempts)
-    rows = [f"  {name:{width}}  {divergence:.6f}" for name, divergence in attempts]
-    return [f"divergence of what was tried; the first of at most {cost['target']:g} was kept", *rows]
+def trade_lines(trade: Mapping[str, Any]) -> list[str]:
+    """The trade of a migration with a target as a table, and what the next step in either direction costs."""
+    points, chosen = trade["points"], trade["chosen"]
+    fastest = points[0]["request_seconds"]
+    around = {0, len(points) - 1, chosen - 1, chosen, chosen + 1} & set(range(len(points)))
+    measured = {number for number, point in enumerate(points) if point["measured"] is not None}
+    evenly = {round(i * (len(points) - 1) / 8) for i in range(9)}
+    lines = [
+        f"trade on {trade['times_of']}: the fastest assignments, each with its expected and its measured divergence,",
+        "the time of all products for a request and for its prompt alone, and the product that it changes",
+        f"  {'':4}{'expected':>9}  {'measured':>9}  {'request':>10}  {'prompt':>10}",
+    ]
+    for number in sorted(around | measured | evenly):
+        point = points[number]
+        mark = "->" if number == chosen else ""
+        found = "" if point["measured"] is None else f"{point['measured']:.6f}"
+        lines.append(
+            f"  {mark:4}{point['expected']:9.6f}  {found:>9}  {1e3 * point['request_seconds']:7.3f} ms  "
+            f"{1e3 * point['prompt_seconds']:7.3f} ms  {point['change']}"
+        )
+    time = points[chosen]["request_seconds"]
+    correction = points[chosen]["measured"] / points[chosen]["expected"] if points[chosen]["expected"] else 1.0
+
+    def divergence(point: Mapping[str, Any]) -> str:
+        measured = point["measured"]
+        return f"about {correction * point['expected']:.6f}" if measured is None else f"{measured:.6f}"
+
+    kept = f"kept: {time / fastest - 1:+.1%} time of the fastest assignment"
+    steps = [
+        f"{name} takes {points[i]['request_seconds'] / time - 1:+.1%} time, divergence {divergence(points[i])}"
+        for name, i in (("the next faster", chosen - 1), ("the next more exact", chosen + 1))
+        if 0 <= i < len(points)
+    ]
+    return [*lines, "; ".join([kept, *steps])]
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:

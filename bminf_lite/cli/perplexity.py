@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ._options import json_option, model_options, text_argument, tokens_option, window_options
+from ._options import json_option, model_options, require_number, text_argument, tokens_option, window_options
 
 
 @click.command()
@@ -61,8 +61,9 @@ def perplexity(
         found = {"perplexity": result.value, "standard_error": result.standard_error, "tokens": result.tokens}
         how = {"windows": len(windows), "device": device, "seconds": round(seconds, 3)}
         click.echo(json.dumps(nan_to_none(found | how)))
-        return
-    click.echo(f"perplexity {result}")
-    read = sum(len(w.tokens) for w in windows)
-    plural = "s" * (len(windows) > 1)
-    click.echo(f"{len(windows)} window{plural} on {device}, {read / seconds:,.0f} tokens per second", err=True)
+    else:
+        click.echo(f"perplexity {result}")
+        read = sum(len(w.tokens) for w in windows)
+        plural = "s" * (len(windows) > 1)
+        click.echo(f"{len(windows)} window{plural} on {device}, {read / seconds:,.0f} tokens per second", err=True)
+    require_number(result.value)

@@ -41,6 +41,8 @@ ENGINE_FAILED = 70
               help="Write a line of JSON for each request, without its texts, to this file; - is stderr.")  # fmt: skip
 @click.option("--tool-call-format", metavar="NAME",
               help="How the model writes function calls, such as hermes; by its template if not given.")  # fmt: skip
+@click.option("--seed", type=int, metavar="S",
+              help="The seed of requests that give none: the same request gets the same answer. [random]")  # fmt: skip
 @click.option("--shutdown-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
               help="How long running requests may go on after SIGTERM.")  # fmt: skip
 def serve(
@@ -63,6 +65,7 @@ def serve(
     http_workers: int | None,
     request_log: str | None,
     tool_call_format: str | None,
+    seed: int | None,
     shutdown_timeout: float,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect.
@@ -80,16 +83,9 @@ def serve(
     require_extra()
     from ..api import load
     from ..server.client import EngineFailure
-    from ..server.launcher import (
-        Address,
-        Listener,
-        checked_format,
-        default_http_workers,
-        launch,
-        model_names,
-        require_safe,
-    )
+    from ..server.launcher import checked_format, default_http_workers, launch, model_names, require_safe
     from ..server.limits import DEFAULT_LIMITS
+    from ..server.listener import Address, Listener
     from ..server.request_log import checked_path
     from ..server.security import OPEN_PATHS, Security, digests, read_keys
     from ..server.settings import ServerSettings
@@ -97,7 +93,7 @@ def serve(
     keys = read_keys(api_key_file) if api_key_file is not None else []
     security = Security(digests(keys), keyless or OPEN_PATHS, allowed_host, allowed_origin)
     names, form = model_names(served_model_name, model), checked_format(tool_call_format)
-    settings = ServerSettings(names, security, DEFAULT_LIMITS.changed(limit), checked_path(request_log), form)
+    settings = ServerSettings(names, security, DEFAULT_LIMITS.changed(limit), checked_path(request_log), form, seed)
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, http_workers or default_http_workers())) as listener, load(

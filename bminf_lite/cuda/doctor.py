@@ -187,8 +187,7 @@ def diagnose(probes: Probes | None = None) -> Report:
     cuda = _version(libcuda)
     cupy = probes.cupy()
     parts: dict[str, Part] = {name: _library(probes, name) for name in libraries.NAMES if name != "cuda"}
-    major = libraries.major_of(cupy)
-    wanted = (major,) if major else cuda
+    wanted = _wanted(cupy, parts, cuda)
     parts["headers"] = _headers(probes, _version(parts["nvrtc"]) or wanted)
     problems += [*_missing(cupy, parts, wanted), *_mismatched(cupy, parts, cuda)]
     plans = _plans(probes, problems, wanted) if gpus and not problems else []
@@ -227,6 +226,15 @@ def _version(part: Part) -> Version:
     return () if isinstance(part, DeviceError) else part.version
 
 
+def _wanted(cupy: dict[str, str], parts: dict[str, Part], driver: Version) -> Version:
+    """The CUDA version that everything should be of: CuPy's, without CuPy that of the libraries, or the driver's."""
+    if major := libraries.major_of(cupy):
+        return (major,)
+    majors = {version[0] for name in ("nvrtc", "cublasLt") if (version := _version(parts[name]))}
+    fits = len(majors) == 1 and (not driver or majors <= set(range(driver[0] + 1)))
+    return (majors.pop(),) if fits and not cupy else driver
+
+
 def _library(probes: Probes, name: str) -> Library | DeviceError:
     try:
         return probes.library(name)
@@ -256,7 +264,7 @@ def _gpus(probes: Probes, problems: list[Problem]) -> list[Gpu]:
 def _missing(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> list[Problem]:
     """Missing parts: one problem and one command for all of them if CuPy is missing, else one for each part.
 
-    ``cuda`` is CuPy's major version, or where that is not known the driver's version.
+    ``cuda`` is the version that they should be of.
     """
     missing = {name: part for name in REQUIRED if isinstance(part := parts[name], DeviceError)}
     if not cupy:

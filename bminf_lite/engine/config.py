@@ -17,8 +17,9 @@ class EngineConfig:
     - ``max_num_seqs``: sequences that take part in one step.
     - ``max_num_batched_tokens``: tokens of a step; a longer prompt is cut into pieces. A step has room for one prompt
       token at least.
-    - ``max_num_mixed_tokens``: prompt tokens of a step that also decodes a sequence whose tokens are streamed. It
-      bounds the time between two tokens of a stream while others' prompts are processed.
+    - ``max_num_mixed_tokens``: prompt tokens of a step that also decodes sequences whose tokens are streamed. It
+      bounds the time between two tokens of a stream while others' prompts are processed. If more prompts wait than
+      streams, it is multiplied by prompts per stream, rounded up.
     - ``max_logit_rows``: prompt tokens of a step whose logits are computed, for log-probabilities of prompts.
     - ``max_queue``: requests that may wait.
     - ``prefix_cache``: whether blocks of earlier prompts are reused.

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from ..backend.values import BLOCK_SIZE
 from ..errors import BminfError, QueueFull, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
@@ -93,13 +94,12 @@ class Engine:
         config: EngineConfig,
         make_runner: Callable[[BlockManager], Runner],
         on_start: Callable[[], None] = lambda: None,
-        block_size: int | None = None,
+        block_size: int = BLOCK_SIZE,
     ):
         self.config = config
-        sizes = {} if block_size is None else {"block_size": block_size}
         self.blocks = BlockManager(
             config.cache_shape.groups, config.num_blocks, config.num_source_blocks,
-            max_piece=config.max_num_batched_tokens, prefix_cache=config.prefix_cache, **sizes,
+            max_piece=config.max_num_batched_tokens, prefix_cache=config.prefix_cache, block_size=block_size,
         )  # fmt: skip
         self._make_runner = make_runner
         self._on_start = on_start
@@ -146,7 +146,7 @@ class Engine:
             return
         with self._wake:
             if self._thread is not None and not self._closing:
-                self._post(lambda: self._end(requests, "cancelled"))
+                self._post(lambda: self._cancel(requests))
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps, and return its result or raise its error."""
@@ -322,17 +322,20 @@ class Engine:
                     scheduler.add(request)
         except BaseException as error:
             for request in requests:
-                if self._scheduler is not None:
-                    self._scheduler.end(request, "error", error)
-                request.finish_reason, request.error = "error", error
+                self._end_with_error(request, error)
             self._tell(requests)
         finally:
             with self._wake:
                 self._arriving -= len(requests)
 
-    def _end(self, requests: Sequence[Request], reason: str, error: BaseException | None = None) -> None:
+    def _cancel(self, requests: Sequence[Request]) -> None:
         if self._scheduler is not None:
-            self._tell([r for r in requests if self._scheduler.end(r, reason, error)])
+            self._tell([r for r in requests if self._scheduler.end(r, "cancelled")])
+
+    def _end_with_error(self, request: Request, error: BaseException) -> None:
+        """End a request, also one that the scheduler does not have."""
+        if self._scheduler is None or not self._scheduler.end(request, "error", error):
+            request.finish_reason, request.error = "error", error
 
     def _fail(self, error: BaseException) -> None:
         """End all requests. What the steps in flight leave in the cache is not used."""
@@ -350,9 +353,7 @@ class Engine:
             try:
                 request.on_update(request)
             except BaseException as error:  # noqa: PERF203, the others must hear of theirs
-                if self._scheduler is not None:
-                    self._scheduler.end(request, "error", error)
-                request.finish_reason, request.error = "error", error
+                self._end_with_error(request, error)
                 with suppress(BaseException):
                     request.on_update(request)
 

@@ -61,6 +61,7 @@ class LaunchedStep:
     start_sampling: Callable[[], Callable[[], np.ndarray]] | None
     sampled: np.ndarray
     scores: Callable[[], np.ndarray] | None = None
+    prompt_top: Callable[[], np.ndarray] | None = None
     choice: Callable[[], np.ndarray] | None = None
 
     @property
@@ -76,7 +77,8 @@ class LaunchedStep:
     def fetch(self) -> StepResult:
         """What the step chose and scored, without padding."""
         chosen = self.choice()[:, self.sampled] if self.choice else np.zeros((2, 0), np.int32)
-        return StepResult(chosen, self.scores() if self.scores else np.zeros((3, 0), np.int32))
+        scores = self.scores() if self.scores else np.zeros((3, 0), np.int32)
+        return StepResult(chosen, scores, self.prompt_top() if self.prompt_top else None)
 
 
 class HostTables:
@@ -215,6 +217,10 @@ class ModelRunner:
         if len(inputs.targets):
             first, end = end, end + len(inputs.targets)
             launched.scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
+            if any(part.num_scored and part.request.num_prompt_top > 1 for part in parts):
+                launched.prompt_top = self.ops.fetch(
+                    self.ops.sample(logits[first:end], self.table.reporting(end - first))
+                )
         for part in parts:
             if part.num_taken and part.request.take_logits is not None:
                 first, end = end, end + part.num_taken
@@ -317,10 +323,10 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Take all memory of the cache, and capture the steps of every size."""
         with _memory_for_the_cache():
-            for cache, max_blocks in self._caches_and_limits():
-                for group, count in enumerate(max_blocks):
-                    if cache.num_blocks[group] < count:
-                        cache.grow(group, count)
+            for cache, pools in self._caches():
+                for group, pool in enumerate(pools):
+                    if cache.num_blocks[group] < pool.num_blocks:
+                        cache.grow(group, pool.num_blocks)
         if self._sizes:
             self.table.allocate()
         largest_first = sorted(self._sizes, key=lambda size: -size.tokens)  # all share the memory of the largest
@@ -338,30 +344,24 @@ class ModelRunner:
         return KVCache(self.ops, self.config.cache_shape, first, max_blocks)
 
     def _grow(self) -> None:
-        """Let the pools hold the blocks that are in use."""
+        """Let the caches hold the blocks that are in use. They are enlarged by half at least."""
         with _memory_for_the_cache():
-            _grow_pools(self.cache, self.blocks.pools)
-            if self.cache.source is not None and self.blocks.source_pool is not None:
-                _grow_pools(self.cache.source, [self.blocks.source_pool])
+            for cache, pools in self._caches():
+                for group, pool in enumerate(pools):
+                    if pool.highest >= cache.num_blocks[group]:
+                        wanted = max(pool.highest + 1, cache.num_blocks[group] * 3 // 2)
+                        cache.grow(group, min(wanted, pool.num_blocks))
 
-    def _caches_and_limits(self) -> Iterator[tuple[KVCache, Sequence[int]]]:
-        """The caches, and how many blocks each group of them may have."""
-        yield self.cache, self.config.num_blocks
-        if self.cache.source is not None:
-            yield self.cache.source, (self.config.num_source_blocks,)
+    def _caches(self) -> Iterator[tuple[KVCache, Sequence[BlockPool]]]:
+        """The caches, and for each group the pool that counts its blocks."""
+        yield self.cache, self.blocks.pools
+        if self.cache.source is not None and self.blocks.source_pool is not None:
+            yield self.cache.source, [self.blocks.source_pool]
 
 
 def _blocks(request: Request) -> SequenceBlocks:
     assert request.blocks is not None
     return request.blocks
-
-
-def _grow_pools(cache: KVCache, pools: Sequence[BlockPool]) -> None:
-    """Enlarge the pools of a cache by half at least where a block lies behind their end."""
-    for group, pool in enumerate(pools):
-        if pool.highest >= cache.num_blocks[group]:
-            wanted = max(pool.highest + 1, cache.num_blocks[group] * 3 // 2)
-            cache.grow(group, min(wanted, pool.num_blocks))
 
 
 @contextmanager

@@ -26,8 +26,8 @@ class Request:
     - ``matcher``: the grammar that the completion must match, at its start. It belongs to this request alone. The end
       of the sequence then ends the request even with ``ignore_eos``, which holds it back only while the grammar allows
       something else, as ``min_tokens`` does.
-    - ``prompt_logprobs``: compute the log-probability of each prompt token but the first, and at its place the most
-      likely token with its log-probability.
+    - ``prompt_logprobs``: compute the log-probability of each prompt token but the first, and at its place the
+      ``num_prompt_top`` (1 to 20) most likely tokens with theirs.
     - ``take_logits``: called by the engine's thread with a position and the logits of the prompt from there on, fp32
       ``[n, vocab]`` of the backend, instead of generating. The pieces come in order from the position ``logits_start``
       on, and begin anew if the request is preempted. ``whole_prompt`` makes one piece of them.
@@ -56,6 +56,7 @@ class Request:
     cache_salt: str = ""
     matcher: Matcher | None = None
     prompt_logprobs: bool = False
+    num_prompt_top: int = 1
     take_logits: Callable[[int, Array], None] | None = None
     logits_start: int = 0
     whole_prompt: bool = False
@@ -66,7 +67,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_token_logprobs: list[float | None] = field(default_factory=list)
-    prompt_most_likely: list[tuple[int, float] | None] = field(default_factory=list)
+    prompt_top_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=list)
     finish_reason: str | None = None
     error: BaseException | None = None
     blocks: SequenceBlocks | None = None
@@ -87,7 +88,7 @@ class Request:
         self.num_known_tokens = len(self.prompt_token_ids)
         if self.prompt_logprobs:
             self.prompt_token_logprobs = [None] * len(self.prompt_token_ids)
-            self.prompt_most_likely = [None] * len(self.prompt_token_ids)
+            self.prompt_top_logprobs = [None] * len(self.prompt_token_ids)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -19,6 +19,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.sampling import (
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     ROW,
     ROW_WORDS,
     SamplerState,
@@ -147,6 +148,13 @@ class SamplerTable:
     def variant(self, rows: Sequence[int]) -> SamplerVariant:
         """The variant of a step of the sequences in ``rows``."""
         return max((self._entries[row].variant for row in rows if row), default=SamplerVariant.GREEDY)
+
+    def reporting(self, count: int) -> SamplerState:
+        """A state of its own that reports the most likely tokens of ``count`` rows of logits, and changes none."""
+        columns = neutral_rows(count + 1)
+        columns["num_logprobs"] = MAX_LOGPROBS
+        table = self.ops.array(columns.view(np.int32).reshape(-1, ROW_WORDS))
+        return SamplerState(table, self.ops.array(np.arange(1, count + 1, dtype=np.int32)), SamplerVariant.FULL)
 
     def state(self, rows: Array, variant: SamplerVariant) -> SamplerState:
         """The state for a step of ``variant`` whose sequences' rows stand in ``rows``, int32 ``[B]`` on the device.

@@ -102,7 +102,9 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         elif isinstance(self.stop, Sequence):
             object.__setattr__(self, "stop", tuple(self.stop))
-        problems = [p for f in fields(self) if (p := field_problem(f.name, getattr(self, f.name)))]
+        problems = [
+            p for name, default in _DEFAULTS.items() if (p := _changed_problem(name, default, getattr(self, name)))
+        ]
         if not problems and self.min_tokens > self.max_new_tokens:
             problems.append(
                 f"min_tokens is {self.min_tokens}, but must be at most max_new_tokens ({self.max_new_tokens}): lower "
@@ -177,6 +179,9 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, but the model has {len(eos_ids)} end-of-sequence tokens, and "
                 f"min_tokens can hold back {MAX_END_TOKENS}: set min_tokens to 0, or use ignore_eos"
             )
+
+
+_DEFAULTS: dict[str, Any] = {f.name: {} if f.name == "logit_bias" else f.default for f in fields(SamplingParams)}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -271,6 +276,11 @@ def field_problem(name: str, value: Any) -> str | None:
     return None if valid else f"{name} is {value!r}, but must be {wanted}"
 
 
+def _changed_problem(name: str, default: Any, value: Any) -> str | None:
+    """:func:`field_problem` without the time that it takes for defaults, which most fields have."""
+    return None if type(value) is type(default) and value == default else field_problem(name, value)
+
+
 def _bias_problem(value: Any) -> str | None:
     """The same for ``logit_bias``, which names the first wrong entry."""
     if not isinstance(value, Mapping):
@@ -286,8 +296,8 @@ def _bias_problem(value: Any) -> str | None:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, (int, Integral)) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, (float, int, Real)) and not isinstance(value, bool)

@@ -83,11 +83,14 @@ class StepResult(NamedTuple):
     """What a step chose and scored.
 
     ``chosen`` is int32 as ``Backend.sample`` returns it, for the parts that sample. ``prompt_scores`` is int32 as
-    ``Backend.token_logprobs`` returns it, for the prompt tokens that the parts score.
+    ``Backend.token_logprobs`` returns it, for the prompt tokens that the parts score. If one of their requests wants
+    more than the most likely token, ``prompt_top`` has what ``Backend.sample`` returns of their logits in the variant
+    ``FULL``.
     """
 
     chosen: np.ndarray
     prompt_scores: np.ndarray
+    prompt_top: np.ndarray | None = None
 
 
 class Rows(Protocol):
@@ -129,8 +132,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn. It must fit (:meth:`.BlockManager.shortage`)."""
-        request.limit_length(self.config.context_length)
+        """Let a request wait for its turn. Its length is limited, and fits (:meth:`.BlockManager.shortage`)."""
         request.arrival = self._arrivals = self._arrivals + 1
         request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids)
         insort(self.waiting, request, key=ORDER)
@@ -176,8 +178,8 @@ class Scheduler:
                 prompts.append(request)
         config = self.config
         left = config.max_num_batched_tokens - len(plan)
-        if any(request.is_streamed for request in plan):
-            left = min(left, config.max_num_mixed_tokens)
+        if streams := sum(request.is_streamed for request in plan):
+            left = min(left, config.max_num_mixed_tokens * -(-(len(prompts) + len(self.waiting)) // streams))
         budget = Budget(max(left, 1), config.max_logit_rows)
         for request in prompts:
             if request.row > 0 and (count := budget.piece(request)) > 0:
@@ -313,14 +315,19 @@ class Scheduler:
         updated = []
         choice = Choice.unpack(result.chosen)
         chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
-        scores = zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True)
+        scores = enumerate(zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True))
+        prompt_top = None if result.prompt_top is None else Choice.unpack(result.prompt_top)
         for part in step.parts:
             request = part.request
             if request.prompt_logprobs:
                 for position in range(part.start + 1, part.start + 1 + part.num_scored):
-                    logprob, best, best_logprob = next(scores)
+                    row, (logprob, best, best_logprob) = next(scores)
                     request.prompt_token_logprobs[position] = logprob
-                    request.prompt_most_likely[position] = (best, best_logprob)
+                    request.prompt_top_logprobs[position] = (
+                        prompt_top.most_likely(row, request.num_prompt_top)
+                        if request.num_prompt_top > 1 and prompt_top is not None
+                        else [(best, best_logprob)]
+                    )
             if part.samples:
                 place, (token, logprob) = next(chosen)
                 request.num_pending_tokens -= 1

@@ -70,11 +70,18 @@ class LayerwiseCheckpoint:
     """The checkpoint in a folder, run on ``ops`` layer by layer. Close it, or use it as a context manager.
 
     ``rotated_offline`` rotates a float model as a migration does, see :mod:`..checkpoint.offline_rotation`.
+    ``on_weight`` is called with each weight that is made, see :class:`..layers.recording.LinearHooks`.
     ``schemes`` holds the quantization of each matrix that was read so far, see :func:`scheme_of`. Raises
     ``CheckpointError`` for a folder that holds no model of a known architecture.
     """
 
-    def __init__(self, path: Path, ops: Backend, rotated_offline: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        ops: Backend,
+        rotated_offline: bool = False,
+        on_weight: Callable[[tuple[str, ...], Sequence[HostWeight]], None] | None = None,
+    ):
         self.path = path
         self.ops = ops
         self._observer: Observer | None = None
@@ -90,7 +97,7 @@ class LayerwiseCheckpoint:
         try:
             weights = _Schemes(self._model.weights())
             self.schemes = weights.schemes
-            hooks = LinearHooks(ops, weights, self._observe)
+            hooks = LinearHooks(ops, weights, self._observe, on_weight)
             builder = self._model.architecture.ModelBuilder(self.config, hooks.weights, hooks.ops)
             self.layerwise = LayerwiseModel(builder, self.config, ops)
         except BaseException:
@@ -123,9 +130,8 @@ class LayerwiseCheckpoint:
         self._observer = observer
         return self._host(output(self.ops.array(residual)))
 
-    def _observe(self, call: LinearCall) -> None:
-        if self._observer is not None:
-            self._observer(call)
+    def _observe(self, call: LinearCall) -> Any:
+        return None if self._observer is None else self._observer(call)
 
     def _parked(self, state: HiddenState) -> HiddenState:
         return HiddenState(self._host(state.residual), None if state.encoded is None else self._host(state.encoded))

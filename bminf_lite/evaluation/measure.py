@@ -20,6 +20,9 @@ from .report import check_report_path, write_report
 Text = str | Path | Sequence[str]
 """A file, UTF-8 text or JSONL with a ``text`` per line, by its path; or a list of documents."""
 
+_LONGEST_PATH = 4095
+"""The most bytes of a path on Linux."""
+
 Progress = Callable[[int, int, str], None]
 """Called with the parts that are done, the number of parts, and the name of the next one."""
 
@@ -38,8 +41,9 @@ def perplexity(
 ) -> Perplexity:
     """How well a model, a loaded one or a checkpoint's folder, predicts ``text``.
 
-    The text is read in windows of ``window`` tokens (by default the model's context, 1,024 at most), one every
-    ``stride`` tokens (half a window). Each token is predicted once. With ``tokens`` only the first ones are read.
+    ``text`` is the path of a file, UTF-8 or JSONL with a ``text`` per line, or a list of texts. It is read in windows
+    of ``window`` tokens (by default the model's context, 1,024 at most), one every ``stride`` tokens (half a window).
+    Each token is predicted once. With ``tokens`` only the first ones are read.
     ``device``, ``memory_limit`` and ``kv_cache`` are those of :func:`bminf_lite.load`, for a folder. Raises
     ``UsageError`` for an unfit text or window, and what ``load`` raises.
     """
@@ -72,9 +76,10 @@ def compare(
 ) -> Comparison:
     """Compare the checkpoint in the folder ``model`` with the one that it was made from, in ``reference``, on ``text``.
 
-    Both are read a layer at a time. The windows are those of :func:`perplexity`. Without ``layers`` only predictions
-    are compared. ``report`` names an HTML file to write plots and a table of all layers into. Raises ``UsageError`` for
-    models that do not belong together and for an unfit text, ``CheckpointError``, ``DeviceError`` and ``OutOfMemory``.
+    Both are read a layer at a time. ``text`` and the windows are those of :func:`perplexity`. Without ``layers`` only
+    predictions are compared. ``report`` names an HTML file to write plots and a table of all layers into. Raises
+    ``UsageError`` for models that do not belong together and for an unfit text, ``CheckpointError``, ``DeviceError``
+    and ``OutOfMemory``.
     """
     model, reference = expand(model, "model"), expand(reference, "reference")
     target = None if report is None else expand(report, "report")
@@ -92,6 +97,8 @@ def compare(
 
 
 def _texts(text: Text) -> list[str]:
+    if isinstance(text, str) and ("\n" in text or len(text) > _LONGEST_PATH):
+        raise UsageError("a text that is one string must be the path of a file; put the text itself into a list")
     if isinstance(text, (str, Path)):
         return read_texts(expand(text, "text"))
     if not isinstance(text, Sequence) or not text or not all(isinstance(part, str) and part.strip() for part in text):

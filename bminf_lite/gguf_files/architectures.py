@@ -192,11 +192,10 @@ def _llama(header: GgufHeader, config: dict[str, Any]) -> None:
     config.setdefault("head_dim", header.of_model("rope.dimension_count"))
     if config["head_dim"] is None:
         del config["head_dim"]
-    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
+    _biases(header, config)
 
 
-def _smollm3(header: GgufHeader, config: dict[str, Any]) -> None:
+def _biases(header: GgufHeader, config: dict[str, Any]) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
 
@@ -270,11 +269,53 @@ def _gpt_neox(header: GgufHeader, config: dict[str, Any]) -> None:
     config["rotary_emb_base"] = config.pop("rope_theta", 10000.0)
 
 
-def _without_windows(header: GgufHeader, config: dict[str, Any]) -> None:
-    """OLMo 3 has the same name, and windows in a pattern that the file does not tell."""
+def _olmo2(header: GgufHeader, config: dict[str, Any]) -> None:
+    """OLMo 3 has the same name, and windows."""
     if header.of_model("attention.sliding_window"):
-        problem = "has windows, as OLMo 3 has, and does not say in which layers"
+        config["model_type"] = "olmo3"
+        _windows(header, config)
+
+
+def _windows(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The window, and the layers that have one."""
+    config["sliding_window"] = header.of_model("attention.sliding_window")
+    pattern = header.of_model("attention.sliding_window_pattern")
+    if config["sliding_window"] is None:
+        pattern = [False] * config["num_hidden_layers"]
+    if not isinstance(pattern, list):
+        problem = "has windows, and does not say in which layers"
         raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+    config["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
+
+
+def _seed_oss(header: GgufHeader, config: dict[str, Any]) -> None:
+    _biases(header, config)
+    config["attention_out_bias"] = "blk.0.attn_output.bias" in header.tensors
+
+
+def _glm4(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The text model of GLM-4V has rotations of its own, and GLM-OCR layers that predict further tokens."""
+    for key, what in (("rope.dimension_sections", "rotations by sections"), ("nextn_predict_layers", "further layers")):
+        if header.of_model(key):
+            raise CheckpointError(f"{header.path}: has {what} ({key}), which this version does not run")
+    _biases(header, config)
+    head_dim = header.of_model("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    config["partial_rotary_factor"] = header.of_model("rope.dimension_count", head_dim) / head_dim
+
+
+def _ministral3(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The file has the ``mscale_all_dim`` of YaRN; the ``mscale`` beside it is 1 in llama.cpp."""
+    _biases(header, config)
+    multiplier, beta = (
+        header.of_model("rope.scaling.yarn_log_multiplier"),
+        header.of_model("attention.temperature_scale"),
+    )
+    if "rope_scaling" not in config or multiplier is None or beta is None:
+        problem = "lacks the numbers of YaRN (rope.scaling.*) or attention.temperature_scale"
+        raise CheckpointError(f"{header.path}: {problem}; export the model again")
+    config["rope_scaling"] |= {
+        "mscale": 1.0, "mscale_all_dim": _shortest(multiplier), "llama_4_scaling_beta": _shortest(beta),
+    }  # fmt: skip
 
 
 TABLE: dict[str, Converted] = {
@@ -282,7 +323,7 @@ TABLE: dict[str, Converted] = {
     "qwen2": Converted("qwen2", COMMON | RMS, {"use_sliding_window": False}),
     "qwen3": Converted("qwen3", COMMON | RMS | HEAD_SIZE, {"use_sliding_window": False}),
     "phi3": Converted("phi3", COMMON | RMS | WINDOW, {}, further=_phi3),
-    "olmo2": Converted("olmo2", COMMON | RMS, {}, further=_without_windows),
+    "olmo2": Converted("olmo2", COMMON | RMS, {}, further=_olmo2),
     "granite": Converted(
         "granite",
         COMMON
@@ -308,7 +349,7 @@ TABLE: dict[str, Converted] = {
     "cohere2": Converted(
         "cohere2", COMMON | WINDOW | EPSILON | {"logit_scale": "logit_scale"}, {}
     ),
-    "smollm3": Converted("smollm3", COMMON | RMS, {"no_rope_layer_interval": 4}, permuted=True, further=_smollm3),
+    "smollm3": Converted("smollm3", COMMON | RMS, {"no_rope_layer_interval": 4}, permuted=True, further=_biases),
     "nemotron": Converted(
         "nemotron", COMMON | {"attention.layer_norm_epsilon": "norm_eps"}, {}, norm_offset=True, further=_nemotron
     ),
@@ -349,6 +390,11 @@ TABLE: dict[str, Converted] = {
         {},
         grouped_qkv=True,
     ),
+    "seed_oss": Converted("seed_oss", COMMON | RMS | HEAD_SIZE, {}, further=_seed_oss),
+    "glm4": Converted("glm4", COMMON | RMS | HEAD_SIZE, {}, further=_glm4),
+    "exaone4": Converted("exaone4", COMMON | RMS | HEAD_SIZE, {}, further=_windows),
+    "mistral3": Converted("ministral3", COMMON | RMS | HEAD_SIZE, {}, permuted=True, further=_ministral3),
+    "starcoder": Converted("gpt_bigcode", GPT_NAMES, {"multi_query": True}),
     "gptneox": Converted(
         "gpt_neox",
         COMMON | EPSILON | {"use_parallel_residual": "use_parallel_residual"},

@@ -6,7 +6,7 @@ Calibration and comparison need the input of each linear layer. Layers built wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -37,18 +37,26 @@ class LinearCall:
     weight: Any
 
 
-Observer = Callable[[LinearCall], None]
+Observer = Callable[[LinearCall], Any]
+"""Called before a product. It returns None, or the weight to multiply by instead of ``weight``."""
 
 
 class LinearHooks:
     """``ops`` and ``weights`` for layers whose products are observed.
 
     ``ops`` passes each call on to the given backend, and calls ``observe`` before each product. The observer may
-    compute with the given backend, and must not change ``x``.
+    compute with the given backend, and must not change ``x``. It may replace the product's weight. ``on_weight`` is
+    called with each weight that is made: the names of its matrices, and these on the host, as they are stacked.
     """
 
-    def __init__(self, ops: Backend, weights: Weights, observe: Observer):
-        hooked = _HookedBackend(ops, observe)
+    def __init__(
+        self,
+        ops: Backend,
+        weights: Weights,
+        observe: Observer,
+        on_weight: Callable[[tuple[str, ...], Sequence[HostWeight]], None] | None = None,
+    ):
+        hooked = _HookedBackend(ops, observe, on_weight)
         self.ops = cast(Backend, hooked)
         self.weights: Weights = _TrackedWeights(weights, hooked)
 
@@ -63,9 +71,15 @@ class _HookedBackend:
     mixed_decode_sizes: tuple[int, ...] = ()
     prompt_sizes: tuple[int, ...] = ()
 
-    def __init__(self, ops: Backend, observe: Observer):
+    def __init__(
+        self,
+        ops: Backend,
+        observe: Observer,
+        on_weight: Callable[[tuple[str, ...], Sequence[HostWeight]], None] | None,
+    ):
         self._ops = ops
         self._observe = observe
+        self._on_weight = on_weight
         self.requested: list[str] = []
         self._tensors: dict[int, tuple[str, ...]] = {}
 
@@ -75,8 +89,8 @@ class _HookedBackend:
             return value
 
         def product(x: Array, weight: Any, *args: Any, **kwargs: Any) -> Any:
-            self._observe(LinearCall(self._tensors[id(weight)], name, x, weight))
-            return value(x, weight, *args, **kwargs)
+            other = self._observe(LinearCall(self._tensors[id(weight)], name, x, weight))
+            return value(x, weight if other is None else other, *args, **kwargs)
 
         return product
 
@@ -84,10 +98,12 @@ class _HookedBackend:
         """``work`` itself: replaying a graph would not call the observer."""
         return work
 
-    def weight(self, *args: Any, **kwargs: Any) -> Any:
+    def weight(self, parts: Sequence[HostWeight], *args: Any, **kwargs: Any) -> Any:
         """The backend's weight, remembered with the tensors that were read since the weight before it."""
-        weight = self._ops.weight(*args, **kwargs)
+        weight = self._ops.weight(parts, *args, **kwargs)
         self._tensors[id(weight)] = tuple(self.requested)  # a later weight with the same id replaces the entry
+        if self._on_weight is not None:
+            self._on_weight(tuple(self.requested), parts)
         self.requested.clear()
         return weight
 

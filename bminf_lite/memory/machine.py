@@ -8,7 +8,7 @@ from pathlib import Path
 from ..cuda.doctor import require_usable
 from ..cuda.runtime.driver import Device
 from ..errors import DeviceError
-from .device import device_limit, measure_speeds
+from .device import MARGIN, device_limit, measure_speeds
 from .planner import Machine
 
 MEMINFO = Path("/proc/meminfo")
@@ -33,10 +33,10 @@ def machine_of(
         speeds = measure_speeds(gpu)
         link, bandwidth = link or speeds.link, bandwidth or speeds.bandwidth
     if gpu_memory is not None:
-        free, total = max(0, gpu_memory - CONTEXT_BYTES), gpu_memory
+        free, total = gpu_memory - CONTEXT_BYTES, gpu_memory
     memory = usable_memory(memory_limit, free, total)
     is_limited = memory_limit is not None and memory < usable_memory(None, free, total)
-    return Machine(memory, link, bandwidth, available_memory(), 0 if is_limited else total - memory)
+    return Machine(memory, link, bandwidth, available_memory(), 0 if is_limited else total - free + MARGIN)
 
 
 def first_gpu() -> Device:
@@ -44,7 +44,8 @@ def first_gpu() -> Device:
     try:
         require_usable(0)
     except DeviceError as error:
-        raise DeviceError(f"{error}; give --gpu-memory and --link to plan for another machine") from error
+        remedy = "To plan for another machine, give gpu_memory and link (--gpu-memory, --link)"
+        raise DeviceError(f"{error}. {remedy}") from error
     return Device(0)
 
 

@@ -1,18 +1,34 @@
-"""The quantizations that a migration with a target tries, from the fastest to the most exact.
+"""The fastest assignment of quantizations to products whose divergence stays below a target.
 
-A product in w8a8 is fastest, and rotations in the weights cost no time. A rotation of an input takes a few percent of
-its product's time, and float activations about double the time of a prompt. So rotations come before float activations,
-and of those only the products with the largest errors get them, more with each step.
+Each product has several options (:class:`~bminf_lite.quantize.decisions.ProductOption`), each with a time and with the
+divergence that it is expected to cause: the measured divergence of that product alone in plain w8a8
+(:mod:`bminf_lite.evaluation.sensitivity`), times the option's error over the error of plain w8a8. Both add up over
+products. Smoothing, rotations in the weights and GPTQ cost no time, so every option has them where they help.
+
+The path starts with the fastest option of every product. Each step gives one product a more exact option: the one that
+saves most divergence for its time. So every point of the path is the fastest assignment with its expected divergence
+(the greedy solution of the knapsack problem's relaxation, see https://en.wikipedia.org/wiki/Continuous_knapsack_problem
+and, for several options of each item, "multiple-choice knapsack"). The divergence of some points is then measured on
+held-out text, to find the first point that meets the target.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ..checkpoint.recipe import CalibrationSettings, Recipe, load_recipe
+from ..bench.product_times import ProductMethod, ProductTime, TimeOf
+from ..checkpoint.recipe import CalibrationSettings, Recipe, Scheme, load_recipe
+from ..models.spec import Role, Spec
+from ..quantize.decisions import Decision, ProductOption
 
-MAX_ERRORS = (1e-3, 3e-4, 1e-4)
-"""A w8a8 product with a larger error than this becomes w8a16."""
+OUTLIER_COLUMNS = 8
+"""Columns of a product that may stay fp16."""
+GUESSES = 3
+"""Points that are chosen by the expected divergence; later ones halve what is left of the path."""
 
 
 def offline_part(recipe: Recipe) -> Recipe:
@@ -20,21 +36,179 @@ def offline_part(recipe: Recipe) -> Recipe:
     return replace(recipe, name=f"{recipe.name}, offline only", rotation=1, offline_rotation=True)
 
 
-def budget_steps(offline_only: bool, rotates_offline: bool) -> list[Recipe]:
-    """The recipes to try, the fastest first; with ``offline_only`` those whose result other readers open.
+def budget_recipe(recipe: Recipe, offline_only: bool, rotates_stream: bool) -> Recipe:
+    """``recipe``, which calibrates, with everything that options may use: rotations, outlier columns and GPTQ.
 
-    ``rotates_offline`` says whether the model can be rotated in its weights.
+    With ``offline_only`` these are what other readers open. ``rotates_stream`` says whether the model's residual stream
+    can be rotated in its weights.
     """
-    smooth = CalibrationSettings(smoothing=True)
-    plain = load_recipe("w8a8")
-    steps = [plain, load_recipe("w8a8-smooth")]
-    if rotates_offline:
-        plain = offline_part(load_recipe("w8a8-rotate"))
-        steps.append(plain)
-    if not offline_only:
-        plain = load_recipe("w8a8-rotate")
-        steps += [plain, replace(plain, name="w8a8-rotate, smoothed", calibration=smooth)]
-    for max_error in MAX_ERRORS:
-        name = f"{plain.name}, w8a16 above an error of {max_error:g}"
-        steps.append(replace(plain, name=name, calibration=replace(smooth, max_error=max_error)))
-    return [*steps, load_recipe("w8a16")]
+    settings = recipe.calibration or CalibrationSettings()
+    columns = 0 if offline_only else settings.outlier_columns or OUTLIER_COLUMNS
+    rotation = 1 if offline_only else max(recipe.rotation, load_recipe("w8a8-rotate").rotation)
+    return replace(
+        recipe,
+        rotation=rotation,
+        offline_rotation=rotates_stream,
+        calibration=replace(settings, outlier_columns=columns, rounding="gptq"),
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One option of a product: its number, its decision, its time, and the divergence in nats that it should cause."""
+
+    number: int
+    decision: Decision
+    time: ProductTime
+    divergence: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """An assignment: the number of each product's option, its time, and its divergence: expected, and if measured.
+
+    ``change`` says which product differs from the point before, and how it is quantized; empty for the first point.
+    """
+
+    choices: tuple[int, ...]
+    time: ProductTime
+    expected: float
+    change: str = ""
+    measured: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the manifest; times in seconds."""
+        return {
+            "change": self.change,
+            "prompt_seconds": self.time.prompt,
+            "step_seconds": self.time.step,
+            "request_seconds": self.time.request,
+            "expected": self.expected,
+            "measured": self.measured,
+        }
+
+
+def product_choices(
+    spec: Spec, options: Sequence[ProductOption], divergence: float, time_of: TimeOf
+) -> tuple[Choice, ...]:
+    """The options of one product. ``divergence`` is that of the product alone in plain w8a8."""
+    found = []
+    for number, option in enumerate(options):
+        decision = option.decision
+        share = decision.error / decision.error_before if decision.error_before > 0 else 1.0
+        found.append(Choice(number, decision, time_of(method_of(spec, decision)), divergence * share))
+    return tuple(found)
+
+
+def method_of(spec: Spec, decision: Decision) -> ProductMethod:
+    """The product of a decision, all its matrices stacked, as far as its time depends on it."""
+    parameters = [spec.parameters[name] for name in decision.tensors]
+    shapes = [p.shape[::-1] if p.transposed else p.shape for p in parameters]
+    return ProductMethod(
+        sum(shape[0] for shape in shapes),
+        shapes[0][1],
+        decision.scheme,
+        decision.rotation,
+        len(decision.outlier_columns),
+        parameters[0].role is Role.HEAD,
+    )
+
+
+def fastest_path(products: Sequence[Sequence[Choice]]) -> list[Point]:
+    """The points from the fastest assignment to the most exact, each with one product changed."""
+    hulls = [lower_hull(choices) for choices in products]
+    steps = [
+        ((before.divergence - after.divergence) / (after.time.request - before.time.request), i, after)
+        for i, hull in enumerate(hulls)
+        for before, after in itertools.pairwise(hull)
+    ]
+    current = [hull[0] for hull in hulls]
+    points = [_point(current, "")]
+    for _, i, after in sorted(steps, key=lambda step: -step[0]):  # a hull's own steps are in this order already
+        current[i] = after
+        points.append(_point(current, f"{after.decision.tensors[0]}: {describe(after.decision)}"))
+    return points
+
+
+def lower_hull(choices: Sequence[Choice]) -> list[Choice]:
+    """The options from the fastest on that save most divergence for their time, ever less: the lower convex hull."""
+    hull: list[Choice] = []
+    for choice in sorted(choices, key=lambda choice: (choice.time.request, choice.divergence)):
+        if hull and choice.divergence >= hull[-1].divergence:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], choice):
+            hull.pop()
+        hull.append(choice)
+    return hull
+
+
+def _slope(before: Choice, after: Choice) -> float:
+    return (after.divergence - before.divergence) / (after.time.request - before.time.request)
+
+
+def _point(chosen: Sequence[Choice], change: str) -> Point:
+    time = ProductTime(sum(c.time.prompt for c in chosen), sum(c.time.step for c in chosen))
+    return Point(tuple(c.number for c in chosen), time, sum(c.divergence for c in chosen), change)
+
+
+def describe(decision: Decision) -> str:
+    """How a product is quantized, in short: ``w8a8 H64 smoothed gptq``, ``w8a8+8``, ``w8a16``."""
+    text = decision.scheme.value
+    text += f" H{decision.rotation}" if decision.rotation > 1 else ""
+    text += f"+{len(decision.outlier_columns)}" if decision.outlier_columns else ""
+    text += "" if decision.exponent is None else " smoothed"
+    return text + (" gptq" if decision.rounding == "gptq" else "")
+
+
+class PathSearch:
+    """Finds the first point of a path whose measured divergence is at most ``target``.
+
+    The divergence is taken to fall along the path. The expected divergence, corrected by the latest measurement,
+    proposes points; after :data:`GUESSES` of them, measurements halve what is left.
+    """
+
+    def __init__(self, path: Sequence[Point], target: float):
+        self.path = list(path)
+        self.target = target
+        self._fails, self._meets = -1, len(self.path)
+        self._correction = 1.0
+
+    @property
+    def done(self) -> bool:
+        """Whether :attr:`proposed` is the answer."""
+        return self._meets - self._fails <= 1
+
+    @property
+    def proposed(self) -> int | None:
+        """The number of the point to measure, or the answer; None if no point meets the target."""
+        if self.done:
+            return self._meets if self._meets < len(self.path) else None
+        if sum(point.measured is not None for point in self.path) >= GUESSES:
+            return (self._fails + self._meets) // 2
+        expected = (point.expected * self._correction <= self.target for point in self.path)
+        guess = next((i for i, meets in enumerate(expected) if meets), len(self.path) - 1)
+        return min(max(guess, self._fails + 1), self._meets - 1)
+
+    def tell(self, number: int, divergence: float) -> None:
+        """The measured divergence of the proposed point."""
+        point = self.path[number] = replace(self.path[number], measured=divergence)
+        if divergence <= self.target:
+            self._meets = number
+        else:
+            self._fails = number
+        if math.isfinite(divergence) and point.expected > 0:
+            self._correction = divergence / point.expected
+
+    def trade(self, times_of: str) -> dict[str, Any]:
+        """The trade for the manifest; ``times_of`` says whose times these are."""
+        return {
+            "target": self.target,
+            "times_of": times_of,
+            "chosen": self.proposed,
+            "points": [point.to_dict() for point in self.path],
+        }
+
+
+def is_searchable(recipe: Recipe) -> bool:
+    """Whether a recipe leaves something to choose: it calibrates, and its linear layers are w8a8."""
+    return recipe.calibration is not None and recipe.linear is Scheme.W8A8

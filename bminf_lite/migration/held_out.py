@@ -17,14 +17,6 @@ MAX_HELD_OUT = 8
 """The number of sequences that are held out; of a short text, an eighth."""
 
 
-class DivergenceExceeded(CheckpointError):
-    """The model's mean divergence from its source, in nats per token, is more than the limit, or NaN."""
-
-    def __init__(self, message: str, divergence: float):
-        super().__init__(message)
-        self.divergence = divergence
-
-
 @dataclass(frozen=True)
 class CalibrationSplit:
     """Sequences of a text, int32 token ids ``[n]`` each: ``samples`` to calibrate on, ``held_out`` to measure on."""
@@ -76,15 +68,14 @@ def measure_cost(
 ) -> dict[str, Any]:
     """The divergence of the checkpoint in ``model`` from ``source`` on ``sequences``; see :class:`.Divergence`.
 
-    Raises :class:`DivergenceExceeded` if the mean divergence is more than ``max_divergence``, or NaN.
+    Raises :class:`CheckpointError` if the mean divergence is more than ``max_divergence``, or NaN.
     """
     windows = fit_windows([Window(sequence, len(sequence) - 1) for sequence in sequences], parse_config(source))
     found = compare(model, source, windows, device, layers=False, progress=progress).divergence
     if max_divergence is not None and not found.kl <= max_divergence:
-        raise DivergenceExceeded(
+        raise CheckpointError(
             f"the int8 model diverges by {found.kl:.6g} nats per token from its source on {found.tokens:,} held-out "
             f"tokens, and {max_divergence:g} are allowed: it was not written. Choose a more exact recipe (auto, "
-            "w8a8-rotate, w8a8-smooth, w8a16), or allow more",
-            found.kl,
+            "w8a8-rotate, w8a8-smooth, w8a16), or allow more"
         )
     return found.to_dict()

@@ -16,23 +16,24 @@ from typing import Any
 import numpy as np
 
 from .. import backend
+from ..backend.base import Backend
 from ..checkpoint.conversion import Progress
 from ..checkpoint.manifest import MigrationReport
 from ..checkpoint.migrate import migrate as migrate_folder
-from ..checkpoint.offline_rotation import rotates_offline
 from ..checkpoint.opened_model import OpenedModel, open_model
 from ..checkpoint.recipe import Recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..checkpoint.writer import SHARD_BYTES
-from ..errors import CheckpointError, OutOfMemory, UsageError
+from ..errors import OutOfMemory, UsageError
 from ..evaluation.corpus import encode_texts, parse_config, read_texts, sliding_windows
 from ..files import expand
 from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
 from ..text.checkpoint_files import load_tokenizer
 from ..text.prompts import validate_token_ids
-from .budget import budget_steps, offline_part
-from .held_out import CalibrationSplit, DivergenceExceeded, check_divergence, measure_cost, split_samples
+from .budget import budget_recipe, is_searchable, offline_part
+from .held_out import CalibrationSplit, check_divergence, measure_cost, split_samples
+from .target import PointRejected, TargetSearch
 
 SAMPLE_TOKENS = 512
 MIN_TOKENS = 512
@@ -69,10 +70,10 @@ def migrate(
     a calibration, and the report's ``cost`` is measured on them; the migration fails if the mean divergence exceeds
     ``max_divergence`` nats per token.
 
-    With ``target_divergence``, which needs the recipe ``auto`` and a text, several quantizations are tried instead, the
-    fastest first (see :mod:`.budget`), and the first whose divergence is at most the target is kept; the report's
-    ``cost`` lists those that were ``tried`` before. ``offline_only`` leaves out those that other readers may not open;
-    without a target, it makes a recipe that rotates inputs fold rotations into the weights instead (see
+    With ``target_divergence``, which needs a text and a w8a8 recipe with a calibration such as ``auto``, the fastest
+    assignment of quantizations to products is searched whose divergence is at most the target (see :mod:`.budget`); the
+    report's ``cost`` has the whole ``trade``. ``offline_only`` leaves out what other readers may not open; without a
+    target, it makes a recipe that rotates inputs fold rotations into the weights instead (see
     :mod:`bminf_lite.checkpoint.offline_rotation`).
 
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
@@ -92,10 +93,10 @@ def migrate(
     backend.check_device(device)
     check_divergence("max_divergence", max_divergence, calibrate is not None)
     check_divergence("target_divergence", target_divergence, calibrate is not None)
-    if target_divergence is not None and (recipe.name != "auto" or max_divergence is not None or dry_run):
+    if target_divergence is not None and (not is_searchable(recipe) or max_divergence is not None or dry_run):
         raise UsageError(
-            "target_divergence chooses a recipe by what it measures: it needs the recipe auto (--recipe auto), and "
-            "neither max_divergence nor dry_run"
+            "target_divergence chooses how each product is quantized by what it measures: it needs a w8a8 recipe with "
+            f"a calibration, such as auto (--recipe auto), not {recipe.name}, and neither max_divergence nor dry_run"
         )
     if offline_only and target_divergence is None:
         if recipe.rotation == 1 and not recipe.offline_rotation:
@@ -118,40 +119,39 @@ def migrate(
         return write(recipe)
     tokens = load_calibration_split(source, calibrate, samples)
 
-    def decide(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
-        with closing(backend.create(device)) as ops:
-            scratch = next(folder for folder in Path(out).absolute().parents if folder.is_dir())
-            search = QuantizationSearch(model, recipe, ops, scratch)
-            try:
-                calibration.run_calibration(model, tokens.samples, ops, search, calibration_progress)
-            except MemoryError as error:
-                raise OutOfMemory(
-                    f"no room to calibrate on {len(tokens.samples)} samples at once: {error}. Use fewer (--samples)"
-                ) from error
-            return search.result()
+    def search_on(ops: Backend, model: OpenedModel, recipe: Recipe, alternatives: bool) -> QuantizationSearch:
+        scratch = next(folder for folder in Path(out).absolute().parents if folder.is_dir())
+        search = QuantizationSearch(model, recipe, ops, scratch, alternatives)
+        try:
+            calibration.run_calibration(model, tokens.samples, ops, search, calibration_progress)
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"no room to calibrate on {len(tokens.samples)} samples at once: {error}. Use fewer (--samples)"
+            ) from error
+        return search
 
     def measure(limit: float | None, folder: Path) -> dict[str, Any]:
         return measure_cost(folder, Path(source), tokens.held_out, device, limit, cost_progress)
 
     if target_divergence is None:
+
+        def decide(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
+            with closing(backend.create(device)) as ops:
+                return search_on(ops, model, recipe, alternatives=False).result()
+
         return write(recipe, calibrate=decide, verify=partial(measure, max_divergence))
-    tried: list[dict[str, Any]] = []
-
-    def verify(folder: Path) -> dict[str, Any]:
-        return measure(target_divergence, folder) | {"target": target_divergence, "tried": tried}
-
     with open_model(source) as opened:
-        steps = budget_steps(offline_only, bool(rotates_offline(opened.spec)))
-    for step in steps:
+        recipe = budget_recipe(recipe, offline_only, rotates_stream=opened.spec.stream is not None)
+    search = TargetSearch(Path(source), tokens, target_divergence, partial(measure, None), cost_progress)
+
+    def decide_next(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
+        return search.next_point(lambda ops: search_on(ops, model, recipe, alternatives=True), device)
+
+    while True:
         try:
-            return write(step, calibrate=decide, verify=verify)
-        except DivergenceExceeded as error:  # noqa: PERF203, a step takes minutes
-            tried.append({"recipe": step.name, "kl": error.divergence})
-    found = "; ".join(f"{attempt['recipe']}: {attempt['kl']:.6g}" for attempt in tried)
-    raise CheckpointError(
-        f"no quantization diverges by at most {target_divergence:g} nats per token from its source on held-out text, "
-        f"and none was written ({found}). Allow more, or write a recipe that leaves some matrices float"
-    )
+            return write(recipe, calibrate=decide_next, verify=search.verify)
+        except PointRejected:  # noqa: PERF203, a migration takes far longer
+            continue
 
 
 def load_calibration_split(source: str | Path, text: CalibrationSource, samples: int) -> CalibrationSplit:

@@ -178,6 +178,25 @@ def grouped_rows(config: Config) -> np.ndarray:
 # -- the checkpoint ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class LayerNames:
+    """The full names of a layer's tensors, whose ends are in :class:`TensorNames`; ``number`` counts from 0."""
+
+    number: int
+    block: str
+    qkv: tuple[str, ...]
+    attention_out: str
+    mlp_in: tuple[str, ...]
+    mlp_out: str
+
+    @classmethod
+    def of(cls, config: Config, layer: int) -> LayerNames:
+        """Those of layer ``layer``."""
+        names, block = config.names, f"{config.names.layers}.{layer}"
+        qkv, mlp_in = (tuple(f"{block}.{name}" for name in part) for part in (names.qkv, names.mlp_in))
+        return cls(layer, block, qkv, f"{block}.{names.attention_out}", mlp_in, f"{block}.{names.mlp_out}")
+
+
 def spec(config: Config) -> Spec:
     """Every tensor of the checkpoint.
 
@@ -185,66 +204,105 @@ def spec(config: Config) -> Spec:
     gated layer or one with a ReLU to the matrix after it. Norms with an offset, norms whose output is added to the
     residual stream, and parts of fused matrices are left out.
     """
-    names, hidden, inner, table = config.names, config.hidden_size, config.intermediate_size, config.vocab_size
-    tensors = embedding(names.embedding, (table, hidden)) | norm_tensors(names.final_norm, config)
-    tensors |= head(names.head, (table, hidden))
+    names, table = config.names, (config.vocab_size, config.hidden_size)
+    layers = [LayerNames.of(config, layer) for layer in range(config.layers)]
+    tensors = embedding(names.embedding, table) | norm_tensors(names.final_norm, config) | head(names.head, table)
     if names.embedding_norm is not None:
         tensors |= norm_tensors(names.embedding_norm, config)
     if config.head_bias:
-        tensors |= bias(names.head, table)
-    folds: list[Fold] = []
-    value_heads: list[Fold] = []
-    key_heads: list[KeyHeads] = []
-    rotatable: list[str] = []
-    gated: list[GatedProduct] = []
-    norms_read: list[StreamNorm] = []
-    written: list[str] = []
-    for layer in range(config.layers):
-        block = f"{names.layers}.{layer}"
-        qkv, mlp_in = ([f"{block}.{name}" for name in part] for part in (names.qkv, names.mlp_in))
-        attention_out, mlp_out = f"{block}.{names.attention_out}", f"{block}.{names.mlp_out}"
-        widths = config.qkv_features if len(qkv) == 3 else (sum(config.qkv_features),)
-        qkv_tensors = [linear(n, (width, hidden), config.qkv_bias) for n, width in zip(qkv, widths, strict=True)]
-        inner_width = (2 if config.gated else 1) * inner // len(mlp_in)
-        in_tensors = [linear(name, (inner_width, hidden), config.mlp_bias) for name in mlp_in]
-        out_tensors = linear(attention_out, (hidden, config.query_features), config.o_bias)
-        norms = [norm_tensors(f"{block}.{name}", config) for name in names.norms]
-        for part in (*qkv_tensors, out_tensors, *in_tensors, linear(mlp_out, (hidden, inner), config.mlp_bias), *norms):
-            tensors |= part
-        if config.qk_norm is not QueryKeyNorm.NONE:
-            heads = (config.heads, config.kv_heads) if config.qk_norm is QueryKeyNorm.WHOLE else (1, 1)
-            for name, count in zip((names.q_norm, names.k_norm), heads, strict=True):
-                tensors |= norm(f"{block}.{name}", count * config.head_dim)
-        readers = norm_readers(names, config.parallel, qkv, mlp_in)
-        if not config.norm_offset:
-            folds += [Fold(tuple(norm_tensors(f"{block}.{name}", config)), weights_of(*read)) for name, read in readers]
-        norms_read += [
-            StreamNorm(f"{block}.{name}.weight", weights_of(*read), config.norm_offset) for name, read in readers
-        ]
-        mlp_norm = next((name for name, read in readers if mlp_in[0] in read), None)
-        if mlp_norm and has_bounded_gate(config):
-            gate, up, down = weights_of(mlp_in[0], mlp_in[-1], mlp_out)
-            gated.append(GatedProduct(gate, up, down, f"{block}.{mlp_norm}.weight", config.norm_offset))
-        written += [*out_tensors, *linear(mlp_out, (hidden, inner), config.mlp_bias)]
-        if len(qkv) == 3:
-            group = config.heads // config.kv_heads
-            value_heads.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out), config.head_dim, group))
-            if config.qk_norm is QueryKeyNorm.NONE:
-                pairs = rotary_pairs(config.rotary[layer], config.head_dim)
-                key_heads.append(KeyHeads(tuple(qkv_tensors[0]), tuple(qkv_tensors[1]), pairs, group))
-        if len(mlp_in) == (2 if config.gated else 1) and (config.gated or config.activation == "relu"):
-            folds.append(Fold(tuple(in_tensors[-1]), weights_of(mlp_out)))
-        rotatable += weights_of(mlp_out)
+        tensors |= bias(names.head, config.vocab_size)
+    for layer in layers:
+        tensors |= layer_tensors(config, layer)
+    folds = [fold for layer in layers for fold in layer_folds(config, layer)]
     if not config.tied_head and not config.norm_offset:
         folds.append(Fold(tuple(norm_tensors(names.final_norm, config)), weights_of(names.head)))
-    tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    norms_read.append(StreamNorm(f"{names.final_norm}.weight", weights_of(names.head), config.norm_offset))
+    separate = [] if len(names.qkv) == 1 else layers
+    value_heads = tuple(value_fold(config, layer) for layer in separate)
+    scaled_keys = separate if config.qk_norm is QueryKeyNorm.NONE else []
     return Spec(
-        tensors, tied, names.ignored, tuple(folds + value_heads), names.aliases, rotatable=tuple(rotatable),
-        stream=ResidualStream(weights_of(names.embedding), tuple(norms_read), tuple(written))
-        if has_rotatable_stream(config) else None,
-        value_heads=tuple(value_heads), gated=tuple(gated), key_heads=tuple(key_heads),
-    )  # fmt: skip
+        tensors,
+        tied={f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {},
+        ignored=names.ignored,
+        foldable=(*folds, *value_heads),
+        aliases=names.aliases,
+        rotatable=weights_of(*(layer.mlp_out for layer in layers)),
+        stream=residual_stream(config, layers) if has_rotatable_stream(config) else None,
+        value_heads=value_heads,
+        gated=tuple(product for layer in layers if (product := gated_product(config, layer)) is not None),
+        key_heads=tuple(key_heads(config, layer) for layer in scaled_keys),
+    )
+
+
+def matrices(config: Config, layer: LayerNames) -> dict[str, Tensors]:
+    """The matrices of a layer, each with its bias if it has one."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    widths = config.qkv_features if len(layer.qkv) == 3 else (sum(config.qkv_features),)
+    inner_width = (2 if config.gated else 1) * inner // len(layer.mlp_in)
+    shapes = [(name, (width, hidden), config.qkv_bias) for name, width in zip(layer.qkv, widths, strict=True)]
+    shapes.append((layer.attention_out, (hidden, config.query_features), config.o_bias))
+    shapes += [(name, (inner_width, hidden), config.mlp_bias) for name in layer.mlp_in]
+    shapes.append((layer.mlp_out, (hidden, inner), config.mlp_bias))
+    return {name: linear(name, shape, has_bias) for name, shape, has_bias in shapes}
+
+
+def layer_tensors(config: Config, layer: LayerNames) -> Tensors:
+    """All tensors of a layer: matrices, norms of the residual stream, norms of queries and keys."""
+    tensors: Tensors = {}
+    for part in matrices(config, layer).values():
+        tensors |= part
+    for name in config.names.norms:
+        tensors |= norm_tensors(f"{layer.block}.{name}", config)
+    if config.qk_norm is not QueryKeyNorm.NONE:
+        heads = (config.heads, config.kv_heads) if config.qk_norm is QueryKeyNorm.WHOLE else (1, 1)
+        for name, count in zip((config.names.q_norm, config.names.k_norm), heads, strict=True):
+            tensors |= norm(f"{layer.block}.{name}", count * config.head_dim)
+    return tensors
+
+
+def layer_folds(config: Config, layer: LayerNames) -> list[Fold]:
+    """From norms to the matrices that read them, and into the second matrix of the feed-forward layer."""
+    readers = [] if config.norm_offset else norm_readers(config, layer)
+    folds = [Fold(tuple(norm_tensors(name, config)), weights_of(*read)) for name, read in readers]
+    is_separate = len(layer.mlp_in) == (2 if config.gated else 1)
+    if is_separate and (config.gated or config.activation == "relu"):
+        folds.append(Fold(tuple(matrices(config, layer)[layer.mlp_in[-1]]), weights_of(layer.mlp_out)))
+    return folds
+
+
+def value_fold(config: Config, layer: LayerNames) -> Fold:
+    """From the matrix of values, which is one of three, to the output of attention."""
+    value = matrices(config, layer)[layer.qkv[2]]
+    return Fold(tuple(value), weights_of(layer.attention_out), config.head_dim, config.heads // config.kv_heads)
+
+
+def key_heads(config: Config, layer: LayerNames) -> KeyHeads:
+    """The heads of queries and keys, which have matrices of their own and no norm."""
+    query, key = (tuple(matrices(config, layer)[name]) for name in layer.qkv[:2])
+    pairs = rotary_pairs(config.rotary[layer.number], config.head_dim)
+    return KeyHeads(query, key, pairs, config.heads // config.kv_heads)
+
+
+def gated_product(config: Config, layer: LayerNames) -> GatedProduct | None:
+    """The feed-forward layer, if it is one that a norm feeds."""
+    norms = [name for name, read in norm_readers(config, layer) if layer.mlp_in[0] in read]
+    if not norms or not has_bounded_gate(config):
+        return None
+    gate, up, down = weights_of(layer.mlp_in[0], layer.mlp_in[-1], layer.mlp_out)
+    return GatedProduct(gate, up, down, f"{norms[0]}.weight", config.norm_offset)
+
+
+def residual_stream(config: Config, layers: list[LayerNames]) -> ResidualStream:
+    """The tensors around the residual stream."""
+    readers = [reader for layer in layers for reader in norm_readers(config, layer)]
+    readers.append((config.names.final_norm, (config.names.head,)))
+    norms = (StreamNorm(f"{name}.weight", weights_of(*read), config.norm_offset) for name, read in readers)
+    written = (
+        name
+        for layer in layers
+        for last in (layer.attention_out, layer.mlp_out)
+        for name in matrices(config, layer)[last]
+    )
+    return ResidualStream(weights_of(config.names.embedding), tuple(norms), tuple(written))
 
 
 def has_rotatable_stream(config: Config) -> bool:
@@ -261,12 +319,13 @@ def has_bounded_gate(config: Config) -> bool:
     return is_bounded and not config.mlp_bias and config.norm_kind is not NormKind.LAYER
 
 
-def norm_readers(names: TensorNames, parallel: bool, qkv: list[str], mlp_in: list[str]) -> list[tuple[str, list[str]]]:
+def norm_readers(config: Config, layer: LayerNames) -> list[tuple[str, tuple[str, ...]]]:
     """The norms of the residual stream in a layer, and the matrices that read each."""
-    readers = [(names.attention_norm, qkv), (names.mlp_norm, mlp_in)]
-    if parallel and names.mlp_norm is None:
-        readers = [(names.attention_norm, [*qkv, *mlp_in])]
-    return [(name, read) for name, read in readers if name is not None]
+    names = config.names
+    readers = [(names.attention_norm, layer.qkv), (names.mlp_norm, layer.mlp_in)]
+    if config.parallel and names.mlp_norm is None:
+        readers = [(names.attention_norm, (*layer.qkv, *layer.mlp_in))]
+    return [(f"{layer.block}.{name}", read) for name, read in readers if name is not None]
 
 
 def norm_tensors(name: str, config: Config) -> Tensors:

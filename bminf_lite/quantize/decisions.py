@@ -13,7 +13,7 @@ because the size of the weights hardly grows.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from ..errors import CheckpointError
 from ..models.spec import Fold, KeyHeads, Role
 from .calibration import Observation, sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
-from .gptq import GPTQInputs, gptq_quantize
+from .gptq import GPTQInputs, GPTQRounding
 from .key_factors import fold_key_factors, key_factors
 from .smoothing import Smoothing, expand_channels, fold_factors, limit_range, search_smoothing
 
@@ -60,26 +60,40 @@ class Decision:
     rotation: int = 1
 
 
+@dataclass(frozen=True)
+class ProductOption:
+    """One way to quantize a product: the ``decision``, and the ``rewrites`` of tensors by name that carry it out."""
+
+    decision: Decision
+    rewrites: Mapping[str, WeightRewrite]
+
+
 class QuantizationSearch:
     """An observer that decides each product. ``recipe`` must have a calibration.
 
-    Codes of GPTQ are kept in temporary files in ``scratch``, by default the system's folder for these.
+    With ``alternatives``, it collects several options of each product instead, of which :meth:`result` takes one each:
+    w8a8, that with its input rotated as the recipe says, that with the recipe's outlier columns, and w8a16, as far as
+    the recipe and the product allow them. Codes of GPTQ are kept in temporary files in ``scratch``, by default the
+    system's folder for these.
     """
 
-    def __init__(self, model: OpenedModel, recipe: Recipe, ops: Backend, scratch: Path | None = None):
+    def __init__(
+        self, model: OpenedModel, recipe: Recipe, ops: Backend, scratch: Path | None = None, alternatives: bool = False
+    ):
         assert recipe.calibration is not None
         self.settings = recipe.calibration
         self.recipe = recipe
         self.spec = model.spec
         self.ops = ops
         self.scratch = scratch
+        self.alternatives = alternatives
         self.path = model.path
         self.weights = model.weights()
-        self.decisions: list[Decision] = []
+        self.options: list[tuple[ProductOption, ...]] = []
         self._key_heads_of = {heads.key[0]: heads for heads in self.spec.key_heads}
         self._fold_of = {name: fold for fold in self.spec.foldable for name in fold.consumers}
-        self._smoothed: dict[Fold, Smoothing] = {}
-        self._rewrites: dict[str, WeightRewrite] = {}
+        self._smoothed: dict[tuple[Fold, int], Smoothing] = {}
+        self._key_rewrites: dict[str, WeightRewrite] = {}
         self._scaled_keys: list[str] = []
         self._inputs: dict[tuple[str, ...], InputStatistics] = {}
         self._matrices: dict[str, Array] = {}
@@ -91,53 +105,95 @@ class QuantizationSearch:
         inputs = self._inputs.setdefault(seen.tensors, InputStatistics(self.ops, self.settings.rounding == "gptq"))
         inputs.add(seen)
         if seen.is_last:
-            self._decide(seen.tensors, self._inputs.pop(seen.tensors))
+            self.options.append(tuple(self._decide(seen.tensors, self._inputs.pop(seen.tensors))))
             self._matrices.clear()
 
-    def _decide(self, names: tuple[str, ...], inputs: InputStatistics) -> None:
+    def result(self, choices: Sequence[int] | None = None) -> CalibrationResult:
+        """All rewrites, and the decisions for the manifest, with one option of each product: by default the first."""
+        chosen = [options[0 if choices is None else choices[i]] for i, options in enumerate(self.options)]
+        rewrites: dict[str, WeightRewrite] = {}
+        for changes in [*(option.rewrites for option in chosen), self._key_rewrites]:
+            for name, rewrite in changes.items():
+                rewrites[name] = rewrites.get(name, NO_REWRITE).merged(rewrite)
+        products = [asdict(option.decision) | {"scheme": option.decision.scheme.value} for option in chosen]
+        scaled = {"scaled_keys": self._scaled_keys} if self._scaled_keys else {}
+        return CalibrationResult(rewrites, {"products": products, **scaled})
+
+    def _decide(self, names: tuple[str, ...], inputs: InputStatistics) -> Iterator[ProductOption]:
         rows, input_max = inputs.rows(), inputs.magnitudes()
-        plain = QuantizationCandidate(self._scheme(names[0]), rotation=self.recipe.rotation_of(self.spec, names[0]))
         if not np.isfinite(input_max).all():
             raise CheckpointError(
                 f"{self.path}: the input of {names[0]} holds a NaN or an infinity on this text, with activations in "
                 f"{self.ops.activation_dtype}: calibrate on the CPU (--device cpu), or export the checkpoint again"
             )
-        smoothing, factors = Smoothing(), None
-        if fold := self._fold_of.get(names[0]):
-            smoothing = self._smoothing(fold, rows, input_max, plain)
-            factors = None if smoothing.factors is None else expand_channels(smoothing.factors, fold)
         evaluator = ErrorEvaluator(self.ops, rows, [self._matrix(name) for name in names])
-        before = max(evaluator.errors(plain))
-        may_keep_columns = self._are_stored(names) and plain.rotation == 1
-        limits = self.settings if may_keep_columns else replace(self.settings, outlier_columns=0)
-        candidate, error = select_precision(evaluator, replace(plain, factors=factors), limits, input_max)
-        block = candidate.rotation if candidate.rotation > 1 else None
-        for name in names:
-            self._rewrite(name, WeightRewrite(candidate.scheme, outliers=candidate.outliers, rotation=block))
-        rounding = "nearest"
-        if inputs.gptq_inputs and candidate.outliers is None and self._are_stored(names):
-            weights = [np.asarray(self.weights.weight(name)).astype(np.float32) for name in names]
-            better = gptq_quantize(self.ops, inputs.gptq_inputs, weights, candidate)
+        plain = QuantizationCandidate(self._scheme(names[0]))
+        turned = replace(plain, rotation=self.recipe.rotation_of(self.spec, names[0]))
+        before = max(evaluator.errors(replace(plain, scheme=Scheme.W8A8) if self.alternatives else turned))
+        rounding = None
+        spilled: dict[int, np.ndarray] = {}  # by the id of the codes, which `rounding` keeps: equal codes share a file
+        if inputs.gptq_inputs and self._are_stored(names):
+            rounding = GPTQRounding(self.ops, inputs.gptq_inputs, evaluator.matrices)
+        for candidate, smoothing, error in self._candidates(names, evaluator, plain, turned, input_max):
+            rewrites = self._fold_rewrites(names, smoothing)
+            block = candidate.rotation if candidate.rotation > 1 else None
+            rewrite = WeightRewrite(candidate.scheme, outliers=candidate.outliers, rotation=block)
+            for name in names:
+                rewrites[name] = rewrites.get(name, NO_REWRITE).merged(rewrite)
+            better = rounding.quantize(candidate) if rounding and candidate.outliers is None else None
             if better is not None:
-                rounding = "gptq"
                 error = max(evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(better))
                 for name, weight in zip(names, better, strict=True):
-                    self._rewrite(name, WeightRewrite(codes=self._spill_to_disk(weight.codes), scale=weight.scale))
+                    if id(weight.codes) not in spilled:
+                        spilled[id(weight.codes)] = self._spill_to_disk(weight.codes)
+                    codes = WeightRewrite(codes=spilled[id(weight.codes)], scale=weight.scale)
+                    rewrites[name] = rewrites[name].merged(codes)
+            kept = () if candidate.outliers is None else tuple(candidate.outliers.tolist())
+            how = "nearest" if better is None else "gptq"
+            yield ProductOption(
+                Decision(
+                    names, candidate.scheme, smoothing.exponent, kept, how, before, error, candidate.rotation
+                ),
+                rewrites,
+            )  # fmt: skip
         for name in names:
             if self.settings.smoothing and name in self._key_heads_of:
                 self._scale_keys(self._key_heads_of[name], rows)
-        kept = () if candidate.outliers is None else tuple(candidate.outliers.tolist())
-        self.decisions.append(
-            Decision(
-                names, candidate.scheme, smoothing.exponent, kept, rounding, before, error, candidate.rotation
-            )
-        )  # fmt: skip
 
-    def result(self) -> CalibrationResult:
-        """All rewrites, and the decisions for the manifest."""
-        products = [asdict(decision) | {"scheme": decision.scheme.value} for decision in self.decisions]
-        scaled = {"scaled_keys": self._scaled_keys} if self._scaled_keys else {}
-        return CalibrationResult(self._rewrites, {"products": products, **scaled})
+    def _candidates(
+        self,
+        names: tuple[str, ...],
+        evaluator: ErrorEvaluator,
+        plain: QuantizationCandidate,
+        turned: QuantizationCandidate,
+        input_max: np.ndarray,
+    ) -> Iterator[tuple[QuantizationCandidate, Smoothing, float]]:
+        """The candidates, each with its smoothing and its error; ``turned`` is ``plain`` with the recipe's rotation."""
+
+        def smoothed(start: QuantizationCandidate) -> tuple[QuantizationCandidate, Smoothing]:
+            if not (fold := self._fold_of.get(names[0])):
+                return start, Smoothing()
+            smoothing = self._smoothing(fold, evaluator.rows, input_max, start)
+            factors = None if smoothing.factors is None else expand_channels(smoothing.factors, fold)
+            return replace(start, factors=factors), smoothing
+
+        may_keep_columns = self._are_stored(names) and (self.alternatives or turned.rotation == 1)
+        limits = self.settings if may_keep_columns else replace(self.settings, outlier_columns=0)
+        if not self.alternatives:
+            start, smoothing = smoothed(turned)
+            candidate, error = select_precision(evaluator, start, limits, input_max)
+            yield candidate, smoothing, error
+            return
+        start, smoothing = smoothed(plain)
+        found = [(start, smoothing)]
+        if turned.rotation > 1:
+            found.append(smoothed(turned))
+        if start.scheme is Scheme.W8A8:
+            index = largest_inputs(evaluator, start, input_max, limits.outlier_columns)
+            found += [(replace(start, outliers=index), smoothing)] if len(index) else []
+            found.append((replace(start, scheme=Scheme.W8A16), smoothing))
+        for candidate, of_candidate in found:
+            yield candidate, of_candidate, max(evaluator.errors(candidate))
 
     def _scheme(self, name: str) -> Scheme:
         return self.recipe.scheme_of(name, self.spec.parameters[name].role is Role.HEAD)
@@ -155,15 +211,19 @@ class QuantizationSearch:
 
     def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, plain: QuantizationCandidate) -> Smoothing:
         """The factors of a fold, found when the first of its consumers is decided."""
-        if fold not in self._smoothed:
+        key = fold, plain.rotation
+        if key not in self._smoothed:
             some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
             evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
             found = search_smoothing(evaluator, fold, input_max, plain) if self.settings.smoothing else Smoothing()
-            found = self._smoothed[fold] = limit_range(found, fold, input_max)
-            moved = {} if found.factors is None else fold_factors(self.spec, fold, found.factors)
-            for name, rewrite in moved.items():
-                self._rewrite(name, rewrite)
-        return self._smoothed[fold]
+            self._smoothed[key] = limit_range(found, fold, input_max)
+        return self._smoothed[key]
+
+    def _fold_rewrites(self, names: tuple[str, ...], smoothing: Smoothing) -> dict[str, WeightRewrite]:
+        """The rewrites of a product's fold, its producers included."""
+        if smoothing.factors is None:
+            return {}
+        return dict(fold_factors(self.spec, self._fold_of[names[0]], smoothing.factors))
 
     def _scale_keys(self, heads: KeyHeads, rows: Array) -> None:
         """Choose the factors of a layer's keys, which change the scales of two matrices that are decided already."""
@@ -173,7 +233,7 @@ class QuantizationSearch:
         if (factors != 1).any():
             self._scaled_keys.append(heads.key[0])
             for name, rewrite in fold_key_factors(self.spec, heads, factors).items():
-                self._rewrite(name, rewrite)
+                self._key_rewrites[name] = rewrite
 
     def _float_product(self, tensors: tuple[str, ...], rows: Array) -> np.ndarray:
         """The float product of a matrix, with its bias if ``tensors`` names one: fp32 ``[n, out]`` on the host."""
@@ -181,9 +241,6 @@ class QuantizationSearch:
         weight = calibration_ops.weight(self._matrix(tensors[0]), None)
         product = np.array(self.ops.host(self.ops.linear(calibration_ops.divided(rows, None), weight, fp32=True)))
         return product + self.weights.vector(tensors[1]).astype(np.float32) if len(tensors) > 1 else product
-
-    def _rewrite(self, name: str, rewrite: WeightRewrite) -> None:
-        self._rewrites[name] = self._rewrites.get(name, NO_REWRITE).merged(rewrite)
 
     def _matrix(self, name: str) -> Array:
         """The matrix ``name`` on the device; kept until the current product is decided."""
@@ -214,8 +271,8 @@ class InputStatistics:
         index = sample_rows(seen.x.shape[0], max(EVALUATION_TOKENS // seen.num_batches, 1), seed=seen.batch_index)
         self._rows.append(self._calibration_ops.rows(seen.x, index))
         if self._use_gptq:
-            self.gptq_inputs = self.gptq_inputs or GPTQInputs(seen.num_batches)
-            self.gptq_inputs.add(np.asarray(self.ops.host(seen.x), np.float32))
+            self.gptq_inputs = self.gptq_inputs or GPTQInputs(self.ops, seen.num_batches)
+            self.gptq_inputs.add(seen.x)
 
     def rows(self) -> Array:
         """Up to ``EVALUATION_TOKENS`` rows, drawn from all parts, fp32 ``[n, in]``."""

@@ -68,7 +68,9 @@ class ErrorEvaluator:
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
     """The error of ``got``, fp32 ``[T, out]`` each; 0 where all of ``expected`` is 0."""
-    noise, size = (np.einsum("ij,ij->i", x, x, dtype=np.float64) for x in (got - expected, expected))
+    with np.errstate(over="ignore", invalid="ignore"):
+        difference = got - expected
+    noise, size = (np.einsum("ij,ij->i", x, x, dtype=np.float64) for x in (difference, expected))
     return mean_error(noise, size)
 
 

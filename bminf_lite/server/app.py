@@ -24,7 +24,8 @@ from .state import ServerState
 def create_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
     """The application of one HTTP process. Each module of routes has a function ``routes(server)``."""
     server = ServerState(client, settings)
-    modules = (page, health, monitoring, completions, chat, responses, anthropic, tokens, fill_blank)
+    # The first route that fits is taken, so those that are used most come first.
+    modules = (completions, chat, responses, anthropic, tokens, fill_blank, page, health, monitoring)
     routes = [route for module in modules for route in module.routes(server)]
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
     guarded = Guard(app, settings.security, settings.limits)

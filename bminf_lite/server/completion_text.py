@@ -171,12 +171,13 @@ class CompletionText:
 def score_prompt(
     tokenizer: Tokenizer, texts: TokenTexts, token_ids: Sequence[int], scores: Sequence[PromptScore | None]
 ) -> list[ScoredToken]:
-    """The tokens of a prompt with their log-probabilities, and the most likely token at the place of each."""
+    """The tokens of a prompt with their log-probabilities, and the most likely tokens at the place of each."""
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.push(token_id) for token_id in token_ids]
     pieces[-1] += detokenizer.flush()
     scored = []
     for token_id, text, score in zip(token_ids, pieces, scores, strict=True):
-        top = [] if score is None else [(text if score[1] == token_id else texts.text(score[1]), score[2])]
-        scored.append(ScoredToken(text, None if score is None else score[0], top))
+        logprob, likely = (None, []) if score is None else score
+        top = [(text if likely_id == token_id else texts.text(likely_id), value) for likely_id, value in likely]
+        scored.append(ScoredToken(text, logprob, top))
     return scored

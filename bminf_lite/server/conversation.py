@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import UsageError
 from ..grammar import Grammar
@@ -15,7 +16,7 @@ from ..text.lark import TokenId, after_reasoning, no_token
 from ..text.prompts import EncodedPrompt
 from ..text.reasoning import ReasoningFormat, ReasoningParser, find_reasoning_format
 from ..text.tokenizer import Tokenizer
-from ..text.tool_calls import Tool, ToolCallParser, ToolFormat, function_names, tool_grammar
+from ..text.tool_calls import Tool, ToolCallParser, ToolFormat, parameters_of, tool_grammar
 from .answer import Answer
 from .completion_text import CompletionText, TokenTexts
 from .errors import bad_request
@@ -60,7 +61,7 @@ class PreparedConversation:
     grammar: Grammar | None
     tokenizer: Tokenizer
     tools: ToolFormat | None
-    names: Sequence[str]
+    schemas: Mapping[str, Mapping[str, Any]]
     reasoning: ReasoningFormat | None
     reasoning_is_open: bool
     parallel_calls: bool
@@ -72,7 +73,7 @@ class PreparedConversation:
         return Answer(
             CompletionText(self.tokenizer, stop, before, texts),
             ReasoningParser(self.reasoning, self.reasoning_is_open) if self.reasoning else None,
-            ToolCallParser(self.tools, self.names) if self.tools else None,
+            ToolCallParser(self.tools, self.schemas, self.schemas) if self.tools else None,
             self.parallel_calls,
         )
 
@@ -95,7 +96,7 @@ async def prepare(server: ServerState, conversation: Conversation) -> PreparedCo
         grammar,
         server.tokenizer_showing(shown) if shown else tokenizer,
         form,
-        function_names(tools),
+        {tool["function"]["name"]: parameters_of(tool["function"]) for tool in tools},
         reasoning if conversation.separates_reasoning else None,
         is_open,
         conversation.parallel_calls,

@@ -1,10 +1,7 @@
-"""The engine's side of the connections to HTTP processes.
+"""The engine's side of the connections to HTTP processes: takes their requests, and tells them what steps brought.
 
-The engine's thread calls :meth:`_Connection.flush` at the end of a step: everything that the step brought for a
-connection becomes one message, which is sent without waiting. If the socket is full, because its HTTP process is
-behind, nothing more is encoded for it: later steps are joined into the message that follows. So a slow HTTP process
-costs the engine nothing, and what waits for it is bounded by the tokens that its requests asked for. One thread reads
-the messages of all connections and sends the rest of messages that did not fit.
+The engine's thread sends at the end of a step; see :mod:`.engine_connection`. One thread reads the messages of all
+connections, and sends the rest of messages that did not fit.
 """
 
 from __future__ import annotations
@@ -14,9 +11,9 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import count
 from typing import Protocol
@@ -29,28 +26,27 @@ from ..errors import BminfError, QueueFull, UsageError
 from ..grammar import Grammar
 from ..grammar.matcher import GrammarCompiler, Matcher
 from ..text.checkpoint_files import load_tokenizer
+from .engine_connection import Completion, Connection
 from .protocol import (
     Admitted,
     Cancel,
-    CompletionOutput,
     Failed,
-    FrameReader,
     FromEngine,
     GenerationRequest,
     ModelInfo,
-    Observed,
-    PromptScore,
     Ready,
     Refused,
     ShutDown,
     Stats,
-    StepOutputs,
+    StatsWanted,
     Submit,
     ToEngine,
-    frame,
 )
 
 _READ_BYTES = 1 << 18
+_READ_ROUNDS = 4
+"""How often sockets are read, while there is something to read, before what was read is handled."""
+_BREAKS_OFF = "a connection to an HTTP process is closed, because of an error"
 
 _log = logging.getLogger(__name__)
 
@@ -77,129 +73,6 @@ class ServedEngine(Protocol):
         ...
 
 
-class _Completion:
-    """One of a request's completions: what the engine has generated, and what was sent of it."""
-
-    __slots__ = ("connection", "finish_reason", "id", "num_ready", "num_sent", "request", "told_prompt")
-
-    def __init__(self, connection: _Connection, id: int):
-        self.connection = connection
-        self.id = id
-        self.request: Request
-        self.num_ready = 0
-        self.num_sent = 0
-        self.finish_reason: str | None = None
-        self.told_prompt = False
-
-    def on_update(self, request: Request) -> None:
-        """Note, in the engine's thread, what can be sent."""
-        with self.connection.lock:
-            self.num_ready = len(request.output_token_ids)
-            self.finish_reason = request.finish_reason
-            self.connection.changed[self] = None
-
-    def output(self) -> CompletionOutput:
-        """What was not sent yet."""
-        request, new = self.request, slice(self.num_sent, self.num_ready)
-        output = CompletionOutput(self.id, request.output_token_ids[new], self.finish_reason)
-        if request.params.logprobs is not None:
-            output.logprobs = request.logprobs[new]
-        if request.params.logprobs:
-            output.top_logprobs = request.top_logprobs[new]
-        if not self.told_prompt:
-            output.cached_tokens = request.num_cached_tokens
-            output.queue_seconds = max(request.start_time - request.arrival_time, 0.0)
-            output.prompt_logprobs = _prompt_scores(request) if request.prompt_logprobs else None
-        if self.finish_reason == "error":
-            output.error = str(request.error) or type(request.error).__name__
-        return output
-
-
-def _ignore(request: Request) -> None:
-    """The ``on_update`` of a request that has ended."""
-
-
-def _prompt_scores(request: Request) -> list[PromptScore | None]:
-    scores = zip(request.prompt_token_logprobs, request.prompt_most_likely, strict=True)
-    return [None if value is None or best is None else (value, *best) for value, best in scores]
-
-
-class _Connection:
-    """The socket to one HTTP process. ``changed`` holds the completions of which something was not sent.
-
-    ``lock`` guards both: the engine's thread notes and sends, and the reading thread sends what did not fit.
-    """
-
-    def __init__(self, server: EngineServer, sock: socket.socket):
-        self.socket = sock
-        self.frames = FrameReader(ToEngine)
-        self.completions: dict[int, _Completion] = {}
-        self.compiling: set[int] = set()  # the first ids of requests whose grammar is being compiled
-        self.changed: dict[_Completion, None] = {}
-        self.is_open = True
-        self.lock = threading.Lock()
-        self._server = server
-        self._unsent = b""
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether the rest of a message waits until the socket takes it."""
-        return bool(self._unsent)
-
-    def send(self, message: FromEngine) -> None:
-        """Send a message that is not about completions, behind what was not sent yet."""
-        with self.lock:
-            self._send(frame(message))
-
-    def flush(self) -> None:
-        """Send what is new of all completions, unless an earlier message still waits."""
-        with self.lock:
-            if self._unsent or not self.changed:
-                return
-            changed, self.changed = self.changed, {}
-            ids, token_ids, outputs = [], [], []
-            for completion in changed:
-                request, is_plain = completion.request, completion.finish_reason is None and completion.told_prompt
-                if is_plain and completion.num_ready == completion.num_sent + 1 and request.params.logprobs is None:
-                    ids.append(completion.id)
-                    token_ids.append(request.output_token_ids[completion.num_sent])
-                else:
-                    outputs.append(completion.output())
-                    completion.told_prompt = True
-                    if completion.finish_reason is not None:
-                        self.completions.pop(completion.id, None)
-                        request.on_update = _ignore  # the two refer to each other no more, and are freed now
-                completion.num_sent = completion.num_ready
-            self._send(frame(StepOutputs(ids, token_ids, outputs)))
-
-    def send_rest(self) -> None:
-        """Send what did not fit before, and then what has become new since. The socket can take something."""
-        with self.lock:
-            rest, self._unsent = self._unsent, b""
-            self._send(rest)
-        self.flush()
-
-    def break_off(self) -> None:
-        """Let both sides find the connection closed."""
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-
-    def _send(self, data: bytes) -> None:
-        if self._unsent:
-            self._unsent += data
-            return
-        sent = 0
-        try:
-            sent = self.socket.send(data)
-        except BlockingIOError:
-            pass
-        except OSError:
-            return  # the reading thread finds the connection closed
-        if sent < len(data):
-            self._unsent = data[sent:]
-            self._server.wake()
-
-
 def add_observations(totals: list[float], values: list[float]) -> list[float]:
     """The sums of what HTTP processes have counted; no totals yet count as zeros."""
     return [t + v for t, v in zip(totals, values, strict=True)] if totals else values
@@ -223,7 +96,7 @@ class EngineServer:
         self._on_failure = on_failure
         self._is_ready = False
         self._has_failed = False
-        self._connections: list[_Connection] = []
+        self._connections: list[Connection] = []
         self._observed: list[float] = []
         self._lock = threading.Lock()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -240,7 +113,7 @@ class EngineServer:
         """A new connection; returns the end that a client reads."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        connection = _Connection(self, ours)
+        connection = Connection(ours, self.wake)
         with self._lock:
             self._connections.append(connection)
             connection.send(self._info)
@@ -288,7 +161,7 @@ class EngineServer:
                 try:
                     connection.flush()
                 except Exception:  # which must not end the engine's thread
-                    _log.exception("a connection to an HTTP process is closed, because of an error")
+                    _log.exception(_BREAKS_OFF)
                     connection.break_off()
 
     # -- in the thread that reads -------------------------------------------------------------------------------------
@@ -296,30 +169,17 @@ class EngineServer:
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_reader, selectors.EVENT_READ)
-            watched: dict[_Connection, int] = {}
+            watched: dict[Connection, int] = {}
             while not self._is_closing:
                 self._watch(selector, watched)
-                for key, events in selector.select():
-                    connection: _Connection | None = key.data
-                    if connection is None:
-                        with suppress(BlockingIOError):
-                            self._wake_reader.recv(4096)
-                        continue
-                    try:
-                        if events & selectors.EVENT_WRITE:
-                            connection.send_rest()
-                        if events & selectors.EVENT_READ:
-                            self._read(connection)
-                    except Exception:
-                        _log.exception("a connection to an HTTP process is closed, because of an error")
-                        self._drop(connection)
+                self._handle(self._received(selector))
         for connection in list(self._connections):
             self._drop(connection)
             connection.socket.close()
         self._wake_reader.close()
         self._wake_writer.close()
 
-    def _watch(self, selector: selectors.BaseSelector, watched: dict[_Connection, int]) -> None:
+    def _watch(self, selector: selectors.BaseSelector, watched: dict[Connection, int]) -> None:
         """Watch each open connection for what can be read, and for room where something waits to be sent."""
         for connection in [c for c in watched if not c.is_open]:
             selector.unregister(connection.socket)
@@ -335,27 +195,77 @@ class EngineServer:
                 selector.register(connection.socket, events, connection)
             watched[connection] = events
 
-    def _read(self, connection: _Connection) -> None:
+    def _received(self, selector: selectors.BaseSelector) -> list[tuple[Connection, ToEngine | None]]:
+        """Wait for messages, and read all that are there; None is the end of a connection.
+
+        The engine's thread begins a step with the requests that it has when this thread waits for a socket or uses one.
+        Therefore all sockets are read before the first request is handled, and answers are sent after the last.
+        """
+        received: list[tuple[Connection, ToEngine | None]] = []
+        ready = selector.select()
+        for _ in range(_READ_ROUNDS):
+            for key, events in ready:
+                received += self._read(key.data, events)
+            ready = selector.select(0)
+            if not ready:
+                break
+        return received
+
+    def _read(self, connection: Connection | None, events: int) -> list[tuple[Connection, ToEngine | None]]:
+        if connection is None:
+            with suppress(BlockingIOError):
+                self._wake_reader.recv(4096)
+            return []
         try:
+            if events & selectors.EVENT_WRITE:
+                connection.send_rest()
+            if not events & selectors.EVENT_READ:
+                return []
             data = connection.socket.recv(_READ_BYTES)
             messages = connection.frames.feed(data)
         except BlockingIOError:
-            return
+            return []
         except (OSError, msgspec.MsgspecError):
-            data, messages = b"", []
-        if not data:
-            self._drop(connection)
-        for message in messages:
-            if isinstance(message, Submit):
-                self._submit(connection, message)
-            elif isinstance(message, Cancel):
-                self._cancel(connection, message.ids)
-            elif isinstance(message, Observed):
-                self._observed = add_observations(self._observed, message.values)
-            else:
-                connection.send(Stats(message.number, self._engine.stats(), self._observed))
+            return [(connection, None)]
+        except Exception:
+            _log.exception(_BREAKS_OFF)
+            return [(connection, None)]
+        return [(connection, message) for message in messages] if data else [(connection, None)]
 
-    def _drop(self, connection: _Connection) -> None:
+    def _handle(self, received: Sequence[tuple[Connection, ToEngine | None]]) -> None:
+        answers: dict[Connection, list[FromEngine]] = {}
+        for connection, message in received:
+            with self._dropped_on_error(connection):
+                if message is None:
+                    self._drop(connection)
+                elif answer := self._answer(connection, message):
+                    answers.setdefault(connection, []).append(answer)
+        for connection, messages in answers.items():
+            with self._dropped_on_error(connection):
+                connection.send(*messages)
+
+    @contextmanager
+    def _dropped_on_error(self, connection: Connection) -> Iterator[None]:
+        """An error in the messages of one connection does not end the thread, which others need."""
+        try:
+            yield
+        except Exception:
+            _log.exception(_BREAKS_OFF)
+            self._drop(connection)
+
+    def _answer(self, connection: Connection, message: ToEngine) -> FromEngine | None:
+        """Do what a message says; returns what is to be sent, unless that comes later."""
+        if isinstance(message, Submit):
+            return self._submit(connection, message)
+        if isinstance(message, StatsWanted):
+            return Stats(message.number, self._engine.stats(), self._observed)
+        if isinstance(message, Cancel):
+            self._cancel(connection, message.ids)
+        else:
+            self._observed = add_observations(self._observed, message.values)
+        return None
+
+    def _drop(self, connection: Connection) -> None:
         """The client has gone: its requests are of no use to anyone."""
         connection.is_open = False
         with self._lock:
@@ -364,16 +274,16 @@ class EngineServer:
             ids = [*connection.completions, *connection.compiling]
         self._cancel(connection, ids)
 
-    def _submit(self, connection: _Connection, submit: Submit) -> None:
-        """Submit a request; a thread of its own compiles its grammar, which may take a second."""
+    def _submit(self, connection: Connection, submit: Submit) -> Admitted | Refused | None:
+        """Submit a request, and return the answer. None with a grammar: a thread that compiles it answers then."""
         if submit.request.grammar is None:
             with self._admission:
-                self._admit(connection, submit, [None] * submit.request.n)
-        else:
-            connection.compiling.add(submit.first_id)
-            self._compilers.submit(self._compile, connection, submit, submit.request.grammar)
+                return self._admit(connection, submit, [None] * submit.request.n)
+        connection.compiling.add(submit.first_id)
+        self._compilers.submit(self._compile, connection, submit, submit.request.grammar)
+        return None
 
-    def _compile(self, connection: _Connection, submit: Submit, grammar: Grammar) -> None:
+    def _compile(self, connection: Connection, submit: Submit, grammar: Grammar) -> None:
         """Admit a request with a grammar, unless it was cancelled meanwhile."""
         eos_ids = self._eos_ids.union(submit.request.stop_token_ids)
         problem = ""
@@ -391,7 +301,7 @@ class EngineServer:
             if problem:
                 connection.send(Refused(submit.first_id, problem, False))
             else:
-                self._admit(connection, submit, matchers)
+                connection.send(self._admit(connection, submit, matchers))
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -400,13 +310,14 @@ class EngineServer:
         vocab_size = self._info.vocab_size
         return GrammarCompiler(load_tokenizer(self._info.folder, vocab_size), vocab_size)
 
-    def _admit(self, connection: _Connection, submit: Submit, matchers: Sequence[Matcher | None]) -> None:
+    def _admit(self, connection: Connection, submit: Submit, matchers: Sequence[Matcher | None]) -> Admitted | Refused:
+        """Let a request join the engine's, and return the answer."""
         first_id = submit.first_id
         try:
             requests = self._requests(submit.request, submit.first_index)
             for id, request, matcher in zip(count(first_id), requests, matchers, strict=False):
                 request.matcher = matcher
-                completion = _Completion(connection, id)
+                completion = Completion(connection, id)
                 completion.request = request
                 request.on_update = completion.on_update
                 connection.completions[completion.id] = completion
@@ -414,9 +325,8 @@ class EngineServer:
         except BminfError as error:
             for index in range(submit.request.n):
                 connection.completions.pop(first_id + index, None)
-            connection.send(Refused(first_id, str(error), isinstance(error, QueueFull)))
-        else:
-            connection.send(Admitted(first_id))
+            return Refused(first_id, str(error), isinstance(error, QueueFull))
+        return Admitted(first_id)
 
     def _requests(self, wanted: GenerationRequest, first_index: int) -> list[Request]:
         """The engine's form of a request. Raises ``UsageError`` for what does not fit the model."""
@@ -439,12 +349,13 @@ class EngineServer:
         return [
             Request(
                 index, ids, params, eos_ids, source, priority=wanted.priority, deadline=deadline,
-                cache_salt=wanted.cache_salt, prompt_logprobs=wanted.prompt_logprobs, is_streamed=wanted.is_streamed,
+                cache_salt=wanted.cache_salt, prompt_logprobs=wanted.prompt_logprobs,
+                num_prompt_top=wanted.num_prompt_top, is_streamed=wanted.is_streamed,
             )
             for index in range(first_index, first_index + wanted.n)
         ]  # fmt: skip
 
-    def _cancel(self, connection: _Connection, ids: Sequence[int]) -> None:
+    def _cancel(self, connection: Connection, ids: Sequence[int]) -> None:
         with self._admission:
             connection.compiling.difference_update(ids)
             found = [connection.completions.pop(id, None) for id in ids]

@@ -88,9 +88,10 @@ def sampling_params(
     if max_tokens is None and info.generation_config.get("max_new_tokens") is None:
         max_tokens = info.context_length
     try:
+        chosen = {"seed": server.settings.seed, **fields.chosen}
         params = SamplingParams.from_checkpoint(
-            info.generation_config, **fields.chosen, max_new_tokens=max_tokens, logprobs=logprobs
-        )
+            info.generation_config, **chosen, max_new_tokens=max_tokens, logprobs=logprobs
+        ).with_seed()
         params.check_model(info.vocab_size, info.eos_ids)
         wrong = next((i for i in fields.stop_token_ids or () if not 0 <= i < info.vocab_size), None)
         if wrong is not None:
@@ -133,19 +134,23 @@ async def checked_grammar(make: Callable[[], Grammar], field: str) -> Grammar:
 
 def generation_request(
     server: ServerState, prompt: EncodedPrompt, params: SamplingParams, fields: SamplingFields, n: int = 1,
-    prompt_logprobs: bool = False, grammar: Grammar | None = None, is_streamed: bool | None = None,
+    prompt_logprobs: int | None = None, grammar: Grammar | None = None, is_streamed: bool | None = None,
 ) -> GenerationRequest:  # fmt: skip
-    """The engine's request for ``n`` completions of a prompt."""
+    """The engine's request for ``n`` completions of a prompt.
+
+    ``prompt_logprobs``: report log-probabilities of the prompt, and so many most likely tokens beside each.
+    """
     return GenerationRequest(
         list(prompt.token_ids),
-        params.with_seed(),
+        params,
         n,
         target_token_ids=list(prompt.target),
         stop_token_ids=sorted(prompt.stop_ids.union(fields.stop_token_ids or ())),
         priority=fields.priority or 0,
         deadline=fields.deadline,
         cache_salt=fields.cache_salt or "",
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=prompt_logprobs is not None,
+        num_prompt_top=max(prompt_logprobs or 0, 1),
         grammar=grammar,
         is_streamed=bool(is_streamed),
     )

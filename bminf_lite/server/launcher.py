@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import socket
@@ -25,8 +24,9 @@ from ..errors import BminfError, UsageError
 from ..text.tool_calls import tool_format
 from .client import EngineFailure
 from .engine_server import EngineServer, ServedEngine
-from .http_process import BACKLOG, LAST_WORDS_SECONDS
+from .http_process import LAST_WORDS_SECONDS
 from .limits import DEFAULT_LIMITS, Limits
+from .listener import Address, Listener
 from .model_info import model_info
 from .protocol import ModelInfo
 from .request_log import checked_path
@@ -36,77 +36,8 @@ from .settings import ServerSettings
 MAX_RESTARTS = 5
 RESTART_SECONDS = 60.0
 """A server whose HTTP processes end more often than that many times in so many seconds ends too."""
-SEND_BUFFER_BYTES = 128 << 10
-"""What the kernel keeps for a client that does not read. It doubles the number; by itself it would keep megabytes."""
 _KILL_SECONDS = 3.0
 """After its time for a shutdown has passed, an HTTP process has this long before it is killed."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a server listens: ``port`` 0 takes a free one."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-
-
-class Listener:
-    """The bound sockets of an address, one for each HTTP process, so that the kernel spreads connections over them.
-
-    The address is taken when this is made, and connections are accepted from :meth:`listen` on. Raises ``UsageError``
-    for an address that cannot be bound.
-    """
-
-    def __init__(self, address: Address, count: int):
-        try:
-            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except OSError as error:
-            raise UsageError(f"the host {address.host!r} is not an address of this machine: {error.strerror}") from None
-        family, *_, place = found[0]
-        self.sockets: list[socket.socket] = []
-        try:
-            if count > 1 and address.port:
-                _bound(family, place, shared=False).close()  # finds a server that shares its port, as this one will
-            for _ in range(count):
-                self.sockets.append(_bound(family, place, shared=count > 1))
-                place = self.sockets[0].getsockname()
-        except OSError as error:
-            self.close()
-            hint = "choose another --port, or end what listens there" if error.errno == errno.EADDRINUSE else ""
-            where = f"{address.host}, port {address.port}"
-            raise UsageError(f"the server cannot listen at {where}: {error.strerror}; {hint}".rstrip("; ")) from None
-        self.host, self.port = address.host, int(place[1])
-
-    @property
-    def url(self) -> str:
-        """Where the server is reached."""
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
-
-    def listen(self) -> None:
-        """Accept connections."""
-        for sock in self.sockets:
-            sock.listen(BACKLOG)
-
-    def close(self) -> None:
-        """Stop listening, as far as this process is concerned."""
-        for sock in self.sockets:
-            sock.close()
-
-
-def _bound(family: int, place: tuple[object, ...], shared: bool) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
-        if shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(place)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def require_safe(address: Address, settings: ServerSettings, allow_unauthenticated: bool) -> None:
@@ -320,6 +251,7 @@ def serve(
     http_workers: int | None = None,
     request_log: str | None = None,
     tool_call_format: str | None = None,
+    seed: int | None = None,
     shutdown_timeout: float = 30.0,
     log: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
 ) -> None:
@@ -333,6 +265,8 @@ def serve(
     - ``request_log``: a file that gets a line of JSON for each request, ``-`` for stderr; see :mod:`.request_log`.
     - ``tool_call_format``: how the model writes calls of functions, one of
       :data:`bminf_lite.text.tool_calls.TOOL_FORMATS`; by default what the chat template and the vocabulary tell.
+    - ``seed``: the seed of requests that give none, 0 to 2**64 - 1, so that the same request gets the same answer; by
+      default each draws one at random.
     - ``shutdown_timeout``: seconds in which running requests may end after a signal. A second signal ends at once.
     - ``log`` takes messages for the operator, by default to stderr.
 
@@ -341,7 +275,7 @@ def serve(
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
     names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
-    settings = ServerSettings(names, security, limits, checked_path(request_log), form)
+    settings = ServerSettings(names, security, limits, checked_path(request_log), form, seed)
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, default_http_workers() if http_workers is None else http_workers)) as listener:

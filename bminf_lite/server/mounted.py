@@ -30,6 +30,7 @@ def application(
     limits: Limits = DEFAULT_LIMITS,
     request_log: str | None = None,
     tool_call_format: str | None = None,
+    seed: int | None = None,
 ) -> ASGIApp:
     """An ASGI application that serves a loaded model, to be run by any ASGI server or mounted in another application.
 
@@ -40,7 +41,7 @@ def application(
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
     names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
-    return _Mounted(model, ServerSettings(names, security, limits, checked_path(request_log), form))
+    return _Mounted(model, ServerSettings(names, security, limits, checked_path(request_log), form, seed))
 
 
 class _Mounted:

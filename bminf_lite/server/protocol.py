@@ -30,7 +30,8 @@ class GenerationRequest:
     - ``stop_token_ids``: tokens that end a completion, in addition to the model's end-of-sequence tokens.
     - ``priority``: requests with a higher one go first. ``deadline``: seconds after which the completions end.
     - ``cache_salt``: only requests with equal ones share cached blocks.
-    - ``prompt_logprobs``: report the log-probability of each prompt token but the first, and the most likely token.
+    - ``prompt_logprobs``: report the log-probability of each prompt token but the first, and the ``num_prompt_top``
+      most likely tokens at its place.
     - ``grammar``: what the completions must look like.
     - ``is_streamed``: the client reads the tokens as they come, so prompts must not hold them up.
     """
@@ -44,6 +45,7 @@ class GenerationRequest:
     deadline: float | None = None
     cache_salt: str = ""
     prompt_logprobs: bool = False
+    num_prompt_top: int = 1
     grammar: Grammar | None = None
     is_streamed: bool = False
 
@@ -128,8 +130,8 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
     queue_full: bool
 
 
-PromptScore = tuple[float, int, float]
-"""A prompt token's log-probability, the most likely token at its place, and the log-probability of that."""
+PromptScore = tuple[float, list[tuple[int, float]]]
+"""A prompt token's log-probability, and the most likely tokens at its place with theirs."""
 
 
 class CompletionOutput(msgspec.Struct, array_like=True):

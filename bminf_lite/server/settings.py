@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..engine.sampling_params import SamplingParams
 from .limits import Limits
 from .security import Security
 
@@ -15,6 +16,9 @@ class ServerSettings:
     ``served_model_names`` are the names under which requests may ask for the model; the first one is reported.
     ``request_log`` is the file to which a line of JSON is written for each request, ``-`` for stderr.
     ``tool_call_format`` is how the model writes calls of functions, if not as its chat template tells.
+    ``seed`` is that of requests that give none; without one each of them draws its own.
+
+    Raises ``UsageError`` for a seed out of range.
     """
 
     served_model_names: tuple[str, ...]
@@ -22,3 +26,7 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     request_log: str | None = None
     tool_call_format: str | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        SamplingParams(seed=self.seed)  # which checks it

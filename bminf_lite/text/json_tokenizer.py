@@ -157,6 +157,11 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
                 f"{folder} has no tokenizer.json, which text needs (token ids work without). Copy tokenizer.json and "
                 "tokenizer_config.json from where the checkpoint came from"
             )
+        if other == "vocab.json" and not (folder / "merges.txt").is_file():
+            raise CheckpointError(
+                f"{folder} has vocab.json but neither merges.txt nor tokenizer.json, which text needs (token ids work "
+                "without). Copy tokenizer.json, or merges.txt, from where the checkpoint came from"
+            )
         needed = "transformers and sentencepiece are" if other in _NEEDS_SENTENCEPIECE else "transformers is"
         raise CheckpointError(
             f"{folder} has {other} but no tokenizer.json, which text needs (token ids work without). Convert it where "

@@ -155,7 +155,8 @@ class PromptEncoder:
         tokenizer = self.tokenizer
         source = tokenizer.tool_chat_template if with_tools else tokenizer.chat_template
         if source is None:
-            raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
+            remedy = "give a plain prompt instead of messages (bminf-lite generate without --chat)"
+            raise UsageError(f"this checkpoint has no chat template: {remedy}")
         if source not in self._templates:
             names = (tokenizer.bos_token, tokenizer.eos_token)
             self._templates[source] = ChatTemplate(source, *names, processes=self.template_processes)
@@ -217,6 +218,8 @@ def validate_token_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
     """Token ids as Python integers; ``UsageError`` for another type, and for ids outside the vocabulary."""
     if not _is_list(token_ids):
         raise UsageError(f"a prompt is text, token ids or messages, but this one is {type(token_ids).__name__}")
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return tuple(token_ids)
     for position, i in enumerate(token_ids):
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < vocab_size:
             raise UsageError(f"token {position} is {i!r}, but a token id is a whole number from 0 to {vocab_size - 1}")

@@ -12,9 +12,10 @@ from tiny_models import OFFSET_NORMS, Golden, RandomWeights
 from bminf_lite import models
 from bminf_lite.models._rotary import Rotary
 
-ARCHITECTURES = {"phi": "phi2", "cohere": "command-r", "gpt_neox": "gptneox", "gemma3_text": "gemma3"}
+ARCHITECTURES = {"phi": "phi2", "cohere": "command-r", "gpt_neox": "gptneox", "gemma3_text": "gemma3",
+                 "olmo3": "olmo2", "ministral3": "mistral3", "gpt_bigcode": "starcoder"}  # fmt: skip
 """Names in GGUF that are not the ``model_type``."""
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "smollm3", "ministral3")
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -113,6 +114,8 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
     else:
         writer.add_string(key, value)
 

@@ -16,6 +16,7 @@ from tiny_models import OFFSET_NORMS, Golden, RandomWeights, case_without_golden
 from tolerances import assert_close
 
 import bminf_lite
+from bminf_lite import models
 from bminf_lite.checkpoint.inspect import inspect
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
@@ -27,7 +28,8 @@ gguf = pytest.importorskip("gguf", reason="GGUF needs the package gguf")
 import gguf_kit  # noqa: E402
 
 WHOLE = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "stablelm", "starcoder2", "phi", "cohere", "cohere2",
-         "smollm3", "nemotron", "falcon", "gpt_neox", "gpt2", "gemma2", "gemma3_text", "bloom")  # fmt: skip
+         "smollm3", "nemotron", "falcon", "gpt_neox", "gpt2", "gemma2", "gemma3_text", "bloom", "seed_oss",
+         "glm4", "exaone4", "olmo3", "ministral3", "gpt_bigcode")  # fmt: skip
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"]
 FURTHER: dict[str, dict[str, Any]] = {
     "granite": {
@@ -37,13 +39,25 @@ FURTHER: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.0625, "rope.freq_base": 500000.0},
     "cohere2": {"logit_scale": 0.0625, "attention.sliding_window": 4096},
     "gemma2": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "attention.sliding_window": 6},
+    "exaone4": {"attention.sliding_window": 6, "attention.sliding_window_pattern": [True, False, True]},
+    "olmo3": {
+        "attention.sliding_window": 6, "attention.sliding_window_pattern": [True, False, True],
+        "rope.freq_base": 500000.0,
+    },
+    "ministral3": {
+        "rope.freq_base": 1000000.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 16.0,
+        "rope.scaling.original_context_length": 16384, "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.yarn_log_multiplier": 1.0,
+        "attention.temperature_scale": 0.1,
+    },
     "gemma3_text": {
         "final_logit_softcapping": 2.0, "attention.sliding_window": 6, "attention.sliding_window_pattern": 3,
         "rope.freq_base": 1000000.0,
     },
 }  # fmt: skip
 CASE = {"granite": "multipliers", "qwen2": "tied head", "falcon": "grouped, two norms",
-        "gemma3_text": "pattern of three, soft-cap"}  # fmt: skip
+        "gemma3_text": "pattern of three, soft-cap", "exaone4": "layer types",
+        "olmo3": "layer types"}  # fmt: skip
 
 
 def golden_of(family: str) -> Golden:
@@ -134,10 +148,20 @@ def test_rotary_scalings_and_biases_of_llama(case: str, metadata: dict[str, Any]
         assert_close(loaded.logits(golden.tokens), golden.logits, "logits", np.float32, np.abs(golden.logits).max())
 
 
+def test_yarn_is_in_the_layers_of_olmo_3_without_a_window(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    golden = next(golden for golden in goldens("olmo3") if golden.name == "layer types")
+    metadata = FURTHER["olmo3"] | {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+    }  # fmt: skip
+    found = config_json(read_header(gguf_kit.write(tmp_path / "model.gguf", golden, **metadata)))
+    expected = golden.config | {"rope_theta": 500000.0, "rope_scaling": yarn}
+    parse = models.find(expected).parse
+    assert parse(found).rotary == parse(expected).rotary != parse(golden.config).rotary
+
+
 def test_factors_of_frequencies_stand_for_llama_3_s_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = next(golden for golden in goldens("llama") if golden.name == "llama3 rope")
-    from bminf_lite import models
-
     scaled = np.array(models.find(golden.config).parse(golden.config).rotary[0].frequencies)
     plain = 500.0 ** (-np.arange(0, 2 * len(scaled), 2) / (2 * len(scaled)))
     close = gguf.GGUFWriter.write_header_to_file
@@ -164,6 +188,8 @@ def test_it_migrates(kind: str, tmp_path: Path) -> None:
     report = bminf_lite.migrate(path, tmp_path / "out")
     other = bminf_lite.migrate(folder, tmp_path / "other")
     assert {t.name: t.snr_db for t in report.tensors} == {t.name: t.snr_db for t in other.tensors}
+    assert report.dequantized == (("Q8_0",) if kind == "Q8_0" else ()) and other.dequantized == ()
+    assert ("the source is quantized (Q8_0): what it lost then" in str(report)) == (kind == "Q8_0")
     logits = []
     for out in (tmp_path / "out", tmp_path / "other"):
         with bminf_lite.load(out, device="cpu") as model:
@@ -263,10 +289,40 @@ def test_the_largest_gemmas_scale_queries_by_another_size(kind: str, large: int,
         assert config_json(read_header(path))["query_pre_attn_scalar"] == size
 
 
-def test_olmo_3_is_not_mistaken_for_olmo_2(tmp_path: Path) -> None:
-    path = gguf_kit.write(tmp_path / "model.gguf", wide("olmo2"), **{"attention.sliding_window": 16})
-    with pytest.raises(CheckpointError, match="windows, as OLMo 3 has"):
+@pytest.mark.parametrize(
+    ("family", "metadata", "message"),
+    [
+        ("olmo2", {"attention.sliding_window": 16}, "windows, and does not say in which layers"),
+        ("exaone4", {"attention.sliding_window": 16}, "windows, and does not say in which layers"),
+        ("glm4", {"rope.dimension_sections": [2, 2]}, "rotations by sections"),
+        ("glm4", {"nextn_predict_layers": 1}, "further layers"),
+        ("ministral3", {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, "lacks the numbers of YaRN"),
+    ],
+)
+def test_what_a_file_does_not_say_or_cannot_be_run(
+    family: str, metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = gguf_kit.write(tmp_path / "model.gguf", next(goldens(family)), **metadata)
+    with pytest.raises(CheckpointError, match=message):
         open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "metadata"),
+    [
+        ("exaone4", "no window", {}),
+        ("seed_oss", "all biases", {}),
+        ("seed_oss", "no biases", {}),
+        ("glm4", "whole heads", {}),
+        ("glm4", "no biases", {}),
+        ("gpt_bigcode", "untied, inner size", {}),
+    ],
+)
+def test_further_configurations(family: str, name: str, metadata: dict[str, Any], tmp_path: Path) -> None:
+    golden = next(golden for golden in goldens(family) if golden.name == name)
+    path = gguf_kit.write(tmp_path / "model.gguf", golden, **metadata)
+    with bminf_lite.load(path, device="cpu") as loaded:
+        assert_close(loaded.logits(golden.tokens), golden.logits, "logits", np.float32, np.abs(golden.logits).max())
 
 
 def test_without_the_package_the_error_says_how_to_install_it(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_what_would_be_expensive_is_not(name: str) -> None:
         load(io.BytesIO(code))
     except UnsupportedTorchFileError as error:
         assert len(str(error)) < 500
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 60
 
 
 OPERATIONS = st.sampled_from([code.encode("latin-1") for code in sorted(pickletools.code2op)])

@@ -125,18 +125,31 @@ def test_an_unknown_version_of_the_manifest_is_refused(migrated: Path, version: 
         open_model(migrated)
 
 
-@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250])
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250, 400])
+@pytest.mark.parametrize(
+    "given", [[], [(0, 400)], [(30, 80), (90, 160)], [(110, 290), (290, 330)], [(70, 80), (320, 380)]]
+)
 def test_a_checksum_is_that_of_the_digests_of_the_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, given: list[tuple[int, int]]
 ) -> None:
+    """Whatever bytes of a part are given to it: some, none, or more than its own."""
     from concurrent.futures import ThreadPoolExecutor
 
     monkeypatch.setattr(checksum, "PART_BYTES", 100)
+    monkeypatch.setattr(checksum, "_READ_BYTES", 17)
     content = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
-    (tmp_path / "file").write_bytes(content)
+    file = tmp_path / "file"
+    file.write_bytes(content)
     with ThreadPoolExecutor(2) as pool:
-        checksums = checksum.FileChecksums([tmp_path / "file"], tmp_path, pool)
-        checksums.advance(tmp_path / "file", 150)
+        checksums = checksum.FileChecksums([file], tmp_path, pool)
+        for index in (2, 1, 9):
+            part = checksums.take_part(file, index)
+            assert (part is None) == (index * 100 >= size)
+            assert checksums.take_part(file, index) is None
+            for start, end in given:
+                if part is not None and start < size:
+                    part.update(memoryview(content[start:end]), start)
         (record,) = checksums.records()
+        assert checksums.records() == [record]
     digests = [xxhash.xxh3_128_digest(content[i : i + 100]) for i in range(0, size, 100)]
     assert record == checksum.FileRecord("file", size, xxhash.xxh3_128_hexdigest(b"".join(digests)))

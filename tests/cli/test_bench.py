@@ -95,6 +95,9 @@ def test_a_shape_that_the_host_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> N
         ["--shape", "llama-tiny", "-o", "xml"],
         ["--shape", "llama-tiny", "--trace", "-b", "1,2"],
         ["--shape", "llama-tiny", "--trace", "-n", "0", "-p", "0"],
+        ["--kernels", "--offline", "4"],
+        ["--shape", "llama-tiny", "--offline", "4", "--online", "2"],
+        ["--shape", "llama-tiny", "--online", "0"],
     ],
 )
 def test_wrong_usage_is_2(arguments: list[object]) -> None:

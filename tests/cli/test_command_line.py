@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import click
+import numpy as np
 import pytest
+import tiny_checkpoint
+from cli_kit import run
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from bminf_lite import __version__
 from bminf_lite.cli import main
@@ -114,3 +119,26 @@ def test_python_m_is_the_same_program() -> None:
     command = [sys.executable, "-m", "bminf_lite", "--version"]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     assert result.stdout == f"bminf-lite, version {__version__}\n"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("factor", "norm"), [(1e36, 1.0), (1e38, 1e30), (1.0, np.nan)])
+def test_numbers_that_overflow_end_in_a_message_and_never_in_a_warning(
+    tmp_path: Path, text: Path, factor: float, norm: float
+) -> None:
+    tensors = tiny_checkpoint.tensors(tiny_checkpoint.CONFIG)
+    for name, values in tensors.items():
+        values *= np.float32(norm if "norm" in name else factor if "_proj" in name else 1)
+    folder = tiny_checkpoint.write(tmp_path / "float")
+    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
+    migrated = run("migrate", folder, tmp_path / "int8")
+    assert migrated.exception is None if np.isfinite(norm) else "norm.weight' holds a NaN" in migrated.stderr
+    cpu = ("--tokens", 40, "--device", "cpu")
+    commands: list[list[object]] = [["generate", folder, "a", *cpu[2:]], ["perplexity", folder, text, *cpu]]
+    if migrated.exit_code == 0:
+        commands += [["compare", tmp_path / "int8", folder, text, *cpu]]
+    for command in commands:
+        result = run(*command)
+        assert "Warning" not in result.stderr and isinstance(result.exception, SystemExit | None), result.exception
+        assert result.exit_code == 0 or "hold a NaN or an infinity" in result.stderr
+    assert result.exit_code == 1

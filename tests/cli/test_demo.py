@@ -9,21 +9,28 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from bminf_lite import backend
 from bminf_lite.cli import main
 
 
-def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def run_demo(monkeypatch: pytest.MonkeyPatch, device: str) -> Result:
+    """The demo with fewer tokens, on ``device``."""
     module = importlib.import_module("bminf_lite.cli.demo")
     create = backend.create
     for name, value in (("WINDOW", 256), ("SCORED_TOKENS", 256), ("NEW_TOKENS", 12)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(backend, "create", lambda *_: create("cpu"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(backend, "create", lambda *_: create(device))
     result = CliRunner().invoke(main, ["demo"])
     assert result.exit_code == 0, result.stderr
+    return result
+
+
+def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = importlib.import_module("bminf_lite.cli.demo")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = run_demo(monkeypatch, "cpu")
     assert re.search(r"before +13\.1 MB", result.stdout)
     assert re.search(r"after +4\.9 MB", result.stdout)
     assert module.PROMPT in result.stdout
@@ -33,6 +40,18 @@ def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_gpu_the_demo_tells_compiling_from_generating(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = run_demo(monkeypatch, "cuda").stdout
+    before, after = shown.split("\nCompletion on ")
+    assert "NumPy" not in after and "Kernels" not in after
+    assert "Kernels" not in before or re.search(r"Kernels were compiled and chosen in [\d.]+ s", before)
+    assert re.search(r"float +[\d.]+  \([\d,]+ tokens per second(; kernels were compiled in [\d.]+ s before)?\)", after)
+    int8, plain = (float(re.search(rf"{name} +([\d.]+)", shown)[1]) for name in ("int8", "float"))  # type: ignore[index]
+    assert int8 == pytest.approx(plain, rel=0.02)
+
+
 class SlowAtFirst:
     """A model on a GPU whose first run of each kind compiles kernels."""
 
@@ -40,6 +59,7 @@ class SlowAtFirst:
 
     def __init__(self) -> None:
         self.runs: list[str] = []
+        self.seconds = 0.0
 
     def generate(self, prompt: str, **options: object) -> None:
         self.run("generate")
@@ -49,15 +69,14 @@ class SlowAtFirst:
 
     def run(self, name: str) -> None:
         if name not in self.runs:
-            time.sleep(0.1)
+            self.seconds += 0.1
         self.runs.append(name)
 
 
-def test_kernels_are_compiled_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_are_compiled_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("bminf_lite.cli.demo")
     model = SlowAtFirst()
-    module.warm_up(model, [1, 2, 3])
+    monkeypatch.setattr(time, "perf_counter", lambda: model.seconds)
+    assert module.warm_up(model, [1, 2, 3]) == pytest.approx(0.2)
     assert set(model.runs) == {"generate", "logits"}
-    assert re.search(r"Kernels were compiled and chosen in 0\.\d s", capsys.readouterr().out)
-    module.warm_up(model, [1, 2, 3])
-    assert capsys.readouterr().out == ""
+    assert module.warm_up(model, [1, 2, 3]) == 0

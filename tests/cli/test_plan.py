@@ -95,10 +95,11 @@ def test_a_host_that_is_too_small_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert "the host has 1.0 GiB free" in result.stdout
 
 
-def test_the_advice_for_too_little_memory_works() -> None:
-    """It counts what CUDA and its libraries take, so the next plan fits."""
+@pytest.mark.parametrize("memory", ["2GiB", "600MiB", "1MiB"])
+def test_the_advice_for_too_little_memory_works(memory: str) -> None:
+    """It counts what CUDA and its libraries take, so the next plan fits, also where they alone need more."""
     shape = CONFIGS / "llama-3-70b.json"
-    result = run(shape, "--gpu-memory", "2GiB", "--link", "25")
+    result = run(shape, "--gpu-memory", memory, "--link", "25")
     assert result.exit_code == 1
     (advice,) = re.findall(r"take a GPU with (\d+MiB)", result.stderr)
     assert run(shape, "--gpu-memory", advice, "--link", "25").exit_code == 0

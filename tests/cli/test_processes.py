@@ -37,7 +37,11 @@ def test_generate_streams_and_ends_on_ctrl_c(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "message"),
-    [(signal.SIGINT, 130, b"\ninterrupted\n"), (signal.SIGTERM, 143, b""), (signal.SIGHUP, 129, b"")],
+    [
+        (signal.SIGINT, 130, b"\ninterrupted\n"),
+        pytest.param(signal.SIGTERM, 143, b"", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, b"", marks=pytest.mark.slow),
+    ],
 )
 def test_migrate_ends_on_a_signal_and_leaves_nothing(tmp_path: Path, number: int, code: int, message: bytes) -> None:
     source = tiny_checkpoint.write(
@@ -65,6 +69,7 @@ def test_output_that_cannot_be_written_is_one_message(arguments: list[str]) -> N
     assert err.startswith(b"error: the output cannot be written: No space left on device; ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 def test_the_exit_code_is_right_where_no_message_can_be_written(tmp_path: Path) -> None:
     with FULL.open("wb") as full:

@@ -89,6 +89,16 @@ def test_with_a_driver_and_nothing_else(driver, extra):
     assert "CuPy, libnvrtc (compiles kernels), libcublasLt" in report.problems[0].what
 
 
+@pytest.mark.parametrize(
+    ("found", "driver", "extra"),
+    [((12, 9), (13, 0), "cuda12"), ((13, 1), (13, 0), "cuda13"), ((13, 1), (12, 4), "cuda12")],
+)
+@pytest.mark.parametrize("missing", [(), ("nvrtc",), ("cublasLt", "cudart")])
+def test_without_cupy_the_libraries_that_are_there_are_used_if_the_driver_can(found, driver, extra, missing):
+    probes = replace(complete(found, driver), cupy=dict, library=libraries_of(found, *missing, driver=driver))
+    assert remedies(diagnose(probes)) == [f"pip install 'bminf-lite[{extra}]'"]
+
+
 @pytest.mark.parametrize(("cuda", "wheel"), [((12, 9), "nvidia-cublas-cu12"), ((13, 1), "nvidia-cublas")])
 def test_with_cupy_and_no_cublas(cuda, wheel):
     driver = (cuda[0], 0)

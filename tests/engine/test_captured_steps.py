@@ -61,3 +61,21 @@ def test_the_same_bits_as_eager_steps(cuda_backend: Backend, config, int8, monke
     for one, other in zip(captured, eager, strict=True):
         assert one.output_token_ids == other.output_token_ids
         assert np.array(one.logprobs).tobytes() == np.array(other.logprobs).tobytes()
+
+
+def test_the_most_likely_tokens_at_the_places_of_a_prompt(cuda_backend: Backend):
+    """Beside sequences that sample in captured steps, which keep their tokens."""
+    model = make_model(cuda_backend, quantized=True, max_batch=8, num_blocks=40, chunk=100, **LLAMA)
+    model.warm_up()
+    alone = serve(model)
+    scored = replace(request(9, prompt_of(70, 9), max_new_tokens=2), prompt_logprobs=True, num_prompt_top=5)
+    others = [
+        request(i, prompt_of(n, i), max_new_tokens=12 + i, temperature=0.8 * (i % 2)) for i, n in enumerate([1, 90, 2])
+    ]
+    run(model, [others[0], scored, *others[1:]])
+    assert [r.output_token_ids for r in others] == [r.output_token_ids for r in alone[:3]]
+    logits = model.logits(scored.prompt_token_ids).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for place, top in enumerate(scored.prompt_top_logprobs[1:]):
+        np.testing.assert_allclose([value for _, value in top], np.sort(logprobs[place])[::-1][:5], atol=1e-4)
+        np.testing.assert_allclose([v for _, v in top], logprobs[place, [token for token, _ in top]], atol=1e-4)

@@ -52,9 +52,11 @@ class Task:
 class Arena:
     """Tasks, a model on a device, and what each task gets alone."""
 
-    def __init__(self, ops: Backend, count: int, is_exact: bool):
+    def __init__(self, ops: Backend, count: int, is_exact: bool, int8_cache: bool = False):
         self.is_exact = is_exact
         self.model = make_model(ops, quantized=is_exact, max_batch=16, **CONFIG)
+        if int8_cache:
+            self.model = self.with_limits(cache_shape=replace(self.model.engine_config.cache_shape, int8=True))
         rng = np.random.default_rng(5)
         families = [rng.integers(0, 61, 400) for _ in range(4)]
         self.tasks = [
@@ -83,11 +85,17 @@ class Arena:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+    scope="module",
+    params=[
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda, int8 cache", marks=pytest.mark.gpu),
+    ],
 )
 def arena(request: pytest.FixtureRequest) -> Arena:
-    if request.param == "cuda":
-        return Arena(request.getfixturevalue("cuda_backend"), 200, is_exact=True)
+    if request.param.startswith("cuda"):
+        int8_cache = request.param.endswith("int8 cache")
+        return Arena(request.getfixturevalue("cuda_backend"), 100 if int8_cache else 200, True, int8_cache)
     return Arena(WatchedBackend(1, (1, 4, 16)), 12, is_exact=False)
 
 

@@ -54,7 +54,7 @@ class StubEngine(Engine):
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.001)
@@ -261,14 +261,17 @@ def test_a_device_that_cannot_start_is_an_error_of_the_call():
 def test_ctrl_c_ends_the_call_and_its_requests(engine, request):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
-    engine.before_launch = lambda: time.sleep(0.005)
     sent = make_request([1, 2], 29)
-    timer = threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT))
-    timer.start()
+
+    def interrupt_once() -> None:
+        if len(sent.output_token_ids) >= 5 and sent.finish_reason is None:
+            engine.before_launch = lambda: wait_until(lambda: bool(engine._messages))  # until the request is cancelled
+            os.kill(os.getpid(), signal.SIGINT)
+
+    engine.before_launch = interrupt_once
     with pytest.raises(KeyboardInterrupt):
         tokens_of(engine, sent)
-        timer.join()
-        time.sleep(1)  # the interrupt is raised here at the latest
+    engine.before_launch = lambda: None
     engine.wait_until_idle()
     assert sent.finish_reason == "cancelled"
     assert tokens_of(engine, make_request([1, 2], 3))
@@ -295,7 +298,7 @@ def test_close_with_requests_under_way():
     for thread in threads:
         thread.join(20)
     for _ in threads:
-        assert "the model is closed" in str(failures.get(timeout=5))
+        assert "the model is closed" in str(failures.get(timeout=60))
     for call in (lambda: tokens_of(engine, make_request([1])), lambda: engine.call(lambda: 1)):
         with pytest.raises(UsageError, match="the model is closed"):
             call()
@@ -337,13 +340,15 @@ def test_a_request_that_never_fits_is_refused_at_once(engine):
 
 def test_the_queue_has_a_bound(engine):
     bounded = StubEngine(max_queue=3, max_num_seqs=1)
-    bounded.before_launch = lambda: time.sleep(0.01)
+    may_go_on = threading.Event()
+    bounded.before_launch = lambda: may_go_on.wait(60)
     bounded.submit([make_request([1], 20)])
     wait_until(lambda: bounded.stats().running == 1)
     bounded.submit([make_request([i], 2) for i in range(3)])
     with pytest.raises(QueueFull, match=r"3 requests wait, and 1 more would exceed the bound of 3 \(max_queue\)"):
         bounded.submit([make_request([1])])
     assert bounded.stats().waiting == 3
+    may_go_on.set()
     bounded.close()
 
 
@@ -411,13 +416,15 @@ def test_an_idle_engine_sleeps(engine):
 
 
 def test_a_request_joins_while_others_run_and_leaves_when_it_is_done(engine):
-    engine.before_launch = lambda: time.sleep(0.003)
     long, short = make_request([1], 25), make_request([2], 3)
+    engine.before_launch = lambda: wait_until(
+        lambda: len(long.output_token_ids) < 3 or bool(engine.stats().waiting or short.start_time)
+    )
     pieces = run(engine, [completion(long)], True)
     next(pieces)
     tokens_of(engine, short)
-    assert long.finish_reason is None
     list(pieces)
+    assert long.first_token_time < short.first_token_time <= short.last_token_time < long.last_token_time
     for request in (long, short):
         engine.check(request)
 
@@ -431,8 +438,11 @@ class StopsAtTheThirdToken(TextStream):
 
 
 def test_a_stop_string_cancels_its_request_while_others_of_the_call_go_on(engine):
-    engine.before_launch = lambda: time.sleep(0.005)
     stopped, other = make_request([1], 29), make_request([2], 29)
+    seen = threading.Event()
+    engine.before_launch = lambda: wait_until(
+        lambda: len(stopped.output_token_ids) < 4 or bool(engine._messages) or seen.is_set()
+    )
     results = {}
     completions = [Completion(stopped, StopsAtTheThirdToken(None)), completion(other)]
     for piece in run(engine, completions, True):
@@ -441,6 +451,7 @@ def test_a_stop_string_cancels_its_request_while_others_of_the_call_go_on(engine
             if len(results) == 1:
                 wait_until(lambda: stopped.finish_reason == "cancelled")
                 assert other.finish_reason is None and engine.stats().running == 1
+                seen.set()
     assert (results[0].finish_reason, len(results[0].token_ids)) == ("stop", 3)
     assert results[0].token_ids == stopped.output_token_ids[:3]
     engine.check(other)
@@ -450,7 +461,7 @@ def test_a_deadline_ends_a_request(engine):
     engine.before_launch = lambda: time.sleep(0.01)
     request = make_request([1], 30, deadline=time.perf_counter() + 0.1)
     *_, last = run(engine, [completion(request)], True)
-    assert last.result.finish_reason == "deadline" and 0 < len(last.result.token_ids) < 30
+    assert last.result.finish_reason == "deadline" and len(last.result.token_ids) < 30
 
 
 def test_statistics(engine):

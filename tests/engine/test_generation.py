@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit import CONFIG, WatchedBackend, make_model, prompt_of, request, run
-from tiny_models import FAMILIES, GPTS, goldens
+from tiny_models import one_of_each_architecture
 
 from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
@@ -26,6 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"model_type": "mistral", "sliding_window": 40},
     "mixed": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1},
 }
+MIXED_FIRST = ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "window"))]
+"""A mixed model has layers of both kinds."""
 
 
 def tiny(kind: str = "full", ops: WatchedBackend | None = None, int8: bool = False, **options: Any) -> Model:
@@ -83,7 +85,7 @@ def check_equal(found: Request, expected: Request, atol: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32 cache", "int8 cache"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXED_FIRST)
 @settings(max_examples=8)
 @given(
     drawn=REQUESTS, max_batch=st.integers(1, 5), ahead=st.integers(0, 3), chunk=st.sampled_from([7, 64, 300]),
@@ -103,7 +105,7 @@ def test_together_or_alone_is_the_same(kind, int8, drawn, max_batch, ahead, chun
     assert ops.memory_is_free
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXED_FIRST)
 def test_preempted_requests_continue_as_if_nothing_had_happened(kind):
     drawn = [(60, i, 90, {"temperature": 0.9 * (i % 2)}, False) for i in range(3)]
 
@@ -134,6 +136,25 @@ def test_captured_steps_serve_any_sequences(monkeypatch):
         check_equal(found, alone)
 
 
+@pytest.mark.slow
+def test_a_thousand_ragged_requests_capture_nothing_after_a_warm_up(monkeypatch):
+    monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (64,))
+    ops = WatchedBackend(1, (2, 8, 16), (16, 64))
+    with tiny(ops=ops, max_batch=16, chunk=128, num_blocks=60) as model:
+        model.warm_up()
+        captures, arrays = ops.captures, len(ops.arrays)
+        requests = [
+            request(i, prompt_of(1 + i * 37 % 90, i % 50), EOS, max_new_tokens=1 + i % 12, temperature=0.7 * (i % 2))
+            for i in range(1000)
+        ]
+        run(model, requests)
+        assert (ops.captures, len(ops.arrays)) == (captures, arrays) and model.stats().preemptions == 0
+    for i in range(0, 1000, 83):
+        r = requests[i]
+        again = request(i, r.prompt_token_ids, EOS, max_new_tokens=1 + i % 12, temperature=0.7 * (i % 2))
+        check_equal(r, run(ALONE["full", False], [again])[0])
+
+
 T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "vocab_size": 61, "num_heads": 4, "num_layers": 1}
 
 
@@ -159,11 +180,12 @@ def test_what_is_cancelled_beside_a_request_does_not_touch_it():
         kept = request(0, prompt_of(70), max_new_tokens=60, temperature=0.8)
         others = [request(i, prompt_of(100, i), max_new_tokens=100) for i in range(1, 8)]
         run_thread = threading.Thread(target=run, args=(model, [kept]))
-        model._engine.submit(others)
+        engine = model._engine
+        engine.call(lambda: (engine.submit(others), engine.cancel(others[-1:])))  # this one while it waits
         run_thread.start()
         for other in others:
             time.sleep(0.01)
-            model._engine.cancel([other])
+            engine.cancel([other])
         run_thread.join()
         check_equal(kept, run(ALONE["full", False], [request(0, prompt_of(70), max_new_tokens=60, temperature=0.8)])[0])
         assert any(other.finish_reason == "cancelled" for other in others)
@@ -257,10 +279,15 @@ def test_seeds():
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_of_a_prompt(kind, rows):
     """However many a step computes, and although the prompt is in the cache."""
-    with tiny(kind, limits={"max_logit_rows": rows}) as model:
+    ops, computed = WatchedBackend(), []
+    with tiny(kind, ops, limits={"max_logit_rows": rows}) as model:
         prompt = prompt_of(150)
         model.generate(prompt, max_new_tokens=1)
+        linear = ops.linear
+        ops.linear = lambda x, *rest, **kind: (computed.append(len(x)) if kind else None, linear(x, *rest, **kind))[1]
         result = model.generate(prompt, max_new_tokens=3, prompt_logprobs=True, logprobs=0)
+        assert 0 < max(computed) <= rows + 1, "never the logits of the whole prompt: those to score, and the last"
+        ops.linear = linear
         logits = model.logits(prompt).astype(np.float64)[:-1]
         logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         expected = logprobs[np.arange(149), prompt[1:]]
@@ -269,6 +296,26 @@ def test_log_probabilities_of_a_prompt(kind, rows):
         assert result.token_ids == model.generate(prompt, max_new_tokens=3).token_ids
         assert result.to_dict()["prompt_logprobs"] == result.prompt_logprobs
         assert model.generate([3], max_new_tokens=1, prompt_logprobs=True).prompt_logprobs == [None]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256])
+def test_the_most_likely_tokens_at_the_places_of_a_prompt(rows):
+    """As many as a request wants, beside others that want fewer or none."""
+    with tiny("full", limits={"max_logit_rows": rows}) as model:
+        prompts = [prompt_of(40, i) for i in range(3)]
+        plain, most, best = (request(i, prompt, max_new_tokens=2) for i, prompt in enumerate(prompts))
+        most = replace(most, prompt_logprobs=True, num_prompt_top=4)
+        best = replace(best, prompt_logprobs=True)
+        run(model, [plain, most, best])
+        assert plain.prompt_top_logprobs == []
+        for found, count in ((most, 4), (best, 1)):
+            logits = model.logits(found.prompt_token_ids).astype(np.float64)
+            logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            assert found.prompt_top_logprobs[0] is None
+            for place, top in enumerate(found.prompt_top_logprobs[1:]):
+                assert len(top) == count and len({token for token, _ in top}) == count
+                np.testing.assert_allclose([v for _, v in top], np.sort(logprobs[place])[::-1][:count], atol=2e-5)
+                np.testing.assert_allclose([v for _, v in top], logprobs[place, [t for t, _ in top]], atol=2e-5)
 
 
 def test_logits_while_others_generate():
@@ -427,14 +474,13 @@ def test_nan_logits_are_an_error_of_their_request_that_names_the_position():
 # -- every architecture -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, "t5", "mt5", "umt5"])
-def test_every_architecture_is_served(family):
+@pytest.mark.parametrize("golden", one_of_each_architecture(), ids=lambda golden: golden.config["model_type"])
+def test_every_architecture_is_served(golden):
     """Together, in pieces, with steps ahead of the host, and a second time from the cache."""
-    config = next(goldens(family)).config
-    vocab, ops = config["vocab_size"], WatchedBackend(1, (4,))
+    config, ops = golden.config, WatchedBackend(1, (4,))
     together = make_model(ops, chunk=5, max_batch=3, **config)
     alone = make_model(**config)
-    prompts = [np.random.default_rng(i).integers(0, vocab, 2 + 2 * i).tolist() for i in range(4)]
+    prompts = [np.random.default_rng(i).integers(0, config["vocab_size"], 2 + 2 * i).tolist() for i in range(4)]
     options = {"max_new_tokens": 6, "temperature": 0.8, "seed": 4, "ignore_eos": True}
     expected = [alone.generate(prompts, **options)[i].token_ids for i in range(4)]
     for _ in range(2):

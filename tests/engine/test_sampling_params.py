@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerVariant
-from bminf_lite.engine.sampling_params import SamplingOptions, SamplingParams, sampler_state, sequence_sampling
+from bminf_lite.engine.sampling_params import (
+    SamplingOptions,
+    SamplingParams,
+    field_problem,
+    sampler_state,
+    sequence_sampling,
+)
 from bminf_lite.errors import CheckpointError, UsageError
 
 NAN, INF = float("nan"), float("inf")
@@ -50,6 +56,10 @@ def test_all_invalid_values_are_reported_at_once():
 def test_every_field_has_a_check_and_is_a_keyword_of_generate():
     names = {f.name for f in fields(SamplingParams)}
     assert set(WRONG) == names == set(SamplingOptions.__annotations__)
+
+
+def test_the_defaults_which_are_not_checked_each_time_are_valid():
+    assert not any(field_problem(f.name, getattr(SamplingParams(), f.name)) for f in fields(SamplingParams))
 
 
 def test_an_invalid_bias_is_named_with_its_bound():

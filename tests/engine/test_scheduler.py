@@ -44,6 +44,17 @@ def test_beside_a_stream_a_step_has_fewer_prompt_tokens():
     driver.check_results()
 
 
+def test_prompts_that_outnumber_the_streams_get_more_tokens_of_a_step():
+    driver = Driver(make_config(60, max_num_batched_tokens=40, max_num_mixed_tokens=5))
+    driver.add(make_request(prompt(3), 6, is_streamed=True))
+    driver.step()
+    for i in range(3):
+        driver.add(make_request(prompt(6, 20 * (i + 1)), 3, is_streamed=True))
+    driver.run()
+    assert shapes(driver)[:3] == [(3,), (1, 6, 6, 3), (1, 1, 1, 3)]
+    driver.check_results()
+
+
 def test_several_short_prompts_share_a_step():
     driver = Driver(make_config(40))
     for i in range(3):

@@ -52,6 +52,12 @@ def test_texts_of_another_type_are_refused(int8: Path, text: object) -> None:
         bminf_lite.perplexity(int8, text)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("text", ["one line\nand another", "word " * 1000])
+def test_a_text_in_place_of_a_path_is_refused_and_not_repeated(int8: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="must be the path of a file; put the text itself into a list"):
+        bminf_lite.perplexity(int8, text)
+
+
 def test_a_report_s_folder_is_looked_for_first(source: Path, int8: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist; make it first"):
         bminf_lite.compare(int8, source, text, report=tmp_path / "none" / "report.html")

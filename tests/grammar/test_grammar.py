@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
 
 import pytest
 
 from bminf_lite.errors import UsageError
 from bminf_lite.grammar import Grammar, validate, value
-from bminf_lite.grammar.value import CHECK_SECONDS, MAX_CHOICES, MAX_TEXT
+from bminf_lite.grammar.value import MAX_CHOICES, MAX_TEXT
 
 GOOD = [
     Grammar.json_object(),
@@ -102,9 +101,7 @@ def test_a_bomb_is_bounded(name):
 
     Which limit a bomb meets first, of time, of memory or of llguidance's own, depends on the machine.
     """
-    started = time.perf_counter()
     with pytest.raises(UsageError, match=r"too complex|too much memory"):
         validate(BOMBS[name]())
-    assert time.perf_counter() - started < CHECK_SECONDS + 5
     validate(GOOD[0])
     validate(Grammar.regex(f"after {name}"))

@@ -32,7 +32,7 @@ def test_layers_with_equal_windows_form_a_group(windows: list[int | None]) -> No
 
 
 def test_contents_survive() -> None:
-    cache = KVCache(Backend(), CacheShape(2, 1, 2), [2])
+    cache = KVCache(Backend(), CacheShape(2, 1, 2), [2], [7])
     cache.layers[1].keys[1, 0, :5] = np.arange(10).reshape(5, 2)
     cache.grow(0, 7)
     assert cache.num_blocks == [7] and cache.layers[0].num_blocks == 7

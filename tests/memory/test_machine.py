@@ -54,7 +54,7 @@ def test_without_a_gpu_the_error_says_what_to_give(monkeypatch: pytest.MonkeyPat
         raise DeviceError("no driver")
 
     monkeypatch.setattr(machine, "require_usable", none)
-    with pytest.raises(DeviceError, match="no driver; give --gpu-memory and --link"):
+    with pytest.raises(DeviceError, match=r"no driver\. To plan for another machine, give gpu_memory and link"):
         machine_of()
 
 

@@ -120,6 +120,25 @@ def test_no_plan_that_streams_fewer_layers_fits(requirements: MemoryRequirements
             assert not replace(plan, streamed=evenly_spaced(len(requirements.layers), count)).fits
 
 
+@given(requirement_sets, machines, st.integers(1, 10_000))
+def test_so_many_sequences_fit_at_once_and_no_more(
+    requirements: MemoryRequirements, machine: Machine, tokens: int
+) -> None:
+    try:
+        plan = plan_memory(requirements, machine)
+    except OutOfMemory:
+        return
+    count, others = plan.sequences_of(tokens), plan.resident_bytes + plan.slot_bytes
+    others += plan.chunk * requirements.scratch_per_token
+
+    def taken(sequences: int) -> int:
+        return requirements.cache_bytes(tokens, sequences, plan.chunk) + sequences * requirements.scratch_per_sequence
+
+    assert count == 0 or others + taken(count) <= machine.memory
+    assert others + taken(count + 1) > machine.memory
+    assert plan.sequences_of(plan.context) >= 1 and list(plan.lengths) == sorted(plan.lengths, reverse=True)
+
+
 def test_everything_stays_where_it_fits() -> None:
     plan = plan_memory(EIGHT_B, Machine(24 << 30, 50e9, 4e12))
     assert (plan.streamed, plan.host_tables, plan.host_bytes, plan.context) == ((), False, 0, 8192)

@@ -1,59 +1,123 @@
-"""A migration with a target: the first of several quantizations that meets it, and what it says about the others."""
+"""A migration with a target: the path of assignments, the search on it, and what a result says about the trade."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import bminf_lite
+from bminf_lite.bench.product_times import ProductTime
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import Scheme
-from bminf_lite.cli.migrate import tried_lines
+from bminf_lite.cli.migrate import trade_lines
 from bminf_lite.errors import CheckpointError, UsageError
-from bminf_lite.migration.budget import MAX_ERRORS, budget_steps
+from bminf_lite.migration.budget import Choice, PathSearch, Point, fastest_path
+from bminf_lite.quantize.decisions import Decision
+
+TIMES = st.integers(0, 20).map(float)
 
 
-def test_steps_get_slower_and_more_exact() -> None:
-    steps = budget_steps(offline_only=False, rotates_offline=True)
-    assert [step.rotation for step in steps] == [1, 1, 1, *[64] * (2 + len(MAX_ERRORS)), 1]
-    assert [step.offline_rotation for step in steps] == [False, False, *[True] * (3 + len(MAX_ERRORS)), False]
-    assert steps[0].linear is Scheme.W8A8 and steps[-1].linear is Scheme.W8A16
-    allowed = [step.calibration.max_error for step in steps if step.calibration and step.calibration.max_error]
-    assert allowed == sorted(allowed, reverse=True) == list(MAX_ERRORS)
-    assert len({step.name for step in steps}) == len(steps)
-    assert all(step.rotation == 1 for step in budget_steps(offline_only=True, rotates_offline=True))
-    assert not any(step.offline_rotation for step in budget_steps(offline_only=True, rotates_offline=False))
+def choice(number: int, seconds: float, divergence: float) -> Choice:
+    decision = Decision(("w",), Scheme.W8A8, None, (), "nearest", 1.0, 1.0)
+    return Choice(number, decision, ProductTime(seconds, 0.0), divergence)
+
+
+PRODUCTS = st.lists(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(PRODUCTS)
+def test_no_assignment_is_faster_and_as_exact_as_a_point_of_the_path(products: list[list[tuple[float, float]]]) -> None:
+    choices = [[choice(i, *option) for i, option in enumerate(options)] for options in products]
+    path = fastest_path(choices)
+    every = np.array(np.meshgrid(*(range(len(options)) for options in products))).reshape(len(products), -1).T
+    totals = [np.sum([products[p][option] for p, option in enumerate(found)], axis=0) for found in every]
+    for point in path:
+        chosen = np.sum([products[p][option] for p, option in enumerate(point.choices)], axis=0)
+        np.testing.assert_allclose(chosen, (point.time.request, point.expected))
+        assert not any(seconds < chosen[0] - 1e-9 and kl <= chosen[1] for seconds, kl in totals)
+    assert path[0].time.request == min(seconds for seconds, _ in totals)
+    assert path[-1].expected == min(kl for _, kl in totals)
+    steps = [(b.time.request - a.time.request, a.expected - b.expected) for a, b in itertools.pairwise(path)]
+    slopes = [kl / seconds for seconds, kl in steps]
+    assert slopes == sorted(slopes, reverse=True) and all(slope > 0 for slope in slopes)
+
+
+@given(st.lists(st.floats(1e-6, 1), min_size=1, max_size=40), st.floats(1e-6, 1), st.integers(0, 2**32))
+def test_the_search_finds_the_first_point_in_few_measurements(values: list[float], target: float, seed: int) -> None:
+    divergences = sorted(values, reverse=True)
+    wrong = np.random.default_rng(seed).uniform(0.5, 2, len(values))
+    path = [
+        Point((), ProductTime(i, 0), kl * factor) for i, (kl, factor) in enumerate(zip(divergences, wrong, strict=True))
+    ]
+    search, measured = PathSearch(path, target), 0
+    while not search.done:
+        number = search.proposed
+        assert number is not None
+        search.tell(number, divergences[number])
+        measured += 1
+    assert search.proposed == next((i for i, kl in enumerate(divergences) if kl <= target), None)
+    assert measured <= 4 + math.log2(len(path))
+    if search.proposed is not None:
+        assert search.path[search.proposed].measured == divergences[search.proposed]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offline_only", [False, True])
-def test_the_first_that_meets_the_target_is_kept(source: Path, text: Path, tmp_path: Path, offline_only: bool) -> None:
+def test_the_fastest_that_meets_the_target_is_kept(
+    source: Path, text: Path, tmp_path: Path, offline_only: bool
+) -> None:
     def run(target: float, out: str):
         return bminf_lite.migrate(
             source, tmp_path / out, "auto", calibrate=text, samples=4, device="cpu", target_divergence=target,
             offline_only=offline_only,
         )  # fmt: skip
 
-    easy = run(1.0, "easy")
-    assert easy.recipe.name == "w8a8" and easy.cost["tried"] == []
-    target = easy.cost["kl"] * 0.7
-    report = run(target, "out")
-    tried = report.cost["tried"]
-    assert report.cost["kl"] <= target and tried[0] == {"recipe": "w8a8", "kl": easy.cost["kl"]}
-    assert all(attempt["kl"] > target for attempt in tried)
-    names = [step.name for step in budget_steps(offline_only, True)]
-    assert [attempt["recipe"] for attempt in tried] + [report.recipe.name] == names[: len(tried) + 1]
-    assert json.loads((tmp_path / "out" / "bminf_lite.json").read_text())["cost"]["tried"] == tried
-    lines = tried_lines(report.cost, report.recipe.name)
-    assert len(lines) == len(tried) + 2 and lines[-1].split()[0] == report.recipe.name.split()[0]
+    easy = run(1.0, "easy").cost
+    assert easy["trade"]["chosen"] == 0 and easy["kl"] == easy["trade"]["points"][0]["measured"]
+    report = run(easy["kl"] * 0.7, "out")
+    trade = report.cost["trade"]
+    points, chosen = trade["points"], trade["chosen"]
+    assert report.cost["kl"] == points[chosen]["measured"] <= trade["target"] < points[chosen - 1]["measured"]
+    assert points[0]["request_seconds"] < points[chosen]["request_seconds"]
+    assert points[0]["expected"] == pytest.approx(easy["kl"], rel=0.5)
+    assert json.loads((tmp_path / "out" / "bminf_lite.json").read_text())["cost"]["trade"] == trade
+    changed = {name for point in points[1 : chosen + 1] for name in [point["change"].split(":")[0]]}
+    products = report.calibration["products"]
+    assert {p["tensors"][0] for p in products if (p["scheme"], p["rotation"]) != ("w8a8", 1)} <= changed
     with open_model(tmp_path / "out") as model:
-        assert not (offline_only and model.checkpoint.quantization and model.checkpoint.quantization.transforms)
-    with pytest.raises(CheckpointError, match=r"at most 1e-15 nats.*w8a8: .*; w8a16: "):
+        quantization = model.checkpoint.quantization
+        assert quantization is not None and not (offline_only and (quantization.transforms or report.only_bminf_lite))
+    lines = trade_lines(trade)
+    assert sum(line.startswith("  ->") for line in lines) == 1
+    assert "the next faster takes -" in lines[-1] and "the next more exact takes +" in lines[-1]
+    with pytest.raises(CheckpointError, match=r"at most 1e-15 nats.*measured: .* ms a request"):
         run(1e-15, "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_trade_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from bminf_lite.bench.plot import save_trade
+
+    search = PathSearch([Point((i,), ProductTime(1 + i, 0), 2.0**-i) for i in range(4)], 0.3)
+    while not search.done:
+        assert search.proposed is not None
+        search.tell(search.proposed, 2.0**-search.proposed)
+    save_trade(search.trade("a GPU"), tmp_path / "trade.svg")
+    assert "milliseconds" in (tmp_path / "trade.svg").read_text() or (tmp_path / "trade.svg").stat().st_size > 1000
+
+
+def test_a_point_without_a_number_meets_no_target() -> None:
+    search = PathSearch([Point((), ProductTime(1, 0), 0.1)], 1.0)
+    search.tell(0, math.nan)
+    assert search.done and search.proposed is None
 
 
 def test_mistakes_are_told_before_any_work(source: Path, text: Path, tmp_path: Path) -> None:
@@ -63,7 +127,7 @@ def test_mistakes_are_told_before_any_work(source: Path, text: Path, tmp_path: P
             bminf_lite.migrate(source, out, "auto", calibrate=text, target_divergence=limit)
     with pytest.raises(UsageError, match="target_divergence needs a text"):
         bminf_lite.migrate(source, out, "auto", target_divergence=1)
-    with pytest.raises(UsageError, match="needs the recipe auto"):
+    with pytest.raises(UsageError, match=r"needs a w8a8 recipe with a calibration.*, not w8a8,"):
         bminf_lite.migrate(source, out, "w8a8", calibrate=text, target_divergence=1)
     with pytest.raises(UsageError, match="neither max_divergence nor dry_run"):
         bminf_lite.migrate(source, out, "auto", calibrate=text, target_divergence=1, dry_run=True)

@@ -43,6 +43,7 @@ NAMES = (
 
 SOME = [
     *(golden for golden in CASES if golden.name in NAMES),
+    case_without_golden("cpm1", 33),
     case_without_golden("cpm2", 33, 41, relative_attention_max_distance=24),
     case_without_golden("eva", 33, 41, attn_scale=True),
 ]

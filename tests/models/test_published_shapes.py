@@ -48,6 +48,9 @@ PARAMETERS = {
     "bloom-7b1": 7.0690e9,
     "starcoder2-15b": 15.96e9,
     "starcoder": 15.52e9,
+    "flan-t5-xl": 2.850e9,
+    "mt5-xl": 3.743e9,
+    "umt5-xl": 3.768e9,
 }
 """Counted from the shapes. The first ten papers say 2.6, 11, 2.8, 2.8, 0.97, 0.3, 7, 1.24, 8 and 70 billion."""
 
@@ -59,3 +62,9 @@ def test_a_published_shape_has_its_parameters(name):
     spec = architecture.spec(architecture.parse(config))
     count = sum(math.prod(p.shape) for key, p in spec.parameters.items() if key not in spec.tied)
     assert count == pytest.approx(PARAMETERS.get(name, count), rel=1e-3)
+
+
+def test_every_family_has_a_shape():
+    """So ``plan`` and ``bench --shape`` know it, and the tests of a GPU run a layer of it."""
+    shapes = [json.loads(path.read_text()) for path in CONFIGS.glob("*.json")]
+    assert {models.text_config(config)["model_type"] for config in shapes} == set(models.names())

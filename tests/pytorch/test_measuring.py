@@ -14,7 +14,7 @@ from bminf_lite.torch.measuring import bandwidth, compare, measure, sweep
 
 def test_a_wait_is_measured():
     found = measure(lambda: time.sleep(2e-3), seconds=0.02)
-    assert 2e-3 <= found.seconds < 20e-3 and found.spread >= 0 and found.bandwidth_share is None
+    assert 2e-3 <= found.seconds < 1 and found.spread >= 0 and found.bandwidth_share is None
     assert "us" in str(found)
 
 

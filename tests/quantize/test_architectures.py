@@ -117,6 +117,18 @@ def test_inputs_of_the_second_matrix_of_a_feed_forward_layer_are_rotated(golden:
     assert migrated_error(golden, tmp_path / "out") < 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("golden", each(), ids=lambda golden: golden.config["model_type"])
+def test_the_divergence_of_an_assignment_is_about_what_is_expected(golden: Golden, tmp_path: Path) -> None:
+    """Each product's own divergence, times what an option saves of its error, summed."""
+    source = write(tmp_path / "source", golden)
+    ids = random_tokens(7, 600, golden.config["vocab_size"])
+    report = bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=ids, device="cpu", target_divergence=10.0)
+    points = report.cost["trade"]["points"]
+    assert report.cost["trade"]["chosen"] == 0 and points[-1]["expected"] < points[0]["expected"]
+    assert points[0]["expected"] / 5 < report.cost["kl"] < 5 * points[0]["expected"] + KL_OF_ROUNDING
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("golden", each(), ids=lambda golden: golden.config["model_type"])
 def test_a_gpu_runs_rotated_models(golden: Golden, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def calibrate(source: Path, ops: Backend) -> tuple[list[np.ndarray], list[Decisi
             search(observation)
 
         run_calibration(model, samples, ops, both)
-    return seen, search.decisions
+    return seen, [option.decision for (option,) in search.options]
 
 
 def test_every_backend_observes_and_decides_like_the_reference(source: Path, backend: Backend) -> None:

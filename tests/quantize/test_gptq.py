@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from tiny_models import random_tokens
 
 import bminf_lite
+from bminf_lite.backend import gptq
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.backend.quantization import quantize_weight
+from bminf_lite.backend.gptq import gptq_codes, hessian, inverse_root
+from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import Scheme
-from bminf_lite.quantize import gptq
 from bminf_lite.quantize.errors import QuantizationCandidate
-from bminf_lite.quantize.gptq import GPTQInputs, gptq_codes, gptq_quantize, hessian, inverse_hessian_cholesky
+from bminf_lite.quantize.gptq import GPTQInputs, GPTQRounding
 
 
 def correlated(random: np.random.Generator, rows: int, inputs: int) -> np.ndarray:
@@ -38,8 +39,11 @@ def test_blocks_give_what_one_column_after_another_gives(seed: int, inputs: int,
     scale = quantize_weight(weight).scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gptq, "BLOCK", block)
-        codes = gptq_codes(weight, scale, inverse_hessian_cholesky(total))
-    rest = weight.astype(np.float64) / scale.astype(np.float64)[:, None]
+        root = inverse_root(total)
+        codes = gptq_codes(weight, scale, root)[:, root.order]
+    assert (np.diff(np.diagonal(total)[root.order]) <= 0).all() and sorted(root.order) == list(range(inputs))
+    damped = damped[np.ix_(root.order, root.order)]
+    rest = weight[:, root.order].astype(np.float64) / scale.astype(np.float64)[:, None]
     for column in range(inputs):
         inverse = np.linalg.inv(damped[column:, column:])
         rounded = np.clip(np.rint(rest[:, column]), -127, 127)
@@ -52,10 +56,15 @@ def test_blocks_give_what_one_column_after_another_gives(seed: int, inputs: int,
 
 def shown(inputs: np.ndarray) -> GPTQInputs:
     """What is kept of inputs that came in two parts."""
-    gptq_inputs = GPTQInputs(parts=2)
+    gptq_inputs = GPTQInputs(CpuBackend(), parts=2)
     for part in np.array_split(inputs, 2):
         gptq_inputs.add(part)
     return gptq_inputs
+
+
+def quantized(inputs: np.ndarray, weight: np.ndarray, candidate: QuantizationCandidate) -> Int8Weight | None:
+    found = GPTQRounding(CpuBackend(), shown(inputs), [weight]).quantize(candidate)
+    return None if found is None else found[0]
 
 
 def test_the_hessian_is_that_of_divided_inputs() -> None:
@@ -63,32 +72,37 @@ def test_the_hessian_is_that_of_divided_inputs() -> None:
     inputs, factors = correlated(random, 400, 12), np.exp2(random.integers(-5, 6, 12)).astype(np.float32)
     seen = np.concatenate([part[:150] for part in np.array_split(inputs, 2)])
     expected = (seen / factors).astype(np.float64).T @ (seen / factors)
-    np.testing.assert_allclose(shown(inputs).hessian(factors), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
-    np.testing.assert_array_equal(shown(inputs).held_out, np.concatenate([inputs[150:200], inputs[350:]]))
+    np.testing.assert_allclose(
+        gptq.transformed_hessian(shown(inputs).hessian, factors),
+        expected,
+        rtol=1e-4,
+        atol=1e-4 * np.abs(expected).max(),
+    )
+    np.testing.assert_array_equal(shown(inputs).held_out(), np.concatenate([inputs[150:200], inputs[350:]]))
 
 
 def test_it_makes_the_product_s_error_smaller() -> None:
     random = np.random.default_rng(0)
     inputs, weight = correlated(random, 2000, 64), random.standard_normal((48, 64)).astype(np.float32)
-    better = gptq_quantize(CpuBackend(), shown(inputs), [weight], QuantizationCandidate(Scheme.W8A16))
+    better = quantized(inputs, weight, QuantizationCandidate(Scheme.W8A16))
     assert better is not None
     plain, exact = quantize_weight(weight, dynamic=False), inputs @ weight.T
-    errors = [np.linalg.norm(inputs @ w.dequantize().T - exact) for w in (plain, better[0])]
+    errors = [np.linalg.norm(inputs @ w.dequantize().T - exact) for w in (plain, better)]
     assert errors[1] < 0.6 * errors[0]
-    assert np.abs(better[0].codes.astype(int) - plain.codes).max() <= 127
+    assert np.abs(better.codes.astype(int) - plain.codes).max() <= 127
 
 
 def test_independent_inputs_leave_nothing_to_gain() -> None:
     random = np.random.default_rng(0)
     inputs, weight = (random.standard_normal(shape).astype(np.float32) for shape in ((4000, 32), (16, 32)))
-    assert gptq_quantize(CpuBackend(), shown(inputs), [weight], QuantizationCandidate(Scheme.W8A16)) is None
+    assert quantized(inputs, weight, QuantizationCandidate(Scheme.W8A16)) is None
 
 
 def test_inputs_that_are_always_zero_do_no_harm() -> None:
     inputs = correlated(np.random.default_rng(0), 100, 16)
     inputs[:, [3, 7]] = 0
-    assert np.isfinite(inverse_hessian_cholesky(hessian(inputs))).all()
-    assert np.isfinite(inverse_hessian_cholesky(hessian(np.zeros((9, 4), np.float32)))).all()
+    assert np.isfinite(inverse_root(hessian(inputs)).values).all()
+    assert np.isfinite(inverse_root(hessian(np.zeros((9, 4), np.float32))).values).all()
 
 
 def test_the_file_holds_those_codes(tmp_path: Path) -> None:

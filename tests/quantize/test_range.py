@@ -88,7 +88,9 @@ def test_models_whose_products_fit_stay_as_they_are(spiked: tuple[Path, np.ndarr
         assert np.isfinite(network_logits(scaled, spiked[1][:512], np.float16)).all()
 
 
-@pytest.mark.parametrize("recipe", ["w8a8", "w8a16", "w8a8-rotate"])
+@pytest.mark.parametrize(
+    "recipe", ["w8a8", *(pytest.param(r, marks=pytest.mark.slow) for r in ("w8a16", "w8a8-rotate"))]
+)
 def test_recipes_without_a_text_bound_what_a_gate_makes(
     spiked: tuple[Path, np.ndarray], tmp_path: Path, recipe: str
 ) -> None:

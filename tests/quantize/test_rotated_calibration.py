@@ -13,11 +13,12 @@ import pytest
 
 import bminf_lite
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.gptq import hessian, transformed_hessian
 from bminf_lite.backend.quantization import quantize_weight
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.checkpoint.recipe import Recipe, Scheme, load_recipe
 from bminf_lite.quantize.errors import ErrorEvaluator, QuantizationCandidate
-from bminf_lite.quantize.gptq import GPTQInputs, gptq_quantize
+from bminf_lite.quantize.gptq import GPTQInputs, GPTQRounding
 
 DEMO = Path(str(resources.files("bminf_lite.demo_model")))
 DOWN = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(4)]
@@ -26,10 +27,8 @@ DOWN = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(4)]
 def test_a_rotated_hessian_is_that_of_rotated_inputs() -> None:
     x = np.random.default_rng(0).standard_normal((400, 64)).astype(np.float32)
     factors = np.exp2(np.arange(64) % 5 - 2).astype(np.float32)
-    plain, expected = GPTQInputs(), GPTQInputs()
-    plain.add(x)
-    expected.add(rotated(x / factors, 16))
-    np.testing.assert_allclose(plain.hessian(factors, 16), expected.hessian(None), rtol=0, atol=1e-2)
+    expected = hessian(rotated(x / factors, 16))
+    np.testing.assert_allclose(transformed_hessian(hessian(x), factors, 16), expected, rtol=0, atol=1e-2)
 
 
 def test_gptq_rounds_what_a_rotation_makes_of_a_weight() -> None:
@@ -37,9 +36,9 @@ def test_gptq_rounds_what_a_rotation_makes_of_a_weight() -> None:
     random, ops = np.random.default_rng(0), Backend()
     x = (random.standard_normal((1200, 8)) @ random.standard_normal((8, 64))).astype(np.float32)
     x += 0.05 * random.standard_normal(x.shape).astype(np.float32)
-    weight, inputs = random.standard_normal((48, 64)).astype(np.float32), GPTQInputs()
+    weight, inputs = random.standard_normal((48, 64)).astype(np.float32), GPTQInputs(ops)
     inputs.add(x)
-    (better,) = gptq_quantize(ops, inputs, [weight], QuantizationCandidate(Scheme.W8A8, rotation=16)) or [None]
+    (better,) = GPTQRounding(ops, inputs, [weight]).quantize(QuantizationCandidate(Scheme.W8A8, rotation=16)) or [None]
     assert better is not None and better.rotation == 16
     plain = dataclasses.replace(quantize_weight(rotated(weight, 16)), rotation=16)
     assert not np.array_equal(better.codes, plain.codes)

@@ -66,7 +66,8 @@ class ScriptedEngine(UnconstrainedEngine):
             if request.prompt_logprobs:
                 ids = request.prompt_token_ids
                 request.prompt_token_logprobs = [None, *(-i / 1000 for i in ids[1:])]
-                request.prompt_most_likely = [None, *((END, -0.25) for _ in ids[1:])]
+                top = [(END, -0.25 - i) for i in range(request.num_prompt_top)]
+                request.prompt_top_logprobs = [None, *(top for _ in ids[1:])]
             if done == self.fail_at:
                 request.finish_reason, request.error = "error", BminfError("the logits have a NaN")
             request.on_update(request)
@@ -79,14 +80,14 @@ class LiveServer:
     def __init__(self, engine: ServedEngine, info: ModelInfo, settings: ServerSettings | None = None):
         self.engine = engine
         self._engine_server = EngineServer(engine, info)
-        self._settings = settings or ServerSettings((NAME,))
+        self._settings = settings or ServerSettings((NAME,), seed=0)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._started.wait(20)
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        assert self._started.wait(60)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     async def _run(self) -> None:
         self.client = await EngineClient.connect(self._engine_server.connect())
@@ -152,9 +153,9 @@ def scripted_server(folder: Path, script: str = "", **options: Any) -> LiveServe
     return server
 
 
-def model_server(model: bminf_lite.Model) -> LiveServer:
+def model_server(model: bminf_lite.Model, settings: ServerSettings | None = None) -> LiveServer:
     """A server over a model's engine."""
-    return LiveServer(model._engine, model_info(model))
+    return LiveServer(model._engine, model_info(model), settings)
 
 
 def fake_server(folder: Path = DEMO, **options: Any) -> LiveServer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from bminf_lite.server.engine_server import EngineServer
 from bminf_lite.server.errors import ApiError
 from bminf_lite.server.event_stream import EventStream, EventStreamResponse
 from bminf_lite.server.http_process import serve_http
-from bminf_lite.server.launcher import Address, Listener
 from bminf_lite.server.limits import DEFAULT_LIMITS, Limits
+from bminf_lite.server.listener import Address, Listener
 from bminf_lite.server.security import Guard
 from bminf_lite.server.settings import ServerSettings
 
@@ -69,13 +69,14 @@ class Served:
     port: int
 
     def connect(self) -> socket.socket:
-        """A connection, whose reads end with an error after ten seconds."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        """A connection, whose reads end with an error after a minute."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def ask(self, request: bytes) -> bytes:
         """Send bytes and read until the server closes the connection."""
         with self.connect() as connection:
-            connection.sendall(request)
+            with suppress(BrokenPipeError, ConnectionResetError):  # the answer may come before all was sent
+                connection.sendall(request)
             return read_all(connection)
 
     def get(self, path: str = "/echo", headers: str = "") -> bytes:

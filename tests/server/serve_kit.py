@@ -79,7 +79,7 @@ class ServeProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self._ready.wait(60) and self.url, "".join(self.lines)
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def _read(self) -> None:
         self.url = ""
@@ -96,7 +96,7 @@ class ServeProcess:
     def stats(self) -> dict[str, int]:
         """The engine's statistics."""
         self.process.send_signal(signal.SIGUSR1)
-        return self._stats.get(timeout=10)
+        return self._stats.get(timeout=60)
 
     def is_idle(self) -> bool:
         """Whether the engine holds no request and no block of one."""
@@ -116,10 +116,10 @@ class ServeProcess:
     def stream(self, tokens: int = 1000) -> Iterator[httpx.Response]:
         """A stream that has begun."""
         body = {"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        with httpx.Client(timeout=30) as client, client.stream("POST", f"{self.url}/v1/completions", json=body) as got:
+        with httpx.Client(timeout=60) as client, client.stream("POST", f"{self.url}/v1/completions", json=body) as got:
             yield got
 
-    def wait(self, seconds: float = 20) -> int:
+    def wait(self, seconds: float = 60) -> int:
         """The exit code, after all that was printed is read."""
         code = self.process.wait(seconds)
         self._reader.join(seconds)
@@ -144,8 +144,8 @@ def served(load: dict[str, Any] | None = None, **options: Any) -> Iterator[Serve
         server.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    """Wait for a condition."""
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for a condition. The bound is for a server that hangs."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import api_kit
@@ -121,6 +122,15 @@ def test_a_stream_is_the_response_in_pieces(fake: LiveServer, body: dict[str, An
             assert b"".join(bytes(score["bytes"]) for score in scores).decode() == choice["message"]["content"]
 
 
+def test_the_usage_so_far(fake: LiveServer):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": HI, "n": 2, "max_tokens": 6} | {"stream_options": options}
+    events = fake.events(PATH, body)
+    generated = [event["usage"]["completion_tokens"] for event in events[:-1]]
+    assert generated == sorted(generated) and generated[-2:] == [6 * len(joined(events))] * 2
+    assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {events[-2]["usage"]["prompt_tokens"]}
+
+
 def test_an_answer(scripted: LiveServer):
     ids = scripted.says("Return the list.")
     whole = scripted.json(PATH, {"messages": HI, "logprobs": True, "top_logprobs": 2})
@@ -165,6 +175,36 @@ def test_a_call(scripted: LiveServer):
     assert call["function"] == {"name": "weather", "arguments": '{"place": "Bonn", "days": 2}'}
     raw = scripted.json(PATH, {"messages": HI, "tools": [WEATHER], "max_tokens": 200})["choices"][0]["message"]
     assert raw["tool_calls"][0]["id"].startswith("call_")
+
+
+@pytest.mark.parametrize(
+    ("marks", "text"),
+    [
+        (
+            "<tool_call> <function=",
+            "I look.\n<tool_call>\n<function=weather>\n<parameter=place>\n2\n</parameter>\n<parameter=days>\n2\n"
+            "</parameter>\n</function>\n</tool_call>",
+        ),
+        ("[func_name1(", 'I look.<|python_start|>[weather(place="2", days=2)]'),
+        (
+            "<｜tool▁calls▁begin｜>",
+            'I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"place": "2", "days": 2}'
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+    ],
+    ids=["qwen3_coder", "llama4_pythonic", "deepseek_v31"],
+)
+def test_calls_in_other_forms(tmp_path: Path, marks: str, text: str):
+    """A value that is no JSON is a string if the function's schema says so."""
+    folder = api_kit.folder_with_template(tmp_path / "model", api_kit.CHAT_TEMPLATE + f"{{# tools {marks} #}}")
+    server = api_kit.scripted_server(folder, text)
+    try:
+        choice = both(server, {"messages": HI, "tools": [WEATHER], "max_tokens": 400})
+    finally:
+        server.close()
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"place": "2", "days": 2}'}
+    assert choice["message"]["content"] == "I look." and choice["finish_reason"] == "tool_calls"
 
 
 def test_several_calls_or_one(scripted: LiveServer):
@@ -395,11 +435,11 @@ def test_a_client_that_goes_away_ends_its_request(chat_folder, stream: bool):
             ("/v1/messages", {"messages": HI, "max_tokens": 900}),
         ):
             with contextlib.suppress(httpx.ReadTimeout):
-                timeout = httpx.Timeout(20, read=20 if stream else 0.05)
+                timeout = httpx.Timeout(60, read=60 if stream else 0.05)
                 with server.http.stream("POST", path, json=body | {"stream": stream}, timeout=timeout) as response:
                     next(response.iter_bytes())
                     assert num_requests() > 0
-            until = time.monotonic() + 10
+            until = time.monotonic() + 60
             while num_requests() and time.monotonic() < until:
                 time.sleep(0.005)
             assert num_requests() == 0

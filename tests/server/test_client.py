@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import select
+import socket
+import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
@@ -15,11 +18,12 @@ pytest.importorskip("msgspec", reason="the extra [serve] is not installed")
 from client_kit import connected, read, until
 from fake_engine import FakeEngine, fake_info
 
+from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import QueueFull
 from bminf_lite.server.client import EngineClient, EngineFailure, GenerationRequest, RequestRefused
 from bminf_lite.server.engine_server import EngineServer
-from bminf_lite.server.protocol import FrameReader, FromEngine, StepOutputs, Submit, frame
+from bminf_lite.server.protocol import Admitted, FrameReader, FromEngine, StepOutputs, Submit, ToEngine, frame
 
 VOCAB_SIZE = 2048
 
@@ -28,7 +32,7 @@ def run(test: Callable[[EngineClient, FakeEngine], Awaitable[None]], **options: 
     async def main() -> None:
         engine = FakeEngine(range(VOCAB_SIZE), **options)
         async with connected(engine, fake_info(None, VOCAB_SIZE, context_length=512)) as client:
-            await asyncio.wait_for(test(client, engine), 20)
+            await asyncio.wait_for(test(client, engine), 60)
 
     asyncio.run(main())
 
@@ -82,6 +86,53 @@ def test_requests_of_one_generation_are_numbered_on():
     run(test)
 
 
+def test_requests_that_come_together_reach_the_engine_before_any_is_answered():
+    """Also those of several HTTP processes. So one step begins all of them, and not the first alone."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(60)
+        ours.sendall(frame(fake_info(None, VOCAB_SIZE)))
+        client = await EngineClient.connect(theirs)
+        tasks = [asyncio.create_task(client.generate(wanted(5))) for _ in range(8)]
+        data = await asyncio.to_thread(ours.recv, 1 << 16)
+        assert [type(message) for message in FrameReader(ToEngine).feed(data)] == [Submit] * 8
+
+        engine = FakeEngine(range(VOCAB_SIZE))
+        server = EngineServer(engine, fake_info(None, VOCAB_SIZE))
+        ends = [server.connect() for _ in range(3)]
+        is_held, may_go_on, answered = threading.Event(), threading.Event(), []
+
+        def submit(requests: Sequence[Request]) -> None:
+            if is_held.is_set():
+                answered.append(select.select(ends[1:], [], [], 0)[0])
+            is_held.set()
+            assert may_go_on.wait(60)
+
+        engine.submit = submit
+        for end in ends:
+            end.settimeout(60)
+            assert end.recv(1 << 16)  # the facts of the model
+        ends[0].sendall(frame(Submit(0, 0, wanted(5))))
+        assert is_held.wait(60)
+        for end in ends[1:]:  # while the thread that reads is held
+            end.sendall(data)
+        may_go_on.set()
+        for end in ends[1:]:
+            assert [type(message) for message in FrameReader(FromEngine).feed(end.recv(1 << 16))] == [Admitted] * 8
+        assert answered == [[]] * 16  # nothing could be read at any of them
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        client.close()
+        server.close()
+        engine.close()
+        for end in (ours, *ends):
+            end.close()
+
+    asyncio.run(main())
+
+
 def test_tokens_behind_a_slow_reader_are_joined():
     async def test(client: EngineClient, engine: FakeEngine) -> None:
         generation = await client.generate(wanted(400, logprobs=1))
@@ -99,7 +150,7 @@ def test_an_http_process_that_is_behind_gets_joined_steps():
     engine = FakeEngine(range(VOCAB_SIZE))
     server = EngineServer(engine, fake_info(None, VOCAB_SIZE, context_length=1 << 20))
     end = server.connect()
-    end.settimeout(20)
+    end.settimeout(60)
     length, count = 40_000, 4
     for first_id in range(count):
         end.sendall(frame(Submit(first_id, 0, wanted(length))))

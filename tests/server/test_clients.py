@@ -39,7 +39,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "The 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = demo_folder(tmp_path_factory.mktemp("clients") / "model", tool_templates.NOT_THINKING)
-    process = ServerProcess(folder)
+    process = ServerProcess(folder, "--seed", "1")
     yield process
     assert process.stop() == 0, process.log
     assert "Traceback" not in process.log
@@ -323,7 +323,15 @@ COMMANDS = re.findall(r"^    (curl .*127\.0\.0\.1:8000.*(?:(?<=\\)\n.*)*)", GUID
 def test_curl_as_in_the_guide(server, command):
     command = command.replace("http://127.0.0.1:8000", server.url).replace("curl ", "curl --fail -sS ")
     answer = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True, timeout=30).stdout
-    assert answer.startswith(('{"id":', "data: {")) and "error" not in answer
+    events = [line.removeprefix("data: ") for line in answer.splitlines() if line not in ("", "data: [DONE]")]
+    assert ("data: [DONE]" in answer) == ('"stream": true' in command)
+    assert events and all("choices" in json.loads(event) for event in events), answer
+
+
+def test_the_seed_of_the_command_is_that_of_requests(server):
+    body = {"prompt": "The", "max_tokens": 8, "temperature": 1}
+    first, again = (httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"] for _ in range(2))
+    assert first == again
 
 
 # -- clients that leave -----------------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
-from api_kit import NAME, TOKENIZER, VOCAB_SIZE, LiveServer
+from api_kit import NAME, TOKENIZER, VOCAB_SIZE, LiveServer, model_server
 from hypothesis import given
 from hypothesis import strategies as st
 
 import bminf_lite
+from bminf_lite.errors import UsageError
+from bminf_lite.server.settings import ServerSettings
 
 PATH = "/v1/completions"
 
@@ -66,6 +69,15 @@ def test_a_stream_is_the_response_in_pieces(fake: LiveServer, body: dict[str, An
             assert "".join(scores["tokens"]) == choice["text"]
             assert scores["text_offset"] == [len("".join(scores["tokens"][:i])) for i in range(len(scores["tokens"]))]
             assert len({len(part) for part in scores.values()}) == 1
+
+
+def test_the_usage_so_far(fake: LiveServer):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 6} | {"stream_options": options}
+    events = fake.events(PATH, body)
+    generated = [event["usage"]["completion_tokens"] for event in events[:-1]]
+    assert generated == sorted(generated) and generated[-2:] == [6 * len(joined(events))] * 2
+    assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {events[-2]["usage"]["prompt_tokens"]}
 
 
 def test_prompts_of_all_kinds(fake: LiveServer):
@@ -143,6 +155,21 @@ def test_the_log_probabilities_of_a_prompt_are_the_model_s(demo: LiveServer, dem
     np.testing.assert_allclose(largest, logprobs[:-1].max(axis=1), atol=1e-3)
 
 
+def test_the_most_likely_tokens_at_the_places_of_a_prompt(demo: LiveServer, demo_model: bminf_lite.Model):
+    text = "Return the number of items"
+    ids = TOKENIZER.encode(text)
+    body = {"prompt": text, "max_tokens": 1, "echo": True, "logprobs": 5, "temperature": 0}
+    scores = demo.json(PATH, body)["choices"][0]["logprobs"]
+    logits = demo_model.logits(ids).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for place, token in enumerate(ids[1:], start=1):
+        top = scores["top_logprobs"][place]
+        assert len(top) == 5 + (token not in np.argsort(-logprobs[place - 1])[:5])
+        found = sorted((value for text, value in top.items() if text != scores["tokens"][place]), reverse=True)
+        expected = np.sort(np.delete(logprobs[place - 1], token))[::-1][: len(found)]
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
 def test_biases_and_minimal_lengths(demo: LiveServer):
     comma = TOKENIZER.encode(",", add_special_tokens=False)[0]
     body = {"prompt": "Return a", "max_tokens": 4, "temperature": 0, "logit_bias": {str(comma): 100}}
@@ -168,6 +195,22 @@ def test_the_same_seed_gives_the_same_text(demo: LiveServer):
     body = {"prompt": "Return a", "max_tokens": 8, "temperature": 1.2, "seed": -5, "n": 2}
     first, again = (demo.json(PATH, body)["choices"] for _ in range(2))
     assert first == again and first[0]["text"] != first[1]["text"]
+
+
+def test_requests_without_a_seed(demo: LiveServer, demo_model):
+    """The server's seed is theirs; without one each draws its own."""
+    body = {"prompt": "Return a", "max_tokens": 12, "temperature": 1.2, "n": 2}
+    first, again = (demo.json(PATH, body)["choices"] for _ in range(2))
+    assert first == again == demo.json(PATH, body | {"seed": 0})["choices"] and first[0]["text"] != first[1]["text"]
+    with closing(model_server(demo_model, ServerSettings((NAME,)))) as unseeded:
+        texts = {unseeded.json(PATH, body)["choices"][0]["text"] for _ in range(4)}
+    assert len(texts) > 1
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_that_no_server_can_have(seed):
+    with pytest.raises(UsageError, match="seed"):
+        ServerSettings((NAME,), seed=seed)
 
 
 @pytest.mark.slow  # a prompt of the whole context

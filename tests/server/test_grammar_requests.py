@@ -44,6 +44,6 @@ def test_a_grammar_is_compiled_or_refused_or_forgotten(monkeypatch: pytest.Monke
     async def main() -> None:
         engine = UnconstrainedEngine(range(1, 2048))
         async with connected(engine, info_of(DEMO)) as client:
-            await asyncio.wait_for(test(client, engine), 20)
+            await asyncio.wait_for(test(client, engine), 60)
 
     asyncio.run(main())

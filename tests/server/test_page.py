@@ -61,7 +61,7 @@ def page(browser: Browser, server: StubServer, stub: Stub, problems: list[str]) 
     page = context.new_page()
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" and "status of 4" not in m.text else None)
-    page.set_default_timeout(5000)
+    page.set_default_timeout(60_000)
     page.goto(server.url)
     yield page
     context.close()
@@ -222,7 +222,7 @@ def test_the_real_application(browser: Browser, tmp_path: Path) -> None:
     page.get_by_label("Text to continue").fill("Once")
     page.keyboard.press("Enter")
     for i in range(2):
-        expect(page.locator(".two .stats").nth(i)).to_have_text(re.compile(r"tokens · .* · length$"), timeout=20000)
+        expect(page.locator(".two .stats").nth(i)).to_have_text(re.compile(r"tokens · .* · length$"), timeout=60_000)
     page.close()
     server.close()
 

@@ -19,8 +19,9 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message
 
 from bminf_lite.errors import UsageError
-from bminf_lite.server.launcher import Address, Listener, model_names, require_safe
+from bminf_lite.server.launcher import model_names, require_safe
 from bminf_lite.server.limits import DEFAULT_LIMITS
+from bminf_lite.server.listener import Address, Listener
 from bminf_lite.server.security import Guard, Security, digests, is_loopback, read_keys
 from bminf_lite.server.settings import ServerSettings
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -29,22 +28,26 @@ def test_a_killed_server_leaves_nothing_and_starts_again_at_its_port(tmp_path):
     folder = demo_folder(tmp_path / "model", soak_server.TEMPLATE)
     server = ServerProcess(folder)
     children = psutil.Process(server.process.pid).children(recursive=True)
-    body = {"model": NAME, "prompt": "The", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    ended = threading.Event()
+    body = {"model": NAME, "prompt": "The", "max_tokens": 900, "n": 4, "ignore_eos": True, "stream": True}
+    begun, ended = threading.Event(), threading.Event()
 
     def read():
         try:
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
-                assert "data: [DONE]" not in response.read().decode()
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+                pieces = []
+                for piece in response.iter_text():
+                    pieces.append(piece)
+                    begun.set()
+                assert "data: [DONE]" not in "".join(pieces)
         except httpx.HTTPError:
             pass  # the connection breaks, or an error event ends the stream
         ended.set()
 
     threading.Thread(target=read, daemon=True).start()
-    time.sleep(0.3)
+    assert begun.wait(60)
     server.kill()
-    assert ended.wait(20), "the client of a running request waits for ever"
-    assert psutil.wait_procs(children, timeout=20)[1] == [], "the server's processes outlive it"
+    assert ended.wait(60), "the client of a running request waits for ever"
+    assert psutil.wait_procs(children, timeout=60)[1] == [], "the server's processes outlive it"
     again = ServerProcess(folder, "--port", str(server.port))
     try:
         answer = httpx.post(f"{again.url}/v1/completions", json={"model": NAME, "prompt": "The", "max_tokens": 2})

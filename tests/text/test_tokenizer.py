@@ -122,8 +122,16 @@ def test_a_missing_tokenizer_is_reported_with_the_way_to_convert_another_format(
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*token ids work"):
         load_tokenizer(tmp_path, 1000)
     (tmp_path / "vocab.json").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"vocab\.json but neither merges\.txt nor tokenizer\.json.*Copy"):
+        load_tokenizer(tmp_path, 1000)
+    (tmp_path / "merges.txt").write_bytes(b"")  # of a model whose tokenizer's class is not known
     with pytest.raises(CheckpointError, match=r"vocab\.json.*AutoTokenizer"):
         load_tokenizer(tmp_path, 1000)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"the tokenizer has ids up to \d+, but the embedding only 3 rows"):
+        load_tokenizer(write(tmp_path), 3)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"null"])

@@ -9,14 +9,19 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tool_texts import written
 
 from bminf_lite.text.reasoning import Content
 from bminf_lite.text.tool_calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
     GENERIC,
     HERMES,
     LLAMA3_JSON,
+    LLAMA4_PYTHONIC,
     MISTRAL,
     MISTRAL_ARGS,
+    QWEN3_CODER,
     TOOL_FORMATS,
     ArgumentsDelta,
     CallBegin,
@@ -28,9 +33,9 @@ NAMES = ["weather", "add"]
 FORMS = list(TOOL_FORMATS.values())
 
 
-def parse(form, pieces, names=NAMES):
+def parse(form, pieces, names=NAMES, schemas=None):
     """The contents and calls of a text, in order: a content is text, a call is a name and its arguments."""
-    parser = ToolCallParser(form, names)
+    parser = ToolCallParser(form, names, schemas)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
     found, calls, running = [], [], None
     for event in events:
@@ -56,8 +61,8 @@ def parse(form, pieces, names=NAMES):
     return [item if isinstance(item, str) else calls[item] for item in found]
 
 
-def parse_text(form, text, names=NAMES):
-    return parse(form, [text], names)
+def parse_text(form, text, names=NAMES, schemas=None):
+    return parse(form, [text], names, schemas)
 
 
 def cut(text, places):
@@ -105,6 +110,33 @@ BOTH = [("weather", ARGUMENTS), ("add", ADD)]
         (MISTRAL_ARGS, f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]add[CALL_ID]Ab1[ARGS]{ADD}", BOTH),
         (MISTRAL_ARGS, f"So:[TOOL_CALLS]weather{ARGUMENTS}", ["So:", BOTH[0]]),
         (MISTRAL_ARGS, f'[TOOL_CALLS][{{"name": "add", "arguments": {ADD}}}]', BOTH[1:]),
+        (
+            DEEPSEEK_V3,
+            "So.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+            f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{ADD}\n```"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            ["So.", *BOTH],
+        ),
+        (
+            DEEPSEEK_V31,
+            f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+            f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{ADD}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            BOTH,
+        ),
+        (
+            QWEN3_CODER,
+            "Hm.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis }]\n</parameter>\n<parameter=days>\n"
+            '[1, {"n": null}]\n</parameter>\n</function>\n</tool_call>\n<tool_call><function=add><parameter=a>True'
+            "</parameter></function></tool_call> Done.",
+            ["Hm.", ("weather", '{"city": "Paris }]", "days": [1, {"n": null}]}'), ("add", '{"a": true}'), "Done."],
+        ),
+        (QWEN3_CODER, "<tool_call>\n<function=add>\n</function>\n</tool_call>", [("add", "{}")]),
+        (
+            LLAMA4_PYTHONIC,
+            "[weather(city='Paris )]\"', days=[1, {'n': None}]), add( a = -2.5 ,b=x+1,)]",
+            [("weather", '{"city": "Paris )]\\"", "days": [1, {"n": null}]}'), ("add", '{"a": -2.5, "b": "x+1"}')],
+        ),
+        (LLAMA4_PYTHONIC, "So <|python_start|>[unknown()]<|python_end|>", ["So", ("unknown", "{}")]),
     ],
 )
 def test_calls_are_found(form, text, expected):
@@ -135,6 +167,13 @@ def test_calls_are_found(form, text, expected):
         (MISTRAL_ARGS, "[TOOL_CALLS]add[ARGS]"),
         (MISTRAL_ARGS, "[TOOL_CALLS]add[ARGS][1]"),
         (MISTRAL_ARGS, "[TOOL_CALLS][TOOL_CALLS"),
+        (DEEPSEEK_V31, "<｜tool▁calls▁begin｜>add"),
+        (DEEPSEEK_V3, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add x"),
+        (QWEN3_CODER, '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+        (QWEN3_CODER, "<tool_call><function=add"),
+        (LLAMA4_PYTHONIC, "[1, 2]"),
+        (LLAMA4_PYTHONIC, "[unknown(a=1)]"),
+        (LLAMA4_PYTHONIC, "See [add(a=1)]"),
     ],
 )
 def test_text_that_is_no_call_is_content(form, text):
@@ -154,6 +193,17 @@ def test_text_that_is_no_call_is_content(form, text):
         (HERMES, '<tool_call>{"x" <tool_call>{"name": "add"}</tool_call>', ['<tool_call>{"x"', ("add", "{}")]),
         (MISTRAL_ARGS, f"[TOOL_CALLS]add[ARGS]{{=}} x[TOOL_CALLS]add{ADD}", [("add", "{=} x"), ("add", ADD)]),
         (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, {"b"', [("add", '{"a": 1}'), '{"b"']),
+        (QWEN3_CODER, "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2", [("add", '{"a": 1')]),
+        (QWEN3_CODER, "<tool_call><function=add>x</tool_call>", [("add", ""), "x</tool_call>"]),
+        (LLAMA4_PYTHONIC, "[add(a=1, b=[2", [("add", '{"a": 1')]),
+        (LLAMA4_PYTHONIC, "[add(a=1, 2)] ok", [("add", '{"a": 1'), "2)] ok"]),
+        (LLAMA4_PYTHONIC, f"[add(a={'[' * 300}{']' * 300})]", [("add", f'{{"a": {"[" * 300}{"]" * 300}}}')]),
+        (
+            LLAMA4_PYTHONIC,
+            f"[add(a={'1+' * 6000}1, b='\\d', c=1if)]",
+            [("add", f'{{"a": "{"1+" * 6000}1", "b": "\\\\d", "c": "1if"}}')],
+        ),
+        (LLAMA4_PYTHONIC, f"[add(a={'-' * 9000}1)]", [("add", f'{{"a": "{"-" * 9000}1"}}')]),
     ],
 )
 def test_malformed_calls_end_gracefully(form, text, expected):
@@ -166,7 +216,10 @@ def test_malformed_calls_end_gracefully(form, text, expected):
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", '{"name": ', '"add"', '"',
     ', "arguments": ', ', "parameters": ', '{"a": 1}', ADD, ARGUMENTS, "{", "}", "[", "]", ",", ":", ";", "\\", " ",
-    "\n", "add", "text", "null", "<", "é🙂", '{"name": "add", "arguments": {', '{"name": "x"}',
+    "\n", "add", "text", "null", "<", "é🙂", "<function=add>", "<parameter=a>", "</parameter>", "</function>",
+    "[add(", "a=", ")", "'",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "add<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "\n```json\n",
+    "\n```",     "<|python_start|>", '{"name": "add", "arguments": {', '{"name": "x"}',
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
@@ -196,26 +249,41 @@ CALLS = st.lists(
 )
 
 
-def written(form, calls, ensure_ascii=True, indent=None):
-    """Calls as models of a form write them."""
+def is_json(form):
+    return form.syntax not in ("xml", "python")
 
+
+@given(
+    st.sampled_from([form for form in FORMS if is_json(form)]), CALLS, st.booleans(), st.sampled_from([None, 2]),
+    st.lists(st.integers(0, 400)),
+)  # fmt: skip
+def test_calls_survive_the_round_trip(form, calls, ensure_ascii, indent, places):
     def dump(value):
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
-    if form.arguments_mark:
-        return "".join(f"{form.begin}{name}{form.arguments_mark}{dump(arguments)}" for name, arguments in calls)
-    objects = [dump({"name": name, form.arguments_key: arguments}) for name, arguments in calls]
-    if form.is_list:
-        return f"{form.begin}[{', '.join(objects)}]"
-    if form.end:
-        return "\n".join(f"{form.begin}\n{text}\n{form.end}" for text in objects)
-    return "; ".join(objects)
-
-
-@given(st.sampled_from(FORMS), CALLS, st.booleans(), st.sampled_from([None, 2]), st.lists(st.integers(0, 400)))
-def test_calls_survive_the_round_trip(form, calls, ensure_ascii, indent, places):
-    found = parse(form, cut(written(form, calls, ensure_ascii, indent), places))
+    found = parse(form, cut(written(form, calls, dump), places))
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+NAMED = st.dictionaries(st.sampled_from(["a", "b_2"]), VALUES, max_size=2)
+TEXTUAL = st.dictionaries(st.sampled_from(["s", "text-1"]), st.text(max_size=6), max_size=2)
+SCHEMA = {"properties": {"s": {"type": "string"}, "text-1": {"type": ["string", "null"]}}}
+
+
+@given(
+    st.sampled_from([form for form in FORMS if not is_json(form)]),
+    st.lists(st.tuples(st.sampled_from(NAMES), NAMED, TEXTUAL), min_size=1, max_size=3),
+    st.lists(st.integers(0, 400)),
+)
+def test_calls_that_are_not_json_become_json(form, calls, places):
+    """A text is a string where the schema says so, whatever else it might be."""
+    expected = []
+    for name, values, texts in calls:
+        if form.syntax == "xml":  # which has no marks for a string
+            values = {key: value for key, value in values.items() if not isinstance(value, str)}
+        expected.append((name, values | {key: text for key, text in texts.items() if text != "null"}))
+    found = parse(form, cut(written(form, expected), places), schemas=dict.fromkeys(["weather", "add"], SCHEMA))
+    assert [(name, json.loads(arguments)) for name, arguments in found] == expected
 
 
 def test_arguments_arrive_while_they_are_written():
@@ -227,12 +295,19 @@ def test_arguments_arrive_while_they_are_written():
     assert parser.push("</tool_call>") == parser.flush() == []
 
 
-@pytest.mark.parametrize("piece", ["word ", '<tool_call>{"name": "add", "x": "', '<tool_call>{"a":1,', "<tool_call>["])
-def test_a_long_text_costs_the_same_per_character(piece):
+@pytest.mark.parametrize(
+    ("form", "piece"),
+    [
+        (HERMES, "word "), (HERMES, '<tool_call>{"name": "add", "x": "'), (HERMES, '<tool_call>{"a":1,'),
+        (HERMES, "<tool_call>["), (QWEN3_CODER, "<tool_call><function=add><parameter=a>"),
+        (LLAMA4_PYTHONIC, "[add(a=[1,"), (DEEPSEEK_V31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add"),
+    ],
+)  # fmt: skip
+def test_a_long_text_costs_the_same_per_character(form, piece):
     """Eight times the text takes well under sixty-four times the time."""
 
     def seconds(count):
-        parser = ToolCallParser(HERMES, NAMES)
+        parser = ToolCallParser(form, NAMES)
         start = time.process_time()
         for _ in range(count):
             parser.push(piece)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import tool_templates
+import tool_texts
 from test_tool_calls import parse_text
 from test_tool_prompts import TIME, WEATHER
 
@@ -42,14 +43,7 @@ def accepts(vocabulary):
 
 def written(form, *calls):
     """Calls as their grammar has them."""
-    if form.arguments_mark:
-        return "".join(f"{form.begin}{name}{form.arguments_mark}{arguments}" for name, arguments in calls)
-    objects = [f'{{"name": "{name}", "{form.arguments_key}": {arguments}}}' for name, arguments in calls]
-    if form.is_list:
-        return f"{form.begin}[{', '.join(objects)}]"
-    if form.end:
-        return "\n".join(f"{form.begin}\n{text}\n{form.end}" for text in objects)
-    return "; ".join(objects)
+    return tool_texts.written(form, [(name, json.loads(arguments)) for name, arguments in calls], literal=json.dumps)
 
 
 CITY, WRONG = ("weather", '{"city": "Paris"}'), ("weather", '{"town": 1}')
@@ -119,6 +113,54 @@ def test_without_ids_a_grammar_needs_no_vocabulary(form):
         "sting"
         in matcher(llguidance.LLTokenizer("byte"), tool_grammar(form, [bad], required=True), log_level=0).get_error()
     )
+
+
+PLAN = {
+    "type": "function",
+    "function": {
+        "name": "plan",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "days": {"type": "integer", "maximum": 9},
+                "exact": {"type": "boolean"},
+                "unit": {"type": "string", "enum": ["C", "F"]},
+                "places": {"type": "array", "items": {"$ref": "#/$defs/place"}},
+            },
+            "required": ["exact"],
+            "$defs": {"place": {"enum": ["sea", 1]}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_arguments_of_all_types(form, accepts):
+    """Each may be there or not unless it is required, and has the values of its schema."""
+    grammar = tool_grammar(form, [PLAN], name="plan", token_id=TOKENIZER.piece_to_id)
+    literals = {True: "True", False: "False"}
+
+    def text(**arguments):
+        order = ["days", "exact", "unit", "places"] if form.syntax != "python" else ["exact", "days", "unit", "places"]
+        ordered = {key: arguments[key] for key in order if key in arguments}
+
+        def literal(value):
+            return literals[value] if isinstance(value, bool) else json.dumps(value)
+
+        return tool_texts.written(form, [("plan", ordered)], literal=literal)
+
+    for arguments in ({}, {"days": 3}, {"unit": "F"}, {"days": -1, "unit": "C", "places": []}, {"places": ["sea", 1]}):
+        call = text(exact=True, **arguments)
+        assert accepts(grammar, call)
+        ((name, found),) = parse_text(form, call, ["plan"], {"plan": PLAN["function"]["parameters"]})
+        assert (name, json.loads(found)) == ("plan", {"exact": True, **arguments})
+    for arguments in ({"days": 10}, {"days": 1.5}, {"unit": "K"}, {"places": ["city"]}, {"places": 1}):
+        assert accepts(grammar, text(exact=True, **arguments)) is False
+    assert not accepts(grammar, text(days=3)) and not accepts(grammar, text(exact="yes"))
+    optional = {**PLAN["function"], "parameters": PLAN["function"]["parameters"] | {"required": []}}
+    grammar = tool_grammar(form, [{"function": optional}], name="plan", token_id=TOKENIZER.piece_to_id)
+    for arguments in ({}, {"days": 3}, {"exact": False}, {"unit": "C", "places": [1]}):
+        assert accepts(grammar, text(**arguments))
 
 
 def test_references_within_a_schema(accepts):

@@ -179,6 +179,77 @@ MISTRAL_ARGS = """{{- bos_token }}
 {%- endfor %}
 """
 
+QWEN3_CODER = """{%- if tools %}
+    {{- "<|im_start|>system\\n# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n<function>\\n<name>" ~ tool.function.name ~ "</name>\\n" }}
+        {{- tool.function.parameters | tojson ~ "\\n</function>" }}
+    {%- endfor %}
+    {{- "\\n</tools>\\n<tool_call>\\n<function=example_function_name>\\n</function>\\n</tool_call><|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}{{- message.content }}{%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for name, value in call.function.arguments | items %}
+            {%- set text = value | tojson if value is mapping or value is not string else value %}
+            {{- '<parameter=' + name + '>\\n' + text + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+DEEPSEEK_V31 = """{{- bos_token }}
+{%- if tools %}{{- "## Tools\\n" + (tools | tojson) }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '<｜Assistant｜>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<｜tool▁calls▁begin｜>' if loop.first }}
+            {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + (call.function.arguments | tojson) }}
+            {{- '<｜tool▁call▁end｜>' }}
+        {%- endfor %}
+        {{- '<｜tool▁calls▁end｜>' + eos_token }}
+    {%- else %}
+        {{- '<' + message.role + '>' + message.content }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+DEEPSEEK_V3 = DEEPSEEK_V31.replace("'<｜tool▁call▁begin｜>' +", "'<｜tool▁call▁begin｜>function<｜tool▁sep｜>' +")
+DEEPSEEK_V3 = DEEPSEEK_V3.replace("+ '<｜tool▁sep｜>' + (", "+ '\\n```json\\n' + (").replace(
+    "{{- '<｜tool▁call▁end｜>' }}", "{{- '\\n```<｜tool▁call▁end｜>' }}"
+)
+
+LLAMA4_PYTHONIC = """{{- bos_token }}
+{%- if tools %}
+    {{- "Calls are in the format of [func_name1(params_name1=params_value1...), func_name2(params)]\\n" }}
+    {{- tools | tojson }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|header_start|>' + message.role + '<|header_end|>\\n\\n' }}
+    {%- if message.tool_calls %}
+        {{- '[' }}
+        {%- for call in message.tool_calls %}
+            {{- call.function.name + '(' }}
+            {%- for name, value in call.function.arguments | items %}
+                {{- name + '=' + (value | tojson) + (', ' if not loop.last else '') }}
+            {%- endfor %}
+            {{- ')' + (', ' if not loop.last else '') }}
+        {%- endfor %}
+        {{- ']' }}
+    {%- else %}
+        {{- message.content | trim }}
+    {%- endif %}
+    {{- '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|header_start|>assistant<|header_end|>\\n\\n' }}{%- endif %}
+"""
+
 NO_TOOLS = """{{- bos_token }}{% for message in messages %}
 {% if message.role not in ('user', 'assistant', 'system') %}{{ raise_exception('unknown role') }}{% endif %}
 <{{ message.role }}>{{ message.content }}{{ eos_token }}
@@ -189,11 +260,21 @@ NO_SYSTEM = """{% for message in messages %}
 <{{ message.role }}>{{ message.content | trim }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
-ALL = {"hermes": QWEN, "llama3_json": LLAMA3, "mistral": MISTRAL, "mistral_args": MISTRAL_ARGS, "generic": NO_TOOLS}
+ALL = {
+    "hermes": QWEN, "qwen3_coder": QWEN3_CODER, "llama3_json": LLAMA3, "llama4_pythonic": LLAMA4_PYTHONIC,
+    "mistral": MISTRAL, "mistral_args": MISTRAL_ARGS, "deepseek_v3": DEEPSEEK_V3, "deepseek_v31": DEEPSEEK_V31,
+    "generic": NO_TOOLS,
+}  # fmt: skip
 """By the name of the form in which their models write calls."""
 
-SPECIAL = ["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"]
-TEXTUAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+SPECIAL = [
+    "<|python_tag|>", "<|python_start|>", "<|python_end|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]",
+    "[/THINK]",
+]  # fmt: skip
+TEXTUAL = [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+]  # fmt: skip
 
 
 def tokenizer(template: str | None = None) -> JsonTokenizer:

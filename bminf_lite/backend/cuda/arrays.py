@@ -140,3 +140,29 @@ class Arrays:
             yield
         finally:
             self.allocator = before
+
+
+class ZeroedScratch:
+    """Zeros of ``allocator`` that kernels leave as zeros; they are kept, because graphs hold their addresses."""
+
+    def __init__(self, arrays: Arrays, allocator: Allocator):
+        self._arrays = arrays
+        self._allocator = allocator
+        self._kept: dict[tuple[str, int], cp.ndarray] = {}
+
+    def zeros(self, purpose: str, count: int, dtype: Any) -> cp.ndarray:
+        """``count`` zeros for ``purpose``: always the same ones."""
+        found = self._kept.get((purpose, count))
+        if found is None:
+            with self._arrays.within(self._allocator):
+                found = self._kept[purpose, count] = self._arrays.zeros((count,), dtype)
+        return found
+
+    def at_least(self, purpose: str, nbytes: int) -> cp.ndarray:
+        """``nbytes`` zero bytes for ``purpose`` or more, if there are more."""
+        known = [count for name, count in self._kept if name == purpose and count >= nbytes]
+        return self.zeros(purpose, max(known, default=nbytes), np.uint8)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._kept.clear()

@@ -8,7 +8,6 @@ and writes the codes for the second. For that, an operation may return a deferre
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -18,8 +17,7 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, is_padded, pitch_of, round_up
-from ...cuda.kernels.attention.heads import MAX_HEAD_DIM, head_pitch_of, scores_of
-from ...cuda.kernels.attention.prefill import COUNTERS
+from ...cuda.kernels.attention.heads import head_pitch_of
 from ...cuda.kernels.constants import ACTIVATIONS, AttentionMask, Epilogue
 from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
 from ...cuda.kernels.gemm.fgemm import FloatGemm
@@ -31,15 +29,14 @@ from ...cuda.kernels.rowwise.rows import ROW
 from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
-from ...errors import DeviceError
-from ...memory.cache_memory import block_bytes
-from ...memory.device import MARGIN, GrowingMemory, device_arena
+from ...memory.device import MARGIN, device_arena
 from ..base import Backend
 from ..calibration import CalibrationOps
 from ..quantization import HostWeight
 from ..sampling import MAX_LOGPROBS, SamplerState
-from ..values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm
-from .arrays import Arrays
+from ..values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
+from .arrays import Arrays, ZeroedScratch
+from .attention import AttentionLaunches
 from .calibration import CudaCalibrationOps
 from .deferred import (
     DeferredGate,
@@ -49,12 +46,12 @@ from .deferred import (
     QuantizedActivations,
     ResidualStream,
     Weight,
-    nbytes_of,
     row_source,
 )
 from .fused import FusedGemms
 from .graph_capture import CapturedGraph, GraphMemory
 from .kernels import Kernels
+from .layer_caches import LayerCaches
 from .materialize import STALE, Materializer
 from .weight_loader import Loader
 
@@ -98,7 +95,9 @@ class CudaBackend(Backend):
         self.fused = FusedGemms(self.int8_gemm, self.arrays)
         self.loader = Loader(self.arena, self.arrays, self.kernels, self.int8_gemm)
         self.graph_memory = GraphMemory(self.arena)
-        self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
+        self.scratch = ZeroedScratch(self.arrays, self.arena)
+        self.caches = LayerCaches(self.device, self.arena, self.arrays)
+        self.launches = AttentionLaunches(self.arrays, self.kernels, self.materializer, self.scratch)
         self._copies = cp.cuda.Stream(non_blocking=True)  # for what is written beside a model
         self._sampled = cp.cuda.Event(disable_timing=True)  # the last sampler that may have read it
 
@@ -166,7 +165,7 @@ class CudaBackend(Backend):
     def close(self) -> None:
         self.stream.synchronize()
         self.loader.close()
-        self._zeroed.clear()
+        self.scratch.clear()
         self.arena.close()
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -186,64 +185,14 @@ class CudaBackend(Backend):
     def layer_cache(
         self, num_blocks: int, kv_heads: int, head_dim: int, *, int8: bool = False, max_blocks: int | None = None
     ) -> LayerCache:
-        if head_dim > MAX_HEAD_DIM or head_dim % 2:
-            raise DeviceError(f"heads of {head_dim} elements; attention kernels take even sizes up to {MAX_HEAD_DIM}")
-        if max_blocks is not None:
-            return self._growing_cache(num_blocks, max_blocks, kv_heads, head_dim, int8)
-        shape, padded = (num_blocks, kv_heads, BLOCK_SIZE), round_up(head_dim, HEAD_PAD)
-        keys, values = (self.arrays.empty((*shape, padded), np.int8 if int8 else np.float16) for _ in range(2))
-        scales = (self.arrays.empty(shape, np.float16) for _ in range(2 if int8 else 0))
-        return LayerCache(keys[..., :head_dim], values[..., :head_dim], *scales)
+        return self.caches.make(num_blocks, kv_heads, head_dim, int8, max_blocks)
 
     def grow(self, cache: LayerCache, num_blocks: int) -> None:
-        old, kv_heads, _, head_dim = cache.keys.shape
-        int8 = cache.key_scales is not None
-        if cache.memory is not None:
-            cache.memory.grow(num_blocks)
-            cache.keys, cache.values, *scales = self._pools(cache.memory, num_blocks, kv_heads, head_dim)
-            if int8:
-                cache.key_scales, cache.value_scales = scales
-            return
-        larger = self.layer_cache(num_blocks, kv_heads, head_dim, int8=int8)
-        runtime = cp.cuda.runtime
-        for name in ("keys", "values", "key_scales", "value_scales") if int8 else ("keys", "values"):
-            before, after = getattr(cache, name), getattr(larger, name)
-            nbytes = old * before.strides[0]
-            runtime.memcpyAsync(after.data.ptr, before.data.ptr, nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
-            setattr(cache, name, after)
+        self.caches.grow(cache, num_blocks)
 
     def free_layer_cache(self, cache: LayerCache) -> None:
-        if cache.memory is not None:
-            self.stream.synchronize()
-            cache.memory.free()
+        self.caches.free(cache)
         super().free_layer_cache(cache)
-
-    def _growing_cache(self, num_blocks: int, max_blocks: int, kv_heads: int, head_dim: int, int8: bool) -> LayerCache:
-        item_bytes = block_bytes(kv_heads, round_up(head_dim, HEAD_PAD), int8)
-        memory = GrowingMemory(self.device, self.arena, item_bytes, max_blocks)
-        try:
-            memory.grow(num_blocks)
-        except BaseException:
-            memory.free()
-            raise
-        keys, values, *scales = self._pools(memory, num_blocks, kv_heads, head_dim)
-        cache = LayerCache(keys, values, memory=memory)
-        if int8:
-            cache.key_scales, cache.value_scales = scales
-        return cache
-
-    def _pools(self, memory: GrowingMemory, num_blocks: int, kv_heads: int, head_dim: int) -> list[cp.ndarray]:
-        """Keys and values, and for int8 their scales, in the lanes of ``memory``."""
-        shape, padded = (num_blocks, kv_heads, BLOCK_SIZE), round_up(head_dim, HEAD_PAD)
-
-        def array(lane: int, shape: tuple[int, ...], dtype: type) -> cp.ndarray:
-            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-            unowned = cp.cuda.UnownedMemory(memory.address(lane), nbytes, memory, self.arrays.device)
-            return cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(unowned, 0))
-
-        codes = np.int8 if memory.lanes == 4 else np.float16
-        heads = [array(lane, (*shape, padded), codes)[..., :head_dim] for lane in range(2)]
-        return heads + [array(lane, shape, np.float16) for lane in range(2, memory.lanes)]
 
     def calibration_ops(self) -> CalibrationOps:
         return CudaCalibrationOps(self, self.materializer, self.loader, self.int8_gemm)
@@ -354,7 +303,7 @@ class CudaBackend(Backend):
 
     def _activate(self, x: cp.ndarray | DeferredMatmul, out: cp.ndarray, activation: str) -> None:
         self.kernels.pointwise.activate(
-            self.kernels.step, row_source(x), out, ACTIVATIONS[activation], self._nbytes_moved(x, out)
+            self.kernels.step, row_source(x), out, ACTIVATIONS[activation], self.kernels.nbytes_moved(x, out)
         )
 
     def _uses_gemv(self, x: Array, weight: Weight) -> bool:
@@ -545,17 +494,20 @@ class CudaBackend(Backend):
         self.kernels.rows.gather_rows(self.kernels.step, rows, source.values, out, before)
         return ResidualStream(out)
 
+    # -- attention -----------------------------------------------------------------------------------------------------
+    # No reference to an input outlives its last reader here, so that its memory is free for what comes next.
+
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
         decodes, prompts = batch.parts
         if decodes is not None:
             qkv, count = self.materializer.to_half(qkv), decodes.batch_size
             table = decodes.block_tables[cache.group]
-            self._attention_decode(qkv[:count], spec, cache, decodes, table, out[:count])
+            self.launches.decode(qkv[:count], spec, cache, decodes, table, out[:count])
         if prompts is not None:
             table = prompts.block_tables[cache.group]
-            q = self._prepared_heads(qkv, spec, cache, prompts, table)
-            self._attention_prefill(q, spec, cache, prompts, table, prompts.max_context_len, out)
+            q = self.launches.prepared_heads(qkv, spec, cache, prompts, table)
+            self.launches.prefill(q, spec, cache, prompts, table, prompts.max_context_len, out)
         return out
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
@@ -563,18 +515,18 @@ class CudaBackend(Backend):
         shape = (spec.kv_heads, qkv.shape[0], round_up(spec.head_dim, HEAD_PAD))
         keys, values = (self.arrays.empty(shape, np.float16)[..., : spec.head_dim] for _ in range(2))
         packed = LayerCache(keys, values)
-        q = self._prepared_heads(qkv, spec, packed, batch, None)
-        self._attention_prefill(q, spec, packed, batch, None, batch.max_query_len, out, AttentionMask.BIDIRECTIONAL)
+        q = self.launches.prepared_heads(qkv, spec, packed, batch, None)
+        self.launches.prefill(q, spec, packed, batch, None, batch.max_query_len, out, AttentionMask.BIDIRECTIONAL)
         return out
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
-        self._prepared_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables)
+        self.launches.prepared_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables)
 
     def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
         spec, table, lengths = replace(spec, bias=None), batch.source_tables, batch.source_lens
         if batch.is_decode:
-            self._attention_decode(self.materializer.to_half(q), spec, source, batch, table, out, lengths)
+            self.launches.decode(self.materializer.to_half(q), spec, source, batch, table, out, lengths)
             return out
         heads = self.materializer.to_half(q).reshape(-1, spec.heads, spec.head_dim)
         if spec.head_dim % HEAD_PAD:
@@ -583,69 +535,10 @@ class CudaBackend(Backend):
                 padded[..., : spec.head_dim] = heads
             heads = padded
         longest = batch.max_source_len
-        self._attention_prefill(heads, spec, source, batch, table, longest, out, AttentionMask.CROSS, lengths)
+        self.launches.prefill(heads, spec, source, batch, table, longest, out, AttentionMask.CROSS, lengths)
         return out
 
-    def _attention_prefill(
-        self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None,
-        max_context_len: int, out: cp.ndarray, mask: AttentionMask = AttentionMask.CAUSAL,
-        lengths: cp.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        """Attention of the tokens of ``batch``; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch.
-
-        ``cache`` is paged by ``table``, or without one has keys ``[kv_heads, T, head_dim]`` of the step itself.
-        """
-        prefill, scores = self.kernels.attention_prefill, scores_of(spec)
-        kind: dict[str, Any] = {
-            "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": len(batch.tokens),
-            "batch_size": batch.batch_size, "max_context_len": max_context_len, "mask": mask,
-        }  # fmt: skip
-        int8 = cache.key_scales is not None
-        scratch_bytes = prefill.scratch_bytes(**kind, scores=scores.kind, int8=int8)
-        scratch = self.arrays.empty((scratch_bytes,), np.uint8)
-        prefill.launch(
-            q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr, out.data.ptr, pitch_of(out),
-            batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, address(table), **kind,
-            table_pitch=0 if table is None else table.shape[1],
-            num_blocks=cache.keys.shape[1] if table is None else reserved_blocks(cache),
-            scores=scores, window=spec.window, scratch=scratch.data.ptr, scratch_bytes=scratch_bytes,
-            counters=self._zeros("attention counters", COUNTERS, np.int32).data.ptr,
-            source_lens=address(lengths),
-            key_scales=address(cache.key_scales), value_scales=address(cache.value_scales),
-            stream=self.stream.ptr, dependent=True,
-        )  # fmt: skip
-
-    def _attention_decode(
-        self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray,
-        out: cp.ndarray, lengths: cp.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        """Attention of one token per sequence over its cache, or over a source of ``lengths``."""
-        decode, count = self.kernels.attention_decode, batch.batch_size
-        longest = batch.max_context_len if lengths is None else batch.max_source_len
-        records = self.arrays.empty((decode.record_elements(spec, count, longest),), np.float32)
-        arrivals = self._zeros("arrival counts", decode.arrival_elements(spec, count), np.int32)
-        decode.launch(
-            self.kernels.step, x, spec, cache, batch.context_lens, table, records, arrivals, out, longest, lengths
-        )
-
-    def _prepared_heads(
-        self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None
-    ) -> cp.ndarray:
-        """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache.
-
-        ``T`` are all tokens of the step, of which only those of ``batch`` are prepared.
-        """
-        heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
-        q = self.arrays.empty((qkv.shape[0], spec.heads, round_up(spec.head_dim, HEAD_PAD)), np.float16)
-        self.kernels.prepare_heads.launch(
-            self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q,
-            len(batch.tokens), self._nbytes_moved(heads, q),
-        )  # fmt: skip
-        return q
-
-    def _nbytes_moved(self, *values: cp.ndarray | DeferredMatmul) -> int:
-        """Bytes that a kernel reads and writes; 0 without an observer."""
-        return 0 if self.device.observer is None else nbytes_of(*values)
+    # -- sampling ------------------------------------------------------------------------------------------------------
 
     def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
         logits = self.arrays.padded(logits)
@@ -682,19 +575,4 @@ class CudaBackend(Backend):
 
     def _sampler_scratch(self, rows: int, vocab: int, greedy: bool) -> cp.ndarray:
         """Scratch for sampling ``rows`` rows: what there is, if it is large enough."""
-        purpose, needed = f"sample {vocab} {greedy}", Sampler.scratch_bytes(rows, vocab, greedy)
-        known = [count for name, count in self._zeroed if name == purpose and count >= needed]
-        return self._zeros(purpose, max(known, default=needed), np.uint8)
-
-    def _zeros(self, purpose: str, count: int, dtype: Any) -> cp.ndarray:
-        """``count`` zeros that kernels leave as zeros, kept for ``purpose`` because graphs hold their address."""
-        found = self._zeroed.get((purpose, count))
-        if found is None:
-            with self.arrays.within(self.arena):
-                found = self._zeroed[purpose, count] = self.arrays.zeros((count,), dtype)
-        return found
-
-
-def reserved_blocks(cache: LayerCache) -> int:
-    """The blocks that a cache may ever have at its address."""
-    return cache.num_blocks if cache.memory is None else int(cache.memory.most)
+        return self.scratch.at_least(f"sample {vocab} {greedy}", Sampler.scratch_bytes(rows, vocab, greedy))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import PAD, round_up
 from ...cuda.kernels.gemm.igemm import Int8Gemm
-from ...cuda.kernels.rowwise.calibration import KINDS, FloatMatrix
+from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
 from ..base import Backend
 from ..calibration import CalibrationOps
+from ..quantization import Int8Weight
 from ..values import Array
 from .deferred import Outliers, Weight
 from .materialize import Materializer
@@ -112,6 +114,12 @@ class CudaCalibrationOps(CalibrationOps):
         self.kernels.row_squares(got, expected, squares)
         noise, size = self.ops.host(squares)
         return noise, size
+
+    def gptq_weight(self, matrix: FloatMatrix, root: Any, factors: np.ndarray | None, rotation: int) -> Int8Weight:
+        values = self.ops.host(matrix.values)
+        if matrix.kind == BF16:
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        return super().gptq_weight(values.astype(np.float32), root, factors, rotation)
 
     def _quantize(self, matrix: FloatMatrix, factors: cp.ndarray | None, codes: cp.ndarray) -> cp.ndarray:
         """Write ``codes`` ``[rows, pitch]``; returns the scales, fp32 ``[out]``."""

@@ -15,6 +15,7 @@ from ...cuda.kernels.rowwise.rows import RowKernels
 from ...cuda.kernels.rowwise.softmax import Softmax
 from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.driver import Device
+from .deferred import DeferredGate, DeferredMatmul, QuantizedActivations, nbytes_of
 
 
 class Kernels:
@@ -44,3 +45,7 @@ class Kernels:
     def end_step(self) -> None:
         """End the step: later launches are outside a step."""
         self.step = StepContext(in_step=False)
+
+    def nbytes_moved(self, *values: cp.ndarray | QuantizedActivations | DeferredMatmul | DeferredGate | None) -> int:
+        """Bytes of what a kernel reads and writes, for an observer of the device; 0 without one."""
+        return 0 if self.device.observer is None else nbytes_of(*values)

@@ -22,7 +22,6 @@ from .deferred import (
     NormAddend,
     QuantizedActivations,
     ResidualStream,
-    nbytes_of,
     row_source,
     row_target,
 )
@@ -78,9 +77,7 @@ class Materializer:
     ) -> None:  # fmt: skip
         """Read rows, add them to the residual stream, normalise, gate or rotate them, and write codes or values."""
         rows, k = (residual if residual is not None else source).shape  # type: ignore[union-attr]
-        moved = 0
-        if self.kernels.device.observer is not None:
-            moved = nbytes_of(source, residual, out, residual if source is not None else None)
+        moved = self.kernels.nbytes_moved(source, residual, out, residual if source is not None else None)
         activation, values = None, source
         if isinstance(source, DeferredGate):
             activation, values = ACTIVATIONS[source.activation], source.source
@@ -147,7 +144,7 @@ class Materializer:
         addend, residual.pending = residual.pending, None
         rows, k = addend.values.shape
         if k <= MAX_NORM_WIDTH:
-            moved = nbytes_of(addend.values, residual.values, residual.values) if self.kernels.device.observer else 0
+            moved = self.kernels.nbytes_moved(addend.values, residual.values, residual.values)
             self.kernels.rows.transform(
                 self.kernels.step, NO_ROWS, sum_target(residual.values), rows, k, addend.values, addend.norm,
                 bytes_moved=moved,

@@ -25,7 +25,7 @@ from ..schemas.chat import ChatBody
 from ..schemas.messages import plain_tool
 from ..state import ServerState
 from ..work import respond
-from .chunks import Usage, head, reports_usage, scored_token, write_chunks
+from .chunks import Usage, chunk_end, head, reports_usage, scored_token, write_chunks
 
 _encode = msgspec.json.encode
 
@@ -133,24 +133,24 @@ class _Chat:
         self._head["object"] = "chat.completion.chunk"
         start = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         heads = [start + b'%d,"delta":' % index for index in range(len(self._answers))]
-        usage = b',"usage":null' if has_usage else b""
-        tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        end = chunk_end(self._body.stream_options, lambda: self.usage)
         has_begun = [False] * len(self._answers)
 
         def chunk(output: Output) -> bytes:
             index, answer = output.index, self._answers[output.index]
             new = answer.read(self.generation, output)
+            tail = b',"logprobs":null,"finish_reason":null}]' + end()
             deltas = [delta for event in new.events if (delta := self._delta(event))]
             begin = b"" if has_begun[index] else heads[index] + b'{"role":"assistant","content":""}' + tail
             has_begun[index] = True
             if self._body.logprobs and (deltas or any(not token.is_end for token in new.tokens)):
                 scores = b',"logprobs":' + _encode(self._logprobs(new.tokens))
                 first = deltas.pop(0) if deltas else b'{"content":""}'
-                begin += heads[index] + first + scores + b',"finish_reason":null}]' + usage + b"}\n\n"
+                begin += heads[index] + first + scores + b',"finish_reason":null}]' + end()
             chunks = b"".join([begin, *(heads[index] + delta + tail for delta in deltas)])
             if new.finish_reason is None:
                 return chunks
-            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}]" + usage + b"}\n\n"
+            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}]" + end()
             return chunks + heads[index] + b'{},"logprobs":null' + reason
 
         def last() -> dict[str, Any]:

@@ -62,6 +62,18 @@ def reports_usage(options: StreamOptions | None) -> bool:
     return options is not None and bool(options.include_usage)
 
 
+def chunk_end(options: StreamOptions | None, usage: Callable[[], dict[str, Any]]) -> Callable[[], bytes]:
+    """What follows the choices of a chunk: its usage, if the request asks for that, and the end of the event.
+
+    ``usage`` returns the tokens so far.
+    """
+    if not reports_usage(options):
+        return lambda: b"}\n\n"
+    if options is None or not options.continuous_usage_stats:
+        return lambda: b',"usage":null}\n\n'
+    return lambda: b',"usage":' + msgspec.json.encode(usage()) + b"}\n\n"
+
+
 async def write_chunks(
     stream: EventStream, generation: Generation, chunk: Callable[[Output], bytes], last: Callable[[], dict[str, Any]]
 ) -> None:

@@ -23,7 +23,7 @@ from ..schemas.base import parse
 from ..schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from ..state import ServerState
 from ..work import respond
-from .chunks import Usage, finite, head, reports_usage, write_chunks
+from .chunks import Usage, chunk_end, finite, head, reports_usage, write_chunks
 
 _encode = msgspec.json.encode
 
@@ -47,8 +47,8 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
     check_count(server, "best_of" if drawn > n else "n", drawn)
     if len(prompts) > (most := server.settings.limits.prompts):
         raise bad_request(f"prompt has {len(prompts):,} prompts, but may have {most:,}", "prompt")
-    scores_prompt = bool(body.echo) and body.logprobs is not None
-    if scores_prompt and is_encoder_decoder:
+    prompt_logprobs = body.logprobs if body.echo else None
+    if prompt_logprobs is not None and is_encoder_decoder:
         raise bad_request(
             "echo with logprobs needs the log-probabilities of the prompt, which this model's encoder reads and does "
             "not predict: leave out one of them",
@@ -64,28 +64,28 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
                for i, p in enumerate(prompts)]  # fmt: skip
     generation = await server.client.generate(
         *(
-            generation_request(server, prompt, params, body, drawn, scores_prompt, grammar, body.stream)
+            generation_request(server, prompt, params, body, drawn, prompt_logprobs, grammar, body.stream)
             for prompt in encoded
         ),
         record=record,
     )
-    return _Completions(server, body, generation, tokenizer, encoded, drawn)
+    return _Completions(server, body, generation, tokenizer, encoded, drawn, grammar is not None)
 
 
 class _Choice:
     """One of a response's choices while it arrives: what is echoed, and then the completion."""
 
-    def __init__(self, completions: _Completions, prompt: EncodedPrompt, text: str):
+    def __init__(self, completions: _Completions, prompt: EncodedPrompt, echo: str):
         body, tokenizer = completions.body, completions.tokenizer
         # A grammar counts the space before the first word, which the text of an answer would leave out.
-        continued = prompt.token_ids if prompt.continues or body.structures else ()
+        continued = prompt.token_ids if prompt.continues or completions.has_grammar else ()
         self.completion = CompletionText(tokenizer, body.stop, continued, completions.texts)
         self.is_empty = body.max_tokens == 0
         self.finish_reason: str | None = None
         self.num_cached = 0
         self.num_characters = 0
         self._prompt = prompt
-        self._echo = text if body.echo else ""
+        self._echo = echo
         self._has_begun = False
         self._texts = completions.texts
         self._tokenizer = tokenizer
@@ -144,18 +144,19 @@ class _Completions:
         tokenizer: Tokenizer,
         prompts: Sequence[EncodedPrompt],
         drawn: int,
+        has_grammar: bool,
     ):
         self.body = body
+        self.has_grammar = has_grammar
         self.generation = generation
         self._prompts = prompts
         self._drawn = drawn
         has_scores = body.logprobs is not None or drawn > (body.n or 1)
         self.tokenizer = tokenizer
         self.texts = server.token_texts if has_scores else None
+        echoes = [_text(tokenizer, given) if body.echo else "" for given in body.prompts]
         self._choices = [
-            _Choice(self, prompt, tokenizer.decode(given) if isinstance(given, list) and body.echo else str(given))
-            for prompt, given in zip(prompts, body.prompts, strict=True)
-            for _ in range(drawn)
+            _Choice(self, prompt, echo) for prompt, echo in zip(prompts, echoes, strict=True) for _ in range(drawn)
         ]
         self._head = head("cmpl", "text_completion", body.model or server.model_name)
 
@@ -196,22 +197,26 @@ class _Completions:
         has_usage = reports_usage(self.body.stream_options)
         start = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         heads = [start + b"%d" % index + b',"text":' for index in range(len(self._choices))]
-        tail = b"]" + (b',"usage":null' if has_usage else b"") + b"}\n\n"
-        plain = b',"logprobs":null,"finish_reason":null}' + tail
+        end = chunk_end(self.body.stream_options, lambda: self.usage)
 
         def chunk(output: Output) -> bytes:
             index, choice = output.index, self._choices[output.index]
             new = choice.read(self.generation, output)
             if self.body.logprobs is None and new.finish_reason is None:
-                return heads[index] + _encode(new.text) + plain if new.text else b""
+                plain = b',"logprobs":null,"finish_reason":null}]'
+                return heads[index] + _encode(new.text) + plain + end() if new.text else b""
             logprobs = _encode(None if self.body.logprobs is None else choice.logprobs(new.tokens))
-            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}"
-            return heads[index] + _encode(new.text) + b',"logprobs":' + logprobs + reason + tail
+            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}]"
+            return heads[index] + _encode(new.text) + b',"logprobs":' + logprobs + reason + end()
 
         def last() -> dict[str, Any]:
             return {**self._head, "choices": [], "usage": self.usage} if has_usage else {}
 
         await write_chunks(stream, self.generation, chunk, last)
+
+
+def _text(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
 
 
 def _mean(tokens: Sequence[ScoredToken]) -> float:

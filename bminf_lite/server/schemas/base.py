@@ -146,11 +146,11 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def is_whole(value: Any) -> bool:
-    """Whether a JSON value is an integer."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_texts(value: Any) -> bool:
+    """Whether a JSON value is an array of strings, one at least."""
+    return isinstance(value, list) and set(map(type, value)) == {str}
 
 
-def is_list_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether a JSON value is an array, one element at least, all of a kind."""
-    return lambda value: isinstance(value, list) and bool(value) and all(map(kind, value))
+def is_whole_numbers(value: Any) -> bool:
+    """Whether a JSON value is an array of integers, one at least."""
+    return isinstance(value, list) and set(map(type, value)) == {int}

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from .base import invalid, is_list_of, is_text, is_whole, one_of, option, refused
+from .base import invalid, is_text, is_texts, is_whole_numbers, one_of, option, refused
 from .sampling import SamplingFields, Stops, StreamOptions, StructureFields
 
 DEFAULT_MAX_TOKENS = 16
@@ -21,9 +21,9 @@ class CompletionBody(SamplingFields, StructureFields):
         Any,
         one_of(
             is_text,
-            is_list_of(is_text),
-            is_list_of(is_whole),
-            is_list_of(is_list_of(is_whole)),
+            is_texts,
+            is_whole_numbers,
+            lambda value: isinstance(value, list) and bool(value) and all(map(is_whole_numbers, value)),
             wanted="a text, a list of texts, a list of token ids, or a list of such lists; no list may be empty",
         ),
     ]
@@ -55,5 +55,5 @@ class CompletionBody(SamplingFields, StructureFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, as text or as token ids."""
-        is_one = isinstance(self.prompt, str) or is_whole(self.prompt[0])
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else self.prompt

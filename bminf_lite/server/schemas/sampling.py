@@ -82,7 +82,7 @@ class SamplingFields(Body):
 
 
 class StreamOptions(Body):
-    """``include_usage``: a last chunk with the usage. ``continuous_usage_stats``: the usage so far in every chunk."""
+    """``include_usage``: a last chunk with the usage; with ``continuous_usage_stats`` every chunk has it."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -133,6 +133,9 @@ class StructuredOutputs(Body):
         return self
 
 
+_NO_STRUCTURE = StructuredOutputs.model_construct()
+
+
 class StructureFields(Body):
     """The structure that the text must have, under OpenAI's and vLLM's present and former names."""
 
@@ -146,7 +149,7 @@ class StructureFields(Body):
     @property
     def structures(self) -> list[Structure]:
         """The structures that the fields ask for; more than one is an error."""
-        vllm = self.structured_outputs or StructuredOutputs.model_construct()
+        vllm = self.structured_outputs or _NO_STRUCTURE
         form = self.response_format
         schema = None if form is None or form.json_schema is None else form.json_schema.schema_
         is_object = form is not None and form.type == "json_object"

@@ -1,0 +1,90 @@
+"""Launches of attention: one token per sequence, several tokens, and the preparation of heads for several tokens.
+
+The decode kernel normalises and rotates heads itself, and updates the cache. For several tokens a kernel does that
+before the prefill kernel reads the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from ...cuda.kernels.arrays import HEAD_PAD, address, pitch_of, round_up
+from ...cuda.kernels.attention.heads import scores_of
+from ...cuda.kernels.attention.prefill import COUNTERS
+from ...cuda.kernels.constants import AttentionMask
+from ..values import Array, AttentionSpec, ForwardBatch, LayerCache
+from .arrays import Arrays, ZeroedScratch
+from .deferred import DeferredMatmul, row_source
+from .kernels import Kernels
+from .layer_caches import reserved_blocks
+from .materialize import Materializer
+
+
+class AttentionLaunches:
+    """The launches of which the operations on attention are made, with the scratch that each needs."""
+
+    def __init__(self, arrays: Arrays, kernels: Kernels, materializer: Materializer, scratch: ZeroedScratch):
+        self.arrays = arrays
+        self.kernels = kernels
+        self.materializer = materializer
+        self.scratch = scratch
+
+    def prefill(
+        self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None,
+        max_context_len: int, out: cp.ndarray, mask: AttentionMask = AttentionMask.CAUSAL,
+        lengths: cp.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Attention of the tokens of ``batch``; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch.
+
+        ``cache`` is paged by ``table``, or without one has keys ``[kv_heads, T, head_dim]`` of the step itself.
+        """
+        prefill, scores = self.kernels.attention_prefill, scores_of(spec)
+        kind: dict[str, Any] = {
+            "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": len(batch.tokens),
+            "batch_size": batch.batch_size, "max_context_len": max_context_len, "mask": mask,
+        }  # fmt: skip
+        int8 = cache.key_scales is not None
+        scratch_bytes = prefill.scratch_bytes(**kind, scores=scores.kind, int8=int8)
+        scratch = self.arrays.empty((scratch_bytes,), np.uint8)
+        prefill.launch(
+            q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr, out.data.ptr, pitch_of(out),
+            batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, address(table), **kind,
+            table_pitch=0 if table is None else table.shape[1],
+            num_blocks=cache.keys.shape[1] if table is None else reserved_blocks(cache),
+            scores=scores, window=spec.window, scratch=scratch.data.ptr, scratch_bytes=scratch_bytes,
+            counters=self.scratch.zeros("attention counters", COUNTERS, np.int32).data.ptr,
+            source_lens=address(lengths),
+            key_scales=address(cache.key_scales), value_scales=address(cache.value_scales),
+            stream=self.arrays.stream.ptr, dependent=True,
+        )  # fmt: skip
+
+    def decode(
+        self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray,
+        out: cp.ndarray, lengths: cp.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Attention of one token per sequence over its cache, or over a source of ``lengths``."""
+        decode, count = self.kernels.attention_decode, batch.batch_size
+        longest = batch.max_context_len if lengths is None else batch.max_source_len
+        records = self.arrays.empty((decode.record_elements(spec, count, longest),), np.float32)
+        arrivals = self.scratch.zeros("arrival counts", decode.arrival_elements(spec, count), np.int32)
+        decode.launch(
+            self.kernels.step, x, spec, cache, batch.context_lens, table, records, arrivals, out, longest, lengths
+        )
+
+    def prepared_heads(
+        self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None
+    ) -> cp.ndarray:
+        """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache.
+
+        ``T`` are all tokens of the step, of which only those of ``batch`` are prepared.
+        """
+        heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
+        q = self.arrays.empty((qkv.shape[0], spec.heads, round_up(spec.head_dim, HEAD_PAD)), np.float16)
+        self.kernels.prepare_heads.launch(
+            self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q,
+            len(batch.tokens), self.kernels.nbytes_moved(heads, q),
+        )  # fmt: skip
+        return q

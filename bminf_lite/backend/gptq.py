@@ -1,0 +1,102 @@
+"""GPTQ's arithmetic over NumPy (https://arxiv.org/abs/2210.17323): the definition for every backend.
+
+From the Hessian ``H`` of a product's squared error come an order of its columns, by their diagonal element, the largest
+first, and the upper triangular ``U`` with ``U^T U`` the inverse of the damped ``H`` in that order. Column after column
+is then rounded in that order. With ``e`` the error of the rounded column ``c`` over ``U[c, c]``, each later column
+``j`` becomes ``w[j] - e * U[c, j]``, in fp32, product and difference rounded. That is done at once for the columns of
+the same block of :data:`BLOCK`. For later blocks one float product ``E U`` adds up the changes of a whole block.
+
+Backends agree as follows. With the same ``U`` and weights, codes of the first block are equal. The float product sums
+in an order of its own, so a value of a later block may lie on the other side of a tie, and then the columns behind it
+differ too. ``U`` itself agrees within the error of a Cholesky decomposition in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .quantization import CODE_MAX
+from .rotation import rotated
+
+BLOCK = 128
+"""Columns whose errors are compensated together."""
+
+DAMPING = 0.01
+"""Added to the Hessian's diagonal, relative to its mean, so that it can be inverted."""
+
+ROWS = 4096
+"""Rows of inputs whose product is summed in fp32."""
+
+
+@dataclass(frozen=True)
+class Root:
+    """The order in which columns are rounded, and the upper triangular ``U``, fp32 ``[in, in]``, of that order."""
+
+    order: np.ndarray
+    values: np.ndarray
+
+
+def hessian(inputs: np.ndarray) -> np.ndarray:
+    """``X^T X`` of fp32 ``[T, in]``, fp64 ``[in, in]``: fp32 products of some thousand rows, summed in fp64."""
+    total = np.zeros((inputs.shape[1],) * 2)
+    for start in range(0, len(inputs), ROWS):
+        part = inputs[start : start + ROWS]
+        total += part.T @ part
+    return total
+
+
+def transformed_hessian(total: np.ndarray, factors: np.ndarray | None, rotation: int = 1) -> np.ndarray:
+    """The Hessian of inputs divided by ``factors``, powers of two fp32 ``[in]``, and rotated: fp64 ``[in, in]``.
+
+    ``rotation`` is the size of blocks. A rotated Hessian is rounded to fp32, far below the damping.
+    """
+    if factors is not None:
+        total = total / np.outer(factors, factors).astype(np.float64)
+    return total if rotation == 1 else rotated(rotated(total, rotation).T, rotation).astype(np.float64)
+
+
+def act_order(diagonal: np.ndarray) -> np.ndarray:
+    """The numbers of the columns by their diagonal element ``[in]``, the largest first; of equal ones the first."""
+    return np.argsort(-diagonal, kind="stable")
+
+
+def damping_of(diagonal: np.ndarray) -> float:
+    """What is added to the diagonal ``[in]``: with it, an input that is always zero is independent of the others."""
+    return DAMPING * float(diagonal.mean(dtype=np.float64)) or 1.0
+
+
+def inverse_root(total: np.ndarray) -> Root:
+    """The root of a Hessian, fp64 ``[in, in]``."""
+    diagonal = np.diagonal(total)
+    order = act_order(diagonal)
+    damped = total[np.ix_(order, order)] + np.diag(np.full(len(total), damping_of(diagonal)))
+    return Root(order, np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
+
+
+def gptq_codes(weight: np.ndarray, scale: np.ndarray, root: Root) -> np.ndarray:
+    """Codes int8 ``[out, in]``, -127 to 127, of ``weight`` fp32 ``[out, in]`` with ``scale`` ``[out]``."""
+    rest = weight[:, root.order] / scale.astype(np.float32)[:, None]
+    codes = np.empty(weight.shape, np.int8)
+    inputs = weight.shape[1]
+    for start in range(0, inputs, BLOCK):
+        stop = min(start + BLOCK, inputs)
+        block, errors = round_block(rest[:, start:stop], root.values[start:stop, start:stop])
+        codes[:, root.order[start:stop]] = block
+        rest[:, stop:] -= errors @ root.values[start:stop, stop:]
+    return codes
+
+
+def round_block(block: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes int8 and errors fp32 ``[out, n]`` of columns ``block``, in units of their scale, which are overwritten.
+
+    ``root`` fp32 ``[n, n]`` is their part of ``U``.
+    """
+    codes, errors = np.empty(block.shape, np.int8), np.empty(block.shape, np.float32)
+    for column in range(block.shape[1]):
+        rounded = np.clip(np.rint(block[:, column]), -CODE_MAX, CODE_MAX)
+        codes[:, column] = rounded
+        errors[:, column] = (block[:, column] - rounded) / root[column, column]
+        block[:, column + 1 :] -= errors[:, column, None] * root[column, column + 1 :]
+    return codes, errors

@@ -1,0 +1,128 @@
+"""The forms in which models write calls of functions."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ...errors import UsageError
+
+Tool = Mapping[str, Any]
+"""OpenAI's form: ``{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}``."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A form in which models write calls. ``begin`` and ``end`` enclose a call; they may be special tokens.
+
+    - ``syntax`` of what is between them:
+
+      - ``json``: an object with the function's ``name`` and its arguments, whose key is ``arguments_key``. If
+        ``is_list``, a list of such objects.
+      - ``named``: the name, ``arguments_mark``, and the arguments as JSON.
+      - ``marked``: calls like ``named`` ones, each within ``call_marks``. If ``is_fenced``, the word ``function`` and
+        another ``arguments_mark`` precede the name, and the arguments are within a fence of Markdown.
+      - ``xml``: ``<function=name>``, and each argument as a text within ``<parameter=name>``.
+      - ``python``: a list of calls as Python writes them.
+    - ``has_bare_calls``: an answer that begins with a call may leave out ``begin``.
+    - ``is_generic``: the chat template gets a description of the functions in a message, by :func:`.generic_messages`.
+    """
+
+    name: str
+    begin: str
+    end: str = ""
+    syntax: Literal["json", "named", "marked", "xml", "python"] = "json"
+    arguments_key: str = "arguments"
+    has_bare_calls: bool = False
+    is_list: bool = False
+    arguments_mark: str = ""
+    call_marks: tuple[str, str] = ("", "")
+    is_fenced: bool = False
+    is_generic: bool = False
+
+    @property
+    def visible_tokens(self) -> tuple[str, ...]:
+        """The texts that a detokenizer must not drop if they are special tokens."""
+        marks = (self.begin, self.end, *self.call_marks, self.arguments_mark, CALL_ID * (self.syntax == "named"))
+        return tuple(mark for mark in marks if mark)
+
+    def new_call_id(self) -> str:
+        """A random id. Mistral's templates refuse others than nine letters and digits."""
+        if self.begin == _MISTRAL:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+_MISTRAL = "[TOOL_CALLS]"
+CALL_ID = "[CALL_ID]"
+"""In the form ``named``, an id may stand behind this mark and before the arguments."""
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
+LLAMA3_JSON = ToolFormat("llama3_json", "<|python_tag|>", arguments_key="parameters", has_bare_calls=True)
+MISTRAL = ToolFormat("mistral", _MISTRAL, is_list=True)
+MISTRAL_ARGS = ToolFormat("mistral_args", _MISTRAL, syntax="named", arguments_mark="[ARGS]")
+QWEN3_CODER = ToolFormat("qwen3_coder", "<tool_call>", "</tool_call>", syntax="xml")
+DEEPSEEK_V31 = ToolFormat(
+    "deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", syntax="marked", arguments_mark="<｜tool▁sep｜>",
+    call_marks=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+)  # fmt: skip
+DEEPSEEK_V3 = replace(DEEPSEEK_V31, name="deepseek_v3", is_fenced=True)
+LLAMA4_PYTHONIC = ToolFormat(
+    "llama4_pythonic", "<|python_start|>", "<|python_end|>", syntax="python", has_bare_calls=True
+)
+GENERIC = ToolFormat("generic", "<tool_call>", "</tool_call>", is_generic=True)
+
+TOOL_FORMATS = {
+    form.name: form
+    for form in (
+        HERMES, QWEN3_CODER, LLAMA3_JSON, LLAMA4_PYTHONIC, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, GENERIC,
+    )
+}  # fmt: skip
+"""By name: what an option may choose instead of what :func:`find_tool_format` finds."""
+
+
+def find_tool_format(template: str | None, has_token: Callable[[str], bool]) -> ToolFormat:
+    """The form of a checkpoint, from its chat template for conversations with tools and its vocabulary.
+
+    Only of a template that reads ``tools``; all others are ``generic``.
+
+    - ``qwen3_coder`` (Qwen3-Coder, Qwen 3.5): it mentions ``<tool_call>`` and ``<function=``.
+    - ``hermes`` (Hermes, Qwen 2.5 and 3): it mentions ``<tool_call>`` around JSON.
+    - ``mistral_args``, ``mistral``: it mentions ``[TOOL_CALLS]`` with or without ``[ARGS]``.
+    - ``deepseek_v3`` (DeepSeek V3 and R1), ``deepseek_v31``: it mentions ``<｜tool▁calls▁begin｜>`` with or without a
+      fence for JSON.
+    - ``llama4_pythonic`` (Llama 4 and 3.2): it describes calls as ``[func_name1(``.
+    - ``llama3_json`` (Llama 3.1 to 3.3): the vocabulary has ``<|python_tag|>``.
+    """
+    source = template or ""
+    if re.search(r"\btools\b", source) is None:
+        return GENERIC
+    if _MISTRAL in source:
+        return MISTRAL_ARGS if MISTRAL_ARGS.arguments_mark in source else MISTRAL
+    if HERMES.begin in source:
+        return QWEN3_CODER if "<function=" in source else HERMES
+    if DEEPSEEK_V3.begin in source:
+        return DEEPSEEK_V3 if "```json" in source else DEEPSEEK_V31
+    if "[func_name1(" in source:
+        return LLAMA4_PYTHONIC
+    return LLAMA3_JSON if has_token(LLAMA3_JSON.begin) else GENERIC
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The form of that name. Raises ``UsageError`` if there is none."""
+    if name not in TOOL_FORMATS:
+        raise UsageError(f"the form of tool calls is {name!r}, but must be one of {', '.join(TOOL_FORMATS)}")
+    return TOOL_FORMATS[name]
+
+
+def function_names(tools: Sequence[Tool]) -> list[str]:
+    """The names of the functions, in order."""
+    return [tool["function"]["name"] for tool in tools]
+
+
+def parameters_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The JSON schema of a function's arguments; without one it has none."""
+    return function.get("parameters") or {"properties": {}, "additionalProperties": False}

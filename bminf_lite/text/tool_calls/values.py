@@ -1,0 +1,85 @@
+"""Values that models write as text or as Python does, in calls whose arguments are not JSON: turned into JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+MAX_LITERAL = 10_000
+"""Characters of a literal of Python that is parsed; a longer text that is not JSON is a string."""
+
+_NAMES = {"true": True, "false": False, "null": None}
+
+
+def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema names; empty if it names none."""
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset([kind])
+    if isinstance(kind, list):
+        return frozenset(kind)
+    choices = schema.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+        return frozenset(["string"])
+    parts = schema.get("anyOf") or schema.get("oneOf") or ()
+    return frozenset[str]().union(*(types_of(part) for part in parts if isinstance(part, Mapping)))
+
+
+def json_of_parameter(text: str, schema: Mapping[str, Any]) -> str:
+    """The JSON of a parameter's text: a string if its schema allows one, else the value that the text is."""
+    types = types_of(schema)
+    if "string" in types:
+        return "null" if "null" in types and text == "null" else _dumped(text)
+    return json_of_literal(text)
+
+
+def json_of_literal(text: str) -> str:
+    """The JSON of a text that is JSON or a literal of Python; of another text, the JSON of a string."""
+    text = text.strip()
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        try:
+            return _dumped(_value(_parsed(text)))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return _dumped(text)
+    return text
+
+
+def _parsed(text: str) -> ast.expr:
+    if len(text) > MAX_LITERAL:
+        raise ValueError
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of odd literals, such as "1if"
+        return ast.parse(text, mode="eval").body
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(None | bool() | int() | float() | str() as value):
+            return value
+        case ast.Name(name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
+            return -value
+        case ast.List(items) | ast.Tuple(items) | ast.Set(items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
+            return {str(key.value): _value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+    raise ValueError
+
+
+def _dumped(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return json.dumps(value)
+    return text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
