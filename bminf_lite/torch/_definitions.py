@@ -13,10 +13,18 @@ from ..backend.gradients import norm_gradients, normalised_from_output, softmax_
 from ..backend.quantization import quantize_rows as quantize
 from ..backend.values import Norm
 
+COMPUTE_DTYPES = {
+    torch.float64: torch.float64, torch.float32: torch.float32, torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}  # fmt: skip
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """fp64 for fp64, else fp32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64, fp32 for the other float types that operations take; ``ValueError`` for all else."""
+    found = COMPUTE_DTYPES.get(dtype)
+    if found is None:
+        raise ValueError(f"tensors must be fp32, fp16, bf16 or on the CPU fp64, not {dtype}; convert them with .to()")
+    return found
 
 
 def array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
@@ -37,7 +45,9 @@ def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 def softmax(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     """``softmax(scale * x + bias)`` where ``mask`` is set."""
-    dtype = compute_dtype(x)
+    dtype = compute_dtype(x.dtype)
+    if not x.numel():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
     scores = array(x, dtype)
     scores = scores * scores.dtype.type(scale)
     if bias is not None:
@@ -52,7 +62,7 @@ def softmax_(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) 
 
 def softmax_backward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
     """The gradient of a softmax's input."""
-    dtype = compute_dtype(y)
+    dtype = compute_dtype(y.dtype)
     return tensor(softmax_gradient(array(dy, dtype), array(y, dtype), scale), y.dtype)
 
 
@@ -60,7 +70,7 @@ def norm_with_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A norm, and its means (none without ``center``) and inverse deviations."""
-    dtype = compute_dtype(x)
+    dtype = compute_dtype(x.dtype)
     values = array(x, dtype)
     mean, inverse = norm_statistics(values, eps, center)
     gain = np.ones((), values.dtype) if weight is None else array(weight, dtype)
@@ -92,7 +102,7 @@ def norm_backward(
     inverse: Tensor, center: bool, parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of a norm's input, weight and bias (empty without ``parameters``)."""
-    dtype = compute_dtype(x)
+    dtype = compute_dtype(x.dtype)
     values, gain, factor = array(x, dtype), optional_array(weight, dtype), array(inverse, dtype)
     if from_output:
         normalised = normalised_from_output(values, gain, optional_array(bias, dtype))
@@ -107,12 +117,14 @@ def norm_backward(
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales."""
+    compute_dtype(x.dtype)
     codes, scale = quantize(array(x, torch.float32))
     return tensor(codes, torch.int8), tensor(scale, torch.float32)
 
 
 def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``a_scale * (b_scale * (a @ b.T))`` of codes."""
+    compute_dtype(dtype)
     sums = exact_int_matmul(array(a, torch.float32), array(b, torch.float32))
     scales = array(a_scale, torch.float32)[:, None], array(b_scale, torch.float32)
     return tensor(scales[0] * (scales[1] * sums.astype(np.float32)), dtype)
@@ -120,7 +132,7 @@ def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     """``x @ (scale * codes).T + bias``, with ``x`` quantized per row if ``dynamic``."""
-    dtype = compute_dtype(x)
+    dtype = compute_dtype(x.dtype)
     weight, rows = array(codes, dtype), array(x, dtype).reshape(-1, x.shape[-1])
     if dynamic:
         row_codes, row_scale = quantize(rows.astype(np.float32, copy=False))
@@ -135,13 +147,13 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dy
 
 def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """``dy @ (scale * codes)``."""
-    dtype = compute_dtype(dy)
+    dtype = compute_dtype(dy.dtype)
     weight = array(scale, dtype)[:, None] * array(codes, dtype)
     return tensor(array(dy, dtype) @ weight, dy.dtype)
 
 
 def square_linear_(x: Tensor, w: Tensor, transpose: bool) -> None:
     """``x @ w.T``, or ``x @ w``, over ``x``."""
-    dtype = compute_dtype(x)
+    dtype = compute_dtype(x.dtype)
     weight = array(w, dtype)
     x.copy_(tensor(array(x, dtype) @ (weight.T if transpose else weight), x.dtype))

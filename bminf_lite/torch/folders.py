@@ -25,7 +25,7 @@ from ..checkpoint.recipe import Recipe, Scheme
 from ..checkpoint.tensor_file import DTYPES
 from ..checkpoint.writer import SHARD_BYTES, CheckpointWriter, TensorDeclaration, write_json
 from ..errors import CheckpointError, UsageError
-from ..models.spec import Parameter, Role
+from ..models.spec import Parameter, Role, Spec
 from . import streaming
 from .linear import Int8Linear
 
@@ -71,7 +71,7 @@ def from_migrated(
 
 def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> None:
     """Replace the layers of a model without values by int8 layers, and give all other parameters their values."""
-    spec, path = weights.spec, weights.checkpoint.path
+    spec, path, names = weights.spec, weights.checkpoint.path, _names_in(model, weights.spec)
     for name, parameter in spec.parameters.items():
         if parameter.role in (Role.LINEAR, Role.HEAD) and weights.scheme_of(name) is not Scheme.FLOAT:
             stored = weights.weight(name)
@@ -80,19 +80,33 @@ def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> N
                 raise CheckpointError(f"{path}: {name} keeps columns in fp16, which only the engine can run")
             codes, scale = torch.from_numpy(np.array(stored.codes)), _tensor(stored.scale, torch.float32)
             layer = Int8Linear(codes, scale, dynamic=stored.dynamic, transposed=parameter.transposed)
-            replace(model, name.removesuffix(".weight"), layer)
+            replace(model, names[name].removesuffix(".weight"), layer)
     for name in spec.parameters.keys() - spec.tied.keys():
-        owner, attribute = owner_of(model, name)
+        owner, attribute = owner_of(model, names[name])
         if not (isinstance(owner, Int8Linear) and attribute == "weight"):
             owner.register_parameter(attribute, nn.Parameter(_tensor(weights.vector(name), dtype)))
     for name, source in spec.tied.items():
-        owner, attribute = owner_of(model, name)
+        owner, attribute = owner_of(model, names[name])
         if not isinstance(owner, Int8Linear):
-            original, shared = owner_of(model, source)
+            original, shared = owner_of(model, names[source])
             owner.register_parameter(attribute, original.get_parameter(shared))
+    shared = model.get_input_embeddings().get_parameter("weight")  # type: ignore[operator]
+    for module in model.modules():  # encoder and decoder may have one each, which share their weight
+        if isinstance(module, nn.Embedding) and module.weight.is_meta and module.weight.shape == shared.shape:
+            module.weight = shared
     missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
         raise CheckpointError(f"{path}: the model has parameters that the folder lacks: {', '.join(missing)}")
+
+
+def _names_in(model: Any, spec: Spec) -> dict[str, str]:
+    """The model's names of a checkpoint's tensors: transformers has renamed output heads."""
+    names = dict(zip(spec.parameters, spec.parameters, strict=True))
+    modules = {module: name for name, module in model.named_modules()}
+    for name, parameter in spec.parameters.items():
+        if parameter.role is Role.HEAD and name.removesuffix(".weight") not in modules.values():
+            names[name] = f"{modules[model.get_output_embeddings()]}.weight"
+    return names
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, recipe: Recipe | None = None, force: bool = False) -> None:
@@ -105,11 +119,22 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, recipe: Recipe | No
 
     A matrix that the source stored ``[in, out]`` is written as its dequantized values in fp32, from which loading makes
     the same codes. Raises :class:`CheckpointError` if the folder cannot be written, and :class:`UsageError` for a model
-    without a transformers configuration, or whose architecture this package does not know.
+    without a transformers configuration, whose architecture this package does not know, or with adapters of peft.
     """
     config = _config_of(model)
+    if has_adapters(model):
+        raise UsageError(
+            "the model has adapters of peft; save those by the peft model's save_pretrained (or save_adapter), and the "
+            "model that its unload() returns"
+        )
     spec = describe_model(config).spec
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Int8Linear)}
+    names = _names_in(model, spec)
+    modules = dict(model.named_modules())
+    layers = {
+        name.removesuffix(".weight"): layer
+        for name, own in names.items()
+        if isinstance(layer := modules.get(own.removesuffix(".weight")), Int8Linear)
+    }
     arrays: dict[str, np.ndarray] = {}
     schemes: dict[str, Scheme] = {}
     for name, parameter in spec.parameters.items():
@@ -123,7 +148,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, recipe: Recipe | No
         if name in spec.tied:
             continue
         if layer is None:
-            owner, attribute = owner_of(model, name)
+            owner, attribute = owner_of(model, names[name])
             arrays[name] = _array(owner.get_parameter(attribute))
         elif parameter.transposed:
             arrays[name] = _array(layer.dequantize().t())
@@ -155,6 +180,15 @@ def bind_save(model: nn.Module, recipe: Recipe | None) -> None:
 
     if isinstance(model, PreTrainedModel):
         model.save_pretrained = functools.partial(save_pretrained, model, recipe=recipe)  # type: ignore[method-assign]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has replaced layers of ``model``."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

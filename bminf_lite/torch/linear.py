@@ -24,7 +24,10 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     of the rows is too small or too large for that. Raises ``ValueError`` for a NaN or an infinity.
     """
     rows, columns = weight.shape
-    scale = torch.linalg.vector_norm(weight.detach(), ord=torch.inf, dim=1, dtype=torch.float32) / CODE_MAX
+    if not columns:
+        raise ValueError(f"a weight {list(weight.shape)} has no columns to quantize")
+    weight = weight.detach().float() if weight.dtype == torch.float64 else weight.detach()
+    scale = torch.linalg.vector_norm(weight, ord=torch.inf, dim=1, dtype=torch.float32) / CODE_MAX
     if not torch.isfinite(scale).all():
         bad = int((~torch.isfinite(scale)).nonzero()[0])
         raise ValueError(f"row {bad} of a weight {list(weight.shape)} holds a NaN or an infinity")
@@ -35,7 +38,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     step = max(1, BLOCK_ELEMENTS * ROW_BLOCKS // max(columns, 1))
     for first in range(0, rows, step):
         block = slice(first, first + step)
-        ratio = weight.detach()[block].float() / scale[block, None]
+        ratio = weight[block].float() / scale[block, None]
         codes[block] = ratio.round_().clamp_(-CODE_MAX, CODE_MAX).to(torch.int8)
     return codes, scale
 
@@ -60,7 +63,8 @@ class CodesView(Tensor):
             return super().__torch_function__(function, types, args, kwargs or {})
         raise UsageError(
             f"Int8Linear.weight holds int8 codes, which {name} would misread. Read the weight with dequantize(); merge "
-            f"an adapter into the float model, or keep it unmerged"
+            f"an adapter into the float model, or keep it unmerged; if the model itself reads the weight, keep this "
+            f"layer float by skip=[...] of wrap"
         )
 
 

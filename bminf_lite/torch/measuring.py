@@ -9,6 +9,7 @@ calls from a CUDA graph, which leaves the device time.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -134,8 +135,8 @@ def measure(
 
 
 def compare(
-    ours: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
+    ours: Callable[..., Any],
+    reference: Callable[..., Any],
     *arguments: Any,
     rtol: float,
     atol: float,
@@ -146,7 +147,8 @@ def compare(
     """The costs of two functions, and how far apart their results are.
 
     The first result of each function is compared within ``atol + rtol * |reference|``. With ``gradients`` so are the
-    gradients of all float arguments for a random gradient of the result, the same for both. Functions that overwrite
+    gradients of all float arguments for a random gradient of the result, the same for both, where the reference has
+    them. Results of different shapes, and missing gradients, do not agree at all. Functions that overwrite
     an argument get a copy in the comparison; in the measurement they overwrite the argument itself.
     """
     agreements = _agreements(ours, reference, arguments, rtol, atol, gradients)
@@ -256,29 +258,31 @@ def _captured(function: Callable[..., Any], arguments: Sequence[Any], calls: int
 
 
 def _agreements(
-    ours: Callable[..., Tensor], reference: Callable[..., Tensor], arguments: Sequence[Any], rtol: float, atol: float,
+    ours: Callable[..., Any], reference: Callable[..., Any], arguments: Sequence[Any], rtol: float, atol: float,
     gradients: bool,
 ) -> tuple[Agreement, ...]:  # fmt: skip
     first, second = (_results(function, arguments, gradients) for function in (ours, reference))
-    return tuple(Agreement(name, _excess(first[name], expected, rtol, atol)) for name, expected in second.items())
+    return tuple(Agreement(name, _excess(first.get(name), expected, rtol, atol)) for name, expected in second.items())
 
 
-def _results(function: Callable[..., Tensor], arguments: Sequence[Any], gradients: bool) -> dict[str, Tensor]:
+def _results(function: Callable[..., Any], arguments: Sequence[Any], gradients: bool) -> dict[str, Tensor]:
     own = [a.detach().clone() if isinstance(a, Tensor) else a for a in arguments]
     floats = [i for i, a in enumerate(own) if isinstance(a, Tensor) and a.is_floating_point()]
-    if not gradients:
-        return {"result": function(*own)}
-    leaves = {i: own[i].requires_grad_() for i in floats}
-    y = function(*(leaves[i] * 1 if i in leaves else a for i, a in enumerate(own)))
+    leaves = {i: own[i].requires_grad_() for i in floats} if gradients else {}
+    found = function(*(leaves[i] * 1 if i in leaves else a for i, a in enumerate(own)))
+    y: Tensor = found if isinstance(found, Tensor) else found[0]
+    if not (leaves and y.requires_grad):
+        return {"result": y.detach()}
     generator = torch.Generator().manual_seed(0)
     dy = torch.randn(y.shape, generator=generator).to(y)
-    found = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
-    pairs = zip(leaves, found, strict=True)
+    pairs = zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True), strict=True)
     named = {f"gradient of argument {i}": gradient for i, gradient in pairs if gradient is not None}
     return {"result": y.detach(), **named}
 
 
-def _excess(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
+def _excess(actual: Tensor | None, expected: Tensor, rtol: float, atol: float) -> float:
+    if actual is None or actual.shape != expected.shape:
+        return math.inf
     actual, expected = actual.double(), expected.double()
     excess = (actual - expected).abs() / (atol + rtol * expected.abs())
     same = (actual == expected) | (actual.isnan() & expected.isnan())

@@ -135,8 +135,8 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = N
     On a GPU, ``dynamic`` allocates the codes and scales of ``x``; the other form and backward also allocate the weight
     in the dtype of ``x``. Where ``in`` is not a multiple of 16, ``codes`` is copied into padded rows.
     """
-    if codes.dtype != torch.int8 or codes.dim() != 2:
-        raise ValueError(f"codes must be int8 [out, in], not {codes.dtype} {list(codes.shape)}")
+    if codes.dtype != torch.int8 or codes.dim() != 2 or not codes.shape[1]:
+        raise ValueError(f"codes must be int8 [out, in] with in at least 1, not {codes.dtype} {list(codes.shape)}")
     n, k = codes.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x {list(x.shape)} must end in {k}, the columns of codes {list(codes.shape)}")
@@ -172,6 +172,11 @@ def dot(
     """
     if (a.dtype == torch.int8) != (b.dtype == torch.int8):
         raise ValueError(f"both factors must be int8 or both floats, not {a.dtype} and {b.dtype}")
+    if a.dim() < 2 or b.dim() < 2:
+        raise ValueError(f"factors must be matrices or batches of them, not {list(a.shape)} and {list(b.shape)}")
+    inner = a.shape[-2 if transpose_a else -1], b.shape[-1 if transpose_b else -2]
+    if inner[0] != inner[1]:
+        raise ValueError(f"the inner sizes {inner[0]} and {inner[1]} differ")
     if a.dtype != torch.int8:
         if a_scale is not None or b_scale is not None:
             raise ValueError(f"scales belong to int8 factors, and these are {a.dtype}")
@@ -181,8 +186,6 @@ def dot(
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"int8 factors must be matrices, not {list(a.shape)} and {list(b.shape)}")
     left, right = (a.mT if transpose_a else a).contiguous(), (b if transpose_b else b.mT).contiguous()
-    if left.shape[1] != right.shape[1]:
-        raise ValueError(f"the inner sizes {left.shape[1]} and {right.shape[1]} differ")
     if tuple(a_scale.shape) != left.shape[:1] or tuple(b_scale.shape) != right.shape[:1]:
         raise ValueError(
             f"a_scale {list(a_scale.shape)} and b_scale {list(b_scale.shape)} must be "
@@ -333,7 +336,7 @@ def _like(x: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Ten
 def _fake_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor]:
-    dtype = _definitions.compute_dtype(x)
+    dtype = _definitions.compute_dtype(x.dtype)
     return _like(x, x.shape[:-1] if center else (0,), dtype), _like(x, x.shape[:-1], dtype)
 
 
@@ -466,21 +469,23 @@ class _SoftmaxInPlace(torch.autograd.Function):
 
 
 class _NormInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            mean, inverse = torch.ops.bminf_lite.norm_with_statistics_(x, weight, bias, eps, center)
-        ctx.mark_dirty(x)
-        ctx.mark_non_differentiable(mean, inverse)
-        ctx.from_output, ctx.center = True, center
-        ctx.save_for_backward(x, weight, bias, mean, inverse)
-        return x, mean, inverse
+    """Returns ``x`` alone, because autograd lets no function with more results overwrite a view."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *statistics: Tensor) -> Any:
-        return _norm_gradients(ctx, dy)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool,
+        statistics: list[Tensor],
+    ) -> Tensor:  # fmt: skip
+        with torch._C._AutoDispatchBelowAutograd():
+            statistics += torch.ops.bminf_lite.norm_with_statistics_(x, weight, bias, eps, center)
+        ctx.mark_dirty(x)
+        ctx.from_output, ctx.center = True, center
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return *_norm_gradients(ctx, dy), None
 
 
 class _SquareLinearInPlace(torch.autograd.Function):
@@ -506,7 +511,9 @@ def _differentiable_softmax_(x: Tensor, scale: float, bias: Tensor | None, mask:
 def _differentiable_norm_(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor]:
-    _, mean, inverse = _NormInPlace.apply(x, weight, bias, eps, center)
+    statistics: list[Tensor] = []
+    _NormInPlace.apply(x, weight, bias, eps, center, statistics)
+    mean, inverse = statistics
     return mean, inverse
 
 

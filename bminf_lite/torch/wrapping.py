@@ -14,10 +14,12 @@ from torch import nn
 from ..checkpoint.recipe import Recipe, Scheme, load_recipe
 from ..errors import UsageError
 from . import streaming
-from .folders import bind_save, replace
+from .folders import bind_save, has_adapters, replace
 from .linear import Int8Linear
 
 Model = TypeVar("Model", bound=nn.Module)
+TRANSFORMERS_LAYERS = ("Conv1D", "FalconLinear")
+"""Classes of transformers that compute what ``torch.nn.Linear`` computes."""
 
 
 def wrap(
@@ -30,20 +32,22 @@ def wrap(
 ) -> Model:
     """Replace the linear layers of ``model`` by int8 layers, in place, and return the same model.
 
-    ``torch.nn.Linear`` and transformers' ``Conv1D`` become :class:`.Int8Linear`, quantized from fp32, fp16 or bf16 on
-    the device where they are, one after another; subclasses of ``Linear`` stay. ``recipe`` decides which are w8a8,
-    w8a16 or float, by the names of their weights and, for a transformers model, for its output head; patterns of
-    ``skip`` (``*`` matches any characters) name modules that stay float. Parameters other than those weights keep
-    ``requires_grad``, their dtype and their identity. Everything else of the model is untouched, except that a
-    transformers model's ``save_pretrained`` becomes :func:`~bminf_lite.torch.save_pretrained`.
+    ``torch.nn.Linear``, and of transformers ``Conv1D`` and ``FalconLinear``, become :class:`.Int8Linear`, quantized
+    from fp32, fp16 or bf16 on the device where they are, one after another. Other subclasses of ``Linear`` stay, and so
+    do layers whose weight is computed from other parameters (weight norm, pruning) and experts that a model holds in
+    one tensor of three dimensions. ``recipe`` decides which are w8a8, w8a16 or float, by the names of their weights
+    and, for a transformers model, for its output head; patterns of ``skip`` (``*`` matches any characters) name modules
+    that stay float. Parameters other than those weights keep ``requires_grad``, their dtype and their identity, and
+    layers their hooks. Everything else of the model is untouched, except that a transformers model's
+    ``save_pretrained`` becomes :func:`~bminf_lite.torch.save_pretrained`.
 
     ``device`` moves the model. ``memory_limit`` is the number of bytes that its parameters and buffers may take there:
     layers that do not fit stay in pinned host memory and stream to the device before forward and backward need them
     (:mod:`.streaming`). It needs ``device``.
 
     Raises :class:`UsageError` for a recipe that needs a calibration or leaves everything float, for a pattern that
-    matches nothing, and for a limit that is too small; ``ValueError`` for a weight with a NaN or an infinity. A model
-    whose wrapping failed is partly wrapped.
+    matches nothing, for a limit that is too small, for a model with adapters of peft, and for weights without values;
+    ``ValueError`` for a weight with a NaN or an infinity. A model whose wrapping failed is partly wrapped.
     """
     chosen = load_recipe(recipe)
     if chosen.calibration is not None:
@@ -53,7 +57,14 @@ def wrap(
         )
     if memory_limit is not None and device is None:
         raise UsageError("memory_limit needs device, where the memory is limited, such as device='cuda'")
+    if has_adapters(model):
+        raise UsageError("the model has adapters of peft, which wrap would quantize; wrap it before get_peft_model")
     candidates = dict(_linear_layers(model))
+    if not candidates:
+        raise UsageError(
+            f"{type(model).__name__} has no float linear layers in it to replace; for a single layer use "
+            f"Int8Linear.from_float(layer.weight, layer.bias)"
+        )
     unused = [pattern for pattern in skip if not fnmatch.filter(candidates, pattern)]
     if unused:
         raise UsageError(f"skip: no linear layer matches {', '.join(map(repr, unused))}")
@@ -65,10 +76,13 @@ def wrap(
         if scheme is Scheme.FLOAT or any(fnmatch.fnmatchcase(name, pattern) for pattern in skip):
             continue
         if id(layer) not in replaced:
+            if layer.weight.is_meta:
+                raise UsageError(f"{name}.weight is on the meta device, without values; wrap the model before that")
             transposed = not isinstance(layer, nn.Linear)
             replaced[id(layer)] = Int8Linear.from_float(
-                layer.get_parameter("weight"), layer.bias, dynamic=scheme is Scheme.W8A8, transposed=transposed
+                layer.weight, layer.bias, dynamic=scheme is Scheme.W8A8, transposed=transposed
             ).train(layer.training)
+            _take_hooks(replaced[id(layer)], layer)
         replace(model, name, replaced[id(layer)])
     if not replaced:
         raise UsageError(f"recipe {chosen.name} and skip leave every linear layer of this model float")
@@ -79,14 +93,18 @@ def wrap(
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers to replace, by name; a layer that is used in several places has several names."""
-    kinds: tuple[type[nn.Module], ...] = (nn.Linear,)
-    if "transformers" in sys.modules:
-        from transformers.pytorch_utils import Conv1D
-
-        kinds = (nn.Linear, Conv1D)
     for name, module in model.named_modules(remove_duplicate=False):
-        if type(module) in kinds and name:
+        kind, own = type(module), dict(module.named_parameters(recurse=False))
+        of_transformers = kind.__module__.startswith("transformers.") and kind.__name__ in TRANSFORMERS_LAYERS
+        if name and "weight" in own and (kind is nn.Linear or of_transformers):
             yield name, module
+
+
+def _take_hooks(layer: nn.Module, source: nn.Module) -> None:
+    """Give ``layer`` the hooks of forward and backward of ``source``; their handles still remove them."""
+    for name in vars(nn.Module()):
+        if "_hook" in name and "state_dict" not in name:
+            setattr(layer, name, getattr(source, name))
 
 
 def _head(model: nn.Module) -> nn.Module | None:

@@ -12,6 +12,7 @@ import pytest
 import tiny_checkpoint
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch_kit import random
 
 import bminf_lite
@@ -27,6 +28,19 @@ TOKENS = torch.tensor([[256, 5, 77, 31, 200, 9]])
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 260, "n_embd": 32, "n_layer": 2,
     "n_head": 4, "n_positions": 64, "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
+FALCON = {
+    "architectures": ["FalconForCausalLM"], "model_type": "falcon", "vocab_size": 260, "hidden_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
+GPT_NEOX = {
+    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "vocab_size": 260, "hidden_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64,
+    "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 260, "d_model": 32, "d_ff": 48,
+    "d_kv": 8, "num_heads": 4, "num_layers": 2, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
 }  # fmt: skip
 TIED = tiny_checkpoint.CONFIG | {"tie_word_embeddings": True}
 
@@ -77,7 +91,7 @@ class Blocks(nn.Module):
 # -- the layer ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("magnitude", [1.0, 1e-4])
 def test_codes_and_scales_are_the_definition_s(dtype, magnitude):
     weight = (random(300, 40) * magnitude).to(dtype)
@@ -152,6 +166,26 @@ def test_shared_layers_stay_shared():
     assert model[0] is model[2]
 
 
+def test_hooks_stay():
+    model, called = small(), []
+    handle = model[0].register_forward_hook(lambda *_: called.append("forward"))
+    model[0].register_full_backward_hook(lambda *_: called.append("backward"))
+    wrap(model)(random(3, 32).requires_grad_()).sum().backward()
+    assert called == ["forward", "backward"]
+    handle.remove()
+    model(random(3, 32))
+    assert called == ["forward", "backward"]
+
+
+def test_layers_whose_weight_is_computed_stay_float():
+    model = small()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    torch.nn.utils.parametrizations.weight_norm(model[2])
+    model.append(nn.Linear(16, 4))
+    expected = model[:3](random(3, 32))
+    assert torch.equal(wrap(model)[:3](random(3, 32)), expected) and isinstance(model[3], Int8Linear)
+
+
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="calibrate"):
         wrap(small(), "auto")
@@ -161,6 +195,12 @@ def test_what_makes_no_sense_is_refused():
         wrap(small(), skip=["*"])
     with pytest.raises(UsageError, match="needs device"):
         wrap(small(), memory_limit=1)
+    with pytest.raises(UsageError, match="Sequential has no float linear layers"):
+        wrap(wrap(small()))
+    with pytest.raises(UsageError, match=r"0\.weight is on the meta device"):
+        wrap(small().to("meta"))
+    with pytest.raises(ValueError, match="no columns"):
+        Int8Linear.from_float(torch.empty(3, 0))
 
 
 def test_compiled_without_a_graph_break(source):
@@ -205,7 +245,11 @@ def test_a_copy_saves_itself(source, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
-@pytest.mark.parametrize("config", [tiny_checkpoint.CONFIG, TIED, GPT2], ids=["llama", "tied", "gpt2"])
+@pytest.mark.parametrize(
+    "config",
+    [tiny_checkpoint.CONFIG, TIED, GPT2, FALCON, GPT_NEOX],
+    ids=["llama", "tied", "gpt2", "falcon", "gpt_neox"],
+)
 def test_the_engine_and_a_wrapped_model_agree(tmp_path, config, recipe):
     """From memory, from the migrated folder, and from the folder that save_pretrained wrote."""
     source = written(tmp_path / "source", config)
@@ -218,6 +262,16 @@ def test_the_engine_and_a_wrapped_model_agree(tmp_path, config, recipe):
         found = logits(model)[0].double().numpy()
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < (3e-2 if recipe == "w8a8" else 1e-5)
+
+
+def test_encoder_and_decoder_of_a_folder_share_their_embeddings(tmp_path):
+    migrate(written(tmp_path / "source", T5), tmp_path / "migrated", "w8a8")
+    wrapped = wrap(transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "source", dtype=torch.float32))
+    model = from_migrated(tmp_path / "migrated", dtype=torch.float32)
+    assert model.encoder.embed_tokens.weight is model.shared.weight
+    with torch.no_grad():
+        found, expected = (m.eval()(input_ids=TOKENS, decoder_input_ids=TOKENS).logits for m in (model, wrapped))
+    assert torch.equal(found, expected)
 
 
 def engine_logits(folder: Path) -> np.ndarray:
@@ -275,6 +329,16 @@ def test_lora_trains_as_on_the_float_model_and_is_saved(source, tmp_path):
     again = peft.PeftModel.from_pretrained(wrap(opened(source)), tmp_path / "adapter")
     torch.testing.assert_close(logits(again), logits(trained.eval()))
     del model
+
+
+def test_adapters_are_neither_quantized_nor_saved_as_a_model(source, tmp_path):
+    with pytest.raises(UsageError, match="before get_peft_model"):
+        wrap(adapted(opened(source)))
+    model = wrap(opened(source))
+    adapters = adapted(model)
+    with pytest.raises(UsageError, match=r"unload\(\)"):
+        model.save_pretrained(tmp_path / "saved")
+    adapters.unload().save_pretrained(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("safe", [False, True])

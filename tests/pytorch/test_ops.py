@@ -112,6 +112,20 @@ def test_gradients_of_norms(in_place):
     gradcheck(lambda x: rms_norm(x.clone()), (x,))
 
 
+def test_gradients_of_views_that_are_overwritten():
+    def network(x, weight):
+        y, z = x.clone(), x.clone()
+        ops.rms_norm_(y[:, 2:6], weight)
+        ops.layer_norm_(z.view(3, 2, 4)[:, 1], weight)
+        return y * z
+
+    inputs = leaf(3, 8), leaf(4, seed=1)
+    gradcheck(network, inputs)
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (compiled, network))
+    torch.testing.assert_close(found, expected)
+
+
 def test_gradients_of_products():
     (codes, scale), x, bias = random_codes(4, 5), leaf(3, 5), leaf(4, seed=1)
     gradcheck(lambda x, b: ops.int8_linear(x, codes, scale, b, dynamic=False), (x, bias))
@@ -273,6 +287,14 @@ def test_what_does_not_fit_is_refused():
         (lambda: ops.dot(codes, codes.mT), "need a_scale"),
         (lambda: ops.dot(codes, random(8, 4)), "both factors"),
         (lambda: ops.dot(random(2, 3), random(3, 2), a_scale=scale), "belong to int8"),
+        (lambda: ops.dot(random(2, 3), random(2, 3)), "inner sizes 3 and 2"),
+        (lambda: ops.dot(random(3), random(3, 2)), "must be matrices"),
+        (lambda: ops.dot(codes, codes, False, True, a_scale=scale, b_scale=scale, dtype=torch.int32), "not torch.int"),
+        (lambda: ops.int8_linear(torch.empty(2, 0), codes[:, :0], scale), "at least 1"),
+        *(
+            (lambda f=f: f(torch.ones(2, 8, dtype=torch.int64)), "fp32, fp16, bf16")
+            for f in (ops.softmax, ops.rms_norm_, ops.quantize_rows, lambda x: ops.int8_linear(x, codes, scale))
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -281,6 +303,9 @@ def test_what_does_not_fit_is_refused():
 def test_empty_tensors():
     codes, scale = random_codes(4, 8)
     assert ops.softmax(torch.empty(0, 8)).shape == (0, 8)
+    x = torch.empty(3, 0, requires_grad=True)
+    ops.softmax(x).sum().backward()
+    assert x.grad.shape == (3, 0)
     assert ops.rms_norm(torch.empty(2, 0, 8)).shape == (2, 0, 8)
     assert ops.int8_linear(torch.empty(0, 8), codes, scale).shape == (0, 4)
     assert copy.copy(ops.quantize_rows(torch.empty(0, 8)))[0].shape == (0, 8)
