@@ -53,13 +53,14 @@ class CodesView(Tensor):
     ALLOWED = frozenset(
         {"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex",
          "is_contiguous", "data_ptr", "detach", "__repr__", "__len__", "__hash__", "get_device", "untyped_storage",
-         "storage_offset", "is_shared", "is_inference"}
+         "storage_offset", "is_shared", "is_inference", "requires_grad_"}
     )  # fmt: skip
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__
-        if name == "__get__" or name in cls.ALLOWED:
+        freezes = function == Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+        if name == "__get__" or name in cls.ALLOWED or freezes:
             return super().__torch_function__(function, types, args, kwargs or {})
         raise UsageError(
             f"Int8Linear.weight holds int8 codes, which {name} would misread. Read the weight with dequantize(); merge "
@@ -78,6 +79,10 @@ class HostCodes(Protocol):
 
     def fetch(self) -> Tensor:
         """The codes on the device, valid for work enqueued before the next fetch of another block's codes."""
+        ...
+
+    def store(self, codes: Tensor) -> Tensor:
+        """Replace the codes by others of the same shape; returns where they are in host memory."""
         ...
 
 
@@ -134,6 +139,11 @@ class Int8Linear(nn.Linear):
         return self.scale.to(self.codes.device)[:, None] * self.codes.float()
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.int8:
+            raise UsageError(
+                "the model converted this Int8Linear's input to the dtype of its weight, which is int8; keep the layer "
+                "float by skip=[...] of wrap"
+            )
         if self.host_codes is not None:
             return _streamed_linear(x, self.host_codes, self.scale, self.bias, self.dynamic)
         return ops.int8_linear(x, self.codes, self.scale, self.bias, dynamic=self.dynamic)
@@ -150,6 +160,11 @@ class Int8Linear(nn.Linear):
         if self.host_codes is not None:
             self.codes = codes
         return self
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.host_codes is not None:
+            self.codes = self.host_codes.store(self.codes)
 
 
 class _StreamedLinear(torch.autograd.Function):

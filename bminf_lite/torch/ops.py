@@ -4,11 +4,11 @@ Tensors are fp32, fp16 or bf16, on the CPU also fp64; operations are over the la
 for fp64). On a GPU they launch this engine's kernels on torch's current stream, in memory of torch's caching allocator,
 without copies of tensors whose rows are contiguous and equally far apart, and without waiting for the device. On the
 CPU they are the definitions over NumPy. All are custom operators of the library ``bminf_lite``: ``torch.compile`` and
-CUDA graphs take them. ``torch.vmap`` and the transforms of ``torch.func`` refuse them, and so do second gradients of
-softmax and norms.
+CUDA graphs take them. ``torch.vmap``, the transforms of ``torch.func``, forward-mode gradients and second gradients of
+softmax and norms are refused.
 
-Operations whose names end in ``_`` overwrite their first argument and return it. Eager mode then allocates no result;
-a compiler may make a copy.
+Operations whose names end in ``_`` overwrite their first argument, which shares no memory with the others, and return
+it. Eager mode then allocates no result; a compiler may make a copy.
 
 Every function raises ``ValueError`` for shapes that do not fit, before anything is launched.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _definitions, _kernels
 
@@ -168,7 +169,7 @@ def dot(
 
     int8 codes need ``a_scale`` fp32 ``[m]`` and ``b_scale`` fp32 ``[n]``; the result ``a_scale[i] * (b_scale[j] *
     sum)`` has ``dtype``, and its sums are exact for ``k`` up to 131,071. Tensor cores read int8 with ``k`` contiguous,
-    so ``a`` is copied if it is transposed, and ``b`` unless it is: one int8 copy each.
+    so ``a`` is copied if it is transposed, and ``b`` unless it is: one int8 copy each. Scales get no gradient.
     """
     if (a.dtype == torch.int8) != (b.dtype == torch.int8):
         raise ValueError(f"both factors must be int8 or both floats, not {a.dtype} and {b.dtype}")
@@ -266,6 +267,8 @@ def _call_below_autograd(name: str, *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return _OPERATORS[name](*arguments)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(name, arguments)
     if _only_dispatches_to_gpu(arguments):
         result = _ON_GPU[name](*arguments)
         if name in OVERWRITING:
@@ -273,6 +276,12 @@ def _call_below_autograd(name: str, *arguments: Any) -> Any:
         return result
     with torch._C._AutoDispatchBelowAutograd():
         return _OPERATORS[name](*arguments)
+
+
+def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
+    """The operators have no forward-mode gradient, and PyTorch would drop it silently."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
+        raise NotImplementedError(f"bminf_lite::{name} has no forward-mode gradient; use backward()")
 
 
 def _only_dispatches_to_gpu(arguments: tuple[Any, ...]) -> bool:

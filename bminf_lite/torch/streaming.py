@@ -50,6 +50,14 @@ class StreamedCodes:
         buffer = self.stream.fetch(self.block)
         return buffer[self.offset : self.offset + self.shape.numel()].view(self.shape)
 
+    def store(self, codes: Tensor) -> Tensor:
+        """Replace the codes; copies of their block on the device are dropped."""
+        place = self.stream.blocks[self.block][self.offset : self.offset + self.shape.numel()].view(self.shape)
+        if codes.data_ptr() != place.data_ptr():
+            place.copy_(codes)
+        self.stream.drop(self.block)
+        return place
+
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             "a model with memory_limit cannot be copied or pickled: its codes are in pinned buffers. Save its "
@@ -105,6 +113,14 @@ class BlockStream:
                 torch.cuda.current_stream(self.device).wait_event(held.arrived)
             self._load((block + self._direction) % len(self.blocks), keep=block)
         return next(slot.buffer for slot in self._slots if slot.block == block)
+
+    def drop(self, block: int) -> None:
+        """Forget the device's copy of ``block``, whose codes on the host have changed."""
+        self._leave_current()
+        self._current = -1
+        for slot in self._slots:
+            if slot.block == block:
+                slot.block = -1
 
     def _leave_current(self) -> None:
         """Note the last use of the current block's buffer, which is already enqueued."""

@@ -137,6 +137,8 @@ def test_conversions_leave_codes_and_scales_alone():
 def test_the_weight_s_values_are_refused():
     layer = wrap(small())[0]
     assert layer.weight.dtype == torch.int8 and layer.weight.shape == (48, 32) and layer.weight.device.type == "cpu"
+    layer.weight.requires_grad = False
+    assert not layer.weight.requires_grad_(False).requires_grad
     for use in (
         lambda w: w + 1,
         lambda w: w.data.add_(1),
@@ -146,6 +148,8 @@ def test_the_weight_s_values_are_refused():
     ):
         with pytest.raises(UsageError, match="dequantize"):
             use(layer.weight)
+    with pytest.raises(UsageError, match="skip="):
+        layer(random(3, 32).to(layer.weight.dtype))
     torch.testing.assert_close(layer.dequantize(), small()[0].weight.detach(), rtol=0, atol=2e-3)
 
 
@@ -409,6 +413,17 @@ def test_each_pass_copies_each_block_once():
             before = codes.stream.copied_bytes
             model(random(3, 64))
             assert codes.stream.copied_bytes - before == streamed
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_streamed_layers_load_a_state(assign):
+    """Also those whose codes the device holds."""
+    streamed, x = wrap(Blocks(), memory_limit=50_000, device="cpu"), random(3, 64)
+    other = wrap(Blocks().apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None))
+    streamed(x)
+    streamed.load_state_dict(other.state_dict(), assign=assign)
+    for _ in range(2):
+        assert torch.equal(streamed(x), other(x))
 
 
 def test_a_limit_that_everything_fits_streams_nothing():

@@ -240,6 +240,15 @@ def test_vmap_is_refused(function):
         torch.vmap(function)(random(3, 2, 8))
 
 
+@pytest.mark.parametrize("function", [ops.rms_norm, ops.softmax, ops.quantize_rows])
+def test_forward_mode_gradients_are_refused(function):
+    x = random(3, 8)
+    with pytest.raises(NotImplementedError, match="no forward-mode gradient"):
+        torch.func.jvp(function, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        function(x)
+
+
 def test_meta_tensors_have_shapes():
     codes, scale = random_codes(4, 8)
     x = random(3, 8).to("meta")
