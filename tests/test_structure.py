@@ -26,7 +26,7 @@ MAY_IMPORT = {
         "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
     },
     "server": {"api", "completions", "engine", "grammar", "text", "errors", "files"},
-    "torch": {"backend", "checkpoint", "models", "cuda", "errors"},
+    "torch": {"backend", "checkpoint", "models", "cuda", "errors", "files"},
     "bench": {"api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "api": {
         "completions", "placement", "engine", "grammar", "text", "models", "layers", "backend", "checkpoint", "memory",

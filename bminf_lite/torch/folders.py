@@ -8,6 +8,8 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backend.quantization import Int8Weight, fits_fp16
+from ..checkpoint.checksum import FileChecksums
 from ..checkpoint.compressed_tensors import pack, packed_width, quantization_config
 from ..checkpoint.manifest import MANIFEST_FILE, MigrationReport, TensorReport
 from ..checkpoint.opened_model import CheckpointWeights, describe_model, open_model
@@ -25,11 +28,14 @@ from ..checkpoint.recipe import Recipe, Scheme
 from ..checkpoint.tensor_file import DTYPES
 from ..checkpoint.writer import SHARD_BYTES, CheckpointWriter, TensorDeclaration, write_json
 from ..errors import CheckpointError, UsageError
+from ..files import expand, thread_count
 from ..models.spec import Parameter, Role, Spec
 from . import streaming
 from .linear import Int8Linear
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model", "chat_template*")
+TIED_ROWS = 1 << 12
+"""Rows of an embedding that are compared at once."""
 _TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -44,11 +50,14 @@ def from_migrated(
 
     The model is of the class that ``architectures`` in ``config.json`` names. Its float parameters have ``dtype``.
     ``device`` and ``memory_limit`` are those of :func:`wrap`. Needs transformers and accelerate. Raises
-    :class:`CheckpointError` if the folder is no such checkpoint, and for outlier columns, which only the engine runs.
+    :class:`CheckpointError` if the folder is no such checkpoint, and for outlier columns, which only the engine runs,
+    and :class:`UsageError` for a limit without a device, or one that is too small.
     """
     import transformers
     from accelerate import init_empty_weights
 
+    streaming.check_limit(device, memory_limit)
+    path = expand(path)
     with open_model(path) as opened:
         config = transformers.AutoConfig.from_pretrained(path)
         if hasattr(config, "quantization_config"):
@@ -61,7 +70,7 @@ def from_migrated(
             model = getattr(transformers, names[0])(config).to(dtype)
         _fill(model, opened.weights(), dtype)
         recipe = opened.checkpoint.manifest.get("recipe")
-    generation = Path(path) / "generation_config.json"
+    generation = path / "generation_config.json"
     if generation.is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     bind_save(model, _recipe_of(recipe))
@@ -80,7 +89,7 @@ def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> N
                 raise CheckpointError(f"{path}: {name} keeps columns in fp16, which only the engine can run")
             codes, scale = torch.from_numpy(np.array(stored.codes)), _tensor(stored.scale, torch.float32)
             layer = Int8Linear(codes, scale, dynamic=stored.dynamic, transposed=parameter.transposed)
-            replace(model, names[name].removesuffix(".weight"), layer)
+            replace_module(model, names[name].removesuffix(".weight"), layer)
     for name in spec.parameters.keys() - spec.tied.keys():
         owner, attribute = owner_of(model, names[name])
         if not (isinstance(owner, Int8Linear) and attribute == "weight"):
@@ -105,7 +114,13 @@ def _names_in(model: Any, spec: Spec) -> dict[str, str]:
     modules = {module: name for name, module in model.named_modules()}
     for name, parameter in spec.parameters.items():
         if parameter.role is Role.HEAD and name.removesuffix(".weight") not in modules.values():
-            names[name] = f"{modules[model.get_output_embeddings()]}.weight"
+            head = modules.get(model.get_output_embeddings())
+            if head is None:
+                kind = type(model).__name__
+                raise UsageError(
+                    f"{kind} has no output head, which such a folder has; save its state_dict by torch.save"
+                )
+            names[name] = f"{head}.weight"
     return names
 
 
@@ -119,7 +134,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, recipe: Recipe | No
 
     A matrix that the source stored ``[in, out]`` is written as its dequantized values in fp32, from which loading makes
     the same codes. Raises :class:`CheckpointError` if the folder cannot be written, and :class:`UsageError` for a model
-    without a transformers configuration, whose architecture this package does not know, or with adapters of peft.
+    without a transformers configuration or an output head, whose architecture this package does not know, with adapters
+    of peft, or whose embedding was trained after the output head had been quantized from it.
     """
     config = _config_of(model)
     if has_adapters(model):
@@ -146,6 +162,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, recipe: Recipe | No
             late = name in spec.tied or parameter.transposed
             schemes[module] = Scheme.FLOAT if late else scheme
         if name in spec.tied:
+            if layer is not None:
+                _check_tied(layer, name, *owner_of(model, names[spec.tied[name]]))
             continue
         if layer is None:
             owner, attribute = owner_of(model, names[name])
@@ -164,12 +182,28 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, recipe: Recipe | No
         recipe or Recipe("wrapped", Scheme.W8A8, Scheme.W8A8), tied_scheme, _reports(arrays, schemes, spec.parameters),
         (), late=late_schemes,
     )  # fmt: skip
-    target = Path(folder)
+    target = expand(folder)
     with output_folder(target, force, sum(a.nbytes for a in arrays.values()) + (1 << 20)) as partial:
         _write(partial, arrays)
         write_json(partial / "config.json", config)
-        write_json(partial / MANIFEST_FILE, report.manifest())
         _write_beside(model, partial)
+        written = sorted(path for path in partial.rglob("*") if path.is_file())
+        with ThreadPoolExecutor(thread_count(), "checksums") as pool:
+            files = tuple(FileChecksums(written, partial, pool).records())
+        write_json(partial / MANIFEST_FILE, replace(report, files=files).manifest())
+
+
+def _check_tied(head: Int8Linear, name: str, owner: nn.Module, attribute: str) -> None:
+    """Refuse a head whose codes are more than a step from the embedding's weight, from which loading would make it."""
+    weight = owner.get_parameter(attribute)
+    for first in range(0, len(weight), TIED_ROWS):
+        rows = slice(first, first + TIED_ROWS)
+        scale = head.scale[rows, None].to(weight.device)
+        if ((scale * head.codes[rows].to(weight.device) - weight[rows].float()).abs() > scale).any():
+            raise UsageError(
+                f"the embedding was trained after {name} had been quantized from it, and the folder has one matrix for "
+                f"both; save the state_dict by torch.save, or train with the head float (skip) or the embedding frozen"
+            )
 
 
 def bind_save(model: nn.Module, recipe: Recipe | None) -> None:
@@ -197,7 +231,7 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), attribute
 
 
-def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+def replace_module(model: nn.Module, name: str, layer: nn.Module) -> None:
     owner, attribute = owner_of(model, name)
     setattr(owner, attribute, layer)
 

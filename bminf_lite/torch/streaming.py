@@ -148,6 +148,12 @@ class BlockStream:
         return slot
 
 
+def check_limit(device: torch.device | str | None, memory_limit: int | None) -> None:
+    """Raise :class:`UsageError` for a limit without a device."""
+    if memory_limit is not None and device is None:
+        raise UsageError("memory_limit needs device, where the memory is limited, such as device='cuda'")
+
+
 def move(model: nn.Module, device: torch.device | str | None, memory_limit: int | None) -> None:
     """Move ``model`` to ``device`` if one is given, and within ``memory_limit`` if that is given; see :func:`place`."""
     if device is None:

@@ -14,7 +14,7 @@ from torch import nn
 from ..checkpoint.recipe import Recipe, Scheme, load_recipe
 from ..errors import UsageError
 from . import streaming
-from .folders import bind_save, has_adapters, replace
+from .folders import bind_save, has_adapters, replace_module
 from .linear import Int8Linear
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -55,8 +55,7 @@ def wrap(
             f"recipe {chosen.name} needs a text to calibrate on; migrate the checkpoint with it (bminf-lite migrate) "
             f"and open the result with bminf_lite.torch.from_migrated"
         )
-    if memory_limit is not None and device is None:
-        raise UsageError("memory_limit needs device, where the memory is limited, such as device='cuda'")
+    streaming.check_limit(device, memory_limit)
     if has_adapters(model):
         raise UsageError("the model has adapters of peft, which wrap would quantize; wrap it before get_peft_model")
     candidates = dict(_linear_layers(model))
@@ -83,7 +82,7 @@ def wrap(
                 layer.weight, layer.bias, dynamic=scheme is Scheme.W8A8, transposed=transposed
             ).train(layer.training)
             _take_hooks(replaced[id(layer)], layer)
-        replace(model, name, replaced[id(layer)])
+        replace_module(model, name, replaced[id(layer)])
     if not replaced:
         raise UsageError(f"recipe {chosen.name} and skip leave every linear layer of this model float")
     bind_save(model, chosen)

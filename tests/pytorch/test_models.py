@@ -19,6 +19,7 @@ import bminf_lite
 from bminf_lite.backend.quantization import quantize_weight as quantize_in_numpy
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.verify import verify
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 from bminf_lite.torch import Int8Linear, from_migrated, save_pretrained, streaming, wrap
 from bminf_lite.torch.linear import quantize_weight
@@ -197,8 +198,9 @@ def test_what_makes_no_sense_is_refused():
         wrap(small(), skip=["nothing"])
     with pytest.raises(UsageError, match="every linear layer"):
         wrap(small(), skip=["*"])
-    with pytest.raises(UsageError, match="needs device"):
-        wrap(small(), memory_limit=1)
+    for call in (lambda: wrap(small(), memory_limit=1), lambda: from_migrated("folder", memory_limit=1)):
+        with pytest.raises(UsageError, match="needs device"):
+            call()
     with pytest.raises(UsageError, match="Sequential has no float linear layers"):
         wrap(wrap(small()))
     with pytest.raises(UsageError, match=r"0\.weight is on the meta device"):
@@ -236,8 +238,25 @@ def test_saving_writes_what_migrate_writes(tmp_path, config, recipe):
         assert saved.config.get("quantization_config") == migrated.config.get("quantization_config")
         assert saved.manifest["tied_head"] == migrated.manifest["tied_head"]
         assert saved.manifest["recipe"] == migrated.manifest["recipe"]
+    again = wrap(opened(source), recipe)
     with pytest.raises(CheckpointError, match="already exists"):
-        wrap(opened(source), recipe).save_pretrained(tmp_path / "saved")
+        again.save_pretrained(tmp_path / "saved")
+    again.save_pretrained(tmp_path / "saved", force=True)
+    assert verify(tmp_path / "saved").files == len(list((tmp_path / "saved").iterdir())) - 1
+
+
+def test_a_head_that_its_trained_embedding_has_left_is_not_saved(tmp_path):
+    model = wrap(opened(written(tmp_path / "source", TIED)))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    train(model)
+    with pytest.raises(UsageError, match="embedding was trained"):
+        model.save_pretrained(tmp_path / "trained")
+
+
+def test_models_without_a_head_are_not_saved(tmp_path, source):
+    model = transformers.AutoModel.from_pretrained(source)
+    with pytest.raises(UsageError, match="LlamaModel has no output head"):
+        wrap(model).save_pretrained(tmp_path / "saved")
 
 
 def test_a_copy_saves_itself(source, tmp_path):
