@@ -52,6 +52,18 @@ def test_streamed_equals_resident_forward_and_backward():
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_streamed_layers_load_a_state(assign):
+    streamed, x = wrap(Blocks(), memory_limit=50_000, device=GPU), random(300, 64).to(GPU)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        other = Blocks().apply(lambda m: torch.nn.init.normal_(m.weight) if isinstance(m, torch.nn.Linear) else None)
+        wrap(other, device=GPU)
+        streamed(x)
+        streamed.load_state_dict(other.state_dict(), assign=assign)
+        assert torch.equal(streamed(x), other(x)) and torch.equal(streamed(x), other(x))
+
+
 def test_a_model_compiles_without_a_graph_break():
     model, x = wrap(Blocks(), device=GPU), random(40, 64).to(GPU)
     with torch.no_grad():
