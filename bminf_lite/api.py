@@ -277,7 +277,7 @@ class Model:
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[Piece, None, None]:
-        """Like :meth:`generate`, but yields pieces as the text appears. Arguments are checked before the first piece.
+        """Like :meth:`generate`, but yields pieces as the text appears. The call itself checks the arguments.
 
         Closing the stream ends generation; the memory of its requests is free at the next step.
         """
@@ -347,13 +347,12 @@ class Model:
         tools: Sequence[Tool] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation by the checkpoint's chat template, including special tokens.
+        """A conversation as text, written by the checkpoint's chat template, special tokens included.
 
         It ends where an answer begins, or with the last message if not ``add_generation_prompt``. ``tools`` are
         functions in OpenAI's form; a template that knows no tools gets a system message that describes them.
         ``variables`` are passed to the template: ``enable_thinking``, ... Encode the text without
-        ``add_special_tokens``.
-        Raises ``UsageError`` if there is no template, or for messages that it refuses.
+        ``add_special_tokens``. Raises ``UsageError`` if there is no template, or for messages that it refuses.
         """
         return self._prompts.render(messages, add_generation_prompt, tools=tools, **variables)
 

@@ -1,7 +1,7 @@
 """Reads what the engine reports of requests and turns tokens into pieces of text, for threads and for asyncio.
 
-The engine's thread only leaves updates in a queue. The text is made where the caller reads, so a caller that reads
-slowly or not at all delays no one; what waits for it is bounded by the tokens that it asked for.
+The engine's thread only puts updates in a queue. The text is made in the caller's thread, so a slow caller delays no
+other request, and its queue holds at most the tokens that it asked for.
 """
 
 from __future__ import annotations

@@ -37,14 +37,14 @@ LIBRARY_BYTES = 48 << 20
 """Bytes of cublasLt's workspace and the kernels' own small arrays on the device."""
 
 CAPTURE_SHARE = 16
-"""A share of this part of the memory is left to captured steps and to steps of prompts."""
+"""One part in so many of the memory is left to captured steps and to steps of prompts."""
 LOGIT_BYTES = 16
-"""Bytes for each logit of a sequence: an int32 sum, fp32 logits, and what the sampler derives from them. A step moves
-about as many."""
+"""Bytes of scratch for each logit: an int32 sum, an fp32 logit, and what the sampler derives from it. A step reads and
+writes about as many."""
 LOGITS_SHARE = 16
-"""Logits of the sequences of a step take at most this part of the memory that a plan leaves."""
+"""The logits of a step take at most one part in so many of the memory that a plan leaves."""
 GPU_SEQUENCES = 1024
-"""Sequences of a step on a GPU by default, if there is memory: the more, the less a token costs."""
+"""The default bound of the sequences of a step on a GPU, if memory suffices. More of them make a token cheaper."""
 CPU_CACHE = 4 << 30
 """Bytes that a CPU is assumed to have free where the system does not say."""
 
@@ -142,9 +142,9 @@ def make_engine_config(
 ) -> EngineConfig:
     """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``.
 
-    The key-value cache takes the memory that the plan has for it and all that the plan leaves. Without a plan, that is
-    on a CPU, it takes at most a quarter of the host's free memory. There are blocks for one sequence of the planned
-    context at least, and for ``max_num_seqs`` at most.
+    The key-value cache takes the memory that the plan has for it and what the plan leaves, less logits and captured
+    steps. Without a plan (on a CPU) it takes at most a quarter of the host's free memory. There are blocks for one
+    sequence of the planned context at least, and for ``max_num_seqs`` at most.
     """
     chunk = CHUNK if plan is None else plan.chunk
     if plan is None:

@@ -15,10 +15,10 @@ from .cpu import CpuBackend
 def create(device: str = "auto", memory_limit: int | str | None = None) -> Backend:
     """The backend for ``device``: ``cpu``, ``cuda``, ``cuda:N``, or ``auto``.
 
-    ``auto`` is the first GPU if it is usable, else the CPU: without a word if the machine has no NVIDIA driver, else
-    with a warning in the log ``bminf_lite``, once. ``memory_limit`` bounds the GPU's memory, in bytes or as a text such
-    as ``"6GiB"``. Raises ``UsageError`` for another name and for a limit that is not a size, ``DeviceError`` if
-    ``device`` names a GPU that is not usable.
+    ``auto`` is the first GPU if it is usable, else the CPU; a machine that has an NVIDIA driver then gets one warning
+    in the log ``bminf_lite``. ``memory_limit`` bounds the GPU's memory, in bytes or as a text such as ``"6GiB"``.
+    Raises ``UsageError`` for another name and for a limit that is not a size, ``DeviceError`` if ``device`` names a GPU
+    that is not usable.
     """
     check_device(device, memory_limit)
     if device == "cpu":

@@ -79,7 +79,7 @@ class Backend:
     decode_sizes: tuple[int, ...] = ()
     """Numbers of sequences, ascending, to which decode steps are padded so that few are captured; none: no padding."""
     mixed_decode_sizes: tuple[int, ...] = ()
-    """The same for the decoding sequences of steps that hold prompts too."""
+    """The same for the decoding sequences of steps that also process prompts."""
     prompt_sizes: tuple[int, ...] = ()
     """Numbers of prompt tokens, ascending, to which such steps are padded. Steps with more are not captured."""
 
@@ -200,7 +200,7 @@ class Backend:
     ) -> LayerCache:
         """A key-value cache of one layer of ``num_blocks`` blocks; see :class:`LayerCache`. Contents are undefined.
 
-        With ``max_blocks`` the cache can :meth:`grow` to so many blocks.
+        The cache can :meth:`grow` to ``max_blocks`` blocks.
         """
         shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
         if int8:
@@ -209,9 +209,9 @@ class Backend:
         return LayerCache(np.zeros(shape, self.activation_dtype), np.zeros(shape, self.activation_dtype))
 
     def grow(self, cache: LayerCache, num_blocks: int) -> None:
-        """Enlarge a layer's cache to ``num_blocks`` blocks, of which it has room for ``max_blocks``. Contents are kept.
+        """Enlarge a layer's cache to ``num_blocks`` blocks, at most its ``max_blocks``. Contents are kept.
 
-        On a backend with graphs its address stays.
+        On a backend with graphs the cache's addresses stay the same.
         """
         old, kv_heads, _, head_dim = cache.keys.shape
         int8 = cache.key_scales is not None
@@ -283,7 +283,7 @@ class Backend:
     def embed(self, tokens: Array, table: Array, scale: float = 1.0) -> Array:
         """Rows of ``table``, multiplied by ``scale`` in fp32, as the start of the residual stream.
 
-        int32 ``[T]`` -> fp32 ``[T, features]``.
+        ``tokens`` int32 ``[T]`` -> fp32 ``[T, features]``.
         """
         rows = table[tokens].astype(np.float32)
         return rows if scale == 1 else rows * np.float32(scale)
@@ -420,7 +420,7 @@ class Backend:
         """Replace -1 among a step's first tokens by the newest token of its sequence, in place.
 
         ``tokens`` is int32 ``[T]``; token ``i`` belongs to the sequence in row ``sampler.rows[i]``, for the leading
-        sequences of the step. So a step can be started before the tokens that the step before it chooses are known.
+        sequences of the step. So the host can launch a step before it knows the tokens that the previous step chose.
         """
         count = min(len(tokens), len(sampler.rows))
         newest = sampler.columns["last_token"][sampler.rows[:count]]
@@ -429,8 +429,7 @@ class Backend:
     def token_logprobs(self, logits: Array, tokens: Array) -> Array:
         """The log-softmax of each row of ``logits`` at its token, and the largest: fp32 ``[n, vocab]``, int32 ``[n]``.
 
-        Returns int32 ``[3, n]``, :meth:`.TokenScores.packed`. The sums are in the order of those that :meth:`sample`
-        reports.
+        Returns int32 ``[3, n]``, see :meth:`.TokenScores.packed`. Sums have the same order as in :meth:`sample`.
         """
         return score(logits, tokens).packed()
 

@@ -1,4 +1,4 @@
-"""How many threads of BLAS a product on the CPU gets: those that it can use.
+"""Gives a product on the CPU as many threads of BLAS as it can use.
 
 BLAS cuts a product into equal parts, one per thread, and waits for the last in a busy loop. On a machine that runs
 other work too, a part waits for a time slice of the operating system, which is longer than a small product takes on one
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 TIME_SLICE = 0.01
 """Seconds: a few times the shortest time for which Linux lets another process run."""
 OPERATIONS_PER_SECOND, BYTES_PER_SECOND = 5e10, 1e10
-"""What one core does about, in fp32; only the order of magnitude matters."""
+"""Rates of one core in fp32; only the order of magnitude matters."""
 
 _SYMBOLS = (
     *(
@@ -104,4 +104,4 @@ def _find_libraries() -> list[Library]:
 
 
 blas_threads = BlasThreads()
-"""Those of this process."""
+"""The numbers of threads of this process's BLAS libraries."""

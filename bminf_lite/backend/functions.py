@@ -1,7 +1,7 @@
 """The formulas in the operations of :mod:`.base`, over NumPy.
 
-They compute in fp32. A norm and a softmax compute in fp64 on request, so that gradients can be checked. Arithmetic with
-a NaN or an infinity is no reason for a warning: the result says it, as on a GPU.
+They compute in fp32. A norm and a softmax compute in fp64 on request, so that gradients can be checked. A NaN or an
+infinity appears in the result without a warning of NumPy, as on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def silently(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator for functions in which NumPy shall not warn of overflows and invalid values."""
+    """A decorator for functions in which NumPy does not warn of overflows and invalid values."""
 
     @functools.wraps(function)
     def inner(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class NormGradients:
-    """``x`` is as the norm's input, ``weight`` and ``bias`` ``[features]``."""
+    """The gradients of a norm's input ``x`` ``[..., features]``, and of its ``weight`` and ``bias`` ``[features]``."""
 
     x: np.ndarray
     weight: np.ndarray
@@ -17,7 +17,7 @@ class NormGradients:
 
 
 def normalised_from_output(y: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None) -> np.ndarray:
-    """What a norm multiplied by its weight, from its output: ``(y - bias) / weight``, NaN where the weight is 0."""
+    """A norm's normalised input, from its output ``y``: ``(y - bias) / weight``, NaN where the weight is 0."""
     n = y if bias is None else y - bias
     if weight is None:
         return n

@@ -68,7 +68,7 @@ HostWeight = np.ndarray | Int8Weight
 
 
 def exact_scales(row_max: np.ndarray) -> np.ndarray:
-    """The scale of each row from its largest magnitude, unrounded, fp32 ``[out]`` -> fp32 ``[out]``.
+    """The unrounded scale of each row from its largest magnitude: fp32 ``[out]`` -> fp32 ``[out]``.
 
     A row so small that its scale is 0 in fp32 counts as zeros, and has scale 1.
     """

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 GROUP = 8
-"""Codes per 64-bit random word, a byte each."""
+"""Codes in a 64-bit random word, a byte each."""
 FLOAT_UNIT = 64
 """A float element is a code over this, which fp16 holds exactly."""
 WORDS_AT_ONCE = 1 << 20

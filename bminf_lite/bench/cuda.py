@@ -194,11 +194,11 @@ class CudaProfiler(Profiler):
         half = self._random(rows, width, np.float16)
         with arrays.current():
             residual = half.astype(np.float32)
-        gain, bias = (self.ops.vector(np.full(width, v, np.float32)) for v in (1.5, 0.25))
+        weight, bias = (self.ops.vector(np.full(width, v, np.float32)) for v in (1.5, 0.25))
         out, codes = arrays.rows(rows, width, np.float16), arrays.rows(rows, width, np.int8)
         layout = Layout(Order.ROW, rows, width, round_up(width, PAD))
         coded = QuantizedActivations(layout, codes.data, arrays.empty((rows,), np.float32).data)
-        rms, layer = Norm(gain, 1e-5), Norm(gain, 1e-5, bias, center=True)
+        rms, layer = Norm(weight, 1e-5), Norm(weight, 1e-5, bias, center=True)
         size = rows * width
         yield KernelCase("softmax", shape, cycle(self.ops.softmax, (residual,)), 8 * size,
                    plain=cycle(softmax, (cp, residual)))  # fmt: skip
@@ -206,13 +206,13 @@ class CudaProfiler(Profiler):
         with arrays.current():
             residual[...] = half
         yield KernelCase("rms_norm", shape, cycle(transform, (None, out, residual, rms)), 6 * size,
-                   plain=cycle(rms_norm, (cp, residual, gain)))  # fmt: skip
+                   plain=cycle(rms_norm, (cp, residual, weight)))  # fmt: skip
         yield KernelCase("layer_norm", shape, cycle(transform, (None, out, residual, layer)), 6 * size,
-                   plain=cycle(layer_norm, (cp, residual, gain, bias)))  # fmt: skip
+                   plain=cycle(layer_norm, (cp, residual, weight, bias)))  # fmt: skip
         yield KernelCase("quantize", shape, cycle(transform, (half, coded)), 3 * size,
                    plain=cycle(quantize, (cp, half)))  # fmt: skip
         yield KernelCase("rms_norm and quantize", shape, cycle(transform, (None, coded, residual, rms)),
-                   5 * size, plain=cycle(lambda *a: quantize(cp, rms_norm(*a)), (cp, residual, gain)))  # fmt: skip
+                   5 * size, plain=cycle(lambda *a: quantize(cp, rms_norm(*a)), (cp, residual, weight)))  # fmt: skip
         yield KernelCase(
             "rms_norm to fp32, in place", shape, lambda _: self.ops.norm(residual, rms, out=residual), 8 * size
         )

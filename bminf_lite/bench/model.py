@@ -83,10 +83,9 @@ def random_model(
 ) -> BenchModel:
     """A model of the shape ``config`` with random int8 weights, made on the device.
 
-    ``kv_cache`` and ``max_batch`` are those of ``load``.
-
-    ``recipe`` says how each matrix is quantized and rotated, before any calibration. Layers that do not fit the memory
-    limit are streamed, as those of a checkpoint are. Raises ``UsageError`` for a recipe that leaves a matrix float.
+    ``kv_cache`` and ``max_batch`` are those of ``load``. ``recipe`` says how each matrix is quantized and rotated,
+    without a calibration. Layers that do not fit the memory limit are streamed, as those of a checkpoint are. Raises
+    ``UsageError`` for a recipe that leaves a matrix float.
     """
     described, chosen = describe_model(config), load_recipe(recipe)
     spec = described.spec

@@ -75,7 +75,7 @@ TimeOf = Callable[[ProductMethod], ProductTime]
 
 
 def modelled_time(method: ProductMethod, limits: GpuLimits | None = None) -> ProductTime:
-    """The time of a product, as the limits of a GPU give it; the H200's by default."""
+    """The time of a product by the limits of a GPU, by default the H200's."""
     limits = limits or GpuLimits()
     return ProductTime(*(modelled_seconds(method, rows, limits) for rows in _rows(method)))
 

@@ -62,7 +62,7 @@ class Report:
         }
 
     def _percent_of_link(self, m: Measurement) -> float | None:
-        """Of decoding only: the copies that begin before it or end after it are a small part of all."""
+        """None but for decoding with streamed layers, where few copies begin before or end after the measured time."""
         if self.ceilings.link is None or m.test.kind != "tg":
             return None
         return 100 * m.streamed_bytes * m.speed / self.ceilings.link
@@ -176,7 +176,7 @@ def _number(value: float) -> str:
 
 
 def _figure(value: float | None, digits: int = 1) -> str:
-    """A number with so many digits after the point; empty for None."""
+    """A number with ``digits`` digits after the point; empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 

@@ -1,4 +1,4 @@
-"""The speed of the engine with many requests: all of them there at once ("offline"), or arriving at random ("online").
+"""The speed of the engine with many requests: all at once ("offline"), or arriving at random times ("online").
 
 Every request has exactly the same numbers of prompt tokens and of new tokens: prompts are random token ids, and the
 end-of-sequence token is ignored. Requests go through :class:`~bminf_lite.api.Model`, as those of any caller do.

@@ -99,8 +99,8 @@ class Session:
     def prepare_prefill(self, count: int, past: int = 0) -> Callable[[], list[np.ndarray]]:
         """Prepare ``count`` random prompt tokens for each sequence after ``past`` tokens, in the engine's chunks.
 
-        The returned function processes them, and returns the tokens chosen after each chunk. The first functions for a
-        ``count`` that is captured run it step by step.
+        The returned function processes them, and returns the tokens chosen after each chunk. If the engine captures
+        steps with ``count`` prompt tokens, the first such functions run theirs without a graph.
         """
         tokens = self.tokens((self.batch, count))
         if self.captures_prefill(count):

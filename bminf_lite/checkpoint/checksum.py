@@ -31,7 +31,7 @@ class FileRecord:
 
 
 class PartDigest:
-    """The digest of the bytes ``start`` to ``end`` of a file, of which some are in memory already."""
+    """The digest of the bytes ``start`` to ``end`` of a file, some of which the caller has in memory."""
 
     def __init__(self, file: Path, start: int, end: int):
         self._file = file
@@ -50,7 +50,7 @@ class PartDigest:
         self._position += len(data)
 
     def digest(self) -> bytes:
-        """The digest; what was not given is read. Raises :class:`CheckpointError` if that fails."""
+        """The digest; reads the bytes that were not given. Raises :class:`CheckpointError` if that fails."""
         self._read_up_to(self._end)
         return bytes(self._state.digest())
 
@@ -72,10 +72,10 @@ class PartDigest:
 
 
 class FileChecksums:
-    """Computes the checksums of ``files``; ``folder`` is where the names of the records are relative to.
+    """Computes the checksums of ``files``, under names relative to ``folder``.
 
-    :meth:`take_part` gives out a part to a caller that reads its bytes anyway, so that they are read once;
-    :meth:`start` hashes the other parts on the threads of ``pool``, and :meth:`records` waits for them.
+    :meth:`take_part` gives a part to a caller that reads its bytes anyway, so that they are read once. :meth:`start`
+    hashes the other parts on the threads of ``pool``, and :meth:`records` waits for them.
     """
 
     def __init__(self, files: Sequence[Path], folder: Path, pool: ThreadPoolExecutor):
@@ -92,7 +92,7 @@ class FileChecksums:
         return self._taken.setdefault((file, index), self._part(file, index))
 
     def start(self) -> None:
-        """Begin with all parts that were not taken. The caller has finished with those that were."""
+        """Begin with all parts that were not taken, after the caller has finished those that were."""
         for file, size in self._sizes.items():
             count = -(-size // PART_BYTES)
             parts = [self._taken.get((file, index)) or self._part(file, index) for index in range(count)]

@@ -13,9 +13,9 @@ and ``X.outlier_weight``, fp16 ``[out, n]``, holds their weights. A reader that 
 results. So their group, otherwise like ``int-quantized``, has the format :data:`OUTLIER_FORMAT`, which other readers
 refuse, and ``outlier_columns`` in the configuration counts those of each layer.
 
-So are int8 matrices that unquantized checkpoints store ``[in, out]`` (``Conv1D`` of GPT-2). The format has no scales
-per output for these. They are stored ``[out, in]`` like any other, in a group with the format :data:`CONV1D_FORMAT`,
-with int8 activations or without.
+Another extension is for matrices that unquantized checkpoints store ``[in, out]`` (``Conv1D`` of GPT-2), because the
+format has no scales per output for these. They are stored ``[out, in]`` like any other, in a group with the format
+:data:`CONV1D_FORMAT`, with int8 activations or without.
 
 ``transform_config`` lists the layers whose input is transformed at run time. This package runs block Hadamard
 transforms of the input (``"type": "hadamard"``, ``"head_dim"`` the size of a block, ``"location": "input"``). Those of

@@ -186,7 +186,7 @@ class Converter:
         total, done = sum(task.info.nbytes for task in tasks), 0
         reports, bad = [], []
         parts: list[ConvertedBlock] = []
-        with blas_threads.for_product(1, 1, 1):  # one for each of our own
+        with blas_threads.for_product(1, 1, 1):  # BLAS gets one thread in each thread of the pool
             for block, part in self._convert_all(block for task in tasks for block in _blocks(task)):
                 parts.append(part)
                 done += block.nbytes

@@ -16,7 +16,7 @@ Rows = Callable[[int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class DerivedTensor:
-    """A tensor of type and shape ``info``, whose file and offset are those of the tensor that it is made from."""
+    """A computed tensor. ``info`` has its type and shape, and the file and offset of the tensor it is made from."""
 
     info: TensorInfo
     rows: Rows

@@ -23,10 +23,10 @@ from .opened_model import OpenedModel
 from .reader import Checkpoint
 
 LARGEST = 2.0**15
-"""The largest bound that needs no factor: half of fp16's range, for the errors of quantization come on top."""
+"""The largest bound that needs no factor: half of fp16's range, because errors of quantization are added."""
 
 MAX_SHIFT = 10
-"""Factors are at most ``2**MAX_SHIFT``. A larger one would cost small values bits, and bounds are far from tight."""
+"""Factors are at most ``2**MAX_SHIFT``: larger ones would make small values subnormal, and bounds are not tight."""
 
 
 def shift_for(features: int, gate: np.ndarray, up: np.ndarray) -> int:
@@ -44,9 +44,9 @@ def shift_for(features: int, gate: np.ndarray, up: np.ndarray) -> int:
 
 def product_shift(checkpoint: Checkpoint, product: GatedProduct) -> int:
     """The power of two for a product of a float checkpoint; reads the two matrices."""
-    gain = checkpoint.vector(product.norm).astype(np.float32) + np.float32(product.offset)
-    norms = {name: row_norms(checkpoint.stored(name), gain) for name in {product.gate, product.up}}
-    return shift_for(len(gain), *gate_and_up(product, norms[product.gate], norms[product.up]))
+    norm_weight = checkpoint.vector(product.norm).astype(np.float32) + np.float32(product.offset)
+    norms = {name: row_norms(checkpoint.stored(name), norm_weight) for name in {product.gate, product.up}}
+    return shift_for(len(norm_weight), *gate_and_up(product, norms[product.gate], norms[product.up]))
 
 
 def gate_and_up(product: GatedProduct, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -65,11 +65,11 @@ def up_factors(product: GatedProduct, rows: int, shift: int) -> np.ndarray:
     return factors
 
 
-def row_norms(matrix: np.ndarray, gain: np.ndarray) -> np.ndarray:
-    """The norm of each row of ``matrix * gain``: float ``[out, in]``, fp32 ``[in]`` -> fp32 ``[out]``."""
+def row_norms(matrix: np.ndarray, norm_weight: np.ndarray) -> np.ndarray:
+    """The norm of each row of ``matrix * norm_weight``: float ``[out, in]``, fp32 ``[in]`` -> fp32 ``[out]``."""
     with np.errstate(over="ignore"):
-        squares = gain * gain
-    step = rows_per_block(len(gain))
+        squares = norm_weight * norm_weight
+    step = rows_per_block(len(norm_weight))
 
     def of_block(first: int) -> np.ndarray:
         block = np.array(matrix[first : first + step]).astype(np.float32, copy=False)
@@ -129,10 +129,10 @@ def limit_gated_products(
     for product in products:
         if not {product.gate, product.up, product.down} <= norms.keys():
             continue
-        gain = np.abs(checkpoint.vector(product.norm).astype(np.float32) + np.float32(product.offset))
+        norm_weight = np.abs(checkpoint.vector(product.norm).astype(np.float32) + np.float32(product.offset))
         with np.errstate(over="ignore", invalid="ignore"):
-            rough = [part * gain.max() for part in gate_and_up(product, norms[product.gate], norms[product.up])]
-        if shift_for(len(gain), *rough) == 0:
+            rough = [part * norm_weight.max() for part in gate_and_up(product, norms[product.gate], norms[product.up])]
+        if shift_for(len(norm_weight), *rough) == 0:
             continue
         shift = product_shift(checkpoint, product)
         if shift:

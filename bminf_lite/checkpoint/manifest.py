@@ -61,12 +61,12 @@ class MigrationReport:
 
     ``tied_head`` is the scheme for a head without a tensor of its own, or None; ``late`` holds the schemes, by name, of
     matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
-    ``late_rotations`` are the blocks in which those rotate their input, and ``rotated_offline`` says what is rotated in
-    the weights. ``conv1d`` are such matrices that are stored as
-    int8 instead. ``calibration`` holds a calibration's decisions, and ``cost`` the measured distance from the source.
-    ``skipped`` lists the source's files that were not carried along, each with the reason. ``left_out`` names the parts
-    of a multimodal model, such as ``vision_tower``, that are not in the result. ``dequantized`` names the quantized
-    types of a GGUF file. Prints as a summary of a few lines.
+    ``late_rotations`` are the blocks in which those rotate their input. ``conv1d`` are matrices that the source stores
+    ``[in, out]`` and the result as int8. ``rotated_offline`` says what is rotated in the weights. ``calibration`` holds
+    a calibration's decisions, and ``cost`` the measured distance from the source. ``skipped`` lists the source's files
+    that were not copied, each with the reason. ``left_out`` names the parts of a multimodal model, such as
+    ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of a GGUF file. Prints as a
+    summary of a few lines.
     """
 
     recipe: Recipe

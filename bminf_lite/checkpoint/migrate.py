@@ -1,7 +1,7 @@
 """Migration: a float checkpoint in, the same model with int8 weights out.
 
-The source is read once, tensor by tensor and block by block (see :mod:`.conversion`), so memory stays small whatever
-the size of the model. The result appears complete or not at all (see :mod:`.output_folder`). Embeddings, norms, biases
+The source is read once, tensor by tensor and block by block (see :mod:`.conversion`), so memory does not grow with the
+model. The result appears complete or not at all (see :mod:`.output_folder`). Embeddings, norms, biases
 and the matrices that the recipe leaves float are copied bit for bit in the source's type. A tied head, which has no
 tensor of its own, is quantized when the checkpoint is loaded.
 
@@ -80,9 +80,9 @@ def migrate(
 
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. ``force`` replaces an earlier result
     in ``out``, once the new one is complete. ``dry_run`` only reports how each tensor would be converted. ``portable``
-    keeps matrices float in the file that other readers open only so. The result is split into files of at most
-    ``shard_bytes``. ``calibrate`` runs after the source, the recipe and ``out`` were
-    checked. ``verify`` gets the complete folder before it takes its name, and returns the report's ``cost``.
+    keeps GPT-2's matrices float in the file, because other readers open them in no other form. The result is split into
+    files of at most ``shard_bytes``. ``calibrate`` runs after the source, the recipe and ``out`` were checked.
+    ``verify`` gets the complete folder before it takes its name, and returns the report's ``cost``.
 
     Raises :class:`CheckpointError` if the source cannot be read or quantized or ``out`` cannot be written, and
     :class:`UsageError` for a recipe that makes no sense. ``out`` is untouched then, and after Ctrl-C.
@@ -94,26 +94,19 @@ def migrate(
         raise UsageError(f"recipe {chosen.name}: needs a text to calibrate on (--calibrate FILE, calibrate=...)")
     target = expand(out, "out").resolve()
     with open_model(source) as model:
-        checkpoint = model.checkpoint
-        if checkpoint.quantization is not None:
-            remedy = "migrate the fp32, fp16 or bf16 checkpoint that it was made from"
-            raise CheckpointError(f"{checkpoint.path}: is quantized already (quantization_config); {remedy}")
-        _make_tasks(checkpoint, SchemeChoice.of(model.spec, chosen, portable=portable), {})
+        _check_source(model, chosen, portable)
         if not dry_run:
-            if checkpoint.path.resolve().is_relative_to(target):
-                raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder")
+            if model.checkpoint.path.resolve().is_relative_to(target):
+                raise CheckpointError(f"{target}: holds the source, {model.checkpoint.path}; name another folder")
             check_target(target, force)
-        dequantized = sorted({info.stored_as for info in checkpoint.tensors.values()} - {""})
-        rotated_offline = rotates_offline(model.spec) if chosen.offline_rotation else ()
-        if chosen.offline_rotation and not rotated_offline and chosen.rotation == 1:
-            raise UsageError(NO_OFFLINE_ROTATION.format(chosen.name, model.description.config_json["model_type"]))
+        dequantized = sorted({info.stored_as for info in model.checkpoint.tensors.values()} - {""})
+        rotated_offline = _offline_rotations(model, chosen)
         if rotated_offline:
             stay_float = [name for name in model.spec.parameters if not _is_quantized(model.spec, chosen, name)]
             model = rotate_offline(model, stay_float)
-            checkpoint = model.checkpoint
         if chosen.calibration:
             model = within_fp16(model)
-            checkpoint = model.checkpoint
+        checkpoint = model.checkpoint
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
         rewrites = calibrated.rewrites if chosen.calibration else _rotations(model.spec, chosen)
         schemes = SchemeChoice.of(model.spec, chosen, rewrites, portable)
@@ -144,6 +137,25 @@ def migrate(
                 report = replace(report, cost=verify(folder))
                 write_json(folder / MANIFEST_FILE, report.manifest())
         return report
+
+
+def _check_source(model: OpenedModel, recipe: Recipe, portable: bool) -> None:
+    """Raise an error for a source that is quantized already, or that the recipe does not fit."""
+    checkpoint = model.checkpoint
+    if checkpoint.quantization is not None:
+        remedy = "migrate the fp32, fp16 or bf16 checkpoint that it was made from"
+        raise CheckpointError(f"{checkpoint.path}: is quantized already (quantization_config); {remedy}")
+    _make_tasks(checkpoint, SchemeChoice.of(model.spec, recipe, portable=portable), {})
+
+
+def _offline_rotations(model: OpenedModel, recipe: Recipe) -> tuple[str, ...]:
+    """What the recipe rotates in the weights of the model, in words. Raises ``UsageError`` if it can rotate nothing."""
+    if not recipe.offline_rotation:
+        return ()
+    found = rotates_offline(model.spec)
+    if not found and recipe.rotation == 1:
+        raise UsageError(NO_OFFLINE_ROTATION.format(recipe.name, model.description.config_json["model_type"]))
+    return found
 
 
 def _is_quantized(spec: Spec, recipe: Recipe, name: str) -> bool:

@@ -3,9 +3,9 @@
 An orthogonal matrix spreads a large channel over many, so that one scale per token suits all of them
 (https://arxiv.org/abs/2404.00456). Two places need nothing at run time, so every reader opens the result:
 
-- R1, the residual stream. An RMSNorm without its gain commutes with an orthogonal matrix ``Q``. So the gains move into
-  the matrices that read the norms, which then multiply their input by ``Q``, and whatever is added to the stream is
-  multiplied by ``Q`` too. A LayerNorm, or a norm of what a layer adds to the stream, rules it out.
+- R1, the residual stream. An RMSNorm without its weight commutes with an orthogonal matrix ``Q``. So norms' weights
+  move into the matrices that read them, which then multiply their input by ``Q``, and whatever is added to the stream
+  is multiplied by ``Q`` too. A LayerNorm, or a norm of what a layer adds to the stream, rules it out.
 - R2, the value heads. Attention's mean of values commutes with a matrix, so each value head is transformed, and the
   output projection undoes it.
 
@@ -94,11 +94,11 @@ def rotate_offline(model: OpenedModel, in_type_of_file: Collection[str] = ()) ->
 class Change:
     """The change of one tensor ``[out, in]``, as it is stored; a vector is one row.
 
-    Its columns are multiplied by the norm weight ``gain``, plus ``offset``; then each row goes through ``rows`` and
+    Its columns are multiplied by the weight of ``norm``, plus ``offset``; then each row goes through ``rows`` and
     each column through ``columns``. A norm's weight becomes ``constant``.
     """
 
-    gain: str | None = None
+    norm: str | None = None
     offset: float = 0.0
     rows: tuple[Transform, ...] = ()
     columns: tuple[Transform, ...] = ()
@@ -119,7 +119,7 @@ def _changes(spec: Spec) -> dict[str, Change]:
         for norm in stream.norms:
             add(norm.weight, constant=1 - norm.offset)
             for name in norm.readers:
-                add(name, gain=norm.weight, offset=norm.offset, rows=(rotate,))
+                add(name, norm=norm.weight, offset=norm.offset, rows=(rotate,))
         for name in stream.writers:
             add(name, **({"rows": (rotate,)} if _is_vector(spec, name) else {"columns": (rotate,)}))
     for fold in spec.value_heads:
@@ -169,8 +169,8 @@ def _rows(checkpoint: Checkpoint, stored: str, change: Change) -> Rows:
     """The rows of a tensor after every change but that of its columns."""
     values = checkpoint.stored(stored)
     is_vector = len(values.shape) == 1
-    gain = (
-        None if change.gain is None else checkpoint.vector(change.gain).astype(np.float32) + np.float32(change.offset)
+    norm_weight = (
+        None if change.norm is None else checkpoint.vector(change.norm).astype(np.float32) + np.float32(change.offset)
     )
 
     def rows(first: int, end: int) -> np.ndarray:
@@ -178,8 +178,8 @@ def _rows(checkpoint: Checkpoint, stored: str, change: Change) -> Rows:
             return np.full((1, *values.shape), change.constant, np.float32)
         part = np.asarray(values if is_vector else values[first:end]).astype(np.float32)
         part = part[None] if is_vector else part
-        if gain is not None:
-            part = part * gain
+        if norm_weight is not None:
+            part = part * norm_weight
         for transform in change.rows:
             part = transform(part)
         return part

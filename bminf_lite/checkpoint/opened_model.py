@@ -49,7 +49,7 @@ def describe_model(config: Mapping[str, Any], folder: Path | None = None) -> Mod
 
     Raises :class:`CheckpointError` for one that cannot be run.
     """
-    with _errors_name(folder):
+    with _errors_naming(folder):
         text_config = models.text_config(config)
         architecture = models.find(text_config)
         parsed = architecture.parse(text_config)
@@ -60,7 +60,7 @@ def describe_model(config: Mapping[str, Any], folder: Path | None = None) -> Mod
 
 
 @contextmanager
-def _errors_name(folder: Path | None) -> Iterator[None]:
+def _errors_naming(folder: Path | None) -> Iterator[None]:
     """Put ``folder`` before the name of the file with which the message of a :class:`CheckpointError` begins."""
     try:
         yield
@@ -122,7 +122,7 @@ def open_model(path: str | Path) -> OpenedModel:
         description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
         spec = description.spec
         problems = _spec_problems(spec, checkpoint.tensors, checkpoint.quantization) or _tied_problems(checkpoint, spec)
-        with _errors_name(checkpoint.path):
+        with _errors_naming(checkpoint.path):
             vocab_size = description.config.vocab_size
             eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, vocab_size)
         if problems:

@@ -3,8 +3,8 @@
 A GGUF file, or a folder that holds one, is a checkpoint too (see :mod:`.gguf_file`).
 
 The weights are safetensors or, in older checkpoints, PyTorch files (see :mod:`.torch_file`). Where a folder has both,
-safetensors are taken. Opening finds everything that can be wrong with the files and reports it in one error. It reads
-the files' headers alone, so it takes milliseconds whatever the size.
+safetensors are taken. Opening reads the files' headers only, which takes milliseconds, and reports everything that is
+wrong with the files in one error.
 
 :mod:`.opened_model` checks the tensors against the model that ``config.json`` describes.
 """

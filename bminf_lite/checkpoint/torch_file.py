@@ -4,7 +4,7 @@ Since PyTorch 1.6 the file is a zip archive with a pickle, which describes the t
 that it is a sequence of pickles (a magic number, a version, byte order, the description, the storages' keys) followed
 by the storages. :mod:`.torch_pickle` reads the pickles. Records must lie within the file, uncompressed and without
 overlap; storages must fit their records, and tensors their storages. A tensor that is not in row-major order (a
-transposed matrix) is reordered while it is read, so memory stays small whatever the size of the file.
+transposed matrix) is reordered while it is read.
 """
 
 from __future__ import annotations

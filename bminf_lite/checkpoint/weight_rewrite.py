@@ -19,7 +19,8 @@ class WeightRewrite:
     ``column_factors``, both fp32 powers of two, before anything else happens to it; a vector is one row. The columns
     ``outliers`` (int32 ``[n]``, ascending) of an int8 tensor stay fp16. ``codes`` int8 ``[out, in]`` and ``scale``
     ``[out]`` are stored instead of rounding; row factors apply to that scale. Rows of an int8 tensor are transformed
-    in blocks of ``rotation`` elements after the factors, and its inputs at run time; ``codes`` are those of that.
+    in blocks of ``rotation`` elements after the factors, and its inputs at run time; ``codes`` are then those of the
+    transformed rows.
     """
 
     scheme: Scheme | None = None

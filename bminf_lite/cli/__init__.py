@@ -1,12 +1,12 @@
 """The command line. Each file of this folder is a command of the same name, unless the name starts with ``_``.
 
 An underscore in a file's name is a hyphen in the command's. Commands parse arguments, call the Python API and print:
-results on stdout, progress and messages on stderr. At its top a file imports only click, so that ``--help`` is quick;
-its functions import the rest.
+results on stdout, progress and messages on stderr. A file's functions import what takes time to load, such as NumPy, so
+that ``--help`` is quick.
 
 Exit codes: 0; 1 for a failed job; 2 for wrong usage; 130 after Ctrl-C, and 128 plus the number of another signal that
-asks the process to end, after it has removed unfinished files. An error is one message, with a traceback only
-under ``--debug``. Output that cannot be written is a failed job, without a message if the reader has closed the pipe.
+asks the process to end, after it has removed unfinished files. An error is one message, with a traceback only under
+``--debug``. Output that cannot be written is a failed job, without a message if the reader has closed the pipe.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ import click
 from ._options import OUTPUT, PATH, Command, device_option, kv_cache_option, memory_limit_option
 
 if TYPE_CHECKING:
+    from ..backend.base import Backend
+    from ..bench.model import BenchModel
     from ..bench.runner import Measurement
     from ..bench.serving import Load
 
@@ -136,23 +138,28 @@ def bench(
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
     _check_load(offline, online, requests, max_batch, trace, kernels)
+    config = None if shape is None else read_shape(shape)
+
+    def make_model(ops: Backend) -> BenchModel:
+        if config is not None:
+            return random_model(shape_name(str(shape)), config, ops, kv_cache, max_batch, recipe)
+        assert model is not None
+        return checkpoint_model(model, ops, kv_cache, max_batch)
+
     if offline is not None or online is not None:
         count = offline or requests or max(1, round(20 * (online or 0)))
         load = Load(count, input_tokens, output_tokens, online)
-        _run_load(load, model, shape, device, memory_limit, kv_cache, max_batch, recipe, output, plot)
+        _run_load(load, backend.create(device, memory_limit), make_model, output, plot)
         return
-    config = None if shape is None else read_shape(shape)
     with closing(backend.create(device, memory_limit)) as ops:
         profiler = make_profiler(ops)
         report = Report(ops.describe(), profiler.versions())
-        if config is not None:
-            report.bench_model = random_model(shape_name(str(shape)), config, ops, kv_cache, recipe=recipe)
-        elif model is not None:
-            report.bench_model = checkpoint_model(model, ops, kv_cache)
-        if report.bench_model is not None and trace:
-            report.trace = trace_step(report.bench_model, profiler, batches[0], depths[0])
-        if report.bench_model is not None and not trace and not kernels:
-            report.measurements = run_tests(report.bench_model, profiler, tests, repetitions, _show_progress)
+        if model is not None or shape is not None:
+            bench_model = report.bench_model = make_model(ops)
+            if trace:
+                report.trace = trace_step(bench_model, profiler, batches[0], depths[0])
+            elif not kernels:
+                report.measurements = run_tests(bench_model, profiler, tests, repetitions, _show_progress)
         if kernels:
             report.kernels = time_kernels(profiler)
     with closing(backend.create(device)) as ops:  # with all of the device's memory free
@@ -181,23 +188,15 @@ def _check_load(
 
 
 def _run_load(
-    load: Load, path: Path | None, shape: str | None, device: str, memory_limit: int | None, kv_cache: str,
-    max_batch: int | None, recipe: str, output: str, plot: Path | None,
-) -> None:  # fmt: skip
-    """Time a load on a checkpoint or a shape, and print the result."""
-    from .. import backend
+    load: Load, ops: Backend, make_model: Callable[[Backend], BenchModel], output: str, plot: Path | None
+) -> None:
+    """Time a load on a model, and print the result; closes ``ops``."""
     from ..api import Model
     from ..bench import plot as drawing
-    from ..bench.model import checkpoint_model, random_model, read_shape
     from ..bench.serving import run_load, warm_up
 
-    ops = backend.create(device, memory_limit)
     try:
-        if path is not None:
-            bench_model = checkpoint_model(path, ops, kv_cache, max_batch)
-        else:
-            name, config = shape_name(str(shape)), read_shape(str(shape))
-            bench_model = random_model(name, config, ops, kv_cache, max_batch, recipe)
+        bench_model = make_model(ops)
     except BaseException:
         ops.close()
         raise

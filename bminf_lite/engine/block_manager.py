@@ -93,8 +93,8 @@ class BlockPool:
 class SequenceBlocks:
     """The blocks of one sequence.
 
-    ``tables`` has a list of blocks for each group, ``NULL_BLOCK`` where the window has passed; ``source_table`` those
-    of the source. ``keys`` are the keys of the leading full blocks, of which ``num_indexed`` were entered in the index.
+    ``tables`` has a list of blocks for each group, ``NULL_BLOCK`` where the window has passed; ``source_table`` has the
+    blocks of the source. ``keys`` are the keys of the leading full blocks; the index has the first ``num_indexed``.
     """
 
     root: bytes
@@ -266,7 +266,7 @@ class BlockManager:
         sequence.num_indexed = 0
 
     def discard(self, sequence: SequenceBlocks) -> None:
-        """Let no other sequence find the blocks of this one from now on, those that it shares included."""
+        """Remove the blocks of a sequence, shared ones included, from the index: no other sequence finds them."""
         for pool in self.pools:
             for key in sequence.keys:
                 pool.discard(key)
@@ -275,9 +275,9 @@ class BlockManager:
                 self.source_pool.discard(key)
 
     def cached_prefix(self, sequence: SequenceBlocks, num_tokens: int) -> int:
-        """The most leading blocks of ``num_tokens`` tokens that can be reused.
+        """How many of the leading full blocks of ``num_tokens`` tokens can be reused.
 
-        Every group has those blocks of them that the token behind them sees.
+        In every group the cache has those of them that the next token sees.
         """
         keys = sequence.keys[: num_tokens // self.block_size]
         for pool, window in zip(self.pools, self.windows, strict=True):

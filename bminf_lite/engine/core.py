@@ -32,7 +32,7 @@ class Launched(Protocol):
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether :meth:`sample` has to be called, when the steps before it are fetched; no other step may start."""
+        """Whether :meth:`sample` must be called once all earlier steps are fetched. No step may start before that."""
         ...
 
     def sample(self) -> None:
@@ -189,7 +189,7 @@ class Engine:
         )
 
     def after_steps(self, function: Callable[[], None]) -> None:
-        """Let the engine's thread call a function, which must be quick, when requests have been told of a step."""
+        """Let the engine's thread call ``function`` after each step's updates; it must be quick."""
         self._after_steps.append(function)
 
     def close(self, on_close: Callable[[], None] = lambda: None) -> None:
@@ -348,7 +348,7 @@ class Engine:
             function()
 
     def _tell(self, requests: Sequence[Request]) -> None:
-        """Call the requests' ``on_update``. An error in one ends that request, and the callback hears of it once."""
+        """Call the requests' ``on_update``. An error in it ends that request, and it is called once more to say so."""
         for request in requests:
             try:
                 request.on_update(request)

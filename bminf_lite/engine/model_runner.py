@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol, cast
 
 import numpy as np
@@ -53,9 +54,10 @@ class EncoderDecoder(Network, Protocol):
 
 @dataclass
 class LaunchedStep:
-    """A step that the device computes. :meth:`fetch` waits for it. Sequences ``sampled`` of the step are sampled.
+    """A step that the device computes; :meth:`fetch` waits for it.
 
-    ``start_sampling`` is set until the sampler is started.
+    ``sampled`` are the places in the step, padding included, of the sequences that sample. ``start_sampling`` starts
+    the sampler, and is None once that was done. The other functions wait for an array and return it.
     """
 
     start_sampling: Callable[[], Callable[[], np.ndarray]] | None
@@ -144,7 +146,7 @@ class ModelRunner:
 
     def has_room(self, request: Request) -> bool:
         """Whether the sampler has a free row, and what else the request's parameters need."""
-        return self.table.has_room(self._sampling(request), request.matcher is not None)
+        return self.table.has_room(request.params.penalizes, request.matcher is not None)
 
     def add(self, request: Request) -> int:
         """Give a request a row of the sampler."""
@@ -196,7 +198,8 @@ class ModelRunner:
     ) -> LaunchedStep:
         """Run the model, sample, and start to fetch what a step chooses and scores.
 
-        If a grammar's mask depends on a token that the host does not know yet, the caller starts the sampler.
+        If a grammar's mask depends on a token that the host does not know yet, the caller starts the sampler
+        (:meth:`LaunchedStep.sample`).
         """
         size, decodes = inputs.size, inputs.size.decodes
         sampled = [p.request.row for p in parts if p.samples]
@@ -289,10 +292,10 @@ class ModelRunner:
             tokens += part.request.token_ids(part.start, part.stop) if known else (NO_TOKEN,)
         inputs.tokens[:num_decodes] = tokens[:num_decodes]
         inputs.tokens[size.decodes : size.decodes + len(tokens) - num_decodes] = tokens[num_decodes:]
-        inputs.cu_seqlens[: size.decodes + 1] = np.arange(size.decodes + 1)
-        ends = size.decodes + np.cumsum([p.num_tokens for p in parts[num_decodes:]], dtype=np.int32)
-        inputs.cu_seqlens[size.decodes + 1 :] = ends[-1] if len(ends) else size.decodes
-        inputs.cu_seqlens[size.decodes + 1 : size.decodes + 1 + len(ends)] = ends
+        inputs.cu_seqlens[: size.decodes] = np.arange(size.decodes)
+        begins = [*accumulate((p.num_tokens for p in parts[num_decodes:]), initial=size.decodes)]
+        inputs.cu_seqlens[size.decodes :] = begins[-1]
+        inputs.cu_seqlens[size.decodes : size.decodes + len(begins)] = begins
         if len(inputs.logit_rows) >= size.sequences:
             inputs.logit_rows[: size.sequences] = np.maximum(inputs.cu_seqlens[1:] - 1, 0)
         inputs.context_lens[places] = [p.start for p in parts]
@@ -344,7 +347,7 @@ class ModelRunner:
         return KVCache(self.ops, self.config.cache_shape, first, max_blocks)
 
     def _grow(self) -> None:
-        """Let the caches hold the blocks that are in use. They are enlarged by half at least."""
+        """Enlarge the caches, by half at least, if a block in use is beyond them."""
         with _memory_for_the_cache():
             for cache, pools in self._caches():
                 for group, pool in enumerate(pools):

@@ -11,9 +11,10 @@ from .request import Request
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock seconds of one request: from its start to its first token, from there to its last, and before it.
+    """The tokens of one request and its wall-clock times, in seconds.
 
-    ``queue_seconds`` is the time that it waited to start.
+    ``queue_seconds`` is the time before the request started, ``prompt_seconds`` that from its start to its first token,
+    and ``decode_seconds`` that from the first token to the last.
     """
 
     prompt_tokens: int
@@ -94,9 +95,8 @@ class Result:
 class Piece:
     """A part of a stream: a new token of prompt ``index``, and the text that it completes.
 
-    Text is held back while it may be part of a character or of a stop string, so a piece may have no text. A request
-    that ends at its deadline ends with a piece without a token.
-    The last piece of each prompt has a ``finish_reason`` and the whole ``result``.
+    Text is held back while it may be part of a character or of a stop string, so a piece may have no text. The last
+    piece of each prompt has a ``finish_reason`` and the whole ``result``; at a deadline it has no token.
     """
 
     index: int

@@ -1,8 +1,8 @@
 """Finds blocks of the cache by everything that determines their contents.
 
 A block's key is a SHA-256 over the key of the block before it and its own tokens. The first block's parent is a root
-that stands for what else changes the contents: the salt of a tenant, and the source of an encoder-decoder. Equal keys
-therefore mean equal keys and values.
+that stands for what else changes the contents: the request's ``cache_salt``, and the source of an encoder-decoder.
+Blocks with equal keys therefore hold equal keys and values of attention.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ class Request:
     - ``priority``: requests with a higher one go first. ``deadline``: the request ends when ``time.perf_counter()``
       reaches it.
     - ``cache_salt``: requests with different salts share no cached blocks.
-    - ``matcher``: the grammar that the completion must match, at its start. It belongs to this request alone. The end
-      of the sequence then ends the request even with ``ignore_eos``, which holds it back only while the grammar allows
-      something else, as ``min_tokens`` does.
+    - ``matcher``: the grammar that the completion must match, in its initial state and shared with no other request. An
+      end-of-sequence token then always ends the request; ``ignore_eos`` and ``min_tokens`` forbid it only while the
+      grammar allows another token.
     - ``prompt_logprobs``: compute the log-probability of each prompt token but the first, and at its place the
       ``num_prompt_top`` (1 to 20) most likely tokens with theirs.
     - ``take_logits``: called by the engine's thread with a position and the logits of the prompt from there on, fp32
@@ -36,14 +36,13 @@ class Request:
       ends the request.
 
     The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length`` (all of
-    ``max_new_tokens``), ``context`` (the model's context is full), ``deadline``, ``cancelled`` or ``error``, and then
-    ``error`` says which. Times are those of ``time.perf_counter``: when the
-    request was made, when it started to run, and of its first and last token.
+    ``max_new_tokens``), ``context`` (the model's context is full), ``deadline``, ``cancelled``, or ``error`` with the
+    exception in ``error``. Times are those of ``time.perf_counter``.
 
     ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
-    chosen by launched steps whose result is not known; ``num_computed_tokens`` are in the cache, or a launched step
-    puts them there; ``num_cached_tokens`` were there when the request started. ``max_length`` is the most tokens that
-    prompt and completion can have.
+    chosen by launched steps that the host has not fetched; ``num_computed_tokens`` are in the cache, or a launched step
+    puts them there; ``num_cached_tokens`` were there when the request started. ``max_length`` bounds the tokens of
+    prompt and completion together.
     """
 
     index: int
@@ -107,7 +106,7 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """So many tokens may come from the cache: those before the first whose logits are needed."""
+        """The number of tokens before the first whose logits are needed: only these may come from the cache."""
         if self.prompt_logprobs:
             return 0
         return self.num_tokens - 1 if self.take_logits is None else self.logits_start

@@ -1,9 +1,9 @@
 """The sampler's table on the device: a row for each running sequence, written when the sequence comes and goes.
 
 The table is allocated once and never moves, so a captured step stays valid while rows are written: the step reads the
-rows that an index array names. Writing a row copies 128 bytes, and neither waits for the device nor is seen by steps
-that were started before. A step runs in the largest
-variant (:class:`~bminf_lite.backend.sampling.SamplerVariant`) that one of its sequences needs.
+rows that an index array names. Writing a row copies 128 bytes without waiting for the device; steps that were launched
+before do not see it. A step runs in the largest variant (:class:`~bminf_lite.backend.sampling.SamplerVariant`) that one
+of its sequences needs.
 
 Biases, counts of tokens for penalties, and bit masks take more memory, which is allocated when the first sequence needs
 any of it, or by :meth:`SamplerTable.allocate` before a step of the variant ``ADJUST`` or ``FULL``.
@@ -83,11 +83,11 @@ class SamplerTable:
         ops.complete(self._state.masks)  # so that masks are written after these zeros
         self._masks = masks
 
-    def has_room(self, sequence: SequenceSampling, masked: bool = False) -> bool:
-        """Whether :meth:`add` finds a free row for the sequence, and free counts and a free mask if it needs them."""
+    def has_room(self, penalized: bool = False, masked: bool = False) -> bool:
+        """Whether :meth:`add` finds a free row for a sequence, and free counts and a free mask if it needs them."""
         return (
             bool(self._free_rows)
-            and (bool(self._free_count_rows) or not sequence.penalized)
+            and (bool(self._free_count_rows) or not penalized)
             and (bool(self._free_mask_rows) or not masked)
         )
 
@@ -97,7 +97,7 @@ class SamplerTable:
         With ``masked`` the sequence has a bit mask; :meth:`write_masks` fills it before each step that samples. Check
         :meth:`has_room` first. Raises ``MemoryError`` where :meth:`allocate` does.
         """
-        assert self.has_room(sequence, masked), "the sampler's table is full"
+        assert self.has_room(sequence.penalized, masked), "the sampler's table is full"
         variant = max(sequence.variant, SamplerVariant.ADJUST) if masked else sequence.variant
         if variant >= SamplerVariant.ADJUST:
             self.allocate()
@@ -150,14 +150,14 @@ class SamplerTable:
         return max((self._entries[row].variant for row in rows if row), default=SamplerVariant.GREEDY)
 
     def reporting(self, count: int) -> SamplerState:
-        """A state of its own that reports the most likely tokens of ``count`` rows of logits, and changes none."""
+        """A state for ``count`` rows of logits that reports the most likely tokens; the table's rows are not used."""
         columns = neutral_rows(count + 1)
         columns["num_logprobs"] = MAX_LOGPROBS
         table = self.ops.array(columns.view(np.int32).reshape(-1, ROW_WORDS))
         return SamplerState(table, self.ops.array(np.arange(1, count + 1, dtype=np.int32)), SamplerVariant.FULL)
 
     def state(self, rows: Array, variant: SamplerVariant) -> SamplerState:
-        """The state for a step of ``variant`` whose sequences' rows stand in ``rows``, int32 ``[B]`` on the device.
+        """The state for a step of ``variant`` whose sequences have the rows ``rows``, int32 ``[B]`` on the device.
 
         A captured step keeps the array ``rows``; its values may change between replays. Allocate first for ``ADJUST``.
         """

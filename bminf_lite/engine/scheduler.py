@@ -2,8 +2,9 @@
 
 Requests wait in order of priority and arrival until a row of the sampler and blocks of the cache are free for their
 whole prompt. Then they run: their prompt is computed in pieces, and each step adds a token. A step holds the next token
-of every sequence that decodes, and pieces of prompts up to a budget of tokens. If blocks run out, the request that was
-preempted least often, of these the youngest, gives its blocks back, waits again, and recomputes its tokens.
+of every sequence that decodes, and pieces of prompts up to a budget of tokens. If blocks run out, a running request is
+preempted: it gives its blocks back, waits again, and recomputes its tokens. It is one of the lowest priority that was
+preempted least often, and of these the youngest.
 
 The host may be ahead of the device: a request's newest token is pending until the step that chooses it is fetched, and
 the next step is planned without knowing it. Blocks are taken before a step is launched, so no step runs out of them.
@@ -48,7 +49,7 @@ class ScheduledTokens(NamedTuple):
 
     @property
     def num_scored(self) -> int:
-        """Prompt tokens whose log-probabilities the step computes: those at ``start + 1`` and behind."""
+        """How many prompt tokens, from ``start + 1`` on, the step computes log-probabilities of."""
         if not self.request.prompt_logprobs:
             return 0
         return max(min(self.stop, len(self.request.prompt_token_ids) - 1) - self.start, 0)
@@ -61,7 +62,7 @@ class ScheduledTokens(NamedTuple):
 
     @property
     def num_taken(self) -> int:
-        """The last tokens, whose logits the request takes."""
+        """How many of the last tokens have logits that the request takes."""
         if self.request.take_logits is None:
             return 0
         return max(min(self.stop - self.request.logits_start, self.num_tokens), 0)
@@ -69,9 +70,10 @@ class ScheduledTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A step's tokens: parts of one token first, ``num_decodes`` of them, and of these first those that sample.
+    """The tokens of a step.
 
-    The sources of ``sources`` are encoded before it.
+    The first ``num_decodes`` parts have one token each; of these, those that sample come first. The sources of the
+    requests ``sources`` are encoded before the step.
     """
 
     parts: Sequence[ScheduledTokens]
@@ -204,7 +206,7 @@ class Scheduler:
         return Step(parts, len(singles), sources)
 
     def _plan(self, request: Request, count: int, plan: dict[Request, int]) -> None:
-        """Plan tokens of a running request, for which others may be preempted, or it."""
+        """Plan ``count`` tokens of a running request. If blocks run out, others are preempted, or this one itself."""
         if request.num_pending_tokens and request.num_tokens >= request.max_length:
             return  # it ends when the pending token arrives
         assert request.blocks is not None
@@ -406,7 +408,7 @@ class Budget:
 
 
 class Growth:
-    """How many more blocks the requests whose length is known will hold at most at a time, as others of them end."""
+    """The most additional blocks that requests of known length will hold at once until the last of them has ended."""
 
     def __init__(self, block_size: int, requests: Sequence[Request]):
         self._block_size = block_size
@@ -414,18 +416,22 @@ class Growth:
         remaining = np.array([r.max_length - r.num_tokens for r in counted], np.int64)
         order = remaining.argsort()[::-1]
         self._remaining = remaining[order]  # tokens to come, the most first
-        self._held = np.array([r.num_tokens for r in counted], np.int64)[order]  # tokens whose blocks are free then
+        self._held = np.array([r.num_tokens for r in counted], np.int64)[order]  # tokens now; freed when a request ends
 
     def add(self, request: Request) -> None:
         """Count a request."""
         if not request.may_end_early:
             remaining = request.max_length - request.num_tokens
-            place = len(self._remaining) - np.searchsorted(self._remaining[::-1], remaining)
-            self._remaining = np.insert(self._remaining, place, remaining)
-            self._held = np.insert(self._held, place, request.num_tokens)
+            place = len(self._remaining) - int(np.searchsorted(self._remaining[::-1], remaining))
+            self._remaining = _inserted(self._remaining, place, remaining)
+            self._held = _inserted(self._held, place, request.num_tokens)
 
     def blocks(self) -> int:
-        """The blocks: just before a request ends, those with more to come have grown as much, the others are gone."""
+        """The number of blocks.
+
+        It is largest just before some request ends: those with more tokens to come have grown by as many tokens as
+        that one, and those with fewer have given their blocks back.
+        """
         held = self._held
         if not len(held):
             return 0
@@ -433,6 +439,11 @@ class Growth:
         gone = held.sum() - held.cumsum()
         partly_filled = len(held) > 1
         return max(int((grown - gone).max()) // self._block_size + partly_filled, 0)
+
+
+def _inserted(values: np.ndarray, place: int, value: int) -> np.ndarray:
+    """``np.insert`` for one integer, in a quarter of its time."""
+    return np.concatenate((values[:place], [value], values[place:]))
 
 
 def _no_token(request: Request) -> BminfError:

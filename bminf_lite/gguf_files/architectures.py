@@ -245,9 +245,9 @@ def _falcon(header: GgufHeader, config: dict[str, Any]) -> None:
 
 
 def _gemma(header: GgufHeader, config: dict[str, Any], large: int) -> None:
-    """Queries are scaled by the size of a head, or in the model with ``large`` layers by the embedding's for each head.
+    """The scale of queries: from the size of a head, or with ``large`` layers from the embedding's size over the heads.
 
-    The numbers are those of llama.cpp, as files do not tell.
+    The numbers are those of llama.cpp, because the files do not hold them.
     """
     heads, is_large = config["num_attention_heads"], config["num_hidden_layers"] == large
     config["query_pre_attn_scalar"] = config["hidden_size"] / heads if is_large else config["head_dim"]

@@ -1,10 +1,10 @@
 """Parses grammars that are not trusted: the program of the process that ``value.py`` starts.
 
 A request holds the kind and the text of a grammar. The reply is ``{"specification": ...}``, the grammar in llguidance's
-form, or ``{"problem": ...}``. A grammar has been built and taken through some steps for a vocabulary of single bytes,
-in a thread with a small stack, as those that compute masks have. If it names tokens by their ids, the vocabulary has
-more tokens, which have no text. The setup holds llguidance's ``limits``, the ``whitespace`` between the parts of a JSON
-text, and ``max_choices``.
+form, or ``{"problem": ...}``. To find problems, the grammar is built for a vocabulary of single bytes and takes some of
+them, in a thread with a stack as small as those of the threads that compute masks. If it names tokens by their ids, the
+vocabulary has more tokens, which have no text. The setup holds llguidance's ``limits``, the ``whitespace`` between the
+parts of a JSON text, and ``max_choices``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ END = 256
 VOCABULARY = 1 << 18
 """Tokens of the vocabulary for grammars that name them by their ids: more than any model has."""
 ALLOWED = 200
-"""Of an allowed token in what ``compute_logit_bias`` returns."""
+"""The bias of an allowed token in the result of ``compute_logit_bias``."""
 MAX_MESSAGE = 2000
 SHARED = frozenset(["$defs", "definitions"])
-"""What the parts of a schema refer to."""
+"""Keys of a schema whose values its parts may refer to."""
 LIMIT_WORDS = ("fuel", "too many", "too large", "too big", "limit exceeded")
-"""In llguidance's messages of a grammar that reached one of its limits."""
+"""Words in llguidance's messages by which they say that a grammar reached a limit."""
 MAX_LOCATED = 300
 """Parts of a schema that are checked on their own to find the one that is wrong."""
 

@@ -1,8 +1,8 @@
 """Grammars compiled for a model's vocabulary, and the bit masks of the tokens that they allow next.
 
 A vocabulary is the text of each token. llguidance reads it from a ``tokenizer.json`` whose tokens are bytes (GPT-2's
-byte level, SentencePiece's BPE with byte tokens); of T5's kind and CPM's the texts are listed here. Special tokens have
-no text, so a grammar of text never allows them.
+byte level, SentencePiece's BPE with byte tokens). For vocabularies like T5's and CPM's, this module lists the texts.
+Special tokens have no text, so a grammar of text never allows them.
 """
 
 from __future__ import annotations

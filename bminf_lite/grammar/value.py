@@ -43,7 +43,7 @@ CHECK_SECONDS = 5.0
 CHECK_BYTES = 1 << 30
 MAX_CHECKERS = 4
 LIMITS: dict[str, Any] = {"max_grammar_size": 200_000, "max_lexer_states": 50_000, "verbose_errors": False}
-"""Of llguidance's limits on time and memory, those that differ from its defaults."""
+"""llguidance's limits on time and memory that differ from its defaults."""
 WHITESPACE = r"\x20|\r?\n(\x20{0,24}|\t{0,8})"
 """Between two parts of a JSON text: a space, or a line break and indentation. A model cannot write it for ever."""
 CHECK_WORKER = Path(__file__).with_name("check_worker.py")

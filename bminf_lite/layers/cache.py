@@ -48,11 +48,11 @@ class CacheShape:
 
 
 class KVCache:
-    """A pool of blocks for each layer. Who owns which block is the caller's business; block 0 belongs to no sequence.
+    """A pool of blocks for each layer. The caller gives blocks to sequences; block 0 belongs to none.
 
     ``num_blocks`` gives the blocks of each group of layers, the null block included. ``source`` holds the encoded
-    sources, which the decoder of an encoder-decoder reads beside its own tokens; it has one group. With ``max_blocks``
-    the pools of a group can grow to so many blocks, and stay at their addresses.
+    sources, which the decoder of an encoder-decoder reads beside its own tokens; it has one group. The pools of a group
+    can grow to ``max_blocks`` of it, at the same addresses.
     """
 
     def __init__(

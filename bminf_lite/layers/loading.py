@@ -38,12 +38,12 @@ class RowTransform:
             return ordered
         factors = np.asarray(self.factors, np.float32).reshape((-1,) + (1,) * (len(ordered.shape) - 1))
         values = np.asarray(ordered)
-        if factors.size == 1 and values.size and not any(values.strides):  # one number, as where a plan counts bytes
+        if factors.size == 1 and values.size and not any(values.strides):  # a number broadcast, as in MetaWeights
             return np.broadcast_to(np.float32(values.flat[0]) * factors.flat[0], values.shape)
         return values.astype(np.float32) * factors
 
     def apply_to_matrix(self, weight: HostWeight) -> HostWeight:
-        """The rows of a matrix; those of an int8 matrix keep their codes, and their scales get the factors."""
+        """The rows of a matrix; the factors multiply the scales of an int8 matrix, not its codes."""
         if not isinstance(weight, Int8Weight):
             return self.apply(weight)
         codes = weight.codes if self.order is None else weight.codes[self.order]

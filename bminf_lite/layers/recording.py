@@ -46,7 +46,7 @@ class LinearHooks:
 
     ``ops`` passes each call on to the given backend, and calls ``observe`` before each product. The observer may
     compute with the given backend, and must not change ``x``. It may replace the product's weight. ``on_weight`` is
-    called with each weight that is made: the names of its matrices, and these on the host, as they are stacked.
+    called for each weight that is made, with the names of its matrices and the matrices on the host.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LinearHooks:
 class _HookedBackend:
     """Passes every call on to ``ops``. Products inside an operation of ``ops`` are not observed.
 
-    No step is captured, and so none is padded: an observer would see what padding holds.
+    No step is captured, and so none is padded: an observer would see the padding's values.
     """
 
     decode_sizes: tuple[int, ...] = ()

@@ -344,7 +344,7 @@ class Scratch(Arena):
 
 
 class Meter(Arena):
-    """An arena without memory or limit that serves the calls another one serves: ``peak`` is the room they need."""
+    """An arena without memory that repeats the allocations of another one, to find the room (``peak``) they need."""
 
     def __init__(self) -> None:
         super().__init__(_MappedPages(0), 1 << 62)

@@ -46,9 +46,8 @@ def block_bytes(kv_heads: int, head_dim: int, int8: bool, itemsize: int = 2) -> 
 class CacheGroup:
     """``layers`` layers, each with an array for each of ``block_bytes``, which are the bytes of a block in that array.
 
-    The layers see the last ``window`` tokens, or all tokens if it is None. ``max_tokens`` bounds the tokens of a
-    sequence, as the encoder's source of an encoder-decoder has a length of its own; None if nothing but the context
-    does.
+    The layers see the last ``window`` tokens, or all tokens if it is None. ``max_tokens`` bounds the tokens of an
+    encoder-decoder's source; None for other groups, which the context bounds.
     """
 
     layers: int

@@ -33,7 +33,7 @@ _ON_DEVICE, _PINNED, _READ_AND_WRITE, _MINIMUM_GRANULARITY = 1, 1, 3, 0
 
 def device_limit(memory_limit: int | str | None, free_bytes: int, total_bytes: int) -> int:
     """Bytes that may be used of a GPU: ``memory_limit`` (``"6GiB"``, ``"500MB"``, bytes), or with None the free memory
-    less a margin. A limit may exceed the free memory, which may be more when it is needed.
+    less a margin. A limit may exceed the memory that is free now.
 
     Raises ``UsageError`` for a text that is no size, and for a limit larger than the GPU.
     """
@@ -132,7 +132,7 @@ class MappedPages:
 
 
 class GrowingMemory:
-    """Ranges of addresses ("lanes") for arrays that grow together and stay where they are.
+    """Ranges of addresses ("lanes") for arrays that grow together and never move.
 
     Lane ``i`` holds up to ``most`` items of ``item_bytes[i]`` bytes. The lanes lie one behind the other. Memory is
     mapped to the start of each lane, in whole pages, and counts towards the limit of ``arena``. If a page would hold

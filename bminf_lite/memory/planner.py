@@ -85,7 +85,7 @@ class Machine:
 
     ``link`` is the speed of copies from pinned host memory to the device, ``bandwidth`` that of reading device memory,
     in bytes per second. None means unknown; predictions that depend on it are None too. ``reserved`` are bytes of the
-    GPU beside ``memory``: a CUDA context, libraries and a margin. It is 0 where a limit below that bounds ``memory``.
+    GPU beside ``memory``: a CUDA context, libraries and a margin; 0 if a memory limit leaves room for them.
     """
 
     memory: int
@@ -176,7 +176,7 @@ class MemoryPlan:
         return max(self.machine.memory - self.total_bytes, 0)
 
     def sequences_of(self, tokens: int) -> int:
-        """How many sequences of so many tokens fit at once."""
+        """How many sequences of ``tokens`` tokens fit at once."""
         needed = self.requirements
         room = self.left + self.cache_bytes + self.batch * needed.scratch_per_sequence
 

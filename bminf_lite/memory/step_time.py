@@ -2,12 +2,12 @@
 
 A step reads the weights, and the keys and values of each sequence. The terms that are not bytes over bandwidth:
 
-- each row beyond the first adds to a product a share of the time in which the weight is read, in whole tiles of rows;
+- with several rows, each row adds a share of the time in which the weight is read; rows come in whole tiles;
 - a kernel takes a while to start and to end, and a norm delays the product that follows it;
 - logits are written and read a few times.
 
-All shares are relative to the bandwidth, so the only fact about a GPU is how fast it reads its memory. They were fitted
-to measurements on an H200, and GPUs whose int8 products are slow beside their memory are not described.
+The prediction knows a GPU by its memory bandwidth alone. The constants were fitted to measurements on an H200; they do
+not describe GPUs whose int8 products are slow beside their memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from ..cuda.kernels.constants import SKINNY_HOPPER_TILES
 from .cache_memory import CacheGroup
 
-WEIGHT_SECONDS = 1.07
-"""Seconds in which a product of one row reads its weight, of those of bytes over bandwidth."""
-ROW_SECONDS = 0.0045
-"""Seconds that a further row of a product takes, of those in which the weight is read."""
-CACHE_SECONDS = {False: 1.1, True: 1.3}
-"""Seconds in which attention reads the cache, of those of bytes over bandwidth: fp16, and int8 codes, which it has to
-dequantize."""
+WEIGHT_FACTOR = 1.07
+"""The time of a product of one row, relative to its weight's bytes over bandwidth."""
+ROW_FACTOR = 0.0045
+"""What a further row adds to that factor."""
+CACHE_FACTOR = {False: 1.1, True: 1.3}
+"""The time of attention relative to the cache's bytes over bandwidth; True for an int8 cache, which it dequantizes."""
 LAUNCH_SECONDS = 1.0e-6
 """Seconds between the end of a kernel's work and the start of the next one's."""
 NORM_SECONDS = 2.0e-6
@@ -49,13 +48,12 @@ class DecodeWork:
     def seconds(self, cache: Sequence[CacheGroup], context: int, batch: int, bandwidth: float) -> float:
         """Seconds of a step of ``batch`` sequences behind ``context`` tokens; ``bandwidth`` in bytes per second."""
         rows = tiled_rows(batch) if batch > 1 else 0
-        weights = self.matrix_bytes * (WEIGHT_SECONDS + ROW_SECONDS * rows)
-        read = sum(group.token_bytes * group.tokens_read(context) * CACHE_SECONDS[group.is_int8] for group in cache)
+        weights = self.matrix_bytes * (WEIGHT_FACTOR + ROW_FACTOR * rows)
+        read = sum(group.token_bytes * group.tokens_read(context) * CACHE_FACTOR[group.is_int8] for group in cache)
         overheads = self.launches * LAUNCH_SECONDS + self.norm_vectors * NORM_SECONDS
         return (weights + batch * (read + self.logit_bytes)) / bandwidth + overheads
 
 
 def tiled_rows(rows: int) -> int:
-    """The rows that a product computes for ``rows`` rows: those of the tiles of the kernel for a few rows, if it has
-    tiles for so many."""
+    """``rows`` rounded up to a tile of the skinny kernel; ``rows`` itself if that exceeds the largest tile."""
     return next((8 * tiles for tiles in SKINNY_HOPPER_TILES if rows <= 8 * tiles), rows)

@@ -28,7 +28,7 @@ from ..quantize.decisions import Decision, ProductOption
 OUTLIER_COLUMNS = 8
 """Columns of a product that may stay fp16."""
 GUESSES = 3
-"""Points that are chosen by the expected divergence; later ones halve what is left of the path."""
+"""Points that are chosen by the expected divergence; later ones halve the rest of the path."""
 
 
 def offline_part(recipe: Recipe) -> Recipe:
@@ -55,7 +55,7 @@ def budget_recipe(recipe: Recipe, offline_only: bool, rotates_stream: bool) -> R
 
 @dataclass(frozen=True)
 class Choice:
-    """One option of a product: its number, its decision, its time, and the divergence in nats that it should cause."""
+    """One option of a product: its number, its decision, its time, and the expected divergence in nats per token."""
 
     number: int
     decision: Decision
@@ -65,9 +65,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Point:
-    """An assignment: the number of each product's option, its time, and its divergence: expected, and if measured.
+    """An assignment of an option to each product: their numbers, and its time and expected divergence.
 
-    ``change`` says which product differs from the point before, and how it is quantized; empty for the first point.
+    ``measured`` is the measured divergence, None before that. ``change`` says which product differs from the point
+    before, and how it is quantized; empty for the first point.
     """
 
     choices: tuple[int, ...]
@@ -131,7 +132,7 @@ def fastest_path(products: Sequence[Sequence[Choice]]) -> list[Point]:
 
 
 def lower_hull(choices: Sequence[Choice]) -> list[Choice]:
-    """The options from the fastest on that save most divergence for their time, ever less: the lower convex hull."""
+    """The lower convex hull of the options: from the fastest on, each step saves less divergence for its time."""
     hull: list[Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.time.request, choice.divergence)):
         if hull and choice.divergence >= hull[-1].divergence:
@@ -163,8 +164,8 @@ def describe(decision: Decision) -> str:
 class PathSearch:
     """Finds the first point of a path whose measured divergence is at most ``target``.
 
-    The divergence is taken to fall along the path. The expected divergence, corrected by the latest measurement,
-    proposes points; after :data:`GUESSES` of them, measurements halve what is left.
+    It assumes that the divergence falls along the path. The expected divergence, corrected by the latest measurement,
+    proposes :data:`GUESSES` points; after that, the search halves the rest of the path.
     """
 
     def __init__(self, path: Sequence[Point], target: float):

@@ -70,17 +70,17 @@ def migrate(
     a calibration, and the report's ``cost`` is measured on them; the migration fails if the mean divergence exceeds
     ``max_divergence`` nats per token.
 
-    With ``target_divergence``, which needs a text and a w8a8 recipe with a calibration such as ``auto``, the fastest
-    assignment of quantizations to products is searched whose divergence is at most the target (see :mod:`.budget`); the
-    report's ``cost`` has the whole ``trade``. ``offline_only`` leaves out what other readers may not open; without a
-    target, it makes a recipe that rotates inputs fold rotations into the weights instead (see
+    ``target_divergence`` needs a text and a w8a8 recipe with a calibration, such as ``auto``. It searches the fastest
+    assignment of quantizations to products whose divergence is at most the target (see :mod:`.budget`); the report's
+    ``cost`` has the whole ``trade``. ``offline_only`` leaves out what other readers may not open; without a target, it
+    makes a recipe that rotates inputs fold rotations into the weights instead (see
     :mod:`bminf_lite.checkpoint.offline_rotation`).
 
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
-    tensor would become. ``portable`` keeps matrices that other readers of the format open only as float, which are
-    GPT-2's, float in the file; they are quantized when it is loaded. The result is split into files of at most
-    ``shard_bytes``. The calls of ``progress`` and ``calibration_progress`` are described at
-    :data:`.conversion.Progress` and :data:`.calibration.Progress`; ``cost_progress`` is called with layers.
+    tensor would become. ``portable`` keeps GPT-2's matrices float in the file, because other readers open them in no
+    other form; they are quantized when the file is loaded. The result is split into files of at most ``shard_bytes``.
+    ``progress`` and ``calibration_progress`` are called as :data:`.conversion.Progress` and
+    :data:`.calibration.Progress` say; ``cost_progress`` is called with layers.
 
     Raises :class:`UsageError` for an unfit text or a recipe that makes no sense, :class:`CheckpointError` if the source
     cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. Cheap checks come first. After an
@@ -93,28 +93,14 @@ def migrate(
     backend.check_device(device)
     check_divergence("max_divergence", max_divergence, calibrate is not None)
     check_divergence("target_divergence", target_divergence, calibrate is not None)
-    if target_divergence is not None and (not is_searchable(recipe) or max_divergence is not None or dry_run):
-        raise UsageError(
-            "target_divergence chooses how each product is quantized by what it measures: it needs a w8a8 recipe with "
-            f"a calibration, such as auto (--recipe auto), not {recipe.name}, and neither max_divergence nor dry_run"
-        )
-    if offline_only and target_divergence is None:
-        if recipe.rotation == 1 and not recipe.offline_rotation:
-            raise UsageError(
-                f"offline_only is for a recipe that rotates (w8a8-rotate), or with target_divergence; {recipe.name} "
-                "rotates nothing"
-            )
-        recipe = offline_part(recipe)
+    if target_divergence is not None:
+        _check_target_options(recipe, max_divergence, dry_run)
+    elif offline_only:
+        recipe = _without_input_rotations(recipe)
     write = partial(
-        migrate_folder,
-        source,
-        out,
-        force=force,
-        dry_run=dry_run,
-        portable=portable,
-        progress=progress,
+        migrate_folder, source, out, force=force, dry_run=dry_run, portable=portable, progress=progress,
         shard_bytes=shard_bytes,
-    )
+    )  # fmt: skip
     if calibrate is None:
         return write(recipe)
     tokens = load_calibration_split(source, calibrate, samples)
@@ -152,6 +138,25 @@ def migrate(
             return write(recipe, calibrate=decide_next, verify=search.verify)
         except PointRejected:  # noqa: PERF203, a migration takes far longer
             continue
+
+
+def _check_target_options(recipe: Recipe, max_divergence: float | None, dry_run: bool) -> None:
+    """Raise ``UsageError`` for a recipe or options that exclude a target for the divergence."""
+    if not is_searchable(recipe) or max_divergence is not None or dry_run:
+        raise UsageError(
+            "target_divergence chooses how each product is quantized by what it measures: it needs a w8a8 recipe with "
+            f"a calibration, such as auto (--recipe auto), not {recipe.name}, and neither max_divergence nor dry_run"
+        )
+
+
+def _without_input_rotations(recipe: Recipe) -> Recipe:
+    """``recipe`` with rotations in the weights alone; ``UsageError`` for one that does not rotate."""
+    if recipe.rotation == 1 and not recipe.offline_rotation:
+        raise UsageError(
+            f"offline_only is for a recipe that rotates (w8a8-rotate), or with target_divergence; {recipe.name} "
+            "rotates nothing"
+        )
+    return offline_part(recipe)
 
 
 def load_calibration_split(source: str | Path, text: CalibrationSource, samples: int) -> CalibrationSplit:

@@ -1,4 +1,4 @@
-"""A migration with a target: what is calibrated once, and the points of the trade that are written and measured."""
+"""A migration with a target for the divergence: calibrate once, then write and measure points of the trade."""
 
 from __future__ import annotations
 

@@ -182,6 +182,10 @@ class ConfigReader:
             self.problem(key.name, f"{key.name} is {value!r}, not {key.expected}")
         return key.stand_in if converted is None else converted
 
+    def value_or_none(self, key: Key) -> Any:
+        """The value of ``key``, or None if it is null."""
+        return None if self.is_null(key) else self.value(key)
+
     def problem(self, name: str, text: str) -> None:
         """Record a problem with the value of the key ``name``."""
         if name not in self._bad:

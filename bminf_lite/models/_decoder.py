@@ -34,7 +34,7 @@ class DecoderBuilder(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """The residual stream to logits: ``head(project(norm(r)))``, fp32 ``[T, vocab]``, within the ``softcap`` if any."""
+    """The residual stream ``r`` to logits: ``head(project(norm(r)))``, fp32 ``[T, vocab]``, limited by ``softcap``."""
 
     norm: NormLayer | None
     project: Linear | None

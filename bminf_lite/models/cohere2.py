@@ -19,10 +19,9 @@ WINDOW = integer("sliding_window", 4096)
 
 def parse(config: Mapping[str, Any]) -> Config:
     read = ConfigReader(config, KEYS)
-    pattern, window = read.value(integer("sliding_window_pattern", 4)), None
+    pattern = read.value(integer("sliding_window_pattern", 4))
     types = layer_types(read, [SLIDING if (i + 1) % pattern else FULL for i in range(read.fields["layers"])])
-    if not read.is_null(WINDOW):
-        window = read.value(WINDOW)
+    window = read.value_or_none(WINDOW)
     parsed, rotary = parse_cohere(read, theta=10000.0)
     windows = tuple(window if kind == SLIDING else None for kind in types)
     return replace(parsed, windows=windows, rotary=tuple(rotary if w is not None else None for w in windows))

@@ -22,9 +22,8 @@ WINDOW = integer("sliding_window", 4096)
 def parse(config: Mapping[str, Any]) -> Config:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
-    window, default = None, [FULL] * read.fields["layers"]
-    if not read.is_null(WINDOW):
-        window = read.value(WINDOW)
+    window, default = read.value_or_none(WINDOW), [FULL] * read.fields["layers"]
+    if window is not None:
         pattern = period(read)
         default = [SLIDING if (i + 1) % pattern else FULL for i in range(len(default))]
     types, rotary = layer_types(read, default), parse_rotary(read)
@@ -38,7 +37,7 @@ def parse(config: Mapping[str, Any]) -> Config:
 
 
 def period(read: ConfigReader) -> int:
-    """Every so many-th layer has no window; the key may be a text such as ``LLLG``."""
+    """The distance between layers without a window; the key may be a text such as ``LLLG``, which is 4."""
     given = read.config.get("sliding_window_pattern")
     if isinstance(given, str) and given:
         return len(given)

@@ -61,9 +61,7 @@ def parse_gemma(
     """The configuration of a Gemma whose layers of each of the ``types`` have a rotation of their own."""
     if read.value(flag("use_bidirectional_attention", False)):
         read.problem("use_bidirectional_attention", "use_bidirectional_attention is true; only causal models are run")
-    window, attention_softcap, logits_softcap = (
-        None if read.is_null(key) else read.value(key) for key in (WINDOW, attention_cap, logits_cap)
-    )
+    window, attention_softcap, logits_softcap = map(read.value_or_none, (WINDOW, attention_cap, logits_cap))
     score_scale = read.value(QUERY_SCALE) ** -0.5
     return replace(
         llama.family_config(read, None),

@@ -16,7 +16,7 @@ from ._transformer import FULL, SLIDING, Config, QueryKeyNorm, layer_types
 
 KEYS = with_defaults(gemma2.KEYS, vocab_size=262208, max_position_embeddings=131072)
 ATTENTION_CAP, LOGITS_CAP = (replace(cap, default=None) for cap in (gemma2.ATTENTION_CAP, gemma2.LOGITS_CAP))
-"""transformers reads the first and does not apply it; no published model has one, so it is refused."""
+"""transformers reads ``attn_logit_softcapping`` and does not apply it; no published model has it, so it is refused."""
 BASES = {FULL: ("rope_theta", 1000000.0), SLIDING: ("rope_local_base_freq", 10000.0)}
 """By type of layer, the key of the rotary base in the older spelling, and its default."""
 

@@ -1,4 +1,4 @@
-"""Mistral (https://arxiv.org/abs/2310.06825): LLaMA with sliding-window attention and four key-value groups."""
+"""Mistral (https://arxiv.org/abs/2310.06825): LLaMA with sliding-window attention and eight key-value heads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def parse(config: Mapping[str, Any]) -> Config:
 
 def all_windows(read: ConfigReader, default: int | None) -> tuple[int | None, ...]:
     """The window ``sliding_window`` in every layer."""
-    key, layers = integer("sliding_window", default), read.fields["layers"]
-    window = None if read.is_null(key) else read.value(key)
+    window, layers = read.value_or_none(integer("sliding_window", default)), read.fields["layers"]
     return tuple(window for _ in range(layers))
 
 

@@ -22,7 +22,7 @@ def parse(config: Mapping[str, Any]) -> Config:
     read = ConfigReader(config, olmo2.KEYS)
     llama.check_heads(read)
     types = layer_types(read, [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(read.fields["layers"])])
-    window = None if read.is_null(WINDOW) else read.value(WINDOW)
+    window = read.value_or_none(WINDOW)
     rotary = {kind: parse_rotary(read, parameters=parameters_of(read, kind)) for kind in (FULL, SLIDING)}
     return replace(
         llama.family_config(read, None),

@@ -31,9 +31,7 @@ def parse(config: Mapping[str, Any]) -> Config:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
     rotary, rotated = parse_rotary(read, theta=2e6), rotated_layers(read)
-    window = None
-    if read.value(flag("use_sliding_window", False)) and not read.is_null(WINDOW):
-        window = read.value(WINDOW)
+    window = read.value_or_none(WINDOW) if read.value(flag("use_sliding_window", False)) else None
     types = layer_types(read, [FULL if is_rotated or window is None else SLIDING for is_rotated in rotated])
     return replace(
         llama.family_config(read, rotary),

@@ -53,10 +53,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class StreamNorm:
-    """An RMSNorm of the residual stream: its ``weight``, to which ``offset`` is added, and the matrices that read it.
-
-    Only they do, and nothing else reads the stream.
-    """
+    """An RMSNorm of the residual stream: ``weight``, to which ``offset`` is added, and all matrices that read it."""
 
     weight: str
     readers: tuple[str, ...]
@@ -65,10 +62,10 @@ class StreamNorm:
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """The tensors around a residual stream that an orthogonal matrix may rotate, for the model stays the same.
+    """The tensors around a residual stream that can be rotated by an orthogonal matrix without changing the model.
 
-    Its start are rows of ``tables``. ``writers`` are the matrices, and their biases, whose output is added to it. It is
-    read through ``norms`` alone.
+    The stream starts as rows of ``tables``. ``writers`` are the matrices, and their biases, whose output is added to
+    it. Only ``norms`` read it.
     """
 
     tables: tuple[str, ...]

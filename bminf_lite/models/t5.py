@@ -65,7 +65,7 @@ NAMES = encoder_decoder.TensorNames(
 def parse(config: Mapping[str, Any]) -> encoder_decoder.Config:
     """T5's configuration. Newer files say whether outputs are scaled, older ones whether the head is tied.
 
-    Newer files claim a tied head always, and may hold a head of its own all the same.
+    Newer files always say that the head is tied, and may still hold a head of its own.
     """
     read = ConfigReader(config, KEYS)
     tied = read.value(flag("scale_decoder_outputs", read.value(flag("tie_word_embeddings", True))))

@@ -2,7 +2,7 @@
 
 The model is built and run one layer at a time, and all tokens pass through a layer in batches of some thousand. So
 every matrix is read once, and memory holds one layer's weights, the residual stream of all tokens and the activations
-of one batch, whatever the size of the model. Inputs stay on the device; an observer keeps what it needs of them.
+of one batch. Inputs stay on the device; an observer keeps what it needs of them.
 """
 
 from __future__ import annotations

@@ -71,10 +71,10 @@ class ProductOption:
 class QuantizationSearch:
     """An observer that decides each product. ``recipe`` must have a calibration.
 
-    With ``alternatives``, it collects several options of each product instead, of which :meth:`result` takes one each:
-    w8a8, that with its input rotated as the recipe says, that with the recipe's outlier columns, and w8a16, as far as
-    the recipe and the product allow them. Codes of GPTQ are kept in temporary files in ``scratch``, by default the
-    system's folder for these.
+    With ``alternatives``, it collects several options of each product instead, as far as the recipe and the product
+    allow them: w8a8, w8a8 with its input rotated, w8a8 with outlier columns, and w8a16. :meth:`result` then takes one
+    of them for each product. Codes of GPTQ are kept in temporary files in ``scratch``, by default the system's folder
+    for these.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class QuantizationSearch:
             )
         evaluator = ErrorEvaluator(self.ops, rows, [self._matrix(name) for name in names])
         plain = QuantizationCandidate(self._scheme(names[0]))
-        turned = replace(plain, rotation=self.recipe.rotation_of(self.spec, names[0]))
-        before = max(evaluator.errors(replace(plain, scheme=Scheme.W8A8) if self.alternatives else turned))
+        rotated = replace(plain, rotation=self.recipe.rotation_of(self.spec, names[0]))
+        before = max(evaluator.errors(replace(plain, scheme=Scheme.W8A8) if self.alternatives else rotated))
         rounding = None
         spilled: dict[int, np.ndarray] = {}  # by the id of the codes, which `rounding` keeps: equal codes share a file
         if inputs.gptq_inputs and self._are_stored(names):
             rounding = GPTQRounding(self.ops, inputs.gptq_inputs, evaluator.matrices)
-        for candidate, smoothing, error in self._candidates(names, evaluator, plain, turned, input_max):
+        for candidate, smoothing, error in self._candidates(names, evaluator, plain, rotated, input_max):
             rewrites = self._fold_rewrites(names, smoothing)
             block = candidate.rotation if candidate.rotation > 1 else None
             rewrite = WeightRewrite(candidate.scheme, outliers=candidate.outliers, rotation=block)
@@ -165,10 +165,10 @@ class QuantizationSearch:
         names: tuple[str, ...],
         evaluator: ErrorEvaluator,
         plain: QuantizationCandidate,
-        turned: QuantizationCandidate,
+        rotated: QuantizationCandidate,
         input_max: np.ndarray,
     ) -> Iterator[tuple[QuantizationCandidate, Smoothing, float]]:
-        """The candidates, each with its smoothing and its error; ``turned`` is ``plain`` with the recipe's rotation."""
+        """The candidates, each with its smoothing and error; ``rotated`` is ``plain`` with the recipe's rotation."""
 
         def smoothed(start: QuantizationCandidate) -> tuple[QuantizationCandidate, Smoothing]:
             if not (fold := self._fold_of.get(names[0])):
@@ -177,17 +177,17 @@ class QuantizationSearch:
             factors = None if smoothing.factors is None else expand_channels(smoothing.factors, fold)
             return replace(start, factors=factors), smoothing
 
-        may_keep_columns = self._are_stored(names) and (self.alternatives or turned.rotation == 1)
+        may_keep_columns = self._are_stored(names) and (self.alternatives or rotated.rotation == 1)
         limits = self.settings if may_keep_columns else replace(self.settings, outlier_columns=0)
         if not self.alternatives:
-            start, smoothing = smoothed(turned)
+            start, smoothing = smoothed(rotated)
             candidate, error = select_precision(evaluator, start, limits, input_max)
             yield candidate, smoothing, error
             return
         start, smoothing = smoothed(plain)
         found = [(start, smoothing)]
-        if turned.rotation > 1:
-            found.append(smoothed(turned))
+        if rotated.rotation > 1:
+            found.append(smoothed(rotated))
         if start.scheme is Scheme.W8A8:
             index = largest_inputs(evaluator, start, input_max, limits.outlier_columns)
             found += [(replace(start, outliers=index), smoothing)] if len(index) else []

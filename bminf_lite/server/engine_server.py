@@ -266,7 +266,7 @@ class EngineServer:
         return None
 
     def _drop(self, connection: Connection) -> None:
-        """The client has gone: its requests are of no use to anyone."""
+        """Forget a client that has gone, and cancel its requests."""
         connection.is_open = False
         with self._lock:
             self._connections = [c for c in self._connections if c is not connection]

@@ -35,7 +35,7 @@ from .settings import ServerSettings
 
 MAX_RESTARTS = 5
 RESTART_SECONDS = 60.0
-"""A server whose HTTP processes end more often than that many times in so many seconds ends too."""
+"""The server gives up when more than ``MAX_RESTARTS`` of its HTTP processes end within this many seconds."""
 _KILL_SECONDS = 3.0
 """After its time for a shutdown has passed, an HTTP process has this long before it is killed."""
 

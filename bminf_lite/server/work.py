@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from .client import Generation
 from .event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
 from .health import json_response
+from .recorder import record_of
+from .request_record import RequestRecord
+from .schemas.base import parse
+from .schemas.chat import ChatBody
+from .schemas.completions import CompletionBody
+from .schemas.responses import ResponsesBody
+from .state import ServerState
+
+B = TypeVar("B", ChatBody, CompletionBody, ResponsesBody)
 
 
 class Work(Protocol):
@@ -32,3 +43,19 @@ async def respond(work: Work, request: Request, is_streamed: bool | None) -> Res
         return EventStreamResponse(work.generation, work.stream)
     async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
         return json_response(await work.whole())
+
+
+def generating_route(
+    path: str,
+    server: ServerState,
+    body_type: type[B],
+    prepare: Callable[[ServerState, B, RequestRecord], Awaitable[Work]],
+) -> Route:
+    """A POST route that parses a body, lets ``prepare`` check and submit it, and responds with the work it returns."""
+
+    async def handle(request: Request) -> Response:
+        body = parse(body_type, await request.body())
+        work = await prepare(server, body, record_of(request))
+        return await respond(work, request, body.stream)
+
+    return Route(path, handle, methods=["POST"])

@@ -17,12 +17,12 @@ TokenId = Callable[[str], "int | None"]
 
 
 def no_token(text: str) -> int | None:
-    """For a grammar without token ids."""
+    """None for every text: for a grammar without token ids."""
     return None
 
 
 def mark_rule(mark: str, token_id: TokenId) -> str:
-    """A mark within a rule."""
+    """A mark as a part of a rule: its token id, or its text in quotes."""
     found = token_id(mark)
     return json.dumps(mark) if found is None else f"<[{found}]>"
 
@@ -38,7 +38,8 @@ def rule_until(name: str, mark: str, token_id: TokenId) -> str:
 def after_reasoning(rules: str, form: ReasoningFormat | None, is_open: bool, token_id: TokenId) -> str:
     """A grammar of which the rule ``answer`` describes the answer, and ``form`` the reasoning that may precede it.
 
-    If the prompt ends inside the reasoning (``is_open``), it must. ``rules`` define ``answer``, and may use ``TEXT``.
+    If the prompt ends inside the reasoning (``is_open``), the rest of the reasoning must precede the answer. ``rules``
+    define ``answer``, and may use ``TEXT``.
     """
     text = "TEXT: /(.|\\n)*/"
     if form is None:

@@ -117,7 +117,7 @@ class StopMatcher:
 
 
 def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` with which ``stop`` begins, but does not end."""
+    """The length of the longest suffix of ``text`` that is a prefix of ``stop``, but not all of it."""
     if stop[:1] not in text:
         return 0
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

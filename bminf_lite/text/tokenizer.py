@@ -87,7 +87,7 @@ class Tokenizer(ABC):
         """The id of a token as the vocabulary spells it; ``None`` if it has none."""
 
     def showing(self, tokens: Collection[str]) -> Tokenizer:
-        """This tokenizer, but those of its special tokens that are spelled as in ``tokens`` are part of its texts."""
+        """This tokenizer, but decoding keeps the special tokens that are spelled as in ``tokens``."""
         shown = copy(self)
         shown._token_texts = {}
         shown.special_ids = frozenset(i for i in self.special_ids if self.id_to_piece(i) not in tokens)

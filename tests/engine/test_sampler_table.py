@@ -78,7 +78,7 @@ def test_sequences_that_come_and_go_choose_what_they_choose_alone(ops, data):
         for name in waiting[: data.draw(st.integers(0, 2))]:
             masked = name % 4 == 3
             _, sequence = make_sequence(name, generated.setdefault(name, []))
-            if table.has_room(sequence, masked):
+            if table.has_room(sequence.penalized, masked):
                 running[name] = table.add(sequence, masked), masked
         order = data.draw(st.permutations([*running, *[None] * (width - len(running))]))
         index = np.array([NULL_ROW if n is None else running[n][0] for n in order], np.int32)
@@ -120,8 +120,8 @@ def test_rows_counts_and_masks_are_bounded_and_given_back():
     table = SamplerTable(CpuBackend(), 3, VOCAB, max_penalized=1, max_masked=1)
     plain, penalized = make_sequence(0, [])[1], make_sequence(2, [])[1]
     row = table.add(penalized, masked=True)
-    assert not table.has_room(penalized) and not table.has_room(plain, masked=True) and table.has_room(plain)
+    assert not table.has_room(penalized=True) and not table.has_room(masked=True) and table.has_room()
     others = [table.add(plain), table.add(plain)]
-    assert not table.has_room(plain) and {row, *others} == {1, 2, 3}
+    assert not table.has_room() and {row, *others} == {1, 2, 3}
     table.remove(row)
-    assert table.has_room(penalized, masked=True)
+    assert table.has_room(penalized=True, masked=True)

@@ -108,7 +108,7 @@ class Arrays:
         while self._writes and self._writes[0][0].done:
             _, size, pinned = self._writes.popleft()
             self._pinned.append((size, pinned))
-        size = max(4096, 1 << (values.nbytes - 1).bit_length())  # few sizes, so that memory is used again
+        size = max(4096, 1 << (values.nbytes - 1).bit_length())  # few sizes, so that buffers can be reused
         pinned = self._take_pinned(size)
         np.frombuffer(pinned, values.dtype, values.size).reshape(values.shape)[...] = values
         runtime = cp.cuda.runtime
@@ -143,7 +143,7 @@ class Arrays:
 
 
 class ZeroedScratch:
-    """Zeros of ``allocator`` that kernels leave as zeros; they are kept, because graphs hold their addresses."""
+    """Scratch memory that kernels find zeroed and leave zeroed. It never moves, because graphs hold its addresses."""
 
     def __init__(self, arrays: Arrays, allocator: Allocator):
         self._arrays = arrays
@@ -151,7 +151,7 @@ class ZeroedScratch:
         self._kept: dict[tuple[str, int], cp.ndarray] = {}
 
     def zeros(self, purpose: str, count: int, dtype: Any) -> cp.ndarray:
-        """``count`` zeros for ``purpose``: always the same ones."""
+        """``count`` zeros; equal arguments always return the same array."""
         found = self._kept.get((purpose, count))
         if found is None:
             with self._arrays.within(self._allocator):
@@ -159,7 +159,7 @@ class ZeroedScratch:
         return found
 
     def at_least(self, purpose: str, nbytes: int) -> cp.ndarray:
-        """``nbytes`` zero bytes for ``purpose`` or more, if there are more."""
+        """At least ``nbytes`` zero bytes for ``purpose``."""
         known = [count for name, count in self._kept if name == purpose and count >= nbytes]
         return self.zeros(purpose, max(known, default=nbytes), np.uint8)
 

@@ -63,13 +63,13 @@ DECODE_SIZES = (
 """Numbers of sequences of captured decode steps: a step is padded by a quarter at most, except for the smallest."""
 MIXED_DECODE_SIZES = (8, 32, 64, 128, 256, 512)
 PROMPT_SIZES = (16, 64, 128, 256, 512)
-"""Prompt tokens of captured steps. To launch larger steps one by one takes the host less time than the device."""
+"""Prompt tokens of captured steps. The host launches the kernels of a larger step faster than the device runs them."""
 GEMV_FLOAT_MAX_ROWS = 4
 """Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
 
 
 class CudaBackend(Backend):
-    """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
+    """The operations on GPU number ``device`` within ``memory_limit``: bytes, ``"6GiB"``, or None for what is free."""
 
     decode_sizes = DECODE_SIZES
     mixed_decode_sizes = MIXED_DECODE_SIZES
@@ -98,8 +98,8 @@ class CudaBackend(Backend):
         self.scratch = ZeroedScratch(self.arrays, self.arena)
         self.caches = LayerCaches(self.device, self.arena, self.arrays)
         self.launches = AttentionLaunches(self.arrays, self.kernels, self.materializer, self.scratch)
-        self._copies = cp.cuda.Stream(non_blocking=True)  # for what is written beside a model
-        self._sampled = cp.cuda.Event(disable_timing=True)  # the last sampler that may have read it
+        self._copies = cp.cuda.Stream(non_blocking=True)  # of write_for_sampler, beside a model that computes
+        self._sampled = cp.cuda.Event(disable_timing=True)  # behind the last sampler, which may read what is copied
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class CudaBackend(Backend):
     def adopt(self, values: Any) -> Callable[[], Array]:
         with cp.cuda.Device(self.arrays.device):
             array = cp.from_dlpack(values) if hasattr(values, "__dlpack__") else cp.asarray(values)
-            written = cp.cuda.get_current_stream().record()  # other libraries' streams have this one wait for them
+            written = cp.cuda.get_current_stream().record()  # the conversion made this stream wait for the library's
 
         def wait() -> cp.ndarray:
             self.stream.wait_event(written)
@@ -392,7 +392,7 @@ class CudaBackend(Backend):
     def _float_matmul(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
         """A product with float activations into ``out``.
 
-        fp32 results of an fp16 weight, which are logits above all, are sums that are not split: one order for any rows.
+        fp32 results of an fp16 weight, mostly logits, are summed without splits: in one order for any number of rows.
         """
         rows, (n, k) = x.shape[0], weight.matrix.shape
         logits = weight.is_half and out.dtype == np.float32
@@ -574,5 +574,5 @@ class CudaBackend(Backend):
         return result
 
     def _sampler_scratch(self, rows: int, vocab: int, greedy: bool) -> cp.ndarray:
-        """Scratch for sampling ``rows`` rows: what there is, if it is large enough."""
+        """Scratch for sampling ``rows`` rows; the last one is reused if it is large enough."""
         return self.scratch.at_least(f"sample {vocab} {greedy}", Sampler.scratch_bytes(rows, vocab, greedy))

@@ -27,7 +27,7 @@ class LayerCaches:
         self.arrays = arrays
 
     def make(self, num_blocks: int, kv_heads: int, head_dim: int, int8: bool, max_blocks: int | None) -> LayerCache:
-        """The cache of a layer; with ``max_blocks`` it can grow to so many blocks without being copied.
+        """The cache of a layer; it can grow to ``max_blocks`` blocks without being copied.
 
         Raises ``DeviceError`` for heads that no attention kernel takes.
         """
@@ -82,5 +82,5 @@ class LayerCaches:
 
 
 def reserved_blocks(cache: LayerCache) -> int:
-    """The blocks that a cache may ever have at its address."""
+    """The blocks that a cache can grow to without moving."""
     return cache.num_blocks if cache.memory is None else int(cache.memory.most)

@@ -96,7 +96,7 @@ class DecodeMask(IntEnum):
     """The keys that a new token attends to in decode attention, and their scores.
 
     ``CAUSAL``: all tokens up to itself. ``BIASED``, ``CAPPED``, ``ALIBI``: the same, with scores of that
-    :class:`ScoreKind`. ``CROSS``: the whole source in its slot, which is not written.
+    :class:`ScoreKind`. ``CROSS``: the whole source, whose keys and values are in the cache already.
     """
 
     CAUSAL = 0
@@ -134,8 +134,8 @@ class DecodeWork(IntEnum):
 class AttentionMask(IntEnum):
     """The keys that a query attends to in prefill attention.
 
-    ``CAUSAL``: the keys of its sequence up to its own, in the sequence's slot of the cache. ``CROSS``: the whole source
-    in that slot. ``BIDIRECTIONAL``: its whole sequence in this step, whose sequences are packed.
+    ``CAUSAL``: the keys of its sequence up to its own, in the cache. ``CROSS``: its sequence's whole source, in the
+    cache. ``BIDIRECTIONAL``: its whole sequence in this step, whose sequences are packed.
     """
 
     CAUSAL = 0

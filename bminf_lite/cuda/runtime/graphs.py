@@ -82,7 +82,7 @@ def _abandon(stream: int) -> None:
     try:
         driver.load().cuStreamEndCapture(stream, graph)
     except LibraryError:
-        return  # the failure had invalidated the capture, and the call has ended it
+        return  # the failed work has invalidated the capture, and this call has ended it
     if graph:
         driver.load().cuGraphDestroy(graph)
 

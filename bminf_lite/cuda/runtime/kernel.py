@@ -115,10 +115,10 @@ class Kernel:
         ``args`` are integers and floats, one for each letter of the signature; a pointer is an address on the GPU,
         whose memory must stay until the kernel has run. ``shared`` is dynamic shared memory in bytes. ``cluster`` is in
         blocks. ``dependent`` is programmatic dependent launch: the kernel may start before its predecessor has ended,
-        and must wait (``cudaGridDependencySynchronize``) before it accesses memory that the predecessor
-        writes. It has no effect below compute capability 9.0. ``bytes_moved`` counts the bytes that the kernel reads
-        and writes, for the device's observer. The GPU's context must be current in the calling thread. Raises
-        ``TypeError`` for arguments that do not fit the signature and ``DeviceError`` if the launch fails.
+        and must wait (``cudaGridDependencySynchronize``) before it accesses memory that the predecessor writes. It has
+        no effect below compute capability 9.0. ``bytes_moved`` counts the bytes that the kernel reads and writes, for
+        the device's observer. The GPU's context must be current in the calling thread. Raises ``TypeError`` for
+        arguments that do not fit the signature and ``DeviceError`` if the launch fails.
         """
         configuration = self._configured(grid, block, shared, stream, dependent, cluster)
         observer = self._device.observer

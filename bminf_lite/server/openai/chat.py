@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from ...text.reasoning import Content, Reasoning
@@ -18,13 +16,11 @@ from ..completion_text import ScoredToken
 from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream
 from ..generating import check_count, check_model, generation_request, sampling_params
-from ..recorder import record_of
 from ..request_record import RequestRecord
-from ..schemas.base import parse
 from ..schemas.chat import ChatBody
 from ..schemas.messages import plain_tool
 from ..state import ServerState
-from ..work import respond
+from ..work import generating_route
 from .chunks import Usage, chunk_end, head, reports_usage, scored_token, write_chunks
 
 _encode = msgspec.json.encode
@@ -32,13 +28,7 @@ _encode = msgspec.json.encode
 
 def routes(server: ServerState) -> list[Route]:
     """The route."""
-
-    async def chat(request: Request) -> Response:
-        body = parse(ChatBody, await request.body())
-        work = await _prepare(server, body, record_of(request))
-        return await respond(work, request, body.stream)
-
-    return [Route("/v1/chat/completions", chat, methods=["POST"])]
+    return [generating_route("/v1/chat/completions", server, ChatBody, _prepare)]
 
 
 async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -> _Chat:

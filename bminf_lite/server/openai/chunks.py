@@ -25,7 +25,7 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of a request. ``cached`` of those of the prompt came from the cache; ``reasoning`` were no answer."""
+    """Counts of tokens: ``cached`` of the prompt's came from the cache, ``reasoning`` of the generated are thoughts."""
 
     prompt: int
     generated: int

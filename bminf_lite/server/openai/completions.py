@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from ...text.prompts import EncodedPrompt
@@ -17,12 +15,10 @@ from ..completion_text import CompletionText, NewText, ScoredToken, score_prompt
 from ..errors import bad_request
 from ..event_stream import EventStream
 from ..generating import check_count, check_model, encode, generation_request, grammar_of, read, sampling_params
-from ..recorder import record_of
 from ..request_record import RequestRecord
-from ..schemas.base import parse
 from ..schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from ..state import ServerState
-from ..work import respond
+from ..work import generating_route
 from .chunks import Usage, chunk_end, finite, head, reports_usage, write_chunks
 
 _encode = msgspec.json.encode
@@ -30,13 +26,7 @@ _encode = msgspec.json.encode
 
 def routes(server: ServerState) -> list[Route]:
     """The route."""
-
-    async def completions(request: Request) -> Response:
-        body = parse(CompletionBody, await request.body())
-        work = await _prepare(server, body, record_of(request))
-        return await respond(work, request, body.stream)
-
-    return [Route("/v1/completions", completions, methods=["POST"])]
+    return [generating_route("/v1/completions", server, CompletionBody, _prepare)]
 
 
 async def _prepare(server: ServerState, body: CompletionBody, record: RequestRecord) -> _Completions:

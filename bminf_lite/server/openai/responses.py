@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from ...engine.sampling_params import SamplingParams
@@ -21,12 +19,10 @@ from ..completion_text import ScoredToken
 from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream
 from ..generating import check_model, generation_request, sampling_params, told
-from ..recorder import record_of
 from ..request_record import RequestRecord
-from ..schemas.base import parse
 from ..schemas.responses import ResponsesBody
 from ..state import ServerState
-from ..work import respond
+from ..work import generating_route
 from .chunks import Usage, scored_token, sse
 
 _encode = msgspec.json.encode
@@ -34,13 +30,7 @@ _encode = msgspec.json.encode
 
 def routes(server: ServerState) -> list[Route]:
     """The route."""
-
-    async def responses(request: Request) -> Response:
-        body = parse(ResponsesBody, await request.body())
-        work = await _prepare(server, body, record_of(request))
-        return await respond(work, request, body.stream)
-
-    return [Route("/v1/responses", responses, methods=["POST"])]
+    return [generating_route("/v1/responses", server, ResponsesBody, _prepare)]
 
 
 async def _prepare(server: ServerState, body: ResponsesBody, record: RequestRecord) -> _Response:

@@ -51,7 +51,7 @@ class ToolFormat:
         return tuple(mark for mark in marks if mark)
 
     def new_call_id(self) -> str:
-        """A random id. Mistral's templates refuse others than nine letters and digits."""
+        """A random id of nine letters and digits: Mistral's templates refuse others."""
         if self.begin == _MISTRAL:
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
@@ -87,7 +87,7 @@ TOOL_FORMATS = {
 def find_tool_format(template: str | None, has_token: Callable[[str], bool]) -> ToolFormat:
     """The form of a checkpoint, from its chat template for conversations with tools and its vocabulary.
 
-    Only of a template that reads ``tools``; all others are ``generic``.
+    It is ``generic`` for a template that does not read ``tools``, and for one that fits none of these:
 
     - ``qwen3_coder`` (Qwen3-Coder, Qwen 3.5): it mentions ``<tool_call>`` and ``<function=``.
     - ``hermes`` (Hermes, Qwen 2.5 and 3): it mentions ``<tool_call>`` around JSON.

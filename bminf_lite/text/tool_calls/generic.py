@@ -28,9 +28,9 @@ def generic_instructions(tools: Sequence[Tool]) -> str:
 def generic_messages(messages: Sequence[Message], tools: Sequence[Tool], has_system: bool = True) -> list[Message]:
     """A conversation with tools for a chat template that knows none: only contents, of the roles that it knows.
 
-    :func:`generic_instructions` follow the system message, or are one; if the template ``has_system`` messages not,
-    they precede the first message. Calls become part of the assistant's content, and results become messages of the
-    user, those beside each other one. ``messages`` are in the form of :func:`.template_messages`.
+    :func:`generic_instructions` follow the system message, or are one; without ``has_system`` the template takes no
+    system message, and they precede the first message. Calls become part of the assistant's content. Results become
+    messages of the user, successive ones a single message. ``messages`` are in the form of :func:`.template_messages`.
     """
     result: list[Message] = []
     if tools:

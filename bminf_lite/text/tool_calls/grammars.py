@@ -13,7 +13,7 @@ from .formats import Tool, ToolFormat, function_names, parameters_of
 from .values import types_of
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Of arguments: as ``tojson`` writes them, which is how the model has read earlier calls."""
+"""The spacing of arguments: that of ``tojson``, by which templates write earlier calls into the prompt."""
 
 
 def tool_grammar(

@@ -49,12 +49,12 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 class ToolCallParser:
     """Separates the calls in an answer from the text around them, while it arrives.
 
-    What the events say joined depends on the text alone, not on how it is cut into pieces. White space beside a call
-    belongs to nothing. A call's arguments pass through as they are written, from when the function's name is known;
-    from there on the call is one, even if the text ends or is no JSON: then its arguments are none either. Arguments
-    that are a string hold JSON, and absent ones are ``{}``. Text that begins as a call and is none is content.
+    The events, joined, depend on the text alone, not on how it is cut into pieces. White space beside a call is
+    dropped. Text that begins like a call and is none is content.
 
-    After ``form.begin``, a call of any name is one; without it, where the form allows that, it must be one of
+    A call is certain once the function's name is known. From then on its arguments pass through as they are written,
+    even if they are not valid JSON or the text ends within them. Arguments that are a string hold JSON, and absent ones
+    are ``{}``. After ``form.begin`` any name makes a call; without it, where the form allows that, it must be one of
     ``names``. Arguments that are not written as JSON are turned into JSON, each when it is complete; ``schemas`` of the
     functions' arguments, by name, tell which of them are strings.
     """

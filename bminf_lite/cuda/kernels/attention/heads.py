@@ -42,7 +42,7 @@ class Scores:
 
     @property
     def decode_mask(self) -> DecodeMask:
-        """That of decode attention over a sequence's own cache."""
+        """The mask for decode attention over a sequence's own tokens."""
         return DECODE_MASKS[self.kind]
 
 

@@ -84,10 +84,10 @@ class MatmulContext:
     ) -> PreparedMatmul:
         """Make the descriptors of ``product`` and choose an algorithm; raises :class:`NoAlgorithm`.
 
-        ``alignment`` in bytes, a power of two, divides all three addresses. With a ``key``, the
-        proposed algorithms are timed at the first run and the best is remembered under that key, which may stand for
-        several similar shapes. Without, the heuristic's first proposal is used, which is the same in every run.
-        Without ``split_k``, no proposal cuts a sum into parts.
+        ``alignment`` in bytes, a power of two, divides all three addresses. With a ``key``, the proposed algorithms are
+        timed at the first run and the fastest is kept under that key, which may stand for several similar shapes.
+        Without one, the heuristic's first proposal is used, which is the same in every run. Without ``split_k``, no
+        proposal cuts a sum into parts.
         """
         return PreparedMatmul(self, product, alignment, key, split_k)
 

@@ -1,7 +1,6 @@
 // Exact int8 batched GEMM without tensor cores, for GPUs before compute capability 7.5, and where cublasLt has no
 // kernel:
 //
-//
 //     out[b] = x[b] @ w[b].T, summed in int32
 //
 // x: int8 [B, rows, k]; w: int8 [B, columns, k]; out: int32 [B, rows, columns]; all row-major, k a multiple of 16.

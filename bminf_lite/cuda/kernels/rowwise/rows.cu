@@ -8,8 +8,8 @@
 //
 // or writes fp16 or fp32 instead of codes, or adds a norm to fp32 values. Gates and the identity may rotate the values
 // before they are quantized. A row is held in registers by THREADS threads, VECTORS vectors of eight elements each, so
-// that it is read and written once. Rows of few threads share a block. The other kernels here are the embedding, the
-// last row of each sequence, and conversions.
+// that it is read and written once. Rows of few threads share a block. The other kernels here are the embedding, norms
+// of queries and keys, a gather of rows, and conversions.
 #include "common/common.cuh"
 #include "common/layout.cuh"
 #include "common/rotation.cuh"
