@@ -453,7 +453,7 @@ class Model:
             raise UsageError(f"logits takes 1 to {config.context_length:,} token ids, not {len(ids):,}")
         if not is_whole(start) or not 0 <= start < len(ids):
             raise UsageError(
-                f"start is {start!r}, but must be the position of one of the {len(ids):,} tokens: 0 or more"
+                f"start is {start!r}, but must be the position of one of the {len(ids):,} tokens: 0 to {len(ids) - 1:,}"
             )
         require_bool("device", device)
         source_ids = self._prompts.validate_token_ids(() if source is None else source)
