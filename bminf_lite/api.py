@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -24,7 +24,7 @@ from .engine.model_runner import ModelRunner, Network
 from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
-from .errors import UsageError, require_bool, require_whole
+from .errors import UsageError, is_whole, require_bool, require_whole
 from .grammar import Grammar
 from .grammar.matcher import GrammarCompiler
 from .layers.cache import KVCache
@@ -451,9 +451,9 @@ class Model:
         ids = np.array(self._prompts.validate_token_ids(token_ids), np.int32)
         if not 0 < len(ids) <= config.context_length:
             raise UsageError(f"logits takes 1 to {config.context_length:,} token ids, not {len(ids):,}")
-        if not _is_whole(start) or not 0 <= start < len(ids):
+        if not is_whole(start) or not 0 <= start < len(ids):
             raise UsageError(
-                f"start is {start!r}, but must be the position of one of the {len(ids):,} tokens: 0 or more"
+                f"start is {start!r}, but must be the position of one of the {len(ids):,} tokens: 0 to {len(ids) - 1:,}"
             )
         require_bool("device", device)
         source_ids = self._prompts.validate_token_ids(() if source is None else source)
@@ -522,14 +522,10 @@ def _grammar(options: dict[str, Any]) -> Grammar | None:
     return next((kinds[name](value) for name, value in given.items()), None)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _check_served(served: Mapping[str, Any], deadline: Any, is_encoder_decoder: bool) -> None:
     """Raise ``UsageError`` with all wrong values among how a request is to be served."""
     problems = []
-    if not _is_whole(served.get("priority", 0)):
+    if not is_whole(served.get("priority", 0)):
         problems.append(f"priority is {served['priority']!r}, but must be a whole number")
     if not isinstance(served.get("cache_salt", ""), str):
         problems.append(f"cache_salt is {served['cache_salt']!r}, but must be a text")

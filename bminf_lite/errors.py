@@ -48,10 +48,14 @@ class UsageError(BminfError, ValueError):
     """An argument is out of range: a sampling parameter, a prompt, a recipe, a device name."""
 
 
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python's or NumPy's types."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def require_whole(name: str, value: Any, most: int | None = None) -> None:
-    """Raise ``UsageError`` unless an argument is a whole number, of Python's or NumPy's types, from 1 to ``most``."""
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_whole or value < 1 or (most is not None and value > most):
+    """Raise ``UsageError`` unless an argument is a whole number from 1 to ``most``."""
+    if not is_whole(value) or value < 1 or (most is not None and value > most):
         wanted = "1 or more" if most is None else f"1 to {most:,}"
         raise UsageError(f"{name} is {value!r}, but must be a whole number, {wanted}")
 

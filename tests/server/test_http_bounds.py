@@ -151,7 +151,7 @@ def test_what_is_not_http(hasty, request_bytes):
 
 
 def test_a_health_check_without_a_host(small):
-    """HAProxy's is HTTP/1.0 unless it is told otherwise."""
+    """HAProxy sends HTTP/1.0 without a Host header by default."""
     assert status(small.ask(b"GET /echo HTTP/1.0\r\n\r\n")) == 200
     assert status(small.ask(b"GET /echo HTTP/1.0\r\nhost: evil.example\r\n\r\n")) == 421
     assert status(small.ask(b"GET /echo HTTP/1.1\r\nconnection: close\r\n\r\n")) == 421
