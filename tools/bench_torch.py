@@ -2,8 +2,9 @@
 
     python tools/bench_torch.py results.json [section ...] [--prepare]
 
-Sections: rows, square, linear, dot, backward, host, stream, lora, decode, engine; all by default. A library that is not
-installed has no results. A section that fails is reported and left out. Device times are of CUDA graphs' replays.
+Sections: rows, square, linear, tiles, dot, backward, host, stream, lora, decode, engine; all by default. A library that
+is not installed has no results. A section that fails is reported and left out. Device times are of CUDA graphs'
+replays.
 ``--prepare`` calls everything that is compiled once, which fills the compilers' caches, and measures nothing.
 ``torch_report.py`` makes tables and plots of the results.
 """
@@ -29,7 +30,8 @@ from torch import nn
 
 from bminf_lite.bench.model import read_shape
 from bminf_lite.cuda.runtime.libraries import driver_release
-from bminf_lite.torch import Int8Linear, ops, streaming, wrap
+from bminf_lite.torch import Int8Linear, _kernels, ops, streaming, wrap
+from bminf_lite.torch._choices import TileChoices, row_class
 from bminf_lite.torch.measuring import bandwidth, measure
 
 try:
@@ -210,6 +212,38 @@ def linear(to: Recorder) -> None:
             if of_library is not None:
                 peers["bitsandbytes"] = of_library
             to.time("linear", f"{case} rows={count}", peers, x)
+
+
+def tiles(to: Recorder) -> None:
+    """Int8 products of many rows with the tiles that were measured, and with the modelled ones."""
+    own = _kernels.kernels_of(torch.empty(1, device=GPU))
+    assert own.products_verified
+    for case, (k, n) in LINEARS.items():
+        codes, scale, _ = weight_of(k, n)
+        for count in (128, 512, 1000, 2048, 8192):
+            x = torch.randint(-127, 128, (count, k), device=GPU, dtype=torch.int8)
+            row_scale = torch.rand(count, device=GPU)
+
+            def product(choices: TileChoices) -> None:
+                own.tiles, kept = choices, own.tiles
+                ops.dot(x, codes, False, True, a_scale=row_scale, b_scale=scale, dtype=torch.bfloat16)
+                own.tiles = kept
+
+            start = time.perf_counter()
+            product(own.tiles)
+            torch.cuda.synchronize()
+            first = time.perf_counter() - start
+            peers: Peers = {"measured": lambda: product(own.tiles), "modelled": lambda: product(Modelled())}
+            to.time("tiles", f"{case} rows={count}", peers)
+            chosen = own.tiles.known((row_class(count), n, k, torch.bfloat16))
+            print(f"  {chosen}, first product {first * 1e3:.1f} ms", flush=True)
+
+
+class Modelled(TileChoices):
+    """Chooses nothing, which leaves the modelled configuration."""
+
+    def measure(self, *arguments: Any) -> None:
+        """Nothing."""
 
 
 def library_linear(codes: torch.Tensor, scale: torch.Tensor) -> Callable[..., Any] | None:
@@ -432,10 +466,10 @@ def engine(to: Recorder) -> None:
 
 
 SECTIONS = {
-    "rows": rows, "square": square, "linear": linear, "dot": dot, "backward": backward, "host": host, "stream": stream,
-    "lora": lora, "decode": decode, "engine": engine,
+    "rows": rows, "square": square, "linear": linear, "tiles": tiles, "dot": dot, "backward": backward, "host": host,
+    "stream": stream, "lora": lora, "decode": decode, "engine": engine,
 }  # fmt: skip
-COMPILED = ("rows", "linear", "square", "dot", "decode")
+COMPILED = ("rows", "linear", "tiles", "square", "dot", "decode")
 """Sections in which something is compiled."""
 
 

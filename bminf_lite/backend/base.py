@@ -82,6 +82,8 @@ class Backend:
     """The same for the decoding sequences of steps that also process prompts."""
     prompt_sizes: tuple[int, ...] = ()
     """Numbers of prompt tokens, ascending, to which such steps are padded. Steps with more are not captured."""
+    source_sizes: tuple[int, ...] = ()
+    """The same for the tokens of sources that an encoder reads."""
 
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)

@@ -4,7 +4,7 @@ From the Hessian ``H`` of a product's squared error come an order of its columns
 first, and the upper triangular ``U`` with ``U^T U`` the inverse of the damped ``H`` in that order. Column after column
 is then rounded in that order. With ``e`` the error of the rounded column ``c`` over ``U[c, c]``, each later column
 ``j`` becomes ``w[j] - e * U[c, j]``, in fp32, product and difference rounded. That is done at once for the columns of
-the same block of :data:`BLOCK`. For later blocks one float product ``E U`` adds up the changes of a whole block.
+the same block of ``BLOCK``. For later blocks one float product ``E U`` adds up the changes of a whole block.
 
 Backends agree as follows. With the same ``U`` and weights, codes of the first block are equal. The float product sums
 in an order of its own, so a value of a later block may lie on the other side of a tie, and then the columns behind it
@@ -19,9 +19,7 @@ import numpy as np
 
 from .quantization import CODE_MAX
 from .rotation import rotated
-
-BLOCK = 128
-"""Columns whose errors are compensated together."""
+from .values import GPTQ_BLOCK as BLOCK
 
 DAMPING = 0.01
 """Added to the Hessian's diagonal, relative to its mean, so that it can be inverted."""

@@ -20,6 +20,8 @@ Array = Any
 """``[T, features]`` in docstrings: ``T`` tokens of a step, ``B`` sequences."""
 BLOCK_SIZE = 64
 """Tokens of a block of the key-value cache."""
+GPTQ_BLOCK = 128
+"""Columns of a weight whose rounding errors GPTQ compensates together."""
 SEGMENT = 1024
 """Keys of a segment, within which attention sums in one order; segments are merged in order of position."""
 NULL_BLOCK = 0

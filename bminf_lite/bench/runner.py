@@ -206,8 +206,10 @@ def _encode(session: Session, profiler: Profiler, test: Workload, repetitions: i
     """Time the encoder and the decoder's keys and values of the source; check them by an untimed decoder step."""
     runs = Repetitions()
     with trace_calls(session.ops, runs.costs.add):
-        session.prepare_encode(test.tokens)()
+        session.prepare_encode(test.tokens, eagerly=True)()
     results = session.start_decoding()
+    for _ in range(WARM_UP_STEPS if session.ops.source_sizes else 0):
+        session.prepare_encode(test.tokens)()
     for _ in range(repetitions):
         runs.time(profiler, session.prepare_encode(test.tokens))
         results += session.start_decoding()

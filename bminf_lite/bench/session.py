@@ -10,11 +10,11 @@ import numpy as np
 
 from ..backend.sampling import SamplerState
 from ..backend.values import BLOCK_SIZE, Array, ForwardBatch, sequential_tables
-from ..engine.model_runner import EncoderDecoder
 from ..engine.sampling_params import SamplingParams, sampler_state
+from ..engine.source_encoder import EncoderDecoder, SourceEncoder
 from ..engine.step_arrays import CapturedStep, StepInputs, StepSize
 from ..errors import BminfError
-from ..layers.cache import KVCache
+from ..layers.cache import KVCache, blocks_for
 from .model import BenchModel
 
 GREEDY = SamplingParams(seed=0, ignore_eos=True)
@@ -41,9 +41,12 @@ class Session:
         self.table = sequential_tables(batch, room)
         self.source_table: np.ndarray | None = None
         self.source_len = 0
+        self.encoder: SourceEncoder | None = None
         if engine_config.is_encoder_decoder:
-            self.cache.source = KVCache.for_sequences(self.ops, shape, batch, capacity)
+            self.cache.source = source = KVCache.for_sequences(self.ops, shape, batch, capacity)
             self.source_table = sequential_tables(batch, capacity)
+            network = cast(EncoderDecoder, bench_model.network)
+            self.encoder = SourceEncoder(network, source, engine_config.max_num_batched_tokens)
         self._sampler = self._greedy(batch)
         self._step: ForwardBatch | None = None
         self._replay: Callable[[], Array] | None = None
@@ -54,6 +57,8 @@ class Session:
         """Free the memory; nothing can be run afterwards."""
         self._replay = self._last = None
         self._prefills.clear()
+        if self.encoder is not None:
+            self.encoder.close()
         self.cache.close()
 
     def tokens(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -133,28 +138,28 @@ class Session:
 
         return run
 
-    def prepare_encode(self, count: int) -> Callable[[], None]:
+    def prepare_encode(self, count: int, eagerly: bool = False) -> Callable[[], None]:
         """Prepare a source of ``count`` random tokens for each sequence, with NaN in the cache of its keys and values.
 
-        The returned function runs the encoder and fills that cache.
+        The returned function runs the encoder and fills that cache. If the engine captures sources of so many tokens,
+        it pads them likewise, and the first functions run it step by step; ``eagerly`` all do, without padding.
         """
-        network, source = cast(EncoderDecoder, self.bench_model.network), self.cache.source
-        assert source is not None
-        self.poison(0, source)
-        at_once, every = max(1, self.bench_model.engine_config.max_num_batched_tokens // count), list(range(self.batch))
-        groups = [every[i : i + at_once] for i in range(0, self.batch, at_once)]
-        assert self.source_table is not None
-        readings = [
-            ForwardBatch.packed(self.ops.array, self.tokens((len(g), count)), source_tables=self.source_table[g])
-            for g in groups
-        ]
+        encoder, table = self.encoder, self.source_table
+        assert encoder is not None and table is not None
+        self.poison(0, encoder.cache)
         self.source_len = count
+        at_once = max(1, self.bench_model.engine_config.max_num_batched_tokens // count)
+        encode = encoder.encode_eagerly if eagerly else encoder.encode
+        groups = [
+            (self.tokens((len(rows), count)), table[rows.start : rows.stop, : blocks_for(count)])
+            for rows in (range(i, min(i + at_once, self.batch)) for i in range(0, self.batch, at_once))
+        ]
 
-        def encode() -> None:
-            for reading in readings:
-                network.encode_to_cache(reading, source)
+        def run() -> None:
+            for tokens, blocks in groups:
+                encode(tokens, blocks)
 
-        return encode
+        return run
 
     def start_decoding(self) -> list[np.ndarray]:
         """Run the decoder's start tokens; returns the tokens chosen."""

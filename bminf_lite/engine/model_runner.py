@@ -22,14 +22,13 @@ from .request import Request
 from .sampler_table import SamplerTable
 from .sampling_params import sequence_sampling
 from .scheduler import ScheduledTokens, Step, StepResult
+from .source_encoder import RUNS_TO_CAPTURE, EncoderDecoder, SourceEncoder
 from .step_arrays import CapturedStep, StepArrays, StepInputs, StepSize, captured_sizes
 
 FIRST_BLOCKS = 64
 """Blocks that a pool has at first, if it may have so many."""
 CAPTURED_LENGTHS = (1024, 4096, 16384)
 """Bounds of the lengths of sequences for which steps are captured, beside the model's context; in tokens."""
-RUNS_TO_CAPTURE = 3
-"""Runs after which a backend with graphs has captured a step: it runs a step twice before it captures it."""
 NO_TOKEN = -1
 """Stands for a token that the host does not know: the newest of its sequence, which the sampler holds."""
 
@@ -41,14 +40,6 @@ class Network(Protocol):
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
         """Logits fp32 ``[L, vocab]`` of the batch's ``logit_rows``, or of all tokens ``[T, vocab]``."""
-        ...
-
-
-class EncoderDecoder(Network, Protocol):
-    """A model that has an encoder."""
-
-    def encode_to_cache(self, batch: ForwardBatch, source: KVCache) -> None:
-        """Encode whole sources, and store the decoder's keys and values of them in ``source``."""
         ...
 
 
@@ -128,18 +119,22 @@ class ModelRunner:
         self._sizes = captured_sizes(self.ops, lengths, config.max_num_seqs, config.max_num_batched_tokens)
         self._captured: dict[StepSize, CapturedStep] = {}
         self._packed = self.ops.array(np.zeros(0, np.int32))  # the integers of a step that is not captured
+        self.encoder: SourceEncoder | None = None
         with _memory_for_the_cache():
             self.cache = self._pools(config.num_blocks)
             if config.num_source_blocks:
                 try:
-                    self.cache.source = self._pools((config.num_source_blocks,))
+                    self.cache.source = source = self._pools((config.num_source_blocks,))
                 except BaseException:
                     self.close()
                     raise
+                self.encoder = SourceEncoder(cast(EncoderDecoder, network), source, config.max_num_batched_tokens)
 
     def close(self) -> None:
         """Give the memory of the cache and of captured steps back; nothing can be run afterwards."""
         self._captured.clear()
+        if self.encoder is not None:
+            self.encoder.close()
         self.cache.close()
 
     # -- rows of the sampler ------------------------------------------------------------------------------------------
@@ -174,7 +169,9 @@ class ModelRunner:
         """Start a step without waiting for it, or for the steps before it."""
         self._grow()
         if step.sources:
-            self._encode(step.sources)
+            assert self.encoder is not None
+            requests = step.sources
+            self.encoder.encode([r.source_token_ids for r in requests], [_blocks(r).source_table for r in requests])
         parts = step.parts
         exact = StepSize(
             step.num_decodes,
@@ -317,18 +314,8 @@ class ModelRunner:
             inputs.source_lens[places] = [len(r.source_token_ids) for r in requests]
             inputs.source_table[places] = self._source_tables.array[rows, : inputs.source_table.shape[1]]
 
-    def _encode(self, requests: Sequence[Request]) -> None:
-        """Encode the sources of requests, all at once."""
-        assert self.cache.source is not None
-        sources = [r.source_token_ids for r in requests]
-        table = np.zeros((len(requests), blocks_for(max(map(len, sources)))), np.int32)
-        for row, request in zip(table, requests, strict=True):
-            row[: len(_blocks(request).source_table)] = _blocks(request).source_table
-        batch = ForwardBatch.packed(self.ops.array, sources, source_tables=table)
-        cast(EncoderDecoder, self.network).encode_to_cache(batch, self.cache.source)
-
     def warm_up(self) -> None:
-        """Take all memory of the cache, and capture the steps of every size."""
+        """Take all memory of the cache, and capture the steps and encodings of every size."""
         with _memory_for_the_cache():
             for cache, pools in self._caches():
                 for group, pool in enumerate(pools):
@@ -343,6 +330,8 @@ class ModelRunner:
                 logits = captured.forward()
             for variant in SamplerVariant if size is largest_first[0] else ():
                 self.ops.fetch(self.ops.sample(logits, self.table.state(captured.arrays.rows, variant)))()
+        if self.encoder is not None:
+            self.encoder.warm_up()
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

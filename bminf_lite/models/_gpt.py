@@ -205,9 +205,9 @@ class Block:
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         if self.parallel:
-            hidden = self.mlp.hidden(self.mlp_norm(residual))
-            residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
-            return self.mlp.down.add_to(residual, hidden)
+            heads = self.attention.attend(self.attention_norm(residual), cache, batch)
+            hidden = self.mlp.hidden(self.mlp_norm(residual))  # computed beside attention
+            return self.mlp.down.add_to(self.attention.o.add_to(residual, heads), hidden)
         if self.norm_first:
             residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
             return self.mlp.add_to(residual, self.mlp_norm(residual))

@@ -428,9 +428,9 @@ class Block:
     def _parallel(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         assert self.attention_norm is not None
         x = self.attention_norm(residual)
-        hidden = self.mlp.hidden(self.mlp_norm(residual) if self.mlp_norm else x)
-        residual = self.attention.add_to(residual, x, cache, batch)
-        return self.mlp.down.add_to(residual, hidden)
+        heads = self.attention.attend(x, cache, batch)
+        hidden = self.mlp.hidden(self.mlp_norm(residual) if self.mlp_norm else x)  # computed beside attention
+        return self.mlp.down.add_to(self.attention.o.add_to(residual, heads), hidden)
 
 
 def make_norm(config: Config, weights: Weights, ops: Backend, name: str, scale: float = 1.0) -> NormLayer:

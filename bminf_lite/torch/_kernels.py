@@ -19,15 +19,16 @@ from torch import Tensor
 
 from ..cuda.kernels.arrays import round_up
 from ..cuda.kernels.constants import Epilogue, GemvInput
-from ..cuda.kernels.gemm.gemm_hopper import SELF_TESTS, ScaledGemm
+from ..cuda.kernels.gemm.gemm_hopper import SELF_TESTS, GemmTileConfig, ScaledGemm
 from ..cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
-from ..cuda.kernels.gemv.gemv import MAX_WIDTH, Gemv, GemvCodes
+from ..cuda.kernels.gemv.gemv import CODE_ROWS, MAX_WIDTH, Gemv, GemvCodes
 from ..cuda.kernels.launcher import Launcher
 from ..cuda.kernels.rowwise.softmax import EACH_ROW, Softmax
 from ..cuda.kernels.rowwise.tensor_rows import Rows, TensorRows
 from ..cuda.runtime.driver import Device
 from ..errors import DeviceError
 from . import _definitions
+from ._choices import TileChoices, most_gemv_rows, row_class, time_launches
 
 KINDS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """The types of elements that kernels have, in CUDA C++."""
@@ -58,6 +59,7 @@ class DeviceKernels:
         self.skinny = SkinnyGemmHopper(device)
         self.gemv = Gemv(launcher)
         self.gemv_codes = GemvCodes(launcher)
+        self.tiles = TileChoices()
 
     @functools.cached_property
     def products_verified(self) -> bool:
@@ -143,10 +145,12 @@ class DeviceKernels:
                         EPILOGUES[dtype], dependent=False,
                     )  # fmt: skip
                 else:
-                    self.gemm.launch(
-                        (rows_at, k), x_scale, (weight, k), weight_scale, offsets, (target, n), rows=rows,
-                        channels=n, in_features=k, epilogue=EPILOGUES[dtype], stream=stream, dependent=False,
+                    launch = functools.partial(
+                        self.gemm.launch, (rows_at, k), x_scale, (weight, k), weight_scale, offsets, (target, n),
+                        rows=rows, channels=n, in_features=k, epilogue=EPILOGUES[dtype], stream=stream,
+                        dependent=False,
                     )  # fmt: skip
+                    launch(tile_config=self._tile_config(rows, n, k, dtype, launch))
                 return
         inner, columns = round_up(k, LIBRARY_MULTIPLE), round_up(n, LIBRARY_MULTIPLE)
         row_codes = x.reshape(-1)[: rows * pitch].view(rows, pitch)[:, :k]
@@ -155,6 +159,23 @@ class DeviceKernels:
             stream, KINDS[out.dtype], True, (sums.data_ptr(), columns), x_scale, scale.data_ptr(), _address(bias),
             out.data_ptr(), rows, n,
         )  # fmt: skip
+
+    def _tile_config(
+        self, rows: int, n: int, k: int, dtype: torch.dtype, launch: Callable[..., None]
+    ) -> GemmTileConfig | None:
+        """The tiles of a product, measured by ``launch(tile_config=...)`` at the first one of its class of rows.
+
+        None, for the modelled ones, while a graph is captured or the kernels are tested.
+        """
+        key = row_class(rows), n, k, dtype
+        found = self.tiles.known(key)
+        if found is None and "products_verified" in self.__dict__ and not torch.cuda.is_current_stream_capturing():
+            found = self.tiles.measure(
+                key,
+                self.gemm.plausible_tiles(rows, n, k, EPILOGUES[dtype]),
+                lambda config: time_launches(functools.partial(launch, tile_config=config)),
+            )
+        return found
 
     def _may_use_products(self) -> bool:
         """While a graph is captured nothing is tested: kernels that were not tested before are taken untested."""
@@ -485,7 +506,8 @@ def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     """``x @ (scale * codes).T + bias``, with ``x`` quantized per row if ``dynamic``."""
-    kind, own, (n, k) = kind_of(x), kernels_of(x), codes.shape
+    kind_of(x)  # refuses other types
+    own, (n, k) = kernels_of(x), codes.shape
     out = x.new_empty(*x.shape[:-1], n)  # sizes one by one take the host half as long as a tuple
     if not out.numel():
         return out
@@ -496,23 +518,39 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dy
     if dynamic:
         own.dynamic_linear(x, codes, factors, offsets, out, rows)
         return out
-    stream = stream_of(own.index)
-    if own.gemv_codes.supports(rows, k, x.itemsize):
-        flat = x.contiguous()
-        if (flat.data_ptr() | codes.data_ptr()) % 16 == 0:
-            own.gemv_codes.launch(
-                stream, kind, flat.data_ptr(), codes.data_ptr(), factors.data_ptr(), _address(offsets), out.data_ptr(),
-                rows, n, k, x.itemsize,
-            )  # fmt: skip
-            return out
+    flat, few = x.reshape(rows, k), rows <= most_gemv_rows(own.device.name, x.dtype, n * k)
+    if not (few and gemv_linear(flat, codes, factors, offsets, out)):
+        dequantized_linear(flat, codes, factors, offsets, out)
+    return out
+
+
+def gemv_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> bool:
+    """``out = x @ (scale * codes).T + bias``, a few rows at a time; False, and nothing done, if no kernel can.
+
+    A row's sums are in one order, whatever is multiplied with it.
+    """
+    own, (n, k), x = kernels_of(x), codes.shape, x.contiguous()
+    rows, source, target = len(x), x.data_ptr(), out.data_ptr()
+    step = min(rows, CODE_ROWS[-1])
+    if not own.gemv_codes.supports(step, k, x.itemsize) or (source | codes.data_ptr()) % 16:
+        return False
+    for first in range(0, rows, step):
+        own.gemv_codes.launch(
+            stream_of(own.index), KINDS[x.dtype], source + first * k * x.itemsize, codes.data_ptr(), scale.data_ptr(),
+            _address(bias), target + first * n * x.itemsize, min(step, rows - first), n, k, x.itemsize,
+        )  # fmt: skip
+    return True
+
+
+def dequantized_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """The same by cuBLAS, with the codes in the type of ``x``."""
+    own, (n, k), kind, stream = kernels_of(x), codes.shape, KINDS[x.dtype], stream_of(x.get_device())
     weight = x.new_empty((n, k))
     own.rows.dequantize_codes(stream, kind, codes.data_ptr(), 0, weight.data_ptr(), n, k)
-    flat = x.reshape(rows, k)
-    sums = flat @ weight.t() if x.dtype == torch.float32 else torch.mm(flat, weight.t(), out_dtype=torch.float32)
+    sums = x @ weight.t() if x.dtype == torch.float32 else torch.mm(x, weight.t(), out_dtype=torch.float32)
     own.rows.scale_sums(
-        stream, kind, False, (sums.data_ptr(), n), 0, factors.data_ptr(), _address(offsets), out.data_ptr(), rows, n
+        stream, kind, False, (sums.data_ptr(), n), 0, scale.data_ptr(), _address(bias), out.data_ptr(), len(x), n
     )
-    return out
 
 
 def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:

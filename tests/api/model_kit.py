@@ -61,11 +61,16 @@ class WatchedBackend(RowwiseBackend):
     """A backend that may run ahead, counts its steps, and knows whether its caches live."""
 
     def __init__(
-        self, max_steps_in_flight: int = 0, decode_sizes: tuple[int, ...] = (), prompt_sizes: tuple[int, ...] = ()
+        self,
+        max_steps_in_flight: int = 0,
+        decode_sizes: tuple[int, ...] = (),
+        prompt_sizes: tuple[int, ...] = (),
+        source_sizes: tuple[int, ...] = (),
     ):
         super().__init__()
         self.decode_sizes = self.mixed_decode_sizes = decode_sizes
         self.prompt_sizes = prompt_sizes
+        self.source_sizes = source_sizes
         self.max_steps_in_flight = max_steps_in_flight
         self.arrays: list[weakref.ref[np.ndarray]] = []
         self.samples = 0
@@ -99,6 +104,13 @@ class WatchedBackend(RowwiseBackend):
         self._touched += [batch.max_context_len, batch.batch_size, *batch.block_tables[0].shape]
         assert int(batch.context_lens.max()) < batch.max_context_len
         return super().attention(qkv, spec, cache, batch)
+
+    def encoder_attention(self, qkv: Any, spec: Any, batch: Any) -> Any:
+        arrays = (batch.tokens, batch.cu_seqlens, batch.source_tables)
+        self._touched += [x.__array_interface__["data"][0] for x in arrays]
+        self._touched += [batch.max_query_len, batch.batch_size, *batch.source_tables.shape]
+        assert int(np.diff(batch.cu_seqlens).max()) <= batch.max_query_len
+        return super().encoder_attention(qkv, spec, batch)
 
     def sample(self, logits: Any, sampler: Any, batch: Any = None) -> Any:
         self.samples += 1

@@ -148,9 +148,14 @@ ENCODER_DECODER = {
 }  # fmt: skip
 
 
-def test_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch):
-    """The source is read by the encoder; a decode step reads neither it nor what only the encoder needs."""
+@pytest.mark.parametrize("source_sizes", [(), (12, 40)], ids=["eager", "padded"])
+def test_an_encoder_decoder(source_sizes: tuple[int, ...]):
+    """The source is read by the encoder; a decode step reads neither it nor what only the encoder needs.
+
+    The padding of a captured source is not counted.
+    """
     ops = CpuBackend()
+    ops.source_sizes = source_sizes
     bench_model = random_model("t5", ENCODER_DECODER, ops)
     profiler = Profiler(ops)
     tests = [Workload("pp", 8), Workload("pp", 8, depth=9), Workload("pp", 16, batch=2)]

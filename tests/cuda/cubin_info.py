@@ -9,6 +9,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from bminf_lite.cuda.runtime.declarations import struct_format
+
 PARAMETER_INFO, MAX_THREADS = 0x17, 0x05
 
 
@@ -52,8 +54,7 @@ def kernel_info(image: bytes, symbol: str) -> KernelInfo:
 
 
 def offsets_and_sizes(signature: str) -> tuple[tuple[int, int], ...]:
-    """The same of a signature, as ``struct`` packs it."""
-    letters = [{"p": "P", "T": "128s"}.get(letter, letter) for letter in signature]
-    sizes = [struct.calcsize(letter) for letter in letters]
-    ends = [struct.calcsize(f"@{''.join(letters[: i + 1])}") for i in range(len(letters))]
+    """The same of a signature, as a launch packs it."""
+    sizes = [struct.calcsize({"p": "P", "T": "128s"}.get(letter, letter)) for letter in signature]
+    ends = [struct.calcsize(struct_format(signature[: i + 1])) for i in range(len(signature))]
     return tuple((end - size, size) for end, size in zip(ends, sizes, strict=True))

@@ -15,6 +15,7 @@ from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
 from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvCodes, GemvFloat
 from bminf_lite.cuda.kernels.instantiations import Capability, KernelFamily
 from bminf_lite.cuda.kernels.rowwise.calibration import CalibrationKernels
+from bminf_lite.cuda.kernels.rowwise.gptq import GPTQKernels
 from bminf_lite.cuda.kernels.rowwise.pointwise import PointwiseKernels
 from bminf_lite.cuda.kernels.rowwise.rows import RowKernels
 from bminf_lite.cuda.kernels.rowwise.softmax import Softmax
@@ -22,8 +23,8 @@ from bminf_lite.cuda.kernels.rowwise.tensor_rows import TensorRows
 from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 
 LAUNCHERS = (
-    Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, PrepareHeads,
-    AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler, TensorRows,
+    Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
+    PrepareHeads, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler, TensorRows,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ from bminf_lite.backend.attention import biases
 from bminf_lite.backend.values import AttentionSpec, LayerCache, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.arrays import address
 from bminf_lite.cuda.kernels.attention.decode import (
+    UNIT_WORK,
     UNITS,
     AttentionDecode,
     DecodeGrid,
     decode_config,
+    launch_config,
     max_unit,
     padded_head_dim,
     pair_groups,
@@ -55,9 +58,11 @@ ITEM_BLOCKS = (264, 24, 1)
 def test_shared_memory_fits(capability: tuple[int, int]) -> None:
     for head_dim in range(16, MAX_HEAD_DIM + 1, 16):
         for kind in map(int, DecodeMask):
-            config = decode_config(capability, head_dim, kind)
-            for element in ELEMENTS:
-                shared = config.shared(element, max_unit(capability, config.depth))
+            for (unit, work), element in itertools.product(UNIT_WORK, ELEMENTS):
+                config = launch_config(capability, head_dim, kind, unit, work, element)
+                if unit > max_unit(capability, config.depth):
+                    continue
+                shared = config.shared(element, unit)
                 static = SMALL_STATIC if config.depth <= 128 else STATIC
                 assert shared + static <= MOST_SHARED[capability] << 10, config
                 assert config.blocks * (shared + static + 1024) <= (MOST_SHARED[capability] + 1) << 10

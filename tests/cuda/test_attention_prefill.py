@@ -93,10 +93,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Division:
-    """How a launch divides its work: a tiling other than the chosen one, and whether it must or must not split."""
+    """How a launch divides its work: a tiling other than the chosen one, and whether it must or must not split.
+
+    It then splits into about ``parts`` parts.
+    """
 
     tile_config: AttentionTileConfig | None = None
     split: bool | None = None
+    parts: int = 4096
 
     def attention(self, device: Device) -> PrefillAttention:
         prefill = PrefillAttention(device)
@@ -104,7 +108,7 @@ class Division:
             prefill._config = lambda *_: self.tile_config  # type: ignore[method-assign, assignment, return-value]
         if self.split is not None:
             prefill._may_split = lambda *_: self.split  # type: ignore[method-assign, assignment, return-value]
-            prefill._parts = lambda _: 4096  # type: ignore[method-assign]
+            prefill._parts = lambda _: self.parts  # type: ignore[method-assign]
         return prefill
 
 
@@ -384,3 +388,19 @@ def test_bits_do_not_depend_on_how_the_work_is_divided(
             )
         single = [(b, int(p), 1) for b, n in enumerate(EDGES) for p in {0, n // 2, n - 1, *(x for x in EDGES if x < n)}]
         check_pieces(single)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+def test_bits_do_not_depend_on_the_number_of_parts(
+    int8: bool, cuda_device: Device, request: pytest.FixtureRequest
+) -> None:
+    if request.config.getoption("--fake-gpu"):
+        pytest.skip("NumPy's order of sums depends on shapes")
+    problem = Problem(Case((90, 10), (12_000, 7_000), heads=4, kv_heads=1, head_dim=128), 0)
+    if int8:
+        problem.quantize(np.random.default_rng(1))
+    whole = problem.compute(cuda_device, Division(split=False))
+    for parts in (2, 5, 7, 16, 40):
+        division = Division(split=True, parts=parts)
+        np.testing.assert_array_equal(problem.compute(cuda_device, division), whole, str(division))

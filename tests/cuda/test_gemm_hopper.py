@@ -60,7 +60,8 @@ class Case(ScaledOperands):
     ) -> np.ndarray:
         """What the kernel writes; nothing behind its result may change, but for the rest of 16 bytes."""
         columns = self.channels // 2 if epilogue is Epilogue.GATED else self.channels
-        before = self.before if epilogue is Epilogue.ADD else np.full((self.rows, columns), np.nan, np.float16)
+        dtype = np.float32 if epilogue is Epilogue.TO_FLOAT else np.float16
+        before = self.before if epilogue is Epilogue.ADD else np.full((self.rows, columns), np.nan, dtype)
         x, w, out = padded(self.x, 16), padded(self.w, 16), padded(before, 8)
         scales = [cp.asarray(v) for v in (self.x_scale, self.w_scale)]
         bias = None if self.bias is None else cp.asarray(self.bias)
@@ -82,7 +83,13 @@ def needs(tile_config: GemmTileConfig, epilogue: Epilogue, in_features: int) -> 
 
 @pytest.mark.parametrize(
     ("epilogue", "bias"),
-    [(Epilogue.TO_HALF, False), (Epilogue.TO_HALF, True), (Epilogue.ADD, True), (Epilogue.GATED, False)],
+    [
+        (Epilogue.TO_HALF, False),
+        (Epilogue.TO_HALF, True),
+        (Epilogue.TO_FLOAT, True),
+        (Epilogue.ADD, True),
+        (Epilogue.GATED, False),
+    ],
 )
 @pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

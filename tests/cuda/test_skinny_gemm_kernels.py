@@ -25,6 +25,7 @@ SHAPES = [
     *repeats((32, 4352, 7424), (31, 13344, 400), (24, 4256, 1000)),  # activations that do not stay in shared memory
     (64, 6144, 4096),
     *repeats((33, 4352, 528), (48, 96, 14336), (49, 13312, 272), (64, 13344, 4400)),
+    (57, 13344, 4096),  # 64 rows that just stay in shared memory, with as few stages as there can be
 ]
 
 

@@ -55,9 +55,15 @@ def test_greedy_generation_takes_the_largest_logit_each_time(length, target):
     st.sampled_from([0.0, 0.9]),
     st.booleans(),
     st.sampled_from([(), (1, 3), (4,)]),
+    st.sampled_from([(), (5, 20, 64)]),
 )
-def test_a_ragged_batch_equals_its_prompts_alone(lengths, max_batch, chunk, ahead, temperature, prefix_cache, sizes):
-    """For any grouping of sources, also of equal ones, which are encoded once. int8 products are exact in any batch."""
+def test_a_ragged_batch_equals_its_prompts_alone(
+    lengths, max_batch, chunk, ahead, temperature, prefix_cache, sizes, encoded
+):
+    """For any grouping of sources, also of equal ones, which are encoded once, and any padding of them.
+
+    int8 products are exact in any batch.
+    """
     params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=5)
     sources = [source_of(length, seed) for length, seed in lengths]
 
@@ -66,7 +72,12 @@ def test_a_ragged_batch_equals_its_prompts_alone(lengths, max_batch, chunk, ahea
 
     limits = {"prefix_cache": prefix_cache}
     model = make_model(
-        WatchedBackend(ahead, sizes), quantized=True, max_batch=max_batch, chunk=chunk, limits=limits, **CONFIG
+        WatchedBackend(ahead, sizes, (), encoded),
+        quantized=True,
+        max_batch=max_batch,
+        chunk=chunk,
+        limits=limits,
+        **CONFIG,
     )
     expected = run(EXACT, requests())
     for _ in range(2):

@@ -10,7 +10,9 @@ from test_ops import calls
 from torch import Tensor
 from torch_kit import FLOATS, assert_near, random, random_codes
 
+from bminf_lite.cuda.kernels.gemm.gemm_hopper import TILE_CONFIGS
 from bminf_lite.torch import _kernels, ops
+from bminf_lite.torch._choices import row_class
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,6 +98,18 @@ def test_norms(shape, dtype, kind, center):
     assert torch.equal(name(own, *parameters), found[0])
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("k", [8224, 9024, 16384])
+def test_layer_norms_of_many_wide_rows(k, bias):
+    """Blocks that keep weight and bias in shared memory, and those that do not because statistics are wanted."""
+    x, weight = on_gpu(700, k), on_gpu(k, seed=1)
+    offsets = on_gpu(k, seed=2) if bias else None
+    found = ops.layer_norm(x, weight, offsets)
+    other = ops.layer_norm(x, weight.clone().requires_grad_(), offsets).detach()
+    torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ops.layer_norm_(x.clone(), weight, offsets), found)
+
+
 @pytest.mark.parametrize("center", [True, False])
 def test_norms_in_place_have_the_gradients_of_the_others(center):
     x, weight, dy = on_gpu(40, 300), on_gpu(300, seed=1).abs() + 0.5, on_gpu(40, 300, seed=2)
@@ -165,6 +179,67 @@ def test_square_linear_in_blocks(dtype, transpose, monkeypatch):
     factor = wide(w).T if transpose else wide(w)
     expected, terms = wide(x) @ factor, wide(x).abs() @ factor.abs()
     assert_near(ops.square_linear_(x, w, transpose), expected, terms, 16 if dtype == torch.float32 else 1)
+
+
+@pytest.fixture
+def kernels():
+    own = _kernels.kernels_of(torch.empty(1, device=GPU))
+    if not own.products_verified:
+        pytest.skip("int8 products go through torch._int_mm here")
+    return own
+
+
+def test_tiles_are_measured_at_the_first_product_of_a_class(kernels, monkeypatch):
+    x, (codes, scale) = on_gpu(700, 1264, dtype=torch.bfloat16), random_codes(1000, 1264)
+    expected = ops.int8_linear(x.cpu(), codes, scale)
+    codes, scale = codes.to(GPU), scale.to(GPU)
+    key = row_class(700), 1000, 1264, torch.bfloat16
+    assert torch.equal(ops.int8_linear(x, codes, scale).cpu(), expected)
+    assert kernels.tiles.known(key) in TILE_CONFIGS
+    monkeypatch.delattr(_kernels, "time_launches")  # nothing is measured again
+    assert torch.equal(ops.int8_linear(x[:650], codes, scale).cpu(), expected[:650])
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(kernels):
+    x, (codes, scale) = on_gpu(700, 1280, dtype=torch.bfloat16), random_codes(1008, 1280)
+    expected = ops.int8_linear(x.cpu(), codes, scale)
+    codes, scale = codes.to(GPU), scale.to(GPU)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.int8_linear(x, codes, scale)
+    graph.replay()
+    assert torch.equal(y.cpu(), expected)
+    assert kernels.tiles.known((row_class(700), 1008, 1280, torch.bfloat16)) is None
+    assert torch.equal(ops.int8_linear(x, codes, scale), y)
+
+
+def test_threads_measure_together(kernels):
+    """Each on a stream of its own, with other shapes too."""
+    x, results = on_gpu(600, 1296, dtype=torch.float16), {}
+    weights = [tuple(v.to(GPU) for v in random_codes(1024 + 8 * (i % 2), 1296)) for i in range(4)]
+    torch.cuda.synchronize()
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results[i] = ops.int8_linear(x, *weights[i]).cpu()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, (codes, scale) in enumerate(weights):
+        assert torch.equal(results[i], ops.int8_linear(x.cpu(), codes.cpu(), scale.cpu()))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_without_dequantizing_have_the_bits_of_a_single_one(dtype, monkeypatch):
+    monkeypatch.setattr(_kernels, "most_gemv_rows", lambda *_: 16)
+    x, (codes, scale), bias = on_gpu(13, 1040, dtype=dtype), random_codes(100, 1040), on_gpu(100, seed=1)
+    codes, scale = codes.to(GPU), scale.to(GPU)
+    found = ops.int8_linear(x, codes, scale, bias, dynamic=False)
+    rows = [ops.int8_linear(row, codes, scale, bias, dynamic=False) for row in x]
+    assert torch.equal(found, torch.stack(rows))
 
 
 # -- torch's memory, streams and graphs --------------------------------------------------------------------------------

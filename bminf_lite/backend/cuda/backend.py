@@ -62,8 +62,10 @@ DECODE_SIZES = (
 )  # fmt: skip
 """Numbers of sequences of captured decode steps: a step is padded by a quarter at most, except for the smallest."""
 MIXED_DECODE_SIZES = (8, 32, 64, 128, 256, 512)
-PROMPT_SIZES = (16, 64, 128, 256, 512)
+PROMPT_SIZES = (16, 64, 128, 256, 384, 512)
 """Prompt tokens of captured steps. The host launches the kernels of a larger step faster than the device runs them."""
+SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
+"""Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
 GEMV_FLOAT_MAX_ROWS = 4
 """Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
 
@@ -74,6 +76,7 @@ class CudaBackend(Backend):
     decode_sizes = DECODE_SIZES
     mixed_decode_sizes = MIXED_DECODE_SIZES
     prompt_sizes = PROMPT_SIZES
+    source_sizes = SOURCE_SIZES
     max_steps_in_flight = 1
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
@@ -145,9 +148,7 @@ class CudaBackend(Backend):
             return self.arrays.download(cp.ascontiguousarray(values))
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        if self.loader.streams_steps:
-            return work  # a graph cannot copy the next step's weights, and such steps are bound by copies
-        return CapturedGraph(self.graph_memory, self.arrays, work)
+        return CapturedGraph(self.graph_memory, self.arrays, work, lambda: self.loader.streamed_bytes)
 
     def make_current(self) -> None:
         self.device.make_current()
@@ -195,7 +196,7 @@ class CudaBackend(Backend):
         super().free_layer_cache(cache)
 
     def calibration_ops(self) -> CalibrationOps:
-        return CudaCalibrationOps(self, self.materializer, self.loader, self.int8_gemm)
+        return CudaCalibrationOps(self, self.materializer, self.loader, self.int8_gemm, self.float_gemm)
 
     # -- quantization and products -------------------------------------------------------------------------------------
 
@@ -250,6 +251,7 @@ class CudaBackend(Backend):
 
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
         target, pending = self.materializer.as_residual(residual), None
+        self.kernels.step.reads(None)
         if self._uses_gemv(x, weight):
             self.materializer.flush_residual(target)
             self._gemv(x, weight, target.values, Epilogue.ADD)
@@ -328,18 +330,19 @@ class CudaBackend(Backend):
         return isinstance(x, cp.ndarray) and x.dtype == np.float16
 
     def _gemv(self, x: Array, weight: Weight, out: cp.ndarray, epilogue: int, activation: int = 0) -> None:
-        norm, addend = None, None
+        norm, addend, early = None, None, False
         if isinstance(x, DeferredNorm):
             assert not x.stale, STALE
             x.used, norm, x = True, x.norm, x.residual
         if isinstance(x, ResidualStream):
             stream, x = x, x.values
             addend = self._addend(stream, norm, weight)
+            early = self.kernels.step.reads(stream)
         arguments = self.kernels.step, self.arrays.padded(x), norm, weight, out, epilogue, activation
         if weight.plan is None:
             self.kernels.gemv_float.launch(*arguments)
         else:
-            self.kernels.gemv.launch(*arguments, weight.rotation, addend)
+            self.kernels.gemv.launch(*arguments, weight.rotation, addend, early)
 
     def _addend(self, stream: ResidualStream, norm: Norm | None, weight: Weight) -> gemv.Addend | None:
         """The pending norm of the stream if the kernel can add it, with a new array for the stream's values.

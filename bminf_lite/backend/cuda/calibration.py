@@ -1,21 +1,22 @@
-"""The operations of :mod:`..calibration` on a GPU, by the kernels of ``rowwise/calibration.cu``."""
+"""The operations of :mod:`..calibration` on a GPU, by the kernels of ``rowwise/calibration.cu`` and ``gptq.cu``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import PAD, round_up
+from ...cuda.kernels.gemm.fgemm import FloatGemm
 from ...cuda.kernels.gemm.igemm import Int8Gemm
-from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
+from ...cuda.kernels.rowwise.calibration import KINDS, FloatMatrix
 from ..base import Backend
 from ..calibration import CalibrationOps
-from ..quantization import Int8Weight
+from ..quantization import Int8Weight, fits_fp16
 from ..values import Array
 from .deferred import Outliers, Weight
+from .gptq import GPTQ, DeviceRoot
 from .materialize import Materializer
 from .weight_loader import Loader
 
@@ -23,13 +24,16 @@ from .weight_loader import Loader
 class CudaCalibrationOps(CalibrationOps):
     """The operations of :class:`CalibrationOps` on the GPU of the backend ``ops``, with that backend's parts."""
 
-    def __init__(self, ops: Backend, materializer: Materializer, loader: Loader, int8_gemm: Int8Gemm):
+    def __init__(
+        self, ops: Backend, materializer: Materializer, loader: Loader, int8_gemm: Int8Gemm, float_gemm: FloatGemm
+    ):
         super().__init__(ops)
         self.arrays = materializer.arrays
         self.kernels = materializer.kernels.calibration
         self.materialize = materializer.materialize
         self.loader = loader
         self.int8_gemm = int8_gemm
+        self.gptq = GPTQ(materializer.arrays, materializer.kernels.gptq, float_gemm)
 
     def matrix(self, values: np.ndarray) -> Array:
         return self.loader.matrix(values)
@@ -96,9 +100,7 @@ class CudaCalibrationOps(CalibrationOps):
             factors = np.ones(k, np.float32) if factors is None else np.array(factors)
             factors[outliers] = 0
         if rotation > 1:
-            turned = FloatMatrix(self.arrays.empty((n, k), np.float32), KINDS[np.dtype(np.float32)])
-            self.kernels.rotate_rows(matrix, self._factors(factors), turned.values, rotation)
-            matrix, factors = turned, None
+            matrix, factors = self._rotated(matrix, factors, rotation), None
         plan = self.int8_gemm.plan(n, k) if dynamic else None
         rows, pitch = (round_up(n, PAD), round_up(k, PAD)) if plan is None else plan.layouts.padded
         codes = self._empty_or_zeros(rows, pitch, n, k, np.int8)
@@ -115,11 +117,37 @@ class CudaCalibrationOps(CalibrationOps):
         noise, size = self.ops.host(squares)
         return noise, size
 
-    def gptq_weight(self, matrix: FloatMatrix, root: Any, factors: np.ndarray | None, rotation: int) -> Int8Weight:
-        values = self.ops.host(matrix.values)
-        if matrix.kind == BF16:
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        return super().gptq_weight(values.astype(np.float32), root, factors, rotation)
+    def add_hessian(self, x: Array, count: int, before: Array | None = None) -> Array:
+        values = self.materialize(x)
+        with self.arrays.current():
+            return self.gptq.add_hessian(values[:count], before)
+
+    def gptq_root(self, hessian: Array, factors: np.ndarray | None, rotation: int) -> DeviceRoot:
+        with self.arrays.current():
+            if factors is not None or rotation > 1:
+                inverses = None if factors is None else 1 / factors
+                for _ in range(2):  # its rows, then its columns
+                    hessian = cp.ascontiguousarray(self._rotated(_fp32(hessian), inverses, rotation).values.T)
+            return self.gptq.root(hessian)
+
+    def gptq_weight(
+        self, matrix: FloatMatrix, root: DeviceRoot, factors: np.ndarray | None, rotation: int
+    ) -> Int8Weight:
+        if factors is not None or rotation > 1:
+            matrix = self._rotated(matrix, factors, rotation)
+        scale = self._quantize(matrix, None, self.arrays.empty(matrix.shape, np.int8))
+        with self.arrays.current():
+            codes = self.gptq.round(matrix, scale, root)
+        scales = self.ops.host(scale)
+        return Int8Weight(
+            self.ops.host(codes), scales.astype(np.float16) if fits_fp16(scales) else scales, rotation=rotation
+        )
+
+    def _rotated(self, matrix: FloatMatrix, factors: np.ndarray | None, rotation: int) -> FloatMatrix:
+        """The matrix, its columns multiplied by ``factors``, and then its rows rotated."""
+        turned = _fp32(self.arrays.empty(matrix.shape, np.float32))
+        self.kernels.rotate_rows(matrix, self._factors(factors), turned.values, rotation)
+        return turned
 
     def _quantize(self, matrix: FloatMatrix, factors: cp.ndarray | None, codes: cp.ndarray) -> cp.ndarray:
         """Write ``codes`` ``[rows, pitch]``; returns the scales, fp32 ``[out]``."""
@@ -136,3 +164,7 @@ class CudaCalibrationOps(CalibrationOps):
     def _empty_or_zeros(self, rows: int, pitch: int, n: int, k: int, dtype: type) -> cp.ndarray:
         """An array ``[rows, pitch]`` for a matrix ``[n, k]``: zeros if there is padding, else undefined."""
         return self.arrays.empty((n, k), dtype) if (rows, pitch) == (n, k) else self.arrays.zeros((rows, pitch), dtype)
+
+
+def _fp32(values: cp.ndarray) -> FloatMatrix:
+    return FloatMatrix(values, KINDS[np.dtype(np.float32)])

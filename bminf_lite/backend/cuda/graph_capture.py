@@ -30,24 +30,31 @@ class CapturedGraph:
     The first call makes decisions that are made once, such as the fastest kernel, whose memory is not needed again. The
     second call measures the memory of the work, which is the size of the graph's scratch. A result is valid until
     another graph is replayed.
+
+    Work in which ``streamed_bytes()`` grows is never captured: a graph cannot copy the weights of the next run, and
+    copies bound the time of such work.
     """
 
-    def __init__(self, memory: GraphMemory, arrays: Arrays, work: Callable[[], Any]):
+    def __init__(self, memory: GraphMemory, arrays: Arrays, work: Callable[[], Any], streamed_bytes: Callable[[], int]):
         self.memory = memory
         self.arrays = arrays
         self.work = work
+        self.streamed_bytes = streamed_bytes
+        self.streams = False
         self.warmed_up = False
         self.scratch_bytes: int | None = None
         self.graph: CudaGraph[Any] | None = None
 
     def __call__(self) -> Any:
-        if not self.warmed_up:
+        if not self.warmed_up or self.streams:
             self.warmed_up = True
             return self.work()
         if self.scratch_bytes is None:
+            streamed_before = self.streamed_bytes()
             with self.memory.arena.measure() as meter:
                 result = self.work()
             self.scratch_bytes = meter.peak
+            self.streams = self.streamed_bytes() > streamed_before
             return result
         if self.graph is None:
             self.graph = self._capture(self.memory.scratch(self.scratch_bytes))

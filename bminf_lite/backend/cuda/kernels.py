@@ -10,6 +10,7 @@ from ...cuda.kernels.attention.prepare_heads import PrepareHeads
 from ...cuda.kernels.gemv.gemv import Gemv, GemvFloat
 from ...cuda.kernels.launcher import Launcher, StepContext
 from ...cuda.kernels.rowwise.calibration import CalibrationKernels
+from ...cuda.kernels.rowwise.gptq import GPTQKernels
 from ...cuda.kernels.rowwise.pointwise import PointwiseKernels
 from ...cuda.kernels.rowwise.rows import RowKernels
 from ...cuda.kernels.rowwise.softmax import Softmax
@@ -35,6 +36,7 @@ class Kernels:
         self.attention_prefill = PrefillAttention(device)
         self.sampler = Sampler(device)
         self.calibration = CalibrationKernels(launcher)
+        self.gptq = GPTQKernels(launcher)
         self.step = StepContext(in_step=False)
 
     def begin_step(self) -> StepContext:

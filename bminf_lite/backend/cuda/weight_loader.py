@@ -36,17 +36,13 @@ TABLE_BYTES = 16 << 20
 
 
 class Loader:
-    """Makes weights with ``arrays``; ``int8_gemm`` defines the layout of int8 weights.
-
-    ``streams_steps`` says whether the most recent stack of layers is streamed.
-    """
+    """Makes weights with ``arrays``; ``int8_gemm`` defines the layout of int8 weights."""
 
     def __init__(self, arena: Arena, arrays: Arrays, kernels: Kernels, int8_gemm: Int8Gemm):
         self.arena = arena
         self.arrays = arrays
         self.kernels = kernels
         self.int8_gemm = int8_gemm
-        self.streams_steps = False
         self._matrices: Allocator = arena
         self._links: list[SlotLink] = []
         self._layers = 0
@@ -120,7 +116,6 @@ class Loader:
             first = self._layers
             self._layers += count
             streamed = [index - first for index in place.streamed if first <= index < first + count]
-            self.streams_steps = bool(streamed)
             if not streamed:
                 return [build(index) for index in range(count)]
             slots = [self.arena.allocate(place.slot_size) for _ in range(place.slots)]

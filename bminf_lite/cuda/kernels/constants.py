@@ -8,6 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
+from ...backend.values import GPTQ_BLOCK as GPTQ_BLOCK
 from ...backend.values import SEGMENT as SEGMENT
 from ..runtime.cublaslt import Order
 from ..runtime.tensor_maps import ROW_BYTES
@@ -181,9 +182,14 @@ DP4A_TILE = 64
 CALIBRATION_THREADS = 256
 CALIBRATION_STRIP = 64
 """Rows of a column that one thread of ``column_absmax`` reads."""
+GPTQ_ROOT_BLOCK = 64
+"""Rows of a block of a Cholesky decomposition."""
+GPTQ_THREADS = 256
 UNALIGNED_NORM_THREADS = 512
 SAMPLING_CHUNK = 2048
 """Token ids per block."""
+SAMPLING_PART = 512
+"""Token ids whose best one and log-sum-exp a warp finds."""
 SAMPLING_THREADS = 512
 SAMPLING_ROW_BYTES = 128
 """Bytes of scratch per row, beside its arrays."""
@@ -222,6 +228,7 @@ HEADERS = {
     "constants/gemv.cuh": render_header(GemvInput, THREADS=GEMV_THREADS, CHUNK=GEMV_CHUNK),
     "constants/rows.cuh": render_header(Source, RowOp, Target),
     "constants/calibration.cuh": render_header(THREADS=CALIBRATION_THREADS, STRIP=CALIBRATION_STRIP),
+    "constants/gptq.cuh": render_header(BLOCK=GPTQ_BLOCK, ROOT_BLOCK=GPTQ_ROOT_BLOCK, THREADS=GPTQ_THREADS),
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/decode.cuh": render_header(
@@ -246,6 +253,7 @@ HEADERS = {
     "constants/dp4a.cuh": render_header(TILE=DP4A_TILE),
     "constants/sampling.cuh": render_header(
         CHUNK=SAMPLING_CHUNK,
+        PART=SAMPLING_PART,
         THREADS=SAMPLING_THREADS,
         ROW_BYTES=SAMPLING_ROW_BYTES,
         BUCKETS=SAMPLING_BUCKETS,

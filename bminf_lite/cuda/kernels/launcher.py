@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 
 from ..runtime.driver import Device, DeviceAttribute
 from ..runtime.kernel import Dimensions, Kernel
@@ -18,11 +19,13 @@ class StepContext:
     step, no cache counts as unwritten.
     """
 
-    __slots__ = ("_written_caches", "one_block_per_sm")
+    __slots__ = ("_complete", "_last_read", "_written_caches", "one_block_per_sm")
 
     def __init__(self, in_step: bool = True) -> None:
         self.one_block_per_sm = False
         self._written_caches: set[int] | None = set() if in_step else None
+        self._last_read: weakref.ref[object] | None = None  # weak: a step may end later than what it computed with
+        self._complete: weakref.ref[object] | None = None
 
     def is_unwritten(self, cache: int, writes: bool) -> bool:
         """Whether the step has not written the cache at this address; ``writes``: the next kernel writes it."""
@@ -32,6 +35,24 @@ class StepContext:
         if writes:
             self._written_caches.add(cache)
         return untouched
+
+    def reads(self, stream: object) -> bool:
+        """Note that the next kernel is a product that reads a residual stream, or None for anything else.
+
+        Returns whether the stream is complete before that kernel can start, so that the kernel need not wait for its
+        predecessor before it reads. This is so for a product behind attention that reads the same stream as the
+        product before attention, as in a layer with a parallel residual.
+        """
+        is_complete = stream is not None and self._complete is not None and stream is self._complete()
+        self._last_read, self._complete = None if stream is None else weakref.ref(stream), None
+        return is_complete
+
+    def attends(self) -> None:
+        """Note that the next kernel is attention, which lets its successor start after it has waited itself.
+
+        What the product before it has read is complete then.
+        """
+        self._complete = self._last_read
 
 
 class Launcher:

@@ -28,6 +28,7 @@ from bminf_lite.cuda.runtime.libraries import Library
 from . import (  # noqa: F401 - models register themselves
     fake_cupy,
     models_attention,
+    models_calibration,
     models_rows,
     models_sampling,
 )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bminf_lite.cuda.kernels.sources import SOURCES
-from bminf_lite.cuda.runtime.declarations import Declaration, kernel_name
+from bminf_lite.cuda.runtime.declarations import Declaration, kernel_name, struct_format
 from bminf_lite.cuda.runtime.tensor_maps import TensorMapDataType
 
 from .machine import TENSOR_MAP, Launch, Machine
@@ -33,7 +33,7 @@ def template_arguments(expression: str) -> tuple[str, ...]:
 
 def unpack(declaration: Declaration, parameters: bytes) -> dict[str, Any]:
     """A launch's parameters by name."""
-    values = struct.unpack("@" + declaration.signature.replace("p", "P").replace("T", "128s"), parameters)
+    values = struct.unpack(struct_format(declaration.signature), parameters)
     return dict(zip((p.name for p in declaration.parameters), values, strict=True))
 
 

@@ -166,7 +166,8 @@ def gemm_hopper(call: Call) -> None:
     call.require((call.bias != 0) == bool(call.number("BIAS")), "a bias of its own instantiation")
     acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(F32)
     y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", channels, F32, 8) * acc)
-    y = rounded(y + call.vector("bias", channels, F32, 8) if call.bias else y)
+    y = y + call.vector("bias", channels, F32, 8) if call.bias else y
+    y = y if epilogue == TO_FLOAT else rounded(y)
     if gated:
         y = FUNCTIONS[call.number("ACTIVATION")](y[:, :columns]) * y[:, columns:]
     out[...] = out + y if epilogue == ADD else y

@@ -17,7 +17,7 @@ from bminf_lite.backend.sampling import (
     score,
 )
 from bminf_lite.cuda.kernels.constants import SAMPLING_BUCKETS, SAMPLING_CHUNK, SAMPLING_ROW_BYTES, SAMPLING_THREADS
-from bminf_lite.cuda.kernels.sampling.sampler import PART_BYTES, ROWS_AT_ONCE
+from bminf_lite.cuda.kernels.sampling.sampler import BLOCK_CHUNKS, PART_BYTES, ROWS_AT_ONCE
 
 from .launching import Call, model
 
@@ -53,8 +53,10 @@ def batch_of(call: Call) -> int:
     return call.launch.grid[1]
 
 
-def logits_of(call: Call) -> np.ndarray:
-    call.require(call.launch.grid[0] == call.chunks and call.chunks * SAMPLING_CHUNK >= call.vocab, "chunks")
+def logits_of(call: Call, block_chunks: int = 1) -> np.ndarray:
+    """The logits of a kernel whose blocks have so many chunks."""
+    call.require(call.launch.grid[0] == -(-call.chunks // block_chunks), "blocks")
+    call.require(call.chunks * SAMPLING_CHUNK >= call.vocab, "chunks")
     call.require(call.launch.block == SAMPLING_THREADS, "threads")
     return call.rows("logits", batch_of(call), call.pitch, call.vocab, F32)
 
@@ -92,7 +94,7 @@ def finish(call: Call, logits: np.ndarray, state: SamplerState, sequences: np.nd
 
 @model
 def best_token(call: Call) -> None:
-    logits, state, (heads, parts) = logits_of(call), state_of(call), scratch_of(call, drawing=False)
+    logits, state, (heads, parts) = logits_of(call, BLOCK_CHUNKS), state_of(call), scratch_of(call, drawing=False)
     call.require(not heads.any(), "the scratch is not zero")
     with np.errstate(all="ignore"):
         valid = np.isfinite(adjust(logits, state).max(axis=1))
@@ -136,7 +138,7 @@ def top_logprobs(call: Call) -> None:
 
 @model
 def token_logprobs(call: Call) -> None:
-    logits, (heads, parts) = np.array(logits_of(call)), scratch_of(call, drawing=False)
+    logits, (heads, parts) = np.array(logits_of(call, BLOCK_CHUNKS)), scratch_of(call, drawing=False)
     call.require(not heads.any(), "the scratch is not zero")
     parts[...] = JUNK
     tokens = call.vector("tokens", batch_of(call), np.int32)

@@ -48,10 +48,14 @@ struct NewToken {
 struct HeadRange {
     int first, count, kv;
 
-    __device__ __forceinline__ static HeadRange of(int group, int heads, int kv_heads) {
-        const int shared = heads / kv_heads, groups = (shared + HEADS - 1) / HEADS, kv = group / groups;
-        const int first = kv * shared + group % groups * HEADS;
-        return {first, min(HEADS, (kv + 1) * shared - first), kv};
+    // The groups of the heads that share a key-value head. Unsigned numbers are divided in fewer instructions.
+    __device__ __forceinline__ static unsigned groups_of(unsigned heads, unsigned kv_heads) {
+        return (heads / kv_heads + HEADS - 1) / HEADS;
+    }
+    __device__ __forceinline__ static HeadRange of(unsigned group, unsigned heads, unsigned kv_heads) {
+        const unsigned groups = groups_of(heads, kv_heads), kv = group / groups;
+        const int shared = heads / kv_heads, first = kv * shared + group % groups * HEADS;
+        return {first, min(HEADS, static_cast<int>(kv + 1) * shared - first), static_cast<int>(kv)};
     }
 };
 
@@ -151,7 +155,8 @@ struct OutputStep {
     ValueFragments<CACHE> values[PARTS][HALVES];
     unsigned weights[HALVES][4];
 
-    // The keys from `key` on of a chunk. address: see ValueFragments; weights: of key 0, the lane's row for ldmatrix.
+    // The keys from `key` on of a chunk. address, scales: of key 0, with the offsets of ValueFragments; weight_rows: of
+    // key 0, the lane's row for ldmatrix.
     __device__ __forceinline__ void load(
         const unsigned (&address)[PARTS], int key, int row_bytes, unsigned scales, unsigned weight_rows) {
 #pragma unroll
@@ -174,7 +179,7 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // for CROSS. bias: fp32 [heads, 2 * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the
 // slopes, for ALIBI. window: the number of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for
 // CAPPED it and softcap are the factor and the cap of capped_score. records: fp32 [record_capacity,
-// Records<D>::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT.
+// Records::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT.
 // arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after. Dynamic shared
 // memory: STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of
 // weights may be read together with what follows.
@@ -199,7 +204,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     constexpr int RANK_ELEMENTS = D / UNIT;  // elements of the values of a block
     constexpr int ELEMENT_TILES = RANK_ELEMENTS / GROUP, VALUE_ROW = ROW / UNIT;
     constexpr int PARTS = ELEMENT_TILES > WARPS ? ELEMENT_TILES / WARPS : 1;  // tiles of a warp
-    static_assert(sizeof(MergeScratch) <= SEGMENT * 32, "it takes the place of scores");
+    // Records are merged in place of scores, and of chunks where none is loaded any more.
+    constexpr int MERGE_AT = WORK == ITEMS ? STAGES * STAGE : 0, MERGE_BYTES = STAGES * STAGE - MERGE_AT + SEGMENT * 32;
+    using Scratch = MergeScratch<RANK_ELEMENTS, MERGE_BYTES>;
+    static_assert(sizeof(Scratch) <= MERGE_BYTES, "it fits");
     static_assert(
         ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
@@ -225,17 +233,28 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     };
 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / 4, head = lane % 4 * 2;
-    const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS), rank = blockIdx.x % UNIT;
+    const int groups = kv_heads * HeadRange::groups_of(heads, kv_heads), rank = blockIdx.x % UNIT;
     const Contexts contexts = {
         KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
-    // The one item of this unit, unless WORK is ITEMS.
+    // The blocks of the cache of a segment, as ChunkSource has them.
+    const auto table_of = [&](int sequence, int segment) {
+        const int block = segment * BLOCKS + lane;
+        return lane < BLOCKS && block < table_pitch
+                   ? block_tables[static_cast<long long>(sequence) * table_pitch + block]
+                   : 0;
+    };
+    // The one item of this unit, unless WORK is ITEMS, and its blocks. They are loaded together with the length, as if
+    // no segment were before the window.
     Task only;
+    int table = 0;
     if constexpr (WORK != ITEMS) {
-        const int unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments;
-        const int sequence = pair / groups;
+        const unsigned unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments;
+        const int sequence = pair / groups, index = WORK == ONE_PAIR ? 0 : unit - pair * max_segments;
+        if (warp == WARPS) table = table_of(sequence, index);
         const KeyRange range = contexts.range<KIND>(sequence);
-        const int segment = WORK == ONE_PAIR ? 0 : range.first + unit - pair * max_segments;
+        const int segment = WORK == ONE_PAIR ? 0 : range.first + index;
         if (segment > range.last) return;
+        if (warp == WARPS && segment != index) table = table_of(sequence, segment);
         only = segment_task<KIND, SUB>(
             sequence, pair, segment, HeadRange::of(pair % groups, heads, kv_heads), range, segment == range.last);
         only.is_new = only.is_right = only.written = 1;
@@ -265,12 +284,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     if (warp == WARPS) {
         // The loads start before the kernel waits for the projection. That is allowed because it is launched as
         // dependent only if no earlier kernel of the step wrote to this cache.
-        const auto table_of = [&](int sequence, int segment) {
-            const int block = segment * BLOCKS + lane;
-            return lane < BLOCKS && block < table_pitch
-                       ? block_tables[static_cast<long long>(sequence) * table_pitch + block]
-                       : 0;
-        };
         // Granules first + rank, first + rank + UNIT, ... of the keys; the block's elements of all granules of values.
         const auto load = [&](const Task& task, int table) {
             const ChunkSource<D, SUB, CACHE> source = {table,      task.heads.kv, kv_heads,
@@ -293,7 +306,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
         };
         if constexpr (WORK != ITEMS) {
-            load(only, table_of(only.sequence, only.segment));
+            load(only, table);
             cluster_wait<UNIT>();
         } else {
             Share share;
@@ -307,7 +320,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             };
 #pragma unroll 1
             while (item.belongs_to(contexts, share)) {
-                const int table = table_of(item.sequence, item.segment);
+                table = table_of(item.sequence, item.segment);
                 const bool reaches = item.reaches(item.range.last, share);
                 Task task = segment_task<KIND, SUB>(
                     item.sequence, item.sequence * groups + item.group, item.segment,
@@ -343,7 +356,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         if (WORK == ITEMS && task.sequence < 0) break;
         if (task.is_new) {
             float cosine[D / 64], sine[D / 64];
-            rope_angles(params, task.position, head_dim, cosine, sine);
+            if (warp <= task.heads.count)  // the warps of the queries and of the key
+                rope_angles(params, task.position, head_dim, cosine, sine);
             const bool writes = task.newest && rank == 0;
             long long token = 0;
             if (writes) {
@@ -373,32 +387,43 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 
         // 1. Scores.
         {
-            const int begin = task.begin, stop = task.stop;
+            const int begin = task.begin, stop = task.stop, present = task.present;
 #if __CUDA_ARCH__ >= 900
             cluster_wait<UNIT>();  // all blocks have started
 #endif
-            int turn = 0;  // if a chunk has fewer groups than there are warps, the next one goes to other warps
+            // A warp has every WARPS-th group of a chunk. If there are fewer groups, those of the next chunk go to
+            // other warps.
+            constexpr int CHUNK_GROUPS = KEYS / GROUP, ROUNDS = CHUNK_GROUPS > WARPS ? CHUNK_GROUPS / WARPS : 1;
+            int first_group = warp;
+            const unsigned fragment = opaque(key_fragment_offset<D, CACHE>()), lane_scale = opaque(CHUNK + row * 2);
+            const unsigned lane_scores = opaque(scores + row * 32 + head * 4);
+            const unsigned lane_tops = opaque(group_tops + (head + row) * 4);
 #pragma unroll 1
             for (int from = first + rank; from < end; from += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
                 stages.wait_full();
 #pragma unroll 1
-                for (int i = KEYS / GROUP % WARPS ? (warp - turn) & (WARPS - 1) : warp; i < KEYS / GROUP; i += WARPS) {
-                    const int granule = from + i / (SUB / GROUP) * UNIT;
-                    if (granule >= end) break;
-                    const int key = granule * SUB + i % (SUB / GROUP) * GROUP;
-                    if (new_key - key >= 0 && new_key - key < GROUP) {
-                        const int at = i * GROUP + new_key - key;
-                        if (lane < PIECES)
-                            st_shared_v4(
-                                chunk + ChunkLayout{log2_of(PIECES)}.offset(at, lane),
-                                reinterpret_cast<const uint4*>(own.new_token.kv[0])[lane]);
-                        if (IS_INT8<CACHE> && lane == 0)
-                            st_shared_half(chunk + CHUNK + at * 2, own.new_token.scales[0]);
-                        __syncwarp();
+                for (int round = 0; round < ROUNDS; ++round) {
+                    const int i = first_group + round * WARPS;
+                    if (CHUNK_GROUPS < WARPS && i >= CHUNK_GROUPS) break;
+                    const int key = UNIT == 1 ? from * SUB + i * GROUP
+                                              : (from + i / (SUB / GROUP) * UNIT) * SUB + i % (SUB / GROUP) * GROUP;
+                    const bool whole = key >= begin && key + GROUP <= present;  // all keys are visible and in the cache
+                    if (!whole) {
+                        if (key >= end * SUB) break;
+                        const int at = new_key - key;
+                        if (at >= 0 && at < GROUP) {
+                            if (lane < PIECES)
+                                st_shared_v4(
+                                    chunk + ChunkLayout{log2_of(PIECES)}.offset(i * GROUP + at, lane),
+                                    reinterpret_cast<const uint4*>(own.new_token.kv[0])[lane]);
+                            if (IS_INT8<CACHE> && lane == 0)
+                                st_shared_half(chunk + CHUNK + (i * GROUP + at) * 2, own.new_token.scales[0]);
+                            __syncwarp();
+                        }
                     }
-                    float s[4], largest[2] = {-INF_F, -INF_F};
-                    mma_qk<D, CACHE>(s, chunk, i * GROUP, query, chunk + CHUNK + i * GROUP * 2);
+                    float s[4];
+                    mma_qk<D, CACHE>(s, chunk + i * GROUP * ROW + fragment, query, chunk + i * GROUP * 2 + lane_scale);
                     if constexpr (KIND == BIASED) {
 #pragma unroll
                         for (int m = 0; m < 4; ++m) {
@@ -421,23 +446,22 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         for (int m = 0; m < 4; ++m)
                             s[m] = alibi_score(s[m], scale, slopes[m % 2], static_cast<float>(distance + m / 2 * 8));
                     }
-                    if (key < begin || key + GROUP > stop) {
+                    if (!whole) {
 #pragma unroll
                         for (int m = 0; m < 4; ++m)
                             if (key + row + m / 2 * 8 < begin || key + row + m / 2 * 8 >= stop) s[m] = -INF_F;
                     }
-                    // fmaxf drops a NaN, but it reaches the sums.
-                    largest[0] = fmaxf(s[0], s[2]), largest[1] = fmaxf(s[1], s[3]);
-#pragma unroll
-                    for (int d = 4; d < WARP; d *= 2)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h)
-                            largest[h] = fmaxf(largest[h], __shfl_xor_sync(FULL, largest[h], d));
-                    const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
+                    // The largest scores of the group. fmaxf drops a NaN, but it reaches the sums.
+                    float largest[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
                     if constexpr (UNIT == 1) {
-                        const unsigned target = scores + (key + row) * 32 + head * 4;
+                        const unsigned target = lane_scores + key * 32;
                         st_shared_v2(target, s[0], s[1]), st_shared_v2(target + 8 * 32, s[2], s[3]);
-                        if (row == 0) st_shared_v2(top_target, largest[0], largest[1]);
+                        const bool odd = lane & 4;  // the row: its lanes reduce the second head
+                        float x = fmaxf(
+                            odd ? largest[1] : largest[0], __shfl_xor_sync(FULL, odd ? largest[0] : largest[1], 4));
+                        x = fmaxf(x, __shfl_xor_sync(FULL, x, 8));
+                        x = fmaxf(x, __shfl_xor_sync(FULL, x, 16));
+                        if (row < 2) st_shared_float(lane_tops + key * (HEADS * 4 / GROUP), x);
                     } else {
 #if __CUDA_ARCH__ >= 900
                         // Neighbouring lanes exchange halves, so that each has four heads of one key.
@@ -446,6 +470,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         const float y = __shfl_xor_sync(FULL, odd ? s[1] : s[3], 1);
                         const float four[4] = {odd ? x : s[0], odd ? y : s[1], odd ? s[2] : x, odd ? s[3] : y};
                         const unsigned target = scores + (key + row + odd * 8) * 32 + lane % 4 / 2 * 16;
+                        const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
+#pragma unroll
+                        for (int d = 4; d < WARP; d *= 2)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h)
+                                largest[h] = fmaxf(largest[h], __shfl_xor_sync(FULL, largest[h], d));
                         if (lane % 4 / 2 * 4 < task.heads.count) {
 #pragma unroll
                             for (int i = 0; i < UNIT; ++i) {
@@ -461,7 +491,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #endif
                     }
                 }
-                turn += KEYS / GROUP;
+                if constexpr (CHUNK_GROUPS < WARPS) first_group = (first_group - CHUNK_GROUPS) & (WARPS - 1);
                 stages.release();
             }
             if constexpr (UNIT == 1) {
@@ -555,7 +585,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         float o[PARTS][4] = {};  // of the segment
         {
             constexpr ChunkLayout layout = {log2_of(VALUE_ROW / 16)};
-            const unsigned weight_rows = scores + lane * 32 + lane / 4 % 2 * 16;
+            const unsigned weight_rows = opaque(scores + lane * 32 + lane / 4 % 2 * 16);
+            const unsigned lane_factors = opaque(factors + head * 4);
+            const unsigned lane_scales = opaque(CHUNK + ValueFragments<CACHE>::scale_offset());
+            unsigned fragments[PARTS];
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p)
+                fragments[p] = opaque(ValueFragments<CACHE>::offset(layout, warp + p * WARPS));
 #pragma unroll 1
             for (int granule = first; granule < end; granule += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
@@ -579,18 +615,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     }
                     unsigned address[PARTS];
 #pragma unroll
-                    for (int p = 0; p < PARTS; ++p)
-                        address[p] = ValueFragments<CACHE>::address(chunk, layout, warp + p * WARPS);
+                    for (int p = 0; p < PARTS; ++p) address[p] = chunk + fragments[p];
                     const auto load = [&](int i, Operands& operands) {
-                        operands.load(address, i * SUB, VALUE_ROW, chunk + CHUNK, weight_rows + granule * SUB * 32);
+                        operands.load(
+                            address, i * SUB, VALUE_ROW, chunk + lane_scales, weight_rows + granule * SUB * 32);
                     };
                     const auto multiply = [&](int i, const Operands& operands) {
-                        const int key = (granule + i) * SUB;
+                        const unsigned key = (granule + i) * SUB;
 #pragma unroll
                         for (int step = 0; step < SUB / GROUP; ++step) {
                             if (step * GROUP % TILE == 0 && key % TILE == 0) {
                                 const float2 f =
-                                    ld_shared_float2(factors + (key + step * GROUP) / TILE * HEADS * 4 + head * 4);
+                                    ld_shared_float2(lane_factors + (key + step * GROUP) / TILE * HEADS * 4);
 #pragma unroll
                                 for (int p = 0; p < PARTS; ++p)
 #pragma unroll
@@ -634,7 +670,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         computing_sync();
         const float2 all_tops = ld_shared_float2(top + head * 4), sums = ld_shared_float2(total + head * 4);
         const float record_top[2] = {all_tops.x, all_tops.y}, record_sum[2] = {sums.x, sums.y};
-        const Records<D> place = {records, RANK_ELEMENTS, rank};
+        const Records<D, RANK_ELEMENTS> place = {records, rank};
         const bool folds = task.folds, is_right = task.is_right;
         __half* const target = out + task.sequence * out_pitch + static_cast<long long>(task.heads.first) * head_dim;
         if (folds) {
@@ -673,10 +709,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
         }
         if (is_right && !folds) {
-            merge_records<COMPUTING, D>(
+            merge_records<COMPUTING>(
                 computing_sync, place, task.first_record, task.written, task.segments,
                 arrival_counts + task.pair * UNIT + rank, target, task.heads.count, head_dim,
-                *reinterpret_cast<MergeScratch*>(shared + STAGES * STAGE));
+                *reinterpret_cast<Scratch*>(shared + MERGE_AT));
         }
         if constexpr (WORK != ITEMS) break;
     }

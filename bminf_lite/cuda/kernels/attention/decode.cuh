@@ -5,6 +5,7 @@
 // every block finds a range of items from the lengths of the contexts. The distribution changes no bit of a result.
 #pragma once
 #include "attention/softmax.cuh"
+#include "common/async.cuh"
 #include "common/cluster.cuh"
 #include "constants/decode.cuh"
 
@@ -157,119 +158,127 @@ __device__ __forceinline__ Item find_work(const Contexts& contexts, int capacity
 
 // ---- records -----------------------------------------------------------------------------------------------------
 
-// The records of a unit's block `rank`, which has the elements from rank * WIDTH on of each head: outputs [HEADS,
-// width], and (m, l) [HEADS].
-template <int D>
+// The records of a unit's block `rank`, which has the WIDTH elements from rank * WIDTH on of each head: outputs [HEADS,
+// WIDTH], and (m, l) [HEADS].
+template <int D, int WIDTH>
 struct Records {
     static constexpr int FLOATS = HEADS * (D + 2 * MAX_UNIT);  // of all blocks of a unit
     float* data;
-    int width, rank;
+    int rank;
 
     __device__ __forceinline__ float* outputs(int record, int head) const {
-        return data + static_cast<size_t>(record) * FLOATS + rank * HEADS * (width + 2) + head * width;
+        return data + static_cast<size_t>(record) * FLOATS + rank * HEADS * (WIDTH + 2) + head * WIDTH;
     }
     __device__ __forceinline__ float2* sums(int record, int head) const {
         return reinterpret_cast<float2*>(outputs(record, HEADS)) + head;
     }
 };
 
-constexpr int MERGED = 2 * WARP;  // records that are merged at a time
+constexpr int MERGED = 2 * WARP;  // records that are merged at a time, at most
 
-// Shared memory for the merge of MERGED records: for each of them and each head the factors of what is merged already
-// and of the record; the merged sums of weights.
+// Shared memory of BYTES bytes for the merge of records: for each of them and each head the factors of what is merged
+// already and of the record; what is merged already; the outputs of the records.
+template <int WIDTH, int BYTES>
 struct MergeScratch {
+    static constexpr int COPIED = (BYTES - MERGED * HEADS * 8 - HEADS * WIDTH * 4 - HEADS * 4) / 4;
+    static_assert(COPIED >= HEADS * WIDTH, "one record fits");
     float2 factors[MERGED][HEADS];
+    float2 outputs[HEADS * WIDTH / 2];
     float sums[HEADS];
+    alignas(16) float copied[COPIED];
 };
 
 // The factors of n records of `head` from the record `from` on, and their merged sum of weights `sum`; `top` and `sum`
-// are those of the records before. Called by one warp. A lane has a record, because all but `sum` is a prefix maximum.
-template <int D>
+// are those of the records before, -INF_F and 0 for none. Called by one warp. A lane has a record, because all but
+// `sum` is a prefix maximum. Lanes without a record change nothing.
+template <int D, int WIDTH>
 __device__ __forceinline__ void find_factors(
-    const Records<D>& records, int from, int n, int head, bool is_first, float& top, float& sum,
-    MergeScratch& scratch) {
+    const Records<D, WIDTH>& records, int from, int n, int head, float& top, float& sum,
+    float2 (&factors)[MERGED][HEADS]) {
     const int lane = threadIdx.x % WARP;
-    float2 x[MERGED / WARP];  // the largest score and the sum of weights
-#pragma unroll
-    for (int i = 0; i < MERGED / WARP; ++i) {
-        x[i] = make_float2(-INF_F, 0.0f);
-        if (i * WARP + lane < n) x[i] = __ldcg(records.sums(from + i * WARP + lane, head));
-    }
-#pragma unroll
-    for (int i = 0; i < MERGED / WARP; ++i) {
-        if (i * WARP >= n) break;
-        float highest = fmaxf(top, x[i].x);  // up to this record
+    const auto fetch = [&](int s) {  // the largest score and the sum of weights
+        return s < n ? __ldcg(records.sums(from + s, head)) : make_float2(-INF_F, 0.0f);
+    };
+    float2 next = fetch(lane);
+#pragma unroll 1
+    for (int s = lane; s - lane < n; s += WARP) {
+        const float2 x = next;
+        next = fetch(s + WARP);
+        float highest = fmaxf(top, x.x);  // up to this record
 #pragma unroll
         for (int d = 1; d < WARP; d *= 2) highest = fmaxf(highest, __shfl_up_sync(FULL, highest, d));
         const float before = __shfl_up_sync(FULL, highest, 1);
-        const MergeFactors factors = merge_factors(lane ? before : top, x[i].x);
-        scratch.factors[i * WARP + lane][head] = make_float2(factors.left, factors.right);
+        const MergeFactors merging = merge_factors(lane ? before : top, x.x);
+        factors[s][head] = make_float2(merging.left, merging.right);
         top = __shfl_sync(FULL, highest, WARP - 1);
-#pragma unroll 2
-        for (int j = 0; j < min(WARP, n - i * WARP); ++j) {
-            const float right = __shfl_sync(FULL, x[i].y, j);
-            const MergeFactors merging = {0, __shfl_sync(FULL, factors.left, j), __shfl_sync(FULL, factors.right, j)};
-            sum = is_first && i == 0 && j == 0 ? right : merge(merging, sum, right);
+#pragma unroll 4
+        for (int j = 0; j < min(WARP, (n - s + lane + 3) / 4 * 4); ++j) {
+            const float left = __shfl_sync(FULL, merging.left, j), right = __shfl_sync(FULL, merging.right, j);
+            sum = merge({0, left, right}, sum, __shfl_sync(FULL, x.y, j));
         }
     }
 }
 
+// Adds to a counter; what all blocks wrote before they added to it is visible afterwards.
+__device__ __forceinline__ int atomic_add_acq_rel(int* counter, int x) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(x) : "memory");
+    return before;
+}
+
 // Counts the `written` records of a pair that has `segments`. The last block to arrive merges all records from the left
 // and writes the outputs of `count` heads to `out`, up to element head_dim of each. Called by THREADS threads, of which
-// `sync` is the barrier. counter: 0 before and after.
-template <int THREADS, int D, class Sync>
+// `sync` is the barrier. counter: 0 before and after. Few blocks run this code, so its instructions are in no cache: it
+// is kept short.
+template <int THREADS, int D, int WIDTH, int BYTES, class Sync>
 __device__ __forceinline__ void merge_records(
-    Sync sync, const Records<D>& records, int first, int written, int segments, int* counter, __half* out, int count,
-    int head_dim, MergeScratch& scratch) {
+    Sync sync, const Records<D, WIDTH>& records, int first, int written, int segments, int* counter, __half* out,
+    int count, int head_dim, MergeScratch<WIDTH, BYTES>& scratch) {
     static_assert(THREADS >= HEADS * WARP, "a warp for each head");
-    constexpr int VECTORS = HEADS * D / (2 * THREADS);  // of two elements, of a thread
     __shared__ bool is_last;
-    __threadfence();
     sync();
     if (threadIdx.x == 0) {
-        is_last = atomicAdd(counter, written) + written == segments;
+        is_last = atomic_add_acq_rel(counter, written) + written == segments;
         if (is_last) *counter = 0;
     }
     sync();
     if (!is_last) return;
-    __threadfence();
-    const int warp = threadIdx.x / WARP;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = count * WIDTH, pairs = count * (WIDTH / 2), most = min(MERGED, scratch.COPIED / row);
     float top = -INF_F, sum = 0;  // of the head of this warp
-    float2 o[VECTORS];
 #pragma unroll 1
-    for (int from = 0; from < segments; from += MERGED) {
-        const int n = min(MERGED, segments - from);
+    for (int from = 0; from < segments; from += most) {
+        const int n = min(most, segments - from);
         if (from > 0) sync();
+#pragma unroll 1
+        for (int s = warp; s < n; s += THREADS / WARP)
+#pragma unroll 1
+            for (int i = lane * 4; i < row; i += WARP * 4)
+                cp_async_16(&scratch.copied[s * row + i], records.outputs(first + from + s, 0) + i);
         if (warp < count) {
-            find_factors(records, first + from, n, warp, from == 0, top, sum, scratch);
-            if (threadIdx.x % WARP == 0) scratch.sums[warp] = sum;
+            find_factors(records, first + from, n, warp, top, sum, scratch.factors);
+            if (lane == 0) scratch.sums[warp] = sum;
         }
+        cp_async_wait_all();
         sync();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < pairs; i += THREADS) {
+            const int head = i / (WIDTH / 2), element = records.rank * WIDTH + i % (WIDTH / 2) * 2;
+            const float2* const copied = reinterpret_cast<const float2*>(scratch.copied) + i;
+            float2 o = from == 0 ? copied[0] : scratch.outputs[i];  // of the records before
+#pragma unroll 1
+            for (int s = from == 0; s < n; s += 4) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            const int i = (v * THREADS + threadIdx.x) * 2, head = i / records.width, column = i % records.width;
-            if (i >= count * records.width) continue;
-#pragma unroll 8
-            for (int s = 0; s < n; ++s) {
-                const float2 x =
-                    __ldcg(reinterpret_cast<const float2*>(records.outputs(first + from + s, head) + column));
-                const float2 f = scratch.factors[s][head];
-                const MergeFactors merging = {0, f.x, f.y};
-                const bool is_first = from + s == 0;
-                o[v].x = is_first ? x.x : merge(merging, o[v].x, x.x);
-                o[v].y = is_first ? x.y : merge(merging, o[v].y, x.y);
+                for (int j = s; j < s + 4; ++j) {
+                    if (j >= n) break;
+                    const float2 x = copied[j * pairs], f = scratch.factors[j][head];
+                    o.x = merge({0, f.x, f.y}, o.x, x.x), o.y = merge({0, f.x, f.y}, o.y, x.y);
+                }
             }
-        }
-    }
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int i = (v * THREADS + threadIdx.x) * 2, head = i / records.width, column = i % records.width;
-        if (i >= count * records.width) continue;
-        const float values[2] = {o[v].x, o[v].y};
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int element = records.rank * records.width + column + j;
-            if (element < head_dim) out[head * head_dim + element] = attention_output(values[j], scratch.sums[head]);
+            scratch.outputs[i] = o;
+            if (from + n < segments) continue;
+            if (element < head_dim) out[head * head_dim + element] = attention_output(o.x, scratch.sums[head]);
+            if (element + 1 < head_dim) out[head * head_dim + element + 1] = attention_output(o.y, scratch.sums[head]);
         }
     }
     sync();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ....backend.values import AttentionSpec, LayerCache
@@ -33,16 +33,20 @@ DEPTHS = (64, 128, 256)
 """Head sizes that the kernel is compiled for."""
 TWO_BLOCKS = (8, 0), (9, 0)
 """Compute capabilities on which two blocks share an SM, which limits the registers of a thread to 96."""
+THREE_BLOCKS = ((9, 0),)
+"""Compute capabilities on which three blocks share an SM where each computes one pair over int8 codes. Their time is
+that of instructions and of the latency of their phases, so other blocks count for more than loads in flight.
+"""
 HUGE_SHARED_MEMORY = 227 << 10
 MAX_RECORDS = 8192
 """Records that are kept at most. With more segments than this in a step, no context is split over blocks."""
 UNITS = (8, 4, 2, 1)
 """Blocks of a unit."""
-WORK = (
-    Together((1, int(DecodeWork.ITEMS))),
-    *(Together((unit, int(work))) for unit in UNITS for work in (DecodeWork.ONE_SEGMENT, DecodeWork.ONE_PAIR)),
+UNIT_WORK: tuple[tuple[int, DecodeWork], ...] = (
+    (1, DecodeWork.ITEMS),
+    *((unit, work) for unit in UNITS for work in (DecodeWork.ONE_SEGMENT, DecodeWork.ONE_PAIR)),
 )
-"""The template arguments ``UNIT`` and ``WORK``."""
+"""The blocks of a unit and its work: the template arguments ``UNIT`` and ``WORK``."""
 SEGMENT_WAVES = 2
 """Units of one segment that a launch may have for each one that runs at the same time."""
 CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))
@@ -90,6 +94,15 @@ def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeCon
     return DecodeConfig(depth, tile, chunk, stages, blocks)
 
 
+def launch_config(
+    capability: Capability, head_dim: int, kind: int, unit: int, work: DecodeWork, element: str
+) -> DecodeConfig:
+    """The same for units of ``unit`` blocks that have ``work``, with keys and values of type ``element``."""
+    config = decode_config(capability, head_dim, kind)
+    packed = (unit, work, element) == (1, DecodeWork.ONE_PAIR, INT8) and capability in THREE_BLOCKS
+    return replace(config, stages=2, blocks=3) if packed and config.blocks == 2 else config
+
+
 def max_unit(capability: Capability, depth: int) -> int:
     """The blocks of a unit, at most: each has a group of elements of the values, or several."""
     return min(DECODE_MAX_UNIT, depth // DECODE_GROUP) if capability >= (9, 0) else 1
@@ -117,11 +130,18 @@ class AttentionDecode:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         """For all head sizes: these differ in their tiles only below a power of two."""
         for kind in numbers(DecodeMask):
-            sizes = range(HEAD_PAD, DEPTHS[-1] + 1, HEAD_PAD)
-            templates = dict.fromkeys(decode_config(capability, size, kind).template() for size in sizes)
+            launched = {
+                (launch_config(capability, size, kind, unit, work, element).template(), (unit, int(work)), element)
+                for size in range(HEAD_PAD, DEPTHS[-1] + 1, HEAD_PAD)
+                for unit, work in UNIT_WORK
+                for element in ELEMENTS
+                if unit <= max_unit(capability, decode_config(capability, size, kind).depth)
+            }
+            templates = dict.fromkeys(template for template, *_ in sorted(launched))
+            works = tuple(Together((unit, int(work))) for unit, work in UNIT_WORK)
             yield KernelFamily(
-                cls.source, "attention_decode", (tuple(templates), WORK, (kind,), ELEMENTS),
-                lambda template, work, *_: work[0] <= max_unit(capability, template[0]),
+                cls.source, "attention_decode", (tuple(templates), works, (kind,), ELEMENTS),
+                lambda template, work, _, element, launched=launched: (template, work, element) in launched,
             )  # fmt: skip
 
     def grid(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> DecodeGrid:
@@ -175,8 +195,12 @@ class AttentionDecode:
         assert lengths is None or scores.kind is ScoreKind.PLAIN
         kind = int(scores.decode_mask) if lengths is None else CROSS
         batch_size, element = qkv.shape[0], element_of(cache)
-        config = self._config(spec, kind)
         grid = self.grid(spec, batch_size, max_context_len)
+        config = launch_config(
+            self._launcher.device.compute_capability, spec.head_dim, kind, grid.unit, grid.work, element
+        )
+        if kind != CROSS:  # a cross-attention over empty sources does not wait
+            step.attends()
         self._launcher.launch(
             step, self.source,
             f"attention_decode<{config.template()}, {grid.unit}, {int(grid.work)}, {kind}, {element}>",

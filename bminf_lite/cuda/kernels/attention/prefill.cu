@@ -116,9 +116,10 @@ __device__ __forceinline__ void gemm_pv(float (&o)[MT][D / 8][4], const float (&
 // Finds piece `index` of the work, or the next one that is not empty, and puts the index of the one after it into
 // `next`. Returns false if there is none. Called by all threads.
 template <int MASK, int ROWS, int KEYS>
-__device__ __forceinline__ bool find_next(const PrefillParams& p, int index, int& next, WorkTile& work) {
+__device__ __forceinline__ bool find_next(
+    const PrefillParams& p, const Split& split, int index, int& next, WorkTile& work) {
     for (;;) {
-        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, index % p.kv_heads, index / p.kv_heads, work);
+        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, split, index % p.kv_heads, index / p.kv_heads, work);
         if (found == NO_MORE) return false;
         __syncthreads();  // all threads have read the index before
         if (threadIdx.x == 0) next = gridDim.x + atomicAdd(p.counters, 1);
@@ -146,8 +147,9 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
     const unsigned v_rows = cast_smem_ptr_to_uint(v_tile + lane % 16 * PITCH + lane / 16 * 8);
 
     wait_on_dependent_grids();
+    const Split split = find_split<MASK, BM>(p);
     WorkTile work;
-    for (int index = blockIdx.x; find_next<MASK, BM, BN>(p, index, next, work);) {
+    for (int index = blockIdx.x; find_next<MASK, BM, BN>(p, split, index, next, work);) {
 #pragma unroll 4
         for (int i = threadIdx.x; i < BM * CHUNKS; i += THREADS) {
             const int row = i / CHUNKS, column = i % CHUNKS * 8;
@@ -169,6 +171,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
             for (int h = 0; h < 2; ++h)
                 position[m][h] = work.position(work.first + warp_row + m * 16 + lane / 4 + h * 8);
         }
+        const MaskedKeys masked(work);
         float o[MT][CHUNKS][4] = {};
         for (int key = work.begin; key < work.end; key += BN) {
             cp_async_wait_all();
@@ -193,7 +196,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
                 for (int m = 0; m < MT; ++m)
                     change_scores<SCORES>(s[m], work, p, position[m], work.first + warp_row + m * 16, key);
             }
-            if (MASK == CAUSAL ? needs_mask(work, key, BN) : key + BN > work.end) {
+            if (MASK == CAUSAL ? masked.among(key, BN) : key + BN > work.end) {
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
                     if constexpr (MASK == CAUSAL)

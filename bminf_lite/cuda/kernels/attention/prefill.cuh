@@ -116,17 +116,45 @@ __device__ __forceinline__ int inclusive_sum(int x) {
     return x;
 }
 
-// The most segments of a part, so that there are about p.parts of them.
+// How tiles are split: those that may see more than `longest` segments, into parts of `per_part` segments and a rest.
+struct Split {
+    int longest, per_part;
+};
+
+// Finds the split with which p.parts blocks that take pieces in turn end earliest, if its records fit. Called by whole
+// warps.
 template <int MASK, int ROWS>
-__device__ __forceinline__ int segments_per_part(const PrefillParams& p, int group) {
+__device__ __forceinline__ Split find_split(const PrefillParams& p) {
+    constexpr int ROUNDS = 4;
+    const int group = p.heads / p.kv_heads, lane = threadIdx.x % WARP;
+    if (!p.max_records) return {1 << 28, 1 << 28};
     int work = 0;
     for (int first = 0; first < p.sequences; first += WARP) {
-        const SequenceWork s = sequence_work<MASK, ROWS>(p, first + threadIdx.x % WARP, group);
+        const SequenceWork s = sequence_work<MASK, ROWS>(p, first + lane, group);
         work += s.tiles * s.segments;
     }
 #pragma unroll
     for (int d = WARP / 2; d; d /= 2) work += __shfl_xor_sync(FULL, work, d);
-    return max(1, ceil_div(work * p.kv_heads, p.parts));
+    const int share = max(1, ceil_div(work * p.kv_heads, p.parts)), longest = share * 5 / 4;  // else it does not pay
+    // Lane n considers blocks that take n + 1 parts or more.
+    const int part = ceil_div(share, lane % ROUNDS + 1);
+    int parts = 0, rests = 0, segments_of_rests = 0, records = 0;
+    for (int first = 0; first < p.sequences; first += WARP) {
+        const SequenceWork s = sequence_work<MASK, ROWS>(p, first + lane, group);
+        for (int i = 0; i < min(WARP, p.sequences - first); ++i) {
+            const int segments = __shfl_sync(FULL, s.segments, i), tiles = __shfl_sync(FULL, s.tiles, i) * p.kv_heads;
+            if (segments <= longest) continue;
+            parts += tiles * (segments / part), records += tiles * (segments - part + 1);
+            if (segments % part) rests += tiles, segments_of_rests += tiles * (segments % part);
+        }
+    }
+    const int rounds = ceil_div(parts, p.parts), free = rounds * p.parts - parts;  // blocks in the last round
+    const int rest = rests ? ceil_div(segments_of_rests, rests) : 1, left = max(0, rests - free * (part / rest));
+    const int length = rounds * part + ceil_div(left, p.parts) * rest;
+    int best = (length + (records <= p.max_records ? 0 : 1 << 24)) * ROUNDS + lane % ROUNDS;
+#pragma unroll
+    for (int d = 1; d < ROUNDS; d *= 2) best = min(best, __shfl_xor_sync(FULL, best, d));
+    return {longest, __shfl_sync(FULL, part, best % ROUNDS)};
 }
 
 enum Found { NO_MORE, NOTHING, FOUND };
@@ -134,16 +162,15 @@ enum Found { NO_MORE, NOTHING, FOUND };
 // Finds piece `index` of the work of a head. NOTHING: this part of a split tile has no keys. With SPLIT_TILES `index`
 // counts only tiles that are split, and the work is the whole tile. Called by whole warps.
 template <int MASK, int ROWS, int KEYS, bool SPLIT_TILES = false>
-__device__ __forceinline__ Found find_work_tile(const PrefillParams& p, int head, int index, WorkTile& work) {
-    const int group = p.heads / p.kv_heads;
-    const int per_part = p.max_records ? segments_per_part<MASK, ROWS>(p, group) : 1 << 28;
+__device__ __forceinline__ Found
+find_work_tile(const PrefillParams& p, const Split& split, int head, int index, WorkTile& work) {
+    const int group = p.heads / p.kv_heads, per_part = split.per_part;
     int records_before = 0;
     for (int first = 0; first < p.sequences; first += WARP) {
         const SequenceWork s = sequence_work<MASK, ROWS>(p, first + threadIdx.x % WARP, group);
         int first_record = -1, pieces = SPLIT_TILES ? 0 : s.tiles;
         if (p.max_records) {
-            // A split that saves less than a quarter does not pay.
-            const bool long_enough = 4 * s.segments > 5 * per_part;
+            const bool long_enough = s.segments > split.longest;
             const int records = long_enough ? s.tiles * p.kv_heads * (s.segments - per_part + 1) : 0;
             const int records_end = records_before + inclusive_sum(records);
             if (long_enough && records_end <= p.max_records) {
@@ -189,9 +216,9 @@ __device__ __forceinline__ Found find_work_tile(const PrefillParams& p, int head
 // Finds the first piece of work from `index` on, counted over all heads, that is not empty; returns whether there is
 // one.
 template <int MASK, int ROWS, int KEYS>
-__device__ __forceinline__ bool find_work(const PrefillParams& p, int index, WorkTile& work) {
+__device__ __forceinline__ bool find_work(const PrefillParams& p, const Split& split, int index, WorkTile& work) {
     for (;;) {
-        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, index % p.kv_heads, index / p.kv_heads, work);
+        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, split, index % p.kv_heads, index / p.kv_heads, work);
         if (found != NOTHING) return found == FOUND;
         index = next_index(p);
     }
@@ -258,10 +285,16 @@ __device__ __forceinline__ void copy_query(
 
 // ---- masks and biases --------------------------------------------------------------------------------------------
 
-// Whether any row of the tile does not see all of `count` keys from `key` on.
-__device__ __forceinline__ bool needs_mask(const WorkTile& work, int key, int count) {
-    return key + count - 1 > work.first_position || (work.window && key <= work.last_position - work.window);
-}
+// The keys that not all rows of a tile see: those before `first`, and those behind `last`.
+struct MaskedKeys {
+    int first, last;
+
+    __device__ __forceinline__ explicit MaskedKeys(const WorkTile& work)
+        : first(work.window ? work.last_position - work.window + 1 : 0),
+          last(work.first_position) {}
+    // Whether any of `count` keys from `key` on is one of them.
+    __device__ __forceinline__ bool among(int key, int count) const { return key < first || key + count - 1 > last; }
+};
 
 // Sets scores to -inf where a row does not see a key; column 0 of s is `key`, position: of the thread's two rows.
 template <int N>

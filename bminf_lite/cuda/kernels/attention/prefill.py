@@ -40,8 +40,6 @@ MAX_RECORD_BYTES = 256 << 20
 """Scratch memory for records. Sequences whose records do not fit are not split."""
 COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
-KERNEL_CACHE_SIZE = 1024
-"""Shapes whose kernels are remembered."""
 COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 MASKS = (
     *((AttentionMask.CAUSAL, scores) for scores in ScoreKind),
@@ -110,8 +108,11 @@ def synchronous(
     )
 
 
-def hopper(depth: int, rows: int, keys: int, stages: int, scores: ScoreKind) -> AttentionTileConfig:
-    """For compute capability 9.0: four warps per 64 rows and four producer warps, ``keys`` keys per stage."""
+def hopper(depth: int, rows: int, keys: int, stages: int, scores: ScoreKind, int8: bool) -> AttentionTileConfig:
+    """For compute capability 9.0: four warps per 64 rows, four producer warps, and for int8 four that convert codes.
+
+    A stage has ``keys`` keys.
+    """
     shared = (rows + 2 * stages * keys) * depth * 2 + 1024
     running = rows * depth * 4
     external = shared + running > HOPPER_SHARED
@@ -120,7 +121,7 @@ def hopper(depth: int, rows: int, keys: int, stages: int, scores: ScoreKind) -> 
         kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}, {int(scores)}",
         depth=depth,
         rows=rows,
-        threads=(rows // 64 + 1) * 4 * WARP,
+        threads=(rows // 64 + 1 + int8) * 4 * WARP,
         shared=shared + (0 if external else running),
         blocks=1,
         external=external,
@@ -128,6 +129,7 @@ def hopper(depth: int, rows: int, keys: int, stages: int, scores: ScoreKind) -> 
     )
 
 
+@functools.lru_cache(1024)
 def tile_config_for(
     compute_capability: Capability,
     depth: int,
@@ -143,9 +145,9 @@ def tile_config_for(
     biased = scores is ScoreKind.BIASED
     keys = attention_tile(compute_capability, depth, mask, biased)
     if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
-        if small and not int8:  # the deeper pipeline is for reading many keys
-            return hopper(depth, 64, keys, stages=3, scores=scores)
-        return hopper(depth, 128, keys, stages=2, scores=scores)
+        if small:  # the deeper pipeline is for reading many keys
+            return hopper(depth, 64, keys, stages=3, scores=scores, int8=int8)
+        return hopper(depth, 128, keys, stages=2, scores=scores, int8=int8)
     tile = functools.partial(synchronous, depth, keys=keys, mask=mask, scores=scores)
     if depth > 128:  # the output accumulator takes half of a thread's registers
         return tile(rows=64, blocks=1)
@@ -161,8 +163,7 @@ class PrefillAttention:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._num_sms = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
-        self._kernel = functools.cache(self._load)
-        self._find = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_uncached)
+        self._kernels = functools.cache(self._load)
 
     @staticmethod
     def instantiations(capability: Capability) -> Iterator[KernelFamily]:
@@ -244,8 +245,9 @@ class PrefillAttention:
         ``dependent`` as in :class:`Kernel`.
         """
         assert (mask, scores.kind) in MASKS
-        group = heads // kv_heads
-        kernel, merge, tile_config = self._find(tokens, batch_size, group, head_dim, mask, scores.kind, key_scales != 0)
+        group, int8 = heads // kv_heads, key_scales != 0
+        tile_config = self._config(tokens, batch_size, group, head_dim, mask, scores.kind, int8)
+        kernel, merge = self._kernels(tile_config, INT8 if int8 else HALF)
         pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)
         split_tiles = min(tiles, self._split_tiles(tile_config, kv_heads))
         running_bytes = self._running_bytes(tile_config, max_context_len)
@@ -266,7 +268,7 @@ class PrefillAttention:
             rows = num_blocks * kv_heads * BLOCK_SIZE
             depth, element = tile_config.depth, TensorMapDataType.FLOAT16
             maps = (bytes(TENSOR_MAP_BYTES),) * 2  # codes are read without them
-            if not key_scales:
+            if not int8:
                 maps = tuple(tensor_map_2d(x, element, rows, depth, depth, BLOCK_SIZE) for x in (keys, values))
         blocks = min(pieces * kv_heads, residents)
         kernel(blocks, tile_config.threads, args + maps, tile_config.shared, stream, dependent)
@@ -310,19 +312,6 @@ class PrefillAttention:
     ) -> AttentionTileConfig:
         small = tokens * group <= 64 * batch_size
         return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, scores, int8)
-
-    def _find_uncached(
-        self,
-        tokens: int,
-        batch_size: int,
-        group: int,
-        head_dim: int,
-        mask: AttentionMask,
-        scores: ScoreKind,
-        int8: bool,
-    ) -> tuple[Kernel, Kernel, AttentionTileConfig]:
-        tile_config = self._config(tokens, batch_size, group, head_dim, mask, scores, int8)
-        return *self._kernel(tile_config, INT8 if int8 else HALF), tile_config
 
     def _load(self, tile_config: AttentionTileConfig, element: str) -> tuple[Kernel, Kernel]:
         return (

@@ -5,12 +5,12 @@
 // for ragged sequences over a paged cache; see PrefillParams for shapes. Scores stay in registers, with an online
 // softmax.
 //
-// A block is warp-specialised: a producer warpgroup finds the block's work and loads keys and values into a pipeline of
-// tiles of BN tokens, also those of the next piece of work while one ends; BM / 64 consumer warpgroups have 64 rows
-// each. A consumer issues the scores of the next tile before the product of the weights and values of the present one,
-// so that its softmax overlaps with wgmma. Two consumers take turns (named barriers), so that the products of one
-// overlap with the softmax of the other
-// ("ping-pong").
+// A block is warp-specialised: a producer warpgroup finds the block's work and starts copies of keys and values into a
+// pipeline of tiles of BN tokens, also those of the next piece of work while one ends; BM / 64 consumer warpgroups have
+// 64 rows each. A consumer issues the scores of the next tile before the product of the weights and values of the
+// present one, so that its softmax overlaps with wgmma. Two consumers take turns (named barriers), so that the products
+// of one overlap with the softmax of the other ("ping-pong"). int8 codes are copied into the second half of a tile, and
+// a converter warpgroup turns them into the tile.
 //
 // Tiles in shared memory are [column / 64][row][64] with the 128-byte swizzle.
 #include "attention/prefill.cuh"
@@ -33,6 +33,28 @@ __device__ __forceinline__ void named_barrier_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
+// ---- registers ---------------------------------------------------------------------------------------------------
+
+// Registers of a thread of each role. Two warpgroups on an SM have enough without exchange, and 0 stands for that.
+template <int D, int GROUPS, class CACHE>
+struct Registers {
+    static constexpr int WARPGROUPS = GROUPS + IS_INT8<CACHE> + 1, EACH = 65536 / WARPGROUP / WARPGROUPS / 8 * 8;
+    static constexpr bool SCARCE = D > 128 && GROUPS > 1;  // outputs take 128 registers of a consumer
+    static constexpr int PRODUCER = WARPGROUPS == 2 ? 0 : !IS_INT8<CACHE> ? 56 : SCARCE ? 24 : 40;
+    static constexpr int CONVERTER = !IS_INT8<CACHE> ? 0 : SCARCE ? 56 : 72;
+    static constexpr int LEFT = (EACH * WARPGROUPS - PRODUCER - CONVERTER) / GROUPS / 8 * 8;
+    static constexpr int CONSUMER = WARPGROUPS == 2 ? 0 : LEFT < 240 ? LEFT : 240;
+};
+
+// Gives registers of a warpgroup's threads back, or takes more.
+template <int COUNT>
+__device__ __forceinline__ void set_registers() {
+    if constexpr (COUNT >= 160)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    else if constexpr (COUNT != 0)
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // ---- tiles -------------------------------------------------------------------------------------------------------
 
 // The offset in elements of eight columns of a row in a tile of ROWS rows.
@@ -41,26 +63,36 @@ __device__ __forceinline__ int swizzled_offset(int row, int chunk) {
     return (chunk / 8 * ROWS + row) * COLUMNS + ((chunk ^ row) % 8) * 8;
 }
 
-// The pipeline: tile t of keys and tile t of values lie in stage t % STAGES. Each has a barrier `full`, when it has
-// been loaded, and a barrier `empty`, when all consumers have read it.
-template <int D, int BN, int STAGES>
+// The pipeline: tile t of keys and tile t of values lie in stage t % STAGES. Each has a barrier `full`, when consumers
+// may read it, and a barrier `empty`, when all consumers have read it. An int8 tile has a barrier `copied` too, when
+// its codes and scales are there.
+template <int D, int BN, int STAGES, class CACHE>
 struct KVPipeline {
-    __half* keys;
+    __half* tiles;
+    __half* all_scales;
     unsigned barriers;
 
-    static constexpr int TILE = D * BN;
-    __device__ __forceinline__ __half* tile(int t, bool value) const { return keys + (t % STAGES * 2 + value) * TILE; }
-    __device__ __forceinline__ unsigned full(int t, bool value) const {
-        return barriers + (t % STAGES * 2 + value) * 8;
+    static constexpr int TILE = D * BN, BARRIERS = (IS_INT8<CACHE> ? 6 : 4) * STAGES;
+    __device__ __forceinline__ static int place(int t, bool value) { return t % STAGES * 2 + value; }
+    __device__ __forceinline__ __half* tile(int t, bool value) const { return tiles + place(t, value) * TILE; }
+    __device__ __forceinline__ int8* codes(int t, bool value) const {
+        return reinterpret_cast<int8*>(tile(t, value) + TILE / 2);
     }
+    __device__ __forceinline__ __half* scales(int t, bool value) const { return all_scales + place(t, value) * BN; }
+    __device__ __forceinline__ unsigned full(int t, bool value) const { return barriers + place(t, value) * 8; }
     __device__ __forceinline__ unsigned empty(int t, bool value) const { return full(t, value) + STAGES * 16; }
+    __device__ __forceinline__ unsigned copied(int t, bool value) const { return full(t, value) + STAGES * 32; }
 
-    // producers and consumers: how many of their warps or threads arrive.
-    __device__ __forceinline__ void init(int producers, int consumers) const {
+    // So many consumer warps arrive.
+    __device__ __forceinline__ void init(int consumers) const {
         for (int i = 0; i < STAGES * 2; ++i) {
-            mbarrier_init(barriers + i * 8, producers);
+            mbarrier_init(barriers + i * 8, IS_INT8<CACHE> ? WARPGROUP / WARP : 1);
             mbarrier_init(barriers + (STAGES * 2 + i) * 8, consumers);
+            if (IS_INT8<CACHE>) mbarrier_init(barriers + (STAGES * 4 + i) * 8, 1);
         }
+    }
+    __device__ __forceinline__ void converter_wait(int t, bool value) const {
+        mbarrier_wait(copied(t, value), t / STAGES % 2);
     }
     __device__ __forceinline__ void consumer_wait(int t, bool value) const {
         mbarrier_wait(full(t, value), t / STAGES % 2);
@@ -86,9 +118,10 @@ struct WorkQueue {
     }
     // Finds piece k and puts it into the queue; returns whether there is one. Called by one warp.
     template <int BM, int BN>
-    __device__ __forceinline__ bool put(const PrefillParams& p, int k) const {
+    __device__ __forceinline__ bool put(const PrefillParams& p, const Split& split, int k) const {
         WorkTile work = {};
-        const bool found = find_work<CAUSAL, BM, BN>(p, k == 0 ? static_cast<int>(blockIdx.x) : next_index(p), work);
+        const bool found =
+            find_work<CAUSAL, BM, BN>(p, split, k == 0 ? static_cast<int>(blockIdx.x) : next_index(p), work);
         if (k >= 2) mbarrier_wait(empty(k), (k / 2 - 1) % 2);
         if (threadIdx.x % WARP == 0) {
             if (!found) work.group = 0;
@@ -107,19 +140,55 @@ struct WorkQueue {
     __device__ __forceinline__ void release(int k) const { mbarrier_arrive(empty(k)); }
 };
 
-// The producer for fp16: one warp finds work, and one thread starts TMA copies of whole blocks of the cache. The last
-// tile of a piece of work may end with rows that were never written.
-template <int D, int BM, int BN, int STAGES>
+// Starts the copy of a tile of blocks that begin at `rows` of the pool.
+template <int D, int BN, int STAGES, int BLOCKS>
+__device__ __forceinline__ void copy_tile(
+    const KVPipeline<D, BN, STAGES, __half>& pipeline, int t, bool value, const TensorMap& pool,
+    const unsigned (&rows)[BLOCKS]) {
+    const unsigned full = pipeline.full(t, value), tile = cast_smem_ptr_to_uint(pipeline.tile(t, value));
+    mbarrier_arrive_expect_tx(full, BN * D * 2);
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+        for (int c = 0; c < D / COLUMNS; ++c)
+            tma_load_2d(
+                tile + (c * BN + i * BLOCK_SIZE) * COLUMNS * 2, pool, c * COLUMNS, static_cast<int>(rows[i]), full);
+}
+
+// The same of codes and scales, of the first `count` blocks.
+template <int D, int BN, int STAGES, int BLOCKS>
+__device__ __forceinline__ void copy_codes(
+    const KVPipeline<D, BN, STAGES, int8>& pipeline, int t, bool value, const PrefillParams& p,
+    const unsigned (&rows)[BLOCKS], int count) {
+    constexpr int CODES = BLOCK_SIZE * D, SCALES = BLOCK_SIZE * 2;
+    const unsigned copied = pipeline.copied(t, value), codes = cast_smem_ptr_to_uint(pipeline.codes(t, value)),
+                   scales = cast_smem_ptr_to_uint(pipeline.scales(t, value));
+    const int8* const all_codes = static_cast<const int8*>(value ? p.values : p.keys);
+    const __half* const all_scales = value ? p.value_scales : p.key_scales;
+    mbarrier_arrive_expect_tx(copied, min(count, BLOCKS) * (CODES + SCALES));
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+        if (i >= count) break;
+        cp_async_bulk(codes + i * CODES, all_codes + static_cast<size_t>(rows[i]) * D, CODES, copied);
+        cp_async_bulk(scales + i * SCALES, all_scales + rows[i], SCALES, copied);
+    }
+}
+
+// The producer: one warp finds work, and one thread starts copies of whole blocks of the cache. The last tile of a
+// piece of work may end with rows that were never written.
+template <int D, int BM, int BN, int STAGES, class CACHE>
 __device__ __forceinline__ void produce(
-    const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p, const TensorMap& keys,
-    const TensorMap& values) {
+    const KVPipeline<D, BN, STAGES, CACHE>& pipeline, const WorkQueue& queue, const PrefillParams& p,
+    const TensorMap& keys, const TensorMap& values) {
     constexpr int BLOCKS = BN / BLOCK_SIZE;
     const int thread = threadIdx.x % WARPGROUP;
-    if (thread / WARP == 1)
-        for (int k = 0; queue.put<BM, BN>(p, k); ++k) {
+    if (thread / WARP == 1) {
+        const Split split = find_split<CAUSAL, BM>(p);
+        for (int k = 0; queue.put<BM, BN>(p, split, k); ++k) {
         }
+    }
     if (thread != 0) return;
-    prefetch_tensormap(keys), prefetch_tensormap(values);
+    if (!IS_INT8<CACHE>) prefetch_tensormap(keys), prefetch_tensormap(values);
     int t = 0;  // counts tiles of all pieces
     for (int k = 0;; ++k) {
         const WorkTile& work = queue.get(k);
@@ -132,106 +201,55 @@ __device__ __forceinline__ void produce(
 #pragma unroll
             for (int value = 0; value < 2; ++value) {
                 pipeline.producer_acquire(t, value);
-                const unsigned full = pipeline.full(t, value), tile = cast_smem_ptr_to_uint(pipeline.tile(t, value));
-                mbarrier_arrive_expect_tx(full, BN * D * 2);
-#pragma unroll
-                for (int i = 0; i < BLOCKS; ++i)
-#pragma unroll
-                    for (int c = 0; c < D / COLUMNS; ++c)
-                        tma_load_2d(
-                            tile + (c * BN + i * BLOCK_SIZE) * COLUMNS * 2, value ? values : keys, c * COLUMNS,
-                            static_cast<int>(rows[i]), full);
+                if constexpr (IS_INT8<CACHE>)
+                    copy_codes(pipeline, t, value, p, rows, ceil_div(end - key, BLOCK_SIZE));
+                else
+                    copy_tile(pipeline, t, value, value ? values : keys, rows);
             }
         }
         queue.release(k);
     }
 }
 
-// The codes of a tile of keys or values for one thread, which loads vectors STEP rows apart. BN rows are in BLOCKS
-// blocks.
-template <int D, int BLOCKS, int STEP>
-struct CodeSource {
-    const int8* data[BLOCKS];
-    const __half* scales[BLOCKS];
-    int valid;  // so many rows after the thread's first one are present
-
-    __device__ __forceinline__
-    CodeSource(const PrefillParams& p, bool value, const unsigned (&rows)[BLOCKS], int first, int chunk, int present)
-        : valid(present - first) {
-        const int8* const codes = static_cast<const int8*>(value ? p.values : p.keys) + chunk * 16;
-        const __half* const all_scales = value ? p.value_scales : p.key_scales;
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-            const size_t row = rows[b] + first;
-            data[b] = codes + row * D, scales[b] = all_scales + row;
-        }
-    }
-    __device__ __forceinline__ void load(CodeVector& vector, int i) const {
-        const int block = i * STEP / BLOCK_SIZE, row = i * STEP % BLOCK_SIZE;
-        vector.load(data[block] + row * D, scales[block] + row, i * STEP < valid);
-    }
-};
-
-// The producer for int8 codes, which it dequantizes. AHEAD vectors of each thread are in flight to registers, and the
-// next tiles of keys and values are prefetched to L2.
-template <int D, int BM, int BN, int STAGES>
-__device__ __forceinline__ void produce(
-    const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p) {
-    constexpr int CHUNKS = D / 16, STEP = WARPGROUP / CHUNKS, ROWS = BN / STEP, AHEAD = D <= 128 ? ROWS : 2;
-    constexpr int BLOCKS = BN / BLOCK_SIZE, LINE = 128;
-    const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
-    CodeVector raw[AHEAD];
+// The converter: turns codes and scales into tiles, in place, with zeros for rows beyond the end of the keys.
+template <int D, int BN, int STAGES, class CACHE>
+__device__ __forceinline__ void convert(
+    const KVPipeline<D, BN, STAGES, CACHE>& pipeline, const WorkQueue& queue, int barrier) {
+    constexpr int CHUNKS = D / 16, STEP = WARPGROUP / CHUNKS, ROWS = BN / STEP;
+    const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS;
+    // Threads of a second half of 128 bytes take rows of the other parity, so that their stores meet other banks.
+    const int first = thread / CHUNKS ^ chunk / 4 % 2;
     int t = 0;  // counts tiles of all pieces
     for (int k = 0;; ++k) {
-        if (thread / WARP == 0) queue.put<BM, BN>(p, k);
         const WorkTile& work = queue.get(k);
         if (work.group == 0) return;
-        const int end = work.end, tiles = ceil_div(end - work.begin, BN);
-        int key = work.begin;
-        unsigned rows[BLOCKS], next_rows[BLOCKS];  // of the tile at `key`, and of the one after it
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-            rows[b] = pool_row(p, work, key + b * BLOCK_SIZE);
-            next_rows[b] = pool_row(p, work, key + BN + b * BLOCK_SIZE);
-        }
-        using Source = CodeSource<D, BLOCKS, STEP>;
-        Source source(p, false, rows, first, chunk, end - key);
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) source.load(raw[i], i);
+        const int end = work.end;
+        for (int key = work.begin; key < end; key += BN, ++t) {
 #pragma unroll 1
-        for (int n = 0; n < 2 * tiles; ++n) {
-            const bool value = n % 2;
-            if (value) {
-                key += BN;
+            for (int value = 0; value < 2; ++value) {
+                const int8* const codes = pipeline.codes(t, value) + chunk * 16;
+                const __half* const scales = pipeline.scales(t, value);
+                __half* const tile = pipeline.tile(t, value);
+                CodeVector raw[ROWS];
+                pipeline.converter_wait(t, value);
 #pragma unroll
-                for (int b = 0; b < BLOCKS; ++b)
-                    rows[b] = next_rows[b], next_rows[b] = pool_row(p, work, key + BN + b * BLOCK_SIZE);
-            }
-            const Source next(p, !value, rows, first, chunk, end - key);
-            if (const int row = thread * LINE / D; row < BN && row < end - key - (value ? 0 : BN)) {
-                const unsigned (&from)[BLOCKS] = value ? rows : next_rows;
-                prefetch_l2(
-                    static_cast<const int8*>(value ? p.values : p.keys) +
-                    static_cast<size_t>(from[BLOCKS > 1 ? row / BLOCK_SIZE : 0] + row % BLOCK_SIZE) * D +
-                    thread * LINE % D);
-            }
-            pipeline.producer_acquire(t, value);
-            __half* const tile = pipeline.tile(t, value);
+                for (int i = 0; i < ROWS; ++i) {
+                    const int row = first + i * STEP;
+                    raw[i].codes = *reinterpret_cast<const uint4*>(codes + row * D);
+                    raw[i].scale = key + row < end ? scales[row] : __float2half_rn(0.0f);
+                }
+                named_barrier_sync<WARPGROUP>(barrier);  // all codes have been read
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                uint4 low, high;
-                dequantize16(raw[i % AHEAD].codes, raw[i % AHEAD].scale, low, high);
-                if (i + AHEAD < ROWS)
-                    source.load(raw[i % AHEAD], i + AHEAD);
-                else
-                    next.load(raw[i % AHEAD], i + AHEAD - ROWS);
-                *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2)) = low;
-                *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2 + 1)) = high;
+                for (int i = 0; i < ROWS; ++i) {
+                    uint4 low, high;
+                    dequantize16(raw[i].codes, raw[i].scale, low, high);
+                    *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2)) = low;
+                    *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2 + 1)) = high;
+                }
+                fence_proxy_async();
+                __syncwarp();
+                if (threadIdx.x % WARP == 0) mbarrier_arrive(pipeline.full(t, value));
             }
-            fence_proxy_async();
-            __syncwarp();
-            if (threadIdx.x % WARP == 0) mbarrier_arrive(pipeline.full(t, value));
-            source = next, t += value;
         }
         __syncwarp();
         if (threadIdx.x % WARP == 0) queue.release(k);
@@ -282,8 +300,8 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
 // before.
 template <int D, int BM, int BN, int STAGES, int SCORES, class CACHE>
 __device__ __forceinline__ void consume(
-    const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, __half* q_tile, int row,
-    int count, RunningResult<D / 8> running) {
+    const KVPipeline<D, BN, STAGES, CACHE>& pipeline, const WorkTile& work, const PrefillParams& p, __half* q_tile,
+    int row, int count, RunningResult<D / 8> running) {
     constexpr int GROUPS = BM / 64, CHUNKS = D / 8;
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP, index = row / 64;
     const int turn = 1 + index, next = 1 + (index + 1) % GROUPS, own = 1 + GROUPS + index;
@@ -299,6 +317,7 @@ __device__ __forceinline__ void consume(
     named_barrier_sync<WARPGROUP>(own);
 
     const int tiles = ceil_div(work.end - work.begin, BN);
+    const MaskedKeys masked(work);  // in registers: the loop below must not wait for shared memory
     const unsigned q = cast_smem_ptr_to_uint(q_tile) + row * COLUMNS * 2;
     const int position[2] = {
         work.position(work.first + warp_row + lane / 4), work.position(work.first + warp_row + lane / 4 + 8)};
@@ -307,7 +326,7 @@ __device__ __forceinline__ void consume(
     unsigned w[BN / 16][4];
     auto softmax = [&](int key) {
         if constexpr (SCORES != PLAIN) change_scores<SCORES>(s, work, p, position, work.first + warp_row, key);
-        if (needs_mask(work, key, BN)) apply_causal_mask(s, position, key, work.window);
+        if (masked.among(key, BN)) apply_causal_mask(s, position, key, work.window);
         online_softmax(state, s, rescale, SCORES == PLAIN ? p.scale : 1.0f);
     };
     auto round_weights = [&]() {
@@ -378,41 +397,37 @@ __device__ __forceinline__ void consume(
 // value_map: tensor maps of the pools for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared
 // memory: BM + 2 * STAGES * BN rows of D fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is null.
 template <int D, int BM, int BN, int STAGES, int SCORES, class CACHE>
-__global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_prefill_hopper(
+__global__ void __launch_bounds__((BM / 64 + IS_INT8<CACHE> + 1) * WARPGROUP, 1) attention_prefill_hopper(
     const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map) {
     constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * WARPGROUP, CONSUMER_WARPS = CONSUMERS / WARP;
-    constexpr int PRODUCERS = IS_INT8<CACHE> ? WARPGROUP / WARP : 1;  // that arrive at barriers
-    // Registers of a producer thread and of a consumer thread (setmaxnreg), which share 168 for each thread. With one
-    // consumer there are enough without sharing.
-    constexpr int PRODUCER_REGISTERS = !IS_INT8<CACHE> ? 56
-                                       : D <= 128      ? 104
-                                                       : 56,
-                  CONSUMER_REGISTERS = (168 * 3 - PRODUCER_REGISTERS) / 2 / 8 * 8;
+    using Pipeline = KVPipeline<D, BN, STAGES, CACHE>;
     extern __shared__ __align__(16) char shared[];
-    __shared__ __align__(8) unsigned long long barriers[4 * STAGES + 4];
+    __shared__ __align__(8) unsigned long long barriers[Pipeline::BARRIERS + 4];
+    __shared__ __align__(16) __half scales[IS_INT8<CACHE> ? STAGES * 2 * BN : 8];
     __shared__ WorkTile tiles[2];
     __half* const q_tile = reinterpret_cast<__half*>(shared + (1024 - cast_smem_ptr_to_uint(shared) % 1024) % 1024);
-    const KVPipeline<D, BN, STAGES> pipeline = {q_tile + BM * D, cast_smem_ptr_to_uint(barriers)};
-    const WorkQueue queue = {tiles, cast_smem_ptr_to_uint(barriers + 4 * STAGES)};
+    const Pipeline pipeline = {q_tile + BM * D, scales, cast_smem_ptr_to_uint(barriers)};
+    const WorkQueue queue = {tiles, cast_smem_ptr_to_uint(barriers + Pipeline::BARRIERS)};
     if (threadIdx.x == 0) {
-        pipeline.init(PRODUCERS, CONSUMER_WARPS);
-        queue.init(CONSUMER_WARPS + PRODUCERS);
+        pipeline.init(CONSUMER_WARPS);
+        queue.init(CONSUMER_WARPS + (IS_INT8<CACHE> ? WARPGROUP / WARP : 0) + 1);
         fence_mbarrier_init();
     }
     __syncthreads();
     wait_on_dependent_grids();
-    if (threadIdx.x / WARPGROUP == GROUPS) {
-        if constexpr (GROUPS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        if constexpr (IS_INT8<CACHE>)
-            produce<D, BM>(pipeline, queue, p);
-        else
-            produce<D, BM>(pipeline, queue, p, key_map, value_map);
+    const int role = __shfl_sync(FULL, threadIdx.x / WARPGROUP, 0);  // a shuffle tells the compiler that warps agree
+    if (role == GROUPS) {
+        set_registers<Registers<D, GROUPS, CACHE>::PRODUCER>();
+        produce<D, BM>(pipeline, queue, p, key_map, value_map);
+    } else if (IS_INT8<CACHE> && role > GROUPS) {
+        set_registers<Registers<D, GROUPS, CACHE>::CONVERTER>();
+        if constexpr (IS_INT8<CACHE>) convert(pipeline, queue, 1 + 2 * GROUPS);
     } else {
-        if constexpr (GROUPS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        const int row = threadIdx.x / WARPGROUP * 64;
+        set_registers<Registers<D, GROUPS, CACHE>::CONSUMER>();
+        const int row = role * 64;
         float4* const running = p.running ? reinterpret_cast<float4*>(p.running) + blockIdx.x * (BM * D / 4)
-                                          : reinterpret_cast<float4*>(pipeline.keys + 2 * STAGES * BN * D);
+                                          : reinterpret_cast<float4*>(pipeline.tiles + 2 * STAGES * BN * D);
         if (GROUPS > 1 && row == BM - 64) named_barrier_arrive<2 * WARPGROUP>(1);  // the first turn
         int count = 0;
         for (int k = 0;; ++k) {

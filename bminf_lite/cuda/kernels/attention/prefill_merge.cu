@@ -13,7 +13,9 @@ __global__ void __launch_bounds__(WARPS* WARP) attention_prefill_merge(const __g
     wait_on_dependent_grids();
     launch_dependent_grids();
     WorkTile work;
-    if (find_work_tile<CAUSAL, ROWS, BLOCK_SIZE, true>(p, blockIdx.x, blockIdx.y / SLICES, work) != FOUND) return;
+    const Split split = find_split<CAUSAL, ROWS>(p);
+    if (find_work_tile<CAUSAL, ROWS, BLOCK_SIZE, true>(p, split, blockIdx.x, blockIdx.y / SLICES, work) != FOUND)
+        return;
     if (work.first + row >= work.rows) return;
     float top = -INF_F, sum = 0, o[PAIRS][2] = {};
     const int records = work.records();

@@ -10,8 +10,8 @@
 // (null) keys and values are [kv_heads, table_pitch, head_pitch], and a token's place is its index in the step. Tokens
 // behind the last sequence pad the step and are left out.
 //
-// A block prepares the heads of one token, one warp a head at a time, from token cu_seqlens[0] on. The arithmetic is
-// that of decode attention, so a token's key and value have the same bits whichever kernel prepares them.
+// Block (t, j) prepares heads of token cu_seqlens[0] + t; the blocks of a token share its heads. The arithmetic is that
+// of decode attention, so a token's key and value have the same bits whichever kernel prepares them.
 #include "attention/int8_cache.cuh"
 #include "common/values.cuh"
 #include "constants/attention.cuh"
@@ -25,62 +25,74 @@ __global__ void __launch_bounds__(256) prepare_heads(
     const int* cu_seqlens, const int* context_lens, const int* block_tables, int table_pitch, int sequences, __half* q,
     CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, __half* key_scales,
     __half* value_scales) {
+    constexpr int AT_ONCE = FROM_INT32 ? 1 : 2;  // heads that a warp loads before it stores any
     launch_dependent_grids();
     wait_on_dependent_grids();
     const Values source = {data, x_scale, w_scale, bias, pitch};
     const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
-    const int token = cu_seqlens[0] + blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP,
+    const int token = cu_seqlens[0] + blockIdx.x, warps = blockDim.x / WARP, lane = threadIdx.x % WARP,
               half = head_dim / 2;
-    int sequence = 0, last = sequences;  // the sequence of the token, by bisection
-    while (last - sequence > 1) {
-        const int middle = (sequence + last) / 2;
-        if (cu_seqlens[middle] <= token)
-            sequence = middle;
-        else
-            last = middle;
+    if (token >= cu_seqlens[sequences]) return;
+    int sequence = 0;  // of the token: one of `count` from here on, of which each lane looks at one in `step`
+    for (int count = sequences; count > 1;) {
+        const int step = (count + WARP - 1) / WARP, place = lane * step;
+        const bool begins_before = place < count && cu_seqlens[sequence + place] <= token;
+        const int skipped = (__popc(__ballot_sync(FULL, begins_before)) - 1) * step;
+        sequence += skipped, count = min(step, count - skipped);
     }
     const int position = context_lens[sequence] + token - cu_seqlens[sequence];
-    if (token >= cu_seqlens[sequences]) return;
     // The index in the cache of the token's first key-value head, and how much further the next head is.
-    long long cached = token, stride = table_pitch;
+    long long cached = token, head_stride = table_pitch;
     if (block_tables != nullptr) {
         if (position / BLOCK_SIZE >= table_pitch) return;
         const int block = block_tables[static_cast<long long>(sequence) * table_pitch + position / BLOCK_SIZE];
-        cached = static_cast<long long>(block) * kv_heads * BLOCK_SIZE + position % BLOCK_SIZE, stride = BLOCK_SIZE;
+        cached = static_cast<long long>(block) * kv_heads * BLOCK_SIZE + position % BLOCK_SIZE,
+        head_stride = BLOCK_SIZE;
     }
     float cosine[PAIRS], sine[PAIRS];
     rope_angles(params, position, head_dim, cosine, sine);
-    for (int head = warp; head < heads + 2 * kv_heads; head += blockDim.x / WARP) {
-        const bool is_query = head < heads, is_value = head >= heads + kv_heads;
-        float low[PAIRS] = {}, high[PAIRS] = {};
+    const int all_heads = heads + 2 * kv_heads, stride = gridDim.y * warps;
+    for (int first = blockIdx.y * warps + threadIdx.x / WARP; first < all_heads; first += AT_ONCE * stride) {
+        float low[AT_ONCE][PAIRS] = {}, high[AT_ONCE][PAIRS] = {};
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const int pair = i * WARP + lane;
-            if (pair >= half) continue;
-            low[i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + pair);
-            high[i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + half + pair);
-        }
-        if (!is_value)
-            norm_and_rope(low, high, params, is_query ? q_norm_weight : k_norm_weight, head_dim, cosine, sine);
-        const int kv_head = is_value ? head - heads - kv_heads : head - heads;
-        const long long row = cached + kv_head * stride;  // in the cache
-        if constexpr (IS_INT8<CACHE>)
-            if (!is_query) {
-                CACHE* const codes = (is_value ? values : keys) + row * head_pitch;
-                const __half scale = quantize_head(codes, codes, low, high, head_dim, head_pitch);
-                if (lane == 0) (is_value ? value_scales : key_scales)[row] = scale;
-                continue;
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int head = first + j * stride;
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                const int pair = i * WARP + lane;
+                if (pair >= half || head >= all_heads) continue;
+                low[j][i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + pair);
+                high[j][i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + half + pair);
             }
-        __half* out = q + (static_cast<size_t>(token) * heads + head) * head_pitch;
-        if constexpr (!IS_INT8<CACHE>)
-            if (!is_query) out = (is_value ? values : keys) + row * head_pitch;
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const int pair = i * WARP + lane;
-            if (pair >= half) continue;
-            out[pair] = __float2half_rn(low[i]);
-            out[half + pair] = __float2half_rn(high[i]);
         }
-        if (lane < head_pitch - head_dim) out[head_dim + lane] = __float2half_rn(0.0f);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int head = first + j * stride;
+            if (head >= all_heads) return;
+            const bool is_query = head < heads, is_value = head >= heads + kv_heads;
+            if (!is_value)
+                norm_and_rope(
+                    low[j], high[j], params, is_query ? q_norm_weight : k_norm_weight, head_dim, cosine, sine);
+            const int kv_head = is_value ? head - heads - kv_heads : head - heads;
+            const long long row = cached + kv_head * head_stride;  // in the cache
+            if constexpr (IS_INT8<CACHE>)
+                if (!is_query) {
+                    CACHE* const codes = (is_value ? values : keys) + row * head_pitch;
+                    const __half scale = quantize_head(codes, codes, low[j], high[j], head_dim, head_pitch);
+                    if (lane == 0) (is_value ? value_scales : key_scales)[row] = scale;
+                    continue;
+                }
+            __half* out = q + (static_cast<size_t>(token) * heads + head) * head_pitch;
+            if constexpr (!IS_INT8<CACHE>)
+                if (!is_query) out = (is_value ? values : keys) + row * head_pitch;
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                const int pair = i * WARP + lane;
+                if (pair >= half) continue;
+                out[pair] = __float2half_rn(low[j][i]);
+                out[half + pair] = __float2half_rn(high[j][i]);
+            }
+            if (lane < head_pitch - head_dim) out[head_dim + lane] = __float2half_rn(0.0f);
+        }
     }
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ....backend.values import AttentionSpec, LayerCache
-from ..arrays import address, pitch_of
+from ..arrays import address, ceil_div, pitch_of
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import FROM_INT32, RowSource, orders_for
@@ -14,6 +14,11 @@ from .heads import ELEMENTS, element_of, head_arguments, head_pitch_of
 
 if TYPE_CHECKING:
     import cupy as cp
+
+
+THREADS = 256
+BLOCKS_PER_SM = 4
+"""Blocks that an SM runs at once. Few tokens have several blocks each, so many in all at most."""
 
 
 class PrepareHeads:
@@ -43,8 +48,10 @@ class PrepareHeads:
         read, kind, order = qkv
         expression = f"prepare_heads<{'true' if kind == FROM_INT32 else 'false'}, {order}, {element_of(cache)}>"
         step.is_unwritten(cache.keys.data.ptr, writes=True)
+        heads_of_warps = ceil_div(spec.heads + 2 * spec.kv_heads, THREADS // 32)
+        blocks = max(1, min(heads_of_warps, BLOCKS_PER_SM * self._launcher.num_sms // tokens))
         self._launcher.launch(
-            step, self.source, expression, tokens, 256,
+            step, self.source, expression, (tokens, blocks), THREADS,
             (*read, *head_arguments(spec), address(cu_seqlens), address(context_lens), address(block_table),
              cache.keys.shape[1] if block_table is None else pitch_of(block_table), len(context_lens), q.data.ptr,
              cache.keys.data.ptr, cache.values.data.ptr, spec.heads, spec.kv_heads, spec.head_dim,

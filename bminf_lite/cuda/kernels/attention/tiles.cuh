@@ -139,22 +139,26 @@ __device__ __forceinline__ unsigned dequantize_odd(unsigned codes, __half2 scale
     return dequantize_even(codes >> 8, scales);
 }
 
-// The dot products of 16 keys, the rows from `row` on of a chunk of whole heads, with the queries: the fragment of S^T.
-// scales: the scales of these keys.
+// Where mma_qk reads in 16 keys, as bytes from the first of them in a chunk of whole heads.
+template <int D, class CACHE>
+__device__ __forceinline__ unsigned key_fragment_offset() {
+    const ChunkLayout layout = {log2_of(D * sizeof(CACHE) / 16)};
+    const int lane = threadIdx.x % WARP;
+    return IS_INT8<CACHE> && !PERMUTED<CACHE> ? layout.offset(lane / 4, 0) : layout.offset(lane % 16, lane / 16);
+}
+
+// The dot products of 16 keys with the queries: the fragment of S^T. start: the address of the keys plus
+// key_fragment_offset; scales: of the scale of key lane / 4.
 template <int D, class CACHE>
 __device__ __forceinline__ void mma_qk(
-    float (&dots)[4], unsigned chunk, int row, const QueryFragments<D, CACHE>& query, unsigned scales) {
-    constexpr int PIECES = D * sizeof(CACHE) / 16;
-    const ChunkLayout layout = {log2_of(PIECES)};
-    const int lane = threadIdx.x % WARP;
+    float (&dots)[4], unsigned start, const QueryFragments<D, CACHE>& query, unsigned scales) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) dots[i] = 0;
     if constexpr (IS_INT8<CACHE>) {
         const __half2 scale[2] = {
-            __half2half2(__ushort_as_half(ld_shared_u16(scales + lane / 4 * 2))),
-            __half2half2(__ushort_as_half(ld_shared_u16(scales + lane / 4 * 2 + 16)))};
+            __half2half2(__ushort_as_half(ld_shared_u16(scales))),
+            __half2half2(__ushort_as_half(ld_shared_u16(scales + 16)))};
         if constexpr (PERMUTED<CACHE>) {
-            const unsigned start = chunk + layout.offset(row + lane % 16, lane / 16);
 #pragma unroll
             for (int i = 0; i < D / 32; ++i) {
                 unsigned codes[4];
@@ -170,21 +174,19 @@ __device__ __forceinline__ void mma_qk(
                 }
             }
         } else {
-            const unsigned start = chunk + layout.offset(row + lane / 4, 0);
 #pragma unroll
             for (int i = 0; i < D / 16; ++i) {
                 unsigned k[4];
 #pragma unroll
                 for (int m = 0; m < 4; ++m) {
                     const unsigned codes = ld_shared_u16(
-                        (start ^ i % 8 * 16) + i / 8 * 128 + lane % 4 * 2 + m / 2 * 8 + m % 2 * 8 * layout.row_bytes());
+                        (start ^ i % 8 * 16) + i / 8 * 128 + threadIdx.x % 4 * 2 + m / 2 * 8 + m % 2 * 8 * D);
                     k[m] = dequantize_even(__byte_perm(codes, 0, 0x4140), scale[m % 2]);
                 }
                 mma_m16n8k16(dots, k, query.b[i][0], query.b[i][1]);
             }
         }
     } else {
-        const unsigned start = chunk + layout.offset(row + lane % 16, lane / 16);
 #pragma unroll
         for (int i = 0; i < D / 16; ++i) {
             unsigned k[4];
@@ -202,11 +204,12 @@ template <>
 struct ValueFragments<__half> {
     unsigned a[2][4];
 
-    // The address of the first 32 rows for load(), of the 16 elements `tile`.
-    __device__ __forceinline__ static unsigned address(unsigned chunk, const ChunkLayout& layout, int tile) {
+    // What load() reads, as bytes from the start of 32 rows and of their scales: the 16 elements `tile`.
+    __device__ __forceinline__ static unsigned offset(const ChunkLayout& layout, int tile) {
         const int lane = threadIdx.x % WARP;
-        return chunk + layout.offset(lane % 8 + lane / 16 * 8, 2 * tile + lane / 8 % 2);
+        return layout.offset(lane % 8 + lane / 16 * 8, 2 * tile + lane / 8 % 2);
     }
+    __device__ __forceinline__ static unsigned scale_offset() { return 0; }
     __device__ __forceinline__ void load(unsigned address, int row_bytes, unsigned scales) {
         ldmatrix_x4_trans(a[0], address);
         ldmatrix_x4_trans(a[1], address + 16 * row_bytes);
@@ -223,13 +226,14 @@ template <>
 struct ValueFragments<int8> {
     unsigned codes[4], scales[4];  // of eight tokens each: two elements of two tokens, and the tokens' scales
 
-    __device__ __forceinline__ static unsigned address(unsigned chunk, const ChunkLayout& layout, int tile) {
-        return chunk + layout.offset(threadIdx.x % WARP, tile);
-    }
     // ldmatrix takes two codes for one fp16 element. The scales are read as four matrices of eight equal rows.
+    __device__ __forceinline__ static unsigned offset(const ChunkLayout& layout, int tile) {
+        return layout.offset(threadIdx.x % WARP, tile);
+    }
+    __device__ __forceinline__ static unsigned scale_offset() { return threadIdx.x % WARP / 8 * 16; }
     __device__ __forceinline__ void load(unsigned address, int row_bytes, unsigned scales) {
         ldmatrix_x4_trans(codes, address);
-        ldmatrix_x4(this->scales, scales + threadIdx.x % WARP / 8 * 16);
+        ldmatrix_x4(this->scales, scales);
     }
     __device__ __forceinline__ void get(int step, unsigned (&v)[4]) const {
 #pragma unroll

@@ -179,8 +179,8 @@ __device__ __forceinline__ void st_shared_v2(unsigned address, float2 y) {
 // scales of the next are loaded.
 template <int EPILOGUE, int N>
 struct EpilogueTile {
-    static constexpr bool GATED = EPILOGUE == Epilogue::GATED;
-    static constexpr int WIDTH = GATED ? N / 2 : N, IN_BOX = EPILOGUE == ADD ? 4 : 8, AT_ONCE = GATED ? 4 : IN_BOX;
+    static constexpr bool GATED = EPILOGUE == Epilogue::GATED, IS_FLOAT = EPILOGUE == ADD || EPILOGUE == TO_FLOAT;
+    static constexpr int WIDTH = GATED ? N / 2 : N, IN_BOX = IS_FLOAT ? 4 : 8, AT_ONCE = GATED ? 4 : IN_BOX;
     static constexpr int CHANNELS = GATED ? 2 * AT_ONCE : AT_ONCE;
 };
 
@@ -212,16 +212,15 @@ __device__ __forceinline__ void write_tile(
                 if constexpr (L::GATED)
                     value = gated<ACTIVATION>(
                         value, channels.values(c[first + m + N / 2] + 2 * h, x_scale[h], m + L::AT_ONCE));
-                if constexpr (EPILOGUE == ADD)
-                    st_shared_v2(
-                        box + (h * 8 + y) * 128 + (((piece + i / 2) * 2 + x / 2) ^ y) * 16 + x % 2 * 8,
-                        {rounded(value.x), rounded(value.y)});
+                if constexpr (EPILOGUE == ADD) value = {rounded(value.x), rounded(value.y)};
+                if constexpr (L::IS_FLOAT)
+                    st_shared_v2(box + (h * 8 + y) * 128 + (((piece + i / 2) * 2 + x / 2) ^ y) * 16 + x % 2 * 8, value);
                 else if constexpr (EPILOGUE == TO_BFLOAT16)
                     v[i / 2][h] = pack_bfloat162(value.x, value.y);
                 else
                     v[i / 2][h] = pack_half2(value.x, value.y);
             }
-            if constexpr (EPILOGUE != ADD)
+            if constexpr (!L::IS_FLOAT)
                 stmatrix_x4(box + lane % 16 * 128 + ((piece + lane / 16) ^ lane % 8) * 16, v[0], v[1]);
             __syncwarp();  // keeps the compiler from delaying all stores to the end, which would take too many
                            // registers

@@ -26,7 +26,9 @@ from ..sources import load
 
 THREADS = 384
 STAGING_BYTES = THREADS * 2 // 3 // 32 * 2 * BOX_ROWS * ROW_BYTES
-EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_BFLOAT16, Epilogue.ADD, Epilogue.GATED)
+EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.TO_BFLOAT16, Epilogue.ADD, Epilogue.GATED)
+FLOAT_EPILOGUES = (Epilogue.TO_FLOAT, Epilogue.ADD)
+"""Those with fp32 results."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class GemmTileConfig:
     def serves(self, epilogue: Epilogue, stages: int) -> bool:
         """Whether each part of a split has columns, and enough results for the box that a warp writes."""
         written = self.width // (2 if epilogue is Epilogue.GATED else 1) // self.split_k
-        return self.split_k == 1 or (stages >= self.split_k and written >= (32 if epilogue is Epilogue.ADD else 64))
+        return self.split_k == 1 or (stages >= self.split_k and written >= (32 if epilogue in FLOAT_EPILOGUES else 64))
 
     def cost(self, rows: int, channels: int, stages: int, num_sms: int) -> float:
         """The relative duration of a product: stages of the weight that one SM passes over."""
@@ -74,6 +76,8 @@ TILE_CONFIGS = (
     *(GemmTileConfig(width, cluster) for width in (256, 128) for cluster in (2, 1)),
     GemmTileConfig(128, split_k=2),
 )
+PLAUSIBLE = 1.4
+"""A configuration may be the fastest if its modelled cost is at most so many times the least."""
 MIN_ROWS = 65
 """From this many rows on, this kernel is the fastest; below, ``skinny_gemm`` is."""
 KERNEL_CACHE_SIZE = 1024
@@ -171,14 +175,15 @@ class ScaledGemm:
 
         - ``x`` int8 ``[rows, in_features]``, ``x_scale`` fp32 ``[rows]``;
         - ``w`` int8 ``[channels, in_features]``, ``w_scale`` fp32 ``[channels]``, ``bias`` as long or 0;
-        - ``out`` fp16 or bf16 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the
+        - ``out`` fp16, bf16 or fp32 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the
           ``activation`` (by its number in ``common.cuh``) of the first half times the second half.
 
-        The result has an even number of columns; padding in the last 16 bytes of a row is overwritten. Tests set
-        ``tile_config``; None is the best one. ``bytes_moved`` and ``dependent`` as in :class:`Kernel`.
+        The result has an even number of columns; padding in the last 16 bytes of a row is overwritten.
+        ``tile_config`` changes the speed alone; None is the first of :meth:`plausible_tiles`. ``bytes_moved`` and
+        ``dependent`` as in :class:`Kernel`.
         """
         launch = self._kernel_launch(rows, channels, in_features, epilogue, activation, bias != 0, tile_config)
-        element = TensorMapDataType.FLOAT32 if epilogue is Epilogue.ADD else TensorMapDataType.FLOAT16
+        element = TensorMapDataType.FLOAT32 if epilogue in FLOAT_EPILOGUES else TensorMapDataType.FLOAT16
         arguments = (
             x_scale, w_scale, bias, *launch.numbers,
             tensor_map_2d(x[0], TensorMapDataType.INT8, rows, in_features, x[1], ROWS),
@@ -187,14 +192,24 @@ class ScaledGemm:
         )  # fmt: skip
         launch.kernel(launch.grid, THREADS, arguments, launch.shared, stream, dependent, launch.cluster, bytes_moved)
 
+    def plausible_tiles(self, rows: int, channels: int, in_features: int, epilogue: Epilogue) -> list[GemmTileConfig]:
+        """The tile configurations whose modelled cost is near the least, the cheapest first."""
+        stages = -(-in_features // STAGE_COLUMNS)
+        costs = {
+            config: config.cost(rows, channels, stages, self._num_sms)
+            for config in TILE_CONFIGS
+            if config.serves(epilogue, stages)
+        }
+        most = min(costs.values()) * PLAUSIBLE
+        return sorted((config for config, cost in costs.items() if cost <= most), key=costs.__getitem__)
+
     def _kernel_launch_uncached(
         self, rows: int, channels: int, in_features: int, epilogue: Epilogue, activation: int, bias: bool,
         tile_config: GemmTileConfig | None,
     ) -> _KernelLaunch:  # fmt: skip
         gated, stages = epilogue is Epilogue.GATED, -(-in_features // STAGE_COLUMNS)
         if tile_config is None:
-            candidates = [config for config in TILE_CONFIGS if config.serves(epilogue, stages)]
-            tile_config = min(candidates, key=lambda config: config.cost(rows, channels, stages, self._num_sms))
+            tile_config = self.plausible_tiles(rows, channels, in_features, epilogue)[0]
         columns, width = (channels // 2, tile_config.width // 2) if gated else (channels, tile_config.width)
         assert columns % 2 == 0 and epilogue in EPILOGUES, (columns, epilogue)
         row_tiles, column_tiles = -(-rows // (ROWS * tile_config.cluster)), -(-columns // width)

@@ -148,6 +148,8 @@ __device__ __forceinline__ void mma_warps(const Shared<TILES>& shared, const Wor
     // The block that finishes this warp's part of a tile, and the number of the part there. Of a gated layer, the parts
     // of the gate and of up with the same outputs go to the same block.
     const int target = IS_GATED ? warp % CLUSTER : warp / PARTS, part = IS_GATED ? warp / CLUSTER : warp % PARTS;
+    // 64 rows leave room for few stages, so a stage is released at once, not when the next one has arrived.
+    constexpr bool RELEASE_AT_ONCE = TILES == 8;
     PipelineState pipe(shared.stages), buffer(2);
     for (int tile = 0; tile < work.tiles; ++tile, buffer.next()) {
         int c[TILES][4] = {}, previous = 0;
@@ -163,13 +165,14 @@ __device__ __forceinline__ void mma_warps(const Shared<TILES>& shared, const Wor
                 for (int i = 0; i < DEPTH / 32; ++i)
                     wgmma(c, w + (b * BOX + i * 32) / 16, x + (b * shared.X_BOX + i * 32) / 16, step + b + i > 0);
             wgmma_commit_group();
-            wgmma_wait_group<1>();
-            if (step > 0 && lane == 0) mbarrier_arrive(shared.empty(previous));
+            wgmma_wait_group<RELEASE_AT_ONCE ? 0 : 1>();
+            const int finished = RELEASE_AT_ONCE ? pipe.index : previous;
+            if ((RELEASE_AT_ONCE || step > 0) && lane == 0) mbarrier_arrive(shared.empty(finished));
             previous = pipe.index;
         }
         wgmma_wait_group<0>();
         warpgroup_fence_operand(c);
-        if (work.steps > 0 && lane == 0) mbarrier_arrive(shared.empty(previous));
+        if (!RELEASE_AT_ONCE && work.steps > 0 && lane == 0) mbarrier_arrive(shared.empty(previous));
         if (tile >= 2) mbarrier_wait(shared.sums_empty(buffer.index), buffer.phase ^ 1);
         const unsigned remote = map_shared_rank(shared.sums_of(rank, buffer.index), target);
         const unsigned barrier = map_shared_rank(shared.sums_full(buffer.index), target);
@@ -264,9 +267,10 @@ __device__ __forceinline__ void epilogue_warps(
 // TILES: tiles of 8 rows of x. F: the function of GATED and ACTIVATED. Boxes of the tensor maps, of DEPTH columns:
 // x_map 8 * TILES rows; w_map 64 rows, or 32 with GATED. `tiles` tiles and `steps` stages of BOXES * DEPTH columns
 // cover the weight. Clusters of CLUSTER blocks. `stages` >= WINDOW and `resident`: see Shared, which is the dynamic
-// shared memory.
+// shared memory. One block fits an SM. The bound for 8 tiles limits registers, so that it fits beside a block of the
+// kernel that quantizes its input.
 template <int TILES, int EPILOGUE, int F>
-__global__ void __launch_bounds__(THREADS, 1) skinny_gemm_hopper(
+__global__ void __launch_bounds__(THREADS, TILES == 8 ? 2 : 1) skinny_gemm_hopper(
     const float* x_scale, const float* w_scale, const float* bias, void* out, long long out_pitch, int rows, int n,
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, int tiles, int steps, int stages,
     bool resident) {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from ...runtime.driver import Device
+from ...runtime.driver import Device, DeviceAttribute
 from ...runtime.kernel import Kernel
 from ...runtime.tensor_maps import ROW_BYTES, TensorMapDataType, tensor_map_2d
 from ..constants import SKINNY_HOPPER_BOXES as BOXES
@@ -79,10 +79,15 @@ class SkinnyGemmHopper(SkinnyGemm):
         kernel = self._kernel(tiles, epilogue, activation)
         return kernel, clusters * CLUSTER, 8 * tiles, weight_rows, shared, (weight_tiles, steps, stages, resident)
 
+    @functools.cached_property
+    def _shared(self) -> int:
+        """Shared memory per block beside a dependent kernel; this kernel has no static part."""
+        return self._device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) - RESERVED_SHARED_MEMORY
+
     def _divide(self, tiles: int, steps: int, several: bool) -> tuple[bool, int, int]:
         """Whether activations stay in shared memory, used for ``several`` tiles; stages; and bytes in total."""
         weight, activations = BOXES * ROWS * ROW_BYTES, BOXES * 8 * tiles * ROW_BYTES
-        room, in_all = self._shared - RESERVED_SHARED_MEMORY, -(-steps // CLUSTER) * activations
+        room, in_all = self._shared, -(-steps // CLUSTER) * activations
         sums = 2 * ROWS * 8 * tiles * 4 + _SUMS_BARRIERS
         resident = several and sums + in_all + WINDOW * (weight + _STAGE_BARRIERS) <= room
         fixed, each = (sums + in_all, weight) if resident else (sums, weight + activations)

@@ -65,21 +65,23 @@ __device__ __forceinline__ int column_of(int i) {
 }
 
 // The raw vectors of the input row. All loads are unconditional, so that they are in flight together; threads beyond
-// the end of the row load its last elements, and zero_tail clears them.
-template <int INPUT, class Source, int VECTORS, int PARTS>
+// the end of the row load its last elements, and zero_tail clears them. EARLY: see gemv; L1 may hold older values then.
+template <int INPUT, bool EARLY, class Source, int VECTORS, int PARTS>
 __device__ __forceinline__ void load_raw(const Source* x, int pitch, uint4 (&raw)[VECTORS][PARTS]) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
-        for (int j = 0; j < PARTS; ++j)
-            raw[i][j] = ld_global_v4(x + min(column_of<INPUT, VECTORS>(i), pitch - 8) + j * (8 / PARTS));
+        for (int j = 0; j < PARTS; ++j) {
+            const Source* const from = x + min(column_of<INPUT, VECTORS>(i), pitch - 8) + j * (8 / PARTS);
+            raw[i][j] = EARLY ? __ldcg(reinterpret_cast<const uint4*>(from)) : ld_global_v4(from);
+        }
 }
 
 // The input row in registers.
-template <int INPUT, class Source, int VECTORS>
+template <int INPUT, bool EARLY, class Source, int VECTORS>
 __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, float (&v)[VECTORS][8]) {
     uint4 raw[VECTORS][sizeof(Source) / 2];
-    load_raw<INPUT>(x, pitch, raw);
+    load_raw<INPUT, EARLY>(x, pitch, raw);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         load8(reinterpret_cast<const Source*>(raw[i]), v[i]);
@@ -100,7 +102,7 @@ template <int INPUT, int VECTORS>
 __device__ __forceinline__ void add_normed(
     float (&v)[VECTORS][8], const Addend& addend, int k, int pitch, RowScratch<THREADS, VECTORS>& scratch) {
     float y[VECTORS][8];
-    load_input<INPUT>(addend.x, k, pitch, y);
+    load_input<INPUT, false>(addend.x, k, pitch, y);
     normalise_row<THREADS, false, false>(y, addend.norm_weight, nullptr, addend.eps, k, pitch, scratch);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -118,7 +120,7 @@ template <int INPUT, class Source, int VECTORS>
 __device__ __forceinline__ float quantize_packed(const Source* x, int k, int pitch, int width, int8* codes) {
     __shared__ RowScratch<THREADS, 1> scratch;
     uint4 raw[VECTORS][1];
-    load_raw<INPUT>(x, pitch, raw);
+    load_raw<INPUT, false>(x, pitch, raw);
     const auto vector = [&](int i, float (&v)[8]) {
         load8(reinterpret_cast<const Source*>(raw[i]), v);
         zero_tail(v, column_of<INPUT, VECTORS>(i), k);
@@ -145,7 +147,7 @@ __device__ __forceinline__ float quantize_packed(const Source* x, int k, int pit
 }
 
 // Writes the codes of the normed or rotated input row to shared memory, with zeros up to `width`; returns the scale.
-template <int INPUT, int VECTORS>
+template <int INPUT, int VECTORS, bool EARLY>
 __device__ __forceinline__ float quantize_input(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
     int k, int pitch, int width, int8* codes, const Addend& addend) {
@@ -156,7 +158,7 @@ __device__ __forceinline__ float quantize_input(
         return quantize_packed<INPUT, Source, VECTORS>(static_cast<const Source*>(x), k, pitch, width, codes);
     __shared__ RowScratch<THREADS, VECTORS> scratch;
     float v[VECTORS][8];
-    load_input<INPUT>(static_cast<const Source*>(x), k, pitch, v);
+    load_input<INPUT, EARLY>(static_cast<const Source*>(x), k, pitch, v);
     if constexpr (INPUT == ROTATED) rotate_row<true>(v, rotation, rotation_scale);
     if constexpr (is_sum(INPUT)) add_normed<INPUT>(v, addend, k, pitch, scratch);
     float top;
@@ -324,10 +326,11 @@ struct WeightStream {
 
 // INPUT: what is quantized, x, a norm of it, a rotation in blocks of `rotation` elements (see rotate_row), or a sum
 // with the norm of `addend`, which is written to `sum`. VECTORS: vectors of eight elements of x per thread. F: the
-// function of GATED and ACTIVATED. U: chunks of a unit. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
+// function of GATED and ACTIVATED. U: chunks of a unit. EARLY: x was complete before this kernel could start, so the
+// kernel waits for its predecessor only before it writes. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
 // PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
 // block has.
-template <int INPUT, int VECTORS, int EPILOGUE, int F, int U>
+template <int INPUT, int VECTORS, int EPILOGUE, int F, int U, bool EARLY>
 __global__ void __launch_bounds__(THREADS) gemv(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
     const int8* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, void* out,
@@ -353,8 +356,8 @@ __global__ void __launch_bounds__(THREADS) gemv(
             if (is_normed(INPUT)) prefetch_l2(norm_weight + column);
         }
     }
-    wait_on_dependent_grids();
-    const float x_scale = quantize_input<INPUT, VECTORS>(
+    if constexpr (!EARLY) wait_on_dependent_grids();
+    const float x_scale = quantize_input<INPUT, VECTORS, EARLY>(
         x, norm_weight, norm_bias, eps, rotation, rotation_scale, k, pitch, width, codes,
         {addend, addend_weight, addend_eps, sum});
     const EpilogueOperands operands = prefetch_epilogue<EPILOGUE>(block, w_scale, bias, out);
@@ -364,6 +367,7 @@ __global__ void __launch_bounds__(THREADS) gemv(
         const int sum = stream.multiply(codes + unit.segment * (U * CHUNK));
         if (threadIdx.x % WARP == 0) atomicAdd(sums + unit.row, sum);
     }
+    if constexpr (EARLY) wait_on_dependent_grids();
     sync_threads<THREADS>();
     epilogue<EPILOGUE, F>(sums, x_scale, block, operands, w_scale, bias, out);
 }

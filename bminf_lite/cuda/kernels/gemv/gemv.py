@@ -14,7 +14,7 @@ from ...runtime.driver import shared_memory_per_block
 from ...runtime.kernel import Kernel
 from ..arrays import WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput
-from ..instantiations import Capability, KernelFamily, numbers
+from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import KERNEL_CACHE_SIZE, norm_arguments, vectors_for
 
@@ -79,9 +79,11 @@ class Gemv:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         shared = shared_memory_per_block(capability)
-        values = (INPUTS, VECTORS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1])
+        early = BOOLEANS if capability >= (9, 0) else BOOLEANS[:1]
+        values = (INPUTS, VECTORS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1], early)
         tensors = (
             numbers([GemvInput.BFLOAT16]), VECTORS, numbers(TENSOR_EPILOGUES.values())[-1:], (0,), UNITS[::-1],
+            BOOLEANS[:1],
         )  # fmt: skip
         for chunks in sorted({pipeline_chunks(shared), pipeline_chunks(shared, LONG_CODES + 1)}):
             defines = defines_for(chunks)
@@ -90,12 +92,14 @@ class Gemv:
 
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
-        epilogue: int, activation: int = 0, rotation: int = 1, addend: Addend | None = None,
+        epilogue: int, activation: int = 0, rotation: int = 1, addend: Addend | None = None, early: bool = False,
     ) -> None:  # fmt: skip
         """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
 
         ``x`` is fp32 if it is normalised by ``norm`` or has an ``addend``, which is added first; else fp16 or fp32.
         With a ``rotation`` there is neither, ``x`` is fp16, and it is transformed in blocks of so many elements.
+        ``early``: ``x`` is complete before the kernel can start (:meth:`StepContext.reads`). With a norm and an
+        activation the kernel then computes beside its predecessor.
 
         There is one block per SM. Behind a kernel with another number of blocks, two of these blocks could land on one
         SM and leave another idle. In that case a block requests more than half of an SM's shared memory, so that two do
@@ -109,7 +113,8 @@ class Gemv:
             kind = FLOAT
         else:
             kind = ROTATED if rotation > 1 else input_of(norm)
-        kernel, grid, shared = self._plan(kind, n, pitch, epilogue, activation)
+        early = early and launcher.has_clusters and kind in EARLY_INPUTS and epilogue in ACTIVATED_EPILOGUES
+        kernel, grid, shared = self._plan(kind, n, pitch, epilogue, activation, early)
         norm_weight, norm_bias, eps = norm_arguments(norm)
         if not step.one_block_per_sm and launcher.has_clusters:
             shared = max(shared, launcher.half_shared)
@@ -129,17 +134,20 @@ class Gemv:
 
         ``k`` is a multiple of 16, at most :data:`MAX_WIDTH`. Arguments are addresses, aligned to 16 bytes.
         """
-        kernel, grid, shared = self._plan(source, n, k, TENSOR_EPILOGUES[source], 0)
+        kernel, grid, shared = self._plan(source, n, k, TENSOR_EPILOGUES[source], 0, False)
         args = (x, 0, 0, 0.0, 1, 1.0, weight, scale, bias, out, n, k, k, *addend_arguments(None))
         kernel(grid, GEMV_THREADS, args, shared, stream)
 
-    def _find_plan(self, source: int, n: int, pitch: int, epilogue: int, activation: int) -> tuple[Kernel, int, int]:
+    def _find_plan(
+        self, source: int, n: int, pitch: int, epilogue: int, activation: int, early: bool
+    ) -> tuple[Kernel, int, int]:
         """The kernel, its number of blocks, and the bytes of shared memory that it needs."""
         num_sms, matrices = self._launcher.num_sms, 2 if epilogue == Epilogue.GATED else 1
         rows = ceil_div(n // matrices, num_sms) * matrices
         unit = best_unit(rows, pitch)
         vectors = vectors_for(pitch, GEMV_THREADS)
-        expression = f"gemv<{int(source)}, {vectors}, {int(epilogue)}, {int(activation)}, {unit}>"
+        template = int(source), vectors, int(epilogue), int(activation), unit, BOOLEANS[early]
+        expression = f"gemv<{', '.join(map(str, template))}>"
         codes = round_up(pitch, GEMV_CHUNK * unit)
         chunks = pipeline_chunks(self._launcher.max_shared, codes)
         kernel = self._launcher.kernel(self.source, expression, False, defines_for(chunks))
@@ -230,14 +238,20 @@ def best_unit(rows: int, pitch: int) -> int:
 HALF, RMS_NORM, LAYER_NORM, ROTATED, FLOAT, SUM, RMS_NORM_OF_SUM = map(int, ENGINE_INPUTS)
 INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(ENGINE_INPUTS), numbers(EPILOGUES), numbers(Activation)
 FLOAT_INPUTS = (HALF, RMS_NORM, LAYER_NORM)
+EARLY_INPUTS = (RMS_NORM, LAYER_NORM)
+ACTIVATED_EPILOGUES = (Epilogue.GATED, Epilogue.ACTIVATED)
 
 
-def _possible(source: int, vectors: int, epilogue: int, activation: int, unit: int) -> bool:
-    has_activation = epilogue in (Epilogue.GATED, Epilogue.ACTIVATED)
+def _possible(
+    source: int, vectors: int, epilogue: int, activation: int, unit: int = 1, early: str = BOOLEANS[0]
+) -> bool:
+    has_activation = epilogue in ACTIVATED_EPILOGUES
+    if early == BOOLEANS[1] and not (has_activation and source in EARLY_INPUTS):
+        return False
     widest = {HALF: MAX_WIDTH, ROTATED: MAX_WIDTH, SUM: MAX_FUSED_SUM_WIDTH, RMS_NORM_OF_SUM: MAX_FUSED_SUM_WIDTH}
     is_wide = vectors * 8 * GEMV_THREADS > widest.get(source, MAX_FUSED_NORM_WIDTH)
     return (has_activation or activation == 0) and not is_wide
 
 
 def _possible_float(source: int, vectors: int, kind: str, epilogue: int, activation: int) -> bool:
-    return _possible(source, vectors, epilogue, activation, 1)
+    return _possible(source, vectors, epilogue, activation)

@@ -67,32 +67,39 @@ __global__ void __launch_bounds__(LONG_THREADS)
 }
 
 // out[r, c] = scale[r] * codes[r, c], or codes[r, c] with scale null. codes: int8 [rows, k], out: T [rows, k], both
-// contiguous and aligned to 16 bytes. A thread converts 16 codes.
-template <class T>
-__global__ void __launch_bounds__(256)
+// contiguous and aligned to 16 bytes. A thread converts VECTORS vectors of eight codes, as far apart as the block is
+// wide, so that a warp writes whole cache lines. WHOLE: k is a multiple of 8, and count / 8 fits 32 bits.
+constexpr int VECTORS = 4, CONVERT_THREADS = 256;
+
+template <class T, bool WHOLE>
+__global__ void __launch_bounds__(CONVERT_THREADS)
     dequantize_codes(const int8* codes, const float* scale, T* out, long long count, int k) {
-    const long long first = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
-    if (first >= count) return;
-    int4 raw = {};
-    if (first + 16 <= count)
-        raw = *reinterpret_cast<const int4*>(codes + first);
-    else
-        for (int j = 0; first + j < count; ++j) reinterpret_cast<int8*>(&raw)[j] = codes[first + j];
-    const int8* c = reinterpret_cast<const int8*>(&raw);
-    long long row = first / k;
-    int column = static_cast<int>(first - row * k);
-    float factor = scale ? scale[row] : 1.0f;
+    const long long base = static_cast<long long>(blockIdx.x) * CONVERT_THREADS * VECTORS + threadIdx.x;
+    uint2 raw[VECTORS] = {};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int i = 0; i < VECTORS; ++i) {
+        const long long first = (base + i * CONVERT_THREADS) * 8;
+        if (first + 8 <= count) raw[i] = *reinterpret_cast<const uint2*>(codes + first);
+    }
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const long long first = (base + i * CONVERT_THREADS) * 8;
+        if (first >= count) return;
         float y[8];
+        if constexpr (WHOLE) {
+            const float factor = scale ? scale[static_cast<unsigned>(first / 8) / (k / 8u)] : 1.0f;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            if (column == k) column = 0, ++row, factor = scale && first + 8 * h + j < count ? scale[row] : 1.0f;
-            y[j] = factor * c[8 * h + j];
-            ++column;
+            for (int j = 0; j < 8; ++j) y[j] = factor * reinterpret_cast<const int8*>(&raw[i])[j];
+            store8(out + first, y);
+        } else if (first + 8 <= count) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                y[j] = (scale ? scale[(first + j) / k] : 1.0f) * reinterpret_cast<const int8*>(&raw[i])[j];
+            store8(out + first, y);
+        } else {
+            for (long long at = first; at < count; ++at)
+                store_element(out + at, (scale ? scale[at / k] : 1.0f) * codes[at]);
         }
-        if (first + 8 * h < count)
-            store_some(out + first + 8 * h, static_cast<int>(min(count - first - 8 * h, 8ll)), true, y);
     }
 }
 

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Iterator
 
 from ...runtime.kernel import Kernel
-from ..arrays import ceil_div
+from ..arrays import PAD, ceil_div
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
 from ..launcher import Launcher
-from .rows import KERNEL_CACHE_SIZE, MAX_NORM_WIDTH, row_shape, row_shapes
+from .rows import KERNEL_CACHE_SIZE, MAX_NORM_WIDTH, ROWS_EACH, RowKernels, row_shape, row_shapes
 
 KINDS = ("float", "__half", "__nv_bfloat16")
 """Types of elements in CUDA C++."""
@@ -24,6 +24,13 @@ LONG_THREADS = 512
 PARAMETER_COLUMNS = 256
 """Columns of a block of ``norm_parameter_gradients``."""
 PARAMETER_ROWS = 8
+CONVERT_THREADS = 256
+CONVERTED_CODES = CONVERT_THREADS * 4 * 8
+"""Codes that a block of ``dequantize_codes`` converts."""
+
+PERSISTENT_ROW = 8192
+"""Above this width, reads of weight and bias from L2 bound a LayerNorm of fp32 rows."""
+PERSISTENT_THREADS = 1024
 
 Rows = tuple[int, int]
 """An address, and the elements from one row to the next."""
@@ -40,6 +47,7 @@ class TensorRows:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
+        self._persistent = functools.cache(self._find_persistent)
         self._norm = self._cached(self.norm_source, "norm_rows", "multi_pass", MAX_NORM_WIDTH)
         self._norm_backward = self._cached(self.norm_source, "norm_backward", "multi_pass", BACKWARD_ROW)
         self._softmax_backward = self._cached(self.softmax_source, "softmax_backward", "two_pass", BACKWARD_ROW)
@@ -59,7 +67,7 @@ class TensorRows:
         yield KernelFamily(cls.softmax_source, "softmax_backward_two_pass", (KINDS, whole))
         yield KernelFamily(cls.quantize_source, "quantize_rows", (KINDS, whole, shapes))
         yield KernelFamily(cls.quantize_source, "quantize_rows_two_pass", (KINDS, whole))
-        yield KernelFamily(cls.quantize_source, "dequantize_codes", (KINDS,))
+        yield KernelFamily(cls.quantize_source, "dequantize_codes", (KINDS, whole))
         yield KernelFamily(cls.quantize_source, "scale_sums", (("int", "float"), KINDS))
 
     def norm(
@@ -71,8 +79,33 @@ class TensorRows:
         ``types`` are the elements' and the weight's types, such as ``"__half, float"``; weight and bias are contiguous
         ``[k]`` or 0. ``whole``: ``k`` is a multiple of 8, and all rows, weight and bias start at multiples of 16 bytes.
         """
+        if self._keeps_parameters(rows, k, types, center and whole and weight != 0 and mean == inverse == 0):
+            kernel, grid, block, shared = self._persistent(k, bias != 0)
+            kernel(grid, block, (*x, weight, bias, eps, *out, rows, k), shared, stream)
+            return
         kernel, grid, block, sizes = self._norm(rows, k, types, center, whole)
         kernel(grid, block, (*x, weight, bias, eps, *out, mean, inverse, *sizes), 0, stream)
+
+    def _keeps_parameters(self, rows: int, k: int, types: str, is_layer_norm: bool) -> bool:
+        """Whether a LayerNorm is faster by blocks that keep weight and bias in shared memory; see ``PERSISTENT_ROW``.
+
+        ``is_layer_norm``: it has a weight, rows in whole vectors, and no statistics are wanted.
+        """
+        launcher = self._launcher
+        return (
+            is_layer_norm
+            and PERSISTENT_ROW < k <= MAX_NORM_WIDTH
+            and k % PAD == 0
+            and types == "float, float"
+            and rows >= ROWS_EACH * launcher.num_sms
+            and launcher.half_shared > 4 * MAX_NORM_WIDTH
+        )
+
+    def _find_persistent(self, k: int, has_bias: bool) -> tuple[Kernel, int, int, int]:
+        """The kernel, its blocks, threads per block, and shared memory."""
+        expression = f"layer_norm_persistent<{str(has_bias).lower()}, float, {PERSISTENT_THREADS}>"
+        kernel = self._launcher.kernel(RowKernels.persistent_source, expression, True)
+        return kernel, self._launcher.num_sms, PERSISTENT_THREADS, 4 * k * (1 + has_bias)
 
     def norm_backward(
         self, stream: int, types: str, center: bool, whole: bool, dout: Rows, x: Rows, from_out: bool, weight: int,
@@ -113,8 +146,9 @@ class TensorRows:
 
     def dequantize_codes(self, stream: int, kind: str, codes: int, scale: int, out: int, rows: int, k: int) -> None:
         """``out[rows, k] = scale[row] * codes``, or the codes as numbers where ``scale`` is 0; all contiguous."""
-        kernel = self._launcher.kernel(self.quantize_source, f"dequantize_codes<{kind}>", True)
-        kernel(ceil_div(rows * k, 16 * 256), 256, (codes, scale, out, rows * k, k), 0, stream)
+        whole = k % 8 == 0 and rows * k < 8 << 32
+        kernel = self._launcher.kernel(self.quantize_source, f"dequantize_codes<{kind}, {str(whole).lower()}>", True)
+        kernel(ceil_div(rows * k, CONVERTED_CODES), CONVERT_THREADS, (codes, scale, out, rows * k, k), 0, stream)
 
     def scale_sums(
         self, stream: int, kind: str, integer: bool, sums: Rows, x_scale: int, w_scale: int, bias: int, out: int,

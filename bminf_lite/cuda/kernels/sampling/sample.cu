@@ -2,10 +2,11 @@
 // defines it. The definition rounds every fp32 operation on its own, hence the intrinsics, which the compiler does not
 // fuse.
 //
-// Logits are [B, pitch]; see Arguments. The grid of each kernel is (chunks of CHUNK ids, B). The last block of a row to
-// arrive does what needs the whole row, so that no block waits for another. Weights are integers, so their sums do not
-// depend on the order of atomics. The sums of log-probabilities are floats: they are taken over a thread's ids, a block
-// and the chunks of a row, always in the same order, so that they depend on the row alone.
+// Logits are [B, pitch]; see Arguments. The grid of each kernel is (chunks of CHUNK ids, B), in best_token and
+// token_logprobs (WARPS parts of PART ids, B). The last block of a row to arrive does what needs the whole row, so that
+// no block waits for another. Weights are integers, so their sums do not depend on the order of atomics. The sums of
+// log-probabilities are floats: they are taken over a thread's ids, a warp, and the parts of a row, always in the same
+// order, so that they depend on the row alone.
 //
 //   best_token    argmax and log-sum-exp; chooses the token of rows with temperature 0
 //   histogram     weight and number of tokens by bucket of likelihood: finds the buckets in which top-k and top-p end
@@ -55,34 +56,92 @@ __device__ __forceinline__ MaxLogSumExp merge_block(MaxLogSumExp best) {
     return best;
 }
 
-// The best token and the log-sum-exp of a block's ids, for the block that arrives last.
-__device__ __forceinline__ void store_part(const Arguments& a, const ThreadLogits& own, int first) {
-    MaxLogSumExp best = {LAST_KEY, -INF_F, 0.0f};
+__device__ __forceinline__ float largest_of_warp(float x) {
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        if (first + i < a.vocab) best.key = min(best.key, rank_key(own.x[i], first + i));
-        best.top = fmaxf(best.top, own.given[i]);
+    for (int d = WARP / 2; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, d));
+    return x;
+}
+
+// The logits of a thread's ids of a part, which are GROUPS groups of EACH neighbours; -inf beyond the vocabulary.
+struct PartLogits {
+    static constexpr int GROUPS = PART / WARP / EACH;
+    int first;  // id; that of the next group is WARP * EACH higher
+    float given[GROUPS][EACH];
+};
+
+__device__ __forceinline__ PartLogits load_part(const Arguments& a) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    PartLogits own;
+    own.first = (blockIdx.x * WARPS + warp) * PART + lane * EACH;
+#pragma unroll
+    for (int g = 0; g < PartLogits::GROUPS; ++g) load_given(a, own.first + g * WARP * EACH, own.given[g]);
+    return own;
+}
+
+// Stores the best token and the log-sum-exp of each warp's part, for the block that arrives last. The largest logit of
+// the part is found before any exponential is taken, so a logit takes one, and lanes add their sums as they are.
+template <bool ADJUSTED>
+__device__ __forceinline__ void store_parts(const Arguments& a, const PartLogits& own, int table_row) {
+    const int part = blockIdx.x * WARPS + threadIdx.x / WARP;
+    if (part >= a.num_parts()) return;
+    float largest = -INF_F, top = -INF_F;
+    int id = 0x7fffffff;
+    bool is_nan = false;
+#pragma unroll
+    for (int g = 0; g < PartLogits::GROUPS; ++g) {
+        const int first = own.first + g * WARP * EACH;
+        float x[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) x[i] = own.given[g][i];
+        if (ADJUSTED) adjust(a, table_row, first, x);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if (ADJUSTED) top = fmaxf(top, own.given[g][i]);
+            is_nan |= x[i] != x[i];
+            if (x[i] > largest) largest = x[i], id = first + i;  // the first of equal ones
+        }
+    }
+    const float best = largest_of_warp(largest);
+    top = ADJUSTED ? largest_of_warp(top) : best;
+    id = largest == best ? id : 0x7fffffff;
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) id = min(id, __shfl_xor_sync(FULL, id, d));
+
+    float sum = 0.0f;
+    if (fabsf(top) < INF_F) {
+#pragma unroll
+        for (int g = 0; g < PartLogits::GROUPS; ++g)
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) sum = __fadd_rn(sum, __expf(own.given[g][i] - top));
+    } else {
+#pragma unroll
+        for (int g = 0; g < PartLogits::GROUPS; ++g)
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (own.first + g * WARP * EACH + i < a.vocab) sum = __fadd_rn(sum, rescale(own.given[g][i], top));
     }
 #pragma unroll
-    for (int i = 0; i < EACH; ++i)
-        if (first + i < a.vocab) best.sum = __fadd_rn(best.sum, rescale(own.given[i], best.top));
-    best = merge_block(best);
-    if (threadIdx.x == 0) a.parts()[blockIdx.x] = best;
+    for (int d = WARP / 2; d; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, d));
+    const bool any_nan = __any_sync(FULL, is_nan);
+    if (threadIdx.x % WARP == 0) a.parts()[part] = {any_nan ? 0 : rank_key(best, id), top, sum};
 }
 
 // Those of the whole row. Called by the block that arrives last; thread 0 has the result.
 __device__ __forceinline__ MaxLogSumExp merged_parts(const Arguments& a) {
     MaxLogSumExp best = {LAST_KEY, -INF_F, 0.0f};
-    for (int i = threadIdx.x; i < a.chunks; i += THREADS) best = merge(best, a.parts()[i]);
+    for (int i = threadIdx.x; i < a.num_parts(); i += THREADS) best = merge(best, a.parts()[i]);
     return merge_block(best);
 }
 
+// Blocks per SM, one less where logits are adjusted. From 10.0 on, the code for more would spill.
+constexpr int PART_BLOCKS = __CUDA_ARCH__ >= 1000 ? 2 : 3;
+
 template <bool ADJUSTED>
-__global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
+__global__ void __launch_bounds__(THREADS, PART_BLOCKS - ADJUSTED) best_token(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
-    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH, table_row = a.table_row();
-    const ThreadLogits own = load_logits<ADJUSTED>(a, table_row, first);
+    const int table_row = a.table_row();
+    const PartLogits own = load_part(a);
     if (table_row == NULL_ROW) {
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             a.row().drawing = a.row().cutting = false;
@@ -90,7 +149,7 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
         }
         return;
     }
-    store_part(a, own, first);
+    store_parts<ADJUSTED>(a, own, table_row);
     if (!is_last_block(a)) return;
 
     const SamplerRow& parameters = a.table[table_row];  // read here, while the parts are on their way
@@ -111,11 +170,10 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
 
 // Each row's most likely token, its log-probability, and that of the row's given token, NaN for -1; uses logits,
 // tokens, result [3, batch] and the scratch.
-__global__ void __launch_bounds__(THREADS, 3) token_logprobs(const Arguments a) {
+__global__ void __launch_bounds__(THREADS, PART_BLOCKS) token_logprobs(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
-    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    store_part(a, load_logits<false>(a, NULL_ROW, first), first);
+    store_parts<false>(a, load_part(a), NULL_ROW);
     if (!is_last_block(a)) return;
     const MaxLogSumExp best = merged_parts(a);
     if (threadIdx.x != 0) return;

@@ -57,7 +57,7 @@ struct Row {
 };
 static_assert(sizeof(Row) <= ROW_BYTES, "the host allocates ROW_BYTES for each sequence");
 
-// The result of best_token for a chunk or a row: the rank key of the best token, the largest logit as given, and
+// The result of best_token for a part or a row: the rank key of the best token, the largest logit as given, and
 // sum(exp(given - top)).
 struct MaxLogSumExp {
     u64 key;
@@ -84,10 +84,11 @@ struct Arguments {
     // The sequence's part of the scratch, scratch_pitch bytes from that of the next: in this order
     __device__ char* own_scratch() const { return scratch + blockIdx.y * scratch_pitch; }
     __device__ Row& row() const { return *reinterpret_cast<Row*>(own_scratch()); }
-    __device__ MaxLogSumExp* parts() const {  // [chunks]; draw_token overlays its sums
+    __device__ int num_parts() const { return chunks * (CHUNK / PART); }
+    __device__ MaxLogSumExp* parts() const {  // [num_parts()]; draw_token overlays its sums
         return reinterpret_cast<MaxLogSumExp*>(own_scratch() + ROW_BYTES);
     }
-    __device__ u64* weights() const { return reinterpret_cast<u64*>(parts() + chunks); }               // [BUCKETS]
+    __device__ u64* weights() const { return reinterpret_cast<u64*>(parts() + num_parts()); }          // [BUCKETS]
     __device__ unsigned* numbers() const { return reinterpret_cast<unsigned*>(weights() + BUCKETS); }  // [BUCKETS]
     __device__ u64* list() const {  // [chunks * CHUNK]; top_logprobs overlays [chunks, WARP]
         return reinterpret_cast<u64*>(numbers() + BUCKETS);
@@ -218,7 +219,7 @@ __device__ __forceinline__ void adjust(const Arguments& a, int table_row, int fi
                 if (row.end_tokens[entry] == first + i) x[i] = forbidden(x[i]);
 }
 
-// Loads the logits of the ids from `first` on, as given.
+// Loads the logits of the EACH ids from `first` on, as given.
 __device__ __forceinline__ void load_given(const Arguments& a, int first, float (&given)[EACH]) {
     const float* logits = a.logits + size_t(blockIdx.y) * a.pitch + first;
 #pragma unroll

@@ -13,6 +13,7 @@ from ...runtime.driver import Device
 from ...runtime.kernel import Kernel, Module
 from ..constants import SAMPLING_BUCKETS as BUCKETS
 from ..constants import SAMPLING_CHUNK as CHUNK
+from ..constants import SAMPLING_PART as PART
 from ..constants import SAMPLING_ROW_BYTES as ROW_BYTES
 from ..constants import SAMPLING_THREADS as THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily
@@ -22,7 +23,10 @@ SOURCE = "sampling/sample.cu"
 DRAWING = ("best_token", "histogram", "cut_tail", "draw_token")
 """Each with and without ADJUSTED: whether biases, penalties and masks may change logits."""
 OTHERS = ("top_logprobs", "token_logprobs", "insert_last_tokens")
-PART_BYTES = 16
+PART_BYTES = 16 * CHUNK // PART
+"""Bytes of scratch for the parts of a chunk."""
+BLOCK_CHUNKS = THREADS // 32 * PART // CHUNK
+"""Chunks whose parts a block of ``best_token`` and ``token_logprobs`` has."""
 MAX_VOCAB = 2**23 - 1
 """The sum of the integer weights of so many tokens fits 64 bits."""
 ROWS_AT_ONCE = 256
@@ -98,9 +102,10 @@ class Sampler:
                 logits + words * pitch, rows + words, *state[1:], result + words, tokens and tokens + words,
                 context_lens and context_lens + words, scratch, scratch_pitch, vocab, pitch, chunks, batch,
             )  # fmt: skip
-            for kernel in kernels:
+            for i, kernel in enumerate(kernels):
+                grid = (-(-chunks // BLOCK_CHUNKS) if i == 0 else chunks, count)
                 moved = 4 * count * vocab
-                kernel((chunks, count), THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
+                kernel(grid, THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
 
     def launch_token_logprobs(
         self, logits: int, pitch: int, batch: int, vocab: int, tokens: int, result: int, scratch: int, stream: int
@@ -113,7 +118,8 @@ class Sampler:
         chunks, scratch_pitch = _chunks(vocab), _scratch_pitch(vocab, greedy=True)
         arguments = (logits, 0, 0, 0, 0, 0, result, tokens, 0, scratch, scratch_pitch, vocab, pitch, chunks, batch)
         moved = 4 * batch * vocab
-        self._token_logprobs((chunks, batch), THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
+        grid = (-(-chunks // BLOCK_CHUNKS), batch)
+        self._token_logprobs(grid, THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
 
     def launch_insert_last_tokens(self, tokens: int, rows: int, table: int, count: int, stream: int) -> None:
         """Replace -1 among the first ``count`` of ``tokens`` int32 by the newest token of the sequence in its row."""
