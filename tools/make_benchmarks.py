@@ -1,7 +1,7 @@
 """Make ``docs/benchmarks.md`` and the picture of README from the results in ``benchmarks/results``.
 
-Each result is a JSON file with ``title``, ``note``, ``gpu`` or ``cpu``, ``versions``, ``rows``, and a ``date`` (ISO) and
-a ``command`` for all rows or one in each. A row has ``what`` and further columns. ``figures`` are plots: each has
+Each result is a JSON file with ``title``, ``note``, ``gpu`` or ``cpu``, ``versions``, ``rows``, and for all rows or
+in each a ``date`` (ISO) and a ``command``. A row has ``what`` and further columns. ``figures`` are plots: each has
 ``file``, ``title``, the labels ``x`` and ``y``, and ``series``, lists of points by name. Needs matplotlib.
 
     python tools/make_benchmarks.py
