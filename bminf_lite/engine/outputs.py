@@ -136,7 +136,7 @@ def make_result(update: Update, text: str) -> Result:
         update.finish_reason,
         prompt_tokens,
         timings,
-        request.logprobs[:count] if request.params.logprobs is not None else None,
+        request.logprobs[:count].tolist() if request.params.logprobs is not None else None,
         request.top_logprobs[:count] if request.params.logprobs else None,
         request.num_cached_tokens,
         list(request.prompt_token_logprobs) if request.prompt_logprobs else None,

@@ -95,6 +95,14 @@ class StepResult(NamedTuple):
     prompt_top: np.ndarray | None = None
 
 
+class Refusal(NamedTuple):
+    """The waiting request that found no room, and how many requests ran and how many blocks of each group were left."""
+
+    arrival: int
+    num_running: int
+    num_available: Sequence[int]
+
+
 class Rows(Protocol):
     """The rows of the sampler, from 1 on; see :class:`.SamplerTable`."""
 
@@ -130,6 +138,7 @@ class Scheduler:
         self._launched: Sequence[ScheduledTokens] = ()
         self._encoded: Sequence[Request] = ()
         self._with_deadline: dict[Request, float] = {}
+        self._refusal: Refusal | None = None
         self._arrivals = 0
 
     @property
@@ -191,7 +200,8 @@ class Scheduler:
             if request.row > 0 and (count := budget.piece(request)) > 0:
                 self._plan(request, count, plan)
                 budget.spend(request, plan.get(request, 0))
-        sources = self._admit(plan, budget) if self.waiting and self.num_preemptions == preemptions else []
+        may_admit = self.waiting and self.num_preemptions == preemptions and not self._is_refused(self.waiting[0])
+        sources = self._admit(plan, budget) if may_admit else []
         if not plan:
             return None
         singles: list[ScheduledTokens] = []
@@ -242,7 +252,7 @@ class Scheduler:
         sources: list[Request] = []
         growth: Growth | None = None
         under_way = self._keys_under_way()
-        position = 0
+        self._refusal, position = None, 0
         while position < min(len(self.waiting), MAX_PASSED) and budget.tokens > 0:
             request = self.waiting[position]
             blocks, num_tokens = request.blocks, request.num_tokens
@@ -255,6 +265,7 @@ class Scheduler:
                 position += 1
                 continue
             if not self.rows.has_room(request):
+                self._refuse(request)
                 break
             new_source = bool(request.source_token_ids) and self.blocks.cached_source(blocks) is None
             if new_source and sources and len(request.source_token_ids) > budget.tokens:
@@ -270,6 +281,7 @@ class Scheduler:
                 spare=len(self.running), growth=growth.blocks(), max_cached_tokens=request.max_cached_tokens,
             )  # fmt: skip
             if admission is None:
+                self._refuse(request)
                 break
             del self.waiting[position]
             insort(self.running, request, key=ORDER)
@@ -287,6 +299,22 @@ class Scheduler:
             plan[request] = budget.piece(request)
             budget.spend(request, plan[request])
         return sources
+
+    def _refuse(self, request: Request) -> None:
+        """Remember that a waiting request finds no row, or too few blocks."""
+        self._refusal = Refusal(request.arrival, len(self.running), [pool.num_available for pool in self.blocks.pools])
+
+    def _is_refused(self, request: Request) -> bool:
+        """Whether a waiting request found no room, and no running one has left or given blocks back since.
+
+        This spares the host the search for room in most steps.
+        """
+        refusal = self._refusal
+        return (
+            refusal is not None
+            and (request.arrival, len(self.running)) == (refusal.arrival, refusal.num_running)
+            and all(p.num_available <= n for p, n in zip(self.blocks.pools, refusal.num_available, strict=True))
+        )
 
     def _keys_under_way(self) -> set[bytes]:
         """The keys of full blocks that running requests compute and that are not in the index yet."""

@@ -43,7 +43,7 @@ class Completion:
         request, new = self.request, slice(self.num_sent, self.num_ready)
         output = CompletionOutput(self.id, request.output_token_ids[new], self.finish_reason)
         if request.params.logprobs is not None:
-            output.logprobs = request.logprobs[new]
+            output.logprobs = request.logprobs[new].tolist()
         if request.params.logprobs:
             output.top_logprobs = request.top_logprobs[new]
         if not self.told_prompt:
