@@ -43,7 +43,7 @@ class Completion:
         return pieces
 
     def _next_piece(self, update: Update, count: int) -> Piece:
-        tokens = self.request.output_token_ids[self._num_read : self._num_read + count]
+        tokens = self.request.output_tokens[self._num_read : self._num_read + count].tolist()
         self._num_read += count
         last = self._num_read == update.num_tokens and update.finish_reason is not None
         # The end-of-sequence token has no text, even if the vocabulary gives it one.

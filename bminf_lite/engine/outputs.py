@@ -117,7 +117,7 @@ class Update(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Update:
         """The state now."""
-        return cls(request, len(request.output_token_ids), request.finish_reason, request.last_token_time)
+        return cls(request, len(request.output_tokens), request.finish_reason, request.last_token_time)
 
 
 def make_result(update: Update, text: str) -> Result:
@@ -132,7 +132,7 @@ def make_result(update: Update, text: str) -> Result:
     )
     return Result(
         text,
-        request.output_token_ids[:count],
+        request.output_tokens[:count].tolist(),
         update.finish_reason,
         prompt_tokens,
         timings,
