@@ -55,11 +55,10 @@ class StepLog:
         def launch_and_log(step: Step) -> Launched:
             self.is_captured, start = False, time.perf_counter()
             launched = launch(step)
-            decodes, prompts = step.num_decodes > 0, step.num_decodes < len(step.parts)
-            kind = "mixed" if decodes and prompts else "prompts" if prompts else "decode"
+            kind = "decode" if not step.pieces else "mixed" if step.num_decodes else "prompts"
             kind += " captured" if self.is_captured else " eager"
             self.counts[kind] += 1
-            self.tokens[kind] += sum(part.num_tokens for part in step.parts)
+            self.tokens[kind] += step.num_decodes + step.num_prompt_tokens
             self.launch_seconds[kind] += time.perf_counter() - start
             return LoggedStep(launched, kind, self)
 
