@@ -167,8 +167,15 @@ def test_histories_of_ragged_steps(backend, name, int8, seed, data):
     case.check_cache()
 
 
+TILE_SIZES = [
+    31, 129, *(pytest.param(n, marks=pytest.mark.gpu) for n in (65, 257)),
+    *(pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.repeats]) for n in (32, 33, 63, 127)),
+]  # fmt: skip
+"""Numbers of tokens around the ends of tiles. NumPy's tiles have 128 keys; only kernels have shorter ones."""
+
+
 @INT8
-@pytest.mark.parametrize("tokens", [31, 65, pytest.param(257, marks=pytest.mark.gpu), *repeats(32, 33, 63, 127, 129)])
+@pytest.mark.parametrize("tokens", TILE_SIZES)
 @pytest.mark.parametrize(
     "name", ["grouped", "window", "head of 64", "relative bias, head of 64", *repeats("soft-cap", "linear bias")]
 )
