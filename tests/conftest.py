@@ -31,7 +31,7 @@ settings.load_profile("plain")
 """``pytest`` draws the same examples every time. ``--hypothesis-profile=random`` draws others, and prints how to
 reproduce a failure."""
 
-LEFT_OUT = {"compile_all": "compile every kernel for every architecture", "slow": "take seconds each"}
+LEFT_OUT = {"compile_all": "compile every kernel for every architecture", "slow": "take seconds, or prove for more models what others prove"}
 """Markers of tests that a plain run leaves out, and what these tests do."""
 
 

@@ -93,15 +93,25 @@ class Case:
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest, backend: Backend) -> Case:
-    """Each model on each backend."""
+    """A model on a backend."""
     return Case(backend, *request.param)
 
 
-KINDS = {"float": (), "w8a8": (), "w8a16": (pytest.mark.gpu,)}
-"""NumPy computes w8a16 as it computes float products; a GPU has kernels for it."""
+COMBINATIONS = {
+    ("cpu", "float"): (),
+    ("reference-fp16", "w8a8"): (),
+    ("cpu", "w8a8"): (pytest.mark.slow,),
+    ("reference-fp16", "float"): (pytest.mark.slow,),
+    **{("cuda", kind): (pytest.mark.gpu,) for kind in ("float", "w8a8", "w8a16")},
+}
+"""Backends, kinds of weights, and marks. NumPy computes w8a16 as float products; a GPU has kernels for it."""
 each_case = pytest.mark.parametrize(
-    "case",
-    [pytest.param((g, k), id=f"{k}-{g}", marks=marks) for g in SOME for k, marks in KINDS.items()],
+    ("backend", "case"),
+    [
+        pytest.param(backend, (golden, kind), id=f"{backend}-{kind}-{golden}", marks=marks)
+        for (backend, kind), marks in COMBINATIONS.items()
+        for golden in SOME
+    ],
     indirect=True,
 )
 
@@ -207,13 +217,15 @@ def test_a_slot_can_be_used_again(case: Case):
     case.assert_same(model.run(tokens[:9], slots=[0]), expected)
 
 
-@each_case
-def test_repeated_decoding_equals_decoding_anew(case: Case):
-    """The whole step as a backend may capture it: run the model, sample, and make the token the next input."""
+@pytest.mark.gpu
+@pytest.mark.parametrize("golden", SOME, ids=str)
+@pytest.mark.parametrize("kind", ["float", "w8a8", "w8a16"])
+def test_repeated_decoding_equals_decoding_anew(cuda_backend: Backend, golden: Golden, kind: str):
+    """The whole step as a graph: run the model, sample, and make the token the next input."""
     anew, repeated = [], []
     for tokens in (anew, repeated):
-        model = case.model(slots=2)
-        batch, sampler, logits = start_decoding(model, case.golden.tokens[:5], case.golden.tokens[7:18])
+        model = Case(cuda_backend, golden, kind).model(slots=2)
+        batch, sampler, logits = start_decoding(model, golden.tokens[:5], golden.tokens[7:18])
 
         def decode(model=model, batch=batch, sampler=sampler):
             return model.backend.sample(model.network(batch, model.cache), sampler, batch)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from bminf_lite import models
@@ -131,6 +132,15 @@ def goldens(family: str) -> Iterator[Golden]:
             source = np.array(case["source"], np.int32) if "source" in case else None
             encoded = arrays.get(f"{name}, encoded")
             yield Golden(name, case["config"], case["seed"], case["weights"], tokens, arrays[name], source, encoded)
+
+
+def two_of_each_family() -> list[Any]:
+    """Every golden as a parameter of a test. All but the first two of each family are marked ``slow``."""
+    return [
+        pytest.param(golden, id=str(golden), marks=() if i < 2 else pytest.mark.slow)
+        for family in EVERY
+        for i, golden in enumerate(goldens(family))
+    ]
 
 
 CPM_ENCODER_DECODER = {
