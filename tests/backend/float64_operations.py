@@ -95,9 +95,9 @@ def activation(name: str, x: np.ndarray) -> np.ndarray:
 
 def rotate(heads: np.ndarray, position: int, frequencies: np.ndarray, scale: float) -> np.ndarray:
     """Heads ``[n, head_dim]`` at one position, by complex multiplication. The angle itself is a fp32 product."""
-    first, second = np.split(heads, 2, axis=1)
+    half = heads.shape[1] // 2
     angle = (np.float32(position) * frequencies.astype(np.float32)).astype(np.float64)
-    turned = (first + 1j * second) * np.exp(1j * angle) * np.float32(scale)
+    turned = (heads[:, :half] + 1j * heads[:, half:]) * np.exp(1j * angle) * np.float32(scale)
     return np.concatenate([turned.real, turned.imag], axis=1)
 
 
@@ -152,10 +152,9 @@ class AttentionModel:
     def _token(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         spec, position = self.spec, len(self.keys)
         heads = row.reshape(-1, spec.head_dim)
-        queries, new_keys, new_values = np.split(heads, [spec.heads, spec.heads + spec.kv_heads])
-        queries = self._prepare(queries, spec.q_norm, position)
-        self.keys.append(self._prepare(new_keys, spec.k_norm, position))
-        self.values.append(rounded(new_values, self.activation))
+        queries = self._prepare(heads[: spec.heads], spec.q_norm, position)
+        self.keys.append(self._prepare(heads[spec.heads :][: spec.kv_heads], spec.k_norm, position))
+        self.values.append(rounded(heads[spec.heads + spec.kv_heads :], self.activation))
         first = 0 if spec.window is None else max(0, position - spec.window + 1)
         keys, values = (np.array(x[first : position + 1]) for x in self.held or (self.keys, self.values))
         out, magnitude = attended(queries[None], keys, values, spec, position - first)

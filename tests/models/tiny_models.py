@@ -50,11 +50,12 @@ UNSCALED = ("Attention.q.weight", "Attention.k.weight", "project_q.weight")
 def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]], model_type: str = "") -> dict[str, np.ndarray]:
     """fp32 tensors, sized so that attention has contrast, no layer is idle, and biases and gains matter."""
     gain_of_norms = 0 if model_type in OFFSET_NORMS else 1
-    generator = np.random.PCG64(seed)
-    tensors = {}
-    for name, shape in sorted(shapes.items()):
-        raw = generator.random_raw(int(np.prod(shape)))
-        uniform = (raw >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)  # [-1, 1)
+    sizes = [int(np.prod(shape)) for _, shape in sorted(shapes.items())]
+    raw = np.random.PCG64(seed).random_raw(sum(sizes))
+    numbers = (raw >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)  # [-1, 1)
+    tensors, end = {}, 0
+    for (name, shape), size in zip(sorted(shapes.items()), sizes, strict=True):
+        uniform, end = numbers[end : end + size], end + size
         if name.endswith(".bias"):
             values = np.float32(0.5) * uniform
         elif len(shape) == 1:
