@@ -278,7 +278,7 @@ def test_seeds():
 
 
 @pytest.mark.parametrize("rows", [1, 7, 256])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXED_FIRST)
 def test_log_probabilities_of_a_prompt(kind, rows):
     """However many a step computes, and although the prompt is in the cache."""
     ops, computed = WatchedBackend(), []
