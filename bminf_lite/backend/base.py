@@ -222,6 +222,12 @@ class Backend:
             getattr(larger, name)[:old] = getattr(cache, name)
             setattr(cache, name, getattr(larger, name))
 
+    def copy_block(self, cache: LayerCache, source: int, target: int) -> None:
+        """Overwrite block ``target`` of a layer's cache with block ``source``, after what was started before."""
+        for array in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
+            if array is not None:
+                array[target] = array[source]
+
     def free_layer_cache(self, cache: LayerCache) -> None:
         """Free a layer's cache, even if something still refers to it."""
         cache.keys = cache.values = cache.key_scales = cache.value_scales = cache.memory = None

@@ -4,6 +4,8 @@ Layers with equal windows form a group and share block tables (see ``CacheShape`
 so have the sources of an encoder-decoder. A block has one of three states: held by one or more sequences, idle (held by
 none, but found by its key and reused until it is evicted, the least recently used first), or free.
 
+A block whose first tokens alone are those of a sequence is copied for it; the caller copies the contents.
+
 A sequence holds the blocks of its tokens in a group without a window. In a group with one it gives back the blocks that
 its window has passed. A prefix is reused as far as every group has the blocks that the next token sees.
 """
@@ -11,20 +13,23 @@ its window has passed. A prefix is reused as far as every group has the blocks t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..backend.values import BLOCK_SIZE, NULL_BLOCK
 from .prefix_index import PrefixIndex, block_key, root_key
 
+MIN_START = 4
+"""A copy must bring the tokens of this part of a block at least: it takes about as long as to compute them."""
+
 
 class BlockPool:
     """The blocks of one group; block 0 is the null block, which no sequence holds."""
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, start_tokens: int):
         self.num_blocks = num_blocks
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(start_tokens)
         self.highest = NULL_BLOCK
         """The highest block that was ever taken; lower ones are taken first."""
         self._holders = [0] * num_blocks
@@ -95,6 +100,7 @@ class SequenceBlocks:
 
     ``tables`` has a list of blocks for each group, ``NULL_BLOCK`` where the window has passed; ``source_table`` has the
     blocks of the source. ``keys`` are the keys of the leading full blocks; the index has the first ``num_indexed``.
+    ``partial_keys`` are those of the blocks of which it has copies, and of those that it left partly full.
     """
 
     root: bytes
@@ -103,13 +109,19 @@ class SequenceBlocks:
     source_table: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     num_indexed: int = 0
+    partial_keys: list[bytes] = field(default_factory=list)
 
 
 class Admission(NamedTuple):
-    """What a sequence found in the cache: the tokens of its prefix, and whether its source is there."""
+    """What a sequence found in the cache: the tokens of its prefix, and whether its source is there.
+
+    ``copies`` is empty, or has a pair for each group: the block that holds the last of these tokens, and the sequence's
+    block that is to get its contents before the next step.
+    """
 
     num_cached_tokens: int
     source_is_cached: bool
+    copies: Sequence[tuple[int, int]] = ()
 
 
 class BlockManager:
@@ -132,13 +144,15 @@ class BlockManager:
         self.max_piece = max_piece
         self.prefix_cache = prefix_cache
         self.block_size = block_size
-        self.pools = [BlockPool(n) for n in num_blocks]
-        self.source_pool = BlockPool(num_source_blocks) if num_source_blocks else None
+        self.start_tokens = max(block_size // MIN_START, 1)
+        self.pools = [BlockPool(n, self.start_tokens) for n in num_blocks]
+        self.source_pool = BlockPool(num_source_blocks, self.start_tokens) if num_source_blocks else None
 
     def clear(self) -> None:
         """Forget the contents of every block. No sequence may hold one."""
-        self.pools = [BlockPool(pool.num_blocks) for pool in self.pools]
-        self.source_pool = BlockPool(self.source_pool.num_blocks) if self.source_pool else None
+        self.pools = [BlockPool(pool.num_blocks, self.start_tokens) for pool in self.pools]
+        if self.source_pool:
+            self.source_pool = BlockPool(self.source_pool.num_blocks, self.start_tokens)
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 
@@ -190,17 +204,23 @@ class BlockManager:
 
     def admit(
         self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0, growth: int = 0,
-        max_cached_tokens: int | None = None,
+        max_cached_tokens: int | None = None, token_ids: Callable[[int, int], Sequence[int]] = lambda start, stop: (),
     ) -> Admission | None:  # fmt: skip
         """Give a sequence what the cache has of its prefix, and new blocks for the rest of its ``num_tokens`` tokens.
 
         At most ``max_cached_tokens`` come from the cache, by default all but the last. A group with a window gets
         blocks for the next ``budget`` tokens only. Returns None and changes nothing if fewer than ``spare`` blocks of a
-        group would be left, and in a group without a window ``growth`` more.
+        group would be left, and in a group without a window ``growth`` more. ``token_ids`` gives the tokens from a
+        position to another; without it only full blocks are found.
         """
-        hits = self.cached_prefix(sequence, num_tokens - 1 if max_cached_tokens is None else max_cached_tokens)
-        found = [self._hit_blocks(sequence, group, hits) for group in range(len(self.pools))]
-        ends = [num_tokens if w is None else min(num_tokens, hits * self.block_size + budget) for w in self.windows]
+        most = num_tokens - 1 if max_cached_tokens is None else max_cached_tokens
+        hits = self.cached_prefix(sequence, most)
+        first = hits * self.block_size  # token that the full blocks lack
+        rest = token_ids(first, min(first + self.block_size, most))
+        starts = [pool.index.find_start(self._parent(sequence, hits), rest) for pool in self.pools]
+        cached = first + min(count for _, count in starts)
+        found = [self._hit_blocks(sequence, group, hits, cached) for group in range(len(self.pools))]
+        ends = [num_tokens if w is None else min(num_tokens, cached + budget) for w in self.windows]
         for pool, window, blocks, end in zip(self.pools, self.windows, found, ends, strict=True):
             idle = sum(pool.is_idle(b) for b in blocks)
             left = pool.num_available - idle - (self.blocks_for(end) - hits)
@@ -209,6 +229,9 @@ class BlockManager:
         source, num_source_blocks = self.cached_source(sequence), self.blocks_for(sequence.num_source_tokens)
         if self.source_pool and source is None and self.source_pool.num_available < num_source_blocks:
             return None
+        copied_keys = [key for key, _ in starts] if cached > first else []
+        copied = [pool.index.find(key) for pool, key in zip(self.pools, copied_keys, strict=False)]
+        sequence.partial_keys += copied_keys
         for table, pool, blocks, end in zip(sequence.tables, self.pools, found, ends, strict=True):
             for block in blocks:
                 pool.share(block)
@@ -219,7 +242,8 @@ class BlockManager:
                 self.source_pool.share(block)
             sequence.source_table = source or [self.source_pool.take() for _ in range(num_source_blocks)]
         sequence.num_indexed = hits
-        return Admission(hits * self.block_size, source is not None)
+        copies = [(b, table[hits]) for b, table in zip(copied, sequence.tables, strict=False) if b is not None]
+        return Admission(cached, source is not None, copies)
 
     def extend(self, sequence: SequenceBlocks, num_computed: int, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` tokens, of which ``num_computed`` are in the cache.
@@ -237,17 +261,31 @@ class BlockManager:
             table += [pool.take() for _ in range(count)]
         return True
 
-    def enter(self, sequence: SequenceBlocks, token_ids: Sequence[int], start: int = 0) -> None:
-        """Enter the full blocks of accepted tokens whose computation has been launched; see :meth:`compute_keys`."""
+    def enter(
+        self, sequence: SequenceBlocks, token_ids: Sequence[int], start: int = 0, *, has_ended: bool = False
+    ) -> None:
+        """Enter the full blocks of accepted tokens whose computation has been launched; see :meth:`compute_keys`.
+
+        If the sequence ``has_ended``, also the one that is partly full. Blocks before ``start`` were entered before.
+        """
         if not self.prefix_cache:
             return
         self.compute_keys(sequence, token_ids, start)
-        end = (start + len(token_ids)) // self.block_size
-        for i in range(sequence.num_indexed, end):
+        size = self.block_size
+        for first in range(sequence.num_indexed * size, start + len(token_ids), size):
+            place, ids = first // size, token_ids[first - start : first - start + size]
+            parent = self._parent(sequence, place)
+            if len(ids) == size:
+                key = sequence.keys[place]
+                sequence.num_indexed = place + 1
+            elif has_ended and len(ids) >= self.start_tokens:
+                key = block_key(parent, ids)
+                sequence.partial_keys.append(key)
+            else:
+                break
             for table, pool in zip(sequence.tables, self.pools, strict=True):
-                if table[i] != NULL_BLOCK:
-                    pool.index.add(sequence.keys[i], table[i])
-        sequence.num_indexed = max(sequence.num_indexed, end)
+                if table[place] != NULL_BLOCK:
+                    pool.index.add(key, table[place], parent, ids)
 
     def enter_source(self, sequence: SequenceBlocks) -> None:
         """Enter the blocks of a source in the index, after its encoding has been launched."""
@@ -271,7 +309,7 @@ class BlockManager:
     def discard(self, sequence: SequenceBlocks) -> None:
         """Remove the blocks of a sequence, shared ones included, from the index: no other sequence finds them."""
         for pool in self.pools:
-            for key in sequence.keys:
+            for key in (*sequence.keys, *sequence.partial_keys):
                 pool.discard(key)
         if self.source_pool:
             for key in self._source_keys(sequence):
@@ -317,10 +355,13 @@ class BlockManager:
         first = self._first_visible(hits * self.block_size, window)
         return all(find(key) is not None for key in reversed(keys[first:hits]))
 
-    def _hit_blocks(self, sequence: SequenceBlocks, group: int, hits: int) -> list[int]:
-        """The blocks of a group for a prefix of ``hits`` blocks, from the first visible one on."""
+    def _parent(self, sequence: SequenceBlocks, block: int) -> bytes:
+        return sequence.keys[block - 1] if block else sequence.root
+
+    def _hit_blocks(self, sequence: SequenceBlocks, group: int, hits: int, position: int) -> list[int]:
+        """The blocks of a group for a prefix of ``hits`` blocks, from the first that a token at ``position`` sees."""
         window, find = self.windows[group], self.pools[group].index.find
-        first = 0 if window is None else self._first_visible(hits * self.block_size, window)
+        first = 0 if window is None else self._first_visible(position, window)
         return [b for key in sequence.keys[first:hits] if (b := find(key)) is not None]
 
     def _source_keys(self, sequence: SequenceBlocks) -> list[bytes]:

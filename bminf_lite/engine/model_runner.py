@@ -172,6 +172,9 @@ class ModelRunner:
             assert self.encoder is not None
             requests = step.sources
             self.encoder.encode([r.source_token_ids for r in requests], [_blocks(r).source_table for r in requests])
+        for request, pairs in step.copies:
+            self.cache.copy_blocks(pairs)
+            self._update_tables(request)  # it may begin with one token in the middle of a block
         longest = max(step.positions, default=0) + 1
         exact = StepSize(
             step.num_decodes,
@@ -306,15 +309,19 @@ class ModelRunner:
         inputs.rows[places] = [*rows[:decoding], *(p.request.row if p.samples else 0 for p in others)]
         changed = [p.request for p in others if p.num_tokens > 1 or p.start % BLOCK_SIZE == 0]  # what takes new blocks
         changed += [r for r, i in zip(step.decoding, step.positions, strict=True) if i % BLOCK_SIZE == 0]
-        for group, (host, table) in enumerate(zip(self._tables, inputs.tables, strict=True)):
-            for request in changed:
-                host.update(request, _blocks(request).tables[group])
+        for request in changed:
+            self._update_tables(request)
+        for host, table in zip(self._tables, inputs.tables, strict=True):
             table[places] = host.array[rows, : table.shape[1]]
         if len(inputs.source_lens):
-            for request in changed:
-                self._source_tables.update(request, _blocks(request).source_table)
             inputs.source_lens[places] = [len(r.source_token_ids) for r in requests]
             inputs.source_table[places] = self._source_tables.array[rows, : inputs.source_table.shape[1]]
+
+    def _update_tables(self, request: Request) -> None:
+        blocks = _blocks(request)
+        for host, table in zip(self._tables, blocks.tables, strict=True):
+            host.update(request, table)
+        self._source_tables.update(request, blocks.source_table)
 
     def warm_up(self) -> None:
         """Take all memory of the cache, and capture the steps and encodings of every size."""

@@ -3,6 +3,9 @@
 A block's key is a SHA-256 over the key of the block before it and its own tokens. The first block's parent is a root
 that stands for what else changes the contents: the request's ``cache_salt``, and the source of an encoder-decoder.
 Blocks with equal keys therefore hold equal keys and values of attention.
+
+A block is also found by its start, its first few tokens behind the same parent, for a sequence that goes on like it and
+then differs.
 """
 
 from __future__ import annotations
@@ -10,6 +13,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from itertools import takewhile
+from operator import eq
+
+from ..backend.values import NULL_BLOCK
 
 
 def root_key(salt: str, source_token_ids: Sequence[int] = ()) -> bytes:
@@ -23,11 +30,14 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class PrefixIndex:
-    """Full blocks by their key, one block for each key."""
+    """Blocks by their key, one block for each key, and by their first ``start_tokens`` tokens, the newest of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_tokens: int) -> None:
+        self.start_tokens = start_tokens
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._starting_with: dict[bytes, tuple[int, Sequence[int]]] = {}
+        self._start_of: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -39,14 +49,34 @@ class PrefixIndex:
         """The block with this key."""
         return self._block_of.get(key)
 
-    def add(self, key: bytes, block: int) -> None:
-        """Enter a block. An earlier block of the same key stays, and the new one is not entered."""
+    def find_start(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, int]:
+        """The key of a block behind ``parent``, and how many tokens from its first on are those of ``token_ids``.
+
+        None or ``start_tokens`` and more. Another block may have more.
+        """
+        block, found = self._starting_with.get(self._start(parent, token_ids), (NULL_BLOCK, ()))
+        return self._key_of.get(block, b""), sum(takewhile(bool, map(eq, found, token_ids)))
+
+    def add(self, key: bytes, block: int, parent: bytes = b"", token_ids: Sequence[int] = ()) -> None:
+        """Enter a block. An earlier block of the same key stays, and the new one is not entered.
+
+        With the ``token_ids`` that it holds behind ``parent``, :meth:`find_start` finds it.
+        """
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+            if len(token_ids) >= self.start_tokens:
+                self._start_of[block] = start = self._start(parent, token_ids)
+                self._starting_with[start] = block, token_ids
 
     def forget(self, block: int) -> None:
         """Remove a block, whose contents are about to change."""
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key]
+        start = self._start_of.pop(block, None)
+        if start is not None and self._starting_with.get(start, (NULL_BLOCK,))[0] == block:
+            del self._starting_with[start]
+
+    def _start(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
+        return parent + array("i", token_ids[: self.start_tokens]).tobytes()

@@ -74,7 +74,7 @@ class Step:
 
     Each of the requests ``decoding`` has its newest token, at its one of ``positions``, and samples the next. Behind
     them are ``singles``, tokens that do not sample, and ``pieces`` of several tokens. The sources of the requests
-    ``sources`` are encoded before the step.
+    ``sources`` are encoded before the step, and the ``copies`` of :class:`.Admission` are made, in order.
 
     Most sequences of most steps decode. They have no object of their own for the garbage collector to visit.
     """
@@ -84,6 +84,7 @@ class Step:
     singles: Sequence[ScheduledTokens] = ()
     pieces: Sequence[ScheduledTokens] = ()
     sources: Sequence[Request] = ()
+    copies: Sequence[tuple[Request, Sequence[tuple[int, int]]]] = ()
 
     @property
     def others(self) -> list[ScheduledTokens]:
@@ -231,8 +232,10 @@ class Scheduler:
             if request.row > 0 and (count := budget.piece(request)) > 0:
                 self._plan(request, count, plan)
                 budget.spend(request, plan.get(request, 0))
-        may_admit = self.waiting and self.num_preemptions == preemptions and not self._is_refused(self.waiting[0])
-        sources = self._admit(plan, budget) if may_admit else []
+        sources: list[Request] = []
+        copies: list[tuple[Request, Sequence[tuple[int, int]]]] = []
+        if self.waiting and self.num_preemptions == preemptions and not self._is_refused(self.waiting[0]):
+            self._admit(plan, budget, sources, copies)
         if not plan:
             return None
         decoding: list[Request] = []
@@ -251,7 +254,7 @@ class Scheduler:
             request.num_pending_tokens += samples
         pieces.sort(key=lambda part: not part.samples)
         self._launched, self._encoded = list(plan), sources
-        return Step(decoding, positions, singles, pieces, sources)
+        return Step(decoding, positions, singles, pieces, sources, copies)
 
     def _plan(self, request: Request, count: int, plan: dict[Request, int]) -> None:
         """Plan ``count`` tokens of a running request. If blocks run out, others are preempted, or this one itself."""
@@ -276,14 +279,16 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self.waiting, request, key=ORDER)
 
-    def _admit(self, plan: dict[Request, int], budget: Budget) -> list[Request]:
-        """Start waiting requests in order while rows, blocks and the budget last; returns those to encode.
+    def _admit(
+        self, plan: dict[Request, int], budget: Budget, sources: list[Request],
+        copies: list[tuple[Request, Sequence[tuple[int, int]]]],
+    ) -> None:  # fmt: skip
+        """Start waiting requests in order while rows, blocks and the budget last; see :class:`Step` for the lists.
 
         A request whose length is known starts if it, and those that run, can go on to their ends; see :class:`Growth`.
         The first request that does not fit stops this, so that others do not pass it for ever. A request is passed only
         while a running one computes the block that it needs next: then it waits to share that block.
         """
-        sources: list[Request] = []
         growth: Growth | None = None
         under_way = self._keys_under_way()
         self._refusal, position = None, 0
@@ -313,6 +318,7 @@ class Scheduler:
             admission = self.blocks.admit(
                 blocks, num_tokens, piece,
                 spare=len(self.running), growth=growth.blocks(), max_cached_tokens=request.max_cached_tokens,
+                token_ids=request.token_ids,
             )  # fmt: skip
             if admission is None:
                 self._refuse(request)
@@ -330,9 +336,10 @@ class Scheduler:
             if not admission.source_is_cached and request.source_token_ids:
                 sources.append(request)
                 budget.tokens = max(budget.tokens - len(request.source_token_ids), 1)
+            if admission.copies:
+                copies.append((request, admission.copies))
             plan[request] = budget.piece(request)
             budget.spend(request, plan[request])
-        return sources
 
     def _refuse(self, request: Request) -> None:
         """Remember that a waiting request finds no row, or too few blocks."""
@@ -443,12 +450,14 @@ class Scheduler:
             self._enter(request)
         self._launched = self._encoded = ()
 
-    def _enter(self, request: Request) -> None:
+    def _enter(self, request: Request, has_ended: bool = False) -> None:
         blocks, size = request.blocks, self.blocks.block_size
         accepted = min(request.num_computed_tokens, request.num_known_tokens)
-        if self.blocks.prefix_cache and blocks and blocks.tables[0] and accepted // size > blocks.num_indexed:
-            start = min(len(blocks.keys) * size, accepted)
-            self.blocks.enter(blocks, request.token_ids(start, accepted), start)
+        if not (self.blocks.prefix_cache and blocks and blocks.tables[0]):
+            return
+        if has_ended or accepted // size > blocks.num_indexed:
+            start = blocks.num_indexed * size
+            self.blocks.enter(blocks, request.token_ids(start, accepted), start, has_ended=has_ended)
 
     def _leave(self, request: Request) -> None:
         """Remove a request from the state in which it is."""
@@ -463,7 +472,7 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         """Take a request's row and blocks; its accepted tokens stay in the index."""
         assert request.blocks is not None
-        self._enter(request)
+        self._enter(request, request.finish_reason != "error")
         self.blocks.release(request.blocks)
         self.running.remove(request)
         self.rows.remove(request.row)

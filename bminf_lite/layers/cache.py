@@ -109,6 +109,11 @@ class KVCache:
                 self.ops.grow(layer, num_blocks)
         self.num_blocks[group] = num_blocks
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy a block in all layers of a group to another, after what was started before: a pair for each group."""
+        for layer in self.layers:
+            self.ops.copy_block(layer, *pairs[layer.group])
+
 
 def blocks_for(tokens: int) -> int:
     """Blocks that hold ``tokens`` tokens of one sequence."""

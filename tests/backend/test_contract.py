@@ -129,6 +129,20 @@ def test_attention_to_a_value_that_is_not_finite(backend, bad):
     assert not np.isfinite(out[0]).any() and np.isfinite(out[1]).all()
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("max_blocks", [None, 5])
+def test_a_block_is_copied_as_a_whole_and_no_other(backend, int8, max_blocks):
+    cache = backend.layer_cache(4, 2, 12, int8=int8, max_blocks=max_blocks)
+    arrays = [x for x in (cache.keys, cache.values, cache.key_scales, cache.value_scales) if x is not None]
+    before = [np.random.default_rng(4).integers(-100, 100, x.shape).astype(x.dtype) for x in arrays]
+    for array, values in zip(arrays, before, strict=True):
+        backend.assign(array, values)
+    backend.copy_block(cache, 1, 3)
+    for array, values in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(backend.host(array), values[[0, 1, 2, 1]])
+    backend.free_layer_cache(cache)
+
+
 def test_fp16_overflow_is_seen(backend):
     """A product past 65504 is an infinity in fp16, and never a large plausible number."""
     weight = backend.weight([np.full((4, 64), 1000, np.float32)])

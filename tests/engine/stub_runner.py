@@ -73,6 +73,9 @@ class StubRunner:
         for request in step.sources:
             self._write(self.sources, request.blocks.source_table, 0, np.array(request.source_token_ids, np.int32))
             self.encoded += 1
+        for _, pairs in step.copies:
+            for pool, (source, target) in zip(self.pools, pairs, strict=True):
+                pool[target] = pool[source]
         for part in step.parts:
             request = part.request
             ids = list(request.token_ids(part.start, min(part.stop, request.num_known_tokens)))

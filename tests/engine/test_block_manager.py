@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.engine.block_manager import BlockManager, SequenceBlocks
+from bminf_lite.engine.block_manager import Admission, BlockManager, SequenceBlocks
 from bminf_lite.engine.prefix_index import block_key, root_key
 from bminf_lite.memory.cache_memory import CacheGroup, block_bytes
 
@@ -26,7 +26,7 @@ def start(blocks: BlockManager, ids: list[int], **options) -> tuple[SequenceBloc
     """A sequence whose prompt is admitted, and how many of its tokens were cached."""
     sequence = blocks.new_sequence(options.pop("salt", ""), options.pop("source", ()))
     blocks.compute_keys(sequence, ids)
-    admission = blocks.admit(sequence, len(ids), 8, **options)
+    admission = blocks.admit(sequence, len(ids), 8, token_ids=options.pop("token_ids", lambda *_: ()), **options)
     return None if admission is None else (sequence, admission.num_cached_tokens)
 
 
@@ -59,6 +59,36 @@ def test_a_prefix_is_reused_up_to_its_last_full_block_and_never_the_last_token()
     assert run(blocks, tokens(11), salt="another tenant") == 0
     assert run(blocks, tokens(11), max_cached_tokens=0) == 0
     assert run(manager(prefix_cache=False), tokens(11)) == 0
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_a_block_that_starts_like_the_next_tokens_is_copied(windows):
+    """The last one of a sequence that has ended, or a full one, whoever holds it."""
+    blocks = manager(windows=windows)
+
+    def admit(ids: list[int], **options) -> tuple[SequenceBlocks, Admission]:
+        sequence = blocks.new_sequence()
+        blocks.compute_keys(sequence, ids)
+        admission = blocks.admit(sequence, len(ids), 8, token_ids=lambda start, stop: ids[start:stop], **options)
+        blocks.check([sequence])
+        return sequence, admission
+
+    first, admission = admit(tokens(7))
+    assert admission.num_cached_tokens == 0 and not admission.copies
+    blocks.enter(first, tokens(7), has_ended=True)
+    tables = [list(table) for table in first.tables]
+    blocks.release(first)
+    second, admission = admit([*tokens(6), 99, 99, 99, 99])
+    assert admission.num_cached_tokens == 6
+    assert admission.copies == [(old[1], new[1]) for old, new in zip(tables, second.tables, strict=True)]
+    assert all(old[1] != new[1] for old, new in zip(tables, second.tables, strict=True))
+    blocks.enter(second, [*tokens(6), 99, 99], has_ended=True)
+    blocks.release(second)
+    for ids, cached in ([*tokens(6), 99, 88], 7), (tokens(7), 6), (tokens(8), 6), ([*tokens(4), 99], 4):
+        third, admission = admit(ids)
+        assert admission.num_cached_tokens == cached and bool(admission.copies) == (cached % SIZE > 0)
+        blocks.release(third)
+    assert admit([*tokens(6), 99], max_cached_tokens=5)[1].num_cached_tokens == 5
 
 
 def test_running_sequences_share_blocks():
@@ -166,11 +196,14 @@ def test_accounts_are_exact_after_every_action(windows, actions):
     for kind, length, flag in actions:
         if kind == 0 or not live:
             ids = [*tokens(min(length, 9)), *tokens(length - 9, 50 * flag)]
-            if started := start(blocks, ids, spare=len(live)):
+            if started := start(blocks, ids, spare=len(live), token_ids=lambda a, b, ids=ids: ids[a:b]):
                 live.append((started[0], ids))
                 blocks.enter(started[0], ids[: started[1]])
         elif kind == 1:
-            blocks.release(live.pop(length % len(live))[0])
+            sequence, ids = live.pop(length % len(live))
+            computed = min(len(table) for table in sequence.tables) * SIZE - length % 3
+            blocks.enter(sequence, ids[:computed], has_ended=flag)
+            blocks.release(sequence)
         else:
             sequence, ids = live[length % len(live)]
             if blocks.extend(sequence, len(ids), len(ids) + 1):

@@ -556,7 +556,7 @@ def test_statistics(engine):
     engine.wait_until_idle()
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.cached_tokens) == (18, 8)
-    assert (stats.waiting, stats.running, stats.blocks_used, stats.blocks_cached, stats.blocks_free) == (0, 0, 0, 2, 37)
+    assert (stats.waiting, stats.running, stats.blocks_used, stats.blocks_cached, stats.blocks_free) == (0, 0, 0, 3, 36)
     assert stats.steps == len(engine.runner.steps) > 0
 
 

@@ -215,7 +215,7 @@ def test_logits_of_a_few_tokens_compute_only_what_is_not_in_the_cache(chunk, dev
     with tiny(chunk=chunk) as model:
         model.generate(prompt, max_new_tokens=1)
         np.testing.assert_allclose(model.logits(prompt + drafted, device, start=149), expected, atol=1e-5)
-        assert model.stats().cached_tokens == 128
+        assert model.stats().cached_tokens == 149
         with pytest.raises(UsageError, match="start is 4, but must be the position of one of the 4 tokens"):
             model.logits(drafted, start=4)
         with pytest.raises(UsageError, match=r"start is 1\.5, but must be the position"):

@@ -163,7 +163,10 @@ def test_a_second_turn_reuses_the_first_with_its_answer():
     second = driver.add(make_request([*history, 5, 6, 7], 2))
     driver.run()
     assert len(history) == 17 and second.num_cached_tokens == 16
-    assert driver.scheduler.num_cached_tokens == 16 and driver.scheduler.num_prompt_tokens == 9 + 20
+    third = driver.add(make_request([*history, 5, 6, 8, 9], 2))
+    driver.run()
+    assert third.num_cached_tokens == 19, "the block of 17 to 20 differs at its last token"
+    assert driver.scheduler.num_cached_tokens == 16 + 19 and driver.scheduler.num_prompt_tokens == 9 + 20 + 21
     driver.check_results()
 
 
@@ -251,7 +254,7 @@ def test_what_a_request_without_a_token_has_computed_is_not_found_by_others(ahea
     monkeypatch.setattr(driver.runner, "_follows", lambda r, stop: -1 if r is bad and stop == 13 else follows(r, stop))
     driver.run()
     assert good.finish_reason == "length" and bad.finish_reason == "error" and bad.num_cached_tokens == 8
-    assert not any(len(pool.index) for pool in (*driver.blocks.pools, driver.blocks.source_pool))
+    assert not len(driver.blocks.source_pool.index)
     again = driver.add(make_request(prompt(9), 2, source_token_ids=source))
     driver.run()
     assert again.num_cached_tokens == 0 and again.output_token_ids == good.output_token_ids
@@ -264,7 +267,7 @@ def test_a_preempted_request_without_a_token_leaves_nothing_in_the_index(monkeyp
     driver.launch(), driver.launch()
     driver.scheduler._enter_launched()
     driver.scheduler._preempt(bad)
-    assert len(driver.blocks.pools[0].index) == 2
+    assert len(driver.blocks.pools[0].index) == 3
     driver.fetch(), driver.fetch()
     assert bad.finish_reason == "error" and len(driver.blocks.pools[0].index) == 0
     driver.run()

@@ -191,6 +191,9 @@ class CudaBackend(Backend):
     def grow(self, cache: LayerCache, num_blocks: int) -> None:
         self.caches.grow(cache, num_blocks)
 
+    def copy_block(self, cache: LayerCache, source: int, target: int) -> None:
+        self.caches.copy_block(cache, source, target)
+
     def free_layer_cache(self, cache: LayerCache) -> None:
         self.caches.free(cache)
         super().free_layer_cache(cache)

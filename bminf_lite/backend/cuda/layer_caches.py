@@ -6,6 +6,7 @@ import math
 
 import cupy as cp
 import numpy as np
+from cupy.cuda import runtime
 
 from ...cuda.kernels.arrays import HEAD_PAD, round_up
 from ...cuda.kernels.attention.heads import MAX_HEAD_DIM
@@ -45,6 +46,14 @@ class LayerCaches:
         _, kv_heads, _, head_dim = cache.keys.shape
         cache.memory.grow(num_blocks)
         self._set_pools(cache, num_blocks, kv_heads, head_dim)
+
+    def copy_block(self, cache: LayerCache, source: int, target: int) -> None:
+        """Copy block ``source`` of a cache to block ``target`` on the stream; with padding, so in one piece each."""
+        for array in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
+            if array is not None:
+                start, nbytes = array.data.ptr, array.strides[0]
+                addresses = start + target * nbytes, start + source * nbytes
+                runtime.memcpyAsync(*addresses, nbytes, runtime.memcpyDeviceToDevice, self.arrays.stream.ptr)
 
     def free(self, cache: LayerCache) -> None:
         """Give back the memory of a cache that was made to grow, after all work under way."""
