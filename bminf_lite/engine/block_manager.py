@@ -271,7 +271,6 @@ class BlockManager:
         """
         if not self.prefix_cache:
             return
-        token_ids = array("i", token_ids)  # the index keeps slices, which are smaller than those of a tuple
         self.compute_keys(sequence, token_ids, start)
         size = self.block_size
         for first in range(sequence.num_indexed * size, start + len(token_ids), size):
