@@ -12,6 +12,7 @@ its window has passed. A prefix is reused as far as every group has the blocks t
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -198,9 +199,9 @@ class BlockManager:
         """
         if not self.prefix_cache:
             return
-        keys, size = sequence.keys, self.block_size
-        for first in range(len(keys) * size - start, len(token_ids) - size + 1, size):
-            keys.append(block_key(keys[-1] if keys else sequence.root, token_ids[first : first + size]))
+        keys, size, ids = sequence.keys, self.block_size, array("i", token_ids)
+        for first in range(len(keys) * size - start, len(ids) - size + 1, size):
+            keys.append(block_key(keys[-1] if keys else sequence.root, ids[first : first + size]))
 
     def admit(
         self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0, growth: int = 0,
