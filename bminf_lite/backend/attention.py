@@ -130,9 +130,10 @@ def segment_result(
         part = scores[..., first : first + tile]
         new_top = np.maximum(top, part.max(axis=-1))
         factor, weights = weights_of(top, new_top), weights_of(part, new_top[..., None])
-        parts = np.zeros((kv_heads, rows, -(-part.shape[-1] // LANES), LANES), np.float32)
-        parts.reshape(kv_heads, rows, -1)[..., : part.shape[-1]] = weights
-        lanes = lanes * factor[..., None] + parts.sum(axis=2)
+        num_parts = -(-part.shape[-1] // LANES)
+        padded = np.zeros((kv_heads, rows, num_parts * LANES), np.float32)
+        padded[..., : part.shape[-1]] = weights
+        lanes = lanes * factor[..., None] + padded.reshape(kv_heads, rows, num_parts, LANES).sum(axis=2)
         rounded = weights.astype(weight_dtype).astype(np.float32)
         out = out * factor[..., None] + rounded @ values[:, first : first + tile].astype(np.float32)
         top = new_top

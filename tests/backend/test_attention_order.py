@@ -91,3 +91,8 @@ def test_an_empty_side_leaves_the_other_unchanged(seed: int, keys: int) -> None:
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
     q, k, v = random_heads(np.random.default_rng(0), 2, 5)
     np.testing.assert_array_equal(attend(q, k[:, :0], v[:, :0], 1.0, causal=False), 0)
+
+
+def test_a_sequence_without_queries_gets_no_outputs() -> None:
+    q, k, v = random_heads(np.random.default_rng(0), 0, 5)
+    assert attend(q, k, v, 1.0).shape == q.shape
