@@ -42,7 +42,7 @@ def decoding_results() -> list[tuple[str, float]]:
         if "H200" in results.get("gpu", ""):
             for row in results["rows"]:
                 speed = re.match(r"([\d,.]+) tokens/s", row.get("value", ""))
-                if speed and row["command"].startswith("bminf-lite bench"):
+                if speed and row.get("command", "").startswith("bminf-lite bench"):
                     found.append((row["command"], float(speed[1].replace(",", ""))))
     return found
 
