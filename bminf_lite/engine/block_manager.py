@@ -21,8 +21,8 @@ from typing import NamedTuple
 from ..backend.values import BLOCK_SIZE, NULL_BLOCK
 from .prefix_index import PrefixIndex, block_key, root_key
 
-MIN_START = 4
-"""A copy must bring the tokens of this part of a block at least: it takes about as long as to compute them."""
+MIN_COPIED = 1 / 4
+"""The part of a block's tokens that a copy must bring at least; fewer are computed."""
 
 
 class BlockPool:
@@ -145,7 +145,7 @@ class BlockManager:
         self.max_piece = max_piece
         self.prefix_cache = prefix_cache
         self.block_size = block_size
-        self.start_tokens = max(block_size // MIN_START, 1)
+        self.start_tokens = max(int(block_size * MIN_COPIED), 1)
         self.pools = [BlockPool(n, self.start_tokens) for n in num_blocks]
         self.source_pool = BlockPool(num_source_blocks, self.start_tokens) if num_source_blocks else None
 

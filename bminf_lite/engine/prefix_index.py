@@ -52,7 +52,7 @@ class PrefixIndex:
     def find_start(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, int]:
         """The key of a block behind ``parent``, and how many tokens from its first on are those of ``token_ids``.
 
-        None or ``start_tokens`` and more. Another block may have more.
+        The count is 0, or ``start_tokens`` or more. Only the newest block with the same start is compared.
         """
         block, found = self._starting_with.get(self._start(parent, token_ids), (NULL_BLOCK, ()))
         return self._key_of.get(block, b""), sum(takewhile(bool, map(eq, found, token_ids)))

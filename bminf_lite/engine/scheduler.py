@@ -88,18 +88,12 @@ class Step:
 
     @property
     def others(self) -> list[ScheduledTokens]:
-        """All parts but the requests that decode."""
+        """The tokens behind those of the requests that decode."""
         return [*self.singles, *self.pieces]
 
     @property
-    def parts(self) -> list[ScheduledTokens]:
-        """All tokens in order; the first :attr:`num_decodes` parts have one each."""
-        pairs = zip(self.decoding, self.positions, strict=True)
-        return [*(ScheduledTokens(request, position, 1, True) for request, position in pairs), *self.others]
-
-    @property
     def requests(self) -> list[Request]:
-        """The requests of the parts."""
+        """The requests of all tokens, in order."""
         return [*self.decoding, *(part.request for part in self.others)]
 
     @property

@@ -17,12 +17,18 @@ from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.engine.scheduler import Scheduler, Step, StepResult
+from bminf_lite.engine.scheduler import ScheduledTokens, Scheduler, Step, StepResult
 from bminf_lite.layers.cache import CacheShape
 
 VOCAB = 50
 SIZE = 4
 UNWRITTEN = -7
+
+
+def parts_of(step: Step) -> list[ScheduledTokens]:
+    """All tokens of a step in order; the first ``num_decodes`` parts have one each."""
+    pairs = zip(step.decoding, step.positions, strict=True)
+    return [*(ScheduledTokens(request, position, 1, True) for request, position in pairs), *step.others]
 
 
 def visible(tokens: np.ndarray, window: int | None) -> np.ndarray:
@@ -73,10 +79,11 @@ class StubRunner:
         for request in step.sources:
             self._write(self.sources, request.blocks.source_table, 0, np.array(request.source_token_ids, np.int32))
             self.encoded += 1
+        parts = parts_of(step)
         for _, pairs in step.copies:
             for pool, (source, target) in zip(self.pools, pairs, strict=True):
                 pool[target] = pool[source]
-        for part in step.parts:
+        for part in parts:
             request = part.request
             ids = list(request.token_ids(part.start, min(part.stop, request.num_known_tokens)))
             if len(ids) < part.num_tokens:
@@ -85,14 +92,14 @@ class StubRunner:
             for pool, table in zip(self.pools, request.blocks.tables, strict=True):
                 self._write(pool, table, part.start, np.array(ids, np.int32))
         chosen, scores = [], []
-        for part in step.parts:
+        for part in parts:
             scores += [float(self._follows(part.request, part.start + 1 + i)) for i in range(part.num_scored)]
             if part.samples:
                 chosen.append(self._follows(part.request, part.stop))
                 self.last_token[part.request.row] = chosen[-1]
             if part.request.take_logits:
                 part.request.take_logits(part.start, np.zeros((part.num_tokens, 1)))
-        assert step.num_decodes == sum(p.num_tokens == 1 for p in step.parts[: step.num_decodes])
+        assert step.num_decodes == sum(p.num_tokens == 1 for p in parts[: step.num_decodes])
         bits = np.zeros(len(chosen), np.float32).view(np.int32)
         logprobs = np.array(scores, np.float32)
         packed = TokenScores(logprobs, np.zeros(len(scores), np.int32), logprobs).packed()

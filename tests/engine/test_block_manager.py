@@ -63,7 +63,7 @@ def test_a_prefix_is_reused_up_to_its_last_full_block_and_never_the_last_token()
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 def test_a_block_that_starts_like_the_next_tokens_is_copied(windows):
-    """The last one of a sequence that has ended, or a full one, whoever holds it."""
+    """A full block, or the last block of a sequence that has ended, also while another sequence holds it."""
     blocks = manager(windows=windows)
 
     def admit(ids: list[int], **options) -> tuple[SequenceBlocks, Admission]:

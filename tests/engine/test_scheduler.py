@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from stub_runner import VOCAB, Driver, make_config, make_request
+from stub_runner import VOCAB, Driver, make_config, make_request, parts_of
 
 from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError
@@ -21,7 +21,7 @@ def prompt(length: int, first: int = 0) -> list[int]:
 
 def shapes(driver: Driver) -> list[tuple[int, ...]]:
     """The numbers of tokens of the parts of each step."""
-    return [tuple(p.num_tokens for p in s.parts) for s in driver.runner.steps]
+    return [tuple(p.num_tokens for p in parts_of(s)) for s in driver.runner.steps]
 
 
 def test_a_step_holds_decoding_sequences_first_and_pieces_of_prompts_in_its_budget():
@@ -229,7 +229,7 @@ def test_requests_of_known_length_start_when_they_can_run_to_their_end(eos_ids):
         driver.add(make_request(prompt(8, 9 * i), 6 + 3 * i, eos_ids=eos_ids))
     driver.run()
     assert (driver.scheduler.num_preemptions > 0) == bool(eos_ids)
-    assert max(len(step.parts) for step in driver.runner.steps) >= 2
+    assert max(len(step.requests) for step in driver.runner.steps) >= 2
     driver.check_results()
 
 

@@ -63,6 +63,5 @@ class GPTQKernels:
         self._launch("gptq_round", ceil_div(n, THREADS // WARP), arguments, errors, errors)
 
     def _launch(self, expression: str, grid: int, arguments: tuple[object, ...], *moved: cp.ndarray) -> None:
-        self._launcher.launch(
-            None, self.source, expression, grid, THREADS, arguments, bytes_moved=nbytes_of(*moved)
-        )  # fmt: skip
+        bytes_moved = nbytes_of(*moved)
+        self._launcher.launch(None, self.source, expression, grid, THREADS, arguments, bytes_moved=bytes_moved)
