@@ -33,7 +33,7 @@ WARP = 32
 HOPPER_SHARED = (227 << 10) - 512
 """Bytes of dynamic shared memory of a block on compute capability 9.0."""
 MERGE_WARPS = 8
-"""Rows that a block of ``prefill_merge.cu`` merges."""
+"""Warps of a block of ``prefill_merge.cu``, each of which merges eight columns of 16 rows."""
 SPLIT_CONTEXT = 4 * SEGMENT
 """Tiles are split only in steps whose contexts may be longer."""
 MAX_RECORD_BYTES = 256 << 20
@@ -273,7 +273,7 @@ class PrefillAttention:
         blocks = min(pieces * kv_heads, residents)
         kernel(blocks, tile_config.threads, args + maps, tile_config.shared, stream, dependent)
         if max_records:
-            slices = tile_config.rows // MERGE_WARPS
+            slices = tile_config.rows // 16 * (tile_config.depth // 8) // MERGE_WARPS
             merge((kv_heads, split_tiles * slices), MERGE_WARPS * WARP, args, 0, stream, dependent)
 
     @staticmethod
