@@ -434,8 +434,7 @@ __global__ void __launch_bounds__((BM / 64 + IS_INT8<CACHE> + 1) * WARPGROUP, 1)
         for (int k = 0;; ++k) {
             const WorkTile& work = queue.get(k);
             if (work.group == 0) break;
-            consume<D, BM, BN, STAGES, SCORES, CACHE>(
-                pipeline, work, p, q_tile, row, count, running);
+            consume<D, BM, BN, STAGES, SCORES, CACHE>(pipeline, work, p, q_tile, row, count, running);
             count += ceil_div(work.end - work.begin, BN);
             __syncwarp();
             if (threadIdx.x % WARP == 0) queue.release(k);

@@ -1,7 +1,7 @@
 // Merges the records of tiles that several blocks of a prefill kernel have shared, and writes their outputs.
 //
-// The grid is (kv_heads, at least the number of split tiles times ROWS * D / (128 * WARPS)); a warp has eight columns of
-// 16 rows, as fragment_of has them.
+// The grid is (kv_heads, at least the number of split tiles times ROWS * D / (128 * WARPS)); a warp has eight columns
+// of 16 rows, as fragment_of has them.
 #include "attention/prefill.cuh"
 
 namespace bminf {
