@@ -36,7 +36,7 @@ class PrefixIndex:
         self.start_tokens = start_tokens
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._starting_with: dict[bytes, tuple[int, Sequence[int]]] = {}
+        self._starting_with: dict[bytes, tuple[int, array[int]]] = {}
         self._start_of: dict[int, bytes] = {}
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class PrefixIndex:
             self._key_of[block] = key
             if len(token_ids) >= self.start_tokens:
                 self._start_of[block] = start = self._start(parent, token_ids)
-                self._starting_with[start] = block, token_ids
+                self._starting_with[start] = block, array("i", token_ids)
 
     def forget(self, block: int) -> None:
         """Remove a block, whose contents are about to change."""
