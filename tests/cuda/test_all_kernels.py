@@ -44,7 +44,7 @@ TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/decod
 NEVER_SPILL = ("sampling/sample.cu", "gemm/dp4a.cu")
 DECODE_SPILL = 64
 """Bytes that decode attention may spill where two blocks share an SM, all of them outside the loops over the cache."""
-PREFILL_SPILL = {"attention/prefill.cu": 96, "attention/prefill_hopper.cu": 480}
+PREFILL_SPILL = {"attention/prefill.cu": 96, "attention/prefill_hopper.cu": 496}
 """Bytes that prefill attention may spill: the accumulators of heads of 128 and 256 leave few registers for the rest.
 
 With ``prefill_hopper.cu`` only heads of 256 over int8 codes spill more than 160, most of them in the warp that finds

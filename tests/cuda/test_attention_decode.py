@@ -336,7 +336,7 @@ def test_bits_are_those_of_the_kernels_for_many_tokens(device: Device, shape: Sh
     out = cp.zeros((count, -(-spec.heads * spec.head_dim // 8) * 8), cp.float16)
     prefill, scores = PrefillAttention(device), scores_of(spec)
     sizes: dict[str, Any] = {"heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim}
-    sizes |= {"tokens": count, "batch_size": count, "max_context_len": longest}
+    sizes |= {"tokens": count, "batch_size": count, "max_query_len": 1, "max_context_len": longest}
     scratch = cp.zeros(prefill.scratch_bytes(**sizes, scores=scores.kind, int8=shape.int8), cp.uint8)
     cu_seqlens, context_lens = cp.arange(count + 1, dtype=cp.int32), cp.asarray(problem.context_lens)
     counters, tables = cp.zeros(COUNTERS, cp.int32), cp.asarray(problem.tables)

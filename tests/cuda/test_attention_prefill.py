@@ -207,7 +207,9 @@ class Problem:
         key_scales, value_scales = (s.data.ptr for s in scales) if scales else (0, 0)
         prefill = division.attention(device)
         shape = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "tokens": tokens}
-        longest = {"batch_size": len(pieces), "max_context_len": max(p + n for _, p, n in pieces)}
+        lengths = [n for _, _, n in pieces]
+        longest = {"max_query_len": max(lengths), "max_context_len": max(p + n for _, p, n in pieces)}
+        longest["batch_size"] = len(lengths)
         kind = {"scores": case.scores, "int8": bool(scales)}
         scratch = cp.full(prefill.scratch_bytes(**shape, **longest, **kind), 0xFF, cp.uint8)
         bias = None if self.bias is None else LinearBias(cp.asarray(self.bias.slopes))

@@ -44,7 +44,8 @@ class AttentionLaunches:
         prefill, scores = self.kernels.attention_prefill, scores_of(spec)
         kind: dict[str, Any] = {
             "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": len(batch.tokens),
-            "batch_size": batch.batch_size, "max_context_len": max_context_len, "mask": mask,
+            "batch_size": batch.batch_size, "max_query_len": batch.max_query_len, "max_context_len": max_context_len,
+            "mask": mask,
         }  # fmt: skip
         int8 = cache.key_scales is not None
         scratch_bytes = prefill.scratch_bytes(**kind, scores=scores.kind, int8=int8)

@@ -451,12 +451,26 @@ __device__ __forceinline__ RowSums row_sums(const SoftmaxState& state) {
     return sums;
 }
 
-// A thread's part of the merged result of the segments that have ended. The outputs lie outside registers: vector n has
-// o[n], and vectors are `stride` apart.
+// A thread's part of the outputs of the warp's 16 rows from `row` on, where those of a tile lie in memory: vector n has
+// o[n], and vectors are WARP apart. So the outputs of a warp are one piece of 16 rows.
+template <int D>
+__device__ __forceinline__ float4* fragment_of(float* tile, int row) {
+    return reinterpret_cast<float4*>(tile + row * D) + threadIdx.x % WARP;
+}
+
+template <int N>
+__device__ __forceinline__ void store_fragment(float4* vectors, const float (&o)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) vectors[n * WARP] = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
+}
+
+// A thread's part of the merged result of the segments that have ended. The outputs lie outside registers, see
+// fragment_of. If they lie in shared memory, the outputs of a record go there on their way, so that the warp need not
+// wait for stores to global memory.
 template <int N>
 struct RunningResult {
     float4* vectors;
-    int stride;
+    bool in_shared;
     bool empty = true;
     RowSums left = {};
 
@@ -470,15 +484,29 @@ struct RunningResult {
             sums.top[h] = factors[h].top, sums.sum[h] = merge(factors[h], left.sum[h], sums.sum[h]);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const float4 x = vectors[n * stride];
+            const float4 x = vectors[n * WARP];
             o[n][0] = merge(factors[0], x.x, o[n][0]), o[n][1] = merge(factors[0], x.y, o[n][1]);
             o[n][2] = merge(factors[1], x.z, o[n][2]), o[n][3] = merge(factors[1], x.w, o[n][3]);
         }
     }
     __device__ __forceinline__ void store(const RowSums& sums, const float (&o)[N][4]) {
         empty = false, left = sums;
-#pragma unroll
-        for (int n = 0; n < N; ++n) vectors[n * stride] = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
+        wait_for_copy();
+        store_fragment(vectors, o);
+    }
+    // Writes the outputs of a record to `target`.
+    __device__ __forceinline__ void hand_over(float4* target, const float (&o)[N][4]) const {
+        if (!in_shared) return store_fragment(target, o);
+        wait_for_copy();
+        store_fragment(vectors, o);
+#if __CUDA_ARCH__ >= 900
+        warp_copy_to_global(target, vectors, N * WARP * sizeof(float4));
+#endif
+    }
+    __device__ __forceinline__ void wait_for_copy() const {
+#if __CUDA_ARCH__ >= 900
+        if (in_shared) warp_copy_wait_read();
+#endif
     }
 };
 
@@ -486,27 +514,23 @@ struct RunningResult {
 template <int D, int ROWS>
 constexpr int RUNNING_BYTES = ROWS * D * static_cast<int>(sizeof(float));
 
-// A record in memory: o [ROWS, D], then (top, sum) [ROWS, 2], in fp32.
+// A record in memory: o [ROWS, D] in the order of fragment_of, then (top, sum) [ROWS, 2], in fp32.
 template <int D, int ROWS>
 struct Record {
     float* data;
 
     __device__ __forceinline__ Record(const PrefillParams& p, int index)
         : data(p.records + static_cast<size_t>(index) * (ROWS * (D + 2))) {}
-    __device__ __forceinline__ float* row(int row) const { return data + row * D; }
+    __device__ __forceinline__ float4* outputs(int row) const { return fragment_of<D>(data, row); }
     __device__ __forceinline__ float2* sums(int row) const { return reinterpret_cast<float2*>(data + ROWS * D) + row; }
     // row: the first of the warp's 16 rows in the tile.
-    __device__ __forceinline__ void write(int row, const RowSums& of, const float (&o)[D / 8][4]) const {
+    __device__ __forceinline__ void write(
+        int row, const RowSums& of, const float (&o)[D / 8][4], const RunningResult<D / 8>& running) const {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int r = row + lane / 4 + h * 8;
-            if (lane % 4 == 0) *sums(r) = make_float2(of.top[h], of.sum[h]);
-#pragma unroll
-            for (int n = 0; n < D / 8; ++n)
-                *reinterpret_cast<float2*>(this->row(r) + n * 8 + lane % 4 * 2) =
-                    make_float2(o[n][2 * h], o[n][2 * h + 1]);
-        }
+        for (int h = 0; h < 2; ++h)
+            if (lane % 4 == 0) *sums(row + lane / 4 + h * 8) = make_float2(of.top[h], of.sum[h]);
+        running.hand_over(outputs(row), o);
     }
 };
 
@@ -518,7 +542,7 @@ __device__ __forceinline__ void end_segment(
     RunningResult<D / 8>& running) {
     RowSums sums = row_sums(state);
     if (work.part) {
-        Record<D, ROWS>(p, work.record_of(segment)).write(row, sums, o);
+        Record<D, ROWS>(p, work.record_of(segment)).write(row, sums, o, running);
     } else {
         running.merge_with(sums, o);
         running.store(sums, o);
@@ -542,7 +566,7 @@ __device__ __forceinline__ bool end_last_segment(
     RowSums sums = row_sums(state);
     running.merge_with(sums, o);
     if (work.record >= 0) {
-        Record<D, ROWS>(p, work.record_of((work.end - 1) / SEGMENT)).write(row, sums, o);
+        Record<D, ROWS>(p, work.record_of((work.end - 1) / SEGMENT)).write(row, sums, o, running);
         return false;
     }
 #pragma unroll

@@ -33,7 +33,7 @@ WARP = 32
 HOPPER_SHARED = (227 << 10) - 512
 """Bytes of dynamic shared memory of a block on compute capability 9.0."""
 MERGE_WARPS = 8
-"""Rows that a block of ``prefill_merge.cu`` merges."""
+"""Warps of a block of ``prefill_merge.cu``, each of which merges eight columns of 16 rows."""
 SPLIT_CONTEXT = 4 * SEGMENT
 """Tiles are split only in steps whose contexts may be longer."""
 MAX_RECORD_BYTES = 256 << 20
@@ -138,7 +138,7 @@ def tile_config_for(
     scores: ScoreKind = ScoreKind.PLAIN,
     int8: bool = False,
 ) -> AttentionTileConfig:
-    """The tiling for heads padded to ``depth`` columns; ``small`` if tiles of 128 rows would be half empty.
+    """The tiling for heads padded to ``depth`` columns; ``small`` if half of 128 rows are enough for any sequence.
 
     The keys of a tile depend on neither ``small`` nor ``int8``: they are part of the order of sums.
     """
@@ -176,7 +176,8 @@ class PrefillAttention:
             yield KernelFamily("attention/prefill_merge.cu", tile_config.merge)
 
     def scratch_bytes(
-        self, *, heads: int, kv_heads: int, head_dim: int, tokens: int, batch_size: int, max_context_len: int,
+        self, *, heads: int, kv_heads: int, head_dim: int, tokens: int, batch_size: int, max_query_len: int,
+        max_context_len: int,
         mask: AttentionMask = AttentionMask.CAUSAL, scores: ScoreKind = ScoreKind.PLAIN, int8: bool = False,
         max_record_bytes: int = MAX_RECORD_BYTES,
     ) -> int:  # fmt: skip
@@ -184,7 +185,7 @@ class PrefillAttention:
 
         It needs at least as many as with ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
         """
-        tile_config = self._config(tokens, batch_size, heads // kv_heads, head_dim, mask, scores, int8)
+        tile_config = self._config(max_query_len, heads // kv_heads, head_dim, mask, scores, int8)
         running = self._running_bytes(tile_config, max_context_len)
         if not self._may_split(mask, max_context_len):
             return running
@@ -215,6 +216,7 @@ class PrefillAttention:
         window: int | None,
         tokens: int,
         batch_size: int,
+        max_query_len: int,
         max_context_len: int,
         counters: int,
         scratch: int,
@@ -240,13 +242,13 @@ class PrefillAttention:
 
         Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scores.scale`` is positive,
         ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and ``head_dim`` at most ``MAX_HEAD_DIM``.
-        No sequence has more than ``max_context_len`` keys. For ``AttentionMask.BIDIRECTIONAL``, ``keys`` and ``values``
-        are fp16 ``[kv_heads, num_blocks, D]`` with all tokens of the step in order, and ``block_tables`` is not read.
-        ``dependent`` as in :class:`Kernel`.
+        No sequence has more than ``max_query_len`` of these tokens or ``max_context_len`` keys. For
+        ``AttentionMask.BIDIRECTIONAL``, ``keys`` and ``values`` are fp16 ``[kv_heads, num_blocks, D]`` with all tokens
+        of the step in order, and ``block_tables`` is not read. ``dependent`` as in :class:`Kernel`.
         """
         assert (mask, scores.kind) in MASKS
         group, int8 = heads // kv_heads, key_scales != 0
-        tile_config = self._config(tokens, batch_size, group, head_dim, mask, scores.kind, int8)
+        tile_config = self._config(max_query_len, group, head_dim, mask, scores.kind, int8)
         kernel, merge = self._kernels(tile_config, INT8 if int8 else HALF)
         pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)
         split_tiles = min(tiles, self._split_tiles(tile_config, kv_heads))
@@ -273,7 +275,7 @@ class PrefillAttention:
         blocks = min(pieces * kv_heads, residents)
         kernel(blocks, tile_config.threads, args + maps, tile_config.shared, stream, dependent)
         if max_records:
-            slices = tile_config.rows // MERGE_WARPS
+            slices = tile_config.rows // 16 * (tile_config.depth // 8) // MERGE_WARPS
             merge((kv_heads, split_tiles * slices), MERGE_WARPS * WARP, args, 0, stream, dependent)
 
     @staticmethod
@@ -301,16 +303,9 @@ class PrefillAttention:
         return self._residents(tile_config) * tile_config.running_bytes if max_context_len > SEGMENT else 0
 
     def _config(
-        self,
-        tokens: int,
-        batch_size: int,
-        group: int,
-        head_dim: int,
-        mask: AttentionMask,
-        scores: ScoreKind,
-        int8: bool,
+        self, max_query_len: int, group: int, head_dim: int, mask: AttentionMask, scores: ScoreKind, int8: bool
     ) -> AttentionTileConfig:
-        small = tokens * group <= 64 * batch_size
+        small = max_query_len * group <= 64
         return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, scores, int8)
 
     def _load(self, tile_config: AttentionTileConfig, element: str) -> tuple[Kernel, Kernel]:

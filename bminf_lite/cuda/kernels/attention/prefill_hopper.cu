@@ -301,7 +301,7 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
 template <int D, int BM, int BN, int STAGES, int SCORES, class CACHE>
 __device__ __forceinline__ void consume(
     const KVPipeline<D, BN, STAGES, CACHE>& pipeline, const WorkTile& work, const PrefillParams& p, __half* q_tile,
-    int row, int count, RunningResult<D / 8> running) {
+    int row, int count, float* running_tile) {
     constexpr int GROUPS = BM / 64, CHUNKS = D / 8;
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP, index = row / 64;
     const int turn = 1 + index, next = 1 + (index + 1) % GROUPS, own = 1 + GROUPS + index;
@@ -321,6 +321,7 @@ __device__ __forceinline__ void consume(
     const unsigned q = cast_smem_ptr_to_uint(q_tile) + row * COLUMNS * 2;
     const int position[2] = {
         work.position(work.first + warp_row + lane / 4), work.position(work.first + warp_row + lane / 4 + 8)};
+    RunningResult<D / 8> running = {fragment_of<D>(running_tile, warp_row), p.running == nullptr};
     SoftmaxState state;
     float o[D / 8][4] = {}, s[BN / 8][4], rescale[2];
     unsigned w[BN / 16][4];
@@ -426,19 +427,19 @@ __global__ void __launch_bounds__((BM / 64 + IS_INT8<CACHE> + 1) * WARPGROUP, 1)
     } else {
         set_registers<Registers<D, GROUPS, CACHE>::CONSUMER>();
         const int row = role * 64;
-        float4* const running = p.running ? reinterpret_cast<float4*>(p.running) + blockIdx.x * (BM * D / 4)
-                                          : reinterpret_cast<float4*>(pipeline.tiles + 2 * STAGES * BN * D);
+        float* const running = p.running ? p.running + blockIdx.x * (BM * D)
+                                         : reinterpret_cast<float*>(pipeline.tiles + 2 * STAGES * BN * D);
         if (GROUPS > 1 && row == BM - 64) named_barrier_arrive<2 * WARPGROUP>(1);  // the first turn
         int count = 0;
         for (int k = 0;; ++k) {
             const WorkTile& work = queue.get(k);
             if (work.group == 0) break;
-            consume<D, BM, BN, STAGES, SCORES, CACHE>(
-                pipeline, work, p, q_tile, row, count, {running + threadIdx.x, CONSUMERS});
+            consume<D, BM, BN, STAGES, SCORES, CACHE>(pipeline, work, p, q_tile, row, count, running);
             count += ceil_div(work.end - work.begin, BN);
             __syncwarp();
             if (threadIdx.x % WARP == 0) queue.release(k);
         }
+        warp_copy_wait();
         launch_dependent_grids();
     }
 }

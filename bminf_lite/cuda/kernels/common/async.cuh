@@ -164,6 +164,28 @@ __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* sourc
         : "memory");
 }
 
+// Copies what the warp has written to shared memory. The size and both addresses, those of lane 0, are multiples of 16
+// bytes. Called by the whole warp.
+__device__ __forceinline__ void warp_copy_to_global(void* target, const void* source, int bytes) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        asm volatile(
+            "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+            "cp.async.bulk.commit_group;" ::"l"(target),
+            "r"(cast_smem_ptr_to_uint(source)), "r"(bytes)
+            : "memory");
+}
+
+// Waits until these copies of the warp have read their shared memory.
+__device__ __forceinline__ void warp_copy_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    __syncwarp();
+}
+
+// Waits until these copies of the warp are complete.
+__device__ __forceinline__ void warp_copy_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // CUtensorMap. All tensor maps here have boxes with rows of 128 bytes and the 128-byte swizzle.
 struct alignas(64) TensorMap {
     unsigned char bytes[128];
