@@ -262,7 +262,7 @@ def test_overwriting_counts_as_a_version_without_gradients():
         with torch.no_grad():
             before = x._version
             function(x)
-            assert x._version == before + 1
+            assert x._version > before
 
 
 def test_exported_with_a_dynamic_batch():
@@ -351,5 +351,9 @@ def test_calls_past_the_dispatcher_do_the_same(monkeypatch):
         torch.testing.assert_close(found, expected[name], rtol=0, atol=0)
         assert called[-1] == name and (own._version > 0) == name.endswith("_")
         count = len(called)
-        function(x.clone().requires_grad_() * 1)  # recorded, so by the dispatcher
-        assert len(called) == count + (name == "quantize_rows")
+        recorded = function(x.clone().requires_grad_() * 1)  # those in place by the dispatcher
+        assert len(called) == count + (not name.endswith("_"))
+        if name in ("softmax", "norm", "int8_linear"):
+            torch.testing.assert_close(recorded, expected[name], rtol=0, atol=0)
+            recorded.sum().backward()
+            assert called[-1].endswith("_backward")

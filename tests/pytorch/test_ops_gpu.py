@@ -362,7 +362,7 @@ def test_overwriting_counts_as_a_version_without_gradients():
         with torch.no_grad():
             before = x._version
             function(x)
-            assert x._version == before + 1
+            assert x._version > before  # by more than one where PyTorch's own operations write it
     with torch.no_grad():
         ops.softmax_(saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
