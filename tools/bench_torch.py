@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -51,45 +53,61 @@ LINEARS = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 14336)
 """in_features and out_features of the products of a layer of LLaMA 8B."""
 GIB = 1 << 30
 PROMPT, DECODED, ROUNDS = 512, 64, 3
-"""Tokens before decoding, decoded tokens, and how often that is repeated."""
+"""Tokens before decoding, decoded tokens, and how often that and the measurement of host times are repeated."""
+COMPILED_CASE = "compiled, static cache"
 Peers = dict[str, Callable[..., Any]]
 
 
 @dataclass
 class Recorder:
-    """The results so far. With ``prepare`` functions are called and not measured."""
+    """The results so far, which ``path`` holds too. With ``prepare`` functions are called and not measured."""
 
+    path: Path
+    about: dict[str, Any]
     prepare: bool
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, section: str, case: str, name: str, found: dict[str, Any]) -> None:
-        """One result, which is printed too."""
+        """One result, which is printed and written too: the process may be ended before the next."""
         self.results.append({"section": section, "case": case, "name": name, **found})
+        self.path.write_text(json.dumps({"about": self.about, "results": self.results}, indent=1))
         share = "" if found.get("bandwidth_share") is None else f"{found['bandwidth_share']:6.1%}"
         host = f"host {found['host_seconds'] * 1e6:6.1f}" if "host_seconds" in found else ""
         print(f"{section:9} {case:28} {name:16} {found['seconds'] * 1e6:12.1f} us {share} {host}", flush=True)
 
-    def time(self, section: str, case: str, peers: Peers, *arguments: Any, nbytes: int = 0, graph: bool = True) -> None:
-        """Measure each of ``peers``; one that fails is left out. Without ``graph`` a call may take the host longer."""
-        for name, function in peers.items():
-            failure = self._time(section, case, name, function, arguments, nbytes, graph)
-            if failure and graph and not self.prepare:  # some libraries cannot be captured
-                failure = self._time(section, case, name, function, arguments, nbytes, False)
-            if failure:
-                print(f"{section:9} {case:28} {name:16} failed: {failure}", flush=True)
+    def time(
+        self, section: str, case: str, peers: Peers, *arguments: Any, nbytes: int = 0, graph: bool = True,
+        rounds: int = 1,
+    ) -> None:  # fmt: skip
+        """Measure each of ``peers``; one that fails is left out. Without ``graph`` a call may take the host longer.
+
+        Of several ``rounds``, in each of which all peers are measured, the one with the median host time counts.
+        """
+        measured: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+        for _ in range(rounds):
+            for name in list(measured):
+                function, found = peers[name], measured[name]
+                failure = self._time(function, arguments, nbytes, graph, found)
+                if failure and graph and not self.prepare:  # some libraries cannot be captured
+                    failure = self._time(function, arguments, nbytes, False, found)
+                if failure:
+                    print(f"{section:9} {case:28} {name:16} failed: {failure}", flush=True)
+                    del measured[name]
+                elif len(found) == rounds:
+                    self.add(section, case, name, sorted(found, key=lambda f: f["host_seconds"])[rounds // 2])
 
     def _time(
-        self, section: str, case: str, name: str, function: Callable[..., Any], arguments: Any, nbytes: int, graph: bool
+        self, function: Callable[..., Any], arguments: Any, nbytes: int, graph: bool, found: list[dict[str, Any]]
     ) -> str:
-        """Measure one; returns why that failed."""
+        """Measure one function and add that to ``found``; returns why it failed."""
         try:
             if self.prepare:
                 function(*arguments)
             else:
-                found = measure(function, *arguments, bytes_moved=nbytes, batches=7, seconds=0.02, graph=graph)
-                self.add(section, case, name, asdict(found) | {"graph": graph})
+                values = measure(function, *arguments, bytes_moved=nbytes, batches=7, seconds=0.02, graph=graph)
+                found.append(asdict(values) | {"graph": graph})
         except Exception as error:
-            return str(error).splitlines()[0][:120]
+            return (str(error) or type(error).__name__).splitlines()[0][:120]
         return ""
 
 
@@ -194,7 +212,7 @@ def linear(to: Recorder) -> None:
     """int8_linear against bf16 nn.Linear and other int8 products, at few and at many rows."""
     for case, (k, n) in LINEARS.items():
         codes, scale, weight = weight_of(k, n)
-        of_library = library_linear(codes, scale)
+        of_library = library_linear(codes, scale) if bitsandbytes else None
         for count in (1, 4, 16, 2048):
             torch._dynamo.reset()
             x = torch.randn(count, k, device=GPU, dtype=torch.bfloat16)
@@ -246,15 +264,18 @@ class Modelled(TileChoices):
         """Nothing."""
 
 
-def library_linear(codes: torch.Tensor, scale: torch.Tensor) -> Callable[..., Any] | None:
-    """bitsandbytes' layer without outlier columns, of an fp16 input; None without bitsandbytes."""
-    if bitsandbytes is None:
-        return None
+def library_linear(codes: torch.Tensor, scale: torch.Tensor) -> Callable[..., Any]:
+    """bitsandbytes' layer without outlier columns, of an fp16 input, made at the first call."""
     n, k = codes.shape
-    layer = bitsandbytes.nn.Linear8bitLt(k, n, bias=False, has_fp16_weights=False, threshold=0.0)
-    layer.weight = bitsandbytes.nn.Int8Params((codes * scale[:, None]).half().cpu(), has_fp16_weights=False)
-    layer = layer.to(GPU)
-    return lambda x: layer(x.half())
+
+    @functools.cache
+    def layer() -> nn.Module:
+        made = bitsandbytes.nn.Linear8bitLt(k, n, bias=False, has_fp16_weights=False, threshold=0.0)
+        weight = (codes * scale[:, None]).half().cpu()
+        made.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        return made.to(GPU)
+
+    return lambda x: layer()(x.half())
 
 
 def dot(to: Recorder) -> None:
@@ -323,7 +344,7 @@ def host(to: Recorder) -> None:
         peers["triton softmax"] = lambda: triton_peers.softmax(x)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            to.time("host", mode.__name__, peers, graph=False)
+            to.time("host", mode.__name__, peers, graph=False, rounds=ROUNDS)
 
 
 def random_linear(k: int, n: int) -> Int8Linear:
@@ -432,23 +453,51 @@ def lora(to: Recorder) -> None:
 
 
 def decode(to: Recorder) -> None:
-    """Tokens of a model of LLaMA 8B's shape with a static cache, compiled and eager: in bf16, then wrapped."""
+    """Tokens of a model of LLaMA 8B's shape with a static cache: compiled in bf16 and wrapped, then both eagerly.
+
+    Each model is compiled in a process of its own, both at the same time; they take turns when they are measured.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    for name in ("bf16", "w8a8"):
+        pipes[name], theirs = context.Pipe()
+        context.Process(target=serve_decode, args=(name, theirs), daemon=True).start()
+        theirs.close()
+    for case in ("ready",) if to.prepare else ("ready", COMPILED_CASE, "eager"):
+        for name, pipe in list(pipes.items()):
+            try:
+                pipe.send(case)
+                found = pipe.recv()
+            except (EOFError, OSError):
+                print(f"decode    {case:28} {name:16} failed", flush=True)
+                del pipes[name]
+                continue
+            if found:
+                to.add("decode", case, name, found)
+
+
+def serve_decode(name: str, pipe: Connection) -> None:
+    """Compile one of the models; then answer each case by its measurement, until the pipe is closed."""
     from bench_peers import Transformers
 
     peer = Transformers(read_shape("llama-3-8b"), "cuda", torch.bfloat16)
-    for name in ("bf16", "w8a8"):
-        if name != "bf16":
-            torch._dynamo.reset()
-            wrap(peer.model, name)
-            peer.compiled = torch.compile(peer.model.forward, mode="reduce-overhead", fullgraph=True)
-            torch.cuda.empty_cache()
-        peer.run(1, PROMPT, DECODED if not to.prepare else 4, compiled=True)
-        if to.prepare:
+    if name != "bf16":
+        wrap(peer.model, name)
+        torch.cuda.empty_cache()
+    start = time.perf_counter()
+    peer.run(1, PROMPT, DECODED, compiled=True)
+    print(f"  {name} compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    while True:
+        try:
+            case = pipe.recv()
+        except EOFError:
+            return
+        if case == "ready":
+            pipe.send(None)
             continue
-        for case, is_compiled in (("compiled, static cache", True), ("eager", False)):
-            found = [peer.run(1, PROMPT, DECODED, compiled=is_compiled) for _ in range(ROUNDS)]
-            first, token = (statistics.median(values) for values in zip(*found, strict=True))
-            to.add("decode", case, name, {"seconds": token, "first": first, "allocated": torch.cuda.memory_allocated()})
+        rounds = [peer.run(1, PROMPT, DECODED, compiled=case == COMPILED_CASE) for _ in range(ROUNDS)]
+        first, token = (statistics.median(values) for values in zip(*rounds, strict=True))
+        pipe.send({"seconds": token, "first": first, "allocated": torch.cuda.memory_allocated()})
 
 
 def engine(to: Recorder) -> None:
@@ -479,14 +528,15 @@ def version(library: Any) -> str:
 
 def main(arguments: list[str]) -> None:
     path, chosen = Path(arguments[0]), [a for a in arguments[1:] if not a.startswith("--")]
-    to = Recorder("--prepare" in arguments)
+    prepare = "--prepare" in arguments
     about = {
         "gpu": torch.cuda.get_device_name(0), "driver": driver_release(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "triton": version(triton_peers and triton_peers.triton),
         "bitsandbytes": version(bitsandbytes), "date": time.strftime("%Y-%m-%d"),
         "command": "python tools/bench_torch.py results.json",
-        "copy_bandwidth": 0.0 if to.prepare else bandwidth(GPU),
+        "copy_bandwidth": 0.0 if prepare else bandwidth(GPU),
     }  # fmt: skip
+    to = Recorder(path, about, prepare)
     print(about)
     for name in chosen or (COMPILED if to.prepare else SECTIONS):
         start = time.perf_counter()
@@ -496,7 +546,6 @@ def main(arguments: list[str]) -> None:
             traceback.print_exc()
         torch.cuda.empty_cache()
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-        path.write_text(json.dumps({"about": about, "results": to.results}, indent=1))
 
 
 if __name__ == "__main__":
