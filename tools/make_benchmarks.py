@@ -1,7 +1,7 @@
 """Make ``docs/benchmarks.md`` and the picture of README from the results in ``benchmarks/results``.
 
-Each result is a JSON file with ``title``, ``note``, ``gpu`` or ``cpu``, ``versions``, ``date`` (ISO), ``rows``, and a
-``command`` for all rows or one in each. A row has ``what`` and further columns. ``figures`` are plots: each has
+Each result is a JSON file with ``title``, ``note``, ``gpu`` or ``cpu``, ``versions``, ``rows``, and for all rows or
+in each a ``date`` (ISO) and a ``command``. A row has ``what`` and further columns. ``figures`` are plots: each has
 ``file``, ``title``, the labels ``x`` and ``y``, and ``series``, lists of points by name. Needs matplotlib.
 
     python tools/make_benchmarks.py
@@ -38,8 +38,8 @@ def page(results: list[dict[str, Any]]) -> str:
 def section(result: dict[str, Any]) -> str:
     """A result as a heading, where and how it was measured, and a table."""
     rows = [{key: text(key, value) for key, value in row.items()} for row in result["rows"]]
-    machine = result.get("gpu") or result["cpu"]
-    lines = [f"## {result['title']}", "", f"{machine}, {result['date']}; {result['versions']}. {result['note']}", ""]
+    where = ", ".join(result[key] for key in ("gpu", "cpu", "date") if key in result)
+    lines = [f"## {result['title']}", "", f"{where}; {result['versions']}. {result['note']}", ""]
     if "command" in result:
         lines += [f"    {result['command']}", ""]
     lines += [markdown_table(rows), ""]
@@ -98,7 +98,7 @@ def draw_lines(described: dict[str, Any], folder: Path) -> None:
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """All results, the comparison with others first."""
     files = sorted(
-        folder.glob("*.json"), key=lambda path: (path.name != PEERS, path.name == "demo-model.json", path.name)
+        folder.glob("*.json"), key=lambda path: (path.name != PEERS, path.name == "demo-model.json", path.stem)
     )
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
