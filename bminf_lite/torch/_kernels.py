@@ -103,21 +103,21 @@ class DeviceKernels:
     def _dynamic_linear(
         self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, rows: int, own: bool
     ) -> None:
-        k = codes.shape[1]
+        n, k = codes.shape
         pitch = round_up(k, CODE_PAD)
         if own and rows == 1 and k == pitch <= MAX_WIDTH and x.dtype in GEMV_INPUTS and x.is_contiguous():
             source, weight = x.data_ptr(), codes.data_ptr()
             if (source | weight) % 16 == 0:
                 self.gemv.launch_tensor(
                     stream_of(self.index), GEMV_INPUTS[x.dtype], source, weight, scale.data_ptr(), _address(bias),
-                    out.data_ptr(), out.shape[-1], k,
+                    out.data_ptr(), n, k,
                 )  # fmt: skip
                 return
         scratch = codes.new_empty(rows * (pitch + SCALE_BYTES))
         row_codes = scratch.data_ptr()
         row_scale = row_codes + rows * pitch
         _quantize(x, row_codes, pitch, row_scale)
-        self._product(scratch, pitch, row_scale, codes, scale, bias, out, rows, own)
+        self._product(scratch, pitch, row_scale, codes, scale, bias, out, rows, n, k, own)
 
     def product(
         self, x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
@@ -127,15 +127,16 @@ class DeviceKernels:
         ``x`` int8 ``[rows, in_features]``, ``codes`` int8 ``[n, in_features]``, scales and bias fp32, ``out``
         ``[rows, n]``; contiguous.
         """
+        n, k = codes.shape
         own = self._may_use_products()
-        self._product(x, x.shape[1], x_scale.data_ptr(), codes, scale, bias, out, len(x), own)
+        self._product(x, x.shape[1], x_scale.data_ptr(), codes, scale, bias, out, len(x), n, k, own)
 
     def _product(
         self, x: Tensor, pitch: int, x_scale: int, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor,
-        rows: int, own: bool,
+        rows: int, n: int, k: int, own: bool,
     ) -> None:  # fmt: skip
         """The same with the codes of ``rows`` rows at the start of ``x``, ``pitch`` apart; ``own``: by our kernels."""
-        (n, k), stream = codes.shape, stream_of(self.index)
+        stream = stream_of(self.index)
         few, dtype = rows <= self.most_skinny_rows, out.dtype
         if own and k == pitch and k % CODE_PAD == 0 and (few or (dtype is not torch.float32 and n % 8 == 0)):
             rows_at, weight, target = x.data_ptr(), codes.data_ptr(), out.data_ptr()
@@ -537,13 +538,12 @@ def norm_backward(
     if not parameters:
         return dx, dx.new_empty(0, dtype=kind), dx.new_empty(0, dtype=kind)
     parts = own.rows.parameter_parts(rows, k)
-    sums = torch.empty((2 if has_bias else 1, parts, k), dtype=torch.float32, device=x.device)
-    at = sums.data_ptr()
+    sums = [x.new_empty(parts, k, dtype=torch.float32) for _ in range(1 + has_bias)]
     own.rows.norm_parameter_gradients(
-        stream, types, center, vectors, dy_rows, x_rows, from_output, *addresses, means, inverse.data_ptr(), at,
-        at + 4 * parts * k if has_bias else 0, parts, rows, k,
+        stream, types, center, vectors, dy_rows, x_rows, from_output, *addresses, means, inverse.data_ptr(),
+        sums[0].data_ptr(), sums[1].data_ptr() if has_bias else 0, parts, rows, k,
     )  # fmt: skip
-    dweight, *dbias = (part.sum(0).to(kind) for part in sums.unbind())
+    dweight, *dbias = (part.sum(0).to(kind) for part in sums)
     return dx, dweight, dbias[0] if has_bias else dx.new_empty(0, dtype=kind)
 
 
@@ -552,9 +552,8 @@ def norm_backward(
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales."""
-    sizes = x.shape[:-1]
-    codes = _empty_like(x, torch.int8)
-    scale = x.new_empty(*sizes, dtype=torch.float32) if sizes else x.new_empty(sizes, dtype=torch.float32)
+    codes, (*lead, _) = _empty_like(x, torch.int8), x.shape
+    scale = x.new_empty(*lead, dtype=torch.float32) if lead else x.new_empty((), dtype=torch.float32)
     _quantize(x, codes.data_ptr(), 0, scale.data_ptr())
     return codes, scale
 
@@ -597,8 +596,8 @@ def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     """``x @ (scale * codes).T + bias``, with ``x`` quantized per row if ``dynamic``."""
     kind_of(x.dtype)  # refuses other types
-    own, (n, k) = kernels_of(x), codes.shape
-    out = x.new_empty(*x.shape[:-1], n)  # sizes one by one take the host half as long as a tuple
+    own, (n, k), (*lead, _) = kernels_of(x), codes.shape, x.shape
+    out = x.new_empty(*lead, n)  # sizes one by one take the host half as long as a tuple
     elements = out.numel()
     if not elements:
         return out
@@ -660,13 +659,9 @@ def square_linear_(x: Tensor, w: Tensor, transpose: bool) -> None:
     n = x.shape[-1]
     if not x.numel():
         return
-    rows = x.reshape(-1, n)
-    in_place = rows.data_ptr() == x.data_ptr()
+    rows, factor = x.reshape(-1, n), w.t() if transpose else w
     step = max(1, WORKSPACE_BYTES // (n * x.itemsize))
-    workspace = torch.empty((min(step, len(rows)), n), dtype=x.dtype, device=x.device)
-    factor = w.t() if transpose else w
-    for first in range(0, len(rows), step):
-        block = rows[first : first + step]
-        block.copy_(torch.mm(block, factor, out=workspace[: len(block)]))
-    if not in_place:
+    for block in (rows,) if len(rows) <= step else rows.split(step):
+        block.copy_(torch.mm(block, factor))  # the allocator gives each product the memory of the one before
+    if rows.data_ptr() != x.data_ptr():
         x.copy_(rows.view(x.shape))

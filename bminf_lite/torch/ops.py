@@ -140,9 +140,10 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = N
     On a GPU, ``dynamic`` allocates the codes and scales of ``x``; the other form and backward also allocate the weight
     in the dtype of ``x``. Where ``in`` is not a multiple of 16, ``codes`` is copied into padded rows.
     """
-    if codes.dtype != torch.int8 or codes.dim() != 2 or not codes.shape[1]:
-        raise ValueError(f"codes must be int8 [out, in] with in at least 1, not {codes.dtype} {list(codes.shape)}")
-    (n, k), device = codes.shape, x.get_device()
+    sizes, device = codes.shape, x.get_device()
+    if len(sizes) != 2 or not sizes[1] or codes.dtype != torch.int8:
+        raise ValueError(f"codes must be int8 [out, in] with in at least 1, not {codes.dtype} {list(sizes)}")
+    n, k = sizes
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x {list(x.shape)} must end in {k}, the columns of codes {list(codes.shape)}")
     if codes.get_device() != device:
