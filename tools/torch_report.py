@@ -154,12 +154,14 @@ def published(run: Run) -> dict[str, Found]:
         ),
         "torch-backward": (
             "PyTorch: gradients",
-            "Input gradients of the products with 2,048 rows, bf16, and gradients of RMSNorm over 64 MiB.",
+            "Input gradients of the products with 2,048 rows, bf16"
+            + (", and gradients of RMSNorm over 64 MiB." if run.cases("backward", "rms_norm") else "."),
             lambda: times(run, "backward"),
         ),
         "torch-models": (
-            "PyTorch: models and calls", "Random weights. The compiled models run `torch.compile` in the mode "
-            "`reduce-overhead` with a static cache.", lambda: models(run),
+            "PyTorch: models and calls", "Random weights."
+            + (" The compiled models run `torch.compile` in the mode `reduce-overhead` with a static cache."
+               if run.cases("decode", "compiled") else ""), lambda: models(run),
         ),
     }  # fmt: skip
     found = {}
