@@ -459,9 +459,11 @@ def decode(to: Recorder) -> None:
     """
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
+    processes = []
     for name in ("bf16", "w8a8"):
         pipes[name], theirs = context.Pipe()
-        context.Process(target=serve_decode, args=(name, theirs), daemon=True).start()
+        processes.append(context.Process(target=serve_decode, args=(name, theirs)))
+        processes[-1].start()
         theirs.close()
     for case in ("ready",) if to.prepare else ("ready", COMPILED_CASE, "eager"):
         for name, pipe in list(pipes.items()):
@@ -474,6 +476,10 @@ def decode(to: Recorder) -> None:
                 continue
             if found:
                 to.add("decode", case, name, found)
+    for pipe in pipes.values():
+        pipe.close()
+    for process in processes:
+        process.join()
 
 
 def serve_decode(name: str, pipe: Connection) -> None:
