@@ -158,6 +158,20 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = N
     return result
 
 
+def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of the ``x`` of :func:`int8_linear` for that of its result: ``dy @ (scale[:, None] * codes)``.
+
+    ``dy`` is ``[..., out]``, the result ``[..., in]`` in its dtype. Differentiable in ``dy``.
+    """
+    n = codes.shape[0]
+    if dy.dim() == 0 or dy.shape[-1] != n or tuple(scale.shape) != (n,):
+        raise ValueError(f"dy {list(dy.shape)} must end in {n}, the rows of codes, and scale {list(scale.shape)} be [{n}]")
+    for name, values in (("codes", codes), ("scale", scale)):
+        _check_device(name, values, dy, "dy")
+    result: Tensor = _call("int8_linear_backward", (dy,), (dy, codes, scale))
+    return result
+
+
 def dot(
     a: Tensor,
     b: Tensor,
@@ -458,7 +472,7 @@ class _Int8Linear(torch.autograd.Function):
         codes, scale = ctx.saved_tensors
         if ctx.needs_input_grad[2]:
             raise RuntimeError("int8_linear has no gradient of its scales; detach them, or train a float layer")
-        dx = _call("int8_linear_backward", (dy,), (dy, codes, scale)) if ctx.needs_input_grad[0] else None
+        dx = int8_linear_backward(dy, codes, scale) if ctx.needs_input_grad[0] else None
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return dx, None, None, dbias, None
 
