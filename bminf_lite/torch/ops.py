@@ -165,7 +165,8 @@ def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """
     n = codes.shape[0]
     if dy.dim() == 0 or dy.shape[-1] != n or tuple(scale.shape) != (n,):
-        raise ValueError(f"dy {list(dy.shape)} must end in {n}, the rows of codes, and scale {list(scale.shape)} be [{n}]")
+        found = f"dy {list(dy.shape)} and scale {list(scale.shape)}"
+        raise ValueError(f"{found} must end in {n}, the rows of codes {list(codes.shape)}")
     for name, values in (("codes", codes), ("scale", scale)):
         _check_device(name, values, dy, "dy")
     result: Tensor = _call("int8_linear_backward", (dy,), (dy, codes, scale))
