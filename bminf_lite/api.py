@@ -390,6 +390,7 @@ class Model:
             params = SamplingParams.from_checkpoint(self.generation_config, **given)
         else:
             params = SamplingParams.merged(params, **given)
+        params = params.with_seed()  # one for all: their indices make them draw differently
         encoded = self._prompts.encode_all(prompt, add_special_tokens)
         tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
         if deadline is not None:
@@ -397,7 +398,7 @@ class Model:
         # A grammar counts the space before the first word, which the text of an answer would leave out.
         return [
             Completion(
-                self._request(i, p, params.with_seed(), grammar, served),
+                self._request(i, p, params, grammar, served),
                 TextStream(tokenizer, params.stop, p.token_ids if p.continues or grammar else ()),
             )
             for i, p in enumerate(encoded)

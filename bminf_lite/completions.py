@@ -25,31 +25,35 @@ class Completion:
         self._text = text
         self._num_read = 0
 
-    def read(self, update: Update) -> list[Piece]:
-        """The pieces up to ``update``: one per token. The last one has the result. Raises the request's error."""
+    def read(self, update: Update, every_token: bool) -> list[Piece]:
+        """The pieces up to ``update``: one per token, or one for all. The last one has the result.
+
+        Raises the request's error.
+        """
         if self.has_ended:
             return []
         if self.request.error is not None:
             self.has_ended = True
             raise self.request.error
-        pieces = [self._next_piece(update) for _ in range(self._num_read, update.num_tokens) if not self.has_ended]
+        count = 1 if every_token else max(update.num_tokens, 1)
+        firsts = range(self._num_read, update.num_tokens, count)
+        pieces = [self._next_piece(update, count) for _ in firsts if not self.has_ended]
         if update.finish_reason is not None and not self.has_ended:  # it ends without another token
-            text, _ = self._text.push((), last=True)
-            pieces.append(self._end(update, text, []))
+            pieces.append(self._next_piece(update, 0))
         return pieces
 
-    def _next_piece(self, update: Update) -> Piece:
-        token = self.request.output_token_ids[self._num_read]
-        self._num_read += 1
+    def _next_piece(self, update: Update, count: int) -> Piece:
+        tokens = self.request.output_tokens[self._num_read : self._num_read + count].tolist()
+        self._num_read += count
         last = self._num_read == update.num_tokens and update.finish_reason is not None
         # The end-of-sequence token has no text, even if the vocabulary gives it one.
-        visible = () if last and update.finish_reason == "stop" else (token,)
+        visible = tokens[:-1] if last and update.finish_reason == "stop" else tokens
         text, stopped = self._text.push(visible, last=last)
         if stopped:
             update = update._replace(num_tokens=self._num_read, finish_reason="stop")
         if stopped or last:
-            return self._end(update, text, [token])
-        return Piece(self.request.index, text, [token])
+            return self._end(update, text, tokens)
+        return Piece(self.request.index, text, tokens)
 
     def _end(self, update: Update, text: str, token_ids: list[int]) -> Piece:
         self.has_ended = True
@@ -73,7 +77,7 @@ def run(engine: Engine, completions: Sequence[Completion], every_token: bool) ->
             update = updates.get()
             completion = by_request[update.request]
             running -= not completion.has_ended
-            yield from _read(engine, completion, update)
+            yield from _read(engine, completion, update, every_token)
             running += not completion.has_ended
     finally:
         engine.cancel(list(by_request))
@@ -97,16 +101,16 @@ async def arun(engine: Engine, completions: Sequence[Completion], every_token: b
             update = await updates.get()
             completion = by_request[update.request]
             running -= not completion.has_ended
-            for piece in _read(engine, completion, update):
+            for piece in _read(engine, completion, update, every_token):
                 yield piece
             running += not completion.has_ended
     finally:
         engine.cancel(list(by_request))
 
 
-def _read(engine: Engine, completion: Completion, update: Update) -> list[Piece]:
+def _read(engine: Engine, completion: Completion, update: Update, every_token: bool) -> list[Piece]:
     """The pieces up to an update. A request whose text ends at a stop string is cancelled."""
-    pieces = completion.read(update)
+    pieces = completion.read(update, every_token)
     if completion.has_ended:
         engine.cancel([completion.request])
     return pieces

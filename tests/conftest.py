@@ -31,7 +31,10 @@ settings.load_profile("plain")
 """``pytest`` draws the same examples every time. ``--hypothesis-profile=random`` draws others, and prints how to
 reproduce a failure."""
 
-LEFT_OUT = {"compile_all": "compile every kernel for every architecture", "slow": "take seconds each"}
+LEFT_OUT = {
+    "compile_all": "compile every kernel for every architecture",
+    "slow": "take seconds, or repeat with more models and sizes what others prove",
+}
 """Markers of tests that a plain run leaves out, and what these tests do."""
 
 

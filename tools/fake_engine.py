@@ -111,7 +111,7 @@ class FakeEngine:
         has_ended = False
         for request in self._running:
             request.start_time = request.start_time or time.perf_counter()
-            place = request.prompt_token_ids[-1] + len(request.output_token_ids)
+            place = request.prompt_token_ids[-1] + len(request.output_tokens)
             request.max_length = len(request.prompt_token_ids) + request.params.max_new_tokens
             top = [(token, -float(token)) for token in range(request.params.logprobs or 0)]
             request.append_token(tokens[place % num_tokens], -1.0, top)

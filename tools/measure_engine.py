@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,11 +34,12 @@ OPTIONS: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0}
 
 @dataclass
 class StepLog:
-    """What steps of each kind took: on the host to launch, and from the end of the step before to their own."""
+    """What steps of each kind took: the host to launch and to wait for one, and from the end of the step before."""
 
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     launch_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    wait_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     last_end: float = 0.0
     is_captured: bool = False
@@ -53,11 +55,10 @@ class StepLog:
         def launch_and_log(step: Step) -> Launched:
             self.is_captured, start = False, time.perf_counter()
             launched = launch(step)
-            decodes, prompts = step.num_decodes > 0, step.num_decodes < len(step.parts)
-            kind = "mixed" if decodes and prompts else "prompts" if prompts else "decode"
+            kind = "decode" if not step.pieces else "mixed" if step.num_decodes else "prompts"
             kind += " captured" if self.is_captured else " eager"
             self.counts[kind] += 1
-            self.tokens[kind] += sum(part.num_tokens for part in step.parts)
+            self.tokens[kind] += step.num_decodes + step.num_prompt_tokens
             self.launch_seconds[kind] += time.perf_counter() - start
             return LoggedStep(launched, kind, self)
 
@@ -65,16 +66,21 @@ class StepLog:
 
     def clear(self) -> None:
         """Forget all steps."""
-        for values in (self.counts, self.tokens, self.launch_seconds, self.seconds):
+        for values in (self.counts, self.tokens, self.launch_seconds, self.wait_seconds, self.seconds):
             values.clear()  # type: ignore[attr-defined]
+        self.last_end = 0.0
 
     def table(self) -> dict[str, Any]:
-        """For each kind: steps, mean tokens, milliseconds of the host to launch one, median milliseconds of one."""
+        """For each kind: steps, mean tokens, the host's mean milliseconds to launch and wait, median milliseconds.
+
+        If the host hardly waits, the host limits these steps and not the device.
+        """
         return {
             kind: {
                 "steps": count,
                 "tokens": round(self.tokens[kind] / count, 1),
                 "launch_ms": round(1e3 * self.launch_seconds[kind] / count, 3),
+                "wait_ms": round(1e3 * self.wait_seconds[kind] / count, 3),
                 "median_ms": round(1e3 * float(np.median(self.seconds[kind])), 3) if self.seconds[kind] else None,
             }
             for kind, count in self.counts.items()
@@ -97,8 +103,11 @@ class LoggedStep:
         self.launched.sample()
 
     def fetch(self) -> StepResult:
+        start = time.perf_counter()
         result, now = self.launched.fetch(), time.perf_counter()
-        self.log.seconds[self.kind].append(now - self.log.last_end)
+        self.log.wait_seconds[self.kind] += now - start
+        if self.log.last_end:
+            self.log.seconds[self.kind].append(now - self.log.last_end)
         self.log.last_end = now
         return result
 
@@ -106,6 +115,14 @@ class LoggedStep:
 def random_prompts(model: Model, lengths: list[int], seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, model.engine_config.vocab_size, n).tolist() for n in lengths]
+
+
+def first_token(model: Model, prompt: list[int]) -> float:
+    """Seconds from the call to the first token in the caller's hands."""
+    start = time.perf_counter()
+    with closing(model.stream(prompt, max_new_tokens=2, **OPTIONS)) as pieces:
+        next(pieces)
+        return time.perf_counter() - start
 
 
 def offline(requests: int, input_tokens: int, output_tokens: int) -> Callable[[Model, StepLog], dict[str, Any]]:
@@ -145,12 +162,15 @@ def same_bits(model: Model, log: StepLog) -> dict[str, Any]:
 
 
 def decoding(model: Model, log: StepLog) -> dict[str, Any]:
-    """Tokens per second of 1 and 16 sequences behind 512 tokens, after the first token."""
+    """Tokens per second of 1 and 16 sequences behind 512 tokens, in steps without prompt tokens.
+
+    Those are all steps after the first token of the sequence whose prompt is computed last.
+    """
     found = {}
     for count in (1, 16):
         prompts = random_prompts(model, [512] * count, 5 + count)
         results = model.generate(prompts, max_new_tokens=257, **OPTIONS)
-        found[f"{count} sequences"] = round(count * 256 / max(r.timings.decode_seconds for r in results), 1)
+        found[f"{count} sequences"] = round(count * 256 / min(r.timings.decode_seconds for r in results), 1)
     return found
 
 
@@ -158,17 +178,13 @@ def prompts_beside_streams(model: Model, log: StepLog) -> dict[str, Any]:
     """64 streams decode, and a prompt of 4,096 tokens arrives every second: time between tokens, p99 over median."""
     length = min(4096, model.engine_config.context_length // 2)
     streams, ended = random_prompts(model, [100] * 64, 6), threading.Event()
-    first_token: list[float] = []
+    first_tokens: list[float] = []
 
     def arrive() -> None:
         for prompt in random_prompts(model, [length] * 60, 7):
             if ended.wait(1.0):
                 return
-            start = time.perf_counter()
-            with_first = model.stream(prompt, max_new_tokens=2, **OPTIONS)
-            next(with_first)
-            first_token.append(time.perf_counter() - start)
-            with_first.close()
+            first_tokens.append(first_token(model, prompt))
 
     times: dict[int, list[float]] = defaultdict(list)
     pieces = model.stream(streams, max_new_tokens=1200, **OPTIONS)
@@ -182,12 +198,12 @@ def prompts_beside_streams(model: Model, log: StepLog) -> dict[str, Any]:
     median, p99 = np.percentile(gaps, [50, 99])
     return {
         "median_ms": round(median, 2), "p99_ms": round(p99, 2), "ratio": round(p99 / median, 2),
-        "first_token_ms": [round(1e3 * t, 1) for t in first_token[:5]],
+        "first_token_ms": [round(1e3 * t, 1) for t in first_tokens[:5]],
     }  # fmt: skip
 
 
 def second_turn(model: Model, log: StepLog) -> dict[str, Any]:
-    """The time to the first token of 128 and 16 new tokens behind a prompt that is cached."""
+    """The time from a call to the first token of 128 and 16 new tokens behind a prompt that is cached."""
     length = min(30_000, model.engine_config.context_length - 1024)
     (history,) = random_prompts(model, [length], 8)
     model.generate(history, max_new_tokens=1, **OPTIONS)
@@ -196,8 +212,7 @@ def second_turn(model: Model, log: StepLog) -> dict[str, Any]:
         seconds = []
         for turn in range(6):
             (new,) = random_prompts(model, [count], 10 * count + turn)
-            timings = model.generate(history + new, max_new_tokens=1, **OPTIONS).timings
-            seconds.append(timings.prompt_seconds)
+            seconds.append(first_token(model, history + new))
         found[f"{count} new_ms"] = round(1e3 * float(np.median(seconds[3:])), 2)
     return found
 

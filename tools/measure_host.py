@@ -93,7 +93,7 @@ def measure(requests: int, sequences: int, tokens: int) -> tuple[list[float], li
         step, launched = in_flight.popleft()
         scheduler.postprocess(step, launched.fetch())
         start, before = time.thread_time(), start
-        (decoding if step.num_decodes == len(step.parts) else mixed).append(start - before)
+        (mixed if step.pieces else decoding).append(start - before)
     runner.close()
     return decoding, mixed
 

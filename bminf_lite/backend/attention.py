@@ -95,7 +95,8 @@ def attend(
             found = found + biases(bias, key - query).reshape(found.shape) * LOG2_E
         if causal:
             seen = key <= query if window is None else (key <= query) & (key > query - window)
-            found = np.where(np.tile(seen, (group, 1)), found, -np.inf)
+            by_group = found.reshape(kv_heads, group, n, last - first)
+            found = np.where(seen, by_group, -np.inf).reshape(found.shape)
         return found
 
     merged: PartialResult | None = None
@@ -128,10 +129,9 @@ def segment_result(
     for first in range(0, count, tile):
         part = scores[..., first : first + tile]
         new_top = np.maximum(top, part.max(axis=-1))
-        factor = rescale_factor(top, new_top)
-        weights = np.exp2(part - np.where(np.isneginf(new_top), np.float32(0), new_top)[..., None])
-        padded = np.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % LANES)))
-        parts = padded.reshape(kv_heads, rows, padded.shape[-1] // LANES, LANES)
+        factor, weights = weights_of(top, new_top), weights_of(part, new_top[..., None])
+        parts = np.zeros((kv_heads, rows, -(-part.shape[-1] // LANES), LANES), np.float32)
+        parts.reshape(kv_heads, rows, -1)[..., : part.shape[-1]] = weights
         lanes = lanes * factor[..., None] + parts.sum(axis=2)
         rounded = weights.astype(weight_dtype).astype(np.float32)
         out = out * factor[..., None] + rounded @ values[:, first : first + tile].astype(np.float32)
@@ -144,13 +144,12 @@ def segment_result(
 def merge(left: PartialResult, right: PartialResult) -> PartialResult:
     """The result over the keys of both."""
     top = np.maximum(left.top, right.top)
-    a, b = rescale_factor(left.top, top), rescale_factor(right.top, top)
+    a, b = weights_of(left.top, top), weights_of(right.top, top)
     total = left.total * a + right.total * b
     return PartialResult(top, total, left.out * a[..., None] + right.out * b[..., None])
 
 
-def rescale_factor(top: np.ndarray, new_top: np.ndarray) -> np.ndarray:
-    """``2**(top - new_top)``, and 0 for the top of an empty set."""
-    empty = np.isneginf(top)
-    difference = np.subtract(top, new_top, out=np.zeros_like(top), where=~empty)
-    return np.where(empty, np.float32(0), np.exp2(difference))
+def weights_of(scores: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """``2**(scores - top)``, where ``top`` is the largest or more; 0 for scores of -inf, also where all of them are."""
+    weights: np.ndarray = np.exp2(scores - np.where(np.isneginf(top), np.float32(0), top))
+    return weights

@@ -21,7 +21,7 @@ from .config import EngineConfig
 from .request import Request
 from .sampler_table import SamplerTable
 from .sampling_params import sequence_sampling
-from .scheduler import ScheduledTokens, Step, StepResult
+from .scheduler import Step, StepResult
 from .source_encoder import RUNS_TO_CAPTURE, EncoderDecoder, SourceEncoder
 from .step_arrays import CapturedStep, StepArrays, StepInputs, StepSize, captured_sizes
 
@@ -172,44 +172,44 @@ class ModelRunner:
             assert self.encoder is not None
             requests = step.sources
             self.encoder.encode([r.source_token_ids for r in requests], [_blocks(r).source_table for r in requests])
-        parts = step.parts
+        longest = max(step.positions, default=0) + 1
         exact = StepSize(
             step.num_decodes,
-            len(parts) - step.num_decodes,
-            sum(p.num_tokens for p in parts[step.num_decodes :]),
-            max([p.start + p.num_tokens for p in parts]),
+            len(step.pieces),
+            step.num_prompt_tokens,
+            max(longest, *(p.stop for p in step.others)) if step.others else longest,
         )
-        if not any(p.needs_more_logits for p in parts):
+        if not any(p.needs_more_logits for p in step.others):
             size = next((size for size in self._sizes if exact.fits(size)), None)
             if size is not None:
-                inputs = self._captured_inputs(parts, size)
+                inputs = self._captured_inputs(step, size)
                 captured = self._captured_step(inputs)
                 captured.arrays.write(inputs)
-                return self._run(parts, inputs, captured.arrays, captured.forward)
-        inputs = self._inputs(parts, exact)
+                return self._run(step, inputs, captured.arrays, captured.forward)
+        inputs = self._inputs(step, exact)
         count = len(inputs.packed)
         if len(self._packed) < count:
             self._packed = self.ops.array(np.zeros(1 << (count - 1).bit_length(), np.int32))
-        arrays = StepArrays(self.ops, self._packed[:count], inputs, max(p.num_tokens for p in parts))
+        max_query_len = max((p.num_tokens for p in step.pieces), default=1)
+        arrays = StepArrays(self.ops, self._packed[:count], inputs, max_query_len)
         arrays.write(inputs)
-        return self._run(parts, inputs, arrays, lambda: self.network(arrays.batch, self.cache))
+        return self._run(step, inputs, arrays, lambda: self.network(arrays.batch, self.cache))
 
-    def _run(
-        self, parts: Sequence[ScheduledTokens], inputs: StepInputs, arrays: StepArrays, forward: Callable[[], Array]
-    ) -> LaunchedStep:
+    def _run(self, step: Step, inputs: StepInputs, arrays: StepArrays, forward: Callable[[], Array]) -> LaunchedStep:
         """Run the model, sample, and start to fetch what a step chooses and scores.
 
         If a grammar's mask depends on a token that the host does not know yet, the caller starts the sampler
         (:meth:`LaunchedStep.sample`).
         """
         size, decodes = inputs.size, inputs.size.decodes
-        sampled = [p.request.row for p in parts if p.samples]
-        sampler = self.table.state(arrays.rows, self.table.variant(sampled))
+        others = step.others
+        sampled = [*step.decoding, *(p.request for p in others if p.samples)]
+        sampler = self.table.state(arrays.rows, self.table.variant([r.row for r in sampled]))
         if (inputs.tokens[:decodes] == NO_TOKEN).any():
             self.ops.insert_last_tokens(arrays.batch.tokens[:decodes], sampler)
         logits = forward()
         end = size.sequences if sampled else 0
-        constrained = [p.request for p in parts if p.samples and p.request.matcher is not None]
+        constrained = [r for r in sampled if r.matcher is not None]
 
         def sample() -> Callable[[], np.ndarray]:
             self._write_masks(constrained)
@@ -221,11 +221,11 @@ class ModelRunner:
         if len(inputs.targets):
             first, end = end, end + len(inputs.targets)
             launched.scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
-            if any(part.num_scored and part.request.num_prompt_top > 1 for part in parts):
+            if any(part.num_scored and part.request.num_prompt_top > 1 for part in others):
                 launched.prompt_top = self.ops.fetch(
                     self.ops.sample(logits[first:end], self.table.reporting(end - first))
                 )
-        for part in parts:
+        for part in others:
             if part.num_taken and part.request.take_logits is not None:
                 first, end = end, end + part.num_taken
                 part.request.take_logits(part.stop - part.num_taken, logits[first:end])
@@ -249,61 +249,63 @@ class ModelRunner:
             self._captured[inputs.size] = found
         return found
 
-    def _captured_inputs(self, parts: Sequence[ScheduledTokens], size: StepSize) -> StepInputs:
+    def _captured_inputs(self, step: Step, size: StepSize) -> StepInputs:
         """The integers of a step that is padded to ``size``; tables are as wide as its longest sequences need."""
         widths = [blocks_for(size.max_context_len)] * len(self._tables)
         source_width = blocks_for(self.config.max_source_length) if self.cache.source is not None else 0
         inputs = StepInputs(size, widths, source_width, num_logits=size.sequences if size.prompts else 0)
-        self._fill(inputs, parts)
+        self._fill(inputs, step)
         return inputs
 
-    def _inputs(self, parts: Sequence[ScheduledTokens], size: StepSize) -> StepInputs:
+    def _inputs(self, step: Step, size: StepSize) -> StepInputs:
         """The integers of a step of exactly ``size``. Its logits are those to sample from, to score, and to hand out.
 
         To sample, each sequence has a row of logits; a step of decoding sequences alone has no others.
         """
-        requests, samples = [p.request for p in parts], any(p.samples for p in parts)
+        requests, others = step.requests, step.others
+        samples = bool(step.decoding) or any(p.samples for p in others)
         widths = [max(len(_blocks(r).tables[group]) for r in requests) for group in range(len(self._tables))]
         source_width = blocks_for(max(len(r.source_token_ids) for r in requests))
-        ends = np.cumsum([p.num_tokens for p in parts]).tolist()
-        starts = [end - p.num_tokens for p, end in zip(parts, ends, strict=True)]
-        scored = [range(start, start + p.num_scored) for p, start in zip(parts, starts, strict=True)]
-        taken = [range(end - p.num_taken, end) for p, end in zip(parts, ends, strict=True)]
+        starts = [*accumulate((p.num_tokens for p in others), initial=len(step.decoding))]
+        scored = [range(start, start + p.num_scored) for p, start in zip(others, starts[:-1], strict=True)]
+        taken = [range(end - p.num_taken, end) for p, end in zip(others, starts[1:], strict=True)]
         more = [row for rows in (*scored, *taken) for row in rows]
         own = size.sequences if samples else 0
         num_logits = 0 if samples and not size.prompts and not more else own + len(more) or 1
         inputs = StepInputs(size, widths, source_width, num_logits, sum(map(len, scored)))
-        self._fill(inputs, parts)
+        self._fill(inputs, step)
         if more:
             inputs.logit_rows[own:] = more
         if len(inputs.targets):
-            targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p in parts]
+            targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p in others]
             inputs.targets[:] = np.concatenate(targets)
         return inputs
 
-    def _fill(self, inputs: StepInputs, parts: Sequence[ScheduledTokens]) -> None:
+    def _fill(self, inputs: StepInputs, step: Step) -> None:
         """Write the integers of the parts. Prompts lie behind the padding of the decoding sequences."""
-        size = inputs.size
-        num_decodes = next((i for i, p in enumerate(parts) if p.num_tokens > 1), len(parts))
-        places = np.arange(len(parts))
+        size, num_decodes = inputs.size, step.num_decodes
+        requests, others, decoding = step.requests, step.others, len(step.decoding)
+        places = np.arange(len(requests))
         places[num_decodes:] += size.decodes - num_decodes
-        tokens: list[int] = []
-        for part in parts:
-            known = part.start < part.request.num_known_tokens
-            tokens += part.request.token_ids(part.start, part.stop) if known else (NO_TOKEN,)
+        tokens = [
+            request.token_ids(position, position + 1)[0] if position < request.num_known_tokens else NO_TOKEN
+            for request, position in zip(step.decoding, step.positions, strict=True)
+        ]
+        for part in others:
+            tokens += part.request.token_ids(part.start, part.stop)
         inputs.tokens[:num_decodes] = tokens[:num_decodes]
         inputs.tokens[size.decodes : size.decodes + len(tokens) - num_decodes] = tokens[num_decodes:]
         inputs.cu_seqlens[: size.decodes] = np.arange(size.decodes)
-        begins = [*accumulate((p.num_tokens for p in parts[num_decodes:]), initial=size.decodes)]
+        begins = [*accumulate((p.num_tokens for p in step.pieces), initial=size.decodes)]
         inputs.cu_seqlens[size.decodes :] = begins[-1]
         inputs.cu_seqlens[size.decodes : size.decodes + len(begins)] = begins
         if len(inputs.logit_rows) >= size.sequences:
             inputs.logit_rows[: size.sequences] = np.maximum(inputs.cu_seqlens[1:] - 1, 0)
-        inputs.context_lens[places] = [p.start for p in parts]
-        inputs.rows[places] = [p.request.row if p.samples else 0 for p in parts]
-        requests = [p.request for p in parts]
         rows = [r.row for r in requests]
-        changed = [p.request for p in parts if p.num_tokens > 1 or p.start % BLOCK_SIZE == 0]  # what takes new blocks
+        inputs.context_lens[places] = [*step.positions, *(p.start for p in others)]
+        inputs.rows[places] = [*rows[:decoding], *(p.request.row if p.samples else 0 for p in others)]
+        changed = [p.request for p in others if p.num_tokens > 1 or p.start % BLOCK_SIZE == 0]  # what takes new blocks
+        changed += [r for r, i in zip(step.decoding, step.positions, strict=True) if i % BLOCK_SIZE == 0]
         for group, (host, table) in enumerate(zip(self._tables, inputs.tables, strict=True)):
             for request in changed:
                 host.update(request, _blocks(request).tables[group])
@@ -325,7 +327,7 @@ class ModelRunner:
             self.table.allocate()
         largest_first = sorted(self._sizes, key=lambda size: -size.tokens)  # all share the memory of the largest
         for size in largest_first:
-            captured = self._captured_step(self._captured_inputs([], size))
+            captured = self._captured_step(self._captured_inputs(Step(), size))
             for _ in range(RUNS_TO_CAPTURE):
                 logits = captured.forward()
             for variant in SamplerVariant if size is largest_first[0] else ():

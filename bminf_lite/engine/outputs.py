@@ -117,7 +117,7 @@ class Update(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Update:
         """The state now."""
-        return cls(request, len(request.output_token_ids), request.finish_reason, request.last_token_time)
+        return cls(request, len(request.output_tokens), request.finish_reason, request.last_token_time)
 
 
 def make_result(update: Update, text: str) -> Result:
@@ -132,11 +132,11 @@ def make_result(update: Update, text: str) -> Result:
     )
     return Result(
         text,
-        request.output_token_ids[:count],
+        request.output_tokens[:count].tolist(),
         update.finish_reason,
         prompt_tokens,
         timings,
-        request.logprobs[:count] if request.params.logprobs is not None else None,
+        request.logprobs[:count].tolist() if request.params.logprobs is not None else None,
         request.top_logprobs[:count] if request.params.logprobs else None,
         request.num_cached_tokens,
         list(request.prompt_token_logprobs) if request.prompt_logprobs else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +43,8 @@ class Request:
     ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
     chosen by launched steps that the host has not fetched; ``num_computed_tokens`` are in the cache, or a launched step
     puts them there; ``num_cached_tokens`` were there when the request started. ``max_length`` bounds the tokens of
-    prompt and completion together.
+    prompt and completion together. ``output_tokens`` and ``logprobs`` are arrays, because the garbage collector visits
+    each item of a list.
     """
 
     index: int
@@ -62,8 +64,8 @@ class Request:
     is_streamed: bool = False
     on_update: Callable[[Request], None] = lambda request: None
 
-    output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    output_tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_token_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=list)
@@ -88,6 +90,11 @@ class Request:
         if self.prompt_logprobs:
             self.prompt_token_logprobs = [None] * len(self.prompt_token_ids)
             self.prompt_top_logprobs = [None] * len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens that the host knows, as a new list."""
+        return self.output_tokens.tolist()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -121,12 +128,12 @@ class Request:
     def ended_by_eos(self) -> bool:
         """Whether the last token is an end-of-sequence token that ends the completion."""
         ignored = self.params.ignore_eos and self.matcher is None
-        return bool(self.output_token_ids) and self.output_token_ids[-1] in self.eos_ids and not ignored
+        return bool(self.output_tokens) and self.output_tokens[-1] in self.eos_ids and not ignored
 
     @property
     def holds_back_end(self) -> bool:
         """Whether an end-of-sequence token may come next only if the grammar allows nothing else."""
-        return self.params.ignore_eos or len(self.output_token_ids) < self.params.min_tokens
+        return self.params.ignore_eos or len(self.output_tokens) < self.params.min_tokens
 
     def token_ids(self, start: int, stop: int) -> Sequence[int]:
         """The known tokens at positions ``start`` to ``stop``."""
@@ -134,8 +141,8 @@ class Request:
         if stop <= length:
             return self.prompt_token_ids[start:stop]
         if start >= length:
-            return self.output_token_ids[start - length : stop - length]
-        return [*self.prompt_token_ids[start:], *self.output_token_ids[: stop - length]]
+            return self.output_tokens[start - length : stop - length]
+        return [*self.prompt_token_ids[start:], *self.output_tokens[: stop - length]]
 
     def limit_length(self, context_length: int) -> int:
         """Set and return ``max_length`` for a model of this context."""
@@ -152,14 +159,14 @@ class Request:
             self.matcher.accept(token)
         self.last_token_time = time.perf_counter()
         self.first_token_time = self.first_token_time or self.last_token_time
-        self.output_token_ids.append(token)
+        self.output_tokens.append(token)
         self.num_known_tokens += 1
         self.logprobs.append(logprob)
         if self.params.logprobs:
             self.top_logprobs.append(list(top_logprobs))
         if self.ended_by_eos:
             self.finish_reason = "stop"
-        elif len(self.output_token_ids) >= self.params.max_new_tokens:
+        elif len(self.output_tokens) >= self.params.max_new_tokens:
             self.finish_reason = "length"
         elif self.num_known_tokens >= self.max_length:
             self.finish_reason = "context"

@@ -72,13 +72,44 @@ class ScheduledTokens(NamedTuple):
 class Step:
     """The tokens of a step.
 
-    The first ``num_decodes`` parts have one token each; of these, those that sample come first. The sources of the
-    requests ``sources`` are encoded before the step.
+    Each of the requests ``decoding`` has its newest token, at its one of ``positions``, and samples the next. Behind
+    them are ``singles``, tokens that do not sample, and ``pieces`` of several tokens. The sources of the requests
+    ``sources`` are encoded before the step.
+
+    Most sequences of most steps decode. They have no object of their own for the garbage collector to visit.
     """
 
-    parts: Sequence[ScheduledTokens]
-    num_decodes: int
+    decoding: Sequence[Request] = ()
+    positions: Sequence[int] = ()
+    singles: Sequence[ScheduledTokens] = ()
+    pieces: Sequence[ScheduledTokens] = ()
     sources: Sequence[Request] = ()
+
+    @property
+    def others(self) -> list[ScheduledTokens]:
+        """All parts but the requests that decode."""
+        return [*self.singles, *self.pieces]
+
+    @property
+    def parts(self) -> list[ScheduledTokens]:
+        """All tokens in order; the first :attr:`num_decodes` parts have one each."""
+        pairs = zip(self.decoding, self.positions, strict=True)
+        return [*(ScheduledTokens(request, position, 1, True) for request, position in pairs), *self.others]
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests of the parts."""
+        return [*self.decoding, *(part.request for part in self.others)]
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences with one token, whose attention is that of decoding."""
+        return len(self.decoding) + len(self.singles)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of all pieces."""
+        return sum(part.num_tokens for part in self.pieces)
 
 
 class StepResult(NamedTuple):
@@ -93,6 +124,14 @@ class StepResult(NamedTuple):
     chosen: np.ndarray
     prompt_scores: np.ndarray
     prompt_top: np.ndarray | None = None
+
+
+class Refusal(NamedTuple):
+    """The waiting request that found no room, and how many requests ran and how many blocks of each group were left."""
+
+    arrival: int
+    num_running: int
+    num_available: Sequence[int]
 
 
 class Rows(Protocol):
@@ -127,9 +166,10 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self._launched: Sequence[ScheduledTokens] = ()
+        self._launched: Sequence[Request] = ()
         self._encoded: Sequence[Request] = ()
         self._with_deadline: dict[Request, float] = {}
+        self._refusal: Refusal | None = None
         self._arrivals = 0
 
     @property
@@ -191,23 +231,27 @@ class Scheduler:
             if request.row > 0 and (count := budget.piece(request)) > 0:
                 self._plan(request, count, plan)
                 budget.spend(request, plan.get(request, 0))
-        sources = self._admit(plan, budget) if self.waiting and self.num_preemptions == preemptions else []
+        may_admit = self.waiting and self.num_preemptions == preemptions and not self._is_refused(self.waiting[0])
+        sources = self._admit(plan, budget) if may_admit else []
         if not plan:
             return None
+        decoding: list[Request] = []
+        positions: list[int] = []
         singles: list[ScheduledTokens] = []
-        singles_that_do_not_sample: list[ScheduledTokens] = []
         pieces: list[ScheduledTokens] = []
         for request, count in plan.items():
             start, num_tokens = request.num_computed_tokens, request.num_tokens
             samples = start + count == num_tokens < request.max_length
-            kind = pieces if count > 1 else singles if samples else singles_that_do_not_sample
-            kind.append(ScheduledTokens(request, start, count, samples))
+            if count == 1 and samples:
+                decoding.append(request)
+                positions.append(start)
+            else:
+                (pieces if count > 1 else singles).append(ScheduledTokens(request, start, count, samples))
             request.num_computed_tokens = start + count
             request.num_pending_tokens += samples
-        singles += singles_that_do_not_sample
-        parts = [*singles, *sorted(pieces, key=lambda part: not part.samples)]
-        self._launched, self._encoded = parts, sources
-        return Step(parts, len(singles), sources)
+        pieces.sort(key=lambda part: not part.samples)
+        self._launched, self._encoded = list(plan), sources
+        return Step(decoding, positions, singles, pieces, sources)
 
     def _plan(self, request: Request, count: int, plan: dict[Request, int]) -> None:
         """Plan ``count`` tokens of a running request. If blocks run out, others are preempted, or this one itself."""
@@ -242,7 +286,7 @@ class Scheduler:
         sources: list[Request] = []
         growth: Growth | None = None
         under_way = self._keys_under_way()
-        position = 0
+        self._refusal, position = None, 0
         while position < min(len(self.waiting), MAX_PASSED) and budget.tokens > 0:
             request = self.waiting[position]
             blocks, num_tokens = request.blocks, request.num_tokens
@@ -255,6 +299,7 @@ class Scheduler:
                 position += 1
                 continue
             if not self.rows.has_room(request):
+                self._refuse(request)
                 break
             new_source = bool(request.source_token_ids) and self.blocks.cached_source(blocks) is None
             if new_source and sources and len(request.source_token_ids) > budget.tokens:
@@ -270,6 +315,7 @@ class Scheduler:
                 spare=len(self.running), growth=growth.blocks(), max_cached_tokens=request.max_cached_tokens,
             )  # fmt: skip
             if admission is None:
+                self._refuse(request)
                 break
             del self.waiting[position]
             insort(self.running, request, key=ORDER)
@@ -287,6 +333,22 @@ class Scheduler:
             plan[request] = budget.piece(request)
             budget.spend(request, plan[request])
         return sources
+
+    def _refuse(self, request: Request) -> None:
+        """Remember that a waiting request finds no row, or too few blocks."""
+        self._refusal = Refusal(request.arrival, len(self.running), [pool.num_available for pool in self.blocks.pools])
+
+    def _is_refused(self, request: Request) -> bool:
+        """Whether a waiting request found no room, and no running one has left or given blocks back since.
+
+        This spares the host the search for room in most steps.
+        """
+        refusal = self._refusal
+        return (
+            refusal is not None
+            and (request.arrival, len(self.running)) == (refusal.arrival, refusal.num_running)
+            and all(p.num_available <= n for p, n in zip(self.blocks.pools, refusal.num_available, strict=True))
+        )
 
     def _keys_under_way(self) -> set[bytes]:
         """The keys of full blocks that running requests compute and that are not in the index yet."""
@@ -318,12 +380,18 @@ class Scheduler:
 
         Drops what belongs to requests that have ended, and returns the others that have a new token or end now.
         """
-        updated = []
+        updated: list[Request] = []
         choice = Choice.unpack(result.chosen)
         chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
         scores = enumerate(zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True))
         prompt_top = None if result.prompt_top is None else Choice.unpack(result.prompt_top)
-        for part in step.parts:
+        for request in step.decoding:
+            place, (token, logprob) = next(chosen)
+            request.num_pending_tokens -= 1
+            if request.finish_reason is None:
+                self._record(request, choice, place, token, logprob)
+                updated.append(request)
+        for part in step.others:
             request = part.request
             if request.prompt_logprobs:
                 for position in range(part.start + 1, part.start + 1 + part.num_scored):
@@ -339,34 +407,40 @@ class Scheduler:
                 request.num_pending_tokens -= 1
             if request.finish_reason is not None:
                 continue
-            if part.samples and token < 0:
-                self.end(request, "error", _no_token(request))
-                assert request.blocks is not None
-                self.blocks.discard(request.blocks)  # its keys and values may hold a NaN
-            elif part.samples:
-                top = choice.most_likely(place, request.params.logprobs) if request.params.logprobs else ()
-                try:
-                    request.append_token(token, logprob, top)
-                except UsageError as error:  # of the request's grammar
-                    self.end(request, "error", error)
+            if part.samples:
+                self._record(request, choice, place, token, logprob)
             elif part.stop >= request.max_length:
-                request.finish_reason = "length"
+                self.end(request, "length")
             else:
                 continue
             updated.append(request)
-            if request.finish_reason is not None:
-                self._leave(request)
         if not self.has_requests:
             self._launched = self._encoded = ()  # an idle engine keeps no request
         return updated
+
+    def _record(self, request: Request, choice: Choice, place: int, token: int, logprob: float) -> None:
+        """Give a request the token that a step chose in row ``place``; it may end the request."""
+        if token < 0:
+            self.end(request, "error", _no_token(request))
+            assert request.blocks is not None
+            self.blocks.discard(request.blocks)  # its keys and values may hold a NaN
+            return
+        top = choice.most_likely(place, request.params.logprobs) if request.params.logprobs else ()
+        try:
+            request.append_token(token, logprob, top)
+        except UsageError as error:  # of the request's grammar
+            self.end(request, "error", error)
+        else:
+            if request.finish_reason is not None:
+                self._leave(request)
 
     def _enter_launched(self) -> None:
         """Make the blocks that the last step has filled with accepted tokens available to others."""
         for request in self._encoded:
             if request.finish_reason is None and request.blocks and request.blocks.source_table:
                 self.blocks.enter_source(request.blocks)
-        for part in self._launched:
-            self._enter(part.request)
+        for request in self._launched:
+            self._enter(request)
         self._launched = self._encoded = ()
 
     def _enter(self, request: Request) -> None:

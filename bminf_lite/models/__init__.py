@@ -16,6 +16,7 @@ module whose name begins with an underscore is shared by architectures. ``docs/a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -34,10 +35,11 @@ GUIDE = "docs/add_a_model.md"
 """How to add an architecture."""
 
 
-def names() -> list[str]:
+@functools.cache
+def names() -> tuple[str, ...]:
     """The architectures that exist, sorted."""
     modules = (m.name for m in pkgutil.iter_modules(__path__))
-    return sorted(name for name in modules if name != "spec" and not name.startswith("_"))
+    return tuple(sorted(name for name in modules if name != "spec" and not name.startswith("_")))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

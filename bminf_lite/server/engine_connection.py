@@ -34,16 +34,16 @@ class Completion:
     def on_update(self, request: Request) -> None:
         """Note, in the engine's thread, what can be sent."""
         with self.connection.lock:
-            self.num_ready = len(request.output_token_ids)
+            self.num_ready = len(request.output_tokens)
             self.finish_reason = request.finish_reason
             self.connection.changed[self] = None
 
     def output(self) -> CompletionOutput:
         """What was not sent yet."""
         request, new = self.request, slice(self.num_sent, self.num_ready)
-        output = CompletionOutput(self.id, request.output_token_ids[new], self.finish_reason)
+        output = CompletionOutput(self.id, request.output_tokens[new].tolist(), self.finish_reason)
         if request.params.logprobs is not None:
-            output.logprobs = request.logprobs[new]
+            output.logprobs = request.logprobs[new].tolist()
         if request.params.logprobs:
             output.top_logprobs = request.top_logprobs[new]
         if not self.told_prompt:
@@ -103,7 +103,7 @@ class Connection:
                 request, is_plain = completion.request, completion.finish_reason is None and completion.told_prompt
                 if is_plain and completion.num_ready == completion.num_sent + 1 and request.params.logprobs is None:
                     ids.append(completion.id)
-                    token_ids.append(request.output_token_ids[completion.num_sent])
+                    token_ids.append(request.output_tokens[completion.num_sent])
                 else:
                     outputs.append(completion.output())
                     completion.told_prompt = True

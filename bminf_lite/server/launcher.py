@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -232,9 +233,14 @@ def launch(
 
     def warm_up() -> None:
         model.warm_up()
+        gc.collect()
+        gc.freeze()  # a collection that visits all modules would delay the engine's steps by tens of milliseconds
         log(f"{', '.join(settings.served_model_names)} is served at {listener.url}")
 
-    Launcher(model.engine, model_info(model), listener, settings, shutdown_seconds, log).run(warm_up)
+    try:
+        Launcher(model.engine, model_info(model), listener, settings, shutdown_seconds, log).run(warm_up)
+    finally:
+        gc.unfreeze()
 
 
 def serve(

@@ -53,9 +53,10 @@ class Detokenizer:
         """Whether text of tokens so far is held back."""
         return bool(self._pending)
 
-    def flush(self) -> str:
-        """The rest of the text after the last token. Unfinished characters are U+FFFD."""
-        return self._emit(self._tokenizer.decode(self._emitted + self._pending)) if self._pending else ""
+    def flush(self, token_ids: Sequence[int] = ()) -> str:
+        """The rest of the text, with that of the last tokens, decoded at once. Unfinished characters are U+FFFD."""
+        rest, self._pending = [*self._pending, *token_ids], []
+        return self._tokenizer.decode(self._emitted + rest)[len(self._emitted_text) :] if rest else ""
 
     def _emit(self, text: str) -> str:
         new = text[len(self._emitted_text) :]
@@ -142,9 +143,7 @@ class TextStream:
         """
         if self._detokenizer is None:
             return "", False
-        text = "".join(map(self._detokenizer.push, tokens))
-        if last:
-            text += self._detokenizer.flush()
+        text = self._detokenizer.flush(tokens) if last else "".join(map(self._detokenizer.push, tokens))
         text, stopped = self._matcher.push(text)
         if last and not stopped:
             text += self._matcher.flush()

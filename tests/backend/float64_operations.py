@@ -93,12 +93,12 @@ def activation(name: str, x: np.ndarray) -> np.ndarray:
     return np.where(x > 0, x, 0)
 
 
-def rotate(head: np.ndarray, position: int, frequencies: np.ndarray, scale: float) -> np.ndarray:
-    """One head ``[head_dim]`` at one position, by complex multiplication. The angle itself is a fp32 product."""
-    half = len(head) // 2
+def rotate(heads: np.ndarray, position: int, frequencies: np.ndarray, scale: float) -> np.ndarray:
+    """Heads ``[n, head_dim]`` at one position, by complex multiplication. The angle itself is a fp32 product."""
+    half = heads.shape[1] // 2
     angle = (np.float32(position) * frequencies.astype(np.float32)).astype(np.float64)
-    turned = (head[:half] + 1j * head[half:]) * np.exp(1j * angle) * np.float32(scale)
-    return np.concatenate([turned.real, turned.imag])
+    turned = (heads[:, :half] + 1j * heads[:, half:]) * np.exp(1j * angle) * np.float32(scale)
+    return np.concatenate([turned.real, turned.imag], axis=1)
 
 
 def attended(
@@ -152,18 +152,17 @@ class AttentionModel:
     def _token(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         spec, position = self.spec, len(self.keys)
         heads = row.reshape(-1, spec.head_dim)
-        queries = [self._prepare(h, spec.q_norm, position) for h in heads[: spec.heads]]
-        new_keys = [self._prepare(h, spec.k_norm, position) for h in heads[spec.heads :][: spec.kv_heads]]
-        self.keys.append(np.array(new_keys))
+        queries = self._prepare(heads[: spec.heads], spec.q_norm, position)
+        self.keys.append(self._prepare(heads[spec.heads :][: spec.kv_heads], spec.k_norm, position))
         self.values.append(rounded(heads[spec.heads + spec.kv_heads :], self.activation))
         first = 0 if spec.window is None else max(0, position - spec.window + 1)
         keys, values = (np.array(x[first : position + 1]) for x in self.held or (self.keys, self.values))
-        out, magnitude = attended(np.array(queries)[None], keys, values, spec, position - first)
+        out, magnitude = attended(queries[None], keys, values, spec, position - first)
         return out.reshape(-1), magnitude.reshape(-1)
 
-    def _prepare(self, head: np.ndarray, head_norm: Norm | None, position: int) -> np.ndarray:
+    def _prepare(self, heads: np.ndarray, head_norm: Norm | None, position: int) -> np.ndarray:
         if head_norm is not None:
-            head = norm(head, head_norm)
+            heads = norm(heads, head_norm)
         if self.frequencies is not None:
-            head = rotate(head, position, self.frequencies, self.spec.rope.scale)  # type: ignore[union-attr]
-        return rounded(head, self.activation)
+            heads = rotate(heads, position, self.frequencies, self.spec.rope.scale)  # type: ignore[union-attr]
+        return rounded(heads, self.activation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,13 +146,18 @@ class Case:
                 assert (np.abs(actual - expected) <= step / 2 + rounding).all()
 
 
+def for_kernels(value: object, *marks: pytest.MarkDecorator) -> Any:
+    """A parameter that other kernels compute. NumPy computes heads of any size alike, and its tiles have 128 keys."""
+    return pytest.param(value, marks=[pytest.mark.slow, *marks])
+
+
 INT8 = pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 
 
 @settings(max_examples=min(5, settings.default.max_examples))
 @given(SEEDS, st.data())
 @INT8
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [for_kernels(name) if "head of" in name else name for name in SPECS])
 def test_histories_of_ragged_steps(backend, name, int8, seed, data):
     """Prefills at once and in chunks, single tokens, any subset of the slots in any order, and a cache that grows."""
     slots, capacity = 4, 24
@@ -168,10 +174,20 @@ def test_histories_of_ragged_steps(backend, name, int8, seed, data):
 
 
 @INT8
-@pytest.mark.parametrize("tokens", [31, 65, pytest.param(257, marks=pytest.mark.gpu), *repeats(32, 33, 63, 127, 129)])
 @pytest.mark.parametrize(
-    "name", ["grouped", "window", "head of 64", "relative bias, head of 64", *repeats("soft-cap", "linear bias")]
-)
+    "tokens",
+    [
+        31, 129, for_kernels(65), pytest.param(257, marks=pytest.mark.gpu),
+        *(for_kernels(n, pytest.mark.repeats) for n in (32, 33, 63, 127)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grouped", "window", for_kernels("head of 64"), for_kernels("relative bias, head of 64"),
+        *repeats("soft-cap", "linear bias"),
+    ],
+)  # fmt: skip
 def test_prefill_then_decode_around_tile_sizes(backend, name, tokens, int8):
     case = Case(backend, SPECS[name], np.random.default_rng(tokens), 1, tokens + 2, int8)
     case.check([tokens], [0])

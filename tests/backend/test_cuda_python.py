@@ -46,13 +46,13 @@ CASES = {
     "sm_86": (
         f"{GOLDENS}{REFERENCE}[w8a8-qwen2: grouped]",
         f"{GOLDENS}{REFERENCE}[w8a16-gpt2: plain]",
-        f"{GOLDENS}{REPLAY}[cuda-w8a8-llama: tied, biases, multi-query]",
+        f"{GOLDENS}{REPLAY}[w8a8-llama: tied, biases, multi-query]",
         f"{GOLDENS}{REFERENCE}[w8a8-umt5: tied]",
         "evaluation/test_compare.py::test_a_gpu_finds_what_a_cpu_finds",
     ),
     "sm_120": (
         f"{GOLDENS}{REFERENCE}[w8a8-qwen3: grouped]",
-        f"{GOLDENS}{REPLAY}[cuda-w8a8-qwen3: layer types]",
+        f"{GOLDENS}{REPLAY}[w8a8-qwen3: layer types]",
     ),
 }
 """By profile: which tests run on it. A test that was renamed is an error."""
@@ -88,7 +88,7 @@ def runs(
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(p, marks=[pytest.mark.slow] if p == "h200" else []) for p in CASES]
+    scope="module", params=[pytest.param(p, marks=[] if p == "sm_86" else [pytest.mark.slow]) for p in CASES]
 )
 def asked(request: pytest.FixtureRequest, runs: dict[str, tuple[Future[Any], Path]]) -> tuple[str, dict[str, Any]]:
     """A profile, and what the tests asked of it, all of which passed."""

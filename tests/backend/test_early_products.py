@@ -96,7 +96,7 @@ def test_not_if_the_stream_changed_or_another_product_lies_between(layer: Layer)
 
 
 def test_context() -> None:
-    step, first, second = StepContext(), object(), object()
+    step, first, second = StepContext(), np.empty(1), np.empty(1)
     assert not step.reads(None)
     step.attends()
     assert not step.reads(None)

@@ -78,6 +78,15 @@ def tokens_of(engine: Engine, request: Request) -> list[int]:
     return [token for piece in run(engine, [completion(request)], True) for token in piece.token_ids]
 
 
+def test_a_call_that_does_not_stream_gets_one_piece_per_request(engine):
+    """The engine's thread would wait for Python's lock while a caller makes a piece of each of many tokens."""
+    request, ended = make_request([1, 2], 20), make_request([3], 20, deadline=time.perf_counter())
+    first, second = sorted(run(engine, [completion(request), completion(ended)], False), key=lambda p: len(p.token_ids))
+    assert (first.token_ids, first.finish_reason) == ([], "deadline")
+    assert second.token_ids == second.result.token_ids == request.output_token_ids and second.result is not None
+    engine.check(request)
+
+
 # -- many callers -----------------------------------------------------------------------------------------------------
 
 

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_kit import make_model, prompt_of
 
+from bminf_lite.backend.base import Backend
 from bminf_lite.errors import UsageError
 from bminf_lite.evaluation.corpus import sliding_windows
 from bminf_lite.evaluation.perplexity import Perplexity, cross_entropy, mean_and_error, perplexity, window_losses
 
-MODEL = make_model()
+MODEL = make_model(Backend())
 
 
 @given(st.integers(2, 90), st.integers(2, 96))

@@ -48,9 +48,12 @@ def test_logits_equal_a_float64_model_of_the_same_quantization(golden: Golden, k
 
 
 @pytest.mark.parametrize("family", EVERY)
-@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_quantization_changes_logits_a_little(backend, family, dynamic):
-    """A check of size, against the unquantized goldens; unscaled scores make a tiny random T5 sharp."""
+    """A check of size, against the unquantized goldens; unscaled scores make a tiny random T5 sharp.
+
+    NumPy computes w8a16, which is not dynamic, as float products.
+    """
     errors = []
     for golden in goldens(family):
         weights = RandomWeights(golden.config, golden.seed, quantized=True, dynamic=dynamic)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from bminf_lite import models
@@ -49,11 +50,12 @@ UNSCALED = ("Attention.q.weight", "Attention.k.weight", "project_q.weight")
 def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]], model_type: str = "") -> dict[str, np.ndarray]:
     """fp32 tensors, sized so that attention has contrast, no layer is idle, and biases and gains matter."""
     gain_of_norms = 0 if model_type in OFFSET_NORMS else 1
-    generator = np.random.PCG64(seed)
-    tensors = {}
-    for name, shape in sorted(shapes.items()):
-        raw = generator.random_raw(int(np.prod(shape)))
-        uniform = (raw >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)  # [-1, 1)
+    sizes = [int(np.prod(shape)) for _, shape in sorted(shapes.items())]
+    raw = np.random.PCG64(seed).random_raw(sum(sizes))
+    numbers = (raw >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)  # [-1, 1)
+    tensors, end = {}, 0
+    for (name, shape), size in zip(sorted(shapes.items()), sizes, strict=True):
+        uniform, end = numbers[end : end + size], end + size
         if name.endswith(".bias"):
             values = np.float32(0.5) * uniform
         elif len(shape) == 1:
@@ -131,6 +133,15 @@ def goldens(family: str) -> Iterator[Golden]:
             source = np.array(case["source"], np.int32) if "source" in case else None
             encoded = arrays.get(f"{name}, encoded")
             yield Golden(name, case["config"], case["seed"], case["weights"], tokens, arrays[name], source, encoded)
+
+
+def two_of_each_family() -> list[Any]:
+    """Every golden as a parameter of a test. All but the first two of each family are marked ``slow``."""
+    return [
+        pytest.param(golden, id=str(golden), marks=() if i < 2 else pytest.mark.slow)
+        for family in EVERY
+        for i, golden in enumerate(goldens(family))
+    ]
 
 
 CPM_ENCODER_DECODER = {

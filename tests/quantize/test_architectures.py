@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from outliers import multiplied, width
-from tiny_models import EVERY, Golden, RandomWeights, goldens, random_tokens
+from tiny_models import Golden, RandomWeights, goldens, random_tokens, two_of_each_family
 from tiny_models import one_of_each_architecture as each
 
 import bminf_lite
@@ -16,8 +16,7 @@ from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.models.spec import Fold, Role
 from bminf_lite.quantize.smoothing import expand_channels, fold_factors, reduce_channels
 
-ALL = [golden for family in EVERY for golden in goldens(family)]
-ALL += [golden for golden in each() if golden.weights == ""]
+ALL = [*two_of_each_family(), *(pytest.param(golden, id=str(golden)) for golden in each() if golden.weights == "")]
 SECOND = (
     "mlp.down_proj.weight", "mlp.c_proj.weight", "fc2.weight", "dense_4h_to_h.weight", "DenseReluDense.wo.weight",
     "mlp.fc_out.weight",
@@ -30,7 +29,7 @@ def matrices(golden: Golden) -> set[str]:
     return {name for name, p in golden.spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
 
 
-@pytest.mark.parametrize("golden", ALL, ids=str)
+@pytest.mark.parametrize("golden", ALL)
 def test_powers_of_two_in_every_fold_change_nothing(golden: Golden) -> None:
     """Not a single bit of the float model's logits."""
     spec, random = golden.spec, np.random.default_rng(0)
@@ -101,7 +100,7 @@ def test_calibrated_recipes(golden: Golden, recipe: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("golden", ALL, ids=str)
+@pytest.mark.parametrize("golden", ALL)
 def test_inputs_of_the_second_matrix_of_a_feed_forward_layer_are_rotated(golden: Golden, tmp_path: Path) -> None:
     """In the file, or when a matrix that is stored ``[in, out]`` is loaded."""
     spec, source = golden.spec, golden.save(tmp_path / "source", RandomWeights(golden.config, golden.seed).tensors)

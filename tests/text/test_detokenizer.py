@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from itertools import chain
 
 import pytest
@@ -44,13 +45,14 @@ def stream(tokenizer, ids, prompt=()):
 @example((SENTENCEPIECE, ids_of(SENTENCEPIECE, "<0xE4>", "<s>", "<0xBD>", "<0xA0>", "▁", "é")))
 @example((SENTENCEPIECE, ids_of(SENTENCEPIECE, "▁", "▁▁", "<s>", "▁the", "\ufffd", "\ufffd", "<0xFF>")))
 def test_the_pieces_joined_are_the_text_of_all_ids(case):
-    """At any time, what was emitted begins the text of the ids so far."""
+    """At any time, what was emitted begins the text of the ids so far, and the rest may be decoded at once."""
     tokenizer, ids = case
     detokenizer = Detokenizer(tokenizer)
     emitted = ""
     for n, i in enumerate(ids, 1):
         emitted += detokenizer.push(i)
         assert tokenizer.decode(ids[:n]).startswith(emitted)
+        assert emitted + copy(detokenizer).flush(ids[n:]) == tokenizer.decode(ids)
     assert emitted + detokenizer.flush() == tokenizer.decode(ids)
 
 
