@@ -24,7 +24,7 @@ from bminf_lite.errors import DeviceError
 
 BY_CHANCE = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 """Checks of how examples are drawn, whose results depend on the machine's speed and on the draw."""
-settings.register_profile("plain", deadline=None, max_examples=30, derandomize=True, suppress_health_check=BY_CHANCE)
+settings.register_profile("plain", deadline=None, max_examples=20, derandomize=True, suppress_health_check=BY_CHANCE)
 settings.register_profile("random", deadline=None, max_examples=100, print_blob=True, suppress_health_check=BY_CHANCE)
 settings.register_profile("under a checker", settings.get_profile("plain"), max_examples=3)
 settings.load_profile("plain")

@@ -1,10 +1,13 @@
 """Measure the processor time that the host spends in steps of many sequences, with a device that computes nothing.
 
-    python tools/measure_host.py [--requests 4096] [--sequences 1024] [--tokens 128]
+    python tools/measure_host.py [--requests 4096] [--sequences 1024] [--tokens 128] [--step-ms 20]
 
 All requests are there at once, with ``--tokens`` prompt tokens and as many new ones. Steps are captured sizes, as on a
 GPU. The time is that of the engine's thread, so other load on the machine counts little. A GPU does not wait for the
 host if these times are well below those of its steps.
+
+The same requests then go through ``Model.generate`` with a device that takes ``--step-ms`` for each step. What it took
+longer than these steps, the host did not hide: among it, what the caller's thread does while the engine's waits.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from bminf_lite.api import Model
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.values import BLOCK_SIZE
+from bminf_lite.bench.serving import Load, run_load
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.model_runner import ModelRunner, Network
@@ -39,21 +44,32 @@ class NoLogits:
 
 
 class NoDevice(CpuBackend):
-    """A backend whose models compute nothing and choose the same token always."""
+    """A backend whose models compute nothing, in ``step_seconds``, and choose the same token always."""
 
     decode_sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     prompt_sizes = (128, 256, 512)
     mixed_decode_sizes = (16, 64)
     max_steps_in_flight = 1
+    step_seconds = 0.0
+    busy_seconds = 0.0
+    _free_at = 0.0
 
     def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
         return NoLogits
 
     def sample(self, logits: Any, sampler: Any, batch: Any = None) -> Any:
+        self._free_at = max(self._free_at, time.perf_counter()) + self.step_seconds
+        self.busy_seconds += self.step_seconds
         return np.full((2, len(sampler.rows)), 7, np.int32)
 
     def fetch(self, x: Any) -> Callable[[], np.ndarray]:
-        return lambda: cast(np.ndarray, x)
+        end = self._free_at
+
+        def wait() -> np.ndarray:
+            time.sleep(max(end - time.perf_counter(), 0.0))
+            return cast(np.ndarray, x)
+
+        return wait
 
     def insert_last_tokens(self, tokens: Any, sampler: Any) -> None:
         pass
@@ -69,12 +85,26 @@ class NoNetwork:
         return NoLogits()
 
 
+def make_config(sequences: int, tokens: int) -> EngineConfig:
+    """An engine with room for ``sequences`` of ``tokens`` prompt tokens and as many new ones."""
+    shape, blocks = CacheShape(layers=1, kv_heads=1, head_dim=2), 1 + sequences * (2 * tokens // BLOCK_SIZE + 2)
+    return EngineConfig(8192, VOCAB, shape, (blocks,), 0, sequences, max_num_batched_tokens=2048)
+
+
+def measure_calls(requests: int, sequences: int, tokens: int, step_seconds: float) -> tuple[float, float]:
+    """Seconds of ``requests`` in one call of ``Model.generate``, and of their steps alone."""
+    network = NoNetwork()
+    with Model(cast(Network, network), make_config(sequences, tokens), eos_ids=frozenset()) as model:
+        model.warm_up()
+        network.ops.step_seconds, network.ops.busy_seconds = step_seconds, 0.0
+        result = run_load(model, Load(requests, tokens, tokens))
+    return result.seconds, network.ops.busy_seconds
+
+
 def measure(requests: int, sequences: int, tokens: int) -> tuple[list[float], list[float]]:
     """Seconds of the steps that decode alone, and of those with prompts, while ``requests`` are served."""
-    shape = CacheShape(layers=1, kv_heads=1, head_dim=2)
-    blocks = 1 + sequences * (2 * tokens // BLOCK_SIZE + 2)
-    config = EngineConfig(8192, VOCAB, shape, (blocks,), 0, sequences, max_num_batched_tokens=2048)
-    manager = BlockManager(shape.groups, config.num_blocks, 0, max_piece=config.max_num_batched_tokens)
+    config = make_config(sequences, tokens)
+    manager = BlockManager(config.cache_shape.groups, config.num_blocks, 0, max_piece=config.max_num_batched_tokens)
     runner = ModelRunner(cast(Network, NoNetwork()), config, manager)
     scheduler, random = Scheduler(config, manager, runner), np.random.default_rng(0)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=0)
@@ -104,12 +134,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=4096)
     parser.add_argument("--sequences", type=int, default=1024, help="of a step, at most")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="of the device, for Model.generate")
     options = parser.parse_args(arguments)
     kinds = measure(options.requests, options.sequences, options.tokens)
     for name, seconds in zip(("that decode alone", "with prompts"), kinds, strict=True):
         if seconds:
             print(f"{len(seconds)} steps {name}: median {1e3 * statistics.median(seconds):.2f} ms")
     print(f"all: {sum(map(sum, kinds)):.2f} s")
+    elapsed, busy = measure_calls(options.requests, options.sequences, options.tokens, 1e-3 * options.step_ms)
+    share = 100 * (elapsed / busy - 1)
+    print(f"Model.generate: {elapsed:.2f} s with steps of {options.step_ms:g} ms, {share:.1f} % longer than these")
 
 
 if __name__ == "__main__":

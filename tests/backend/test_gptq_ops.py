@@ -19,7 +19,7 @@ from bminf_lite.backend.rotation import rotated
 TYPES = st.sampled_from(FLOAT_TYPES)
 SMALL = st.sampled_from([1, 7, 16, 64, 65, 128])
 LARGE = st.sampled_from([129, 200, 384])
-few_examples = settings(max_examples=min(8, settings.default.max_examples))
+few_examples = settings(max_examples=min(5, settings.default.max_examples))
 """For tests that decompose large matrices."""
 
 

@@ -32,7 +32,7 @@ FP32_REACH = 1e-4
 
 
 @pytest.mark.parametrize("golden", CASES, ids=str)
-@pytest.mark.parametrize("kind", ["w8a8", "w8a16", "float"])
+@pytest.mark.parametrize("kind", ["w8a8", "w8a16", pytest.param("float", marks=pytest.mark.slow)])
 def test_logits_equal_a_float64_model_of_the_same_quantization(golden: Golden, kind: str):
     for seed in range(golden.seed, golden.seed + 100):
         weights = RandomWeights(golden.config, seed, quantized=kind != "float", dynamic=kind == "w8a8")

@@ -9,3 +9,8 @@ def test_every_request_is_served() -> None:
     decoding, mixed = measure_host.measure(requests=6, sequences=4, tokens=8)
     assert len(decoding) + len(mixed) >= 16 and mixed, "two waves of eight tokens"
     assert all(seconds >= 0 for seconds in decoding + mixed)
+
+
+def test_a_call_takes_no_less_than_its_steps() -> None:
+    seconds, busy = measure_host.measure_calls(requests=6, sequences=4, tokens=8, step_seconds=1e-3)
+    assert seconds >= busy >= 16e-3, "two waves of eight tokens"
