@@ -306,7 +306,7 @@ def backward(to: Recorder) -> None:
         codes, scale, weight = weight_of(k, n)
         dy = torch.randn(2048, n, device=GPU, dtype=torch.bfloat16)
         peers: Peers = {
-            "ours": lambda dy: torch.ops.bminf_lite.int8_linear_backward(dy, codes, scale),
+            "ours": lambda dy: ops.int8_linear_backward(dy, codes, scale),
             "torch": lambda dy: dy @ weight,
         }
         to.time("backward", case, peers, dy)

@@ -101,7 +101,7 @@ def norm_backward(
     dy: Tensor, x: Tensor, from_output: bool, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
     inverse: Tensor, center: bool, parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of a norm's input, weight and bias (empty without ``parameters``)."""
+    """The gradients of a norm's input, weight and bias; empty without ``parameters``, or without a bias."""
     dtype = compute_dtype(x.dtype)
     values, gain, factor = array(x, dtype), optional_array(weight, dtype), array(inverse, dtype)
     if from_output:
@@ -112,7 +112,8 @@ def norm_backward(
     if not parameters:
         return tensor(gradients.x, x.dtype), x.new_empty(0), x.new_empty(0)
     kind = x.dtype if weight is None else weight.dtype
-    return tensor(gradients.x, x.dtype), tensor(gradients.weight, kind), tensor(gradients.bias, kind)
+    dbias = x.new_empty(0, dtype=kind) if bias is None else tensor(gradients.bias, kind)
+    return tensor(gradients.x, x.dtype), tensor(gradients.weight, kind), dbias
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

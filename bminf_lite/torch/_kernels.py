@@ -23,8 +23,8 @@ from ..cuda.kernels.gemm.gemm_hopper import SELF_TESTS, GemmTileConfig, ScaledGe
 from ..cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
 from ..cuda.kernels.gemv.gemv import CODE_ROWS, MAX_WIDTH, Gemv, GemvCodes
 from ..cuda.kernels.launcher import Launcher
-from ..cuda.kernels.rowwise.softmax import EACH_ROW, Softmax
-from ..cuda.kernels.rowwise.tensor_rows import Rows, TensorRows
+from ..cuda.kernels.rowwise.softmax import EACH_ROW, RowLaunch, Softmax
+from ..cuda.kernels.rowwise.tensor_rows import NormLaunch, QuantizeLaunch, Rows, TensorRows
 from ..cuda.runtime.driver import Device
 from ..errors import DeviceError
 from . import _definitions
@@ -38,6 +38,8 @@ EPILOGUES = {
 GEMV_INPUTS = {torch.float16: GemvInput.HALF, torch.bfloat16: GemvInput.BFLOAT16}
 """The types of a single row that the product quantizes itself."""
 SCALE_BYTES = 4
+SHAPES = 4096
+"""Launches of operations over rows that are kept; beyond that, the least recently used is dropped."""
 CODE_PAD = 16
 """Rows of codes start at multiples of this many bytes, for TMA."""
 WORKSPACE_BYTES = 32 << 20
@@ -57,6 +59,7 @@ class DeviceKernels:
         self.softmax = Softmax(launcher)
         self.gemm = ScaledGemm(device)
         self.skinny = SkinnyGemmHopper(device)
+        self.most_skinny_rows = self.skinny.max_rows
         self.gemv = Gemv(launcher)
         self.gemv_codes = GemvCodes(launcher)
         self.tiles = TileChoices()
@@ -100,22 +103,21 @@ class DeviceKernels:
     def _dynamic_linear(
         self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, rows: int, own: bool
     ) -> None:
-        x, source, _, k = in_rows(x)
-        stream, pitch = stream_of(self.index), round_up(k, CODE_PAD)
-        if own and rows == 1 and x.dtype in GEMV_INPUTS and k == pitch <= MAX_WIDTH:
-            weight = codes.data_ptr()
-            if (source[0] | weight) % 16 == 0:
+        n, k = codes.shape
+        pitch = round_up(k, CODE_PAD)
+        if own and rows == 1 and k == pitch <= MAX_WIDTH and x.dtype in GEMV_INPUTS and x.is_contiguous():
+            source, weight = x.data_ptr(), codes.data_ptr()
+            if (source | weight) % 16 == 0:
                 self.gemv.launch_tensor(
-                    stream, GEMV_INPUTS[x.dtype], source[0], weight, scale.data_ptr(), _address(bias), out.data_ptr(),
-                    out.shape[-1], k,
+                    stream_of(self.index), GEMV_INPUTS[x.dtype], source, weight, scale.data_ptr(), _address(bias),
+                    out.data_ptr(), n, k,
                 )  # fmt: skip
                 return
         scratch = codes.new_empty(rows * (pitch + SCALE_BYTES))
         row_codes = scratch.data_ptr()
         row_scale = row_codes + rows * pitch
-        vectors = whole(k, (source, x.itemsize))
-        self.rows.quantize(stream, KINDS[x.dtype], vectors, source, (row_codes, pitch), row_scale, rows, k)
-        self._product(scratch, pitch, row_scale, codes, scale, bias, out, rows, own)
+        _quantize(x, row_codes, pitch, row_scale)
+        self._product(scratch, pitch, row_scale, codes, scale, bias, out, rows, n, k, own)
 
     def product(
         self, x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
@@ -125,16 +127,17 @@ class DeviceKernels:
         ``x`` int8 ``[rows, in_features]``, ``codes`` int8 ``[n, in_features]``, scales and bias fp32, ``out``
         ``[rows, n]``; contiguous.
         """
+        n, k = codes.shape
         own = self._may_use_products()
-        self._product(x, x.shape[1], x_scale.data_ptr(), codes, scale, bias, out, len(x), own)
+        self._product(x, x.shape[1], x_scale.data_ptr(), codes, scale, bias, out, len(x), n, k, own)
 
     def _product(
         self, x: Tensor, pitch: int, x_scale: int, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor,
-        rows: int, own: bool,
+        rows: int, n: int, k: int, own: bool,
     ) -> None:  # fmt: skip
         """The same with the codes of ``rows`` rows at the start of ``x``, ``pitch`` apart; ``own``: by our kernels."""
-        (n, k), stream = codes.shape, stream_of(self.index)
-        few, dtype = rows <= self.skinny.max_rows, out.dtype
+        stream = stream_of(self.index)
+        few, dtype = rows <= self.most_skinny_rows, out.dtype
         if own and k == pitch and k % CODE_PAD == 0 and (few or (dtype is not torch.float32 and n % 8 == 0)):
             rows_at, weight, target = x.data_ptr(), codes.data_ptr(), out.data_ptr()
             weight_scale, offsets = scale.data_ptr(), _address(bias)
@@ -200,13 +203,17 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def _kernels_at(index: int) -> DeviceKernels:
+    own = _kernels(index)
+    if index not in _thread.ready:
+        own.device.make_current()
+        _thread.ready.add(index)
+    return own
+
+
 def kernels_of(x: Tensor) -> DeviceKernels:
     """The kernels of the tensor's GPU, which is the calling thread's current one; see :func:`on_own_device`."""
-    own = _kernels(x.get_device())
-    if own.index not in _thread.ready:
-        own.device.make_current()
-        _thread.ready.add(own.index)
-    return own
+    return _kernels_at(x.get_device())
 
 
 def on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,16 +230,18 @@ def on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stream_of(index: int) -> int:
-    """torch's current stream on a GPU, ``cudaStream_t``."""
+    """torch's current stream on a GPU, ``cudaStream_t``, for launches of this thread."""
+    if index not in _thread.ready:
+        _kernels_at(index)
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     return stream
 
 
-def kind_of(x: Tensor) -> str:
+def kind_of(dtype: torch.dtype) -> str:
     """The type of a tensor's elements in CUDA C++."""
-    kind = KINDS.get(x.dtype)
+    kind = KINDS.get(dtype)
     if kind is None:
-        raise DeviceError(_refused(x.dtype))
+        raise DeviceError(_refused(dtype))
     return kind
 
 
@@ -242,28 +251,46 @@ def _refused(dtype: torch.dtype) -> str:
 
 def in_rows(x: Tensor) -> tuple[Tensor, Rows, int, int]:
     """``x``, or a copy if its rows are not equally far apart, with its address, pitch, rows and columns."""
-    k = x.shape[-1]
-    rows = x.numel() // k if k else 0
-    if not x.is_contiguous():
-        if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= k:
-            return x, (x.data_ptr(), x.stride(0)), rows, k
+    layout = _layout(x.shape, x.stride())
+    if layout is None:
         x = x.contiguous()
-    return x, (x.data_ptr(), k), rows, k
+        layout = _layout(x.shape, x.stride())
+        assert layout is not None
+    pitch, rows, k = layout
+    return x, (x.data_ptr(), pitch), rows, k
 
 
-def whole(k: int, *pairs: tuple[Rows, int]) -> bool:
-    """Whether rows of ``k`` elements, each with its bytes per element, can be read in vectors of eight."""
+@functools.lru_cache(SHAPES)
+def _layout(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Pitch, rows and columns of a tensor; None if its rows are not equally far apart, or overlap."""
+    *sizes, k = shape
+    rows = math.prod(sizes) if k else 0
+    lead = [(size, stride) for size, stride in zip(sizes, strides[:-1], strict=True) if size != 1]
+    if rows <= 1 or not lead:
+        return (k, rows, k) if k <= 1 or not rows or strides[-1] == 1 else None
+    pitch = expected = lead[-1][1]
+    for size, stride in reversed(lead):
+        if stride != expected:
+            return None
+        expected = stride * size
+    return (pitch, rows, k) if pitch >= k and (k == 1 or strides[-1] == 1) else None
+
+
+def whole(k: int, itemsize: int, *pairs: Rows) -> bool:
+    """Whether rows of ``k`` elements of ``itemsize`` bytes can be read in vectors of eight."""
     if k % 8:
         return False
     bits = 0
-    for (address, pitch), itemsize in pairs:
-        bits |= address | (pitch * itemsize)
+    for address, pitch in pairs:
+        bits |= address | pitch * itemsize
     return bits % 16 == 0
 
 
-def _empty_like(x: Tensor) -> Tensor:
+def _empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous tensor like ``x``. An argument that says so takes the host longer than all others."""
-    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.is_contiguous():
+        return torch.empty_like(x) if dtype is None else torch.empty_like(x, dtype=dtype)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -287,8 +314,8 @@ def _address(x: Tensor | None) -> int:
 
 NO_ROWS = (0, 0, *EACH_ROW)
 """The address, pitch and ``BroadcastRows`` of a bias or a mask that there is not."""
-NO_BIAS_OR_MASK = (0, 0, 0, 0), (*EACH_ROW, *EACH_ROW)
-"""The kernel's arguments for both: before and behind those of the result."""
+NO_BIAS_OR_MASK, EACH_BIAS_AND_MASK = (0, 0, 0, 0), (*EACH_ROW, *EACH_ROW)
+"""The kernel's arguments for both, before and behind those of the result."""
 
 
 def softmax(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -300,30 +327,47 @@ def softmax(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -
 
 def softmax_(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> None:
     """The same over ``x``."""
-    _softmax_into(x, scale, bias, mask, None)
+    _softmax_into(x, scale, bias, mask, x)
 
 
-def _softmax_into(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, out: Tensor | None) -> None:
-    """The same into ``out``, which is contiguous, or over ``x``."""
-    kind, own = kind_of(x), kernels_of(x)
-    read, source, rows, k = in_rows(x)
-    if not rows:
-        return
-    written = source if out is None else (out.data_ptr(), k)
-    itemsize = x.itemsize
-    if bias is None and mask is None:
-        broadcast, vectors = NO_BIAS_OR_MASK, whole(k, (source, itemsize), (written, itemsize))
-    else:
+def _softmax_into(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, out: Tensor) -> None:
+    """The same into ``out``, which is contiguous or ``x``."""
+    index, source, target = x.get_device(), x.data_ptr(), out.data_ptr()
+    before, behind, aligned = NO_BIAS_OR_MASK, EACH_BIAS_AND_MASK, (source | target) % 16 == 0
+    if bias is not None or mask is not None:
         bias, bias_rows = (None, NO_ROWS) if bias is None else _broadcast(_fp32(bias), x.shape)
         mask, mask_rows = (None, NO_ROWS) if mask is None else _broadcast(mask, x.shape)
-        vectors = whole(k, (source, itemsize), (written, itemsize), (bias_rows[:2], 4))
-        vectors = vectors and (mask_rows[0] | mask_rows[1]) % 8 == 0
-        broadcast = (*bias_rows[:2], *mask_rows[:2]), (*bias_rows[2:], *mask_rows[2:])
-    plan = own.softmax.plan(kind, vectors, rows, k)
-    arguments = (*source, scale, *broadcast[0], *written, *broadcast[1], *plan.sizes)
-    plan.kernel(plan.grid, plan.block, arguments, 0, stream_of(own.index), False, plan.cluster)
-    if out is None and read is not x:
-        x.copy_(read)
+        aligned = aligned and whole(0, 4, bias_rows[:2]) and (mask_rows[0] | mask_rows[1]) % 8 == 0
+        before, behind = (*bias_rows[:2], *mask_rows[:2]), (*bias_rows[2:], *mask_rows[2:])
+    launch = _softmax_launch(index, x.dtype, x.shape, x.stride(), aligned)
+    if launch is None:
+        _through_copy(x, out, lambda x, out: _softmax_into(x, scale, bias, mask, out))
+        return
+    pitch, k, plan = launch
+    if plan is not None:
+        arguments = (source, pitch, scale, *before, target, pitch if out is x else k, *behind, *plan.sizes)
+        plan.kernel(plan.grid, plan.block, arguments, 0, stream_of(index), False, plan.cluster)
+
+
+@functools.lru_cache(SHAPES)
+def _softmax_launch(
+    index: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], aligned: bool
+) -> tuple[int, int, RowLaunch | None] | None:
+    """Pitch, columns and the launch, if there are rows; None if they are not equally far apart."""
+    kind, layout = kind_of(dtype), _layout(shape, strides)
+    if layout is None:
+        return None
+    pitch, rows, k = layout
+    vectors = aligned and whole(k, dtype.itemsize, (0, pitch))
+    return pitch, k, _kernels_at(index).softmax.plan(kind, vectors, rows, k) if rows else None
+
+
+def _through_copy(x: Tensor, out: Tensor, work: Callable[[Tensor, Tensor], None]) -> None:
+    """``work(x, out)`` for an ``x`` whose rows are not equally far apart; ``out`` may be ``x``."""
+    copy = x.contiguous()
+    work(copy, copy if out is x else out)
+    if out is x:
+        x.copy_(copy)
 
 
 def _broadcast(values: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int, int]]:
@@ -353,13 +397,13 @@ def _broadcast(values: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, in
 
 def softmax_backward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
     """The gradient of a softmax's input."""
-    kind, own = kind_of(y), kernels_of(y)
+    kind, own = kind_of(y.dtype), kernels_of(y)
     dx = _empty_like(y)
     y, y_rows, rows, k = in_rows(y)
     dy, dy_rows, _, _ = in_rows(dy)
     if rows:
         target = dx.data_ptr(), k
-        vectors = whole(k, (y_rows, y.itemsize), (dy_rows, y.itemsize), (target, y.itemsize))
+        vectors = whole(k, y.itemsize, y_rows, dy_rows, target)
         own.rows.softmax_backward(stream_of(own.index), kind, vectors, y_rows, dy_rows, scale, target, rows, k)
     return dx
 
@@ -370,13 +414,13 @@ def softmax_backward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
     """A norm."""
     out = _empty_like(x)
-    _norm_into(x, weight, bias, eps, center, out, None, None)
+    _norm_into(x, weight, bias, eps, center, out, ())
     return out
 
 
 def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> None:
     """The same over ``x``."""
-    _norm_into(x, weight, bias, eps, center, None, None, None)
+    _norm_into(x, weight, bias, eps, center, x, ())
 
 
 def norm_with_statistics(
@@ -384,7 +428,7 @@ def norm_with_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A norm, and its means (none without ``center``) and inverse deviations."""
     out, (mean, inverse) = _empty_like(x), _statistics(x, center)
-    _norm_into(x, weight, bias, eps, center, out, mean, inverse)
+    _norm_into(x, weight, bias, eps, center, out, (mean.data_ptr() if center else 0, inverse.data_ptr()))
     return out, mean, inverse
 
 
@@ -393,7 +437,7 @@ def norm_with_statistics_(
 ) -> tuple[Tensor, Tensor]:
     """The same over ``x``."""
     mean, inverse = _statistics(x, center)
-    _norm_into(x, weight, bias, eps, center, None, mean, inverse)
+    _norm_into(x, weight, bias, eps, center, x, (mean.data_ptr() if center else 0, inverse.data_ptr()))
     return mean, inverse
 
 
@@ -404,33 +448,53 @@ def _statistics(x: Tensor, center: bool) -> tuple[Tensor, Tensor]:
 
 
 def _norm_into(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, out: Tensor | None,
-    mean: Tensor | None, inverse: Tensor | None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, out: Tensor,
+    statistics: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """A norm into ``out``, which is contiguous, or over ``x``."""
-    own, types = kernels_of(x), _types(x, weight, bias)
-    read, source, rows, k = in_rows(x)
-    if not rows:
+    """A norm into ``out``, which is contiguous or ``x``, and ``statistics``: two addresses, or none."""
+    index, source, target = x.get_device(), x.data_ptr(), out.data_ptr()
+    weight_dtype = bias_dtype = None
+    weight_at = bias_at = 0
+    if weight is not None:
+        weight = weight.contiguous()
+        weight_at, weight_dtype = weight.data_ptr(), weight.dtype
+    if bias is not None:
+        bias = bias.contiguous()
+        bias_at, bias_dtype = bias.data_ptr(), bias.dtype
+    aligned = (source | target | weight_at | bias_at) % 16 == 0
+    launch = _norm_launch(
+        index, x.dtype, x.shape, x.stride(), weight_dtype, bias_dtype, center, aligned, not statistics
+    )
+    if launch is None:
+        _through_copy(x, out, lambda x, out: _norm_into(x, weight, bias, eps, center, out, statistics))
         return
-    written = source if out is None else (out.data_ptr(), k)
-    weight, bias, parameters, vectors = _parameters(weight, bias)
-    itemsize = x.itemsize
-    vectors = vectors and whole(k, (source, itemsize), (written, itemsize))
-    own.rows.norm(
-        stream_of(own.index), types, center, vectors, source, *parameters, eps, written,
-        _address(mean) if center else 0, _address(inverse), rows, k,
-    )  # fmt: skip
-    if out is None and read is not x:
-        x.copy_(read)
+    pitch, k, plan = launch
+    if plan is not None:
+        kernel, grid, block, shared, sizes = plan
+        arguments = (
+            source, pitch, weight_at, bias_at, eps, target, pitch if out is x else k, *statistics, *sizes
+        )  # fmt: skip
+        kernel(grid, block, arguments, shared, stream_of(index))
 
 
-def _types(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
-    """The template arguments for the types of a norm's input and of its parameters."""
-    return _template(x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+@functools.lru_cache(SHAPES)
+def _norm_launch(
+    index: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], weight: torch.dtype | None,
+    bias: torch.dtype | None, center: bool, aligned: bool, alone: bool,
+) -> tuple[int, int, NormLaunch | None] | None:  # fmt: skip
+    """As :func:`_softmax_launch`, for a norm; ``alone``: without statistics."""
+    types, layout = _types(dtype, weight, bias), _layout(shape, strides)
+    if layout is None:
+        return None
+    pitch, rows, k = layout
+    vectors, parameters = aligned and whole(k, dtype.itemsize, (0, pitch)), (weight is not None, bias is not None)
+    find = _kernels_at(index).rows.norm_launch
+    return pitch, k, find(types, center, vectors, rows, k, *parameters, alone) if rows else None
 
 
 @functools.cache
-def _template(dtype: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None) -> str:
+def _types(dtype: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None) -> str:
+    """The template arguments for the types of a norm's input and of its parameters."""
     kinds = {kind for kind in (weight, bias) if kind is not None} or {dtype}
     if dtype not in KINDS:
         raise DeviceError(_refused(dtype))
@@ -453,18 +517,19 @@ def norm_backward(
     dy: Tensor, x: Tensor, from_output: bool, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
     inverse: Tensor, center: bool, parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of a norm's input, weight and bias (empty without ``parameters``)."""
-    own, types = kernels_of(x), _types(x, weight, bias)
+    """The gradients of a norm's input, weight and bias; empty without ``parameters``, or without a bias."""
+    own, has_bias = kernels_of(x), bias is not None
+    types = _types(x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     dx = _empty_like(x)
     x, x_rows, rows, k = in_rows(x)
     dy, dy_rows, _, _ = in_rows(dy)
     kind = x.dtype if weight is None else weight.dtype
     if not rows:
         zeros = torch.zeros(k if parameters else 0, dtype=kind, device=x.device)
-        return dx, zeros, zeros.clone()
+        return dx, zeros, torch.zeros_like(zeros[: k if has_bias else 0])
     weight, bias, addresses, vectors = _parameters(weight, bias)
     target = dx.data_ptr(), k
-    vectors = vectors and whole(k, (x_rows, x.itemsize), (dy_rows, x.itemsize), (target, x.itemsize))
+    vectors = vectors and whole(k, x.itemsize, x_rows, dy_rows, target)
     stream, means = stream_of(own.index), mean.data_ptr() if center else 0
     own.rows.norm_backward(
         stream, types, center, vectors, dy_rows, x_rows, from_output, *addresses, means, inverse.data_ptr(), target,
@@ -473,12 +538,13 @@ def norm_backward(
     if not parameters:
         return dx, dx.new_empty(0, dtype=kind), dx.new_empty(0, dtype=kind)
     parts = own.rows.parameter_parts(rows, k)
-    sums = torch.empty((2, parts, k), dtype=torch.float32, device=x.device)
+    sums = [x.new_empty(parts, k, dtype=torch.float32) for _ in range(1 + has_bias)]
     own.rows.norm_parameter_gradients(
         stream, types, center, vectors, dy_rows, x_rows, from_output, *addresses, means, inverse.data_ptr(),
-        sums[0].data_ptr(), sums[1].data_ptr(), parts, rows, k,
+        sums[0].data_ptr(), sums[1].data_ptr() if has_bias else 0, parts, rows, k,
     )  # fmt: skip
-    return dx, sums[0].sum(0).to(kind), sums[1].sum(0).to(kind)
+    dweight, *dbias = (part.sum(0).to(kind) for part in sums)
+    return dx, dweight, dbias[0] if has_bias else dx.new_empty(0, dtype=kind)
 
 
 # -- int8 --------------------------------------------------------------------------------------------------------------
@@ -486,19 +552,42 @@ def norm_backward(
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales."""
-    codes, scale = x.new_empty(*x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    kind, own = kind_of(x), kernels_of(x)
-    x, source, rows, k = in_rows(x)
-    if rows:
-        vectors, target = whole(k, (source, x.itemsize)), (codes.data_ptr(), k)
-        own.rows.quantize(stream_of(own.index), kind, vectors, source, target, scale.data_ptr(), rows, k)
+    codes, (*lead, _) = _empty_like(x, torch.int8), x.shape
+    scale = x.new_empty(*lead, dtype=torch.float32) if lead else x.new_empty((), dtype=torch.float32)
+    _quantize(x, codes.data_ptr(), 0, scale.data_ptr())
     return codes, scale
+
+
+def _quantize(x: Tensor, codes: int, pitch: int, scale: int) -> None:
+    """The codes of the rows of ``x``, ``pitch`` apart (0: next to each other), and their scales, at addresses."""
+    index, source = x.get_device(), x.data_ptr()
+    launch = _quantize_launch(index, x.dtype, x.shape, x.stride(), source % 16 == 0)
+    if launch is None:
+        _quantize(x.contiguous(), codes, pitch, scale)
+        return
+    own_pitch, k, plan = launch
+    if plan is not None:
+        kernel, grid, block, sizes = plan
+        kernel(grid, block, (source, own_pitch, codes, pitch or k, scale, *sizes), 0, stream_of(index))
+
+
+@functools.lru_cache(SHAPES)
+def _quantize_launch(
+    index: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], aligned: bool
+) -> tuple[int, int, QuantizeLaunch | None] | None:
+    """As :func:`_softmax_launch`, for quantization."""
+    kind, layout = kind_of(dtype), _layout(shape, strides)
+    if layout is None:
+        return None
+    pitch, rows, k = layout
+    vectors = aligned and whole(k, dtype.itemsize, (0, pitch))
+    return pitch, k, _kernels_at(index).rows.quantize_launch(kind, vectors, rows, k) if rows else None
 
 
 def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``a_scale * (b_scale * (a @ b.T))`` of codes."""
     out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
-    kind_of(out)
+    kind_of(out.dtype)
     if out.numel():
         kernels_of(a).product(a.contiguous(), _fp32(a_scale), b.contiguous(), _fp32(b_scale), None, out)
     return out
@@ -506,13 +595,13 @@ def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     """``x @ (scale * codes).T + bias``, with ``x`` quantized per row if ``dynamic``."""
-    kind_of(x)  # refuses other types
-    own, (n, k) = kernels_of(x), codes.shape
-    out = x.new_empty(*x.shape[:-1], n)  # sizes one by one take the host half as long as a tuple
-    if not out.numel():
+    kind_of(x.dtype)  # refuses other types
+    own, (n, k), (*lead, _) = kernels_of(x), codes.shape, x.shape
+    out = x.new_empty(*lead, n)  # sizes one by one take the host half as long as a tuple
+    elements = out.numel()
+    if not elements:
         return out
-    rows = out.numel() // n
-    factors, offsets = _fp32(scale), None if bias is None else _fp32(bias)
+    rows, factors, offsets = elements // n, _fp32(scale), None if bias is None else _fp32(bias)
     if not codes.is_contiguous():
         codes = codes.contiguous()
     if dynamic:
@@ -555,7 +644,7 @@ def dequantized_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
 
 def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """``dy @ (scale * codes)``, with the weight rounded to the type of ``dy``."""
-    kind, own, (n, k) = kind_of(dy), kernels_of(dy), codes.shape
+    kind, own, (n, k) = kind_of(dy.dtype), kernels_of(dy), codes.shape
     codes, factors, weight = codes.contiguous(), _fp32(scale), dy.new_empty((n, k))
     own.rows.dequantize_codes(stream_of(own.index), kind, codes.data_ptr(), factors.data_ptr(), weight.data_ptr(), n, k)
     return (dy.reshape(-1, n) @ weight).view(*dy.shape[:-1], k)
@@ -566,17 +655,13 @@ def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 def square_linear_(x: Tensor, w: Tensor, transpose: bool) -> None:
     """``x @ w.T``, or ``x @ w``, over ``x``, through a workspace of at most :data:`WORKSPACE_BYTES`."""
-    kind_of(x)
+    kind_of(x.dtype)
     n = x.shape[-1]
     if not x.numel():
         return
-    rows = x.reshape(-1, n)
-    in_place = rows.data_ptr() == x.data_ptr()
+    rows, factor = x.reshape(-1, n), w.t() if transpose else w
     step = max(1, WORKSPACE_BYTES // (n * x.itemsize))
-    workspace = torch.empty((min(step, len(rows)), n), dtype=x.dtype, device=x.device)
-    factor = w.t() if transpose else w
-    for first in range(0, len(rows), step):
-        block = rows[first : first + step]
-        block.copy_(torch.mm(block, factor, out=workspace[: len(block)]))
-    if not in_place:
+    for block in (rows,) if len(rows) <= step else rows.split(step):
+        block.copy_(torch.mm(block, factor))  # the allocator gives each product the memory of the one before
+    if rows.data_ptr() != x.data_ptr():
         x.copy_(rows.view(x.shape))

@@ -180,9 +180,7 @@ class _StreamedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
         (scale,) = ctx.saved_tensors
-        dx = (
-            torch.ops.bminf_lite.int8_linear_backward(dy, ctx.codes.fetch(), scale) if ctx.needs_input_grad[0] else None
-        )
+        dx = ops.int8_linear_backward(dy, ctx.codes.fetch(), scale) if ctx.needs_input_grad[0] else None
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return dx, None, None, dbias, None
 

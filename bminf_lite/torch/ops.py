@@ -26,8 +26,12 @@ from . import _definitions, _kernels
 
 LIBRARY = torch.library.Library("bminf_lite", "DEF")
 """Owns the registrations; they end with it."""
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors without a ``__torch_dispatch__`` of their own."""
+PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.dtype, float, int, bool, type(None)})
+"""Types of arguments: of tensors those without a ``__torch_dispatch__`` of their own."""
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_profiler_enabled = torch._C._autograd._profiler_enabled
+_tracing_state = torch._C._get_tracing_state
 SCHEMAS = {
     "softmax": "(Tensor x, float scale, Tensor? bias, Tensor? mask) -> Tensor",
     "softmax_": "(Tensor(a!) x, float scale, Tensor? bias, Tensor? mask) -> ()",
@@ -68,14 +72,14 @@ def softmax(x: Tensor, scale: float = 1.0, bias: Tensor | None = None, mask: Ten
     whose present leading dimensions are not neighbours is expanded in a copy.
     """
     _check_scores(x, bias, mask)
-    result: Tensor = _call("softmax", (x, bias), x, scale, bias, mask)
+    result: Tensor = _call("softmax", (x, bias), (x, scale, bias, mask))
     return result
 
 
 def softmax_(x: Tensor, scale: float = 1.0, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
     """:func:`softmax` over ``x``, which is returned. Its gradient needs the result alone."""
     _check_scores(x, bias, mask)
-    _call("softmax_", (x, bias), x, scale, bias, mask)
+    _call("softmax_", (x, bias), (x, scale, bias, mask))
     return x
 
 
@@ -119,7 +123,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     ``scale * code`` is within half a step of ``x``; docs/numerics.md has the formula. A row of zeros has scale 0, a row
     with a NaN or an infinity the scale NaN.
     """
-    result: tuple[Tensor, Tensor] = _call("quantize_rows", (), x)
+    result: tuple[Tensor, Tensor] = _call("quantize_rows", (), (x,))
     return result
 
 
@@ -136,19 +140,36 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = N
     On a GPU, ``dynamic`` allocates the codes and scales of ``x``; the other form and backward also allocate the weight
     in the dtype of ``x``. Where ``in`` is not a multiple of 16, ``codes`` is copied into padded rows.
     """
-    if codes.dtype != torch.int8 or codes.dim() != 2 or not codes.shape[1]:
-        raise ValueError(f"codes must be int8 [out, in] with in at least 1, not {codes.dtype} {list(codes.shape)}")
-    n, k = codes.shape
+    sizes, device = codes.shape, x.get_device()
+    if len(sizes) != 2 or not sizes[1] or codes.dtype != torch.int8:
+        raise ValueError(f"codes must be int8 [out, in] with in at least 1, not {codes.dtype} {list(sizes)}")
+    n, k = sizes
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x {list(x.shape)} must end in {k}, the columns of codes {list(codes.shape)}")
-    _check_device("codes", codes, x)
-    for name, values in (("scale", scale), ("bias", bias)):
-        if values is not None:
+    if codes.get_device() != device:
+        _check_device("codes", codes, x)
+    for values in (scale, bias):
+        if values is not None and (values.numel() != n or values.dim() != 1 or values.get_device() != device):
+            name = "scale" if values is scale else "bias"
             _check_device(name, values, x)
-            if values.dim() != 1 or values.shape[0] != n:
-                raise ValueError(f"{name} {list(values.shape)} must be [{n}], one for each row of codes")
+            raise ValueError(f"{name} {list(values.shape)} must be [{n}], one for each row of codes")
     x = autocast(x)
-    result: Tensor = _call("int8_linear", (x, scale, bias), x, codes, scale, bias, dynamic)
+    result: Tensor = _call("int8_linear", (x, scale, bias), (x, codes, scale, bias, dynamic))
+    return result
+
+
+def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of the ``x`` of :func:`int8_linear` for that of its result: ``dy @ (scale[:, None] * codes)``.
+
+    ``dy`` is ``[..., out]``, the result ``[..., in]`` in its dtype. Differentiable in ``dy``.
+    """
+    n = codes.shape[0]
+    if dy.dim() == 0 or dy.shape[-1] != n or tuple(scale.shape) != (n,):
+        found = f"dy {list(dy.shape)} and scale {list(scale.shape)}"
+        raise ValueError(f"{found} must end in {n}, the rows of codes {list(codes.shape)}")
+    for name, values in (("codes", codes), ("scale", scale)):
+        _check_device(name, values, dy, "dy")
+    result: Tensor = _call("int8_linear_backward", (dy,), (dy, codes, scale))
     return result
 
 
@@ -194,7 +215,7 @@ def dot(
         )
     for name, values in (("b", b), ("a_scale", a_scale), ("b_scale", b_scale)):
         _check_device(name, values, a, "a")
-    result: Tensor = _call("int8_dot", (), left, right, a_scale, b_scale, dtype)
+    result: Tensor = _call("int8_dot", (), (left, right, a_scale, b_scale, dtype))
     return result
 
 
@@ -214,52 +235,50 @@ def square_linear_(x: Tensor, w: Tensor, transpose: bool = True) -> Tensor:
             "w requires a gradient, which needs the x that square_linear_ overwrites; use torch.nn.functional.linear, "
             "or w.detach() if w is not trained"
         )
-    _call("square_linear_", (x,), x, w, transpose)
+    _call("square_linear_", (x,), (x, w, transpose))
     return x
 
 
 def autocast(x: Tensor) -> Tensor:
     """``x`` in the autocast dtype of its device, where autocast is enabled."""
     kind = "cuda" if x.is_cuda else x.device.type  # of which the second is slow
-    if x.is_meta or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
 
 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
     result: Tensor
-    if _records_gradient(x, weight, bias):
+    if torch.is_grad_enabled() and _records_gradient((x, weight, bias)):
         result = _OPERATORS["norm_with_statistics"](x, weight, bias, eps, center)[0]
     else:
-        result = _call_below_autograd("norm", x, weight, bias, eps, center)
+        result = _call_below_autograd("norm", (x, weight, bias, eps, center))
     return result
 
 
 def _norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
-    if _records_gradient(x, weight, bias):
+    if torch.is_grad_enabled() and _records_gradient((x, weight, bias)):
         _OPERATORS["norm_with_statistics_"](x, weight, bias, eps, center)
     else:
-        _call_below_autograd("norm_", x, weight, bias, eps, center)
+        _call_below_autograd("norm_", (x, weight, bias, eps, center))
     return x
 
 
-def _records_gradient(*tensors: Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return False
+def _records_gradient(tensors: tuple[Tensor | None, ...]) -> bool:
     for tensor in tensors:  # noqa: SIM110 - any() takes the host twice as long
         if tensor is not None and tensor.requires_grad:
             return True
     return False
 
 
-def _call(name: str, differentiable: tuple[Tensor | None, ...], *arguments: Any) -> Any:
+def _call(name: str, differentiable: tuple[Tensor | None, ...], arguments: tuple[Any, ...]) -> Any:
     """Call an operator, whose gradient may be recorded if one of ``differentiable`` requires it."""
-    if _records_gradient(*differentiable):
+    if torch.is_grad_enabled() and _records_gradient(differentiable):
         return _OPERATORS[name](*arguments)
-    return _call_below_autograd(name, *arguments)
+    return _call_below_autograd(name, arguments)
 
 
-def _call_below_autograd(name: str, *arguments: Any) -> Any:
+def _call_below_autograd(name: str, arguments: tuple[Any, ...]) -> Any:
     """Call an operator that records no gradient, by the shortest way that does the same.
 
     Its autograd kernel, which is Python, is skipped. On a GPU so is the dispatcher, if it would only call the GPU's
@@ -278,6 +297,14 @@ def _call_below_autograd(name: str, *arguments: Any) -> Any:
         return _OPERATORS[name](*arguments)
 
 
+def _forward(name: str, *arguments: Any) -> Any:
+    """Call an operator from the forward of its ``autograd.Function``."""
+    if _only_dispatches_to_gpu(arguments):
+        return _ON_GPU[name](*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _OPERATORS[name](*arguments)
+
+
 def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
     """The operators have no forward-mode gradient, and PyTorch would drop it silently."""
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
@@ -287,16 +314,14 @@ def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
 def _only_dispatches_to_gpu(arguments: tuple[Any, ...]) -> bool:
     """Whether all tensors are plain ones of the current GPU, and no mode, transform, tracer or profiler watches."""
     x = arguments[0]
-    if not x.is_cuda or x.get_device() != torch._C._cuda_getDevice():
-        return False
-    for argument in arguments:
-        if isinstance(argument, Tensor) and type(argument) not in PLAIN:
-            return False
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
+    return (
+        x.is_cuda
+        and x.get_device() == torch._C._cuda_getDevice()
+        and PLAIN.issuperset(map(type, arguments))
+        and not _dispatch_modes()
+        and _transform() is None
+        and not _profiler_enabled()
+        and _tracing_state() is None
     )
 
 
@@ -323,11 +348,12 @@ def _broadcasts(values: Tensor, x: Tensor) -> bool:
 def _check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     if x.dim() == 0:
         raise ValueError("a norm needs at least one dimension")
-    for name, values in (("weight", weight), ("bias", bias)):
-        if values is not None:
+    k, device = x.shape[-1], x.get_device()
+    for values in (weight, bias):
+        if values is not None and (values.numel() != k or values.dim() != 1 or values.get_device() != device):
+            name = "weight" if values is weight else "bias"
             _check_device(name, values, x)
-            if values.dim() != 1 or values.shape[0] != x.shape[-1]:
-                raise ValueError(f"{name} {list(values.shape)} must be [{x.shape[-1]}], the last dimension of x")
+            raise ValueError(f"{name} {list(values.shape)} must be [{k}], the last dimension of x")
 
 
 def _check_device(name: str, values: Tensor, x: Tensor, other: str = "x") -> None:
@@ -360,7 +386,7 @@ def _fake_norm_backward(
     inverse: Tensor, center: bool, parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     size, dtype = x.shape[-1:] if parameters else (0,), x.dtype if weight is None else weight.dtype
-    return _like(x), _like(x, size, dtype), _like(x, size, dtype)
+    return _like(x), _like(x, size, dtype), _like(x, (0,) if bias is None else size, dtype)
 
 
 FAKES: dict[str, Callable[..., Any]] = {
@@ -389,56 +415,67 @@ def _sum_to(x: Tensor, values: Tensor) -> Tensor:
     return x.sum_to_size(values.shape).to(values.dtype)
 
 
-def _softmax_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-    y, bias = ctx.saved_tensors
-    if not ctx.needs_input_grad[2]:
-        return torch.ops.bminf_lite.softmax_backward(y, dy, ctx.scale), None, None, None
-    scores = torch.ops.bminf_lite.softmax_backward(y, dy, 1.0)
-    return scores * ctx.scale, None, _sum_to(scores, bias), None
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+        y: Tensor = _forward("softmax", x, scale, bias, mask)
+        ctx.scale = scale
+        ctx.save_for_backward(y, bias if ctx.needs_input_grad[2] else None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        y, bias = ctx.saved_tensors
+        if not ctx.needs_input_grad[2]:
+            return _call("softmax_backward", (y, dy), (y, dy, ctx.scale)), None, None, None
+        scores = _call("softmax_backward", (y, dy), (y, dy, 1.0))
+        return scores * ctx.scale, None, _sum_to(scores, bias), None
 
 
-def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.scale, bias, _ = inputs
-    ctx.save_for_backward(output, bias if ctx.needs_input_grad[2] else None)
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y, mean, inverse = _forward("norm_with_statistics", x, weight, bias, eps, center)
+        ctx.mark_non_differentiable(mean, inverse)
+        ctx.set_materialize_grads(False)
+        ctx.from_output, ctx.center = False, center
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        return y, mean, inverse
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy: Tensor | None, *statistics: None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        if dy is None:
+            return None, None, None, None, None
+        x, weight, bias, mean, inverse = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        dx, dweight, dbias = _call(
+            "norm_backward",
+            (dy, x, weight, bias),
+            (dy, x, ctx.from_output, weight, bias, mean, inverse, ctx.center, needed[1] or needed[2]),
+        )
+        return dx if needed[0] else None, dweight if needed[1] else None, dbias if needed[2] else None, None, None
 
 
-def _norm_gradients(
-    ctx: Any, dy: Tensor, *statistics: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-    x, weight, bias, mean, inverse = ctx.saved_tensors
-    parameters = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    dx, dweight, dbias = torch.ops.bminf_lite.norm_backward(
-        dy, x, ctx.from_output, weight, bias, mean, inverse, ctx.center, parameters
-    )
-    return (
-        dx if ctx.needs_input_grad[0] else None,
-        dweight if ctx.needs_input_grad[1] else None,
-        dbias if ctx.needs_input_grad[2] else None,
-        None,
-        None,
-    )
+class _Int8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(codes, scale)
+        y: Tensor = _forward("int8_linear", x, codes, scale, bias, dynamic)
+        return y
 
-
-def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, _, ctx.center = inputs
-    _, mean, inverse = output
-    ctx.from_output = False
-    ctx.save_for_backward(x, weight, bias, mean, inverse)
-
-
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, codes, scale, bias, _ = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(codes, scale)
-
-
-def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
-    codes, scale = ctx.saved_tensors
-    if ctx.needs_input_grad[2]:
-        raise RuntimeError("int8_linear has no gradient of its scales; detach them, or train a float layer")
-    dx = torch.ops.bminf_lite.int8_linear_backward(dy, codes, scale) if ctx.needs_input_grad[0] else None
-    dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
-    return dx, None, None, dbias, None
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+        codes, scale = ctx.saved_tensors
+        if ctx.needs_input_grad[2]:
+            raise RuntimeError("int8_linear has no gradient of its scales; detach them, or train a float layer")
+        dx = int8_linear_backward(dy, codes, scale) if ctx.needs_input_grad[0] else None
+        dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        return dx, None, None, dbias, None
 
 
 def _save_linear_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -474,7 +511,7 @@ class _SoftmaxInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return _softmax_gradients(ctx, dy)
+        return _Softmax.backward(ctx, dy)
 
 
 class _NormInPlace(torch.autograd.Function):
@@ -494,7 +531,7 @@ class _NormInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return *_norm_gradients(ctx, dy), None
+        return *_Norm.backward(ctx, dy), None
 
 
 class _SquareLinearInPlace(torch.autograd.Function):
@@ -565,9 +602,6 @@ def _register() -> None:
         else:
             torch.library.register_vmap(qualified, _refuse_vmap(name), lib=LIBRARY)
     for name, backward, save in (
-        ("softmax", _softmax_gradients, _save_softmax),
-        ("norm_with_statistics", _norm_gradients, _save_norm),
-        ("int8_linear", _linear_gradients, _save_linear),
         ("int8_linear_backward", _second_linear_gradients, _save_linear_backward),
         ("softmax_backward", _refuse_second_gradient, _save_nothing),
         ("norm_backward", _refuse_second_gradient, _save_nothing),
@@ -575,9 +609,12 @@ def _register() -> None:
         torch.library.register_autograd(f"bminf_lite::{name}", backward, setup_context=save, lib=LIBRARY)
     for name in ("quantize_rows", "int8_dot", "norm", "norm_"):
         LIBRARY.impl(name, _without_gradient(name), "Autograd")
-    LIBRARY.impl("softmax_", _differentiable_softmax_, "Autograd")
-    LIBRARY.impl("norm_with_statistics_", _differentiable_norm_, "Autograd")
-    LIBRARY.impl("square_linear_", _differentiable_square_linear_, "Autograd")
+    for name, function in {
+        "softmax": _Softmax.apply, "softmax_": _differentiable_softmax_, "norm_with_statistics": _Norm.apply,
+        "norm_with_statistics_": _differentiable_norm_, "int8_linear": _Int8Linear.apply,
+        "square_linear_": _differentiable_square_linear_,
+    }.items():  # fmt: skip
+        LIBRARY.impl(name, function, "Autograd")
 
 
 _ON_GPU = {name: vars(_kernels)[name] for name in SCHEMAS}

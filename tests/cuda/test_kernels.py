@@ -71,7 +71,7 @@ class RecordingDriver(SimpleNamespace):
     """The driver's functions that kernels use; a launch reads what a real driver would, at the moment of the call."""
 
     def __init__(self) -> None:
-        super().__init__(launches=[], shared_allowed=[], refuse=0)
+        super().__init__(launches=[], shared_allowed=[])
         self.cuLaunchKernelEx = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
         )(self._launch)
@@ -212,11 +212,9 @@ def test_arguments_that_do_not_fit(args: tuple, recording: RecordingDriver) -> N
     assert recording.launches == []
 
 
-def test_a_refused_launch_says_which_and_how(recording: RecordingDriver) -> None:
-    def refuse(*_: object) -> None:
-        raise LibraryError("cuLaunchKernelEx", 1, "CUDA_ERROR_INVALID_VALUE, invalid argument")
-
-    recording.cuLaunchKernelEx = refuse
+def test_a_refused_launch_says_which_and_how(recording: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording.cuLaunchKernelEx = lambda *_: 1
+    monkeypatch.setattr(driver, "describe", lambda status: f"CUDA_ERROR_INVALID_VALUE, invalid argument {status}")
     with pytest.raises(DeviceError, match=r"k with grid 0, block \(2048,\), 16 bytes.*CUDA_ERROR_INVALID_VALUE"):
         fake_kernel()(0, (2048,), (), shared=16)
 

@@ -7,7 +7,7 @@ callables that raise on any other status, so a call site needs no check.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +24,15 @@ class LibraryError(DeviceError):
 
 
 def bind(
-    library: ctypes.CDLL, prototypes: Mapping[str, Sequence[type]], describe: Callable[[int], str]
+    library: ctypes.CDLL,
+    prototypes: Mapping[str, Sequence[type]],
+    describe: Callable[[int], str],
+    unchecked: Collection[str] = (),
 ) -> SimpleNamespace:
     """The functions of ``library`` that ``prototypes`` names, each with its argument types.
 
-    A call that fails raises :class:`LibraryError` with the text of ``describe(status)``. ``bind`` raises
+    A call that fails raises :class:`LibraryError` with the text of ``describe(status)``; those of ``unchecked`` return
+    the status, which takes the host less time. ``bind`` raises
     ``DeviceError`` with the names of the functions that a library lacks because it is too old.
     """
     missing = [name for name in prototypes if not hasattr(library, name)]
@@ -39,7 +43,8 @@ def bind(
         function = getattr(library, name)
         function.argtypes = argtypes
         function.restype = ctypes.c_int
-        function.errcheck = _checker(name, describe)
+        if name not in unchecked:
+            function.errcheck = _checker(name, describe)
         setattr(functions, name, function)
     return functions
 

@@ -193,7 +193,7 @@ def describe(status: int) -> str:
 @functools.cache
 def load() -> SimpleNamespace:
     """The driver's functions, initialized. Raises ``DeviceError`` without a driver or a usable GPU."""
-    functions = bind(libraries.load("cuda").dll, _PROTOTYPES, describe)
+    functions = bind(libraries.load("cuda").dll, _PROTOTYPES, describe, {"cuLaunchKernelEx"})
     try:
         functions.cuInit(0)
     except LibraryError as error:

@@ -28,6 +28,7 @@ KERNEL_CACHE_SIZE = 1024
 RESERVED_SHARED_MEMORY = 11 << 8
 """Shared memory for the dependent kernel over rows that is resident beside this one."""
 _STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
+_INT8 = TensorMapDataType.INT8  # looking it up takes the host 0.07 us
 
 
 class SkinnyGemmHopper(SkinnyGemm):
@@ -60,8 +61,8 @@ class SkinnyGemmHopper(SkinnyGemm):
         kernel, grid, box_rows, weight_rows, shared, numbers = self._launch_of(
             rows, out_features, pitch, epilogue, activation
         )
-        x_map = tensor_map_2d(x, TensorMapDataType.INT8, rows, pitch, pitch, box_rows, False)
-        w_map = tensor_map_2d(w, TensorMapDataType.INT8, out_features, pitch, pitch, weight_rows, False)
+        x_map = tensor_map_2d(x, _INT8, rows, pitch, pitch, box_rows, False)
+        w_map = tensor_map_2d(w, _INT8, out_features, pitch, pitch, weight_rows, False)
         arguments = (x_scale, w_scale, bias, out, out_pitch, rows, out_features, x_map, w_map, *numbers)
         kernel(grid, THREADS, arguments, shared, stream, dependent, CLUSTER, bytes_moved)
 

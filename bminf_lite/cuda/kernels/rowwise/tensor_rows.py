@@ -34,8 +34,10 @@ PERSISTENT_THREADS = 1024
 
 Rows = tuple[int, int]
 """An address, and the elements from one row to the next."""
-RowLaunch = tuple[Kernel, int, int, tuple[int, ...]]
+QuantizeLaunch = tuple[Kernel, int, int, tuple[int, ...]]
 """A kernel, its blocks, threads per block, and last arguments."""
+NormLaunch = tuple[Kernel, int, int, int, tuple[int, ...]]
+"""The same with the shared memory in bytes before the last arguments."""
 
 
 class TensorRows:
@@ -47,11 +49,8 @@ class TensorRows:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._persistent = functools.cache(self._find_persistent)
-        self._norm = self._cached(self.norm_source, "norm_rows", "multi_pass", MAX_NORM_WIDTH)
         self._norm_backward = self._cached(self.norm_source, "norm_backward", "multi_pass", BACKWARD_ROW)
         self._softmax_backward = self._cached(self.softmax_source, "softmax_backward", "two_pass", BACKWARD_ROW)
-        self._quantize = self._cached(self.quantize_source, "quantize_rows", "two_pass", MAX_NORM_WIDTH)
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
@@ -70,38 +69,36 @@ class TensorRows:
         yield KernelFamily(cls.quantize_source, "dequantize_codes", (KINDS, whole))
         yield KernelFamily(cls.quantize_source, "scale_sums", (("int", "float"), KINDS))
 
-    def norm(
-        self, stream: int, types: str, center: bool, whole: bool, x: Rows, weight: int, bias: int, eps: float,
-        out: Rows, mean: int, inverse: int, rows: int, k: int,
-    ) -> None:  # fmt: skip
-        """``out`` is the norm of the rows of ``x``, and may be ``x``; ``mean`` and ``inverse`` fp32 ``[rows]`` or 0.
+    def norm_launch(
+        self, types: str, center: bool, whole: bool, rows: int, k: int, weight: bool, bias: bool, alone: bool
+    ) -> NormLaunch:
+        """The launch of a norm of ``rows`` of ``k`` elements.
 
-        ``types`` are the elements' and the weight's types, such as ``"__half, float"``; weight and bias are contiguous
-        ``[k]`` or 0. ``whole``: ``k`` is a multiple of 8, and all rows, weight and bias start at multiples of 16 bytes.
+        The arguments of the kernel are ``x`` and its pitch, the addresses of weight and bias, ``eps``, ``out`` and its
+        pitch, the addresses of means and inverse deviations (fp32 ``[rows]`` or 0) unless the norm is ``alone``, and
+        the last ones of :data:`NormLaunch`. ``out`` may be ``x``; weight and bias are contiguous ``[k]`` or 0.
+
+        ``types`` are the elements' and the weight's types, such as ``"__half, float"``. ``whole``: ``k`` is a multiple
+        of 8, and all rows, weight and bias start at multiples of 16 bytes. ``weight``, ``bias``: there is one.
         """
-        if self._keeps_parameters(rows, k, types, center and whole and weight != 0 and mean == inverse == 0):
-            kernel, grid, block, shared = self._persistent(k, bias != 0)
-            kernel(grid, block, (*x, weight, bias, eps, *out, rows, k), shared, stream)
-            return
-        kernel, grid, block, sizes = self._norm(rows, k, types, center, whole)
-        kernel(grid, block, (*x, weight, bias, eps, *out, mean, inverse, *sizes), 0, stream)
+        if center and whole and weight and alone and self._keeps_parameters(rows, k, types):
+            return *self._persistent(k, bias), (rows, k)
+        names = "norm_rows", "norm_rows_multi_pass"
+        kernel, grid, block, sizes = self._find(self.norm_source, *names, MAX_NORM_WIDTH, rows, k, types, center, whole)
+        return kernel, grid, block, 0, (0, 0, *sizes) if alone else sizes
 
-    def _keeps_parameters(self, rows: int, k: int, types: str, is_layer_norm: bool) -> bool:
-        """Whether a LayerNorm is faster by blocks that keep weight and bias in shared memory; see ``PERSISTENT_ROW``.
-
-        ``is_layer_norm``: it has a weight, rows in whole vectors, and no statistics are wanted.
-        """
+    def _keeps_parameters(self, rows: int, k: int, types: str) -> bool:
+        """Whether a LayerNorm is faster by blocks that keep its parameters in shared memory; see ``PERSISTENT_ROW``."""
         launcher = self._launcher
         return (
-            is_layer_norm
-            and PERSISTENT_ROW < k <= MAX_NORM_WIDTH
+            PERSISTENT_ROW < k <= MAX_NORM_WIDTH
             and k % PAD == 0
             and types == "float, float"
             and rows >= ROWS_EACH * launcher.num_sms
             and launcher.half_shared > 4 * MAX_NORM_WIDTH
         )
 
-    def _find_persistent(self, k: int, has_bias: bool) -> tuple[Kernel, int, int, int]:
+    def _persistent(self, k: int, has_bias: bool) -> tuple[Kernel, int, int, int]:
         """The kernel, its blocks, threads per block, and shared memory."""
         expression = f"layer_norm_persistent<{str(has_bias).lower()}, float, {PERSISTENT_THREADS}>"
         kernel = self._launcher.kernel(RowKernels.persistent_source, expression, True)
@@ -137,12 +134,14 @@ class TensorRows:
         kernel, grid, block, sizes = self._softmax_backward(rows, k, kind, whole)
         kernel(grid, block, (*y, *dy, scale, *dx, *sizes), 0, stream)
 
-    def quantize(
-        self, stream: int, kind: str, whole: bool, x: Rows, codes: Rows, scale: int, rows: int, k: int
-    ) -> None:
-        """int8 codes and scales fp32 ``[rows]``; codes behind column ``k`` of a row are zeros."""
-        kernel, grid, block, sizes = self._quantize(rows, k, kind, whole)
-        kernel(grid, block, (*x, *codes, scale, *sizes), 0, stream)
+    def quantize_launch(self, kind: str, whole: bool, rows: int, k: int) -> QuantizeLaunch:
+        """The launch that quantizes ``rows`` of ``k`` elements.
+
+        The arguments of the kernel are ``x`` and its pitch, int8 codes and their pitch, scales fp32 ``[rows]``, and the
+        last ones of :data:`QuantizeLaunch`. Codes behind column ``k`` of a row are zeros.
+        """
+        names = "quantize_rows", "quantize_rows_two_pass"
+        return self._find(self.quantize_source, *names, MAX_NORM_WIDTH, rows, k, kind, whole)
 
     def dequantize_codes(self, stream: int, kind: str, codes: int, scale: int, out: int, rows: int, k: int) -> None:
         """``out[rows, k] = scale[row] * codes``, or the codes as numbers where ``scale`` is 0; all contiguous."""
@@ -160,14 +159,14 @@ class TensorRows:
         )
         kernel(ceil_div(rows * ceil_div(n, 8), 256), 256, (*sums, x_scale, w_scale, bias, out, rows, n), 0, stream)
 
-    def _cached(self, source: str, name: str, long_suffix: str, most: int) -> Callable[..., RowLaunch]:
+    def _cached(self, source: str, name: str, long_suffix: str, most: int) -> Callable[..., QuantizeLaunch]:
         """:meth:`_find` for a kernel, with the results of recent arguments kept."""
         find = functools.partial(self._find, source, name, f"{name}_{long_suffix}", most)
         return functools.lru_cache(KERNEL_CACHE_SIZE)(find)
 
     def _find(
         self, source: str, name: str, long_name: str, most: int, rows: int, k: int, *template: str | bool
-    ) -> RowLaunch:
+    ) -> QuantizeLaunch:
         """The kernel for rows of ``k`` elements, its blocks, threads per block, and last arguments."""
         arguments = ", ".join(str(v).lower() if isinstance(v, bool) else v for v in template)
         fills_gpu = rows > self._launcher.num_sms
