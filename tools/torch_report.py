@@ -3,7 +3,8 @@
     python tools/torch_report.py results.json ... [--write]
 
 The sections of one machine may be in several files. Prints ratios to the peers. ``--write`` writes ``torch-*.json``
-into ``benchmarks/results``, from which ``make_benchmarks.py`` makes the page and its plots.
+into ``benchmarks/results``, from which ``make_benchmarks.py`` makes the page and its plots. A table that the run has
+nothing for stays, and so do the rows of models and calls that it did not measure.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def times(run: Run, section: str) -> Rows:
         return "" if seconds is None else f"{seconds * 1e6:.3g}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
 
     return [
-        {"microseconds": case.replace("float", "fp")} | {NAMES[name]: cell(case, name) for name in names}
+        {"microseconds": case.replace("bfloat", "bf").replace("float", "fp")} | {NAMES[name]: cell(case, name) for name in names}
         for case in run.cases(section)
     ]
 
@@ -159,7 +160,7 @@ def published(run: Run) -> dict[str, Found]:
             lambda: times(run, "backward"),
         ),
         "torch-models": (
-            "PyTorch: models and calls", "Random weights."
+            "PyTorch: models and calls", "Random weights; the rows may be of several runs."
             + (" The compiled models run `torch.compile` in the mode `reduce-overhead` with a static cache."
                if run.cases("decode", "compiled") else ""), lambda: models(run),
         ),
@@ -170,6 +171,15 @@ def published(run: Run) -> dict[str, Found]:
             extra = {"figures": figures(run)} if name == "torch-rows" else {}
             found[name] = {"title": title, "note": note, **common, "rows": rows, **extra}
     return found
+
+
+def with_former_rows(result: Found, former: Found) -> Found:
+    """``result`` with the rows of ``former`` that it lacks at the end; each row has its date."""
+    measured = {row["what"] for row in result["rows"]}
+    kept = [row for row in former["rows"] if row["what"] not in measured]
+    rows = [row | {"date": result["date"]} for row in result["rows"]]
+    rows += [row | {"date": row.get("date", former.get("date"))} for row in kept]
+    return {key: value for key, value in result.items() if key != "date"} | {"rows": rows}
 
 
 def summary(run: Run) -> Rows:
@@ -219,7 +229,10 @@ def main(arguments: list[str]) -> None:
     print(markdown_table(summary(run)))
     if "--write" in arguments:
         for name, result in published(run).items():
-            (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            path = RESULTS / f"{name}.json"
+            if name == "torch-models" and path.exists():
+                result = with_former_rows(result, json.loads(path.read_text(encoding="utf-8")))
+            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,16 @@ def test_what_was_not_measured_is_left_out(run: torch_report.Run) -> None:
     }  # fmt: skip
 
 
+def test_rows_that_a_run_lacks_stay_with_their_date(run: torch_report.Run) -> None:
+    result = torch_report.published(run)["torch-models"]
+    again, lora = result["rows"][0]["what"], {"what": "LoRA step", "value": "0.3 s"}
+    former = {"date": "2025-12-31", "rows": [lora, {"what": again, "value": "1 token/s"}]}
+    merged = torch_report.with_former_rows(result, former)
+    assert merged["rows"][0] == result["rows"][0] | {"date": "2026-01-02"} and "date" not in merged
+    assert merged["rows"][-1] == lora | {"date": "2025-12-31"} and len(merged["rows"]) == len(result["rows"]) + 1
+    assert torch_report.with_former_rows(result, merged) == merged
+
+
 def test_the_page_has_the_tables_and_plots(run: torch_report.Run, tmp_path: Path) -> None:
     published = torch_report.published(run)
     page = make_benchmarks.page(list(published.values()))
