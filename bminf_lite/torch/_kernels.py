@@ -23,9 +23,10 @@ from ..cuda.kernels.gemm.gemm_hopper import SELF_TESTS, GemmTileConfig, ScaledGe
 from ..cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
 from ..cuda.kernels.gemv.gemv import CODE_ROWS, MAX_WIDTH, Gemv, GemvCodes
 from ..cuda.kernels.launcher import Launcher
-from ..cuda.kernels.rowwise.softmax import EACH_ROW, RowLaunch, Softmax
-from ..cuda.kernels.rowwise.tensor_rows import NormLaunch, QuantizeLaunch, Rows, TensorRows
+from ..cuda.kernels.rowwise.softmax import EACH_ROW, Softmax
+from ..cuda.kernels.rowwise.tensor_rows import Rows, TensorRows
 from ..cuda.runtime.driver import Device
+from ..cuda.runtime.kernel import Launch
 from ..errors import DeviceError
 from . import _definitions
 from ._choices import TileChoices, most_gemv_rows, row_class, time_launches
@@ -37,6 +38,8 @@ EPILOGUES = {
 }  # fmt: skip
 GEMV_INPUTS = {torch.float16: GemvInput.HALF, torch.bfloat16: GemvInput.BFLOAT16}
 """The types of a single row that the product quantizes itself."""
+RowsLaunch = tuple[int, int, Launch | None, tuple[int, ...]]
+"""Of an operation over rows: their pitch, their columns, the launch unless there are no rows, its last arguments."""
 SCALE_BYTES = 4
 SHAPES = 4096
 """Launches of operations over rows that are kept; beyond that, the least recently used is dropped."""
@@ -286,11 +289,9 @@ def whole(k: int, itemsize: int, *pairs: Rows) -> bool:
     return bits % 16 == 0
 
 
-def _empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A contiguous tensor like ``x``. An argument that says so takes the host longer than all others."""
-    if x.is_contiguous():
-        return torch.empty_like(x) if dtype is None else torch.empty_like(x, dtype=dtype)
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+def _empty_like(x: Tensor, contiguous: bool) -> Tensor:
+    """A contiguous tensor like ``x``, which says whether it is. To ask for it takes the host longer than all else."""
+    return torch.empty_like(x) if contiguous else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -320,54 +321,50 @@ NO_BIAS_OR_MASK, EACH_BIAS_AND_MASK = (0, 0, 0, 0), (*EACH_ROW, *EACH_ROW)
 
 def softmax(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     """``softmax(scale * x + bias)`` where ``mask`` is set."""
-    out = _empty_like(x)
-    _softmax_into(x, scale, bias, mask, out)
-    return out
+    return _softmax(x, scale, bias, mask, False)
 
 
 def softmax_(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> None:
     """The same over ``x``."""
-    _softmax_into(x, scale, bias, mask, x)
+    _softmax(x, scale, bias, mask, True)
 
 
-def _softmax_into(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, out: Tensor) -> None:
-    """The same into ``out``, which is contiguous or ``x``."""
-    index, source, target = x.get_device(), x.data_ptr(), out.data_ptr()
-    before, behind, aligned = NO_BIAS_OR_MASK, EACH_BIAS_AND_MASK, (source | target) % 16 == 0
+def _softmax(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, in_place: bool) -> Tensor:
+    """The same over ``x`` if ``in_place``, else in new memory."""
+    index, source = x.get_device(), x.data_ptr()
+    before, behind, aligned = NO_BIAS_OR_MASK, EACH_BIAS_AND_MASK, source % 16 == 0
     if bias is not None or mask is not None:
         bias, bias_rows = (None, NO_ROWS) if bias is None else _broadcast(_fp32(bias), x.shape)
         mask, mask_rows = (None, NO_ROWS) if mask is None else _broadcast(mask, x.shape)
         aligned = aligned and whole(0, 4, bias_rows[:2]) and (mask_rows[0] | mask_rows[1]) % 8 == 0
         before, behind = (*bias_rows[:2], *mask_rows[:2]), (*bias_rows[2:], *mask_rows[2:])
-    launch = _softmax_launch(index, x.dtype, x.shape, x.stride(), aligned)
-    if launch is None:
-        _through_copy(x, out, lambda x, out: _softmax_into(x, scale, bias, mask, out))
-        return
-    pitch, k, plan = launch
-    if plan is not None:
-        arguments = (source, pitch, scale, *before, target, pitch if out is x else k, *behind, *plan.sizes)
-        plan.kernel(plan.grid, plan.block, arguments, 0, stream_of(index), False, plan.cluster)
+    found = _softmax_launch(index, stream_of(index), x.dtype, x.shape, x.stride(), aligned)
+    if found is None:
+        y = _softmax(x.contiguous(), scale, bias, mask, True)
+        return x.copy_(y) if in_place else y
+    pitch, k, launch, sizes = found
+    out = x if in_place else _empty_like(x, pitch == k)
+    if launch is not None:
+        launch((source, pitch, scale, *before, out.data_ptr(), pitch if in_place else k, *behind, *sizes))
+    return out
 
 
 @functools.lru_cache(SHAPES)
 def _softmax_launch(
-    index: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], aligned: bool
-) -> tuple[int, int, RowLaunch | None] | None:
-    """Pitch, columns and the launch, if there are rows; None if they are not equally far apart."""
+    index: int, stream: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], aligned: bool
+) -> RowsLaunch | None:
+    """What a softmax needs to know of its shape; None if it needs a copy, because rows are not equally far apart.
+
+    ``aligned``: all addresses are multiples of what vectors need, as those of new memory are.
+    """
     kind, layout = kind_of(dtype), _layout(shape, strides)
     if layout is None:
         return None
     pitch, rows, k = layout
-    vectors = aligned and whole(k, dtype.itemsize, (0, pitch))
-    return pitch, k, _kernels_at(index).softmax.plan(kind, vectors, rows, k) if rows else None
-
-
-def _through_copy(x: Tensor, out: Tensor, work: Callable[[Tensor, Tensor], None]) -> None:
-    """``work(x, out)`` for an ``x`` whose rows are not equally far apart; ``out`` may be ``x``."""
-    copy = x.contiguous()
-    work(copy, copy if out is x else out)
-    if out is x:
-        x.copy_(copy)
+    if not rows:
+        return pitch, k, None, ()
+    plan = _kernels_at(index).softmax.plan(kind, aligned and whole(k, dtype.itemsize, (0, pitch)), rows, k)
+    return pitch, k, plan.kernel.configured(plan.grid, plan.block, 0, stream, False, plan.cluster), plan.sizes
 
 
 def _broadcast(values: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int, int]]:
@@ -398,7 +395,7 @@ def _broadcast(values: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, in
 def softmax_backward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
     """The gradient of a softmax's input."""
     kind, own = kind_of(y.dtype), kernels_of(y)
-    dx = _empty_like(y)
+    dx = _empty_like(y, y.is_contiguous())
     y, y_rows, rows, k = in_rows(y)
     dy, dy_rows, _, _ = in_rows(dy)
     if rows:
@@ -413,23 +410,21 @@ def softmax_backward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
     """A norm."""
-    out = _empty_like(x)
-    _norm_into(x, weight, bias, eps, center, out, ())
-    return out
+    return _norm(x, weight, bias, eps, center, False, ())
 
 
 def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> None:
     """The same over ``x``."""
-    _norm_into(x, weight, bias, eps, center, x, ())
+    _norm(x, weight, bias, eps, center, True, ())
 
 
 def norm_with_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A norm, and its means (none without ``center``) and inverse deviations."""
-    out, (mean, inverse) = _empty_like(x), _statistics(x, center)
-    _norm_into(x, weight, bias, eps, center, out, (mean.data_ptr() if center else 0, inverse.data_ptr()))
-    return out, mean, inverse
+    mean, inverse = _statistics(x, center)
+    statistics = mean.data_ptr() if center else 0, inverse.data_ptr()
+    return _norm(x, weight, bias, eps, center, False, statistics), mean, inverse
 
 
 def norm_with_statistics_(
@@ -437,7 +432,7 @@ def norm_with_statistics_(
 ) -> tuple[Tensor, Tensor]:
     """The same over ``x``."""
     mean, inverse = _statistics(x, center)
-    _norm_into(x, weight, bias, eps, center, x, (mean.data_ptr() if center else 0, inverse.data_ptr()))
+    _norm(x, weight, bias, eps, center, True, (mean.data_ptr() if center else 0, inverse.data_ptr()))
     return mean, inverse
 
 
@@ -447,12 +442,12 @@ def _statistics(x: Tensor, center: bool) -> tuple[Tensor, Tensor]:
     return mean, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
-def _norm_into(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, out: Tensor,
+def _norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, in_place: bool,
     statistics: tuple[int, ...],
-) -> None:  # fmt: skip
-    """A norm into ``out``, which is contiguous or ``x``, and ``statistics``: two addresses, or none."""
-    index, source, target = x.get_device(), x.data_ptr(), out.data_ptr()
+) -> Tensor:  # fmt: skip
+    """A norm over ``x`` if ``in_place``, else in new memory. ``statistics``: addresses for two, or none."""
+    index, source = x.get_device(), x.data_ptr()
     weight_dtype = bias_dtype = None
     weight_at = bias_at = 0
     if weight is not None:
@@ -461,35 +456,38 @@ def _norm_into(
     if bias is not None:
         bias = bias.contiguous()
         bias_at, bias_dtype = bias.data_ptr(), bias.dtype
-    aligned = (source | target | weight_at | bias_at) % 16 == 0
-    launch = _norm_launch(
-        index, x.dtype, x.shape, x.stride(), weight_dtype, bias_dtype, center, aligned, not statistics
-    )
-    if launch is None:
-        _through_copy(x, out, lambda x, out: _norm_into(x, weight, bias, eps, center, out, statistics))
-        return
-    pitch, k, plan = launch
-    if plan is not None:
-        kernel, grid, block, shared, sizes = plan
-        arguments = (
-            source, pitch, weight_at, bias_at, eps, target, pitch if out is x else k, *statistics, *sizes
-        )  # fmt: skip
-        kernel(grid, block, arguments, shared, stream_of(index))
+    aligned = (source | weight_at | bias_at) % 16 == 0
+    found = _norm_launch(
+        index, stream_of(index), x.dtype, x.shape, x.stride(), weight_dtype, bias_dtype, center, aligned,
+        not statistics,
+    )  # fmt: skip
+    if found is None:
+        y = _norm(x.contiguous(), weight, bias, eps, center, True, statistics)
+        return x.copy_(y) if in_place else y
+    pitch, k, launch, sizes = found
+    out = x if in_place else _empty_like(x, pitch == k)
+    if launch is not None:
+        out_pitch = pitch if in_place else k
+        launch((source, pitch, weight_at, bias_at, eps, out.data_ptr(), out_pitch, *statistics, *sizes))
+    return out
 
 
 @functools.lru_cache(SHAPES)
 def _norm_launch(
-    index: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], weight: torch.dtype | None,
-    bias: torch.dtype | None, center: bool, aligned: bool, alone: bool,
-) -> tuple[int, int, NormLaunch | None] | None:  # fmt: skip
+    index: int, stream: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...],
+    weight: torch.dtype | None, bias: torch.dtype | None, center: bool, aligned: bool, alone: bool,
+) -> RowsLaunch | None:  # fmt: skip
     """As :func:`_softmax_launch`, for a norm; ``alone``: without statistics."""
     types, layout = _types(dtype, weight, bias), _layout(shape, strides)
     if layout is None:
         return None
     pitch, rows, k = layout
+    if not rows:
+        return pitch, k, None, ()
     vectors, parameters = aligned and whole(k, dtype.itemsize, (0, pitch)), (weight is not None, bias is not None)
     find = _kernels_at(index).rows.norm_launch
-    return pitch, k, find(types, center, vectors, rows, k, *parameters, alone) if rows else None
+    kernel, grid, block, shared, sizes = find(types, center, vectors, rows, k, *parameters, alone)
+    return pitch, k, kernel.configured(grid, block, shared, stream), sizes
 
 
 @functools.cache
@@ -520,7 +518,7 @@ def norm_backward(
     """The gradients of a norm's input, weight and bias; empty without ``parameters``, or without a bias."""
     own, has_bias = kernels_of(x), bias is not None
     types = _types(x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    dx = _empty_like(x)
+    dx = _empty_like(x, x.is_contiguous())
     x, x_rows, rows, k = in_rows(x)
     dy, dy_rows, _, _ = in_rows(dy)
     kind = x.dtype if weight is None else weight.dtype
@@ -552,36 +550,45 @@ def norm_backward(
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales."""
-    codes, (*lead, _) = _empty_like(x, torch.int8), x.shape
+    index, source = x.get_device(), x.data_ptr()
+    found = _quantize_launch(index, stream_of(index), x.dtype, x.shape, x.stride(), source % 16 == 0)
+    if found is None:
+        return quantize_rows(x.contiguous())
+    pitch, k, launch, sizes, lead = found
+    codes = x.new_empty(*lead, k, dtype=torch.int8)  # sizes one by one take the host half as long as a tuple
     scale = x.new_empty(*lead, dtype=torch.float32) if lead else x.new_empty((), dtype=torch.float32)
-    _quantize(x, codes.data_ptr(), 0, scale.data_ptr())
+    if launch is not None:
+        launch((source, pitch, codes.data_ptr(), k, scale.data_ptr(), *sizes))
     return codes, scale
 
 
-def _quantize(x: Tensor, codes: int, pitch: int, scale: int) -> None:
-    """The codes of the rows of ``x``, ``pitch`` apart (0: next to each other), and their scales, at addresses."""
+def _quantize(x: Tensor, codes: int, codes_pitch: int, scale: int) -> None:
+    """The codes of the rows of ``x``, ``codes_pitch`` apart, and their scales, at addresses."""
     index, source = x.get_device(), x.data_ptr()
-    launch = _quantize_launch(index, x.dtype, x.shape, x.stride(), source % 16 == 0)
-    if launch is None:
-        _quantize(x.contiguous(), codes, pitch, scale)
+    found = _quantize_launch(index, stream_of(index), x.dtype, x.shape, x.stride(), source % 16 == 0)
+    if found is None:
+        _quantize(x.contiguous(), codes, codes_pitch, scale)
         return
-    own_pitch, k, plan = launch
-    if plan is not None:
-        kernel, grid, block, sizes = plan
-        kernel(grid, block, (source, own_pitch, codes, pitch or k, scale, *sizes), 0, stream_of(index))
+    pitch, _, launch, sizes, _ = found
+    if launch is not None:
+        launch((source, pitch, codes, codes_pitch, scale, *sizes))
 
 
 @functools.lru_cache(SHAPES)
 def _quantize_launch(
-    index: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], aligned: bool
-) -> tuple[int, int, QuantizeLaunch | None] | None:
-    """As :func:`_softmax_launch`, for quantization."""
+    index: int, stream: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], aligned: bool
+) -> tuple[int, int, Launch | None, tuple[int, ...], tuple[int, ...]] | None:
+    """As :func:`_softmax_launch`, for quantization, with the scales' shape at the end."""
     kind, layout = kind_of(dtype), _layout(shape, strides)
     if layout is None:
         return None
     pitch, rows, k = layout
+    lead = tuple(shape[:-1])
+    if not rows:
+        return pitch, k, None, (), lead
     vectors = aligned and whole(k, dtype.itemsize, (0, pitch))
-    return pitch, k, _kernels_at(index).rows.quantize_launch(kind, vectors, rows, k) if rows else None
+    kernel, grid, block, sizes = _kernels_at(index).rows.quantize_launch(kind, vectors, rows, k)
+    return pitch, k, kernel.configured(grid, block, 0, stream), sizes, lead
 
 
 def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -597,7 +604,7 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dy
     """``x @ (scale * codes).T + bias``, with ``x`` quantized per row if ``dynamic``."""
     kind_of(x.dtype)  # refuses other types
     own, (n, k), (*lead, _) = kernels_of(x), codes.shape, x.shape
-    out = x.new_empty(*lead, n)  # sizes one by one take the host half as long as a tuple
+    out = x.new_empty(*lead, n)
     elements = out.numel()
     if not elements:
         return out

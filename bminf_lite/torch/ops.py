@@ -28,6 +28,7 @@ LIBRARY = torch.library.Library("bminf_lite", "DEF")
 """Owns the registrations; they end with it."""
 PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.dtype, float, int, bool, type(None)})
 """Types of arguments: of tensors those without a ``__torch_dispatch__`` of their own."""
+_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
@@ -123,7 +124,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     ``scale * code`` is within half a step of ``x``; docs/numerics.md has the formula. A row of zeros has scale 0, a row
     with a NaN or an infinity the scale NaN.
     """
-    result: tuple[Tensor, Tensor] = _call("quantize_rows", (), (x,))
+    result: tuple[Tensor, Tensor] = _call_below_autograd("quantize_rows", (x,))
     return result
 
 
@@ -215,7 +216,7 @@ def dot(
         )
     for name, values in (("b", b), ("a_scale", a_scale), ("b_scale", b_scale)):
         _check_device(name, values, a, "a")
-    result: Tensor = _call("int8_dot", (), (left, right, a_scale, b_scale, dtype))
+    result: Tensor = _call_below_autograd("int8_dot", (left, right, a_scale, b_scale, dtype))
     return result
 
 
@@ -284,7 +285,7 @@ def _call_below_autograd(name: str, arguments: tuple[Any, ...]) -> Any:
     Its autograd kernel, which is Python, is skipped. On a GPU so is the dispatcher, if it would only call the GPU's
     function.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return _OPERATORS[name](*arguments)
     if forward_ad._current_level >= 0:
         _refuse_tangents(name, arguments)
@@ -349,11 +350,15 @@ def _check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     if x.dim() == 0:
         raise ValueError("a norm needs at least one dimension")
     k, device = x.shape[-1], x.get_device()
-    for values in (weight, bias):
-        if values is not None and (values.numel() != k or values.dim() != 1 or values.get_device() != device):
-            name = "weight" if values is weight else "bias"
-            _check_device(name, values, x)
-            raise ValueError(f"{name} {list(values.shape)} must be [{k}], the last dimension of x")
+    if weight is not None and (weight.numel() != k or weight.dim() != 1 or weight.get_device() != device):
+        _refuse_parameter("weight", weight, x)
+    if bias is not None and (bias.numel() != k or bias.dim() != 1 or bias.get_device() != device):
+        _refuse_parameter("bias", bias, x)
+
+
+def _refuse_parameter(name: str, values: Tensor, x: Tensor) -> None:
+    _check_device(name, values, x)
+    raise ValueError(f"{name} {list(values.shape)} must be [{x.shape[-1]}], the last dimension of x")
 
 
 def _check_device(name: str, values: Tensor, x: Tensor, other: str = "x") -> None:

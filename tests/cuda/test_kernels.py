@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from bminf_lite.cuda.runtime import compiler, driver
+from bminf_lite.cuda.runtime import kernel as kernel_module
 from bminf_lite.cuda.runtime.bindings import LibraryError
 from bminf_lite.cuda.runtime.driver import FunctionAttribute, LaunchAttribute, LaunchAttributeID, LaunchConfig
 from bminf_lite.cuda.runtime.kernel import Kernel, Module
@@ -171,6 +172,18 @@ def test_dependent_launches_and_clusters(recording: RecordingDriver) -> None:
     ):
         kernel(4, 32, (), **options)  # type: ignore[arg-type]
         assert recording.launches[-1].attributes == expected
+
+
+def test_a_configured_launch_is_that_call_also_when_the_kernel_has_dropped_it(recording: RecordingDriver) -> None:
+    kernel = fake_kernel("int* a, int b")
+    launch = kernel.configured((5, 6), 64, 512, 99, True, 2)
+    for grid in range(1, kernel_module.CONFIGURATIONS + 2):
+        kernel(grid, 32, (0, 0))
+    launch((0x7F0000000200, -3))
+    kernel((5, 6), 64, (0x7F0000000200, -3), 512, 99, True, 2)
+    assert recording.launches[-1] == recording.launches[-2] != recording.launches[-3]
+    with pytest.raises(TypeError, match="k: the arguments"):
+        launch(())
 
 
 def test_dependent_launch_is_ignored_where_the_gpu_lacks_it(recording: RecordingDriver) -> None:

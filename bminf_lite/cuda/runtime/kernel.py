@@ -10,7 +10,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...errors import DeviceError
 from . import compiler, driver
@@ -19,6 +19,8 @@ from .declarations import kernel_name, struct_format
 from .driver import Device, FunctionAttribute, LaunchAttribute, LaunchAttributeID, LaunchConfig
 
 Dimensions = int | tuple[int, ...]
+Launch = Callable[[Sequence[object]], None]
+"""Launches a kernel in one configuration, given its arguments."""
 
 CONFIGURATIONS = 64
 """Launch configurations that a kernel keeps; beyond that, the least recently used is dropped."""
@@ -89,15 +91,15 @@ class Kernel:
         self._shared_allowed = 0
         self._dependent_supported = module.device.compute_capability >= (9, 0)
         parameters = struct.Struct(struct_format(signature))
-        self._pack_parameters = parameters.pack_into
         self._parameters = ctypes.create_string_buffer(max(1, parameters.size))
+        self._pack = functools.partial(parameters.pack_into, self._parameters, 0)
         self._size = ctypes.c_size_t(parameters.size)
         self._extra = (ctypes.c_void_p * 5)(
             _PARAMETER_BUFFER_POINTER, ctypes.addressof(self._parameters),
             _PARAMETER_BUFFER_SIZE, ctypes.addressof(self._size), None,
         )  # fmt: skip
         self._extra_address = ctypes.c_void_p(ctypes.addressof(self._extra))
-        self._configured = functools.lru_cache(CONFIGURATIONS)(self._configure)
+        self._recent = functools.lru_cache(CONFIGURATIONS)(self.configured)
 
     def __call__(
         self,
@@ -120,36 +122,19 @@ class Kernel:
         the device's observer. The GPU's context must be current in the calling thread. Raises ``TypeError`` for
         arguments that do not fit the signature and ``DeviceError`` if the launch fails.
         """
-        configuration, _ = self._configured(grid, block, shared, stream, dependent, cluster)
+        launch = self._recent(grid, block, shared, stream, dependent, cluster)
         observer = self._device.observer
-        try:
-            if observer is None:
-                self._put(configuration, args)
-            else:
-                with observer(self.name, bytes_moved, stream):
-                    self._put(configuration, args)
-        except struct.error as error:
-            raise TypeError(f"{self.name}: the arguments {args} do not fit the signature: {error}") from error
-        except LibraryError as error:
-            raise DeviceError(
-                f"{self.name} with grid {grid}, block {block}, {shared} bytes of shared memory: {error}"
-            ) from error
+        if observer is None:
+            launch(args)
+        else:
+            with observer(self.name, bytes_moved, stream):
+                launch(args)
 
-    def _put(self, configuration: ctypes.c_void_p, args: Sequence[object]) -> None:
-        self._lock.acquire()  # `with` takes the host twice as long
-        try:
-            self._pack_parameters(self._parameters, 0, *args)
-            status = self._launch(configuration, self._function, None, self._extra_address)
-        finally:
-            self._lock.release()
-        if status:
-            raise LibraryError("cuLaunchKernelEx", status, driver.describe(status))
-
-    def _configure(
-        self, grid: Dimensions, block: Dimensions, shared: int, stream: int, dependent: bool,
-        cluster: Dimensions | None,
-    ) -> tuple[ctypes.c_void_p, LaunchConfig]:  # fmt: skip
-        """The configuration of such launches, behind its address, which is passed faster than ``byref``."""
+    def configured(
+        self, grid: Dimensions, block: Dimensions, shared: int = 0, stream: int = 0, dependent: bool = False,
+        cluster: Dimensions | None = None,
+    ) -> Launch:  # fmt: skip
+        """A function of ``args`` that launches as a call with these does, in less time and not told to the observer."""
         with self._lock:
             if shared > self._shared_allowed:
                 self._allow_shared(shared)
@@ -163,7 +148,26 @@ class Kernel:
             attributes[count].value[0] = 1
             count += 1
         config = LaunchConfig(_three(grid), _three(block), shared, stream, attributes, count)
-        return ctypes.c_void_p(ctypes.addressof(config)), config
+        config_address = ctypes.c_void_p(ctypes.addressof(config))  # is passed faster than byref; launch() keeps config
+        pack, put, function, extra = self._pack, self._launch, self._function, self._extra_address
+        acquire, release = self._lock.acquire, self._lock.release
+
+        def launch(args: Sequence[object]) -> None:
+            acquire()  # `with` takes the host twice as long
+            try:
+                pack(*args)
+                status = put(config_address, function, None, extra)
+            except struct.error as error:
+                raise TypeError(f"{self.name}: the arguments {args} do not fit the signature: {error}") from error
+            finally:
+                release()
+            if status:
+                failure = LibraryError("cuLaunchKernelEx", status, driver.describe(status))
+                raise DeviceError(
+                    f"{self.name} with grid {grid}, block {block}, {config.shared} bytes of shared memory: {failure}"
+                ) from failure
+
+        return launch
 
     def _allow_shared(self, shared: int) -> None:
         static = ctypes.c_int()
