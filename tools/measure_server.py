@@ -1,12 +1,14 @@
 """Measure what a server gives over HTTP beside what its engine gives by itself, on a model with random weights.
 
-    python tools/measure_server.py [--shape llama-3-8b] [--device cuda] [--kv-cache int8] [CASE ...]
+    python tools/measure_server.py [--shape llama-3-8b] [--device cuda] [--kv-cache int8] [--only http] [CASE ...]
 
 The server's processes are those of ``bminf_lite.serve``. Its engine is measured in the process that it serves from,
 between the loads over HTTP: requests go to it directly, and their tokens are not read. So both have the same model and
 the same captured steps. Load clients have processes of their own. Prompts are random token ids, the same for both, with
-other salts, so that no prompt is in the cache. Each case (:data:`CASES`, by default all of them) is measured in turn
-with the engine and over HTTP, ``--runs`` times, after a shorter run of each kind. Its line of JSON has medians:
+other salts, so that no prompt is in the cache. A CASE is the beginning of names of :data:`CASES` (by default all of
+them) and :data:`ROWS`, or any other load of streams as ``N of INPUTS/OUTPUTS``. Each case is measured in turn with the
+engine and over HTTP, or on one side alone (``--only``), ``--runs`` times, after shorter runs of each kind. Its line of
+JSON has medians:
 
 - ``tokens_per_s``: from the first request to the last token, of all; ``decode_tokens_per_s``: from each first token.
 - ``first_token_ms``: from the sending of a request to its first token, the median of all requests.
@@ -18,6 +20,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -45,6 +49,7 @@ from bminf_lite.bench.model import random_model, read_shape
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.grammar import Grammar
+from bminf_lite.server.limits import Limits
 
 NAME = "random"
 ITEMS = {"type": "array", "items": SCHEMA, "minItems": 1000}
@@ -106,6 +111,25 @@ CASES = {
     "768 streams of 128/128": Load(768, 128, 128),
     "768 whole answers of 128/128": Load(768, 128, 128, is_streamed=False),
 }
+ROWS = {
+    f"{streams} of {inputs}/{outputs}": Load(streams, inputs, outputs)
+    for streams, inputs, outputs in (
+        (4096, 128, 128), (2048, 128, 2048), (2048, 1000, 1000), (1024, 2048, 2048), (1024, 2048, 128),
+    )
+}  # fmt: skip
+"""The rows of TensorRT-LLM's published table, streamed: up to minutes each, and left out by default."""
+MOST = 1 << 16
+"""Requests that an HTTP process of the server takes at a time, so that one of them can have all."""
+
+
+def find_cases(wanted: str) -> dict[str, Load]:
+    """The load ``N of INPUTS/OUTPUTS``, or the cases whose name begins so. Raises ``ValueError`` if there is none."""
+    if numbers := re.fullmatch(r"(\d+) of (\d+)/(\d+)", wanted):
+        return {wanted: Load(*map(int, numbers.groups()))}
+    found = {name: load for name, load in (CASES | ROWS).items() if name.startswith(wanted)}
+    if not found:
+        raise ValueError(f"{wanted!r} is neither N of INPUTS/OUTPUTS nor the beginning of a case")
+    return found
 
 
 @dataclass
@@ -217,7 +241,10 @@ def serve_engine(shape: str, device: str, kv_cache: str, context: int, http_work
             else:
                 print(message, file=sys.stderr, flush=True)
 
-        bminf_lite.serve(model, port=0, served_model_name=NAME, http_workers=http_workers, log=on_message)
+        limits = Limits(requests=MOST, connections=MOST)
+        bminf_lite.serve(
+            model, port=0, served_model_name=NAME, http_workers=http_workers, limits=limits, log=on_message
+        )
 
 
 def tell(value: Any) -> None:
@@ -230,6 +257,8 @@ def tell(value: Any) -> None:
 
 def load_client(port: int, vocab_size: int) -> None:
     """Send the share of a load that a line of standard input names, when the next line comes."""
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
     async def exchange(load: Load, share: int, shares: int) -> list[Exchange]:
         prompts = load.prompts(vocab_size)[share::shares]
@@ -302,15 +331,19 @@ class Bench:
         }
         self.num_http = len(self._processes["http"])
 
-    def measure(self, load: Load, runs: int) -> dict[str, Any]:
+    def measure(self, load: Load, runs: int, only: str | None = None) -> dict[str, Any]:
         """A load's numbers: medians of some runs, after shorter ones."""
         few = replace(load, outputs=min(load.outputs, 4), streams=min(load.streams, 64))
-        for _ in range(2):
-            self._own(few)
-            self._over_http(few)
-        found = [(self._own(load), self._over_http(load)) for _ in range(runs)]
-        own, http = (_medians(results) for results in zip(*found, strict=True))
-        report: dict[str, Any] = {"engine": own, "http": http}
+        sides = {"engine": self._own, "http": self._over_http}
+        found = {name: side for name, side in sides.items() if only in (None, name)}
+        for _ in range(min(runs, 2)):
+            for side in found.values():
+                side(few)
+        results = [{name: side(load) for name, side in found.items()} for _ in range(runs)]
+        report: dict[str, Any] = {name: _medians([result[name] for result in results]) for name in found}
+        if only is not None:
+            return report
+        own, http = report["engine"], report["http"]
         for name in ("tokens_per_s", "decode_tokens_per_s"):
             if name in own and not load.one_at_a_time:
                 report[f"{name}, of the engine's"] = round(http[name] / own[name], 4)
@@ -376,9 +409,14 @@ def main() -> None:
     parser.add_argument("--http-workers", type=int, help="HTTP processes; by default as many as the server starts")
     parser.add_argument("--clients", type=int, default=4, help="processes of the load client (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")
+    parser.add_argument("--only", choices=("engine", "http"), help="measure one of them (default: both)")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="keep the vocabulary, which takes seconds")
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES | ROWS)}")
     options = parser.parse_args()
+    try:
+        cases = {name: load for case in options.cases for name, load in find_cases(case).items()} or CASES
+    except ValueError as error:
+        parser.error(str(error))
     vocab_size = read_shape(options.shape)["vocab_size"]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as children:
         folder = options.tokenizer or Path(scratch)
@@ -391,8 +429,8 @@ def main() -> None:
         ]
         bench = Bench(engine, clients)
         print(json.dumps({**ready["facts"], "http processes": bench.num_http}), flush=True)
-        for name in options.cases or CASES:
-            print(json.dumps({"case": name, **bench.measure(CASES[name], options.runs)}), flush=True)
+        for name, load in cases.items():
+            print(json.dumps({"case": name, **bench.measure(load, options.runs, options.only)}), flush=True)
 
 
 if __name__ == "__main__":

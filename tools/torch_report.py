@@ -66,9 +66,11 @@ def times(run: Run, section: str) -> Rows:
         seconds = run.seconds(section, case, name)
         return "" if seconds is None else f"{seconds * 1e6:.3g}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
 
+    def shown(case: str) -> str:
+        return case.replace("bfloat", "bf").replace("float", "fp")
+
     return [
-        {"microseconds": case.replace("bfloat", "bf").replace("float", "fp")} | {NAMES[name]: cell(case, name) for name in names}
-        for case in run.cases(section)
+        {"microseconds": shown(case)} | {NAMES[name]: cell(case, name) for name in names} for case in run.cases(section)
     ]
 
 

@@ -222,10 +222,13 @@ class Backend:
             getattr(larger, name)[:old] = getattr(cache, name)
             setattr(cache, name, getattr(larger, name))
 
-    def copy_block(self, cache: LayerCache, source: int, target: int) -> None:
-        """Overwrite block ``target`` of a layer's cache with block ``source``, after what was started before."""
-        for array in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-            if array is not None:
+    def copy_blocks(self, copies: Sequence[tuple[LayerCache, int, int]]) -> None:
+        """Overwrite blocks of layers' caches, after what was started before.
+
+        Each of ``copies`` is a cache, the block to read, and the block to write, which no other copy reads or writes.
+        """
+        for cache, source, target in copies:
+            for array in cache.arrays:
                 array[target] = array[source]
 
     def free_layer_cache(self, cache: LayerCache) -> None:

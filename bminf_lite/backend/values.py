@@ -245,3 +245,8 @@ class LayerCache:
     def num_blocks(self) -> int:
         """Blocks, the null block included."""
         return int(self.keys.shape[0])
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Keys, values, and the scales if there are any."""
+        return [x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None]

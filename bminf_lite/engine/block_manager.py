@@ -12,14 +12,13 @@ its window has passed. A prefix is reused as far as every group has the blocks t
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..backend.values import BLOCK_SIZE, NULL_BLOCK
-from .prefix_index import PrefixIndex, block_key, root_key
+from .prefix_index import PrefixIndex, append_keys, block_key, root_key
 
 MIN_COPIED = 1 / 4
 """The part of a block's tokens that a copy must bring at least; fewer are computed."""
@@ -199,9 +198,8 @@ class BlockManager:
         """
         if not self.prefix_cache:
             return
-        keys, size, ids = sequence.keys, self.block_size, array("i", token_ids)
-        for first in range(len(keys) * size - start, len(ids) - size + 1, size):
-            keys.append(block_key(keys[-1] if keys else sequence.root, ids[first : first + size]))
+        known = len(sequence.keys) * self.block_size
+        append_keys(sequence.keys, sequence.root, token_ids[known - start :], self.block_size)
 
     def admit(
         self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0, growth: int = 0,

@@ -16,6 +16,8 @@ from hashlib import sha256
 from itertools import takewhile
 from operator import eq
 
+import numpy as np
+
 from ..backend.values import NULL_BLOCK
 
 
@@ -27,6 +29,16 @@ def root_key(salt: str, source_token_ids: Sequence[int] = ()) -> bytes:
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a block with these tokens behind the block ``parent``."""
     return sha256(parent + array("i", token_ids).tobytes()).digest()
+
+
+def append_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    """Append the keys of the full blocks of ``token_ids`` behind the last of ``keys``, or behind ``root``."""
+    packed = np.fromiter(token_ids, np.int32, len(token_ids)).tobytes()
+    nbytes = 4 * block_size
+    parent = keys[-1] if keys else root
+    for end in range(nbytes, len(packed) + 1, nbytes):
+        parent = sha256(parent + packed[end - nbytes : end]).digest()
+        keys.append(parent)
 
 
 class PrefixIndex:

@@ -79,10 +79,9 @@ class KVCache:
 
     def _clear_null_block(self, layer: LayerCache) -> None:
         """Zeros, because kernels may read the null block where a window has passed: 0 times a NaN would be a NaN."""
-        for array in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
-            if array is not None:
-                null_block = array[NULL_BLOCK]
-                self.ops.assign(null_block, np.zeros(null_block.shape, null_block.dtype))
+        for array in layer.arrays:
+            null_block = array[NULL_BLOCK]
+            self.ops.assign(null_block, np.zeros(null_block.shape, null_block.dtype))
 
     @classmethod
     def for_sequences(cls, ops: Backend, shape: CacheShape, sequences: int, tokens: int) -> KVCache:
@@ -111,8 +110,7 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy a block in all layers of a group to another, after what was started before: a pair for each group."""
-        for layer in self.layers:
-            self.ops.copy_block(layer, *pairs[layer.group])
+        self.ops.copy_blocks([(layer, *pairs[layer.group]) for layer in self.layers])
 
 
 def blocks_for(tokens: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -218,8 +219,11 @@ def validate_token_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
     """Token ids as Python integers; ``UsageError`` for another type, and for ids outside the vocabulary."""
     if not _is_list(token_ids):
         raise UsageError(f"a prompt is text, token ids or messages, but this one is {type(token_ids).__name__}")
-    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return tuple(token_ids)
+    if set(map(type, token_ids)) == {int}:
+        with suppress(OverflowError):
+            ids = np.fromiter(token_ids, np.int64, len(token_ids))
+            if ids.min() >= 0 and ids.max() < vocab_size:
+                return tuple(token_ids)
     for position, i in enumerate(token_ids):
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < vocab_size:
             raise UsageError(f"token {position} is {i!r}, but a token id is a whole number from 0 to {vocab_size - 1}")

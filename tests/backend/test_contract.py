@@ -133,13 +133,17 @@ def test_attention_to_a_value_that_is_not_finite(backend, bad):
 @pytest.mark.parametrize("max_blocks", [None, 5])
 def test_a_block_is_copied_as_a_whole_and_no_other(backend, int8, max_blocks):
     cache = backend.layer_cache(4, 2, 12, int8=int8, max_blocks=max_blocks)
-    arrays = [x for x in (cache.keys, cache.values, cache.key_scales, cache.value_scales) if x is not None]
+    arrays = cache.arrays
     before = [np.random.default_rng(4).integers(-100, 100, x.shape).astype(x.dtype) for x in arrays]
     for array, values in zip(arrays, before, strict=True):
         backend.assign(array, values)
-    backend.copy_block(cache, 1, 3)
+    other = backend.layer_cache(4, 1, 16, int8=int8)
+    backend.assign(other.values, np.full(other.values.shape, 3, other.values.dtype))
+    backend.assign(other.values[2], np.full(other.values[2].shape, 5, other.values.dtype))
+    backend.copy_blocks([(cache, 1, 3), (other, 2, 0)])
     for array, values in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(backend.host(array), values[[0, 1, 2, 1]])
+    assert [int(block.min()) for block in backend.host(other.values)] == [5, 3, 5, 3]
     backend.free_layer_cache(cache)
 
 

@@ -25,6 +25,7 @@ def profiler(cuda_backend):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "GEMM_SIZE", 256)
         patch.setattr(cuda, "HOLD_READS", 2)
+        patch.setattr(cuda, "SETTLE_SECONDS", 0.0)
         patch.setattr(cuda, "WEIGHT_BYTES", 1 << 19)
         yield cuda.CudaProfiler(cuda_backend, ceiling_bytes=1 << 20)
 

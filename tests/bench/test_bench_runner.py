@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,6 +143,19 @@ def test_measurements(bench_model: BenchModel, profiler: Profiler, monkeypatch: 
     assert prefill.token_bytes == STEP_BYTES / 8 + bench_model.cache_bytes(8 / 8 + 1)
     assert math.isclose(prefill.operations, 2 * PRODUCTS - 2 * 300 * 64 * 7 / 8), "the head sees the last token alone"
     assert decode.peak_used > 1 << 20 and decode.peak_reserved is None
+
+
+def test_a_peak_does_not_count_what_was_freed_before(profiler: Profiler):
+    def peak() -> int:
+        status = Path("/proc/self/status")
+        text = status.read_text() if status.is_file() and os.access("/proc/self/clear_refs", os.W_OK) else ""
+        found = re.search(r"VmHWM:\s*(\d+) kB", text)
+        return int(found[1]) if found else pytest.skip("this system does not set peaks of memory anew")
+
+    np.ones(64 << 20, np.uint8).sum()
+    before = peak()
+    profiler.reset_peaks()
+    assert peak() < before
 
 
 ENCODER_DECODER = {

@@ -12,6 +12,7 @@ from cli_kit import run
 from click.testing import Result
 
 import bminf_lite
+from bminf_lite.bench import model, runner
 from bminf_lite.bench.model import read_shape
 from bminf_lite.bench.profiler import Ceilings, Profiler
 
@@ -51,6 +52,15 @@ def test_the_bundled_model_as_json() -> None:
     (test,) = data["tests"]
     assert test["model"] == "demo_model" and test["test"] == "tg3" and test["parameters"] > 3e6
     assert test["tokens_per_second"] > 0 and data["versions"]["bminf-lite"] == bminf_lite.__version__
+
+
+def test_limits_are_measured_before_the_model_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    monkeypatch.setattr(Profiler, "ceilings", lambda self: order.append("limits") or Ceilings(1e10, 2e10, 1e12))
+    monkeypatch.setattr(model, "random_model", lambda *_: order.append("model"))
+    monkeypatch.setattr(runner, "run_tests", lambda *_: [])
+    bench("--shape", "llama-tiny")
+    assert order == ["limits", "model"]
 
 
 def test_a_trace_as_csv() -> None:

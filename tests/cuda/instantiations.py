@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 
+from bminf_lite.cuda.kernels.attention.copy_blocks import CopyBlocks
 from bminf_lite.cuda.kernels.attention.decode import AttentionDecode
 from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
@@ -24,7 +25,8 @@ from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 
 LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
-    PrepareHeads, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler, TensorRows,
+    PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
+    TensorRows,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -40,6 +40,12 @@ def test_a_server_beside_its_engine():
     assert found["http"]["http_cpu_us"] >= 0  # in units of 10 ms for all tokens
 
 
+def test_a_load_over_http_alone():
+    options = ("--shape", "llama-tiny", "--device", "cpu", "--context", "2048", "--runs", "1", "--only", "http")
+    found = json.loads(run("measure_server.py", *options, "--tokenizer", str(DEMO), "6 of 8/3").splitlines()[1])
+    assert found.keys() == {"case", "http"} and found["http"]["tokens_per_s"] > 0
+
+
 def test_the_http_path_with_a_fake_engine():
     found = json.loads(run("bench_http.py", "--streams", "4", "--rate", "2000", "--tokens", "50"))
     assert 0 < found["tokens_per_s"] < 3000 and found["tokens_per_event"] >= 1

@@ -51,7 +51,7 @@ from .deferred import (
 from .fused import FusedGemms
 from .graph_capture import CapturedGraph, GraphMemory
 from .kernels import Kernels
-from .layer_caches import LayerCaches
+from .layer_caches import LayerCaches, copies_of_blocks
 from .materialize import STALE, Materializer
 from .weight_loader import Loader
 
@@ -191,8 +191,8 @@ class CudaBackend(Backend):
     def grow(self, cache: LayerCache, num_blocks: int) -> None:
         self.caches.grow(cache, num_blocks)
 
-    def copy_block(self, cache: LayerCache, source: int, target: int) -> None:
-        self.caches.copy_block(cache, source, target)
+    def copy_blocks(self, copies: Sequence[tuple[LayerCache, int, int]]) -> None:
+        self.kernels.copy_blocks.launch(self.arrays.upload(copies_of_blocks(copies)))
 
     def free_layer_cache(self, cache: LayerCache) -> None:
         self.caches.free(cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cupy as cp
 
+from ...cuda.kernels.attention.copy_blocks import CopyBlocks
 from ...cuda.kernels.attention.decode import AttentionDecode
 from ...cuda.kernels.attention.prefill import PrefillAttention
 from ...cuda.kernels.attention.prepare_heads import PrepareHeads
@@ -32,6 +33,7 @@ class Kernels:
         self.pointwise = PointwiseKernels(launcher)
         self.softmax = Softmax(launcher)
         self.prepare_heads = PrepareHeads(launcher)
+        self.copy_blocks = CopyBlocks(launcher)
         self.attention_decode = AttentionDecode(launcher)
         self.attention_prefill = PrefillAttention(device)
         self.sampler = Sampler(device)

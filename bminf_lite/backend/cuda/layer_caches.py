@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import cupy as cp
 import numpy as np
-from cupy.cuda import runtime
 
 from ...cuda.kernels.arrays import HEAD_PAD, round_up
 from ...cuda.kernels.attention.heads import MAX_HEAD_DIM
@@ -47,14 +47,6 @@ class LayerCaches:
         cache.memory.grow(num_blocks)
         self._set_pools(cache, num_blocks, kv_heads, head_dim)
 
-    def copy_block(self, cache: LayerCache, source: int, target: int) -> None:
-        """Copy block ``source`` of a cache to block ``target`` on the stream; with padding, so in one piece each."""
-        for array in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-            if array is not None:
-                start, nbytes = array.data.ptr, array.strides[0]
-                addresses = start + target * nbytes, start + source * nbytes
-                runtime.memcpyAsync(*addresses, nbytes, runtime.memcpyDeviceToDevice, self.arrays.stream.ptr)
-
     def free(self, cache: LayerCache) -> None:
         """Give back the memory of a cache that was made to grow, after all work under way."""
         if cache.memory is not None:
@@ -88,6 +80,16 @@ class LayerCaches:
         cache.keys, cache.values = (array(lane, (*shape, padded), codes)[..., :head_dim] for lane in range(2))
         if int8:
             cache.key_scales, cache.value_scales = (array(lane, shape, np.float16) for lane in (2, 3))
+
+
+def copies_of_blocks(copies: Sequence[tuple[LayerCache, int, int]]) -> np.ndarray:
+    """What :meth:`.CopyBlocks.launch` reads for the copies of :meth:`.Backend.copy_blocks`; padding is copied too."""
+    rows = []
+    for cache, source, target in copies:
+        for array in cache.arrays:
+            start, nbytes = array.data.ptr, array.strides[0]
+            rows.append((start + target * nbytes, start + source * nbytes, nbytes))
+    return np.array(rows, np.int64)
 
 
 def reserved_blocks(cache: LayerCache) -> int:

@@ -96,6 +96,14 @@ def prepare_heads(call: Call) -> None:
 
 
 @model
+def copy_blocks(call: Call) -> None:
+    for target, source, nbytes in call.tensor("copies", (call.launch.grid[0], 3), np.int64).tolist():
+        call.require(nbytes % 16 == 0, f"a copy of {nbytes} bytes")
+        call.arguments.update(target=target, source=source)
+        call.vector("target", nbytes, np.uint8, 16)[:] = call.vector("source", nbytes, np.uint8, 16)
+
+
+@model
 def attention_decode(call: Call) -> None:
     kind = DecodeMask(call.number("KIND"))
     from_source = kind is DecodeMask.CROSS
