@@ -339,7 +339,12 @@ class Bench:
         for _ in range(min(runs, 2)):
             for side in found.values():
                 side(few)
-        results = [{name: side(load) for name, side in found.items()} for _ in range(runs)]
+        results: list[dict[str, dict[str, float]]] = []
+        for _ in range(runs):
+            results.append({})
+            for name, side in found.items():
+                results[-1][name] = side(load)
+                print(f"{name}: {results[-1][name]}", file=sys.stderr, flush=True)  # some runs take minutes
         report: dict[str, Any] = {name: _medians([result[name] for result in results]) for name in found}
         if only is not None:
             return report
