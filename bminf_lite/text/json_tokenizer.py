@@ -65,11 +65,11 @@ class JsonTokenizer(Tokenizer):
         self.eos_ids = frozenset() if eos_id is None else frozenset([eos_id])
         prepends_bos = add_bos_token and backend.num_special_tokens_to_add(is_pair=False) == 0
         self._prefix_ids = [self.bos_id] if prepends_bos and self.bos_id is not None else []
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.sentinels = numbered_ids("<extra_id_{}>", backend.token_to_id)  # T5's
-        self.byte_fallback = '"ByteFallback"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+        decoder = backend.decoder
+        self.byte_fallback = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()  # its JSON
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> JsonTokenizer:
@@ -111,8 +111,12 @@ class JsonTokenizer(Tokenizer):
                 for name, text in special.items()
                 if text is not None and backend.token_to_id(text) is None
             ]
-        backend = _without_added_tokens_beyond(backend, vocab_size, special.values())
-        tokenizer = cls(backend, **special, add_bos_token=config.get("add_bos_token") is True, chat_templates=templates)
+        options: dict[str, Any] = {
+            **special, "add_bos_token": config.get("add_bos_token") is True, "chat_templates": templates,
+        }  # fmt: skip
+        tokenizer = cls(backend, **options)
+        if len(tokenizer) > vocab_size > max(backend.get_vocab(with_added_tokens=False).values(), default=-1):
+            tokenizer = cls(_without_added_tokens_beyond(backend, vocab_size, special.values()), **options)
         if len(tokenizer) > vocab_size:
             problems.append(
                 f"the tokenizer has ids up to {len(tokenizer) - 1}, but the embedding only {vocab_size} rows; "
@@ -212,9 +216,6 @@ def _without_added_tokens_beyond(
     backend: tokenizers.Tokenizer, rows: int, kept: Collection[str | None]
 ) -> tokenizers.Tokenizer:
     """``backend`` without the added tokens whose ids are ``rows`` or more, but for those in ``kept``."""
-    added = backend.get_added_tokens_decoder().items()
-    if all(number < rows or token.content in kept for number, token in added):
-        return backend
     content = json.loads(backend.to_str())
     content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < rows or t["content"] in kept]
     return tokenizers.Tokenizer.from_str(json.dumps(content))

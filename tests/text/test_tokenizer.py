@@ -146,6 +146,16 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_pa
         load_tokenizer(write(tmp_path), 3)
 
 
+def test_one_id_far_beyond_the_embedding_is_refused(tmp_path):
+    folder = write(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] = 2**31  # the library would count up to it to write the vocabulary
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"ids up to {2**31}, but the embedding only 1000 rows"):
+        load_tokenizer(folder, 1000)
+
+
 def test_added_tokens_without_a_row_are_text(tmp_path):
     """Gemma 3 1B has the tokenizer of the multimodal sizes, whose last token its embedding lacks."""
     whole = load_tokenizer(write(tmp_path, config={"eos_token": "</s>"}), 1000)
