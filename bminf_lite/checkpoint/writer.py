@@ -177,9 +177,12 @@ class CheckpointWriter:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file and wait until it is on the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False, allow_nan=False)
+    """Write a JSON file and wait until it is on the disk.
+
+    A source's ``config.json`` may hold what strict JSON does not, such as NaN. It is written as it was read.
+    """
+    with open(path, "w", encoding="ascii") as file:
+        json.dump(value, file, indent=2)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

@@ -163,6 +163,17 @@ def test_what_is_carried_along(make_checkpoint: MakeCheckpoint, tmp_path: Path) 
     assert config == json.loads((source / "config.json").read_text())
 
 
+def test_fields_of_a_configuration_that_strict_json_lacks_are_kept(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    source, out = make_checkpoint(), tmp_path / "out"
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"limit": math.inf, "name": "\ud800", "author": "Zoë"}))
+    migrate(source, out)
+    written = json.loads((out / "config.json").read_text())
+    assert (written["limit"], written["name"], written["author"]) == (math.inf, "\ud800", "Zoë")
+
+
 def test_every_tensor_with_a_nan_is_told(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     tensors = random_tensors(CONFIG)
     tensors[LINEAR][7, 3] = np.nan
