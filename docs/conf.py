@@ -31,6 +31,9 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"bminf-lite {release}"
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["dev/*", "_pages/README.md"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

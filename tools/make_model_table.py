@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -33,9 +34,16 @@ def table() -> str:
 
 
 def description(name: str) -> str:
-    """The first sentence of the architecture's file."""
+    """The first sentence of the architecture's file, its addresses as links."""
     text = importlib.import_module(f"bminf_lite.models.{name}").__doc__ or ""
-    return " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
+    sentence = " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
+    return re.sub(r"https://[^\s,)]+", link, sentence)
+
+
+def link(address: re.Match[str]) -> str:
+    """An address as a link whose text is short."""
+    text = address[0].removeprefix("https://").replace("arxiv.org/abs/", "arXiv ")
+    return f"[{text}]({address[0]})"
 
 
 def comparison(name: str) -> str:
