@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,8 +115,12 @@ def test_arrays_of_other_libraries_are_token_ids(backend):
 
         def __init__(self, values: np.ndarray):
             self.values = values
-            self.__dlpack__ = values.__dlpack__
-            self.__dlpack_device__ = values.__dlpack_device__
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.values.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.values.__dlpack_device__()
 
     if backend.name != "cpu":
         pytest.skip("host memory is not this backend's")
