@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit import CONFIG, WatchedBackend, make_model, prompt_of, request, run
-from tiny_models import one_of_each_architecture
 
 from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
@@ -172,23 +171,6 @@ def test_after_a_warm_up_nothing_is_captured_or_allocated(config, monkeypatch):
     assert (ops.captures, len(ops.arrays)) == (captures, arrays)
     expected = make_model(**config).generate([prompt_of(3 + 5 * i) for i in range(9)], **options)
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
-
-
-def test_what_is_cancelled_beside_a_request_does_not_touch_it():
-    ops = WatchedBackend(1)
-    with tiny("full", ops, num_blocks=9, max_batch=3) as model:
-        kept = request(0, prompt_of(70), max_new_tokens=60, temperature=0.8)
-        others = [request(i, prompt_of(100, i), max_new_tokens=100) for i in range(1, 8)]
-        run_thread = threading.Thread(target=run, args=(model, [kept]))
-        engine = model._engine
-        engine.call(lambda: (engine.submit(others), engine.cancel(others[-1:])))  # this one while it waits
-        run_thread.start()
-        for other in others:
-            time.sleep(0.01)
-            engine.cancel([other])
-        run_thread.join()
-        check_equal(kept, run(ALONE["full", False], [request(0, prompt_of(70), max_new_tokens=60, temperature=0.8)])[0])
-        assert any(other.finish_reason == "cancelled" for other in others)
 
 
 def test_a_prefix_is_computed_once_and_the_results_say_so():
@@ -475,21 +457,3 @@ def test_nan_logits_are_an_error_of_their_request_that_names_the_position():
     model.generate([1], max_new_tokens=20)
     check_equal(good, run(FLOAT, [request(1, prompt_of(6), max_new_tokens=12)])[0])
     assert len(bad.output_token_ids) == 3 and model.stats().blocks_used == 0
-
-
-# -- every architecture -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("golden", one_of_each_architecture(), ids=lambda golden: golden.config["model_type"])
-def test_every_architecture_is_served(golden):
-    """Together, in pieces, with steps ahead of the host, and a second time from the cache."""
-    config, ops = golden.config, WatchedBackend(1, (4,))
-    together = make_model(ops, chunk=5, max_batch=3, **config)
-    alone = make_model(max_batch=1, **config)
-    prompts = [np.random.default_rng(i).integers(0, config["vocab_size"], 2 + 2 * i).tolist() for i in range(4)]
-    options = {"max_new_tokens": 4, "temperature": 0.8, "seed": 4, "ignore_eos": True}
-    expected = [r.token_ids for r in alone.generate(prompts, **options)]
-    for _ in range(2):
-        assert [r.token_ids for r in together.generate(prompts, **options)] == expected
-    together.close()
-    assert ops.memory_is_free
