@@ -266,7 +266,13 @@ class ndarray:
         return self._like(view, base)
 
     def reshape(self, *shape: Any) -> ndarray:
+        """A view where strides allow one, else of a copy."""
         shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if not self.flags.c_contiguous:
+            base = self._shadow()
+            view = base.reshape(shape)
+            if np.may_share_memory(view, base):
+                return self._like(view, base)
         source = self if self.flags.c_contiguous else self.copy()
         known = -math.prod(shape)
         shape = tuple(source.size // max(known, 1) if n == -1 else n for n in shape)
