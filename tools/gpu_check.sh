@@ -5,7 +5,8 @@
 #
 # A part that fails or exceeds its time limit does not stop the other parts; the exit code is then 1. -p runs only the
 # given parts, -t replaces all time limits. PYTHON names the interpreter; its environment needs the package with the
-# extras `test` and `cuda12` or `cuda13`. compute-sanitizer comes with the CUDA toolkit.
+# extras `test` and `cuda12` or `cuda13`, and `parity` for the parts peers and torch. compute-sanitizer comes with the
+# CUDA toolkit.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 
@@ -13,9 +14,11 @@ declare -A limits=(
     [versions]=60 [doctor]=120 [tests]=600 [memcheck]=600 [racecheck]=600 [initcheck]=600 [demo]=60 [generate]=60
     [bench_8b]=180 [bench_1b]=90 [prompt]=240 [context]=240 [context_int8]=240 [batch]=240
     [trace_8b]=90 [trace_1b]=60 [kernels]=180 [stream]=120 [stream_70b]=180 [memory]=60 [loading]=120
+    [families]=180 [peers]=300 [engine]=300 [engine_long]=600 [server]=200 [server_long]=900 [torch]=900
 )
 parts="versions doctor tests memcheck racecheck initcheck demo generate
-    bench_8b bench_1b prompt context context_int8 batch trace_8b trace_1b kernels stream stream_70b memory loading"
+    bench_8b bench_1b prompt context context_int8 batch trace_8b trace_1b kernels stream stream_70b memory loading
+    families peers engine engine_long server server_long torch"
 limit=
 while getopts p:t: option; do
     case $option in
@@ -25,7 +28,7 @@ while getopts p:t: option; do
     esac
 done
 shift $((OPTIND - 1))
-[ $# -eq 1 ] || { sed -n '2,9s/^# \?//p' "$0" >&2; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,10s/^# \?//p' "$0" >&2; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 python=${PYTHON:-python}
 bminf() { "$python" -c 'from bminf_lite.cli import main; main()' "$@"; }
@@ -137,6 +140,28 @@ batch() { bench batch --shape llama-3-8b -p 0 -n 64 -d 512 -b 1,2,4,8,16,32,64 -
 trace_8b() { bench trace-8b --shape llama-3-8b -d 512 --trace --plot "$out/trace-8b.png"; }
 trace_1b() { bench trace-1b --shape llama-3.2-1b -d 512 --trace --plot "$out/trace-1b.png"; }
 kernels() { bench kernels --kernels --plot "$out/kernels.png"; }
+
+families() {
+    local shape status=0
+    for shape in gemma-3-27b pythia-6.9b falcon-7b gpt2-xl phi-4 olmo-2-32b granite-3.3-8b; do
+        bench "$shape" --shape "$shape" -p 0 -n 64 -d 512 -r 3 || status=1
+    done
+    return $status
+}
+peers() { "$python" tools/bench_peers.py --shape llama-3-8b -p 512 -n 128 -r 3; }
+
+# The engine and the server under load, a line of JSON for each measurement as it ends; PyTorch's operations and models.
+engine() {
+    "$python" tools/measure_engine.py bits turn decoding streams grammars "4096 of 128/128" "1024 of 2048/128" \
+        > "$out/engine.jsonl"
+}
+engine_long() {
+    "$python" tools/measure_engine.py "2048 of 128/2048" "2048 of 1000/1000" "1024 of 2048/2048" \
+        > "$out/engine-long.jsonl"
+}
+server() { "$python" tools/measure_server.py > "$out/server.jsonl"; }
+server_long() { "$python" tools/measure_server.py --runs 1 --seconds 80 rows > "$out/server-long.jsonl"; }
+torch() { "$python" tools/bench_torch.py "$out/torch.json"; }
 
 # Models larger than their memory limit (the last takes 52 GB of host memory), and loading files of 8.6 GB.
 stream() {
