@@ -1,7 +1,8 @@
-"""The engine knows which requests are streamed, so that prompts of others do not hold their tokens up."""
+"""Streams: the engine knows of them, and what was made of one is sent before an error ends it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,15 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from api_kit import LiveServer, UnconstrainedEngine, folder_with_template, info_of
+from client_kit import connected, until
+from fake_engine import FakeEngine, fake_info
 
 from bminf_lite.engine.request import Request
+from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.errors import BminfError
+from bminf_lite.server.client import GenerationRequest, Output
+from bminf_lite.server.event_stream import EventStream
+from bminf_lite.server.openai.chunks import write_chunks
 
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -41,8 +49,38 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_the_engine_knows_which_requests_are_streamed(server: LiveServer, path: str) -> None:
+    """So prompts of others do not hold their tokens up."""
     assert isinstance(server.engine, RememberingEngine)
     server.json(path, BODIES[path])
     assert [request.is_streamed for request in server.engine.requests] == [False]
     assert server.events(path, BODIES[path])
     assert [request.is_streamed for request in server.engine.requests] == [True]
+
+
+@pytest.mark.parametrize("has_failed", [False, True], ids=["a chunk", "the engine"])
+def test_chunks_that_were_made_come_before_an_error(has_failed: bool) -> None:
+    """Three completions have arrived together, and the last of them is an error."""
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["body"])
+
+    def chunk(output: Output) -> bytes:
+        if output.index == 2 and not has_failed:
+            raise BminfError("no chunk")
+        return b"data: %d %d\n\n" % (output.index, len(output.token_ids))
+
+    async def main() -> None:
+        engine = FakeEngine(range(100))
+        async with connected(engine, fake_info(None, 100)) as client:
+            generation = await client.generate(GenerationRequest([5], SamplingParams(max_new_tokens=7), 3))
+            await until(lambda: client.num_running == 0)
+            if has_failed:
+                client.failure = "no engine"
+                generation.completions[2].finish_reason = "error"
+            await write_chunks(EventStream(send), generation, chunk, dict)
+
+    asyncio.run(main())
+    before, error = b"".join(sent).split(b"data: {")
+    assert before == b"data: 0 7\n\ndata: 1 7\n\n" + (b"data: 2 7\n\n" if has_failed else b"")
+    assert (b"no engine" if has_failed else b"no chunk") in error

@@ -79,19 +79,22 @@ async def write_chunks(
 ) -> None:
     """Write a stream: ``chunk`` of each output, then the chunk ``last``, if it is not empty, and the end.
 
-    What has arrived meanwhile is written at once. An error becomes an event and ends the stream.
+    What has arrived meanwhile is written at once. An error becomes an event behind the chunks before it, and ends the
+    stream.
     """
+    chunks = b""
     try:
         async for output in generation:
-            chunks = chunk(output)
+            chunks += chunk(output)
             while (more := generation.take()) is not None:
                 chunks += chunk(more)
             if chunks:
-                await stream.write(chunks)
+                ready, chunks = chunks, b""
+                await stream.write(ready)
         end = last()
         await stream.write((b"data: " + msgspec.json.encode(end) + b"\n\n" if end else b"") + _DONE)
     except Exception as error:
-        await stream.write(_error_event(told(error)))
+        await stream.write(chunks + _error_event(told(error)))
 
 
 def sse(name: str, value: Any) -> bytes:
