@@ -192,7 +192,7 @@ class _Message:
         self._blocks.close()
         return {**self._head, "content": self._blocks.blocks, **self._ending(), "usage": self._usage()}
 
-    async def stream(self, stream: EventStream) -> None:
+    async def stream(self, stream: EventStream) -> bytes:
         """The response as events."""
         has_begun = False
         try:
@@ -206,9 +206,9 @@ class _Message:
             usage = self._usage()
             delta = {"type": "message_delta", "delta": self._ending(), "usage": usage}
             end = self._blocks.close() + sse("message_delta", delta)
-            await stream.write(end + sse("message_stop", {"type": "message_stop"}))
+            return end + sse("message_stop", {"type": "message_stop"})
         except Exception as exception:
-            await stream.write(b"event: error\ndata: " + told(exception).anthropic_body() + b"\n\n")
+            return b"event: error\ndata: " + told(exception).anthropic_body() + b"\n\n"
 
     def _start(self) -> bytes:
         empty: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -112,10 +113,10 @@ def sampling_params(
     if max_tokens is None and info.generation_config.get("max_new_tokens") is None:
         max_tokens = info.context_length
     try:
-        chosen = {"seed": server.settings.seed, **fields.chosen}
+        seed = secrets.randbits(64) if server.settings.seed is None else server.settings.seed
         params = SamplingParams.from_checkpoint(
-            info.generation_config, **chosen, max_new_tokens=max_tokens, logprobs=logprobs
-        ).with_seed()
+            info.generation_config, **{"seed": seed, **fields.chosen}, max_new_tokens=max_tokens, logprobs=logprobs
+        )
         params.check_model(info.vocab_size, info.eos_ids)
         wrong = next((i for i in fields.stop_token_ids or () if not 0 <= i < info.vocab_size), None)
         if wrong is not None:

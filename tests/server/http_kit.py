@@ -48,9 +48,10 @@ def tiny_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
         generation = await client.generate(GenerationRequest([1], SamplingParams(max_new_tokens=count)))
         padding = b":" * (16 << 10) + b"\n" if request.url.path == "/wide" else b""
 
-        async def write(events: EventStream) -> None:
+        async def write(events: EventStream) -> bytes:
             async for output in generation:
                 await events.write(b"".join(padding + b"data: %d\n\n" % token for token in output.token_ids))
+            return b""
 
         return EventStreamResponse(generation, write)
 

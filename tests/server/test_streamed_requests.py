@@ -78,9 +78,18 @@ def test_chunks_that_were_made_come_before_an_error(has_failed: bool) -> None:
             if has_failed:
                 client.failure = "no engine"
                 generation.completions[2].finish_reason = "error"
-            await write_chunks(EventStream(send), generation, chunk, dict)
+            sent.append(await write_chunks(EventStream(send), generation, chunk, dict))
 
     asyncio.run(main())
     before, error = b"".join(sent).split(b"data: {")
     assert before == b"data: 0 7\n\ndata: 1 7\n\n" + (b"data: 2 7\n\n" if has_failed else b"")
     assert (b"no engine" if has_failed else b"no chunk") in error
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_ends_a_stream_is_written_at_once(server: LiveServer, path: str) -> None:
+    """The last tokens, the finishing chunk, the usage and ``[DONE]``, if they are there together."""
+    body = BODIES[path] | {"max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
+    with server.http.stream("POST", path, json=body) as response:
+        (whole,) = response.iter_raw()
+    assert b'"finish_reason":"length"' in whole and b'"choices":[]' in whole and whole.endswith(b"data: [DONE]\n\n")

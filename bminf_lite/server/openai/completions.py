@@ -182,7 +182,7 @@ class _Completions:
         ]
         return {**self._head, "choices": choices, "usage": self.usage}
 
-    async def stream(self, stream: EventStream) -> None:
+    async def stream(self, stream: EventStream) -> bytes:
         """The response as events, one for what each output adds. A chunk is bytes around the text."""
         has_usage = reports_usage(self.body.stream_options)
         start = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
@@ -202,7 +202,7 @@ class _Completions:
         def last() -> dict[str, Any]:
             return {**self._head, "choices": [], "usage": self.usage} if has_usage else {}
 
-        await write_chunks(stream, self.generation, chunk, last)
+        return await write_chunks(stream, self.generation, chunk, last)
 
 
 def _text(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
