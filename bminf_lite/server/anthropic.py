@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -32,7 +32,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def routes(server: ServerState) -> list[Route]:
-    """The routes. Their errors have Anthropic's form."""
+    """The routes."""
 
     async def messages(request: Request) -> Response:
         body = parse(CreateMessageBody, await request.body())
@@ -54,22 +54,9 @@ def routes(server: ServerState) -> list[Route]:
         return json_response({"input_tokens": len(prepared.prompt.token_ids)})
 
     return [
-        Route("/v1/messages", _with_own_errors(messages), methods=["POST"]),
-        Route("/v1/messages/count_tokens", _with_own_errors(count_tokens), methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     ]
-
-
-def _with_own_errors(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    async def handled(request: Request) -> Response:
-        try:
-            return await handle(request)
-        except ClientDisconnect:
-            raise
-        except Exception as exception:
-            error = told(exception)
-            return error.response(error.anthropic_body())
-
-    return handled
 
 
 def _conversation(body: MessagesBody) -> Conversation:

@@ -57,7 +57,7 @@ def tiny_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
 
     streams = [Route(path, stream, methods=["POST"]) for path in ("/stream", "/wide")]
     routes = [Route("/echo", echo, methods=["GET", "POST"]), *streams]
-    app = Starlette(routes=routes, exception_handlers={ApiError: lambda request, error: error.response()})
+    app = Starlette(routes=routes, exception_handlers={ApiError: lambda request, error: error.response(request.scope)})
     return Guard(app, settings.security, settings.limits)
 
 
