@@ -153,11 +153,11 @@ class _Access:
             return None
         if self._digests and not self._has_key(headers):
             return ApiError(401, "an API key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key")
+        if scope["method"] != "POST":
+            return None
         if self._num_requests >= self._limits.requests:
             most = f"{self._limits.requests:,} requests are being worked on, as many as this process takes at a time"
             return ApiError(429, f"{most}: try again later", code="too_many_requests", retry_after=1)
-        if scope["method"] != "POST":
-            return None
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             return ApiError(415, f"the body must be application/json, not {kind.decode('latin-1') or 'untyped'!r}")

@@ -209,6 +209,7 @@ def test_too_many_requests(small):
         connections.append(connection)
     answer = small.post("/stream", b"5")
     assert status(answer) == 429 and b"retry-after: 1" in answer
+    assert status(small.get()) == 200  # /metrics is wanted then more than ever
     for connection in connections:
         connection.close()
     until(lambda: status(small.post("/stream", b"5")) == 200)
