@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from api_kit import LiveServer, UnconstrainedEngine, folder_with_template, info_of
+from api_kit import NAME, LiveServer, UnconstrainedEngine, folder_with_template, info_of
 from client_kit import connected, until
 from fake_engine import FakeEngine, fake_info
 
@@ -20,7 +20,13 @@ from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import BminfError
 from bminf_lite.server.client import GenerationRequest, Output
 from bminf_lite.server.event_stream import EventStream
+from bminf_lite.server.openai import completions
 from bminf_lite.server.openai.chunks import write_chunks
+from bminf_lite.server.request_record import Observer
+from bminf_lite.server.schemas.base import parse
+from bminf_lite.server.schemas.completions import CompletionBody
+from bminf_lite.server.settings import ServerSettings
+from bminf_lite.server.state import ServerState
 
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -55,6 +61,38 @@ def test_the_engine_knows_which_requests_are_streamed(server: LiveServer, path: 
     assert [request.is_streamed for request in server.engine.requests] == [False]
     assert server.events(path, BODIES[path])
     assert [request.is_streamed for request in server.engine.requests] == [True]
+
+
+def test_a_request_of_many_prompts_does_not_hold_up_streams(tmp_path: Path) -> None:
+    """Others are served between the tokenizing of two prompts."""
+    folder = folder_with_template(tmp_path / "model")
+    turns = []
+
+    async def turn() -> None:
+        while True:
+            turns.append(None)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with connected(UnconstrainedEngine([1]), info_of(folder)) as client:
+            server = ServerState(client, ServerSettings((NAME,)))
+            observer = Observer(64, client.observe)
+            others = asyncio.ensure_future(turn())
+            client.generate = stop_counting  # type: ignore[method-assign]
+            with pytest.raises(StopCounting):
+                await completions._prepare(
+                    server, parse(CompletionBody, b'{"prompt": [%s"a"]}' % (b'"a",' * 99)), observer.begin("", "", "")
+                )
+            others.cancel()
+
+    class StopCounting(Exception):
+        pass
+
+    async def stop_counting(*_: object, **__: object) -> Any:
+        raise StopCounting
+
+    asyncio.run(main())
+    assert len(turns) >= 99
 
 
 @pytest.mark.parametrize("has_failed", [False, True], ids=["a chunk", "the engine"])
