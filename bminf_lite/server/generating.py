@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, TypeVar
 
 from ..engine.sampling_params import SamplingParams
@@ -91,11 +92,10 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
     """
     system = [message["content"] for message in messages if message["role"] == "system"]
     merged: list[Message] = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    for message in messages:
-        if message["role"] == "user" and merged and merged[-1]["role"] == "user":
-            merged[-1] = {**message, "content": f"{merged[-1]['content']}\n\n{message['content']}"}
-        elif message["role"] != "system":
-            merged.append(message)
+    others = (message for message in messages if message["role"] != "system")
+    for is_user, group in groupby(others, lambda message: message["role"] == "user"):
+        turn = list(group)
+        merged += [{**turn[-1], "content": "\n\n".join(m["content"] for m in turn)}] if is_user else turn
     return merged
 
 
