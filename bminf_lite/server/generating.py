@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from ..engine.sampling_params import SamplingParams
 from ..errors import BminfError, CheckpointError, UsageError
 from ..grammar import Grammar, validate
+from ..grammar.value import MAX_CHECKERS
 from ..text.chat_template import Message, template_messages
 from ..text.prompts import EncodedPrompt, Prompt
 from ..text.tool_calls import Tool
@@ -147,11 +149,15 @@ async def grammar_of(structures: Sequence[Structure]) -> Grammar | None:
     return await checked_grammar(lambda: _GRAMMARS[structure.kind](structure.value), structure.field)
 
 
+_CHECKS = ThreadPoolExecutor(MAX_CHECKERS, "bminf-lite-checks")
+"""Its threads are not those that render templates, so grammars that take long do not hold up conversations."""
+
+
 async def checked_grammar(make: Callable[[], Grammar], field: str) -> Grammar:
-    """A grammar that was validated, in a thread because that may take a second. Errors name the ``field``."""
+    """A grammar that was validated, in a thread because that may take seconds. Errors name the ``field``."""
     try:
         grammar = make()
-        await asyncio.to_thread(validate, grammar)
+        await asyncio.get_running_loop().run_in_executor(_CHECKS, validate, grammar)
     except UsageError as error:
         raise bad_request(f"{field}: {error}", field) from None
     return grammar
