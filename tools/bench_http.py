@@ -73,13 +73,13 @@ PREFIX = b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_co
 MIDDLE = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
 
-async def write(stream: EventStream, generation: Generation, text: TextStream) -> None:
+async def write(stream: EventStream, generation: Generation, text: TextStream) -> bytes:
     """Each output as an event."""
     encode = msgspec.json.Encoder().encode
     async for output in generation:
         new, _ = text.push(output.token_ids, output.finish_reason is not None)
         await stream.write(PREFIX + encode(new) + MIDDLE)
-    await stream.write(b"data: [DONE]\n\n")
+    return b"data: [DONE]\n\n"
 
 
 # -- the load client, in a process of its own -------------------------------------------------------------------------

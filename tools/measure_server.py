@@ -1,16 +1,19 @@
 """Measure what a server gives over HTTP beside what its engine gives by itself, on a model with random weights.
 
     python tools/measure_server.py [--shape llama-3-8b] [--device cuda] [--kv-cache int8] [--only http] [CASE ...]
+    python tools/measure_server.py --runs 1 --seconds 200 rows > results.jsonl
 
 The server's processes are those of ``bminf_lite.serve``. Its engine is measured in the process that it serves from,
 between the loads over HTTP: requests go to it directly, and their tokens are not read. So both have the same model and
 the same captured steps. Load clients have processes of their own. Prompts are random token ids, the same for both, with
 other salts, so that no prompt is in the cache. A CASE is the beginning of names of :data:`CASES` (by default all of
-them) and :data:`ROWS`, or any other load of streams as ``N of INPUTS/OUTPUTS``. Each case is measured in turn with the
-engine and over HTTP, or on one side alone (``--only``), ``--runs`` times, after shorter runs of each kind. Its line of
-JSON has medians:
+them) and :data:`ROWS`, ``rows`` for all of these, or any other load of streams as ``N of INPUTS/OUTPUTS``. Each case is
+measured in turn with the engine and over HTTP, or on one side alone (``--only``), ``--runs`` times, after shorter runs
+of each kind; with ``--whole`` also with requests to the engine that are not streamed. Each run prints a line of JSON
+when it is over, and each case another one with medians and ratios:
 
 - ``tokens_per_s``: from the first request to the last token, of all; ``decode_tokens_per_s``: from each first token.
+- ``done``: of a run that ``--seconds`` has cut, the share of its tokens that came. A ratio compares what came.
 - ``first_token_ms``: from the sending of a request to its first token, the median of all requests.
 - ``step_ms``: the median time between two decode steps of the engine; ``launch_ms``: of it, for the host's launch.
 - ``cpu_us``: processor time per token, of the engine's process, of the HTTP processes and of the load clients.
@@ -62,7 +65,8 @@ IDLE_SECONDS = 0.02
 class Load:
     """``streams`` requests of ``inputs`` and ``outputs`` tokens, all at once or ``one_at_a_time``.
 
-    ``kind`` is ``greedy``, ``drawn`` at temperature 1, or ``schema``: drawn, and JSON of a schema.
+    ``kind`` is ``greedy``, ``drawn`` at temperature 1, or ``schema``: drawn, and JSON of a schema. After ``seconds``
+    a request ends with the tokens that it has.
     """
 
     streams: int
@@ -71,6 +75,7 @@ class Load:
     kind: str = "greedy"
     is_streamed: bool = True
     one_at_a_time: bool = False
+    seconds: float | None = None
     seed: int = 0
     salt: str = ""
 
@@ -91,6 +96,8 @@ class Load:
             "model": NAME, "prompt": prompt, "max_tokens": self.outputs, "temperature": self.temperature,
             "ignore_eos": True, "seed": 1, "cache_salt": self.salt, "stream": self.is_streamed,
         }  # fmt: skip
+        if self.seconds is not None:
+            body["deadline"] = self.seconds
         if self.is_streamed:
             body["stream_options"] = {"include_usage": True}
         if self.kind == "schema":
@@ -118,12 +125,15 @@ ROWS = {
     )
 }  # fmt: skip
 """The rows of TensorRT-LLM's published table, streamed: up to minutes each, and left out by default."""
+ALL_ROWS = "rows"
 MOST = 1 << 16
 """Requests that an HTTP process of the server takes at a time, so that one of them can have all."""
 
 
 def find_cases(wanted: str) -> dict[str, Load]:
-    """The load ``N of INPUTS/OUTPUTS``, or the cases whose name begins so. Raises ``ValueError`` if there is none."""
+    """The load ``N of INPUTS/OUTPUTS``, all rows, or the cases whose name begins so. ``ValueError`` for none."""
+    if wanted == ALL_ROWS:
+        return ROWS
     if numbers := re.fullmatch(r"(\d+) of (\d+)/(\d+)", wanted):
         return {wanted: Load(*map(int, numbers.groups()))}
     found = {name: load for name, load in (CASES | ROWS).items() if name.startswith(wanted)}
@@ -151,12 +161,14 @@ class Measured:
         return self.started, self.first, self.ended
 
     def summary(self, load: Load) -> dict[str, float]:
-        """The numbers of a run; those of whole answers have no first token."""
+        """The numbers of a run; those of whole answers have no first token, and of a run that was cut only a rate."""
         expected = load.streams * load.outputs
-        if self.tokens != expected:
-            raise RuntimeError(f"{self.tokens:,} tokens came, not {expected:,}")
         found = {"tokens_per_s": self.tokens / (max(self.ended) - min(self.started))}
-        if all(self.first):
+        if self.tokens != expected:
+            if load.seconds is None:
+                raise RuntimeError(f"{self.tokens:,} tokens came, not {expected:,}")
+            found["done"] = self.tokens / expected
+        elif all(self.first):
             waits = [first - start for first, start in zip(self.first, self.started, strict=True)]
             found["first_token_ms"] = 1e3 * median(waits)
             if load.outputs > 1:
@@ -188,6 +200,8 @@ class OwnLoad:
             for request in batch:
                 request.on_update = on_update
             started = time.perf_counter()
+            for request in batch:
+                request.deadline = None if load.seconds is None else started + load.seconds
             self._model.engine.submit(batch)
             for _ in batch:
                 left.acquire()
@@ -248,7 +262,7 @@ def serve_engine(shape: str, device: str, kv_cache: str, context: int, http_work
 
 
 def tell(value: Any) -> None:
-    """Answer the process that started this one."""
+    """Print a line: the answer to the process that started this one, or a result."""
     print(json.dumps(value), flush=True)
 
 
@@ -316,6 +330,10 @@ class Child:
             self.process.kill()
 
 
+SIDES = ("engine", "http")
+WHOLE = "engine, not streamed"
+
+
 class Bench:
     """The processes of a measurement."""
 
@@ -331,30 +349,36 @@ class Bench:
         }
         self.num_http = len(self._processes["http"])
 
-    def measure(self, load: Load, runs: int, only: str | None = None) -> dict[str, Any]:
-        """A load's numbers: medians of some runs, after shorter ones."""
+    def measure(self, case: str, load: Load, runs: int, sides: Sequence[str] = SIDES) -> dict[str, Any]:
+        """A load's numbers: medians of some runs, after shorter ones. Prints those of each run."""
         few = replace(load, outputs=min(load.outputs, 4), streams=min(load.streams, 64))
-        sides = {"engine": self._own, "http": self._over_http}
-        found = {name: side for name, side in sides.items() if only in (None, name)}
         for _ in range(min(runs, 2)):
-            for side in found.values():
-                side(few)
+            for side in sides:
+                self._run(side, few)
         results: list[dict[str, dict[str, float]]] = []
-        for _ in range(runs):
+        for number in range(runs):
             results.append({})
-            for name, side in found.items():
-                results[-1][name] = side(load)
-                print(f"{name}: {results[-1][name]}", file=sys.stderr, flush=True)  # some runs take minutes
-        report: dict[str, Any] = {name: _medians([result[name] for result in results]) for name in found}
-        if only is not None:
+            for side in sides:
+                results[-1][side] = self._run(side, load)
+                tell({"case": case, "run": number, side: _medians([results[-1][side]])})
+        report: dict[str, Any] = {"case": case, **{s: _medians([result[s] for result in results]) for s in sides}}
+        if not {"engine", "http"} <= report.keys():
             return report
         own, http = report["engine"], report["http"]
         for name in ("tokens_per_s", "decode_tokens_per_s"):
-            if name in own and not load.one_at_a_time:
+            if name in own and name in http and not load.one_at_a_time:
                 report[f"{name}, of the engine's"] = round(http[name] / own[name], 4)
-        if "first_token_ms" in http:
+        if "first_token_ms" in own and "first_token_ms" in http:
             report["first_token_ms, added"] = round(http["first_token_ms"] - own["first_token_ms"], 3)
+        if WHOLE in report:
+            rate = http["tokens_per_s"] / report[WHOLE]["tokens_per_s"]
+            report[f"tokens_per_s, of the {WHOLE}'s"] = round(rate, 4)
         return report
+
+    def _run(self, side: str, load: Load) -> dict[str, float]:
+        if side == WHOLE:
+            load = replace(load, is_streamed=False)
+        return self._over_http(load) if side == "http" else self._own(load)
 
     def _own(self, load: Load) -> dict[str, float]:
         self._steps()
@@ -414,14 +438,17 @@ def main() -> None:
     parser.add_argument("--http-workers", type=int, help="HTTP processes; by default as many as the server starts")
     parser.add_argument("--clients", type=int, default=4, help="processes of the load client (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")
-    parser.add_argument("--only", choices=("engine", "http"), help="measure one of them (default: both)")
+    parser.add_argument("--seconds", type=float, help="cut each run after so many: its requests end")
+    parser.add_argument("--only", choices=SIDES, help="measure one of them (default: both)")
+    parser.add_argument("--whole", action="store_true", help="also measure the engine with whole answers")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="keep the vocabulary, which takes seconds")
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES | ROWS)}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join([*CASES, *ROWS, ALL_ROWS])}")
     options = parser.parse_args()
     try:
         cases = {name: load for case in options.cases for name, load in find_cases(case).items()} or CASES
     except ValueError as error:
         parser.error(str(error))
+    sides = [side for side in SIDES if options.only in (None, side)] + [WHOLE] * options.whole
     vocab_size = read_shape(options.shape)["vocab_size"]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as children:
         folder = options.tokenizer or Path(scratch)
@@ -433,9 +460,9 @@ def main() -> None:
             children.enter_context(closing(Child("load", [ready["port"], vocab_size]))) for _ in range(options.clients)
         ]
         bench = Bench(engine, clients)
-        print(json.dumps({**ready["facts"], "http processes": bench.num_http}), flush=True)
+        tell({**ready["facts"], "http processes": bench.num_http})
         for name, load in cases.items():
-            print(json.dumps({"case": name, **bench.measure(load, options.runs, options.only)}), flush=True)
+            tell(bench.measure(name, replace(load, seconds=options.seconds), options.runs, sides))
 
 
 if __name__ == "__main__":

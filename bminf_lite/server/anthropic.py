@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -32,7 +32,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def routes(server: ServerState) -> list[Route]:
-    """The routes. Their errors have Anthropic's form."""
+    """The routes."""
 
     async def messages(request: Request) -> Response:
         body = parse(CreateMessageBody, await request.body())
@@ -54,22 +54,9 @@ def routes(server: ServerState) -> list[Route]:
         return json_response({"input_tokens": len(prepared.prompt.token_ids)})
 
     return [
-        Route("/v1/messages", _with_own_errors(messages), methods=["POST"]),
-        Route("/v1/messages/count_tokens", _with_own_errors(count_tokens), methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     ]
-
-
-def _with_own_errors(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    async def handled(request: Request) -> Response:
-        try:
-            return await handle(request)
-        except ClientDisconnect:
-            raise
-        except Exception as exception:
-            error = told(exception)
-            return error.response(error.anthropic_body())
-
-    return handled
 
 
 def _conversation(body: MessagesBody) -> Conversation:
@@ -192,7 +179,7 @@ class _Message:
         self._blocks.close()
         return {**self._head, "content": self._blocks.blocks, **self._ending(), "usage": self._usage()}
 
-    async def stream(self, stream: EventStream) -> None:
+    async def stream(self, stream: EventStream) -> bytes:
         """The response as events."""
         has_begun = False
         try:
@@ -206,9 +193,9 @@ class _Message:
             usage = self._usage()
             delta = {"type": "message_delta", "delta": self._ending(), "usage": usage}
             end = self._blocks.close() + sse("message_delta", delta)
-            await stream.write(end + sse("message_stop", {"type": "message_stop"}))
+            return end + sse("message_stop", {"type": "message_stop"})
         except Exception as exception:
-            await stream.write(b"event: error\ndata: " + told(exception).anthropic_body() + b"\n\n")
+            return b"event: error\ndata: " + told(exception).anthropic_body() + b"\n\n"
 
     def _start(self) -> bytes:
         empty: dict[str, Any] = {

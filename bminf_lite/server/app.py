@@ -34,15 +34,17 @@ def create_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    return api_error(error).response()
+    return api_error(error).response(request.scope)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return ApiError(404, f"there is no {request.method} {request.url.path}", code="unknown_url").response()
+        unknown = ApiError(404, f"there is no {request.method} {request.url.path}", code="unknown_url")
+        return unknown.response(request.scope)
     allowed = (error.headers or {}).get("Allow", "another method")
-    response = ApiError(error.status_code, f"{request.url.path} takes {allowed}, not {request.method}").response()
+    wrong_method = ApiError(error.status_code, f"{request.url.path} takes {allowed}, not {request.method}")
+    response = wrong_method.response(request.scope)
     response.headers.update(error.headers or {})
     return response
 

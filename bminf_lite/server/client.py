@@ -64,7 +64,8 @@ class Output(msgspec.Struct, frozen=True):
     - ``index``: which of the ``n`` completions. ``token_ids`` may be empty in the last output.
     - ``logprobs``, ``top_logprobs``: as long as ``token_ids`` if the parameters ask for them, else None.
     - ``finish_reason``: None while it runs; ``stop`` (the last token is an end-of-sequence token), ``length``,
-      ``deadline``, ``cancelled``, or ``error`` with the message in ``error``.
+      ``deadline``, ``cancelled``, or ``error`` with the message in ``error``; the tokens before an error are an
+      output of their own.
     - ``prompt_logprobs``: with the first output, if asked for; None for the first token.
     - ``cached_tokens``: tokens of the prompt that came from the cache; in every output.
     """
@@ -116,13 +117,15 @@ class _Completion:
         self.finish_reason, self.error = output.finish_reason, output.error
 
     def take(self) -> Output:
-        """All of it; afterwards nothing waits."""
+        """All of it; afterwards nothing waits. An error waits for the next call if tokens came before it."""
+        error_is_next = self.finish_reason == "error" and bool(self.token_ids)
+        reason, error = (None, None) if error_is_next else (self.finish_reason, self.error)
         output = Output(
-            self.index, self.token_ids, self.logprobs, self.top_logprobs, self.finish_reason, self.prompt_logprobs,
-            self.cached_tokens, self.error,
+            self.index, self.token_ids, self.logprobs, self.top_logprobs, reason, self.prompt_logprobs,
+            self.cached_tokens, error,
         )  # fmt: skip
         self.token_ids, self.logprobs, self.top_logprobs, self.prompt_logprobs = [], None, None, None
-        self.is_listed = False
+        self.is_listed = error_is_next
         return output
 
 
@@ -166,16 +169,17 @@ class Generation:
         """
         while self._position < len(self._readable):
             completion = self._readable[self._position]
-            self._position += 1
             if completion.is_listed:  # otherwise it was cancelled
-                if self._record is not None:
-                    self._tell(self._record, completion)
                 output = completion.take()
+                self._position += not completion.is_listed
+                if self._record is not None:
+                    self._tell(self._record, output, completion.queue_seconds)
                 if output.finish_reason is not None:
                     self._num_running -= 1
                     if output.finish_reason == "error" and self._client.failure is not None:
                         raise EngineFailure(self._client.failure)
                 return output
+            self._position += 1
         self._readable.clear()
         self._position = 0
         return None
@@ -212,11 +216,10 @@ class Generation:
         self.cancel()
 
     @staticmethod
-    def _tell(record: RequestRecord, completion: _Completion) -> None:
-        count = len(completion.token_ids)
-        record.tokens(completion.index, count, completion.cached_tokens, completion.queue_seconds)
-        if completion.finish_reason is not None:
-            record.finished(completion.index, completion.finish_reason)
+    def _tell(record: RequestRecord, output: Output, queue_seconds: float) -> None:
+        record.tokens(output.index, len(output.token_ids), output.cached_tokens, queue_seconds)
+        if output.finish_reason is not None:
+            record.finished(output.index, output.finish_reason)
 
     def _list(self, completion: _Completion) -> None:
         """Something arrived for a completion."""

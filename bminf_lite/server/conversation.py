@@ -53,7 +53,8 @@ class Conversation:
         choice = self.choice
         if choice.mode == "none":
             return ()
-        return [tool for tool in self.tools if choice.allowed is None or tool["function"]["name"] in choice.allowed]
+        allowed = None if choice.allowed is None else frozenset(choice.allowed)
+        return [tool for tool in self.tools if allowed is None or tool["function"]["name"] in allowed]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Container
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from ..errors import BminfError, QueueFull, UsageError
 from .client import EngineFailure
@@ -63,12 +64,19 @@ class ApiError(Exception):
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
 
-    def response(self, body: bytes | None = None) -> Response:
-        """The error as a response, in OpenAI's form unless a ``body`` is given."""
+    def response(self, scope: Scope) -> Response:
+        """The error as the response to a request, in the form of the API that its path belongs to."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return Response(body or self.body(), self.status, headers, media_type="application/json")
+        body = self.anthropic_body() if path_of(scope).startswith("/v1/messages") else self.body()
+        return Response(body, self.status, headers, media_type="application/json")
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request within the application, which may be mounted elsewhere."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -34,12 +34,15 @@ class EventStream:
 
 
 class EventStreamResponse(Response):
-    """A response that ``write_events`` writes. The generation is cancelled when the client goes away."""
+    """A response that ``write_events`` writes. The generation is cancelled when the client goes away.
+
+    ``write_events`` returns the last bytes of the stream, which are sent together with the end of the response.
+    """
 
     def __init__(
         self,
         generation: Generation,
-        write_events: Callable[[EventStream], Awaitable[None]],
+        write_events: Callable[[EventStream], Awaitable[bytes]],
         headers: dict[str, str] | None = None,
     ):
         super().__init__(headers={"cache-control": "no-cache", **(headers or {})}, media_type="text/event-stream")
@@ -52,8 +55,8 @@ class EventStreamResponse(Response):
         with suppress(ClientDisconnect):
             async with self._generation, cancelled_on_disconnect(receive, self._generation):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await self._write_events(EventStream(scope.get(RAW_SEND, send)))
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                end = await self._write_events(EventStream(scope.get(RAW_SEND, send)))
+                await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 @asynccontextmanager

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, TypeVar
 
 from ..engine.sampling_params import SamplingParams
 from ..errors import BminfError, CheckpointError, UsageError
 from ..grammar import Grammar, validate
+from ..grammar.value import MAX_CHECKERS
 from ..text.chat_template import Message, template_messages
 from ..text.prompts import EncodedPrompt, Prompt
 from ..text.tool_calls import Tool
@@ -90,11 +94,10 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
     """
     system = [message["content"] for message in messages if message["role"] == "system"]
     merged: list[Message] = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    for message in messages:
-        if message["role"] == "user" and merged and merged[-1]["role"] == "user":
-            merged[-1] = {**message, "content": f"{merged[-1]['content']}\n\n{message['content']}"}
-        elif message["role"] != "system":
-            merged.append(message)
+    others = (message for message in messages if message["role"] != "system")
+    for is_user, group in groupby(others, lambda message: message["role"] == "user"):
+        turn = list(group)
+        merged += [{**turn[-1], "content": "\n\n".join(m["content"] for m in turn)}] if is_user else turn
     return merged
 
 
@@ -112,10 +115,10 @@ def sampling_params(
     if max_tokens is None and info.generation_config.get("max_new_tokens") is None:
         max_tokens = info.context_length
     try:
-        chosen = {"seed": server.settings.seed, **fields.chosen}
+        seed = secrets.randbits(64) if server.settings.seed is None else server.settings.seed
         params = SamplingParams.from_checkpoint(
-            info.generation_config, **chosen, max_new_tokens=max_tokens, logprobs=logprobs
-        ).with_seed()
+            info.generation_config, **{"seed": seed, **fields.chosen}, max_new_tokens=max_tokens, logprobs=logprobs
+        )
         params.check_model(info.vocab_size, info.eos_ids)
         wrong = next((i for i in fields.stop_token_ids or () if not 0 <= i < info.vocab_size), None)
         if wrong is not None:
@@ -146,11 +149,15 @@ async def grammar_of(structures: Sequence[Structure]) -> Grammar | None:
     return await checked_grammar(lambda: _GRAMMARS[structure.kind](structure.value), structure.field)
 
 
+_CHECKS = ThreadPoolExecutor(MAX_CHECKERS, "bminf-lite-checks")
+"""Its threads are not those that render templates, so grammars that take long do not hold up conversations."""
+
+
 async def checked_grammar(make: Callable[[], Grammar], field: str) -> Grammar:
-    """A grammar that was validated, in a thread because that may take a second. Errors name the ``field``."""
+    """A grammar that was validated, in a thread because that may take seconds. Errors name the ``field``."""
     try:
         grammar = make()
-        await asyncio.to_thread(validate, grammar)
+        await asyncio.get_running_loop().run_in_executor(_CHECKS, validate, grammar)
     except UsageError as error:
         raise bad_request(f"{field}: {error}", field) from None
     return grammar

@@ -27,15 +27,16 @@ def routes(server: ServerState) -> list[Route]:
     async def live(request: Request) -> Response:
         """200 unless the engine has failed."""
         if server.client.failure is not None:
-            return ApiError(503, server.client.failure, code="engine_failed").response()
+            return ApiError(503, server.client.failure, code="engine_failed").response(request.scope)
         return json_response({"status": "live"})
 
     async def ready(request: Request) -> Response:
         """200 when requests are served without waiting for the engine to be prepared."""
         if server.client.failure is not None:
-            return ApiError(503, server.client.failure, code="engine_failed").response()
+            return ApiError(503, server.client.failure, code="engine_failed").response(request.scope)
         if not server.client.is_ready:
-            return ApiError(503, "the engine prepares its memory and its steps", code="not_ready").response()
+            not_ready = ApiError(503, "the engine prepares its memory and its steps", code="not_ready")
+            return not_ready.response(request.scope)
         return json_response({"status": "ready"})
 
     async def version(request: Request) -> Response:

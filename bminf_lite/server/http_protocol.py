@@ -114,14 +114,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _too_slow(self, what: str, seconds: float) -> None:
         self._request_timer = None
-        if not self._is_reading_headers and self.cycle.response_started:
-            self.transport.close()  # the answer has begun, and a second one would be read as part of it
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self.pipeline or (is_answering and self._is_reading_headers):
+            self._watch_request(seconds, what)  # a client may wait for the answer before, and reading may be paused
         else:
             self._refuse(ApiError(408, f"{what} took longer than {seconds:g} seconds", code="timeout"))
+
+    @property
+    def _answer_has_begun(self) -> bool:
+        """Whether the request that is being read, or the one before it whose answer goes on, has an answer."""
+        if self.cycle is None or not self.cycle.response_started:
+            return False
+        return not (self._is_reading_headers and self.cycle.response_complete)
 
     def _refuse(self, error: ApiError) -> None:
         """Answer without a route, and close the connection."""
         if self.transport.is_closing():
+            return
+        if self.pipeline or self._answer_has_begun:
+            self.transport.close()  # another answer would be read as part of it
             return
         body = error.body()
         lines = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close")

@@ -16,7 +16,7 @@ class Limits:
     - ``body``: the body of a request. ``headers``: its request line and headers.
     - ``n``: completions of one prompt; ``prompts``: prompts of one request.
     - ``max_tokens``: tokens of one completion; None leaves the model's context as the bound.
-    - ``connections``: open connections of one HTTP process. ``requests``: requests that it works on at a time.
+    - ``connections``: open connections of one HTTP process. ``requests``: POST requests it works on at a time.
     - ``header_seconds``: from the first byte of a request, or the opening of a connection, to the end of its headers.
       ``body_seconds``: from there to the end of its body. ``idle_seconds``: a connection without a request.
       ``stalled_seconds``: how long a client may read nothing of what waits for it.

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .errors import path_of
 from .event_stream import RAW_SEND
 from .request_record import Observer, RequestRecord
 
@@ -37,7 +38,7 @@ class Recorder:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         route = path if path in self._paths else "unknown"  # what a client makes up does not go into a log
         record = scope[_RECORD] = self._observer.begin(route, secrets.token_hex(16), self._model)
         status = CLIENT_CLOSED_REQUEST

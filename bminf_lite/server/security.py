@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import UsageError
 from ..files import expand, read_small_file
-from .errors import ApiError
+from .errors import ApiError, path_of
 from .event_stream import RAW_SEND
 from .limits import Limits
 
@@ -113,7 +113,7 @@ class Guard:
             message = (
                 "the Host header must name this server: an IP address, localhost, or a name that --allowed-host gives"
             )
-            await ApiError(421, message, code="wrong_host").response()(scope, receive, send)
+            await ApiError(421, message, code="wrong_host").response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -136,7 +136,7 @@ class _Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         if refusal is not None:
-            response = refusal.response()
+            response = refusal.response(scope)
             response.headers["connection"] = "close"  # the body of a refused request is not read
             await response(scope, receive, send)
             return
@@ -148,17 +148,16 @@ class _Access:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Why a request is refused; None if it is not."""
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
         headers = dict(scope["headers"])
-        if path in self._open_paths and scope["method"] in ("GET", "HEAD"):
+        if path_of(scope) in self._open_paths and scope["method"] in ("GET", "HEAD"):
             return None
         if self._digests and not self._has_key(headers):
             return ApiError(401, "an API key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key")
+        if scope["method"] != "POST":
+            return None
         if self._num_requests >= self._limits.requests:
             most = f"{self._limits.requests:,} requests are being worked on, as many as this process takes at a time"
             return ApiError(429, f"{most}: try again later", code="too_many_requests", retry_after=1)
-        if scope["method"] != "POST":
-            return None
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             return ApiError(415, f"the body must be application/json, not {kind.decode('latin-1') or 'untyped'!r}")

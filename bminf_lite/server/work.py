@@ -32,8 +32,8 @@ class Work(Protocol):
         """The response, when all completions have ended."""
         ...
 
-    async def stream(self, stream: EventStream) -> None:
-        """Write the response as events, an error included."""
+    async def stream(self, stream: EventStream) -> bytes:
+        """Write the response as events, and return the last of them, or an error."""
         ...
 
 

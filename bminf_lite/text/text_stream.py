@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import islice
 
 from .tokenizer import Tokenizer
@@ -87,7 +88,8 @@ class StopMatcher:
     """
 
     def __init__(self, stop_strings: Sequence[str] = ()):
-        self._stops = stop_strings
+        self._stops = [(stop, _borders(stop)) for stop in stop_strings]
+        self._matched = [0] * len(self._stops)  # of each stop string, how many characters the text ends with
         self._held = ""
         self.found: str | None = None
 
@@ -102,12 +104,17 @@ class StopMatcher:
             return text, False
         if self.stopped:
             return "", True
+        ends = []
+        for i, (stop, borders) in enumerate(self._stops):
+            self._matched[i], end = _advance(stop, borders, self._matched[i], text)
+            if end:
+                ends.append((end, -len(stop), stop))
         held = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := held.find(stop)) >= 0]
-        if found:
-            (_, start, self.found), self._held = min(found), ""
+        if ends:
+            end, _, self.found = min(ends)
+            start, self._held = len(self._held) + end - len(self.found), ""
             return held[:start], True
-        undecided = max((overlap(held, stop) for stop in self._stops), default=0)
+        undecided = max(self._matched)
         self._held = held[len(held) - undecided :]
         return held[: len(held) - undecided], False
 
@@ -115,6 +122,39 @@ class StopMatcher:
         """The text held back, after the last text; empty after a stop string."""
         text, self._held = self._held, ""
         return text
+
+
+def _advance(stop: str, borders: Sequence[int], matched: int, text: str) -> tuple[int, int]:
+    """How many characters of ``stop`` a text ends with if it ended with ``matched`` of them before ``text``.
+
+    The second number is where in ``text`` the stop string is complete, 0 if it is not. This is the algorithm of Knuth,
+    Morris and Pratt: each character is looked at about once, also if text and stop strings repeat themselves.
+    """
+    at = 0
+    while at < len(text):
+        if not matched:
+            at = text.find(stop[0], at)
+            if at < 0:
+                return 0, 0
+        while matched and stop[matched] != text[at]:
+            matched = borders[matched - 1]
+        matched += stop[matched] == text[at]
+        at += 1
+        if matched == len(stop):
+            return matched, at
+    return matched, 0
+
+
+@lru_cache(1024)
+def _borders(stop: str) -> list[int]:
+    """Of each prefix of a text, the length of the longest shorter prefix that it ends with."""
+    borders, border = [0], 0
+    for character in stop[1:]:
+        while border and stop[border] != character:
+            border = borders[border - 1]
+        border += stop[border] == character
+        borders.append(border)
+    return borders
 
 
 def overlap(text: str, stop: str) -> int:

@@ -48,15 +48,16 @@ def tiny_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
         generation = await client.generate(GenerationRequest([1], SamplingParams(max_new_tokens=count)))
         padding = b":" * (16 << 10) + b"\n" if request.url.path == "/wide" else b""
 
-        async def write(events: EventStream) -> None:
+        async def write(events: EventStream) -> bytes:
             async for output in generation:
                 await events.write(b"".join(padding + b"data: %d\n\n" % token for token in output.token_ids))
+            return b""
 
         return EventStreamResponse(generation, write)
 
     streams = [Route(path, stream, methods=["POST"]) for path in ("/stream", "/wide")]
     routes = [Route("/echo", echo, methods=["GET", "POST"]), *streams]
-    app = Starlette(routes=routes, exception_handlers={ApiError: lambda request, error: error.response()})
+    app = Starlette(routes=routes, exception_handlers={ApiError: lambda request, error: error.response(request.scope)})
     return Guard(app, settings.security, settings.limits)
 
 

@@ -411,9 +411,11 @@ def test_a_template_that_refuses_messages_of_a_role_in_turn(tmp_path: Path):
             {"role": "system", "content": "A"}, {"role": "developer", "content": [{"type": "text", "text": "B"}]}, *HI,
             {"role": "system", "content": "C"},
         ]  # fmt: skip
-        tokens = server.json("/tokenize", {"messages": [*several, *HI]})["tokens"]
         one = [{"role": "system", "content": "A\n\nB\n\nC"}, {"role": "user", "content": "Hi\n\nHi"}]
-        assert tokens == server.json("/tokenize", {"messages": one})["tokens"]
+        for later in ([], [{"role": "assistant", "content": "b"}, *HI, *HI]):
+            tokens = server.json("/tokenize", {"messages": [*several, *HI, *later]})["tokens"]
+            merged = [*one, *later[:1], *one[1:]] if later else one
+            assert tokens == server.json("/tokenize", {"messages": merged})["tokens"]
         response = server.post("/tokenize", {"messages": [*one, *[{"role": "assistant", "content": "a"}] * 2]})
         assert response.status_code == 400 and "refuses these messages: no" in response.text
     finally:

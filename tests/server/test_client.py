@@ -225,6 +225,28 @@ def test_a_failed_engine_ends_everything():
     run(test, seconds_per_step=0.002)
 
 
+@pytest.mark.parametrize("by", ["the engine", "its process"])
+def test_tokens_before_an_error_are_not_lost(by: str):
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        generation = await client.generate(wanted(100_000, logprobs=0))
+        completion = generation.completions[0]
+        await until(lambda: len(completion.token_ids) > 2)
+        if by == "the engine":
+            engine.fail("CUDA error: misaligned address")
+            await until(lambda: client.failure is not None)
+        else:
+            client.end_all("gone")
+        output = generation.take()
+        assert output is not None and output.finish_reason is None
+        assert output.token_ids == list(range(7, 7 + len(output.token_ids))) and len(output.token_ids) > 2
+        assert len(output.logprobs or ()) == len(output.token_ids)
+        with pytest.raises(EngineFailure):
+            generation.take()
+        assert generation.has_ended and generation.take() is None
+
+    run(test, seconds_per_step=0.002)
+
+
 def test_a_client_that_goes_away_cancels_its_requests():
     async def test(client: EngineClient, engine: FakeEngine) -> None:
         await client.generate(wanted(100_000, 4))

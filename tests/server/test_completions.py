@@ -274,6 +274,37 @@ def test_other_refusals(fake: LiveServer):
     assert response.status_code == 400 and "128 deep" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", b'{"messages": [%s1]}' % (b"1," * 200_000)),
+        ("/v1/chat/completions", b'{"messages": [%s{}]}' % (b"{}," * 200_000)),
+        ("/v1/responses", b'{"input": [%s{}]}' % (b"{}," * 200_000)),
+        ("/v1/completions", b'{"prompt": [%s[1]]}' % (b"[1]," * 200_000)),
+        ("/v1/completions", b'{"prompt": "a", "unheard_of": [%s{}]}' % (b"{}," * 200_000)),
+        (
+            "/v1/completions",
+            b'{"prompt": "a", "logit_bias": {%s}}' % b",".join(b'"%d": "x"' % i for i in range(200_000)),
+        ),
+    ],
+    ids=["numbers", "messages", "items", "prompts", "unknown", "biases"],
+)
+def test_bodies_that_would_take_long_to_check(fake: LiveServer, path: str, body: bytes):
+    response = fake.http.post(path, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and "more than 131,072 values" in response.json()["error"]["message"]
+
+
+def test_token_ids_and_texts_of_any_number_are_checked(fake: LiveServer):
+    for path, body, words in (
+        (PATH, b'{"prompt": [%s1]}' % (b"1," * 200_000), "prompt is too long"),
+        (PATH, b'{"prompt": [%s"a"]}' % (b'"a",' * 200_000), "200,001 prompts"),
+        ("/detokenize", b'{"tokens": [%s"a"]}' % (b'"a",' * 200_000), "tokens[0]"),
+    ):
+        response = fake.http.post(path, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400 and words in response.json()["error"]["message"]
+        assert len(response.content) < 500
+
+
 def test_unknown_fields_and_nulls_are_ignored(fake: LiveServer):
     body = {"prompt": "a", "max_tokens": 3}
     extra = {"user": "me", "unheard_of": {"a": [1]}, "stop": None, "n": None, "suffix": None, "logprobs": None}

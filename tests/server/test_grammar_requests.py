@@ -13,6 +13,7 @@ from client_kit import connected, read, until
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.grammar import Grammar
 from bminf_lite.grammar.matcher import GrammarCompiler
+from bminf_lite.server import generating
 from bminf_lite.server.client import EngineClient, GenerationRequest, RequestRefused
 
 
@@ -45,5 +46,24 @@ def test_a_grammar_is_compiled_or_refused_or_forgotten(monkeypatch: pytest.Monke
         engine = UnconstrainedEngine(range(1, 2048))
         async with connected(engine, info_of(DEMO)) as client:
             await asyncio.wait_for(test(client, engine), 300)
+
+    asyncio.run(main())
+
+
+def test_grammars_that_take_long_to_check_leave_threads_to_conversations(monkeypatch: pytest.MonkeyPatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(generating, "validate", lambda grammar: go_on.wait(300))
+
+    async def main() -> None:
+        checks = [
+            asyncio.ensure_future(generating.checked_grammar(lambda: Grammar.regex("a"), "guided_regex"))
+            for _ in range(40)  # more than the threads of to_thread, in which templates are rendered
+        ]
+        await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(int), 30)
+        finally:
+            go_on.set()
+        await asyncio.gather(*checks)
 
     asyncio.run(main())

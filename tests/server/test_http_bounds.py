@@ -209,6 +209,7 @@ def test_too_many_requests(small):
         connections.append(connection)
     answer = small.post("/stream", b"5")
     assert status(answer) == 429 and b"retry-after: 1" in answer
+    assert status(small.get()) == 200  # /metrics is wanted then more than ever
     for connection in connections:
         connection.close()
     until(lambda: status(small.post("/stream", b"5")) == 200)
@@ -247,3 +248,36 @@ def test_a_full_queue():
             assert status(answer) == 429 and b"retry-after: 1" in answer and b"queue_full" in answer
         until(lambda: is_idle(server))
         assert status(server.post("/v1/completions", b'{"prompt": "a", "max_tokens": 2}')) == 200
+
+
+def test_what_comes_behind_a_request_does_not_harm_its_answer():
+    """A line break, or the beginning of the next request: their time begins when the answer has ended."""
+    limits = replace(SMALL, header_seconds=0.2, body_seconds=0.2)
+    later = post("/echo", b'"later"', "connection: close\r\n")
+    with served(limits, seconds_per_step=0.01) as server:
+        for rest in (b"\r\n", later[:20], later[:-3]):
+            with server.connect() as connection:
+                connection.sendall(post("/stream", b"60"))
+                answer = connection.recv(4096)
+                connection.sendall(rest)
+                answer += read_all(connection)
+            stream, _, after = answer.partition(b"0\r\n\r\n")
+            assert stream.count(b"data: ") == 60 and stream.count(b"HTTP/1.1") == 1
+            assert status(after) == 408
+
+
+def test_an_answer_before_the_end_of_the_body_is_the_only_one():
+    head = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
+    with served(replace(SMALL, body=1000, body_seconds=0.2)) as server:
+        answer = server.ask(head + b"\r\n7d0\r\n" + b"x" * 2000)
+    assert status(answer) == 413 and answer.count(b"HTTP/1.1") == 1
+
+
+def test_an_answer_that_has_begun_gets_no_second_one():
+    with served(SMALL, seconds_per_step=0.01) as server, server.connect() as connection:
+        connection.sendall(post("/stream", b"100000000"))
+        answer = connection.recv(4096)
+        connection.sendall(b"no request\r\n\r\n")
+        answer += read_all(connection)
+        assert answer.count(b"HTTP/1.1") == 1
+        until(lambda: is_idle(server))

@@ -29,8 +29,9 @@ def test_a_server_beside_its_engine():
     options = ("--shape", "llama-tiny", "--device", "cpu", "--context", "2048", "--clients", "1", "--runs", "1")
     case = "1 stream of 128/128"
     lines = run("measure_server.py", *options, "--tokenizer", str(DEMO), case).splitlines()
-    facts, found = map(json.loads, lines)
+    facts, *runs, found = map(json.loads, lines)
     assert facts["http processes"] >= 1 and found["case"] == case
+    assert runs == [{"case": case, "run": 0, side: found[side]} for side in ("engine", "http")]
     for side in ("engine", "http"):
         rate, step_ms = found[side]["decode_tokens_per_s"], found[side]["step_ms"]
         assert rate > 0
@@ -42,8 +43,18 @@ def test_a_server_beside_its_engine():
 
 def test_a_load_over_http_alone():
     options = ("--shape", "llama-tiny", "--device", "cpu", "--context", "2048", "--runs", "1", "--only", "http")
-    found = json.loads(run("measure_server.py", *options, "--tokenizer", str(DEMO), "6 of 8/3").splitlines()[1])
+    found = json.loads(run("measure_server.py", *options, "--tokenizer", str(DEMO), "6 of 8/3").splitlines()[-1])
     assert found.keys() == {"case", "http"} and found["http"]["tokens_per_s"] > 0
+
+
+def test_runs_that_are_cut_say_how_much_is_done():
+    options = ("--shape", "llama-tiny", "--device", "cpu", "--context", "2048", "--runs", "1", "--seconds", "1")
+    lines = run("measure_server.py", *options, "--whole", "--tokenizer", str(DEMO), "6 of 8/2000").splitlines()
+    found = json.loads(lines[-1])
+    for side in ("engine", "http", "engine, not streamed"):
+        assert 0 < found[side]["done"] < 1
+    for ratio in ("tokens_per_s, of the engine's", "tokens_per_s, of the engine, not streamed's"):
+        assert found[ratio] > 0
 
 
 def test_the_http_path_with_a_fake_engine():

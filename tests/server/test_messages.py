@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import api_kit
 import pytest
-from api_kit import LiveServer
+from api_kit import NAME, LiveServer, UnconstrainedEngine, info_of
 from test_chat import CALL, HI, WEATHER
+
+from bminf_lite.server.security import Security, digests
+from bminf_lite.server.settings import ServerSettings
 
 PATH = "/v1/messages"
 TOOL = {"name": "weather", "description": "The weather.", "input_schema": WEATHER["function"]["parameters"]}
@@ -187,3 +191,25 @@ def test_errors_have_anthropic_s_form(fake: LiveServer, wrong: dict[str, Any], w
     value = response.json()
     assert response.status_code == 400 and value["type"] == "error"
     assert value["error"]["type"] == "invalid_request_error" and words in value["error"]["message"], value
+
+
+@pytest.mark.parametrize("path", [PATH, PATH + "/count_tokens"])
+def test_refusals_before_a_route_have_anthropic_s_form(chat_folder: Path, path: str):
+    server = LiveServer(
+        UnconstrainedEngine([1]), info_of(chat_folder), ServerSettings((NAME,), Security(digests(["k"])))
+    )
+    json_type, key = {"content-type": "application/json"}, {"x-api-key": "k"}
+    try:
+        for method, headers, status, kind in (
+            ("POST", json_type, 401, "authentication_error"),
+            ("POST", key, 415, "invalid_request_error"),
+            ("GET", key, 405, "invalid_request_error"),
+            ("POST", {**json_type, **key, "host": "evil.example"}, 421, "invalid_request_error"),
+        ):
+            response = server.http.request(method, path, headers=headers, content=b"{}")
+            value = response.json()
+            assert (response.status_code, value["type"], value["error"]["type"]) == (status, "error", kind)
+        response = server.http.post("/v1/completions", headers=json_type, content=b"{}")
+        assert response.status_code == 401 and "type" not in response.json()  # OpenAI's form
+    finally:
+        server.close()

@@ -110,7 +110,8 @@ def test_reasoning_is_an_item(tmp_path_factory: pytest.TempPathFactory):
 def test_earlier_items_are_a_conversation(scripted: LiveServer):
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "h"}]},
+        {"type": "reasoning", "id": "rs_2", "summary": [], "content": [{"type": "reasoning_text", "text": "m"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
         {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"place": "Bonn"}'},
         {"type": "function_call_output", "call_id": "c1", "output": "Rain."},

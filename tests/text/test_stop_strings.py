@@ -58,3 +58,11 @@ def test_examples():
     assert matcher.push("c") == ("", True)
     assert matcher.flush() == ""
     assert StopMatcher().push("text") == ("text", False)
+
+
+def test_long_stop_strings_in_a_text_that_repeats_itself():
+    """As many and as long as a request may have; looking for each beginning of each would take 20 ms a character."""
+    stops = ["a" * 1023 + "b", *("a" + chr(0x4E00 + i) * 1000 for i in range(63))]
+    matcher = StopMatcher(stops)
+    assert "".join(matcher.push("a")[0] for _ in range(5000)) == "a" * (5000 - 1023)
+    assert matcher.push("ab") == ("a", True) and matcher.found == stops[0]

@@ -117,7 +117,7 @@ class _Chat:
             return None
         return {"content": [scored_token(token) for token in tokens if not token.is_end], "refusal": None}
 
-    async def stream(self, stream: EventStream) -> None:
+    async def stream(self, stream: EventStream) -> bytes:
         """The response as events. A chunk of content is bytes around the text."""
         has_usage = reports_usage(self._body.stream_options)
         self._head["object"] = "chat.completion.chunk"
@@ -146,7 +146,7 @@ class _Chat:
         def last() -> dict[str, Any]:
             return {**self._head, "choices": [], "usage": self.usage} if has_usage else {}
 
-        await write_chunks(stream, self.generation, chunk, last)
+        return await write_chunks(stream, self.generation, chunk, last)
 
     def _delta(self, event: Event) -> bytes:
         """The ``delta`` of a chunk; empty for what has no chunk."""

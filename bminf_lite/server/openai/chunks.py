@@ -76,22 +76,25 @@ def chunk_end(options: StreamOptions | None, usage: Callable[[], dict[str, Any]]
 
 async def write_chunks(
     stream: EventStream, generation: Generation, chunk: Callable[[Output], bytes], last: Callable[[], dict[str, Any]]
-) -> None:
-    """Write a stream: ``chunk`` of each output, then the chunk ``last``, if it is not empty, and the end.
+) -> bytes:
+    """Write a stream: ``chunk`` of each output. What has arrived meanwhile is written at once.
 
-    What has arrived meanwhile is written at once. An error becomes an event and ends the stream.
+    Returns the end of the stream: the chunks of the last outputs, the chunk ``last``, if it is not empty, and
+    ``[DONE]``; or the chunks that were made before an error, and the error as an event.
     """
+    chunks = b""
     try:
         async for output in generation:
-            chunks = chunk(output)
+            chunks += chunk(output)
             while (more := generation.take()) is not None:
                 chunks += chunk(more)
-            if chunks:
-                await stream.write(chunks)
+            if chunks and not generation.has_ended:
+                ready, chunks = chunks, b""
+                await stream.write(ready)
         end = last()
-        await stream.write((b"data: " + msgspec.json.encode(end) + b"\n\n" if end else b"") + _DONE)
+        return chunks + (b"data: " + msgspec.json.encode(end) + b"\n\n" if end else b"") + _DONE
     except Exception as error:
-        await stream.write(_error_event(told(error)))
+        return chunks + _error_event(told(error))
 
 
 def sse(name: str, value: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,8 +51,11 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
     params = sampling_params(server, body, max(max_tokens, 1), "max_tokens", logprobs)
     grammar = await grammar_of(body.structures)
     special = body.add_special_tokens is not False
-    encoded = [await encode(server, p, f"prompt[{i}]" if len(prompts) > 1 else "prompt", special)
-               for i, p in enumerate(prompts)]  # fmt: skip
+    encoded = []
+    for i, prompt in enumerate(prompts):
+        if i:
+            await asyncio.sleep(0)  # a thousand prompts must not hold up the streams of others
+        encoded.append(await encode(server, prompt, f"prompt[{i}]" if len(prompts) > 1 else "prompt", special))
     generation = await server.client.generate(
         *(
             generation_request(server, prompt, params, body, drawn, prompt_logprobs, grammar, body.stream)
@@ -182,7 +186,7 @@ class _Completions:
         ]
         return {**self._head, "choices": choices, "usage": self.usage}
 
-    async def stream(self, stream: EventStream) -> None:
+    async def stream(self, stream: EventStream) -> bytes:
         """The response as events, one for what each output adds. A chunk is bytes around the text."""
         has_usage = reports_usage(self.body.stream_options)
         start = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
@@ -202,7 +206,7 @@ class _Completions:
         def last() -> dict[str, Any]:
             return {**self._head, "choices": [], "usage": self.usage} if has_usage else {}
 
-        await write_chunks(stream, self.generation, chunk, last)
+        return await write_chunks(stream, self.generation, chunk, last)
 
 
 def _text(tokenizer: Tokenizer, prompt: str | list[int]) -> str:

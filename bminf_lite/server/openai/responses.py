@@ -239,7 +239,7 @@ class _Response:
         self._items.close_all(self._answer.finish_reason)
         return self._response(self._status)
 
-    async def stream(self, stream: EventStream) -> None:
+    async def stream(self, stream: EventStream) -> bytes:
         """The response as events."""
         items = self._items
         try:
@@ -251,12 +251,12 @@ class _Response:
                     await stream.write(told_events)
             end = items.close_all(self._answer.finish_reason)
             status = self._status
-            await stream.write(end + items.event(f"response.{status}", response=self._response(status)))
+            return end + items.event(f"response.{status}", response=self._response(status))
         except Exception as exception:
             error = told(exception)
             event = items.event("error", code=error.code, message=error.message, param=error.param)
             failed = self._response("failed", {"code": "server_error", "message": error.message})
-            await stream.write(event + items.event("response.failed", response=failed))
+            return event + items.event("response.failed", response=failed)
 
 
 def _format(body: ResponsesBody) -> Any:

@@ -20,6 +20,13 @@ from ..errors import ApiError, bad_request
 MAX_DEPTH = 128
 """Arrays and objects in each other: enough for any JSON schema, and far from Python's limit of recursion."""
 
+MAX_VALUES = 1 << 17
+"""Values in arrays and objects, which are checked one by one, and as many errors may be told of: some for each token
+of the longest contexts, and less than a second's work."""
+
+_LONG_LISTS = ("prompt", "tokens")
+"""Fields of token ids or texts, which are checked without a step of Python for each."""
+
 MAX_LISTED = 8
 """Problems that an error lists."""
 
@@ -43,8 +50,8 @@ def parse(body_type: type[T], body: bytes) -> T:
         raise bad_request(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise _too_deep() from None
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
-        raise _too_deep()
+    if len(body) > 2 * MAX_VALUES or body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_size(value)
     try:
         return body_type.model_validate(value)
     except ValidationError as error:
@@ -89,14 +96,25 @@ def _field_name(problem: ErrorDetails, value: Any) -> str:
     return name
 
 
-def _depth_exceeds(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        children = [c for v in level for c in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())]
+def _check_size(value: Any) -> None:
+    """Raise for a body that nests too deep or has too many values; one with fewer brackets and bytes cannot."""
+    level, count = [value] if isinstance(value, (dict, list)) else [], 0
+    if isinstance(value, dict):
+        long = {name: value[name] for name in _LONG_LISTS if isinstance(value.get(name), list)}
+        count = sum(len(values) for values in long.values() if not set(map(type, values)) < {int, str})
+        level = [{name: other for name, other in value.items() if name not in long}]
+    for _ in range(MAX_DEPTH):
+        count += sum(map(len, level))
+        if count > MAX_VALUES:
+            raise bad_request(
+                f"the body has more than {MAX_VALUES:,} values in arrays and objects, token ids and texts of "
+                f"{' and '.join(_LONG_LISTS)} aside: send fewer"
+            )
+        children = (c for v in level for c in (v.values() if isinstance(v, dict) else v))
         level = [child for child in children if isinstance(child, (dict, list))]
         if not level:
-            return False
-    return True
+            return
+    raise _too_deep()
 
 
 def _too_deep() -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -87,9 +88,10 @@ NO_TOOLS = ToolChoice(mode="none")
 
 def check_tool_choice(choice: ToolChoice, names: list[str]) -> None:
     """Raise for a choice that tools of these names do not allow."""
-    if len(set(names)) < len(names):
-        raise invalid(f"tools has the name {max(names, key=names.count)!r} twice")
-    if unknown := [name for name in choice.allowed or () if name not in names]:
+    known = frozenset(names)
+    if len(known) < len(names):
+        raise invalid(f"tools has the name {Counter(names).most_common(1)[0][0]!r} twice")
+    if unknown := [name for name in choice.allowed or () if name not in known]:
         raise invalid(f"tool_choice allows {unknown[0]!r}, but the tools are {', '.join(names)}")
     if choice.mode in ("required", "function") and not (names if choice.allowed is None else choice.allowed):
         raise invalid("tool_choice needs tools")

@@ -248,6 +248,9 @@ class ResponsesBody(SamplingFields):
                     assistant = {"role": "assistant", "content": ""}
                     messages.append(assistant)
                 _join(assistant, item)
+        for message in messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
         return [m for m in messages if m["content"] or len(m) > 2 or m["role"] != "assistant"]
 
 
@@ -259,6 +262,6 @@ def _join(assistant: dict[str, Any], item: Any) -> None:
         assistant.setdefault("tool_calls", []).append(call)
     elif isinstance(item, ReasoningItem):
         if text := "".join(part.text or "" for part in item.content or ()):
-            assistant["reasoning_content"] = assistant.get("reasoning_content", "") + text
+            assistant.setdefault("reasoning_content", []).append(text)
     else:
         assistant["content"] = plain_content(item.content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from .base import Body, invalid, option, refused
 from .chat import TEMPLATE_REFUSED, check_template_variables
@@ -37,7 +37,7 @@ class DetokenizeBody(Body):
     """vLLM's."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]
 
 
 class FillBlankBody(SamplingFields):
