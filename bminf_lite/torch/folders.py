@@ -50,8 +50,8 @@ def from_migrated(
 
     The model is of the class that ``architectures`` in ``config.json`` names. Its float parameters have ``dtype``.
     ``device`` and ``memory_limit`` are those of :func:`wrap`. Needs transformers and accelerate. Raises
-    :class:`CheckpointError` if the folder is no such checkpoint, and for outlier columns, which only the engine runs,
-    and :class:`UsageError` for a limit without a device, or one that is too small.
+    :class:`CheckpointError` if the folder is no such checkpoint, and for outlier columns and rotated inputs, which only
+    the engine runs, and :class:`UsageError` for a limit without a device, or one that is too small.
     """
     import transformers
     from accelerate import init_empty_weights
@@ -87,6 +87,11 @@ def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> N
             assert isinstance(stored, Int8Weight)
             if stored.outliers is not None:
                 raise CheckpointError(f"{path}: {name} keeps columns in fp16, which only the engine can run")
+            if stored.rotation > 1:
+                raise CheckpointError(
+                    f"{path}: {name} rotates its input, which only the engine can run; migrate the source again with "
+                    f"--offline-only"
+                )
             codes, scale = torch.from_numpy(np.array(stored.codes)), _tensor(stored.scale, torch.float32)
             layer = Int8Linear(codes, scale, dynamic=stored.dynamic, transposed=parameter.transposed)
             replace_module(model, names[name].removesuffix(".weight"), layer)

@@ -45,15 +45,21 @@ def wrap(
     layers that do not fit stay in pinned host memory and stream to the device before forward and backward need them
     (:mod:`.streaming`). It needs ``device``.
 
-    Raises :class:`UsageError` for a recipe that needs a calibration or leaves everything float, for a pattern that
-    matches nothing, for a limit that is too small, for a model with adapters of peft, and for weights without values;
-    ``ValueError`` for a weight with a NaN or an infinity. A model whose wrapping failed is partly wrapped.
+    Raises :class:`UsageError` for a recipe that needs a calibration, rotates or leaves everything float, for a pattern
+    that matches nothing, for a limit that is too small, for a model with adapters of peft, and for weights without
+    values; ``ValueError`` for a weight with a NaN or an infinity. A model whose wrapping failed is partly wrapped.
     """
     chosen = load_recipe(recipe)
     if chosen.calibration is not None:
         raise UsageError(
             f"recipe {chosen.name} needs a text to calibrate on; migrate the checkpoint with it (bminf-lite migrate) "
             f"and open the result with bminf_lite.torch.from_migrated"
+        )
+    if chosen.rotation > 1 or chosen.offline_rotation:
+        raise UsageError(
+            f"recipe {chosen.name} rotates weights, which wrap does not; migrate the checkpoint with it and without "
+            f"rotated inputs (bminf-lite migrate --offline-only) and open the result with "
+            f"bminf_lite.torch.from_migrated, or choose w8a8"
         )
     streaming.check_limit(device, memory_limit)
     if has_adapters(model):

@@ -19,8 +19,10 @@ import bminf_lite
 from bminf_lite.backend.quantization import quantize_weight as quantize_in_numpy
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.checkpoint.verify import verify
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
+from bminf_lite.migration.budget import offline_part
 from bminf_lite.torch import Int8Linear, from_migrated, save_pretrained, streaming, wrap
 from bminf_lite.torch.linear import quantize_weight
 
@@ -194,6 +196,8 @@ def test_layers_whose_weight_is_computed_stay_float():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="calibrate"):
         wrap(small(), "auto")
+    with pytest.raises(UsageError, match="w8a8-rotate rotates weights, which wrap does not"):
+        wrap(small(), "w8a8-rotate")
     with pytest.raises(UsageError, match="no linear layer matches 'nothing'"):
         wrap(small(), skip=["nothing"])
     with pytest.raises(UsageError, match="every linear layer"):
@@ -285,6 +289,18 @@ def test_the_engine_and_a_wrapped_model_agree(tmp_path, config, recipe):
         found = logits(model)[0].double().numpy()
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < (3e-2 if recipe == "w8a8" else 1e-5)
+
+
+def test_rotated_inputs_are_refused(tmp_path):
+    """Without the rotation the model would compute something else."""
+    source = written(tmp_path / "source", tiny_checkpoint.CONFIG | {"intermediate_size": 64})
+    migrate(source, tmp_path / "rotated", "w8a8-rotate")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight rotates its input.*--offline-only"):
+        from_migrated(tmp_path / "rotated")
+    migrate(source, tmp_path / "offline", offline_part(load_recipe("w8a8-rotate")))
+    expected = engine_logits(tmp_path / "offline")
+    found = logits(from_migrated(tmp_path / "offline", dtype=torch.float32))[0].double().numpy()
+    assert np.linalg.norm(found - expected) < 3e-2 * np.linalg.norm(expected)
 
 
 def test_encoder_and_decoder_of_a_folder_share_their_embeddings(tmp_path):
