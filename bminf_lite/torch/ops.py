@@ -241,9 +241,9 @@ def square_linear_(x: Tensor, w: Tensor, transpose: bool = True) -> Tensor:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """``x`` in the autocast dtype of its device, where autocast is enabled."""
+    """``x`` in the autocast dtype of its device, where autocast is enabled; fp64 stays, as in PyTorch's operations."""
     kind = "cuda" if x.is_cuda else x.device.type  # of which the second is slow
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(kind))
 

@@ -232,6 +232,7 @@ def test_inference_mode_and_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         assert ops.int8_linear(x, codes, scale).dtype == torch.bfloat16
         assert ops.layer_norm(x).dtype == torch.float32
+        assert ops.int8_linear(x.double(), codes, scale).dtype == torch.float64  # as F.linear
 
 
 @pytest.mark.parametrize("function", [ops.rms_norm, ops.softmax_, ops.layer_norm_, ops.quantize_rows])
