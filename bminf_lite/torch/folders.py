@@ -80,7 +80,10 @@ def from_migrated(
 
 def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> None:
     """Replace the layers of a model without values by int8 layers, and give all other parameters their values."""
-    spec, path, names = weights.spec, weights.checkpoint.path, _names_in(model, weights.spec)
+    spec, path = weights.spec, weights.checkpoint.path
+    if all(weights.scheme_of(name) is Scheme.FLOAT for name in spec.parameters):
+        raise CheckpointError(f"{path}: has no int8 weights; migrate it first (bminf-lite migrate), or wrap the model")
+    names = _names_in(model, spec)
     for name, parameter in spec.parameters.items():
         if parameter.role in (Role.LINEAR, Role.HEAD) and weights.scheme_of(name) is not Scheme.FLOAT:
             stored = weights.weight(name)
@@ -270,8 +273,10 @@ def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 def _array(x: Tensor) -> np.ndarray:
-    """A float tensor as an array of the same type."""
+    """A float tensor as an array of the same type, of fp32 for fp64, which checkpoints do not have."""
     own = x.detach().contiguous().cpu()
+    if own.dtype == torch.float64:
+        own = own.float()
     if own.dtype == torch.bfloat16:
         return own.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     values: np.ndarray = own.numpy()
