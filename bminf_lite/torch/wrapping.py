@@ -26,7 +26,7 @@ def wrap(
     model: Model,
     recipe: str | Path | Recipe = "w8a8",
     *,
-    skip: Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     memory_limit: int | None = None,
     device: torch.device | str | None = None,
 ) -> Model:
@@ -39,7 +39,8 @@ def wrap(
     and, for a transformers model, for its output head; patterns of ``skip`` (``*`` matches any characters) name modules
     that stay float. Parameters other than those weights keep ``requires_grad``, their dtype and their identity, and
     layers their hooks. Everything else of the model is untouched, except that a transformers model's
-    ``save_pretrained`` becomes :func:`~bminf_lite.torch.save_pretrained`.
+    ``save_pretrained`` becomes :func:`~bminf_lite.torch.save_pretrained`. Resize embeddings before: a wrapped head is
+    neither resized nor tied again.
 
     ``device`` moves the model. ``memory_limit`` is the number of bytes that its parameters and buffers may take there:
     layers that do not fit stay in pinned host memory and stream to the device before forward and backward need them
@@ -70,7 +71,8 @@ def wrap(
             f"{type(model).__name__} has no float linear layers in it to replace; for a single layer use "
             f"Int8Linear.from_float(layer.weight, layer.bias)"
         )
-    unused = [pattern for pattern in skip if not fnmatch.filter(candidates, pattern)]
+    patterns = [skip] if isinstance(skip, str) else skip
+    unused = [pattern for pattern in patterns if not fnmatch.filter(candidates, pattern)]
     if unused:
         raise UsageError(f"skip: no linear layer matches {', '.join(map(repr, unused))}")
     head = _head(model)
@@ -78,7 +80,7 @@ def wrap(
     replaced: dict[int, Int8Linear] = {}
     for name, layer in candidates.items():
         scheme = chosen.scheme_of(f"{name}.weight", layer is head)
-        if scheme is Scheme.FLOAT or any(fnmatch.fnmatchcase(name, pattern) for pattern in skip):
+        if scheme is Scheme.FLOAT or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue
         if id(layer) not in replaced:
             if layer.weight.is_meta:

@@ -199,12 +199,15 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="w8a8-rotate rotates weights, which wrap does not"):
         wrap(small(), "w8a8-rotate")
     with pytest.raises(UsageError, match="no linear layer matches 'nothing'"):
-        wrap(small(), skip=["nothing"])
+        wrap(small(), skip="nothing")
     with pytest.raises(UsageError, match="every linear layer"):
         wrap(small(), skip=["*"])
     for call in (lambda: wrap(small(), memory_limit=1), lambda: from_migrated("folder", memory_limit=1)):
         with pytest.raises(UsageError, match="needs device"):
             call()
+    for limit in (0, 3.5e9, "1 GiB"):
+        with pytest.raises(UsageError, match=f"memory_limit is {limit!r}; it must be a whole number of bytes"):
+            wrap(small(), memory_limit=limit, device="cpu")
     with pytest.raises(UsageError, match="Sequential has no float linear layers"):
         wrap(wrap(small()))
     with pytest.raises(UsageError, match=r"0\.weight is on the meta device"):
@@ -255,6 +258,27 @@ def test_a_head_that_its_trained_embedding_has_left_is_not_saved(tmp_path):
     train(model)
     with pytest.raises(UsageError, match="embedding was trained"):
         model.save_pretrained(tmp_path / "trained")
+
+
+def test_a_head_is_not_tied_again(tmp_path):
+    model = wrap(opened(written(tmp_path / "source", TIED)))
+    expected = logits(model)
+    with pytest.raises(UsageError, match="codes in place of a weight"):
+        model.tie_weights()
+    assert torch.equal(logits(model), expected)
+
+
+def test_fp64_is_saved_as_fp32(source, tmp_path):
+    """Checkpoints have no fp64."""
+    model = wrap(opened(source))
+    model.save_pretrained(tmp_path / "single")
+    model.double().save_pretrained(tmp_path / "double")
+    assert np.array_equal(engine_logits(tmp_path / "double"), engine_logits(tmp_path / "single"))
+
+
+def test_a_folder_without_int8_weights_is_refused(source):
+    with pytest.raises(CheckpointError, match="has no int8 weights; migrate it first"):
+        from_migrated(source)
 
 
 def test_models_without_a_head_are_not_saved(tmp_path, source):
