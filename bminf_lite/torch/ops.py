@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -124,6 +125,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     ``scale * code`` is within half a step of ``x``; docs/numerics.md has the formula. A row of zeros has scale 0, a row
     with a NaN or an infinity the scale NaN.
     """
+    if x.dim() == 0:
+        raise ValueError("quantize_rows needs at least one dimension")
     result: tuple[Tensor, Tensor] = _call_below_autograd("quantize_rows", (x,))
     return result
 
@@ -598,7 +601,8 @@ def _refuse_vmap(name: str) -> Callable[..., Any]:
 def _register() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, vars(_definitions)[name], "CPU")
+        quiet = np.errstate(all="ignore")  # as PyTorch's operations are about infinities
+        LIBRARY.impl(name, quiet(vars(_definitions)[name]), "CPU")
         LIBRARY.impl(name, _kernels.on_own_device(_ON_GPU[name]), "CUDA")
         qualified = f"bminf_lite::{name}"
         torch.library.register_fake(qualified, FAKES[name], lib=LIBRARY)
