@@ -85,11 +85,7 @@ def wrap(
         if id(layer) not in replaced:
             if layer.weight.is_meta:
                 raise UsageError(f"{name}.weight is on the meta device, without values; wrap the model before that")
-            transposed = not isinstance(layer, nn.Linear)
-            replaced[id(layer)] = Int8Linear.from_float(
-                layer.weight, layer.bias, dynamic=scheme is Scheme.W8A8, transposed=transposed
-            ).train(layer.training)
-            _take_hooks(replaced[id(layer)], layer)
+            replaced[id(layer)] = _quantized(name, layer, dynamic=scheme is Scheme.W8A8)
         replace_module(model, name, replaced[id(layer)])
     if not replaced:
         raise UsageError(f"recipe {chosen.name} and skip leave every linear layer of this model float")
@@ -105,6 +101,17 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
         of_transformers = kind.__module__.startswith("transformers.") and kind.__name__ in TRANSFORMERS_LAYERS
         if name and "weight" in own and (kind is nn.Linear or of_transformers):
             yield name, module
+
+
+def _quantized(name: str, layer: Any, dynamic: bool) -> Int8Linear:
+    """The int8 layer that takes the place of ``layer``."""
+    transposed = not isinstance(layer, nn.Linear)
+    try:
+        made = Int8Linear.from_float(layer.weight, layer.bias, dynamic=dynamic, transposed=transposed)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    _take_hooks(made, layer)
+    return made.train(layer.training)
 
 
 def _take_hooks(layer: nn.Module, source: nn.Module) -> None:

@@ -110,6 +110,10 @@ def test_a_nan_in_a_weight_is_refused():
     weight[2, 3] = torch.nan
     with pytest.raises(ValueError, match="row 2"):
         quantize_weight(weight)
+    model = small()
+    nn.init.constant_(model[2].weight[5], torch.inf)
+    with pytest.raises(ValueError, match=r"2: row 5 of a weight \[16, 48\]"):
+        wrap(model)
 
 
 def test_state_survives(tmp_path):
