@@ -12,6 +12,7 @@ because the size of the weights hardly grows.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -204,8 +205,14 @@ class QuantizationSearch:
 
     def _spill_to_disk(self, codes: np.ndarray) -> np.ndarray:
         """The codes in a file without a name, which the system removes with the array."""
-        with tempfile.TemporaryFile(dir=self.scratch) as file:
-            mapped = np.memmap(file, np.int8, "w+", shape=codes.shape)
+        try:
+            with tempfile.TemporaryFile(dir=self.scratch) as file:
+                os.posix_fallocate(file.fileno(), 0, codes.nbytes)  # without room, the assignment would kill the process
+                mapped = np.memmap(file, np.int8, "r+", shape=codes.shape)
+        except OSError as error:
+            folder = self.scratch or tempfile.gettempdir()
+            problem = f"the codes that GPTQ has rounded cannot be kept there until they are written: {error.strerror}"
+            raise CheckpointError(f"{folder}: {problem}; make room, or name an output folder on another disk") from error
         mapped[...] = codes
         return mapped
 

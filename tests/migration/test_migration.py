@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +18,14 @@ import bminf_lite
 from bminf_lite.checkpoint.migrate import migrate as migrate_checkpoint
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 from bminf_lite.migration import migrate as migration
+
+
+class Usage(NamedTuple):
+    """What ``shutil.disk_usage`` returns."""
+
+    total: int
+    used: int
+    free: int
 
 
 def test_without_a_calibration_it_is_the_checkpoint_s_migration(source: Path, tmp_path: Path) -> None:
@@ -97,9 +108,29 @@ def test_other_mistakes_are_told_before_any_work(
     for limit in (0, -1, math.nan):
         with pytest.raises(UsageError, match="must be more than 0"):
             bminf_lite.migrate(source, tmp_path / "out", calibrate=text, max_divergence=limit)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda folder: Usage(1000, 900, 100))
+        with pytest.raises(CheckpointError, match=r"deep/out: the disk is full: [\d,]+ bytes are needed and 100 are"):
+            bminf_lite.migrate(source, tmp_path / "deep" / "out", "auto", calibrate=text)
+    assert not (tmp_path / "deep").exists()
     (tmp_path / "taken").mkdir()
     with pytest.raises(CheckpointError, match="already exists"):
         bminf_lite.migrate(source, tmp_path / "taken", "auto", calibrate=text)
+
+
+def test_too_little_room_for_rounded_codes_is_told(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a sparse file that a full disk has no room for would kill the process."""
+
+    def fallocate(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    (tmp_path / "gptq.toml").write_text('linear = "w8a8"\nhead = "w8a8"\n[calibration]\nrounding = "gptq"\n')
+    with pytest.raises(CheckpointError, match=r"codes that GPTQ has rounded.*No space left on device; make room"):
+        bminf_lite.migrate(source, tmp_path / "out", tmp_path / "gptq.toml", calibrate=text, device="cpu")
+    assert not (tmp_path / "out").exists()
 
 
 def test_too_little_memory_says_what_to_change(
