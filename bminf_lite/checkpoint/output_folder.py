@@ -77,7 +77,7 @@ def check_target(target: Path, force: bool) -> None:
         raise CheckpointError(f"{target}: {problem}; delete it, or name another folder")
     if own := _own_files(target):
         names = ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
-        problem = f"holds files that no migration wrote or that were changed, and replacing it would delete them: {names}"
+        problem = f"holds files that were added or changed, and replacing it would delete them: {names}"
         raise CheckpointError(f"{target}: {problem}; move or delete them, or name another folder")
 
 

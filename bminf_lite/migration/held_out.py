@@ -75,7 +75,7 @@ def measure_cost(
     if max_divergence is not None and not found.kl <= max_divergence:
         raise CheckpointError(
             f"the int8 model diverges by {found.kl:.6g} nats per token from its source on {found.tokens:,} held-out "
-            f"tokens, and {max_divergence:g} are allowed: it was not written. Choose a more exact recipe (auto, "
-            "w8a8-rotate, w8a8-smooth, w8a16), or allow more"
+            f"tokens, and {max_divergence:g} are allowed: it was not written. Let --recipe auto --target-divergence "
+            f"{max_divergence:g} find the fastest quantization that meets it, choose w8a16, or allow more"
         )
     return found.to_dict()

@@ -200,7 +200,7 @@ def test_files_that_the_user_changed_are_not_deleted(tmp_path: Path, name: str, 
     for own in ("model.safetensors", "config.json"):
         (target / own).write_text("x")
     (target / name).write_text(content)
-    with pytest.raises(CheckpointError, match=rf"were changed.*would delete them: {name}; move"):
+    with pytest.raises(CheckpointError, match=rf"or changed.*would delete them: {name}; move"):
         make(target, "new", force=True)
     assert (target / name).read_text() == content
     (target / name).write_text("x")

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import tiny_checkpoint
+from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import WORDS
 
 import bminf_lite
@@ -116,6 +118,16 @@ def test_other_mistakes_are_told_before_any_work(
     (tmp_path / "taken").mkdir()
     with pytest.raises(CheckpointError, match="already exists"):
         bminf_lite.migrate(source, tmp_path / "taken", "auto", calibrate=text)
+
+
+def test_an_input_that_is_not_finite_is_named(text: Path, tmp_path: Path) -> None:
+    """The CPU is no remedy on the CPU."""
+    source = tiny_checkpoint.write(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 3] = np.nan
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"the input of .*q_proj\.weight .* in float32: export the checkpoint"):
+        bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, device="cpu")
 
 
 def test_too_little_room_for_rounded_codes_is_told(
