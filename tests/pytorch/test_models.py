@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_checkpoint
 import torch
+from tiny_models import EVERY, RandomWeights, goldens
 from torch import nn
 from torch.nn.utils import prune
 from torch_kit import random
@@ -317,6 +319,31 @@ def test_the_engine_and_a_wrapped_model_agree(tmp_path, config, recipe):
         found = logits(model)[0].double().numpy()
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < (3e-2 if recipe == "w8a8" else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("golden", [next(goldens(family)) for family in EVERY], ids=str)
+def test_every_architecture_is_opened_and_saved(tmp_path, golden):
+    """w8a16, whose results differ from the engine's by the order of sums alone."""
+    auto = transformers.models.auto.modeling_auto
+    kinds = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    config = golden.config | {"architectures": [kinds[golden.config["model_type"]]]}
+    weights = RandomWeights(config, golden.seed).tensors
+    migrate(replace(golden, config=config).save(tmp_path / "source", weights), tmp_path / "migrated", "w8a16")
+    model = from_migrated(tmp_path / "migrated", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    tokens, source = torch.tensor(golden.tokens)[None], golden.source
+    inputs = {"input_ids": tokens}
+    if source is not None:
+        inputs = {"input_ids": torch.tensor(source)[None], "decoder_input_ids": tokens}
+    with torch.no_grad():
+        found = model(**inputs).logits[0].double().numpy()
+    expected = []
+    for name in ("migrated", "saved"):
+        with bminf_lite.load(tmp_path / name, device="cpu") as engine:
+            expected.append(engine.logits(golden.tokens, **({} if source is None else {"source": source})))
+    assert np.array_equal(*expected)
+    assert np.linalg.norm(found - expected[0]) < 1e-5 * np.linalg.norm(expected[0])
 
 
 def test_rotated_inputs_are_refused(tmp_path):
