@@ -125,8 +125,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     ``scale * code`` is within half a step of ``x``; docs/numerics.md has the formula. A row of zeros has scale 0, a row
     with a NaN or an infinity the scale NaN.
     """
-    if x.dim() == 0:
-        raise ValueError("quantize_rows needs at least one dimension")
     result: tuple[Tensor, Tensor] = _call_below_autograd("quantize_rows", (x,))
     return result
 
