@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,11 +50,11 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
 
 
 def check_divergence(name: str, limit: float | None, has_text: bool) -> None:
-    """Raise ``UsageError`` for a ``limit``, called ``name``, that is not positive or has no text to be measured on."""
+    """Raise ``UsageError`` for a ``limit``, called ``name``, that is no number above 0 or has no text to measure on."""
     if limit is None:
         return
-    if not limit > 0:
-        raise UsageError(f"{name} is {limit}; it must be more than 0")
+    if not 0 < limit < math.inf:
+        raise UsageError(f"{name} is {limit}; it must be more than 0, and finite")
     if not has_text:
         raise UsageError(f"{name} needs a text to measure on (--calibrate FILE, calibrate=...)")
 
