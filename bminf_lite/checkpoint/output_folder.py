@@ -66,8 +66,11 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
 
 
 def check_target(target: Path, force: bool) -> None:
-    """Raise :class:`CheckpointError` if ``target`` exists and may not be replaced."""
+    """Raise :class:`CheckpointError` if ``target`` exists and may not be replaced, or cannot be made."""
     _check_is_folder(target)
+    parent = _existing_parent(target)
+    if not os.access(parent, os.W_OK):
+        raise CheckpointError(f"{target}: nothing can be written in {parent}; name a folder elsewhere")
     if not target.exists():
         return
     if not force:
@@ -118,8 +121,13 @@ def check_space(target: Path, needed: int) -> None:
 
 
 def _free(target: Path) -> int:
-    """The free bytes on the disk of ``target``, whose folder need not exist yet."""
-    return shutil.disk_usage(next(folder for folder in target.parents if folder.exists())).free
+    """The free bytes on the disk of ``target``."""
+    return shutil.disk_usage(_existing_parent(target)).free
+
+
+def _existing_parent(target: Path) -> Path:
+    """The folder that ``target`` will be in, or the one in which that will be made."""
+    return next(folder for folder in (*target.parents, target) if folder.exists())
 
 
 def _disk_full(target: Path, needed: int) -> CheckpointError:

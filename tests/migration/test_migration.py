@@ -114,6 +114,10 @@ def test_other_mistakes_are_told_before_any_work(
         full.setattr(shutil, "disk_usage", lambda folder: Usage(1000, 900, 100))
         with pytest.raises(CheckpointError, match=r"deep/out: the disk is full: [\d,]+ bytes are needed and 100 are"):
             bminf_lite.migrate(source, tmp_path / "deep" / "out", "auto", calibrate=text)
+    with monkeypatch.context() as read_only:
+        read_only.setattr(os, "access", lambda folder, mode: False)
+        with pytest.raises(CheckpointError, match=rf"deep/out: nothing can be written in {tmp_path};"):
+            bminf_lite.migrate(source, tmp_path / "deep" / "out", "auto", calibrate=text)
     assert not (tmp_path / "deep").exists()
     (tmp_path / "taken").mkdir()
     with pytest.raises(CheckpointError, match="already exists"):
