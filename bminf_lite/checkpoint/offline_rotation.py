@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..backend.functions import silently
 from ..backend.rotation import rotated
 from ..errors import CheckpointError
 from ..files import thread_count
@@ -53,7 +54,7 @@ def stream_rotation(features: int) -> Transform:
     outer = block // inner
     outer_matrix, inner_matrix = (rotated(np.eye(n, dtype=np.float32), n) for n in (outer, inner))
 
-    @np.errstate(over="ignore", invalid="ignore")  # what is not finite is told by its name when it is written
+    @silently  # what is not finite is told by its name when it is written
     def transform(rows: np.ndarray) -> np.ndarray:
         # Sylvester's matrix is the Kronecker product of two smaller ones, which BLAS multiplies by
         signed = (rows * signs).reshape(-1, inner) @ inner_matrix

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..backend.functions import silently
 from . import _definitions, _kernels
 
 LIBRARY = torch.library.Library("bminf_lite", "DEF")
@@ -599,8 +599,7 @@ def _refuse_vmap(name: str) -> Callable[..., Any]:
 def _register() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        quiet = np.errstate(all="ignore")  # as PyTorch's operations are about infinities
-        LIBRARY.impl(name, quiet(vars(_definitions)[name]), "CPU")
+        LIBRARY.impl(name, silently(vars(_definitions)[name]), "CPU")
         LIBRARY.impl(name, _kernels.on_own_device(_ON_GPU[name]), "CUDA")
         qualified = f"bminf_lite::{name}"
         torch.library.register_fake(qualified, FAKES[name], lib=LIBRARY)
