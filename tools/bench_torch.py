@@ -54,6 +54,7 @@ LINEARS = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 14336)
 GIB = 1 << 30
 PROMPT, DECODED, ROUNDS = 512, 64, 3
 """Tokens before decoding, decoded tokens, and how often that and the measurement of host times are repeated."""
+DECODED_SHAPE = "llama-3-8b"
 COMPILED_CASE = "compiled, static cache"
 Peers = dict[str, Callable[..., Any]]
 
@@ -452,7 +453,7 @@ def lora(to: Recorder) -> None:
     )
 
 
-def decode(to: Recorder) -> None:
+def decode(to: Recorder, shape: str = DECODED_SHAPE, device: str = "cuda") -> None:
     """Tokens of a model of LLaMA 8B's shape with a static cache: compiled in bf16 and wrapped, then both eagerly.
 
     Each model is compiled in a process of its own, both at the same time; they take turns when they are measured.
@@ -462,7 +463,7 @@ def decode(to: Recorder) -> None:
     processes = []
     for name in ("bf16", "w8a8"):
         pipes[name], theirs = context.Pipe()
-        processes.append(context.Process(target=serve_decode, args=(name, theirs)))
+        processes.append(context.Process(target=serve_decode, args=(name, shape, device, theirs)))
         processes[-1].start()
         theirs.close()
     for case in ("ready",) if to.prepare else ("ready", COMPILED_CASE, "eager"):
@@ -482,11 +483,11 @@ def decode(to: Recorder) -> None:
         process.join()
 
 
-def serve_decode(name: str, pipe: Connection) -> None:
+def serve_decode(name: str, shape: str, device: str, pipe: Connection) -> None:
     """Compile one of the models; then answer each case by its measurement, until the pipe is closed."""
     from bench_peers import Transformers
 
-    peer = Transformers(read_shape("llama-3-8b"), "cuda", torch.bfloat16)
+    peer = Transformers(read_shape(shape), device, torch.bfloat16)
     if name != "bf16":
         wrap(peer.model, name)
         torch.cuda.empty_cache()
@@ -506,11 +507,11 @@ def serve_decode(name: str, pipe: Connection) -> None:
         pipe.send({"seconds": token, "first": first, "allocated": torch.cuda.memory_allocated()})
 
 
-def engine(to: Recorder) -> None:
-    """The same tokens by the engine."""
+def engine(to: Recorder, shape: str = DECODED_SHAPE, device: str = "cuda") -> None:
+    """The same tokens by the engine, and how many times as fast as the compiled int8 model it is, if that was run."""
     from bench_peers import engine_peer
 
-    run, close = engine_peer(read_shape("llama-3-8b"), "cuda")
+    run, close = engine_peer(read_shape(shape), device)
     try:
         run(1, PROMPT, DECODED)
         found = [run(1, PROMPT, DECODED) for _ in range(0 if to.prepare else ROUNDS)]
@@ -519,6 +520,9 @@ def engine(to: Recorder) -> None:
     if found:
         first, token = (statistics.median(values) for values in zip(*found, strict=True))
         to.add("decode", "engine", "w8a8", {"seconds": token, "first": first})
+        for result in to.results:
+            if (result["section"], result["case"], result["name"]) == ("decode", COMPILED_CASE, "w8a8"):
+                print(f"  the engine decodes {result['seconds'] / token:.2f} times as fast as the wrapped model")
 
 
 SECTIONS = {

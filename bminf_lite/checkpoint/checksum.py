@@ -114,6 +114,13 @@ class FileChecksums:
         return PartDigest(file, start, min(start + PART_BYTES, self._sizes[file]))
 
 
+def file_checksum(file: Path) -> str:
+    """The checksum of one file, in hexadecimal. Raises :class:`CheckpointError` if it cannot be read."""
+    size = file.stat().st_size
+    parts = (PartDigest(file, start, min(start + PART_BYTES, size)) for start in range(0, size, PART_BYTES))
+    return _joined(part.digest() for part in parts)
+
+
 def array_checksum(values: np.ndarray) -> str:
     """XXH3-128 of the bytes of an array, in hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data))

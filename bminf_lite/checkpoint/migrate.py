@@ -37,7 +37,7 @@ from .fp16_range import limit_gated_products, within_fp16
 from .manifest import MANIFEST_FILE, MigrationReport, TensorReport
 from .offline_rotation import rotate_offline, rotates_offline
 from .opened_model import OpenedModel, open_model
-from .output_folder import check_target, output_folder
+from .output_folder import check_space, check_target, output_folder
 from .reader import Checkpoint
 from .recipe import Recipe, Scheme, load_recipe
 from .weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
@@ -94,11 +94,12 @@ def migrate(
         raise UsageError(f"recipe {chosen.name}: needs a text to calibrate on (--calibrate FILE, calibrate=...)")
     target = expand(out, "out").resolve()
     with open_model(source) as model:
-        _check_source(model, chosen, portable)
+        least = sum(task.nbytes for task in _check_source(model, chosen, portable))
         if not dry_run:
             if model.checkpoint.path.resolve().is_relative_to(target):
                 raise CheckpointError(f"{target}: holds the source, {model.checkpoint.path}; name another folder")
             check_target(target, force)
+            check_space(target, least)  # before a calibration; the exact number is known after it
         dequantized = sorted({info.stored_as for info in model.checkpoint.tensors.values()} - {""})
         rotated_offline = _offline_rotations(model, chosen)
         if rotated_offline:
@@ -139,13 +140,16 @@ def migrate(
         return report
 
 
-def _check_source(model: OpenedModel, recipe: Recipe, portable: bool) -> None:
-    """Raise an error for a source that is quantized already, or that the recipe does not fit."""
+def _check_source(model: OpenedModel, recipe: Recipe, portable: bool) -> list[ConversionTask]:
+    """The conversion without a calibration's decisions.
+
+    Raises an error for a source that is quantized already, or that the recipe does not fit.
+    """
     checkpoint = model.checkpoint
     if checkpoint.quantization is not None:
         remedy = "migrate the fp32, fp16 or bf16 checkpoint that it was made from"
         raise CheckpointError(f"{checkpoint.path}: is quantized already (quantization_config); {remedy}")
-    _make_tasks(checkpoint, SchemeChoice.of(model.spec, recipe, portable=portable), {})
+    return _make_tasks(checkpoint, SchemeChoice.of(model.spec, recipe, portable=portable), {})
 
 
 def _offline_rotations(model: OpenedModel, recipe: Recipe) -> tuple[str, ...]:

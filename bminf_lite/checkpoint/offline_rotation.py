@@ -24,7 +24,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..backend.functions import silently
 from ..backend.rotation import rotated
+from ..errors import CheckpointError
 from ..files import thread_count
 from ..models.spec import Fold, Spec
 from .derived_tensor import DerivedTensor, Rows, WholeMatrices, info_as
@@ -52,6 +54,7 @@ def stream_rotation(features: int) -> Transform:
     outer = block // inner
     outer_matrix, inner_matrix = (rotated(np.eye(n, dtype=np.float32), n) for n in (outer, inner))
 
+    @silently  # what is not finite is told by its name when it is written
     def transform(rows: np.ndarray) -> np.ndarray:
         # Sylvester's matrix is the Kronecker product of two smaller ones, which BLAS multiplies by
         signed = (rows * signs).reshape(-1, inner) @ inner_matrix
@@ -169,9 +172,12 @@ def _rows(checkpoint: Checkpoint, stored: str, change: Change) -> Rows:
     """The rows of a tensor after every change but that of its columns."""
     values = checkpoint.stored(stored)
     is_vector = len(values.shape) == 1
-    norm_weight = (
-        None if change.norm is None else checkpoint.vector(change.norm).astype(np.float32) + np.float32(change.offset)
-    )
+    norm_weight = None
+    if change.norm is not None:
+        norm_weight = checkpoint.vector(change.norm).astype(np.float32) + np.float32(change.offset)
+        if not np.isfinite(norm_weight).all():
+            problem = f"tensor {change.norm!r} holds a NaN or an infinity; such a model computes nothing"
+            raise CheckpointError(f"{checkpoint.path}: {problem}: export the checkpoint again")
 
     def rows(first: int, end: int) -> np.ndarray:
         if change.constant is not None:

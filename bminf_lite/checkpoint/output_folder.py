@@ -2,7 +2,8 @@
 
 The files are written into a hidden folder beside the target, on the same file system. When they are on the disk, the
 folder is renamed to the target in one step. A run that is killed leaves the target as it was; the next run for the same
-target removes the hidden folder. An earlier result is replaced only if it holds nothing but what a migration wrote.
+target removes the hidden folder. An earlier result is replaced only if it holds nothing but what a migration wrote, as
+it wrote it.
 With ``force`` the new folder and an existing target exchange names in one step (``renameat2`` of Linux), so a complete
 folder has that name at every moment. Where the system cannot exchange names, the old folder is renamed first, and
 renamed back if the second step fails; the next run repairs what a run that was killed between the two steps left.
@@ -24,7 +25,8 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files import read_small_file
-from .manifest import MANIFEST_FILE
+from .checksum import file_checksum
+from .manifest import MANIFEST_FILE, file_records
 
 _PARTIAL = ".partial"
 _OLD = ".old"
@@ -64,8 +66,11 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
 
 
 def check_target(target: Path, force: bool) -> None:
-    """Raise :class:`CheckpointError` if ``target`` exists and may not be replaced."""
+    """Raise :class:`CheckpointError` if ``target`` exists and may not be replaced, or cannot be made."""
     _check_is_folder(target)
+    parent = _existing_parent(target)
+    if not os.access(parent, os.W_OK):
+        raise CheckpointError(f"{target}: nothing can be written in {parent}; name a folder elsewhere")
     if not target.exists():
         return
     if not force:
@@ -73,10 +78,10 @@ def check_target(target: Path, force: bool) -> None:
     if any(target.iterdir()) and not (target / MANIFEST_FILE).is_file():
         problem = f"holds no {MANIFEST_FILE}, so it is not the result of a migration and is not replaced"
         raise CheckpointError(f"{target}: {problem}; delete it, or name another folder")
-    if added := _added_files(target):
-        names = ", ".join(added[:4]) + (", ..." if len(added) > 4 else "")
-        problem = f"holds files that no migration wrote, and replacing it would delete them: {names}"
-        raise CheckpointError(f"{target}: {problem}; move them, or name another folder")
+    if own := _own_files(target):
+        names = ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
+        problem = f"holds files that were added or changed, and replacing it would delete them: {names}"
+        raise CheckpointError(f"{target}: {problem}; move or delete them, or name another folder")
 
 
 def _check_is_folder(target: Path) -> None:
@@ -87,25 +92,46 @@ def _check_is_folder(target: Path) -> None:
         raise CheckpointError(f"{target}: {where}is a file, not a folder; name another folder")
 
 
-def _added_files(target: Path) -> list[str]:
-    """The files of a result that its manifest does not list; none if it lists no files, as of early versions."""
+def _own_files(target: Path) -> list[str]:
+    """The user's files in a result: those that its manifest does not list, and those that have changed since.
+
+    All files, if the manifest cannot be read. Of weights the size is compared, because reading them takes long.
+    """
     try:
         manifest = json.loads(read_small_file(target / MANIFEST_FILE))
-        known = {MANIFEST_FILE, *(str(file["name"]) for file in manifest["files"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+        known = {record.name: record for record in file_records(manifest, target)}
+    except (OSError, ValueError, AttributeError, CheckpointError):
+        known = {}
+
+    def is_result(path: Path, name: str) -> bool:
+        record = known.get(name)
+        if record is None or not path.is_file() or path.stat().st_size != record.bytes:
+            return False
+        return path.suffix == ".safetensors" or file_checksum(path) == record.xxh3
+
     files = (path for path in target.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(name for path in files if (name := path.relative_to(target).as_posix()) not in known)
+    names = {path.relative_to(target).as_posix(): path for path in files if path != target / MANIFEST_FILE}
+    return sorted(name for name, path in names.items() if not is_result(path, name))
 
 
 def check_space(target: Path, needed: int) -> None:
     """Raise :class:`CheckpointError` if fewer than ``needed`` bytes are free on the disk of ``target``."""
-    if shutil.disk_usage(target.parent).free < needed:
+    if _free(target) < needed:
         raise _disk_full(target, needed)
 
 
+def _free(target: Path) -> int:
+    """The free bytes on the disk of ``target``."""
+    return shutil.disk_usage(_existing_parent(target)).free
+
+
+def _existing_parent(target: Path) -> Path:
+    """The folder that ``target`` will be in, or the one in which that will be made."""
+    return next(folder for folder in (*target.parents, target) if folder.exists())
+
+
 def _disk_full(target: Path, needed: int) -> CheckpointError:
-    room = f"{needed:,} bytes are needed and {shutil.disk_usage(target.parent).free:,} are free"
+    room = f"{needed:,} bytes are needed and {_free(target):,} are free"
     return CheckpointError(f"{target}: the disk is full: {room}; make room, or name a folder on another disk")
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @click.option("--portable", is_flag=True, help="Keep matrices that other readers open only as float (GPT-2's) float in "
               "the file, about four times as large, and quantize them when they are loaded.")  # fmt: skip
 @click.option("--force", is_flag=True,
-              help="Replace OUT if it is a migrated checkpoint to which nothing was added.")  # fmt: skip
+              help="Replace OUT if it is a migrated checkpoint in which no file was added or changed.")  # fmt: skip
 def migrate(
     source: Path,
     out: Path,

@@ -78,14 +78,15 @@ class Point:
     measured: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For the manifest; times in seconds."""
+        """For the manifest; times in seconds. A measured divergence that is no number is None."""
+        measured = None if self.measured is None or not math.isfinite(self.measured) else self.measured
         return {
             "change": self.change,
             "prompt_seconds": self.time.prompt,
             "step_seconds": self.time.step,
             "request_seconds": self.time.request,
             "expected": self.expected,
-            "measured": self.measured,
+            "measured": measured,
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,11 +50,11 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
 
 
 def check_divergence(name: str, limit: float | None, has_text: bool) -> None:
-    """Raise ``UsageError`` for a ``limit``, called ``name``, that is not positive or has no text to be measured on."""
+    """Raise ``UsageError`` for a ``limit``, called ``name``, that is no number above 0 or has no text to measure on."""
     if limit is None:
         return
-    if not limit > 0:
-        raise UsageError(f"{name} is {limit}; it must be more than 0")
+    if not 0 < limit < math.inf:
+        raise UsageError(f"{name} is {limit}; it must be more than 0, and finite")
     if not has_text:
         raise UsageError(f"{name} needs a text to measure on (--calibrate FILE, calibrate=...)")
 
@@ -75,7 +76,7 @@ def measure_cost(
     if max_divergence is not None and not found.kl <= max_divergence:
         raise CheckpointError(
             f"the int8 model diverges by {found.kl:.6g} nats per token from its source on {found.tokens:,} held-out "
-            f"tokens, and {max_divergence:g} are allowed: it was not written. Choose a more exact recipe (auto, "
-            "w8a8-rotate, w8a8-smooth, w8a16), or allow more"
+            f"tokens, and {max_divergence:g} are allowed: it was not written. Let --recipe auto --target-divergence "
+            f"{max_divergence:g} find the fastest quantization that meets it, choose w8a16, or allow more"
         )
     return found.to_dict()

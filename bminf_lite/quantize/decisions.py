@@ -12,6 +12,7 @@ because the size of the weights hardly grows.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -122,9 +123,10 @@ class QuantizationSearch:
     def _decide(self, names: tuple[str, ...], inputs: InputStatistics) -> Iterator[ProductOption]:
         rows, input_max = inputs.rows(), inputs.magnitudes()
         if not np.isfinite(input_max).all():
+            remedy = "" if self.ops.activation_dtype == np.float32 else "calibrate on the CPU (--device cpu), or "
             raise CheckpointError(
                 f"{self.path}: the input of {names[0]} holds a NaN or an infinity on this text, with activations in "
-                f"{self.ops.activation_dtype}: calibrate on the CPU (--device cpu), or export the checkpoint again"
+                f"{self.ops.activation_dtype}: {remedy}export the checkpoint again"
             )
         evaluator = ErrorEvaluator(self.ops, rows, [self._matrix(name) for name in names])
         plain = QuantizationCandidate(self._scheme(names[0]))
@@ -204,8 +206,15 @@ class QuantizationSearch:
 
     def _spill_to_disk(self, codes: np.ndarray) -> np.ndarray:
         """The codes in a file without a name, which the system removes with the array."""
-        with tempfile.TemporaryFile(dir=self.scratch) as file:
-            mapped = np.memmap(file, np.int8, "w+", shape=codes.shape)
+        try:
+            with tempfile.TemporaryFile(dir=self.scratch) as file:
+                os.posix_fallocate(file.fileno(), 0, codes.nbytes)  # else a full disk kills the process below
+                mapped = np.memmap(file, np.int8, "r+", shape=codes.shape)
+        except OSError as error:
+            folder = self.scratch or tempfile.gettempdir()
+            problem = f"the codes that GPTQ has rounded cannot be kept there until they are written: {error.strerror}"
+            remedy = "make room, or name an output folder on another disk"
+            raise CheckpointError(f"{folder}: {problem}; {remedy}") from error
         mapped[...] = codes
         return mapped
 

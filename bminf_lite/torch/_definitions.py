@@ -17,6 +17,7 @@ COMPUTE_DTYPES = {
     torch.float64: torch.float64, torch.float32: torch.float32, torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
 }  # fmt: skip
+NO_ROWS = "quantize_rows needs at least one dimension"
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -119,6 +120,8 @@ def norm_backward(
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales."""
     compute_dtype(x.dtype)
+    if not x.shape:
+        raise ValueError(NO_ROWS)
     codes, scale = quantize(array(x, torch.float32))
     return tensor(codes, torch.int8), tensor(scale, torch.float32)
 

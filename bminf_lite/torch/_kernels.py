@@ -579,6 +579,8 @@ def _quantize_launch(
     index: int, stream: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], aligned: bool
 ) -> tuple[int, int, Launch | None, tuple[int, ...], tuple[int, ...]] | None:
     """As :func:`_softmax_launch`, for quantization, with the scales' shape at the end."""
+    if not shape:
+        raise ValueError(_definitions.NO_ROWS)  # here it takes the host no time: launches are kept
     kind, layout = kind_of(dtype), _layout(shape, strides)
     if layout is None:
         return None

@@ -50,8 +50,8 @@ def from_migrated(
 
     The model is of the class that ``architectures`` in ``config.json`` names. Its float parameters have ``dtype``.
     ``device`` and ``memory_limit`` are those of :func:`wrap`. Needs transformers and accelerate. Raises
-    :class:`CheckpointError` if the folder is no such checkpoint, and for outlier columns, which only the engine runs,
-    and :class:`UsageError` for a limit without a device, or one that is too small.
+    :class:`CheckpointError` if the folder is no such checkpoint, and for outlier columns and rotated inputs, which only
+    the engine runs, and :class:`UsageError` for a limit without a device, or one that is too small.
     """
     import transformers
     from accelerate import init_empty_weights
@@ -80,13 +80,21 @@ def from_migrated(
 
 def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> None:
     """Replace the layers of a model without values by int8 layers, and give all other parameters their values."""
-    spec, path, names = weights.spec, weights.checkpoint.path, _names_in(model, weights.spec)
+    spec, path = weights.spec, weights.checkpoint.path
+    if all(weights.scheme_of(name) is Scheme.FLOAT for name in spec.parameters):
+        raise CheckpointError(f"{path}: has no int8 weights; migrate it first (bminf-lite migrate), or wrap the model")
+    names = _names_in(model, spec)
     for name, parameter in spec.parameters.items():
         if parameter.role in (Role.LINEAR, Role.HEAD) and weights.scheme_of(name) is not Scheme.FLOAT:
             stored = weights.weight(name)
             assert isinstance(stored, Int8Weight)
             if stored.outliers is not None:
                 raise CheckpointError(f"{path}: {name} keeps columns in fp16, which only the engine can run")
+            if stored.rotation > 1:
+                raise CheckpointError(
+                    f"{path}: {name} rotates its input, which only the engine can run; migrate the source again with "
+                    f"--offline-only"
+                )
             codes, scale = torch.from_numpy(np.array(stored.codes)), _tensor(stored.scale, torch.float32)
             layer = Int8Linear(codes, scale, dynamic=stored.dynamic, transposed=parameter.transposed)
             replace_module(model, names[name].removesuffix(".weight"), layer)
@@ -265,8 +273,10 @@ def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 def _array(x: Tensor) -> np.ndarray:
-    """A float tensor as an array of the same type."""
+    """A float tensor as an array of the same type, of fp32 for fp64, which checkpoints do not have."""
     own = x.detach().contiguous().cpu()
+    if own.dtype == torch.float64:
+        own = own.float()
     if own.dtype == torch.bfloat16:
         return own.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     values: np.ndarray = own.numpy()

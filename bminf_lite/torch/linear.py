@@ -148,6 +148,15 @@ class Int8Linear(nn.Linear):
             return _streamed_linear(x, self.host_codes, self.scale, self.bias, self.dynamic)
         return ops.int8_linear(x, self.codes, self.scale, self.bias, dynamic=self.dynamic)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As any module; a ``weight``, which assigning or tying one would make, is refused."""
+        if name == "weight":
+            raise UsageError(
+                "an Int8Linear has codes in place of a weight, so none can be assigned or tied to it; keep the layer "
+                "float by skip=[...] of wrap"
+            )
+        super().register_parameter(name, param)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {'w8a8' if self.dynamic else 'w8a16'}"
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..backend.functions import silently
 from . import _definitions, _kernels
 
 LIBRARY = torch.library.Library("bminf_lite", "DEF")
@@ -241,9 +242,9 @@ def square_linear_(x: Tensor, w: Tensor, transpose: bool = True) -> Tensor:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """``x`` in the autocast dtype of its device, where autocast is enabled."""
+    """``x`` in the autocast dtype of its device, where autocast is enabled; fp64 stays, as in PyTorch's operations."""
     kind = "cuda" if x.is_cuda else x.device.type  # of which the second is slow
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(kind))
 
@@ -598,7 +599,7 @@ def _refuse_vmap(name: str) -> Callable[..., Any]:
 def _register() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, vars(_definitions)[name], "CPU")
+        LIBRARY.impl(name, silently(vars(_definitions)[name]), "CPU")
         LIBRARY.impl(name, _kernels.on_own_device(_ON_GPU[name]), "CUDA")
         qualified = f"bminf_lite::{name}"
         torch.library.register_fake(qualified, FAKES[name], lib=LIBRARY)

@@ -149,9 +149,13 @@ class BlockStream:
 
 
 def check_limit(device: torch.device | str | None, memory_limit: int | None) -> None:
-    """Raise :class:`UsageError` for a limit without a device."""
-    if memory_limit is not None and device is None:
+    """Raise :class:`UsageError` for a limit that is no number of bytes, or without a device."""
+    if memory_limit is None:
+        return
+    if device is None:
         raise UsageError("memory_limit needs device, where the memory is limited, such as device='cuda'")
+    if not isinstance(memory_limit, int) or memory_limit < 1:
+        raise UsageError(f"memory_limit is {memory_limit!r}; it must be a whole number of bytes, such as 6 << 30")
 
 
 def move(model: nn.Module, device: torch.device | str | None, memory_limit: int | None) -> None:

@@ -26,7 +26,7 @@ def wrap(
     model: Model,
     recipe: str | Path | Recipe = "w8a8",
     *,
-    skip: Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     memory_limit: int | None = None,
     device: torch.device | str | None = None,
 ) -> Model:
@@ -39,21 +39,28 @@ def wrap(
     and, for a transformers model, for its output head; patterns of ``skip`` (``*`` matches any characters) name modules
     that stay float. Parameters other than those weights keep ``requires_grad``, their dtype and their identity, and
     layers their hooks. Everything else of the model is untouched, except that a transformers model's
-    ``save_pretrained`` becomes :func:`~bminf_lite.torch.save_pretrained`.
+    ``save_pretrained`` becomes :func:`~bminf_lite.torch.save_pretrained`. Resize embeddings before: a wrapped head is
+    neither resized nor tied again.
 
     ``device`` moves the model. ``memory_limit`` is the number of bytes that its parameters and buffers may take there:
     layers that do not fit stay in pinned host memory and stream to the device before forward and backward need them
     (:mod:`.streaming`). It needs ``device``.
 
-    Raises :class:`UsageError` for a recipe that needs a calibration or leaves everything float, for a pattern that
-    matches nothing, for a limit that is too small, for a model with adapters of peft, and for weights without values;
-    ``ValueError`` for a weight with a NaN or an infinity. A model whose wrapping failed is partly wrapped.
+    Raises :class:`UsageError` for a recipe that needs a calibration, rotates or leaves everything float, for a pattern
+    that matches nothing, for a limit that is too small, for a model with adapters of peft, and for weights without
+    values; ``ValueError`` for a weight with a NaN or an infinity. A model whose wrapping failed is partly wrapped.
     """
     chosen = load_recipe(recipe)
     if chosen.calibration is not None:
         raise UsageError(
             f"recipe {chosen.name} needs a text to calibrate on; migrate the checkpoint with it (bminf-lite migrate) "
             f"and open the result with bminf_lite.torch.from_migrated"
+        )
+    if chosen.rotation > 1 or chosen.offline_rotation:
+        raise UsageError(
+            f"recipe {chosen.name} rotates weights, which wrap does not; migrate the checkpoint with it and without "
+            f"rotated inputs (bminf-lite migrate --offline-only) and open the result with "
+            f"bminf_lite.torch.from_migrated, or choose w8a8"
         )
     streaming.check_limit(device, memory_limit)
     if has_adapters(model):
@@ -64,7 +71,8 @@ def wrap(
             f"{type(model).__name__} has no float linear layers in it to replace; for a single layer use "
             f"Int8Linear.from_float(layer.weight, layer.bias)"
         )
-    unused = [pattern for pattern in skip if not fnmatch.filter(candidates, pattern)]
+    patterns = [skip] if isinstance(skip, str) else skip
+    unused = [pattern for pattern in patterns if not fnmatch.filter(candidates, pattern)]
     if unused:
         raise UsageError(f"skip: no linear layer matches {', '.join(map(repr, unused))}")
     head = _head(model)
@@ -72,16 +80,12 @@ def wrap(
     replaced: dict[int, Int8Linear] = {}
     for name, layer in candidates.items():
         scheme = chosen.scheme_of(f"{name}.weight", layer is head)
-        if scheme is Scheme.FLOAT or any(fnmatch.fnmatchcase(name, pattern) for pattern in skip):
+        if scheme is Scheme.FLOAT or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue
         if id(layer) not in replaced:
             if layer.weight.is_meta:
                 raise UsageError(f"{name}.weight is on the meta device, without values; wrap the model before that")
-            transposed = not isinstance(layer, nn.Linear)
-            replaced[id(layer)] = Int8Linear.from_float(
-                layer.weight, layer.bias, dynamic=scheme is Scheme.W8A8, transposed=transposed
-            ).train(layer.training)
-            _take_hooks(replaced[id(layer)], layer)
+            replaced[id(layer)] = _quantized(name, layer, dynamic=scheme is Scheme.W8A8)
         replace_module(model, name, replaced[id(layer)])
     if not replaced:
         raise UsageError(f"recipe {chosen.name} and skip leave every linear layer of this model float")
@@ -97,6 +101,17 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
         of_transformers = kind.__module__.startswith("transformers.") and kind.__name__ in TRANSFORMERS_LAYERS
         if name and "weight" in own and (kind is nn.Linear or of_transformers):
             yield name, module
+
+
+def _quantized(name: str, layer: Any, dynamic: bool) -> Int8Linear:
+    """The int8 layer that takes the place of ``layer``."""
+    transposed = not isinstance(layer, nn.Linear)
+    try:
+        made = Int8Linear.from_float(layer.weight, layer.bias, dynamic=dynamic, transposed=transposed)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    _take_hooks(made, layer)
+    return made.train(layer.training)
 
 
 def _take_hooks(layer: nn.Module, source: nn.Module) -> None:

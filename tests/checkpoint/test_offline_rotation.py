@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 
 import ml_dtypes
@@ -20,7 +21,7 @@ from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 from bminf_lite.checkpoint.offline_rotation import rotate_offline, rotates_offline, stream_rotation
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import Recipe, Scheme, load_recipe
-from bminf_lite.errors import UsageError
+from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.evaluation.compare import compare
 from bminf_lite.evaluation.corpus import Window
 from bminf_lite.migration.budget import offline_part
@@ -114,3 +115,13 @@ def test_a_model_without_anything_to_rotate_is_told(tmp_path: Path) -> None:
         bminf_lite.migrate(source, tmp_path / "out", "w8a8", offline_only=True)
     assert not (tmp_path / "out").exists()
     assert bminf_lite.migrate(source, tmp_path / "out", "w8a8-rotate").rotated_offline == ()
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"])
+def test_the_tensor_that_holds_an_infinity_is_named(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    """Not those that are computed from it, and without a warning."""
+    tensors = random_tensors(CONFIG)
+    tensors[name][..., 3] = np.inf
+    with warnings.catch_warnings(action="error"), pytest.raises(CheckpointError) as caught:
+        bminf_lite.migrate(make_checkpoint(tensors=tensors), tmp_path / "out", "w8a8-rotate")
+    assert f"tensor '{name}' holds a NaN or an infinity" in str(caught.value) and "problems" not in str(caught.value)

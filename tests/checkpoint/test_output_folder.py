@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from bminf_lite.checkpoint import output_folder as module
 from bminf_lite.checkpoint.manifest import MANIFEST_FILE
@@ -165,10 +166,16 @@ def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
             make(target, "x", force=True)
 
 
+def record(name: str, content: str = "x") -> dict[str, object]:
+    """What a manifest says of a file."""
+    checksum = xxhash.xxh3_128_hexdigest(xxhash.xxh3_128_digest(content.encode()))
+    return {"name": name, "bytes": len(content), "xxh3": checksum}
+
+
 @pytest.mark.parametrize("added", ["notes.txt", "more/model.safetensors", "link"])
 def test_files_that_the_user_added_are_not_deleted(tmp_path: Path, added: str) -> None:
     target = tmp_path / "out"
-    make(target, json.dumps({"files": [{"name": "model.safetensors"}, {"name": "a/b.jinja"}]}))
+    make(target, json.dumps({"files": [record("model.safetensors"), record("a/b.jinja")]}))
     for name in ("model.safetensors", "a/b.jinja"):
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_text("x")
@@ -177,11 +184,36 @@ def test_files_that_the_user_added_are_not_deleted(tmp_path: Path, added: str) -
     else:
         (target / added).parent.mkdir(exist_ok=True)
         (target / added).write_text("mine")
-    with pytest.raises(CheckpointError, match=rf"would delete them: {added}; move them"):
+    with pytest.raises(CheckpointError, match=rf"would delete them: {added}; move"):
         make(target, "new", force=True)
     (target / added).unlink()
     make(target, "new", force=True)
     assert (target / MANIFEST_FILE).read_text() == "new" and names(tmp_path) == {"out"}
+
+
+@pytest.mark.parametrize(
+    "name, content", [("config.json", "y"), ("config.json", "longer"), ("model.safetensors", "trained")]
+)
+def test_files_that_the_user_changed_are_not_deleted(tmp_path: Path, name: str, content: str) -> None:
+    target = tmp_path / "out"
+    make(target, json.dumps({"files": [record("model.safetensors"), record("config.json")]}))
+    for own in ("model.safetensors", "config.json"):
+        (target / own).write_text("x")
+    (target / name).write_text(content)
+    with pytest.raises(CheckpointError, match=rf"or changed.*would delete them: {name}; move"):
+        make(target, "new", force=True)
+    assert (target / name).read_text() == content
+    (target / name).write_text("x")
+    make(target, "new", force=True)
+
+
+@pytest.mark.parametrize("manifest", ["", "{}", "[]", '{"files": [{"name": "notes.txt"}]}'])
+def test_beside_a_manifest_that_cannot_be_read_nothing_is_deleted(tmp_path: Path, manifest: str) -> None:
+    make(tmp_path / "out", manifest)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"would delete them: notes\.txt; move"):
+        make(tmp_path / "out", "new", force=True)
+    assert names(tmp_path / "out") == {MANIFEST_FILE, "notes.txt"}
 
 
 @pytest.mark.usefixtures("exchange")
@@ -194,7 +226,7 @@ def test_a_read_only_result_is_replaced_and_its_copy_removed() -> None:
             os.chown(folder, 65534, 65534)
             os.seteuid(65534)
         try:
-            make(folder / "out", json.dumps({"files": [{"name": "deep/file"}]}))
+            make(folder / "out", json.dumps({"files": [record("deep/file")]}))
             (folder / "out" / "deep").mkdir()
             (folder / "out" / "deep" / "file").write_text("x")
             for path in (folder / "out" / "deep" / "file", folder / "out" / "deep", folder / "out"):

@@ -118,11 +118,12 @@ def test_a_point_without_a_number_meets_no_target() -> None:
     search = PathSearch([Point((), ProductTime(1, 0), 0.1)], 1.0)
     search.tell(0, math.nan)
     assert search.done and search.proposed is None
+    assert json.loads(json.dumps(search.trade("a GPU"), allow_nan=False))["points"][0]["measured"] is None
 
 
 def test_mistakes_are_told_before_any_work(source: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for limit in (0, math.nan):
+    for limit in (0, math.nan, math.inf):
         with pytest.raises(UsageError, match=r"target_divergence is .* must be more than 0"):
             bminf_lite.migrate(source, out, "auto", calibrate=text, target_divergence=limit)
     with pytest.raises(UsageError, match="target_divergence needs a text"):

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import tiny_checkpoint
+from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import WORDS
 
 import bminf_lite
 from bminf_lite.checkpoint.migrate import migrate as migrate_checkpoint
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 from bminf_lite.migration import migrate as migration
+
+
+class Usage(NamedTuple):
+    """What ``shutil.disk_usage`` returns."""
+
+    total: int
+    used: int
+    free: int
 
 
 def test_without_a_calibration_it_is_the_checkpoint_s_migration(source: Path, tmp_path: Path) -> None:
@@ -94,12 +107,46 @@ def test_other_mistakes_are_told_before_any_work(
         bminf_lite.migrate(source, tmp_path / "out", recipe, calibrate=text)
     with pytest.raises(UsageError, match="needs a text"):
         bminf_lite.migrate(source, tmp_path / "out", max_divergence=0.1)
-    for limit in (0, -1, math.nan):
+    for limit in (0, -1, math.nan, math.inf):
         with pytest.raises(UsageError, match="must be more than 0"):
             bminf_lite.migrate(source, tmp_path / "out", calibrate=text, max_divergence=limit)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda folder: Usage(1000, 900, 100))
+        with pytest.raises(CheckpointError, match=r"deep/out: the disk is full: [\d,]+ bytes are needed and 100 are"):
+            bminf_lite.migrate(source, tmp_path / "deep" / "out", "auto", calibrate=text)
+    with monkeypatch.context() as read_only:
+        read_only.setattr(os, "access", lambda folder, mode: False)
+        with pytest.raises(CheckpointError, match=rf"deep/out: nothing can be written in {tmp_path};"):
+            bminf_lite.migrate(source, tmp_path / "deep" / "out", "auto", calibrate=text)
+    assert not (tmp_path / "deep").exists()
     (tmp_path / "taken").mkdir()
     with pytest.raises(CheckpointError, match="already exists"):
         bminf_lite.migrate(source, tmp_path / "taken", "auto", calibrate=text)
+
+
+def test_an_input_that_is_not_finite_is_named(text: Path, tmp_path: Path) -> None:
+    """The CPU is no remedy on the CPU."""
+    source = tiny_checkpoint.write(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 3] = np.nan
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"the input of .*q_proj\.weight .* in float32: export the checkpoint"):
+        bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, device="cpu")
+
+
+def test_too_little_room_for_rounded_codes_is_told(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a sparse file that a full disk has no room for would kill the process."""
+
+    def fallocate(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    (tmp_path / "gptq.toml").write_text('linear = "w8a8"\nhead = "w8a8"\n[calibration]\nrounding = "gptq"\n')
+    with pytest.raises(CheckpointError, match=r"codes that GPTQ has rounded.*No space left on device; make room"):
+        bminf_lite.migrate(source, tmp_path / "out", tmp_path / "gptq.toml", calibrate=text, device="cpu")
+    assert not (tmp_path / "out").exists()
 
 
 def test_too_little_memory_says_what_to_change(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_checkpoint
 import torch
+from tiny_models import EVERY, RandomWeights, goldens
 from torch import nn
 from torch.nn.utils import prune
 from torch_kit import random
@@ -19,8 +21,10 @@ import bminf_lite
 from bminf_lite.backend.quantization import quantize_weight as quantize_in_numpy
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.checkpoint.verify import verify
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
+from bminf_lite.migration.budget import offline_part
 from bminf_lite.torch import Int8Linear, from_migrated, save_pretrained, streaming, wrap
 from bminf_lite.torch.linear import quantize_weight
 
@@ -108,6 +112,10 @@ def test_a_nan_in_a_weight_is_refused():
     weight[2, 3] = torch.nan
     with pytest.raises(ValueError, match="row 2"):
         quantize_weight(weight)
+    model = small()
+    nn.init.constant_(model[2].weight[5], torch.inf)
+    with pytest.raises(ValueError, match=r"2: row 5 of a weight \[16, 48\]"):
+        wrap(model)
 
 
 def test_state_survives(tmp_path):
@@ -194,13 +202,18 @@ def test_layers_whose_weight_is_computed_stay_float():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="calibrate"):
         wrap(small(), "auto")
+    with pytest.raises(UsageError, match="w8a8-rotate rotates weights, which wrap does not"):
+        wrap(small(), "w8a8-rotate")
     with pytest.raises(UsageError, match="no linear layer matches 'nothing'"):
-        wrap(small(), skip=["nothing"])
+        wrap(small(), skip="nothing")
     with pytest.raises(UsageError, match="every linear layer"):
         wrap(small(), skip=["*"])
     for call in (lambda: wrap(small(), memory_limit=1), lambda: from_migrated("folder", memory_limit=1)):
         with pytest.raises(UsageError, match="needs device"):
             call()
+    for limit in (0, 3.5e9, "1 GiB"):
+        with pytest.raises(UsageError, match=f"memory_limit is {limit!r}; it must be a whole number of bytes"):
+            wrap(small(), memory_limit=limit, device="cpu")
     with pytest.raises(UsageError, match="Sequential has no float linear layers"):
         wrap(wrap(small()))
     with pytest.raises(UsageError, match=r"0\.weight is on the meta device"):
@@ -253,6 +266,27 @@ def test_a_head_that_its_trained_embedding_has_left_is_not_saved(tmp_path):
         model.save_pretrained(tmp_path / "trained")
 
 
+def test_a_head_is_not_tied_again(tmp_path):
+    model = wrap(opened(written(tmp_path / "source", TIED)))
+    expected = logits(model)
+    with pytest.raises(UsageError, match="codes in place of a weight"):
+        model.tie_weights()
+    assert torch.equal(logits(model), expected)
+
+
+def test_fp64_is_saved_as_fp32(source, tmp_path):
+    """Checkpoints have no fp64."""
+    model = wrap(opened(source))
+    model.save_pretrained(tmp_path / "single")
+    model.double().save_pretrained(tmp_path / "double")
+    assert np.array_equal(engine_logits(tmp_path / "double"), engine_logits(tmp_path / "single"))
+
+
+def test_a_folder_without_int8_weights_is_refused(source):
+    with pytest.raises(CheckpointError, match="has no int8 weights; migrate it first"):
+        from_migrated(source)
+
+
 def test_models_without_a_head_are_not_saved(tmp_path, source):
     model = transformers.AutoModel.from_pretrained(source)
     with pytest.raises(UsageError, match="LlamaModel has no output head"):
@@ -285,6 +319,43 @@ def test_the_engine_and_a_wrapped_model_agree(tmp_path, config, recipe):
         found = logits(model)[0].double().numpy()
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < (3e-2 if recipe == "w8a8" else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("golden", [next(goldens(family)) for family in EVERY], ids=str)
+def test_every_architecture_is_opened_and_saved(tmp_path, golden):
+    """w8a16, whose results differ from the engine's by the order of sums alone."""
+    auto = transformers.models.auto.modeling_auto
+    kinds = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    config = golden.config | {"architectures": [kinds[golden.config["model_type"]]]}
+    weights = RandomWeights(config, golden.seed).tensors
+    migrate(replace(golden, config=config).save(tmp_path / "source", weights), tmp_path / "migrated", "w8a16")
+    model = from_migrated(tmp_path / "migrated", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    tokens, source = torch.tensor(golden.tokens)[None], golden.source
+    inputs = {"input_ids": tokens}
+    if source is not None:
+        inputs = {"input_ids": torch.tensor(source)[None], "decoder_input_ids": tokens}
+    with torch.no_grad():
+        found = model(**inputs).logits[0].double().numpy()
+    expected = []
+    for name in ("migrated", "saved"):
+        with bminf_lite.load(tmp_path / name, device="cpu") as engine:
+            expected.append(engine.logits(golden.tokens, **({} if source is None else {"source": source})))
+    assert np.array_equal(*expected)
+    assert np.linalg.norm(found - expected[0]) < 1e-5 * np.linalg.norm(expected[0])
+
+
+def test_rotated_inputs_are_refused(tmp_path):
+    """Without the rotation the model would compute something else."""
+    source = written(tmp_path / "source", tiny_checkpoint.CONFIG | {"intermediate_size": 64})
+    migrate(source, tmp_path / "rotated", "w8a8-rotate")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight rotates its input.*--offline-only"):
+        from_migrated(tmp_path / "rotated")
+    migrate(source, tmp_path / "offline", offline_part(load_recipe("w8a8-rotate")))
+    expected = engine_logits(tmp_path / "offline")
+    found = logits(from_migrated(tmp_path / "offline", dtype=torch.float32))[0].double().numpy()
+    assert np.linalg.norm(found - expected) < 3e-2 * np.linalg.norm(expected)
 
 
 def test_encoder_and_decoder_of_a_folder_share_their_embeddings(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -232,6 +233,7 @@ def test_inference_mode_and_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         assert ops.int8_linear(x, codes, scale).dtype == torch.bfloat16
         assert ops.layer_norm(x).dtype == torch.float32
+        assert ops.int8_linear(x.double(), codes, scale).dtype == torch.float64  # as F.linear
 
 
 @pytest.mark.parametrize("function", [ops.rms_norm, ops.softmax_, ops.layer_norm_, ops.quantize_rows])
@@ -299,6 +301,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: ops.dot(random(2, 3), random(3, 2), a_scale=scale), "belong to int8"),
         (lambda: ops.dot(random(2, 3), random(2, 3)), "inner sizes 3 and 2"),
         (lambda: ops.dot(random(3), random(3, 2)), "must be matrices"),
+        (lambda: ops.quantize_rows(torch.tensor(1.0)), "at least one dimension"),
         (lambda: ops.dot(codes, codes, False, True, a_scale=scale, b_scale=scale, dtype=torch.int32), "not torch.int"),
         (lambda: ops.int8_linear(torch.empty(2, 0), codes[:, :0], scale), "at least 1"),
         *(
@@ -319,6 +322,25 @@ def test_empty_tensors():
     assert ops.rms_norm(torch.empty(2, 0, 8)).shape == (2, 0, 8)
     assert ops.int8_linear(torch.empty(0, 8), codes, scale).shape == (0, 4)
     assert copy.copy(ops.quantize_rows(torch.empty(0, 8)))[0].shape == (0, 8)
+
+
+def test_infinities_and_overflows_pass_without_a_warning():
+    codes, scale = random_codes(8, 8)
+    w, low = random(8, 8), torch.full((8,), -torch.inf)
+    for value in (torch.inf, -torch.inf, torch.nan, 3e38):
+        for function in (
+            lambda x: ops.softmax(x, 2.0, low),
+            ops.layer_norm,
+            ops.rms_norm,
+            lambda x: ops.int8_linear(x, codes, scale),
+            lambda x: ops.int8_linear(x, codes, scale, dynamic=False),
+            lambda x: ops.square_linear_(x.clone(), w),
+        ):
+            x = random(3, 8)
+            x[1] = value
+            with warnings.catch_warnings(action="error"):
+                function(x.requires_grad_()).square().sum().backward()
+            assert x.grad[::2].isfinite().all()
 
 
 # -- the short way -----------------------------------------------------------------------------------------------------
