@@ -12,7 +12,6 @@ because the size of the weights hardly grows.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -208,15 +207,14 @@ class QuantizationSearch:
         """The codes in a file without a name, which the system removes with the array."""
         try:
             with tempfile.TemporaryFile(dir=self.scratch) as file:
-                os.posix_fallocate(file.fileno(), 0, codes.nbytes)  # else a full disk kills the process below
-                mapped = np.memmap(file, np.int8, "r+", shape=codes.shape)
+                file.write(np.ascontiguousarray(codes).data)  # not through the map: a full disk would kill the process
+                file.flush()
+                return np.memmap(file, np.int8, "r+", shape=codes.shape)
         except OSError as error:
             folder = self.scratch or tempfile.gettempdir()
             problem = f"the codes that GPTQ has rounded cannot be kept there until they are written: {error.strerror}"
             remedy = "make room, or name an output folder on another disk"
             raise CheckpointError(f"{folder}: {problem}; {remedy}") from error
-        mapped[...] = codes
-        return mapped
 
     def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, plain: QuantizationCandidate) -> Smoothing:
         """The factors of a fold, found when the first of its consumers is decided."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import json
 import math
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,12 +138,8 @@ def test_an_input_that_is_not_finite_is_named(text: Path, tmp_path: Path) -> Non
 def test_too_little_room_for_rounded_codes_is_told(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page of a sparse file that a full disk has no room for would kill the process."""
-
-    def fallocate(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    """A page of a mapped file that a full disk has no room for would kill the process."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: io.FileIO("/dev/full", "r+"))
     (tmp_path / "gptq.toml").write_text('linear = "w8a8"\nhead = "w8a8"\n[calibration]\nrounding = "gptq"\n')
     with pytest.raises(CheckpointError, match=r"codes that GPTQ has rounded.*No space left on device; make room"):
         bminf_lite.migrate(source, tmp_path / "out", tmp_path / "gptq.toml", calibrate=text, device="cpu")
