@@ -449,7 +449,7 @@ class Model:
         """
         self._require_open()
         config = self.engine_config
-        ids = np.array(self._prompts.validate_token_ids(token_ids), np.int32)
+        ids = self._prompts.validate_token_ids(token_ids)
         if not 0 < len(ids) <= config.context_length:
             raise UsageError(f"logits takes 1 to {config.context_length:,} token ids, not {len(ids):,}")
         if not is_whole(start) or not 0 <= start < len(ids):
@@ -462,7 +462,7 @@ class Model:
         if not (0 < len(source_ids) <= longest if config.is_encoder_decoder else source is None):
             wanted = f"a source of 1 to {longest:,} token ids" if config.is_encoder_decoder else "no source"
             raise UsageError(f"logits of this model need {wanted}, not {'none' if source is None else len(source_ids)}")
-        return self._logits(ids.tolist(), source_ids, device, start)
+        return self._logits(ids, source_ids, device, start)
 
     def _logits(self, token_ids: Sequence[int], source_ids: Sequence[int], device: bool, start: int) -> Any:
         """The logits of checked tokens. They are computed like a prompt, beside other requests."""
