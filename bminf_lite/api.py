@@ -385,7 +385,7 @@ class Model:
         deadline = given.pop("deadline", None)
         grammar = _grammar(given)
         _check_served(served, deadline, self.engine_config.is_encoder_decoder)
-        served["is_streamed"] = is_streamed
+        served |= {"priority": int(served.get("priority", 0)), "is_streamed": is_streamed}  # NumPy's integers may wrap
         if params is None:
             params = SamplingParams.from_checkpoint(self.generation_config, **given)
         else:
@@ -394,7 +394,7 @@ class Model:
         encoded = self._prompts.encode_all(prompt, add_special_tokens)
         tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
         if deadline is not None:
-            served["deadline"] = time.perf_counter() + deadline
+            served["deadline"] = time.perf_counter() + float(deadline)
         # A grammar counts the space before the first word, which the text of an answer would leave out.
         return [
             Completion(
