@@ -64,7 +64,8 @@ class Completion:
 def run(engine: Engine, completions: Sequence[Completion], every_token: bool) -> Generator[Piece, None, None]:
     """Run requests to their end and yield their pieces: as the tokens come, or at the end of each request.
 
-    Closing the generator, or an error, cancels the requests.
+    Closing the generator, or an error, cancels the requests. Raises what :meth:`.Engine.submit` does, and the error of
+    a request.
     """
     if not completions:
         return
@@ -74,6 +75,7 @@ def run(engine: Engine, completions: Sequence[Completion], every_token: bool) ->
         engine.submit(list(by_request))
         running = len(completions)
         while running:
+            engine.require_process()  # a stream that was forked would wait for ever
             update = updates.get()
             completion = by_request[update.request]
             running -= not completion.has_ended

@@ -437,11 +437,15 @@ def test_the_queue_has_a_bound(engine):
 def test_a_forked_process_is_told(engine):
     tokens_of(engine, make_request([1], 2))
 
+    under_way = run(engine, [completion(make_request([2], 20))], every_token=True)
+    next(under_way)
+
     def child(results: multiprocessing.SimpleQueue) -> None:
-        try:
-            engine.submit([make_request([1])])
-        except UsageError as error:
-            results.put(str(error))
+        for call in (lambda: engine.submit([make_request([1])]), lambda: list(under_way)):
+            try:
+                call()
+            except UsageError as error:
+                results.put(str(error))
         engine.cancel([])
         engine.close()
         os._exit(0)
