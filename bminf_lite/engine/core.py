@@ -266,17 +266,16 @@ class Engine:
             closing = self._closing
             while not self._messages.empty():
                 messages.append(self._messages.get())
-            for work in (self._add_arrived, *messages, *([] if closing else [self._advance])):
+            for work in (self._add_arrived, *messages, *([] if closing else [self._advance]), self._end_step):
                 try:
                     work()
                 except BaseException as error:  # noqa: PERF203, the thread must live on
                     self.failure = self.failure if isinstance(error, MemoryError) else error
                     self._fail(error)
-            self._end_step()
             del messages, work  # an idle engine keeps no request
         self._fail(closed_error())
-        self._end_step()
         try:
+            self._end_step()
             if self._runner is not None:
                 self._runner.close()
         finally:
