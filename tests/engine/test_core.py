@@ -442,10 +442,9 @@ def test_a_forked_process_is_told(engine):
 
     def child(results: multiprocessing.SimpleQueue) -> None:
         for call in (lambda: engine.submit([make_request([1])]), lambda: list(under_way)):
-            try:
+            with pytest.raises(UsageError) as found:
                 call()
-            except UsageError as error:
-                results.put(str(error))
+            results.put(str(found.value))
         engine.cancel([])
         engine.close()
         os._exit(0)
