@@ -7,6 +7,7 @@ allocated at once; otherwise pages are mapped as they grow, so a layer takes who
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,3 +82,24 @@ class CacheGroup:
     def nbytes(self, num_blocks: int) -> int:
         """The memory of pools of ``num_blocks`` blocks."""
         return self.layers * layer_bytes(self.block_bytes, num_blocks)
+
+
+def cache_blocks(
+    groups: Sequence[CacheGroup], context: int, chunk: int, room: int, max_num_seqs: int
+) -> tuple[int, ...]:
+    """Blocks of each group, null blocks included, that fit in ``room`` bytes, but those of one sequence at least.
+
+    Groups share the room so that each can serve the same number of sequences of ``context`` tokens, ``max_num_seqs`` at
+    most.
+    """
+    needed = [group.blocks(context, chunk) for group in groups]
+    most = max(needed)
+
+    def blocks(share: int) -> tuple[int, ...]:
+        """The blocks of ``share / most`` sequences."""
+        return tuple(1 + n * share // most for n in needed)
+
+    def nbytes(share: int) -> int:
+        return sum(group.nbytes(count) for group, count in zip(groups, blocks(share), strict=True))
+
+    return blocks(max(most, bisect_right(range(most * max_num_seqs + 1), room, key=nbytes) - 1))

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.engine.block_manager import BlockManager
-from bminf_lite.memory.cache_memory import PAGE_BYTES, CacheGroup, layer_bytes
-from bminf_lite.placement import cache_blocks
+from bminf_lite.memory.cache_memory import PAGE_BYTES, CacheGroup, cache_blocks, layer_bytes
 
 windows = st.none() | st.integers(1, 4096)
 groups = st.builds(
