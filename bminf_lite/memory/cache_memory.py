@@ -16,6 +16,9 @@ from .arena import ALIGNMENT
 
 PAGE_BYTES = 2 << 20
 """The least memory that NVIDIA GPUs map to addresses."""
+BALANCED_CONTEXT = 8192
+"""Layers with windows take most of the cache of short sequences, and those without take most of that of long ones. For
+models of longer contexts, pools are balanced for sequences of so many tokens."""
 
 
 def grows(nbytes: int, page: int = PAGE_BYTES) -> bool:
@@ -85,21 +88,27 @@ class CacheGroup:
 
 
 def cache_blocks(
-    groups: Sequence[CacheGroup], context: int, chunk: int, room: int, max_num_seqs: int
+    groups: Sequence[CacheGroup], context: int, chunk: int, room: int, max_num_seqs: int, batch: int = 1
 ) -> tuple[int, ...]:
-    """Blocks of each group, null blocks included, that fit in ``room`` bytes, but those of one sequence at least.
+    """Blocks of each group, null blocks included, that fit in ``room`` bytes.
 
-    Groups share the room so that each can serve the same number of sequences of ``context`` tokens, ``max_num_seqs`` at
-    most.
+    They hold ``batch`` sequences of ``context`` tokens at least, and ``max_num_seqs`` at most. Groups share the rest of
+    the room so that each can serve the same number of sequences of ``context`` tokens, or of ``BALANCED_CONTEXT`` if
+    that is less.
     """
     needed = [group.blocks(context, chunk) for group in groups]
-    most = max(needed)
+    shares = [group.blocks(min(context, BALANCED_CONTEXT), chunk) for group in groups]
+    largest = max(shares)
 
     def blocks(share: int) -> tuple[int, ...]:
-        """The blocks of ``share / most`` sequences."""
-        return tuple(1 + n * share // most for n in needed)
+        """The blocks of ``share / largest`` sequences."""
+        return tuple(
+            1 + min(max(part * share // largest, batch * n), max_num_seqs * n)
+            for part, n in zip(shares, needed, strict=True)
+        )
 
     def nbytes(share: int) -> int:
         return sum(group.nbytes(count) for group, count in zip(groups, blocks(share), strict=True))
 
-    return blocks(max(most, bisect_right(range(most * max_num_seqs + 1), room, key=nbytes) - 1))
+    every_block = largest * max_num_seqs * max(needed)
+    return blocks(max(bisect_right(range(every_block + 1), room, key=nbytes) - 1, 0))

@@ -196,7 +196,7 @@ class MemoryPlan:
         spare = (max_num_seqs - self.batch) * self.requirements.scratch_per_sequence
         spare += self.machine.memory // CAPTURE_SHARE
         room = self.cache_bytes + max(self.left - spare, 0)
-        return cache_blocks(self.requirements.cache, self.context, self.chunk, room, max_num_seqs)
+        return cache_blocks(self.requirements.cache, self.context, self.chunk, room, max_num_seqs, self.batch)
 
     def sequences_of(self, tokens: int) -> int:
         """How many sequences of ``tokens`` tokens the engine runs at once, if no caller bounds them."""

@@ -144,7 +144,7 @@ def test_so_many_sequences_fit_at_once_and_no_more(
     assert plan.sequences_of(plan.context) >= batch and list(plan.lengths) == sorted(plan.lengths, reverse=True)
 
 
-@pytest.mark.parametrize("shape", ["llama-3-8b", "gemma-2-9b", "cpm-2"])
+@pytest.mark.parametrize("shape", ["llama-3-8b", "gemma-3-27b", "cpm-2"])
 @pytest.mark.parametrize("gib", [16, 140])
 def test_the_engine_holds_as_many_sequences_as_the_plan_says(shape: str, gib: int) -> None:
     parsed = describe_model(read_shape(shape)).config
@@ -160,6 +160,13 @@ def test_the_engine_holds_as_many_sequences_as_the_plan_says(shape: str, gib: in
         while blocks.admit(blocks.new_sequence("", source), tokens, config.max_num_batched_tokens) is not None:
             count += 1
         assert min(count, config.max_num_seqs) == plan.sequences_of(tokens)
+
+
+def test_layers_with_windows_leave_room_for_short_sequences() -> None:
+    """A pool for windows that is balanced for the longest context would hold 8 sequences of any length."""
+    plan = plan_memory(requirements_of(CONFIGS / "gemma-3-27b.json"), Machine(140 << 30))
+    longest, middle, short = (plan.sequences_of(n) for n in (131072, 8192, 1024))
+    assert plan.context == 131072 and longest >= 3 and middle >= 50 and short >= 150
 
 
 def test_everything_stays_where_it_fits() -> None:
