@@ -385,7 +385,7 @@ class Model:
         deadline = given.pop("deadline", None)
         grammar = _grammar(given)
         _check_served(served, deadline, self.engine_config.is_encoder_decoder)
-        served["is_streamed"] = is_streamed
+        served |= {"priority": int(served.get("priority", 0)), "is_streamed": is_streamed}  # NumPy's integers may wrap
         if params is None:
             params = SamplingParams.from_checkpoint(self.generation_config, **given)
         else:
@@ -394,7 +394,7 @@ class Model:
         encoded = self._prompts.encode_all(prompt, add_special_tokens)
         tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
         if deadline is not None:
-            served["deadline"] = time.perf_counter() + deadline
+            served["deadline"] = time.perf_counter() + float(deadline)
         # A grammar counts the space before the first word, which the text of an answer would leave out.
         return [
             Completion(
@@ -449,7 +449,7 @@ class Model:
         """
         self._require_open()
         config = self.engine_config
-        ids = np.array(self._prompts.validate_token_ids(token_ids), np.int32)
+        ids = self._prompts.validate_token_ids(token_ids)
         if not 0 < len(ids) <= config.context_length:
             raise UsageError(f"logits takes 1 to {config.context_length:,} token ids, not {len(ids):,}")
         if not is_whole(start) or not 0 <= start < len(ids):
@@ -462,7 +462,7 @@ class Model:
         if not (0 < len(source_ids) <= longest if config.is_encoder_decoder else source is None):
             wanted = f"a source of 1 to {longest:,} token ids" if config.is_encoder_decoder else "no source"
             raise UsageError(f"logits of this model need {wanted}, not {'none' if source is None else len(source_ids)}")
-        return self._logits(ids.tolist(), source_ids, device, start)
+        return self._logits(ids, source_ids, device, start)
 
     def _logits(self, token_ids: Sequence[int], source_ids: Sequence[int], device: bool, start: int) -> Any:
         """The logits of checked tokens. They are computed like a prompt, beside other requests."""

@@ -64,7 +64,8 @@ class Completion:
 def run(engine: Engine, completions: Sequence[Completion], every_token: bool) -> Generator[Piece, None, None]:
     """Run requests to their end and yield their pieces: as the tokens come, or at the end of each request.
 
-    Closing the generator, or an error, cancels the requests.
+    Closing the generator, or an error, cancels the requests. Raises what :meth:`.Engine.submit` does, and the error of
+    a request.
     """
     if not completions:
         return
@@ -72,13 +73,14 @@ def run(engine: Engine, completions: Sequence[Completion], every_token: bool) ->
     by_request = _subscribe(completions, updates.put, every_token)
     try:
         engine.submit(list(by_request))
-        running = len(completions)
-        while running:
+        unfinished = set(by_request)
+        while unfinished:
+            engine.require_process()  # a stream that was forked would wait for ever
             update = updates.get()
             completion = by_request[update.request]
-            running -= not completion.has_ended
             yield from _read(engine, completion, update, every_token)
-            running += not completion.has_ended
+            if completion.has_ended:
+                unfinished.discard(update.request)
     finally:
         engine.cancel(list(by_request))
 
@@ -96,14 +98,14 @@ async def arun(engine: Engine, completions: Sequence[Completion], every_token: b
     by_request = _subscribe(completions, deliver, every_token)
     try:
         engine.submit(list(by_request))
-        running = len(completions)
-        while running:
+        unfinished = set(by_request)
+        while unfinished:
             update = await updates.get()
             completion = by_request[update.request]
-            running -= not completion.has_ended
             for piece in _read(engine, completion, update, every_token):
                 yield piece
-            running += not completion.has_ended
+            if completion.has_ended:
+                unfinished.discard(update.request)
     finally:
         engine.cancel(list(by_request))
 

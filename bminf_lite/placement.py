@@ -7,7 +7,6 @@ takes milliseconds for any size and needs no formula per architecture.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from .engine.config import EngineConfig
 from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
 from .layers.cache import CacheShape
-from .memory.cache_memory import CacheGroup, block_bytes
+from .memory.cache_memory import CacheGroup, block_bytes, cache_blocks
 from .memory.machine import available_memory, machine_of
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size, parse_size
@@ -36,15 +35,9 @@ from .models.spec import Role, Spec
 LIBRARY_BYTES = 48 << 20
 """Bytes of cublasLt's workspace and the kernels' own small arrays on the device."""
 
-CAPTURE_SHARE = 16
-"""One part in so many of the memory is left to captured steps and to steps of prompts."""
 LOGIT_BYTES = 16
 """Bytes of scratch for each logit: an int32 sum, an fp32 logit, and what the sampler derives from it. A step reads and
 writes about as many."""
-LOGITS_SHARE = 16
-"""The logits of a step take at most one part in so many of the memory that a plan leaves."""
-GPU_SEQUENCES = 1024
-"""The default bound of the sequences of a step on a GPU, if memory suffices. More of them make a token cheaper."""
 CPU_CACHE = 4 << 30
 """Bytes that a CPU is assumed to have free where the system does not say."""
 
@@ -144,24 +137,17 @@ def make_engine_config(
 ) -> EngineConfig:
     """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``.
 
-    The key-value cache takes the memory that the plan has for it and what the plan leaves, less logits and captured
-    steps. Without a plan (on a CPU) it takes at most a quarter of the host's free memory. There are blocks for one
-    sequence of the planned context at least, and for ``max_num_seqs`` at most.
+    The key-value cache has the blocks of :meth:`.MemoryPlan.num_blocks`. Without a plan (on a CPU) it takes at most a
+    quarter of the host's free memory, but has room for one sequence of the model's context.
     """
     chunk = CHUNK if plan is None else plan.chunk
     if plan is None:
         max_num_seqs = max_num_seqs or EngineConfig.max_num_seqs
-        room, context = (available_memory() or CPU_CACHE) // 4, config.context_length
-        groups = cache_groups(config, cache_shape, itemsize=4)
+        room, groups = (available_memory() or CPU_CACHE) // 4, cache_groups(config, cache_shape, itemsize=4)
+        blocks = cache_blocks(groups, config.context_length, chunk, room, max_num_seqs)
     else:
-        left = plan.left
-        per_sequence = plan.requirements.scratch_per_sequence
-        if max_num_seqs is None:
-            max_num_seqs = min(max(left // LOGITS_SHARE // per_sequence, 1), GPU_SEQUENCES)
-        spare = (max_num_seqs - 1) * per_sequence + plan.machine.memory // CAPTURE_SHARE
-        room = plan.cache_bytes + max(left - spare, 0)
-        context, groups = plan.context, plan.requirements.cache
-    blocks = cache_blocks(groups, context, chunk, room, max_num_seqs)
+        max_num_seqs = max_num_seqs or plan.max_num_seqs
+        blocks = plan.num_blocks(max_num_seqs)
     num_blocks, num_source_blocks = (blocks[:-1], blocks[-1]) if config.is_encoder_decoder else (blocks, 0)
     return EngineConfig(
         config.context_length,
@@ -187,27 +173,6 @@ def cache_groups(config: ModelConfig, shape: CacheShape, itemsize: int = 2) -> t
     if config.is_encoder_decoder:
         groups.append(CacheGroup(shape.layers, arrays, max_tokens=config.max_source_length))
     return tuple(groups)
-
-
-def cache_blocks(
-    groups: Sequence[CacheGroup], context: int, chunk: int, room: int, max_num_seqs: int
-) -> tuple[int, ...]:
-    """Blocks of each group, null blocks included, that fit in ``room`` bytes, but those of one sequence at least.
-
-    Groups share the room so that each can serve the same number of sequences of ``context`` tokens, ``max_num_seqs`` at
-    most.
-    """
-    needed = [group.blocks(context, chunk) for group in groups]
-    most = max(needed)
-
-    def blocks(share: int) -> tuple[int, ...]:
-        """The blocks of ``share / most`` sequences."""
-        return tuple(1 + n * share // most for n in needed)
-
-    def nbytes(share: int) -> int:
-        return sum(group.nbytes(count) for group, count in zip(groups, blocks(share), strict=True))
-
-    return blocks(max(most, bisect_right(range(most * max_num_seqs + 1), room, key=nbytes) - 1))
 
 
 def is_int8_cache(kv_cache: str) -> bool:

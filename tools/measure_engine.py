@@ -3,17 +3,19 @@
     python tools/measure_engine.py [--shape llama-3-8b] [--kv-cache int8] [--context 40960] [PART ...]
 
 Parts, which run in the order given, by default all but those of full size: see :data:`PARTS`. Each prints a line of
-JSON when it is done. The model is loaded and warmed up once.
+JSON when it is done. The model is loaded and warmed up once; for ``decoding`` it is loaded before that once more, and
+``bench`` decodes, because the engine takes all memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,15 +25,21 @@ from measure_grammar import SCHEMA, large_vocabulary
 
 from bminf_lite import backend
 from bminf_lite.api import Model
-from bminf_lite.bench.model import random_model, read_shape
+from bminf_lite.bench.model import BenchModel, random_model, read_shape
+from bminf_lite.bench.runner import Workload, make_profiler, run_tests
 from bminf_lite.bench.serving import Load, run_load
 from bminf_lite.engine.core import Launched
 from bminf_lite.engine.scheduler import Step, StepResult
 from bminf_lite.grammar.matcher import GrammarCompiler
 
+Part = Callable[[Model, "StepLog"], dict[str, Any]]
 OPTIONS: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0}
 IDLE_SECONDS = 0.02
 """Until the steps that were in flight when a request ended are over."""
+DECODED = {1: Workload("tg", 256, 512, 1), 16: Workload("tg", 256, 512, 16)}
+"""What ``decoding`` compares, by the number of sequences."""
+ROUNDS = 4
+"""Requests that each caller of ``decoding`` makes, one after another."""
 
 
 @dataclass
@@ -43,6 +51,8 @@ class StepLog:
     launch_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     wait_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    decoded: list[tuple[int, int, float]] = field(default_factory=list)
+    """Of each step without prompt tokens: its sequences, the sum of their positions, seconds from the step before."""
     last_end: float = 0.0
     is_captured: bool = False
 
@@ -62,13 +72,13 @@ class StepLog:
             self.counts[kind] += 1
             self.tokens[kind] += step.num_decodes + step.num_prompt_tokens
             self.launch_seconds[kind] += time.perf_counter() - start
-            return LoggedStep(launched, kind, self)
+            return LoggedStep(launched, step, kind, self)
 
         runner.launch, runner._captured_step = launch_and_log, find
 
     def clear(self) -> None:
         """Forget all steps."""
-        for values in (self.counts, self.tokens, self.launch_seconds, self.wait_seconds, self.seconds):
+        for values in (self.counts, self.tokens, self.launch_seconds, self.wait_seconds, self.seconds, self.decoded):
             values.clear()  # type: ignore[attr-defined]
         self.last_end = 0.0
 
@@ -94,6 +104,7 @@ class LoggedStep:
     """A launched step that tells its log when it has ended."""
 
     launched: Launched
+    step: Step
     kind: str
     log: StepLog
 
@@ -110,6 +121,9 @@ class LoggedStep:
         self.log.wait_seconds[self.kind] += now - start
         if self.log.last_end:
             self.log.seconds[self.kind].append(now - self.log.last_end)
+            if not self.step.others:
+                positions = self.step.positions
+                self.log.decoded.append((len(positions), sum(positions), now - self.log.last_end))
         self.log.last_end = now
         return result
 
@@ -127,7 +141,7 @@ def first_token(model: Model, prompt: list[int]) -> float:
         return time.perf_counter() - start
 
 
-def offline(requests: int, input_tokens: int, output_tokens: int) -> Callable[[Model, StepLog], dict[str, Any]]:
+def offline(requests: int, input_tokens: int, output_tokens: int) -> Part:
     """A load of requests that are all there at once."""
 
     def run(model: Model, log: StepLog) -> dict[str, Any]:
@@ -163,17 +177,45 @@ def same_bits(model: Model, log: StepLog) -> dict[str, Any]:
     }
 
 
-def decoding(model: Model, log: StepLog) -> dict[str, Any]:
-    """Tokens per second of 1 and 16 sequences behind 512 tokens, in steps without prompt tokens.
+def bench_speeds(bench_model: BenchModel, decoded: Mapping[int, Workload]) -> dict[int, float]:
+    """Tokens per second of each workload of :data:`DECODED`, as ``bench -p 0 -n 256 -d 512 -b 1,16`` gives them."""
+    measured = run_tests(bench_model, make_profiler(bench_model.ops), decoded.values(), repetitions=5)
+    return {count: found.speed for count, found in zip(decoded, measured, strict=True)}
 
-    Those are all steps after the first token of the sequence whose prompt is computed last.
+
+def decoding(speeds: Mapping[int, float], decoded: Mapping[int, Workload] = DECODED) -> Part:
+    """Decoding while requests come and go, and the share that this is of the ``speeds`` of ``bench``.
+
+    So many callers make requests of ``depth`` prompt tokens, one after another. Counted are the steps without prompt
+    tokens in which all of them decode. The first requests are as if they had begun earlier, at equal distances. So the
+    tokens before a counted one are as many as those of ``bench``, from ``depth`` to ``depth + tokens``, on the average.
     """
-    found = {}
-    for count in (1, 16):
-        prompts = random_prompts(model, [512] * count, 5 + count)
-        results = model.generate(prompts, max_new_tokens=257, **OPTIONS)
-        found[f"{count} sequences"] = round(count * 256 / min(r.timings.decode_seconds for r in results), 1)
-    return found
+
+    async def serve(model: Model, workload: Workload, caller: int) -> None:
+        end, phase = workload.depth + workload.tokens, workload.tokens * caller // workload.batch
+        lengths = [workload.depth + phase, *[workload.depth] * (ROUNDS - 1)]
+        for prompt in random_prompts(model, lengths, 100 * workload.batch + caller):
+            await model.agenerate(prompt, max_new_tokens=end - len(prompt) + 1, **OPTIONS)
+
+    async def serve_all(model: Model, workload: Workload) -> None:
+        await asyncio.gather(*(serve(model, workload, caller) for caller in range(workload.batch)))
+
+    def run(model: Model, log: StepLog) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for count, workload in decoded.items():
+            before = len(log.decoded)
+            asyncio.run(serve_all(model, workload))
+            steps = [step for step in log.decoded[before:] if step[0] == count]
+            tokens = count * len(steps)
+            speed = tokens / sum(seconds for *_, seconds in steps)
+            found[f"{count} sequences"] = {
+                "engine": round(speed, 1), "bench": round(speeds[count], 1), "ratio": round(speed / speeds[count], 4),
+                "steps": len(steps), "mean_position": round(sum(positions for _, positions, _ in steps) / tokens, 1),
+                "bench_mean_position": workload.depth + (workload.tokens - 1) / 2,
+            }  # fmt: skip
+        return found
+
+    return run
 
 
 def prompts_beside_streams(model: Model, log: StepLog) -> dict[str, Any]:
@@ -246,9 +288,8 @@ def grammars(model: Model, log: StepLog) -> dict[str, Any]:
     return found
 
 
-PARTS: dict[str, Callable[[Model, StepLog], dict[str, Any]]] = {
+PARTS: dict[str, Part] = {
     "bits": same_bits,
-    "decoding": decoding,
     "turn": second_turn,
     "streams": prompts_beside_streams,
     "grammars": grammars,
@@ -258,7 +299,7 @@ PARTS: dict[str, Callable[[Model, StepLog], dict[str, Any]]] = {
     "1024 of 1000/300": offline(1024, 1000, 300),
     "1024 of 128/512": offline(1024, 128, 512),
 }
-FULL_PARTS: dict[str, Callable[[Model, StepLog], dict[str, Any]]] = {
+FULL_PARTS: dict[str, Part] = {
     "2048 of 128/2048": offline(2048, 128, 2048),
     "2048 of 1000/1000": offline(2048, 1000, 1000),
     "1024 of 2048/2048": offline(1024, 2048, 2048),
@@ -277,13 +318,23 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None, decoded: Mapping[int, Workload] = DECODED) -> None:
     parser = model_parser(__doc__)
     parser.add_argument("--max-batch", type=int)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {', '.join([*PARTS, *FULL_PARTS])}")
-    options = parser.parse_args()
-    start = time.perf_counter()
+    names = ["decoding", *PARTS, *FULL_PARTS]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {', '.join(names)}")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.parts).difference(names):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    chosen: list[str] = options.parts or ["decoding", *PARTS]
+    parts = PARTS | FULL_PARTS
     config = read_shape(options.shape) | {"max_position_embeddings": options.context}
+    if "decoding" in chosen:
+        with closing(backend.create(options.device)) as ops:
+            bench_model = random_model(options.shape, config, ops, options.kv_cache, options.max_batch)
+            parts["decoding"] = decoding(bench_speeds(bench_model, decoded), decoded)
+            del bench_model
+    start = time.perf_counter()
     ops = backend.create(options.device)
     found = random_model(options.shape, config, ops, options.kv_cache, options.max_batch)
     engine_config = replace(found.engine_config, max_queue=1 << 20)
@@ -299,10 +350,10 @@ def main() -> None:
         config_facts = {"max_num_seqs": engine_config.max_num_seqs, "num_blocks": engine_config.num_blocks}
         seconds = {"load_s": round(loaded - start, 1), "warm_up_s": round(warm - loaded, 1)}
         print(json.dumps({"device": ops.describe(), **seconds, "captured": captured, **config_facts}), flush=True)
-        for name in options.parts or PARTS:
+        for name in chosen:
             log.clear()
             begin = time.perf_counter()
-            result = (PARTS | FULL_PARTS)[name](model, log)
+            result = parts[name](model, log)
             result |= {"part_s": round(time.perf_counter() - begin, 1), "steps": log.table()}
             print(json.dumps({"part": name, **result}), flush=True)
         added = len(runner._captured) - captured  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -194,13 +195,15 @@ def _run_load(
     from ..api import Model
     from ..bench import plot as drawing
     from ..bench.serving import run_load, warm_up
+    from ..engine.config import EngineConfig
 
     try:
         bench_model = make_model(ops)
     except BaseException:
         ops.close()
         raise
-    with Model(bench_model.network, bench_model.engine_config) as model:
+    engine_config = replace(bench_model.engine_config, max_queue=max(EngineConfig.max_queue, load.requests))
+    with Model(bench_model.network, engine_config) as model:
         warm_up(model, load)
         result = run_load(model, load)
     rows = {"model": bench_model.name, **result.to_dict()}

@@ -51,9 +51,9 @@ class BlockPool:
         """Blocks that sequences hold."""
         return self.num_blocks - 1 - self.num_available
 
-    def is_idle(self, block: int) -> bool:
-        """Whether no sequence holds the indexed ``block``."""
-        return block in self._idle
+    def count_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these indexed blocks no sequence holds."""
+        return sum(map(self._idle.__contains__, blocks))
 
     def take(self) -> int:
         """A block for one holder: a free one, else the least recently used idle one, which leaves the index."""
@@ -63,10 +63,11 @@ class BlockPool:
         self._holders[block] = 1
         return block
 
-    def share(self, block: int) -> None:
-        """Add a holder to a block of the index."""
-        self._idle.pop(block, None)
-        self._holders[block] += 1
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a holder to blocks of the index."""
+        for block in blocks:
+            self._idle.pop(block, None)
+            self._holders[block] += 1
 
     def give_back(self, block: int) -> None:
         """Remove a holder. After the last one, the block is idle if it is in the index, else free."""
@@ -221,8 +222,7 @@ class BlockManager:
         found = [self._hit_blocks(sequence, group, hits, cached) for group in range(len(self.pools))]
         ends = [num_tokens if w is None else min(num_tokens, cached + budget) for w in self.windows]
         for pool, window, blocks, end in zip(self.pools, self.windows, found, ends, strict=True):
-            idle = sum(pool.is_idle(b) for b in blocks)
-            left = pool.num_available - idle - (self.blocks_for(end) - hits)
+            left = pool.num_available - pool.count_idle(blocks) - (self.blocks_for(end) - hits)
             if left < (spare if window is not None else spare + growth):
                 return None
         source, num_source_blocks = self.cached_source(sequence), self.blocks_for(sequence.num_source_tokens)
@@ -232,13 +232,11 @@ class BlockManager:
         copied = [pool.index.find(key) for pool, key in zip(self.pools, copied_keys, strict=False)]
         sequence.partial_keys += copied_keys
         for table, pool, blocks, end in zip(sequence.tables, self.pools, found, ends, strict=True):
-            for block in blocks:
-                pool.share(block)
+            pool.share(blocks)
             table += [NULL_BLOCK] * (hits - len(blocks)) + blocks
             table += [pool.take() for _ in range(self.blocks_for(end) - hits)]
         if self.source_pool:
-            for block in source or ():
-                self.source_pool.share(block)
+            self.source_pool.share(source or ())
             sequence.source_table = source or [self.source_pool.take() for _ in range(num_source_blocks)]
         sequence.num_indexed = hits
         copies = [(b, table[hits]) for b, table in zip(copied, sequence.tables, strict=False) if b is not None]
@@ -322,8 +320,7 @@ class BlockManager:
         keys = sequence.keys[: num_tokens // self.block_size]
         for pool, window in zip(self.pools, self.windows, strict=True):
             if window is None:
-                missing = (i for i, key in enumerate(keys) if pool.index.find(key) is None)
-                del keys[next(missing, len(keys)) :]
+                del keys[pool.index.num_leading(keys) :]
         hits = len(keys)
         while hits and not all(self._sees(group, keys, hits) for group in range(len(self.pools))):
             hits -= 1
@@ -359,9 +356,9 @@ class BlockManager:
 
     def _hit_blocks(self, sequence: SequenceBlocks, group: int, hits: int, position: int) -> list[int]:
         """The blocks of a group for a prefix of ``hits`` blocks, from the first that a token at ``position`` sees."""
-        window, find = self.windows[group], self.pools[group].index.find
+        window = self.windows[group]
         first = 0 if window is None else self._first_visible(position, window)
-        return [b for key in sequence.keys[first:hits] if (b := find(key)) is not None]
+        return self.pools[group].index.blocks_of(sequence.keys[first:hits])
 
     def _source_keys(self, sequence: SequenceBlocks) -> list[bytes]:
         return [block_key(sequence.root, (-1, i)) for i in range(self.blocks_for(sequence.num_source_tokens))]

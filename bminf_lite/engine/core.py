@@ -151,6 +151,14 @@ class Engine:
         if requests and os.getpid() == self._process and self._thread is not None and not self._closing:
             self._messages.put(lambda: self._cancel(requests))
 
+    def require_process(self) -> None:
+        """Raise ``UsageError`` in a process that was forked from the one that made the engine."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                "this process was forked from the one that loaded the model, and has neither its engine nor its "
+                'device: load the model here, or start processes with multiprocessing.get_context("spawn")'
+            )
+
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps, and return its result or raise its error."""
         if threading.current_thread() is self._thread:
@@ -222,11 +230,7 @@ class Engine:
 
     def _open(self) -> None:
         """Check that the engine can take messages, and start its thread."""
-        if os.getpid() != self._process:
-            raise UsageError(
-                "this process was forked from the one that loaded the model, and has neither its engine nor its "
-                'device: load the model here, or start processes with multiprocessing.get_context("spawn")'
-            )
+        self.require_process()
         with self._lock:
             if self._closing:
                 raise closed_error()
@@ -262,17 +266,16 @@ class Engine:
             closing = self._closing
             while not self._messages.empty():
                 messages.append(self._messages.get())
-            for work in (self._add_arrived, *messages, *([] if closing else [self._advance])):
+            for work in (self._add_arrived, *messages, *([] if closing else [self._advance]), self._end_step):
                 try:
                     work()
                 except BaseException as error:  # noqa: PERF203, the thread must live on
                     self.failure = self.failure if isinstance(error, MemoryError) else error
                     self._fail(error)
-            self._end_step()
             del messages, work  # an idle engine keeps no request
         self._fail(closed_error())
-        self._end_step()
         try:
+            self._end_step()
             if self._runner is not None:
                 self._runner.close()
         finally:

@@ -11,7 +11,7 @@ then differs.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import takewhile
 from operator import eq
@@ -33,7 +33,7 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 def append_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
     """Append the keys of the full blocks of ``token_ids`` behind the last of ``keys``, or behind ``root``."""
-    packed = np.fromiter(token_ids, np.int32, len(token_ids)).tobytes()
+    packed = np.asarray(token_ids, np.int32).tobytes()
     nbytes = 4 * block_size
     parent = keys[-1] if keys else root
     for end in range(nbytes, len(packed) + 1, nbytes):
@@ -60,6 +60,15 @@ class PrefixIndex:
     def find(self, key: bytes) -> int | None:
         """The block with this key."""
         return self._block_of.get(key)
+
+    def num_leading(self, keys: Iterable[bytes]) -> int:
+        """How many blocks have the first of these keys, up to one that no block has."""
+        blocks = [*map(self._block_of.get, keys)]
+        return blocks.index(None) if None in blocks else len(blocks)
+
+    def blocks_of(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks with these keys, which must be in the index."""
+        return [*map(self._block_of.__getitem__, keys)]
 
     def find_start(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, int]:
         """The key of a block behind ``parent``, and how many tokens from its first on are those of ``token_ids``.

@@ -19,6 +19,7 @@ class Request:
 
     A caller sets:
 
+    - ``prompt_token_ids``, which are kept as an int32 array.
     - ``params``, which must have a seed; ``index`` makes requests with equal seeds draw differently.
     - ``source_token_ids``: what the encoder of an encoder-decoder reads; its decoder starts with ``prompt_token_ids``.
     - ``priority``: requests with a higher one go first. ``deadline``: the request ends when ``time.perf_counter()``
@@ -86,6 +87,8 @@ class Request:
     last_token_time: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prompt_token_ids, array):
+            self.prompt_token_ids = array("i", self.prompt_token_ids)
         self.num_known_tokens = len(self.prompt_token_ids)
         if self.prompt_logprobs:
             self.prompt_token_logprobs = [None] * len(self.prompt_token_ids)
@@ -142,7 +145,7 @@ class Request:
             return self.prompt_token_ids[start:stop]
         if start >= length:
             return self.output_tokens[start - length : stop - length]
-        return [*self.prompt_token_ids[start:], *self.output_tokens[: stop - length]]
+        return array("i", self.prompt_token_ids[start:]) + self.output_tokens[: stop - length]
 
     def limit_length(self, context_length: int) -> int:
         """Set and return ``max_length`` for a model of this context."""

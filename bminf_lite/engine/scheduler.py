@@ -30,6 +30,7 @@ from .config import EngineConfig
 from .request import Request
 
 ORDER = attrgetter("order")
+Copies = list[tuple[Request, Sequence[tuple[int, int]]]]
 MAX_PASSED = 32
 """Requests that others may pass at a time because they wait for a block that is being computed."""
 
@@ -227,11 +228,13 @@ class Scheduler:
                 self._plan(request, count, plan)
                 budget.spend(request, plan.get(request, 0))
         sources: list[Request] = []
-        copies: list[tuple[Request, Sequence[tuple[int, int]]]] = []
+        copies: Copies = []
         if self.waiting and self.num_preemptions == preemptions and not self._is_refused(self.waiting[0]):
             self._admit(plan, budget, sources, copies)
-        if not plan:
-            return None
+        return self._step(plan, sources, copies) if plan else None
+
+    def _step(self, plan: dict[Request, int], sources: list[Request], copies: Copies) -> Step:
+        """The step with so many tokens of each request of ``plan``, which count as computed from now on."""
         decoding: list[Request] = []
         positions: list[int] = []
         singles: list[ScheduledTokens] = []
@@ -273,10 +276,7 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self.waiting, request, key=ORDER)
 
-    def _admit(
-        self, plan: dict[Request, int], budget: Budget, sources: list[Request],
-        copies: list[tuple[Request, Sequence[tuple[int, int]]]],
-    ) -> None:  # fmt: skip
+    def _admit(self, plan: dict[Request, int], budget: Budget, sources: list[Request], copies: Copies) -> None:
         """Start waiting requests in order while rows, blocks and the budget last; see :class:`Step` for the lists.
 
         A request whose length is known starts if it, and those that run, can go on to their ends; see :class:`Growth`.

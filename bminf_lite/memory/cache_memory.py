@@ -7,6 +7,7 @@ allocated at once; otherwise pages are mapped as they grow, so a layer takes who
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from .arena import ALIGNMENT
 
 PAGE_BYTES = 2 << 20
 """The least memory that NVIDIA GPUs map to addresses."""
+BALANCED_CONTEXT = 8192
+"""Layers with windows take most of the cache of short sequences, and those without take most of that of long ones. For
+models of longer contexts, pools are balanced for sequences of so many tokens."""
 
 
 def grows(nbytes: int, page: int = PAGE_BYTES) -> bool:
@@ -81,3 +85,30 @@ class CacheGroup:
     def nbytes(self, num_blocks: int) -> int:
         """The memory of pools of ``num_blocks`` blocks."""
         return self.layers * layer_bytes(self.block_bytes, num_blocks)
+
+
+def cache_blocks(
+    groups: Sequence[CacheGroup], context: int, chunk: int, room: int, max_num_seqs: int, batch: int = 1
+) -> tuple[int, ...]:
+    """Blocks of each group, null blocks included, that fit in ``room`` bytes.
+
+    They hold ``batch`` sequences of ``context`` tokens at least, and ``max_num_seqs`` at most. Groups share the rest of
+    the room so that each can serve the same number of sequences of ``context`` tokens, or of ``BALANCED_CONTEXT`` if
+    that is less.
+    """
+    needed = [group.blocks(context, chunk) for group in groups]
+    shares = [group.blocks(min(context, BALANCED_CONTEXT), chunk) for group in groups]
+    largest = max(shares)
+
+    def blocks(share: int) -> tuple[int, ...]:
+        """The blocks of ``share / largest`` sequences."""
+        return tuple(
+            1 + min(max(part * share // largest, batch * n), max_num_seqs * n)
+            for part, n in zip(shares, needed, strict=True)
+        )
+
+    def nbytes(share: int) -> int:
+        return sum(group.nbytes(count) for group, count in zip(groups, blocks(share), strict=True))
+
+    every_block = largest * max_num_seqs * max(needed)
+    return blocks(max(bisect_right(range(every_block + 1), room, key=nbytes) - 1, 0))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ..backend.values import BLOCK_SIZE, Placement
 from ..errors import OutOfMemory, UsageError
-from .cache_memory import CacheGroup
+from .cache_memory import CacheGroup, cache_blocks
 from .sizes import format_size
 from .step_time import DecodeWork
 
@@ -31,6 +31,12 @@ CACHE_SHARE = 4
 """If layers are streamed and the context is not given, the cache takes at most memory / CACHE_SHARE."""
 SCRATCH_SHARE = 16
 """If layers are streamed, a chunk is so small that its scratch takes at most memory / SCRATCH_SHARE."""
+CAPTURE_SHARE = 16
+"""One part in so many of the memory is left to captured steps and to steps of prompts."""
+LOGITS_SHARE = 16
+"""The logits of a step take at most one part in so many of the memory that a plan leaves."""
+GPU_SEQUENCES = 1024
+"""The default bound of the sequences of a step on a GPU, if memory suffices. More of them make a token cheaper."""
 GB = 1e9
 COPY_LATENCY = 10e-6
 """Seconds from one copy's end to the next one's first byte."""
@@ -175,17 +181,27 @@ class MemoryPlan:
         """Memory that is not planned, into which the cache may grow."""
         return max(self.machine.memory - self.total_bytes, 0)
 
+    @property
+    def max_num_seqs(self) -> int:
+        """The most sequences of a step, unless a caller bounds them."""
+        logits = max(self.requirements.scratch_per_sequence, 1)
+        return max(min(self.left // LOGITS_SHARE // logits, GPU_SEQUENCES), self.batch)
+
+    def num_blocks(self, max_num_seqs: int) -> tuple[int, ...]:
+        """Blocks of each pool of the cache, null blocks included, for an engine with ``max_num_seqs``.
+
+        The cache takes its planned memory and what the plan leaves, less logits and captured steps. There are blocks
+        for ``batch`` sequences of ``context`` tokens at least, and for ``max_num_seqs`` at most.
+        """
+        spare = (max_num_seqs - self.batch) * self.requirements.scratch_per_sequence
+        spare += self.machine.memory // CAPTURE_SHARE
+        room = self.cache_bytes + max(self.left - spare, 0)
+        return cache_blocks(self.requirements.cache, self.context, self.chunk, room, max_num_seqs, self.batch)
+
     def sequences_of(self, tokens: int) -> int:
-        """How many sequences of ``tokens`` tokens fit at once."""
-        needed = self.requirements
-        room = self.left + self.cache_bytes + self.batch * needed.scratch_per_sequence
-
-        def taken(count: int) -> int:
-            return needed.cache_bytes(tokens, count, self.chunk) + count * needed.scratch_per_sequence
-
-        blocks = sum(group.token_bytes * BLOCK_SIZE * group.blocks(tokens, self.chunk) for group in needed.cache)
-        most = room // max(blocks + needed.scratch_per_sequence, 1)
-        return bisect_right(range(most + 1), room, key=taken) - 1
+        """How many sequences of ``tokens`` tokens the engine runs at once, if no caller bounds them."""
+        pools = zip(self.num_blocks(self.max_num_seqs), self.requirements.cache, strict=True)
+        return min(self.max_num_seqs, *((count - 1) // group.blocks(tokens, self.chunk) for count, group in pools))
 
     @property
     def lengths(self) -> list[int]:

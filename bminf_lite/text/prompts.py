@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, UsageError, listed
+from ..errors import CheckpointError, UsageError, is_whole, listed
 from .chat_template import ChatTemplate, Message, check_messages
 from .checkpoint_files import has_tokenizer, load_tokenizer
 from .tokenizer import Tokenizer
@@ -29,13 +31,14 @@ from .tool_calls import (
 class EncodedPrompt:
     """A prompt in tokens, checked.
 
+    - ``token_ids``: :meth:`PromptEncoder.encode` packs them into an int32 array, which the engine uses as it is.
     - ``continues``: the completion reads as the continuation of the prompt's text, so its first word keeps the space
       before it. False after a conversation and for an encoder-decoder, whose completion is a text of its own.
     - ``target``: tokens with which the decoder of an encoder-decoder begins, after its start tokens.
     - ``stop_ids``: tokens that end the completion, in addition to the end-of-sequence tokens.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     continues: bool = True
     target: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
@@ -98,7 +101,7 @@ class PromptEncoder:
             raise UsageError(
                 f"the target has {len(target):,} tokens, but the decoder's context is {self.context_length:,}"
             )
-        return replace(encoded, token_ids=ids, target=target)
+        return replace(encoded, token_ids=ids, target=tuple(target))
 
     def encode_all(self, prompts: Any, add_special_tokens: bool = True) -> list[EncodedPrompt]:
         """The tokens of one prompt or of a list. The ``UsageError`` lists all invalid prompts of a list by number."""
@@ -163,7 +166,7 @@ class PromptEncoder:
             self._templates[source] = ChatTemplate(source, *names, processes=self.template_processes)
         return self._templates[source]
 
-    def validate_token_ids(self, token_ids: Any) -> tuple[int, ...]:
+    def validate_token_ids(self, token_ids: Any) -> array[int]:
         """See :func:`validate_token_ids`; takes arrays of other libraries and devices too."""
         is_array = hasattr(token_ids, "__dlpack__") or hasattr(token_ids, "__cuda_array_interface__")
         if is_array and not isinstance(token_ids, np.ndarray):
@@ -183,15 +186,15 @@ class PromptEncoder:
         check_messages(prompt)
         ids = self.tokenizer.encode_turns([m.get("content", "") for m in prompt], self.max_source_length)
         if ids is None:
-            ids = list(self._encode_text(self.render(prompt), add_special_tokens=False))
-        return EncodedPrompt(tuple(ids), continues=False)
+            ids = self._encode_text(self.render(prompt), add_special_tokens=False)
+        return EncodedPrompt(ids, continues=False)
 
-    def _encode_text(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         """The tokens of a text; ``CheckpointError`` for a tokenizer whose tokens the model does not have."""
-        ids = tuple(self.tokenizer.encode(text, add_special_tokens))
-        wrong = next((i for i in ids if i >= self.vocab_size), None)
-        if wrong is not None:
-            problem = f"the tokenizer gives the token id {wrong}, but the model's largest is {self.vocab_size - 1}"
+        ids = self.tokenizer.encode(text, add_special_tokens)
+        largest = max(ids, default=0)
+        if largest >= self.vocab_size:
+            problem = f"the tokenizer gives the token id {largest}, but the model's largest is {self.vocab_size - 1}"
             raise CheckpointError(f"{self.folder}: {problem}; the tokenizer's files must be those of this checkpoint")
         return ids
 
@@ -215,19 +218,30 @@ def dialogue_messages(turns: Sequence[str]) -> list[Message]:
     return [{"role": roles[(len(turns) - 1 - i) % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
-def validate_token_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as Python integers; ``UsageError`` for another type, and for ids outside the vocabulary."""
+def validate_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
+    """Token ids as a new int32 array; ``UsageError`` for another type, and for ids outside the vocabulary."""
     if not _is_list(token_ids):
         raise UsageError(f"a prompt is text, token ids or messages, but this one is {type(token_ids).__name__}")
-    if set(map(type, token_ids)) == {int}:
-        with suppress(OverflowError):
-            ids = np.fromiter(token_ids, np.int64, len(token_ids))
-            if ids.min() >= 0 and ids.max() < vocab_size:
-                return tuple(token_ids)
-    for position, i in enumerate(token_ids):
-        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < vocab_size:
-            raise UsageError(f"token {position} is {i!r}, but a token id is a whole number from 0 to {vocab_size - 1}")
-    return tuple(map(int, token_ids))
+    with suppress(TypeError, OverflowError, struct.error):
+        packed = _packed(token_ids)
+        ids = np.asarray(packed)
+        may_be_bool = np.flatnonzero(ids <= 1)  # the others need no look at each item: a prompt may be long
+        if (
+            ids.min(initial=0) >= 0
+            and ids.max(initial=0) < vocab_size
+            and all(is_whole(token_ids[i]) for i in may_be_bool.tolist())
+        ):
+            return packed
+    position, wrong = next((n, i) for n, i in enumerate(token_ids) if not is_whole(i) or not 0 <= i < vocab_size)
+    raise UsageError(f"token {position} is {wrong!r}, but a token id is a whole number from 0 to {vocab_size - 1}")
+
+
+def _packed(token_ids: Any) -> array[int]:
+    """The integers of a list of any kind as int32, True as 1; ``TypeError`` and others for what int32 cannot hold."""
+    if isinstance(token_ids, array):
+        return array("i", token_ids)
+    values = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
+    return array("i", struct.Struct(f"{len(values)}i").pack(*values))  # in half the time of array("i", values)
 
 
 def _check_length(token_ids: Sequence[int], limit: int, reason: str) -> None:

@@ -108,7 +108,7 @@ def test_invalid_texts_with_blanks(cpm2: Model, text: Any) -> None:
 def test_continuing_a_text(cpm2: Model) -> None:
     """The last sentinel ends the source and begins the decoder's tokens."""
     prompt = cpm2.encode("今天天气")
-    assert prompt.token_ids == (IDS["今天"], IDS["天气"], IDS["<s_3>"])
+    assert list(prompt.token_ids) == [IDS["今天"], IDS["天气"], IDS["<s_3>"]]
     assert prompt.target == (IDS["<s_3>"],) and not prompt.continues
     framed = cpm2.generate("今天天气", max_new_tokens=9)
     assert cpm2.generate(prompt, max_new_tokens=9).token_ids == framed.token_ids

@@ -13,7 +13,10 @@ import pytest
 from cli_kit import run
 from model_kit import WatchedBackend, make_model
 
+from bminf_lite.api import Model
+from bminf_lite.bench import serving
 from bminf_lite.bench.serving import Load, ServingResult, random_prompts, run_load, warm_up
+from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.request import Request
 from bminf_lite.errors import UsageError
 
@@ -90,6 +93,20 @@ def test_the_command_prints_every_format(shape: Path) -> None:
     assert (data["model"], data["requests"], data["rate"]) == ("small", 5, 500.0)
     (row,) = csv.DictReader(io.StringIO(bench(shape, "--offline", 3, "-o", "csv").stdout))
     assert float(row["output_tokens_per_second"]) > 0 and float(row["between_tokens_p99_ms"]) > 0
+
+
+def test_more_requests_may_wait_than_a_caller_s(shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[int] = []
+
+    def count(model: Model, load: Load) -> ServingResult:
+        bounds.append(model.engine_config.max_queue)
+        return ServingResult(load, 1.0, np.ones(1), np.ones(1))
+
+    monkeypatch.setattr(serving, "warm_up", lambda model, load: None)
+    monkeypatch.setattr(serving, "run_load", count)
+    for requests in (3, 70_000):
+        assert bench(shape, "--offline", requests).exit_code == 0
+    assert bounds == [EngineConfig.max_queue, 70_000]
 
 
 @pytest.mark.slow

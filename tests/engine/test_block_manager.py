@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from hashlib import sha256
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.engine.block_manager import Admission, BlockManager, SequenceBlocks
-from bminf_lite.engine.prefix_index import block_key, root_key
+from bminf_lite.engine.prefix_index import append_keys, block_key, root_key
 from bminf_lite.memory.cache_memory import CacheGroup, block_bytes
 
 SIZE = 4
@@ -47,6 +50,17 @@ def test_a_key_depends_on_every_token_on_their_order_and_on_the_root():
     roots = [root_key(""), root_key("a"), root_key("", [1]), root_key("", [1, 2])]
     keys = [block_key(root, ids) for root in roots for ids in ([1, 2, 3, 4], [1, 2, 4, 3], [1, 2, 3, 5])]
     assert len({*roots, *keys}) == len(roots) + len(keys)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda ids: array("i", ids)])
+def test_the_keys_of_a_prompt_are_a_chain_of_sha256(kind):
+    """Over the bytes of the parent and of the tokens, int32, whatever holds them; a partial block has no key."""
+    keys: list[bytes] = []
+    append_keys(keys, root := root_key("tenant", [3, 1]), kind([*range(7)]), 4)
+    append_keys(keys, root, kind([4, 5, 6, 7, 8]), 4)
+    assert keys[0] == sha256(root + bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])).digest()
+    assert [key.hex()[:16] for key in keys] == ["5922fb6144097249", "679bccf696c4ffb8"]
+    assert keys[1] == block_key(keys[0], [4, 5, 6, 7])
 
 
 def test_a_prefix_is_reused_up_to_its_last_full_block_and_never_the_last_token():

@@ -437,11 +437,14 @@ def test_the_queue_has_a_bound(engine):
 def test_a_forked_process_is_told(engine):
     tokens_of(engine, make_request([1], 2))
 
+    under_way = run(engine, [completion(make_request([2], 20))], every_token=True)
+    next(under_way)
+
     def child(results: multiprocessing.SimpleQueue) -> None:
-        try:
-            engine.submit([make_request([1])])
-        except UsageError as error:
-            results.put(str(error))
+        for call in (lambda: engine.submit([make_request([1])]), lambda: list(under_way)):
+            with pytest.raises(UsageError) as found:
+                call()
+            results.put(str(found.value))
         engine.cancel([])
         engine.close()
         os._exit(0)
@@ -451,8 +454,9 @@ def test_a_forked_process_is_told(engine):
     process = context.Process(target=child, args=(results,))
     process.start()
     process.join(300)
-    assert process.exitcode == 0 and "forked" in results.get() and not engine.closed
-    assert tokens_of(engine, make_request([1], 2))
+    assert process.exitcode == 0 and not engine.closed
+    assert "forked" in results.get() and "forked" in results.get()
+    assert len(list(under_way)) == 19 and tokens_of(engine, make_request([1], 2))
 
 
 # -- the thread -------------------------------------------------------------------------------------------------------
@@ -572,6 +576,17 @@ def test_what_is_called_after_steps_finds_every_update_told(engine):
     count = len(seen)
     engine.close()
     assert len(seen) > count
+
+
+def test_an_error_after_a_step_reaches_every_caller_and_the_engine_lives_on(engine):
+    steps = iter(range(100))
+    engine.after_steps(lambda: 1 / 0 if next(steps) == 3 else None)
+    with pytest.raises(ZeroDivisionError):
+        tokens_of(engine, make_request([1], 9))
+    assert isinstance(engine.failure, ZeroDivisionError)
+    request = make_request([1], 4)
+    tokens_of(engine, request)
+    engine.check(request)
 
 
 @pytest.mark.parametrize(("error", "is_failure"), [(RuntimeError("illegal access"), True), (MemoryError(), False)])

@@ -385,6 +385,18 @@ def test_invalid_options(options, words):
         model.generate(prompt_of(5), **options)
 
 
+def test_numbers_of_numpy_mean_what_python_s_do(monkeypatch):
+    """An unsigned priority would wrap when it is negated, and a narrow deadline would round the time of day."""
+    seen: list[Request] = []
+    with make_model() as model:
+        submit = model.engine.submit
+        monkeypatch.setattr(model.engine, "submit", lambda requests: (seen.extend(requests), submit(requests)))
+        before = time.perf_counter()
+        model.generate(prompt_of(3), max_new_tokens=1, priority=np.uint8(3), deadline=np.float16(9))
+    assert seen[0].order == (-3, 1)
+    assert type(seen[0].deadline) is float and seen[0].deadline - before >= 9
+
+
 class FullBackend(WatchedBackend):
     """Has memory for the cache's first blocks and no more, until ``is_full`` is false."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.engine.block_manager import BlockManager
-from bminf_lite.memory.cache_memory import PAGE_BYTES, CacheGroup, layer_bytes
-from bminf_lite.placement import cache_blocks
+from bminf_lite.memory.cache_memory import BALANCED_CONTEXT, PAGE_BYTES, CacheGroup, cache_blocks, layer_bytes
 
 windows = st.none() | st.integers(1, 4096)
 groups = st.builds(
@@ -44,7 +45,23 @@ def test_the_blocks_fit_in_the_room_unless_one_sequence_needs_more(
     least = [1 + group.blocks(context, piece) for group in groups]
     assert all(least[i] <= count <= 50 * (least[i] - 1) + 1 for i, count in enumerate(blocks))
     if list(blocks) != least:
-        assert sum(group.nbytes(count) for group, count in zip(groups, blocks, strict=True)) <= room
+        assert cache_bytes(groups, blocks) <= room
+
+
+@given(st.lists(groups, min_size=1, max_size=3), st.integers(1, 200_000), st.integers(1, 2048), st.integers(0, 1 << 36))
+def test_no_more_sequences_would_fit_beside_the_longest(
+    groups: list[CacheGroup], context: int, piece: int, room: int
+) -> None:
+    """Sequences of the planned context, or of the length for which pools of longer ones are balanced."""
+    blocks = cache_blocks(groups, context, piece, room, 50)
+    needed = [group.blocks(min(context, BALANCED_CONTEXT), piece) for group in groups]
+    held = min((count - 1) // n for count, n in zip(blocks, needed, strict=True))
+    one_more = [1 + max((held + 1) * n, group.blocks(context, piece)) for group, n in zip(groups, needed, strict=True)]
+    assert held >= 50 or cache_bytes(groups, one_more) > room
+
+
+def cache_bytes(groups: list[CacheGroup], blocks: Sequence[int]) -> int:
+    return sum(group.nbytes(count) for group, count in zip(groups, blocks, strict=True))
 
 
 @pytest.mark.parametrize(("window", "most", "expected"), [(None, None, 100), (30, None, 30), (None, 7, 7), (30, 7, 7)])

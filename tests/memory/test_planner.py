@@ -12,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.backend.values import BLOCK_SIZE
+from bminf_lite.bench.model import read_shape
+from bminf_lite.checkpoint.opened_model import describe_model
+from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.memory.cache_memory import CacheGroup
 from bminf_lite.memory.planner import (
+    CAPTURE_SHARE,
     CHUNK,
     SCRATCH_SHARE,
     Machine,
@@ -26,7 +30,7 @@ from bminf_lite.memory.planner import (
     suggestions,
 )
 from bminf_lite.memory.step_time import DecodeWork
-from bminf_lite.placement import requirements_of
+from bminf_lite.placement import make_engine_config, requirements_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIB = 1 << 20
@@ -120,23 +124,49 @@ def test_no_plan_that_streams_fewer_layers_fits(requirements: MemoryRequirements
             assert not replace(plan, streamed=evenly_spaced(len(requirements.layers), count)).fits
 
 
-@given(requirement_sets, machines, st.integers(1, 10_000))
+@given(requirement_sets, machines, st.integers(1, 10_000), st.integers(1, 4))
 def test_so_many_sequences_fit_at_once_and_no_more(
-    requirements: MemoryRequirements, machine: Machine, tokens: int
+    requirements: MemoryRequirements, machine: Machine, tokens: int, batch: int
 ) -> None:
+    """Into the pools of the cache, which leave room for logits and captured steps, or else are the least planned."""
     try:
-        plan = plan_memory(requirements, machine)
+        plan = plan_memory(requirements, machine, batch=batch)
     except OutOfMemory:
         return
-    count, others = plan.sequences_of(tokens), plan.resident_bytes + plan.slot_bytes
-    others += plan.chunk * requirements.scratch_per_token
+    most = plan.max_num_seqs
+    count, pools = plan.sequences_of(tokens), plan.num_blocks(most)
+    needed = [group.blocks(tokens, plan.chunk) for group in requirements.cache]
+    assert all(count * n < pool for n, pool in zip(needed, pools, strict=True))
+    assert count == most or any((count + 1) * n >= pool for n, pool in zip(needed, pools, strict=True))
+    cache = sum(group.nbytes(pool) for group, pool in zip(requirements.cache, pools, strict=True))
+    beside = (most - batch) * requirements.scratch_per_sequence + machine.memory // CAPTURE_SHARE
+    assert cache <= max(plan.cache_bytes, plan.cache_bytes + plan.left - beside)
+    assert plan.sequences_of(plan.context) >= batch and list(plan.lengths) == sorted(plan.lengths, reverse=True)
 
-    def taken(sequences: int) -> int:
-        return requirements.cache_bytes(tokens, sequences, plan.chunk) + sequences * requirements.scratch_per_sequence
 
-    assert count == 0 or others + taken(count) <= machine.memory
-    assert others + taken(count + 1) > machine.memory
-    assert plan.sequences_of(plan.context) >= 1 and list(plan.lengths) == sorted(plan.lengths, reverse=True)
+@pytest.mark.parametrize("shape", ["llama-3-8b", "gemma-3-27b", "cpm-2"])
+@pytest.mark.parametrize("gib", [16, 140])
+def test_the_engine_holds_as_many_sequences_as_the_plan_says(shape: str, gib: int) -> None:
+    parsed = describe_model(read_shape(shape)).config
+    plan = plan_memory(requirements_of(CONFIGS / f"{shape}.json"), Machine(gib << 30))
+    config = make_engine_config(parsed, parsed.cache_shape, plan)
+    for tokens in plan.lengths:
+        blocks = BlockManager(
+            config.cache_shape.groups, config.num_blocks, config.num_source_blocks,
+            max_piece=config.max_num_batched_tokens, prefix_cache=False,
+        )  # fmt: skip
+        source = [0] * min(tokens, config.max_source_length)
+        count = 0
+        while blocks.admit(blocks.new_sequence("", source), tokens, config.max_num_batched_tokens) is not None:
+            count += 1
+        assert min(count, config.max_num_seqs) == plan.sequences_of(tokens)
+
+
+def test_layers_with_windows_leave_room_for_short_sequences() -> None:
+    """A pool for windows that is balanced for the longest context would hold 8 sequences of any length."""
+    plan = plan_memory(requirements_of(CONFIGS / "gemma-3-27b.json"), Machine(140 << 30))
+    longest, middle, short = (plan.sequences_of(n) for n in (131072, 8192, 1024))
+    assert plan.context == 131072 and longest >= 3 and middle >= 50 and short >= 150
 
 
 def test_everything_stays_where_it_fits() -> None:
