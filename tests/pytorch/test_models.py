@@ -15,17 +15,18 @@ import torch
 from tiny_models import EVERY, RandomWeights, goldens
 from torch import nn
 from torch.nn.utils import prune
-from torch_kit import random
+from torch_kit import assert_near, random
 
 import bminf_lite
 from bminf_lite.backend.quantization import quantize_weight as quantize_in_numpy
+from bminf_lite.backend.rotation import rotated
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.checkpoint.verify import verify
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 from bminf_lite.migration.budget import offline_part
-from bminf_lite.torch import Int8Linear, from_migrated, save_pretrained, streaming, wrap
+from bminf_lite.torch import Int8Linear, from_migrated, ops, save_pretrained, streaming, wrap
 from bminf_lite.torch.linear import quantize_weight
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -93,6 +94,15 @@ class Blocks(nn.Module):
         return x
 
 
+def rotate(model: nn.Module, block: int = 16) -> nn.Module:
+    """The same model, whose int8 layers rotate their inputs."""
+    for layer in model.modules():
+        if isinstance(layer, Int8Linear):
+            layer.codes, layer.scale = quantize_weight(ops.rotated(layer.dequantize(), block))
+            layer.rotation = block
+    return model
+
+
 # -- the layer ---------------------------------------------------------------------------------------------------------
 
 
@@ -118,8 +128,9 @@ def test_a_nan_in_a_weight_is_refused():
         wrap(model)
 
 
-def test_state_survives(tmp_path):
-    model, x = wrap(small()), random(3, 32)
+@pytest.mark.parametrize("rotation", [1, 16])
+def test_state_survives(rotation):
+    model, x = rotate(wrap(small()), rotation), random(3, 32)
     expected = model(x)
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
@@ -128,7 +139,59 @@ def test_state_survives(tmp_path):
     assert not torch.equal(other(x), expected)
     other.load_state_dict(torch.load(buffer))
     for copied in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu")):
-        assert torch.equal(copied(x), expected)
+        assert torch.equal(copied(x), expected) and copied[0].rotation == rotation
+
+
+def test_codes_are_not_loaded_without_their_rotation():
+    plain, turned, x = wrap(small()), rotate(wrap(small())), random(3, 32)
+    assert plain.state_dict().keys() < turned.state_dict().keys()
+    expected = plain(x)
+    state = plain.state_dict()
+    turned.load_state_dict(state)
+    assert torch.equal(turned(x), expected) and state.keys() == turned.state_dict().keys()
+    state = rotate(wrap(small()), 16).state_dict()
+    with pytest.raises(RuntimeError, match=r"0\.rotation is 64; it must be a power of two up to 256 that divides 32"):
+        plain.load_state_dict(state | {"0.rotation": torch.tensor(64)})
+    turned = rotate(wrap(small()))
+    turned.load_state_dict({"0.bias": torch.zeros(48)}, strict=False)
+    assert turned[0].rotation == 16
+
+
+@pytest.mark.parametrize("rotation", [0, 3, 64, 512, 16.0])
+def test_a_rotation_that_does_not_divide_is_refused(rotation):
+    codes, scale = quantize_weight(random(8, 32))
+    with pytest.raises(ValueError, match=rf"rotation is {rotation}; it must be a power of two"):
+        Int8Linear(codes, scale, rotation=rotation)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_rotated_input_is_that_of_the_definition(dynamic):
+    """In w8a8 it is not rounded before it is quantized; in w8a16 it is rounded to its type. Also under autocast."""
+    layer = rotate(wrap(small(), "w8a8" if dynamic else "w8a16"))[0]
+    assert f", {'w8a8' if dynamic else 'w8a16'}, rotation=16" in repr(layer)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random(5, 32).to(dtype)
+        turned = torch.from_numpy(rotated(x.float().numpy(), 16))
+        turned = turned if dynamic else turned.to(dtype)
+        expected = ops.int8_linear(turned, layer.codes, layer.scale, layer.bias, dynamic=dynamic).to(dtype)
+        assert torch.equal(layer(x), expected)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            assert torch.equal(layer(x.float()), expected)
+    assert layer.to("meta")(x.to("meta")).shape == (5, 48)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_rotated_input_has_the_gradient_of_the_dequantized_weight(dynamic):
+    layer = rotate(wrap(small(), "w8a8" if dynamic else "w8a16"))[0]
+    torch.testing.assert_close(layer.dequantize(), small()[0].weight.detach(), rtol=0, atol=3e-3)
+    weight, dy = layer.dequantize().double(), random(5, 48)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random(5, 32, dtype=dtype).requires_grad_()
+        layer(x).backward(dy.to(dtype))
+        wide = dy.to(dtype).double()
+        assert_near(x.grad, wide @ weight, wide.abs() @ weight.abs() + (dtype == torch.bfloat16) * 2**10)
+    if not dynamic:
+        assert torch.autograd.gradcheck(layer.double(), (random(3, 32, dtype=torch.float64).requires_grad_(),))
 
 
 def test_conversions_leave_codes_and_scales_alone():
@@ -220,6 +283,20 @@ def test_what_makes_no_sense_is_refused():
         wrap(small().to("meta"))
     with pytest.raises(ValueError, match="no columns"):
         Int8Linear.from_float(torch.empty(3, 0))
+
+
+def test_rotated_inputs_compile_without_a_graph_break():
+    model = rotate(wrap(small()))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        for function in (model, compiled):
+            x = random(3, 32).requires_grad_()
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                y = function(x)
+            y.sum().backward()
+            results.append((y, x.grad))
+        torch.testing.assert_close(*results)
 
 
 def test_compiled_without_a_graph_break(source):
@@ -471,9 +548,9 @@ def test_accelerate_offloads_and_trains():
 BLOCK_BYTES = 2 * 64 * 96
 
 
-@pytest.mark.parametrize("resident", [0, 1, 2])
-def test_streamed_equals_resident_forward_and_backward(resident):
-    whole, streamed = wrap(Blocks()), wrap(Blocks())
+@pytest.mark.parametrize(("resident", "rotation"), [(0, 1), (1, 1), (2, 1), (1, 16)])
+def test_streamed_equals_resident_forward_and_backward(resident, rotation):
+    whole, streamed = rotate(wrap(Blocks()), rotation), rotate(wrap(Blocks()), rotation)
     total = sum(t.nbytes for t in [*streamed.parameters(), *streamed.buffers()])
     # Two buffers of a block, with room to align its two layers, in place of those that are not resident.
     limit = total - (5 - resident) * BLOCK_BYTES + 2 * (BLOCK_BYTES + 2 * 256)
@@ -509,7 +586,7 @@ def test_each_pass_copies_each_block_once():
 def test_streamed_layers_load_a_state(assign):
     """Also those whose codes the device holds."""
     streamed, x = wrap(Blocks(), memory_limit=50_000, device="cpu"), random(3, 64)
-    other = wrap(Blocks().apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None))
+    other = rotate(wrap(Blocks().apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)))
     streamed(x)
     streamed.load_state_dict(other.state_dict(), assign=assign)
     for _ in range(2):
