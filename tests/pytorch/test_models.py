@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -265,7 +266,7 @@ def test_layers_whose_weight_is_computed_stay_float():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="calibrate"):
         wrap(small(), "auto")
-    with pytest.raises(UsageError, match="w8a8-rotate rotates weights, which wrap does not"):
+    with pytest.raises(UsageError, match=r"w8a8-rotate rotates weights, which wrap does not.*from_migrated"):
         wrap(small(), "w8a8-rotate")
     with pytest.raises(UsageError, match="no linear layer matches 'nothing'"):
         wrap(small(), skip="nothing")
@@ -423,16 +424,34 @@ def test_every_architecture_is_opened_and_saved(tmp_path, golden):
     assert np.linalg.norm(found - expected[0]) < 1e-5 * np.linalg.norm(expected[0])
 
 
-def test_rotated_inputs_are_refused(tmp_path):
-    """Without the rotation the model would compute something else."""
-    source = written(tmp_path / "source", tiny_checkpoint.CONFIG | {"intermediate_size": 64})
-    migrate(source, tmp_path / "rotated", "w8a8-rotate")
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight rotates its input.*--offline-only"):
-        from_migrated(tmp_path / "rotated")
-    migrate(source, tmp_path / "offline", offline_part(load_recipe("w8a8-rotate")))
-    expected = engine_logits(tmp_path / "offline")
-    found = logits(from_migrated(tmp_path / "offline", dtype=torch.float32))[0].double().numpy()
+BUNDLED = Path(str(resources.files("bminf_lite.demo_model")))
+
+
+@pytest.mark.parametrize("offline_only", [False, True])
+@pytest.mark.parametrize("config", [tiny_checkpoint.CONFIG, TIED, GPT2, None], ids=["llama", "tied", "gpt2", "bundled"])
+def test_a_rotated_folder_runs_and_is_written_again(tmp_path, config, offline_only):
+    recipe = load_recipe("w8a8-rotate")
+    if offline_only:
+        if config is GPT2:
+            pytest.skip("its weights alone rotate nothing")
+        recipe = offline_part(recipe)
+    source = BUNDLED if config is None else written(tmp_path / "source", config)
+    migrate(source, tmp_path / "migrated", recipe)
+    model = from_migrated(tmp_path / "migrated", dtype=torch.float32)
+    blocks = {name: m.rotation for name, m in model.named_modules() if isinstance(m, Int8Linear) and m.rotation > 1}
+    assert len(blocks) == (0 if offline_only else model.config.num_hidden_layers)
+    model.save_pretrained(tmp_path / "saved")
+    found, expected = logits(model)[0].double().numpy(), engine_logits(tmp_path / "migrated")
     assert np.linalg.norm(found - expected) < 3e-2 * np.linalg.norm(expected)
+    assert np.array_equal(engine_logits(tmp_path / "saved"), expected)
+    again = from_migrated(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(logits(again)[0].double(), torch.from_numpy(found))
+    with open_checkpoint(tmp_path / "saved") as saved, open_checkpoint(tmp_path / "migrated") as migrated:
+        for key in ("recipe", "tied_head", "rotated_offline"):
+            assert saved.manifest.get(key) == migrated.manifest.get(key)
+        if config is not GPT2:  # whose matrices of another layout are written as floats
+            assert saved.config.get("quantization_config") == migrated.config.get("quantization_config")
+            assert {n: t.dtype for n, t in saved.tensors.items()} == {n: t.dtype for n, t in migrated.tensors.items()}
 
 
 def test_encoder_and_decoder_of_a_folder_share_their_embeddings(tmp_path):
@@ -500,6 +519,29 @@ def test_lora_trains_as_on_the_float_model_and_is_saved(source, tmp_path):
     again = peft.PeftModel.from_pretrained(wrap(opened(source)), tmp_path / "adapter")
     torch.testing.assert_close(logits(again), logits(trained.eval()))
     del model
+
+
+def test_lora_trains_beside_rotated_inputs(source, tmp_path):
+    """The adapter of a layer that rotates its input sees the input as it is."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    migrate(source, tmp_path / "migrated", "w8a8-rotate")
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+
+    model = adapted(from_migrated(tmp_path / "migrated", dtype=torch.float32))
+    down = model.base_model.model.model.layers[0].mlp.down_proj
+    assert down.base_layer.rotation == 16
+    losses, reference = train(model), train(adapted(opened(source)))
+    assert losses[-1] < 0.8 * losses[0]
+    np.testing.assert_allclose(losses, reference, rtol=0.1)
+    x = random(3, 48)
+    low_rank = down.lora_B["default"](down.lora_A["default"](x)) * down.scaling["default"]
+    torch.testing.assert_close(down(x), down.base_layer(x) + low_rank)
+    with pytest.raises(UsageError, match="merge an adapter into the float model"):
+        down.merge()
 
 
 def test_adapters_are_neither_quantized_nor_saved_as_a_model(source, tmp_path):
