@@ -7,7 +7,7 @@ import functools
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -50,8 +50,8 @@ def from_migrated(
 
     The model is of the class that ``architectures`` in ``config.json`` names. Its float parameters have ``dtype``.
     ``device`` and ``memory_limit`` are those of :func:`wrap`. Needs transformers and accelerate. Raises
-    :class:`CheckpointError` if the folder is no such checkpoint, and for outlier columns and rotated inputs, which only
-    the engine runs, and :class:`UsageError` for a limit without a device, or one that is too small.
+    :class:`CheckpointError` if the folder is no such checkpoint, and for outlier columns, which only the engine runs,
+    and :class:`UsageError` for a limit without a device, or one that is too small.
     """
     import transformers
     from accelerate import init_empty_weights
@@ -69,11 +69,11 @@ def from_migrated(
         with init_empty_weights():
             model = getattr(transformers, names[0])(config).to(dtype)
         _fill(model, opened.weights(), dtype)
-        recipe = opened.checkpoint.manifest.get("recipe")
+        manifest = opened.checkpoint.manifest
     generation = path / "generation_config.json"
     if generation.is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    bind_save(model, _recipe_of(recipe))
+    bind_save(model, _recipe_of(manifest.get("recipe")), manifest.get("rotated_offline") or ())
     streaming.move(model, device, memory_limit)
     return model.eval()
 
@@ -90,13 +90,10 @@ def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> N
             assert isinstance(stored, Int8Weight)
             if stored.outliers is not None:
                 raise CheckpointError(f"{path}: {name} keeps columns in fp16, which only the engine can run")
-            if stored.rotation > 1:
-                raise CheckpointError(
-                    f"{path}: {name} rotates its input, which only the engine can run; migrate the source again with "
-                    f"--offline-only"
-                )
             codes, scale = torch.from_numpy(np.array(stored.codes)), _tensor(stored.scale, torch.float32)
-            layer = Int8Linear(codes, scale, dynamic=stored.dynamic, transposed=parameter.transposed)
+            layer = Int8Linear(
+                codes, scale, dynamic=stored.dynamic, transposed=parameter.transposed, rotation=stored.rotation
+            )
             replace_module(model, names[name].removesuffix(".weight"), layer)
     for name in spec.parameters.keys() - spec.tied.keys():
         owner, attribute = owner_of(model, names[name])
@@ -132,13 +129,21 @@ def _names_in(model: Any, spec: Spec) -> dict[str, str]:
     return names
 
 
-def save_pretrained(model: nn.Module, folder: str | Path, *, recipe: Recipe | None = None, force: bool = False) -> None:
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    recipe: Recipe | None = None,
+    rotated_offline: Sequence[str] = (),
+    force: bool = False,
+) -> None:
     """Write a wrapped transformers model as the folder that ``bminf-lite migrate`` writes.
 
     ``config.json`` has the ``quantization_config``, ``model.safetensors`` (or shards) the codes and scales, and
     ``bminf_lite.json`` the manifest, without checksums of a source. Tokenizer files are copied from the folder that
-    the model was loaded from, where there is one. ``recipe`` is what the manifest says, None one named "wrapped". The
-    folder appears complete or not at all; ``force`` replaces an earlier result.
+    the model was loaded from, where there is one. ``recipe`` is what the manifest says, None one named "wrapped", and
+    ``rotated_offline`` what it says was rotated in the weights; the method of a model of :func:`from_migrated` repeats
+    those of its folder. The folder appears complete or not at all; ``force`` replaces an earlier result.
 
     A matrix that the source stored ``[in, out]`` is written as its dequantized values in fp32, from which loading makes
     the same codes. Raises :class:`CheckpointError` if the folder cannot be written, and :class:`UsageError` for a model
@@ -183,12 +188,15 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, recipe: Recipe | No
     running = {f"{module}.weight": Scheme.W8A8 if layer.dynamic else Scheme.W8A16 for module, layer in layers.items()}
     tied = next((name for name in spec.tied if spec.parameters[name].role is Role.HEAD), None)
     late_schemes = {name: running[name] for name, p in spec.parameters.items() if p.transposed and name in running}
+    late_rotations = {n: block for n in late_schemes if (block := layers[n.removesuffix(".weight")].rotation) > 1}
     tied_scheme = None if tied is None else running.get(tied, Scheme.FLOAT)
+    rotations = {module: layer.rotation for module, layer in layers.items() if layer.rotation > 1}
     if not set(schemes.values()) <= {Scheme.FLOAT}:
-        config["quantization_config"] = quantization_config(schemes)
+        stored = {module: block for module, block in rotations.items() if schemes[module] is not Scheme.FLOAT}
+        config["quantization_config"] = quantization_config(schemes, rotations=stored)
     report = MigrationReport(
         recipe or Recipe("wrapped", Scheme.W8A8, Scheme.W8A8), tied_scheme, _reports(arrays, schemes, spec.parameters),
-        (), late=late_schemes,
+        (), late=late_schemes, late_rotations=late_rotations, rotated_offline=tuple(rotated_offline),
     )  # fmt: skip
     target = expand(folder)
     with output_folder(target, force, sum(a.nbytes for a in arrays.values()) + (1 << 20)) as partial:
@@ -214,14 +222,16 @@ def _check_tied(head: Int8Linear, name: str, owner: nn.Module, attribute: str) -
             )
 
 
-def bind_save(model: nn.Module, recipe: Recipe | None) -> None:
+def bind_save(model: nn.Module, recipe: Recipe | None, rotated_offline: Sequence[str] = ()) -> None:
     """Make :func:`save_pretrained` the method of a transformers model."""
     if "transformers" not in sys.modules:
         return
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
-        model.save_pretrained = functools.partial(save_pretrained, model, recipe=recipe)  # type: ignore[method-assign]
+        model.save_pretrained = functools.partial(  # type: ignore[method-assign]
+            save_pretrained, model, recipe=recipe, rotated_offline=rotated_offline
+        )
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -249,7 +259,8 @@ def _recipe_of(manifest: Any) -> Recipe | None:
     if not isinstance(manifest, dict):
         return None
     rules = {pattern: Scheme(scheme) for pattern, scheme in manifest.get("rules", {}).items()}
-    return Recipe(manifest["name"], Scheme(manifest["linear"]), Scheme(manifest["head"]), rules)
+    rotations = {key: manifest[key] for key in ("rotation", "offline_rotation") if key in manifest}
+    return Recipe(manifest["name"], Scheme(manifest["linear"]), Scheme(manifest["head"]), rules, **rotations)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..backend.quantization import BLOCK_ELEMENTS, CODE_MAX, FP16_LARGEST, FP16_SMALLEST_NORMAL
+from ..backend.rotation import MAX_ROTATION, is_rotation
 from ..errors import UsageError
 from . import ops
 
@@ -93,6 +95,12 @@ class Int8Linear(nn.Linear):
     ``dynamic`` says whether inputs are quantized too (w8a8). Conversions of the module (``.half()``, ``.to(dtype)``)
     change the bias alone; ``.to(device)`` moves all. ``weight`` shows the codes' dtype, device and shape only.
     ``transposed``: the source stored its weight ``[in, out]``, as transformers' ``Conv1D`` does.
+
+    With a ``rotation`` above 1 the codes are those of a weight whose rows were rotated in blocks of so many elements,
+    and each input is rotated likewise (:func:`.ops.rotated`). As in the engine, w8a8 quantizes the rotated values in
+    fp32, and w8a16 rounds them to the dtype of ``x``. The rotation belongs to the codes: ``state_dict`` has it, as
+    ``rotation``, and loading codes sets it. Raises ``ValueError`` unless it is a power of two up to 256 that divides
+    ``in``.
     """
 
     codes: Tensor
@@ -106,11 +114,15 @@ class Int8Linear(nn.Linear):
         *,
         dynamic: bool = True,
         transposed: bool = False,
+        rotation: int = 1,
     ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = codes.shape
         self.dynamic = dynamic
         self.transposed = transposed
+        if problem := self._rotation_problem(rotation):
+            raise ValueError(problem)
+        self.rotation = rotation
         self.host_codes: HostCodes | None = None
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale.to(torch.float32))
@@ -135,8 +147,8 @@ class Int8Linear(nn.Linear):
         return self.codes.as_subclass(CodesView)
 
     def dequantize(self) -> Tensor:
-        """The weight as fp32 ``[out, in]``."""
-        return self.scale.to(self.codes.device)[:, None] * self.codes.float()
+        """The weight as fp32 ``[out, in]``, for inputs that are not rotated."""
+        return ops.rotated(self.scale.to(self.codes.device)[:, None] * self.codes.float(), self.rotation)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.int8:
@@ -144,9 +156,24 @@ class Int8Linear(nn.Linear):
                 "the model converted this Int8Linear's input to the dtype of its weight, which is int8; keep the layer "
                 "float by skip=[...] of wrap"
             )
+        if self.rotation == 1:
+            return self._product(x)
+        x = ops.autocast(x)
+        turned = ops.rotated(x, self.rotation)
+        # Autocast would round what is to be quantized.
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+            return self._product(turned if self.dynamic else turned.to(x.dtype)).to(x.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self.host_codes is not None:
             return _streamed_linear(x, self.host_codes, self.scale, self.bias, self.dynamic)
         return ops.int8_linear(x, self.codes, self.scale, self.bias, dynamic=self.dynamic)
+
+    def _rotation_problem(self, block: int) -> str | None:
+        """Why an input cannot be rotated in blocks of ``block`` elements, None if it can."""
+        if is_rotation(block) and self.in_features % block == 0:
+            return None
+        return f"rotation is {block!r}; it must be a power of two up to {MAX_ROTATION} that divides {self.in_features}"
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As any module; a ``weight``, which assigning or tying one would make, is refused."""
@@ -158,7 +185,8 @@ class Int8Linear(nn.Linear):
         super().register_parameter(name, param)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {'w8a8' if self.dynamic else 'w8a16'}"
+        rotation = f", rotation={self.rotation}" if self.rotation > 1 else ""
+        return f"{super().extra_repr()}, {'w8a8' if self.dynamic else 'w8a16'}{rotation}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         """Keep the scales fp32 whatever type ``fn`` converts to, and codes that are streamed in host memory."""
@@ -170,8 +198,19 @@ class Int8Linear(nn.Linear):
             self.codes = codes
         return self
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        super()._load_from_state_dict(*arguments)
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.rotation > 1:
+            destination[f"{prefix}rotation"] = torch.tensor(self.rotation)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        rotation = int(state_dict.pop(f"{prefix}rotation", 1))
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if f"{prefix}codes" in state_dict:
+            if problem := self._rotation_problem(rotation):
+                arguments[-1].append(f"{prefix}{problem}")  # load_state_dict raises it
+            else:
+                self.rotation = rotation
         if self.host_codes is not None:
             self.codes = self.host_codes.store(self.codes)
 

@@ -129,6 +129,27 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return result
 
 
+def rotated(x: Tensor, block: int) -> Tensor:
+    """Each block of ``block`` neighbouring elements times Sylvester's Hadamard matrix over the root of its size.
+
+    ``[..., k]`` -> the same in fp32, or in fp64 for fp64, with the steps and the roundings of
+    :func:`bminf_lite.backend.rotation.rotated`. Differentiable. The matrix is orthogonal and symmetric, so rotating
+    twice gives ``x`` up to rounding. Raises ``ValueError`` unless ``block`` is a power of two that divides ``k``.
+    """
+    if x.dim() == 0 or block < 1 or block & (block - 1) or x.shape[-1] % block:
+        raise ValueError(f"x {list(x.shape)} has no blocks of {block}: give a power of two that divides its last size")
+    y = x.to(_definitions.compute_dtype(x.dtype))
+    if block == 1:
+        return y
+    signs = torch.arange(1, -2, -2, dtype=y.dtype, device=y.device)[:, None]
+    h = 1
+    while h < block:
+        a, b = y.reshape(*x.shape[:-1], x.shape[-1] // (2 * h), 2, h).split(1, -2)
+        y = torch.addcmul(a, signs, b)  # a + b and a - b by one launch; unlike a matrix product, never in TF32
+        h *= 2
+    return y.reshape(x.shape) * block**-0.5
+
+
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = True) -> Tensor:
     """``x @ (scale[:, None] * codes).T + bias``: ``[..., in]`` -> ``[..., out]`` in the dtype of ``x``.
 

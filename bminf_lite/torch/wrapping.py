@@ -58,9 +58,8 @@ def wrap(
         )
     if chosen.rotation > 1 or chosen.offline_rotation:
         raise UsageError(
-            f"recipe {chosen.name} rotates weights, which wrap does not; migrate the checkpoint with it and without "
-            f"rotated inputs (bminf-lite migrate --offline-only) and open the result with "
-            f"bminf_lite.torch.from_migrated, or choose w8a8"
+            f"recipe {chosen.name} rotates weights, which wrap does not; migrate the checkpoint with it (bminf-lite "
+            f"migrate) and open the result with bminf_lite.torch.from_migrated, or choose w8a8"
         )
     streaming.check_limit(device, memory_limit)
     if has_adapters(model):

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +16,18 @@ import torch
 from tiny_models import EVERY, RandomWeights, goldens
 from torch import nn
 from torch.nn.utils import prune
-from torch_kit import random
+from torch_kit import assert_near, random
 
 import bminf_lite
 from bminf_lite.backend.quantization import quantize_weight as quantize_in_numpy
+from bminf_lite.backend.rotation import rotated
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.checkpoint.verify import verify
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 from bminf_lite.migration.budget import offline_part
-from bminf_lite.torch import Int8Linear, from_migrated, save_pretrained, streaming, wrap
+from bminf_lite.torch import Int8Linear, from_migrated, ops, save_pretrained, streaming, wrap
 from bminf_lite.torch.linear import quantize_weight
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -93,6 +95,15 @@ class Blocks(nn.Module):
         return x
 
 
+def rotate(model: nn.Module, block: int = 16) -> nn.Module:
+    """The same model, whose int8 layers rotate their inputs."""
+    for layer in model.modules():
+        if isinstance(layer, Int8Linear):
+            layer.codes, layer.scale = quantize_weight(ops.rotated(layer.dequantize(), block))
+            layer.rotation = block
+    return model
+
+
 # -- the layer ---------------------------------------------------------------------------------------------------------
 
 
@@ -118,8 +129,9 @@ def test_a_nan_in_a_weight_is_refused():
         wrap(model)
 
 
-def test_state_survives(tmp_path):
-    model, x = wrap(small()), random(3, 32)
+@pytest.mark.parametrize("rotation", [1, 16])
+def test_state_survives(rotation):
+    model, x = rotate(wrap(small()), rotation), random(3, 32)
     expected = model(x)
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
@@ -128,7 +140,59 @@ def test_state_survives(tmp_path):
     assert not torch.equal(other(x), expected)
     other.load_state_dict(torch.load(buffer))
     for copied in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu")):
-        assert torch.equal(copied(x), expected)
+        assert torch.equal(copied(x), expected) and copied[0].rotation == rotation
+
+
+def test_codes_are_not_loaded_without_their_rotation():
+    plain, turned, x = wrap(small()), rotate(wrap(small())), random(3, 32)
+    assert plain.state_dict().keys() < turned.state_dict().keys()
+    expected = plain(x)
+    state = plain.state_dict()
+    turned.load_state_dict(state)
+    assert torch.equal(turned(x), expected) and state.keys() == turned.state_dict().keys()
+    state = rotate(wrap(small()), 16).state_dict()
+    with pytest.raises(RuntimeError, match=r"0\.rotation is 64; it must be a power of two up to 256 that divides 32"):
+        plain.load_state_dict(state | {"0.rotation": torch.tensor(64)})
+    turned = rotate(wrap(small()))
+    turned.load_state_dict({"0.bias": torch.zeros(48)}, strict=False)
+    assert turned[0].rotation == 16
+
+
+@pytest.mark.parametrize("rotation", [0, 3, 64, 512, 16.0])
+def test_a_rotation_that_does_not_divide_is_refused(rotation):
+    codes, scale = quantize_weight(random(8, 32))
+    with pytest.raises(ValueError, match=rf"rotation is {rotation}; it must be a power of two"):
+        Int8Linear(codes, scale, rotation=rotation)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_rotated_input_is_that_of_the_definition(dynamic):
+    """In w8a8 it is not rounded before it is quantized; in w8a16 it is rounded to its type. Also under autocast."""
+    layer = rotate(wrap(small(), "w8a8" if dynamic else "w8a16"))[0]
+    assert f", {'w8a8' if dynamic else 'w8a16'}, rotation=16" in repr(layer)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random(5, 32).to(dtype)
+        turned = torch.from_numpy(rotated(x.float().numpy(), 16))
+        turned = turned if dynamic else turned.to(dtype)
+        expected = ops.int8_linear(turned, layer.codes, layer.scale, layer.bias, dynamic=dynamic).to(dtype)
+        assert torch.equal(layer(x), expected)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            assert torch.equal(layer(x.float()), expected)
+    assert layer.to("meta")(x.to("meta")).shape == (5, 48)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_rotated_input_has_the_gradient_of_the_dequantized_weight(dynamic):
+    layer = rotate(wrap(small(), "w8a8" if dynamic else "w8a16"))[0]
+    torch.testing.assert_close(layer.dequantize(), small()[0].weight.detach(), rtol=0, atol=3e-3)
+    weight, dy = layer.dequantize().double(), random(5, 48)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random(5, 32, dtype=dtype).requires_grad_()
+        layer(x).backward(dy.to(dtype))
+        wide = dy.to(dtype).double()
+        assert_near(x.grad, wide @ weight, wide.abs() @ weight.abs() + (dtype == torch.bfloat16) * 2**10)
+    if not dynamic:
+        assert torch.autograd.gradcheck(layer.double(), (random(3, 32, dtype=torch.float64).requires_grad_(),))
 
 
 def test_conversions_leave_codes_and_scales_alone():
@@ -202,7 +266,7 @@ def test_layers_whose_weight_is_computed_stay_float():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="calibrate"):
         wrap(small(), "auto")
-    with pytest.raises(UsageError, match="w8a8-rotate rotates weights, which wrap does not"):
+    with pytest.raises(UsageError, match=r"w8a8-rotate rotates weights, which wrap does not.*from_migrated"):
         wrap(small(), "w8a8-rotate")
     with pytest.raises(UsageError, match="no linear layer matches 'nothing'"):
         wrap(small(), skip="nothing")
@@ -220,6 +284,20 @@ def test_what_makes_no_sense_is_refused():
         wrap(small().to("meta"))
     with pytest.raises(ValueError, match="no columns"):
         Int8Linear.from_float(torch.empty(3, 0))
+
+
+def test_rotated_inputs_compile_without_a_graph_break():
+    model = rotate(wrap(small()))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        for function in (model, compiled):
+            x = random(3, 32).requires_grad_()
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                y = function(x)
+            y.sum().backward()
+            results.append((y, x.grad))
+        torch.testing.assert_close(*results)
 
 
 def test_compiled_without_a_graph_break(source):
@@ -346,16 +424,34 @@ def test_every_architecture_is_opened_and_saved(tmp_path, golden):
     assert np.linalg.norm(found - expected[0]) < 1e-5 * np.linalg.norm(expected[0])
 
 
-def test_rotated_inputs_are_refused(tmp_path):
-    """Without the rotation the model would compute something else."""
-    source = written(tmp_path / "source", tiny_checkpoint.CONFIG | {"intermediate_size": 64})
-    migrate(source, tmp_path / "rotated", "w8a8-rotate")
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight rotates its input.*--offline-only"):
-        from_migrated(tmp_path / "rotated")
-    migrate(source, tmp_path / "offline", offline_part(load_recipe("w8a8-rotate")))
-    expected = engine_logits(tmp_path / "offline")
-    found = logits(from_migrated(tmp_path / "offline", dtype=torch.float32))[0].double().numpy()
+BUNDLED = Path(str(resources.files("bminf_lite.demo_model")))
+
+
+@pytest.mark.parametrize("offline_only", [False, True])
+@pytest.mark.parametrize("config", [tiny_checkpoint.CONFIG, TIED, GPT2, None], ids=["llama", "tied", "gpt2", "bundled"])
+def test_a_rotated_folder_runs_and_is_written_again(tmp_path, config, offline_only):
+    recipe = load_recipe("w8a8-rotate")
+    if offline_only:
+        if config is GPT2:
+            pytest.skip("its weights alone rotate nothing")
+        recipe = offline_part(recipe)
+    source = BUNDLED if config is None else written(tmp_path / "source", config)
+    migrate(source, tmp_path / "migrated", recipe)
+    model = from_migrated(tmp_path / "migrated", dtype=torch.float32)
+    blocks = {name: m.rotation for name, m in model.named_modules() if isinstance(m, Int8Linear) and m.rotation > 1}
+    assert len(blocks) == (0 if offline_only else model.config.num_hidden_layers)
+    model.save_pretrained(tmp_path / "saved")
+    found, expected = logits(model)[0].double().numpy(), engine_logits(tmp_path / "migrated")
     assert np.linalg.norm(found - expected) < 3e-2 * np.linalg.norm(expected)
+    assert np.array_equal(engine_logits(tmp_path / "saved"), expected)
+    again = from_migrated(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(logits(again)[0].double(), torch.from_numpy(found))
+    with open_checkpoint(tmp_path / "saved") as saved, open_checkpoint(tmp_path / "migrated") as migrated:
+        for key in ("recipe", "tied_head", "rotated_offline"):
+            assert saved.manifest.get(key) == migrated.manifest.get(key)
+        if config is not GPT2:  # whose matrices of another layout are written as floats
+            assert saved.config.get("quantization_config") == migrated.config.get("quantization_config")
+            assert {n: t.dtype for n, t in saved.tensors.items()} == {n: t.dtype for n, t in migrated.tensors.items()}
 
 
 def test_encoder_and_decoder_of_a_folder_share_their_embeddings(tmp_path):
@@ -425,6 +521,29 @@ def test_lora_trains_as_on_the_float_model_and_is_saved(source, tmp_path):
     del model
 
 
+def test_lora_trains_beside_rotated_inputs(source, tmp_path):
+    """The adapter of a layer that rotates its input sees the input as it is."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    migrate(source, tmp_path / "migrated", "w8a8-rotate")
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+
+    model = adapted(from_migrated(tmp_path / "migrated", dtype=torch.float32))
+    down = model.base_model.model.model.layers[0].mlp.down_proj
+    assert down.base_layer.rotation == 16
+    losses, reference = train(model), train(adapted(opened(source)))
+    assert losses[-1] < 0.8 * losses[0]
+    np.testing.assert_allclose(losses, reference, rtol=0.1)
+    x = random(3, 48)
+    low_rank = down.lora_B["default"](down.lora_A["default"](x)) * down.scaling["default"]
+    torch.testing.assert_close(down(x), down.base_layer(x) + low_rank)
+    with pytest.raises(UsageError, match="merge an adapter into the float model"):
+        down.merge()
+
+
 def test_adapters_are_neither_quantized_nor_saved_as_a_model(source, tmp_path):
     with pytest.raises(UsageError, match="before get_peft_model"):
         wrap(adapted(opened(source)))
@@ -471,9 +590,9 @@ def test_accelerate_offloads_and_trains():
 BLOCK_BYTES = 2 * 64 * 96
 
 
-@pytest.mark.parametrize("resident", [0, 1, 2])
-def test_streamed_equals_resident_forward_and_backward(resident):
-    whole, streamed = wrap(Blocks()), wrap(Blocks())
+@pytest.mark.parametrize(("resident", "rotation"), [(0, 1), (1, 1), (2, 1), (1, 16)])
+def test_streamed_equals_resident_forward_and_backward(resident, rotation):
+    whole, streamed = rotate(wrap(Blocks()), rotation), rotate(wrap(Blocks()), rotation)
     total = sum(t.nbytes for t in [*streamed.parameters(), *streamed.buffers()])
     # Two buffers of a block, with room to align its two layers, in place of those that are not resident.
     limit = total - (5 - resident) * BLOCK_BYTES + 2 * (BLOCK_BYTES + 2 * 256)
@@ -509,7 +628,7 @@ def test_each_pass_copies_each_block_once():
 def test_streamed_layers_load_a_state(assign):
     """Also those whose codes the device holds."""
     streamed, x = wrap(Blocks(), memory_limit=50_000, device="cpu"), random(3, 64)
-    other = wrap(Blocks().apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None))
+    other = rotate(wrap(Blocks().apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)))
     streamed(x)
     streamed.load_state_dict(other.state_dict(), assign=assign)
     for _ in range(2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_models import BLOCK_BYTES, Blocks
+from test_models import BLOCK_BYTES, Blocks, rotate
 from torch_kit import random
 
 from bminf_lite.torch import Int8Linear, streaming, wrap
@@ -30,6 +30,17 @@ def test_a_moved_model_computes_the_same():
     torch.testing.assert_close(model.to(GPU)(x.to(GPU)).cpu(), expected, rtol=1e-4, atol=1e-4)
     half = model.to(torch.bfloat16)
     assert half(x.to(GPU, torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_rotated_inputs_have_the_cpu_s_codes(rows):
+    layer = rotate(wrap(Blocks())).first
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = random(rows, 64, dtype=dtype)
+        expected = layer.cpu()(x)
+        assert torch.equal(layer.to(GPU)(x.to(GPU)).cpu(), expected)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert torch.equal(layer(x.to(GPU)).cpu(), layer.cpu()(x.bfloat16()))
 
 
 def test_streamed_equals_resident_forward_and_backward():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch_kit import FLOATS, assert_near, random, random_codes
 
+from bminf_lite.backend import rotation
 from bminf_lite.torch import _definitions, _kernels, ops
 
 OPERATORS = torch.ops.bminf_lite
@@ -78,6 +80,26 @@ def test_quantized_rows_and_their_products(dtype):
     )
 
 
+@pytest.mark.parametrize("block", [1, 2, 16, 256])
+def test_rotated_values_are_the_definition_s(block):
+    for dtype in FLOATS:
+        x = random(2, 3, 512, dtype=dtype) * 50
+        found = ops.rotated(x, block)
+        assert found.dtype == torch.float32
+        assert np.array_equal(found.numpy(), rotation.rotated(x.float().numpy(), block))
+    wide = random(3, 512, dtype=WIDE)
+    torch.testing.assert_close(ops.rotated(ops.rotated(wide, block), block), wide)
+    assert ops.rotated(random(0, 512), block).shape == (0, 512)
+
+
+@pytest.mark.parametrize("block", [0, 3, 32])
+def test_blocks_that_do_not_divide_are_refused(block):
+    with pytest.raises(ValueError, match=rf"x \[2, 48\] has no blocks of {block}: give a power of two that divides"):
+        ops.rotated(random(2, 48), block)
+    with pytest.raises(ValueError, match=r"not torch\.int32"):
+        ops.rotated(torch.ones(2, 48, dtype=torch.int32), 16)
+
+
 def test_dot_in_all_forms():
     a, b = random(3, 5), random(5, 4, seed=1)
     (a_codes, a_scale), (b_codes, b_scale) = random_codes(3, 40), random_codes(4, 40, seed=1)
@@ -130,6 +152,7 @@ def test_gradients_of_views_that_are_overwritten():
 def test_gradients_of_products():
     (codes, scale), x, bias = random_codes(4, 5), leaf(3, 5), leaf(4, seed=1)
     gradcheck(lambda x, b: ops.int8_linear(x, codes, scale, b, dynamic=False), (x, bias))
+    gradcheck(lambda x: ops.rotated(x, 4), (leaf(3, 8),))
     w = random(5, 5, dtype=WIDE, seed=2)
     for transpose in (True, False):
         gradcheck(lambda x, t=transpose: ops.square_linear_(x.clone(), w, t), (x,))
