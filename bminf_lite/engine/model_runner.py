@@ -208,7 +208,7 @@ class ModelRunner:
         others = step.others
         sampled = [*step.decoding, *(p.request for p in others if p.samples)]
         sampler = self.table.state(arrays.rows, self.table.variant([r.row for r in sampled]))
-        if (inputs.tokens[:decodes] == NO_TOKEN).any():
+        if decodes and (inputs.tokens[:decodes] == NO_TOKEN).any():
             self.ops.insert_last_tokens(arrays.batch.tokens[:decodes], sampler)
         logits = forward()
         end = size.sequences if sampled else 0
@@ -350,11 +350,11 @@ class ModelRunner:
 
     def _grow(self) -> None:
         """Enlarge the caches, by half at least, if a block in use is beyond them."""
-        with _memory_for_the_cache():
-            for cache, pools in self._caches():
-                for group, pool in enumerate(pools):
-                    if pool.highest >= cache.num_blocks[group]:
-                        wanted = max(pool.highest + 1, cache.num_blocks[group] * 3 // 2)
+        for cache, pools in self._caches():
+            for group, pool in enumerate(pools):
+                if pool.highest >= cache.num_blocks[group]:
+                    wanted = max(pool.highest + 1, cache.num_blocks[group] * 3 // 2)
+                    with _memory_for_the_cache():
                         cache.grow(group, min(wanted, pool.num_blocks))
 
     def _caches(self) -> Iterator[tuple[KVCache, Sequence[BlockPool]]]:

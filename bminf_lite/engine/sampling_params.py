@@ -203,6 +203,9 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
 
 
+_NEUTRAL_ROW = neutral_rows(1)
+
+
 def sequence_sampling(
     params: SamplingParams,
     sequence: int,
@@ -215,7 +218,7 @@ def sequence_sampling(
     ``params`` must have a seed and fit the model (:meth:`SamplingParams.check_model`). ``sequence`` makes sequences
     with equal seeds draw differently.
     """
-    (row,) = neutral_rows(1)
+    (row,) = _NEUTRAL_ROW.copy()
     for name in ("seed", "temperature", "top_k", "top_p", "min_p"):
         row[name] = getattr(params, name)
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
