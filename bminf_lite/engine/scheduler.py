@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -385,7 +385,7 @@ class Scheduler:
         updated: list[Request] = []
         choice = Choice.unpack(result.chosen)
         chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
-        scores = enumerate(zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True))
+        scores = _scores(result)
         prompt_top = None if result.prompt_top is None else Choice.unpack(result.prompt_top)
         for request in step.decoding:
             place, (token, logprob) = next(chosen)
@@ -532,6 +532,11 @@ class Growth:
 def _inserted(values: np.ndarray, place: int, value: int) -> np.ndarray:
     """``np.insert`` for one integer, in a quarter of its time."""
     return np.concatenate((values[:place], [value], values[place:]))
+
+
+def _scores(result: StepResult) -> Iterator[tuple[int, tuple[float, int, float]]]:
+    """The scores of a step's prompt tokens with their rows; most steps have none, and do not unpack them."""
+    yield from enumerate(zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True))
 
 
 def _no_token(request: Request) -> BminfError:
