@@ -231,7 +231,8 @@ class LayerCache:
 
     They are in the backend's activation type, or int8 codes with a scale per token and head: then the scales are fp16
     ``[num_blocks, kv_heads, BLOCK_SIZE]``. ``group`` says which of a step's ``block_tables`` names the blocks.
-    ``memory`` belongs to the backend: what the arrays lie in, if they can grow in place.
+    ``memory`` and ``lanes`` belong to the backend: what the arrays lie in, if they can grow in place, and of each array
+    its address and the bytes of a block, once they were needed.
     """
 
     keys: Array
@@ -240,6 +241,7 @@ class LayerCache:
     value_scales: Array = None
     group: int = 0
     memory: Any = None
+    lanes: Sequence[tuple[int, int]] = ()
 
     @property
     def num_blocks(self) -> int:

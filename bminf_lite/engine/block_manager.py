@@ -205,16 +205,18 @@ class BlockManager:
     def admit(
         self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0, growth: int = 0,
         max_cached_tokens: int | None = None, token_ids: Callable[[int, int], Sequence[int]] = lambda start, stop: (),
+        hits: int | None = None,
     ) -> Admission | None:  # fmt: skip
         """Give a sequence what the cache has of its prefix, and new blocks for the rest of its ``num_tokens`` tokens.
 
         At most ``max_cached_tokens`` come from the cache, by default all but the last. A group with a window gets
         blocks for the next ``budget`` tokens only. Returns None and changes nothing if fewer than ``spare`` blocks of a
         group would be left, and in a group without a window ``growth`` more. ``token_ids`` gives the tokens from a
-        position to another; without it only full blocks are found.
+        position to another; without it only full blocks are found. ``hits`` is :meth:`cached_prefix` of the most that
+        may come from the cache, if the caller has it.
         """
         most = num_tokens - 1 if max_cached_tokens is None else max_cached_tokens
-        hits = self.cached_prefix(sequence, most)
+        hits = self.cached_prefix(sequence, most) if hits is None else hits
         first = hits * self.block_size  # token that the full blocks lack
         rest = token_ids(first, min(first + self.block_size, most))
         starts = [pool.index.find_start(self._parent(sequence, hits), rest) for pool in self.pools]
@@ -222,8 +224,9 @@ class BlockManager:
         found = [self._hit_blocks(sequence, group, hits, cached) for group in range(len(self.pools))]
         ends = [num_tokens if w is None else min(num_tokens, cached + budget) for w in self.windows]
         for pool, window, blocks, end in zip(self.pools, self.windows, found, ends, strict=True):
-            left = pool.num_available - pool.count_idle(blocks) - (self.blocks_for(end) - hits)
-            if left < (spare if window is not None else spare + growth):
+            left = pool.num_available - (self.blocks_for(end) - hits)
+            wanted = spare if window is not None else spare + growth
+            if left - len(blocks) < wanted and left - pool.count_idle(blocks) < wanted:
                 return None
         source, num_source_blocks = self.cached_source(sequence), self.blocks_for(sequence.num_source_tokens)
         if self.source_pool and source is None and self.source_pool.num_available < num_source_blocks:

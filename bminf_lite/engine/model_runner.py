@@ -117,6 +117,7 @@ class ModelRunner:
         self._source_tables = HostTables(rows, blocks_for(config.max_source_length))
         lengths = [*(n for n in CAPTURED_LENGTHS if n < config.context_length), config.context_length]
         self._sizes = captured_sizes(self.ops, lengths, config.max_num_seqs, config.max_num_batched_tokens)
+        self._prompt_sizes = [size for size in self._sizes if size.prompts]
         self._captured: dict[StepSize, CapturedStep] = {}
         self._packed = self.ops.array(np.zeros(0, np.int32))  # the integers of a step that is not captured
         self.encoder: SourceEncoder | None = None
@@ -183,7 +184,8 @@ class ModelRunner:
             max(longest, *(p.stop for p in step.others)) if step.others else longest,
         )
         if not any(p.needs_more_logits for p in step.others):
-            size = next((size for size in self._sizes if exact.fits(size)), None)
+            sizes = self._prompt_sizes if step.pieces else self._sizes
+            size = next((size for size in sizes if exact.fits(size)), None)
             if size is not None:
                 inputs = self._captured_inputs(step, size)
                 captured = self._captured_step(inputs)
@@ -208,7 +210,7 @@ class ModelRunner:
         others = step.others
         sampled = [*step.decoding, *(p.request for p in others if p.samples)]
         sampler = self.table.state(arrays.rows, self.table.variant([r.row for r in sampled]))
-        if (inputs.tokens[:decodes] == NO_TOKEN).any():
+        if decodes and (inputs.tokens[:decodes] == NO_TOKEN).any():
             self.ops.insert_last_tokens(arrays.batch.tokens[:decodes], sampler)
         logits = forward()
         end = size.sequences if sampled else 0
@@ -350,11 +352,11 @@ class ModelRunner:
 
     def _grow(self) -> None:
         """Enlarge the caches, by half at least, if a block in use is beyond them."""
-        with _memory_for_the_cache():
-            for cache, pools in self._caches():
-                for group, pool in enumerate(pools):
-                    if pool.highest >= cache.num_blocks[group]:
-                        wanted = max(pool.highest + 1, cache.num_blocks[group] * 3 // 2)
+        for cache, pools in self._caches():
+            for group, pool in enumerate(pools):
+                if pool.highest >= cache.num_blocks[group]:
+                    wanted = max(pool.highest + 1, cache.num_blocks[group] * 3 // 2)
+                    with _memory_for_the_cache():
                         cache.grow(group, min(wanted, pool.num_blocks))
 
     def _caches(self) -> Iterator[tuple[KVCache, Sequence[BlockPool]]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from itertools import takewhile
 from operator import eq
@@ -19,6 +20,11 @@ from operator import eq
 import numpy as np
 
 from ..backend.values import NULL_BLOCK
+
+RUN_BLOCKS = 16
+"""Blocks whose keys are remembered together: the next turn of a chat has the keys of the last without hashing."""
+REMEMBERED_RUNS = 1024
+"""Runs that are remembered, those of a million tokens; they take 6 MB."""
 
 
 def root_key(salt: str, source_token_ids: Sequence[int] = ()) -> bytes:
@@ -35,10 +41,23 @@ def append_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_
     """Append the keys of the full blocks of ``token_ids`` behind the last of ``keys``, or behind ``root``."""
     packed = np.asarray(token_ids, np.int32).tobytes()
     nbytes = 4 * block_size
-    parent = keys[-1] if keys else root
+    longest = nbytes * RUN_BLOCKS
+    for start in range(0, len(packed) - nbytes + 1, longest):
+        run = packed[start : start + longest]
+        find = _remembered_keys if len(run) == longest else _keys
+        keys += find(keys[-1] if keys else root, run, nbytes)
+
+
+def _keys(parent: bytes, packed: bytes, nbytes: int) -> tuple[bytes, ...]:
+    """The keys of consecutive blocks of ``nbytes`` bytes behind the block ``parent``."""
+    keys = []
     for end in range(nbytes, len(packed) + 1, nbytes):
         parent = sha256(parent + packed[end - nbytes : end]).digest()
         keys.append(parent)
+    return tuple(keys)
+
+
+_remembered_keys = lru_cache(REMEMBERED_RUNS)(_keys)
 
 
 class PrefixIndex:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -294,7 +294,8 @@ class Scheduler:
                 break  # a preempted request whose newest token is on its way
             if self.blocks.prefix_cache and len(blocks.keys) < num_tokens // self.blocks.block_size:
                 self.blocks.compute_keys(blocks, request.token_ids(0, num_tokens))
-            if self._is_computed_for_another(request, sources, under_way):
+            hits = self.blocks.cached_prefix(blocks, request.max_cached_tokens)
+            if self._is_computed_for_another(request, hits, sources, under_way):
                 position += 1
                 continue
             if not self.rows.has_room(request):
@@ -306,13 +307,13 @@ class Scheduler:
             if request.prompt_logprobs and budget.logit_rows == 0:
                 break
             piece = num_tokens if request.whole_prompt else budget.tokens
-            if growth is None:
-                growth = Growth(self.blocks.block_size, self.running)
-            growth.add(request)
+            if self.running:  # a request alone has room to its end, see add
+                growth = growth or Growth(self.blocks.block_size, self.running)
+                growth.add(request)
             admission = self.blocks.admit(
                 blocks, num_tokens, piece,
-                spare=len(self.running), growth=growth.blocks(), max_cached_tokens=request.max_cached_tokens,
-                token_ids=request.token_ids,
+                spare=len(self.running), growth=growth.blocks() if growth else 0,
+                max_cached_tokens=request.max_cached_tokens, token_ids=request.token_ids, hits=hits,
             )  # fmt: skip
             if admission is None:
                 self._refuse(request)
@@ -357,11 +358,12 @@ class Scheduler:
         return {key for blocks in running for key in blocks.keys[blocks.num_indexed :]}
 
     def _is_computed_for_another(
-        self, request: Request, sources: Sequence[Request], under_way: Collection[bytes]
+        self, request: Request, hits: int, sources: Sequence[Request], under_way: Collection[bytes]
     ) -> bool:
         """Whether a running request computes the first block that the cache lacks, or a source that is the same.
 
-        Equal keys mean equal positions, because a key depends on the keys before it.
+        The cache has the first ``hits`` blocks. Equal keys mean equal positions, because a key depends on the keys
+        before it.
         """
         blocks = request.blocks
         assert blocks is not None
@@ -369,7 +371,6 @@ class Scheduler:
             return False
         if request.source_token_ids and any(r.blocks and r.blocks.root == blocks.root for r in sources):
             return True
-        hits = self.blocks.cached_prefix(blocks, request.max_cached_tokens)
         if hits >= request.max_cached_tokens // self.blocks.block_size:
             return False
         return blocks.keys[hits] in under_way
@@ -384,7 +385,7 @@ class Scheduler:
         updated: list[Request] = []
         choice = Choice.unpack(result.chosen)
         chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
-        scores = enumerate(zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True))
+        scores = _scores(result)
         prompt_top = None if result.prompt_top is None else Choice.unpack(result.prompt_top)
         for request in step.decoding:
             place, (token, logprob) = next(chosen)
@@ -531,6 +532,11 @@ class Growth:
 def _inserted(values: np.ndarray, place: int, value: int) -> np.ndarray:
     """``np.insert`` for one integer, in a quarter of its time."""
     return np.concatenate((values[:place], [value], values[place:]))
+
+
+def _scores(result: StepResult) -> Iterator[tuple[int, tuple[float, int, float]]]:
+    """The scores of a step's prompt tokens with their rows; most steps have none, and do not unpack them."""
+    yield from enumerate(zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True))
 
 
 def _no_token(request: Request) -> BminfError:

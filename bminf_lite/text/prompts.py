@@ -224,14 +224,11 @@ def validate_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
         raise UsageError(f"a prompt is text, token ids or messages, but this one is {type(token_ids).__name__}")
     with suppress(TypeError, OverflowError, struct.error):
         packed = _packed(token_ids)
-        ids = np.asarray(packed)
-        may_be_bool = np.flatnonzero(ids <= 1)  # the others need no look at each item: a prompt may be long
-        if (
-            ids.min(initial=0) >= 0
-            and ids.max(initial=0) < vocab_size
-            and all(is_whole(token_ids[i]) for i in may_be_bool.tolist())
-        ):
-            return packed
+        ids = np.frombuffer(packed, np.uint32)  # -1 is larger than any vocabulary
+        if ids.max(initial=0) < vocab_size:
+            may_be_bool = np.flatnonzero(ids <= 1) if ids.min(initial=2) <= 1 else ids[:0]
+            if all(is_whole(token_ids[i]) for i in may_be_bool.tolist()):  # a look at each item would take long
+                return packed
     position, wrong = next((n, i) for n, i in enumerate(token_ids) if not is_whole(i) or not 0 <= i < vocab_size)
     raise UsageError(f"token {position} is {wrong!r}, but a token id is a whole number from 0 to {vocab_size - 1}")
 

@@ -144,6 +144,11 @@ def test_a_block_is_copied_as_a_whole_and_no_other(backend, int8, max_blocks):
     for array, values in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(backend.host(array), values[[0, 1, 2, 1]])
     assert [int(block.min()) for block in backend.host(other.values)] == [5, 3, 5, 3]
+    if max_blocks is not None:
+        backend.grow(cache, max_blocks)
+        backend.copy_blocks([(cache, 2, 4)])
+        for array, values in zip(cache.arrays, before, strict=True):
+            np.testing.assert_array_equal(backend.host(array), values[[0, 1, 2, 1, 2]])
     backend.free_layer_cache(cache)
 
 

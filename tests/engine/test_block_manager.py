@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.engine.block_manager import Admission, BlockManager, SequenceBlocks
-from bminf_lite.engine.prefix_index import append_keys, block_key, root_key
+from bminf_lite.engine.prefix_index import RUN_BLOCKS, append_keys, block_key, root_key
 from bminf_lite.memory.cache_memory import CacheGroup, block_bytes
 
 SIZE = 4
@@ -61,6 +61,20 @@ def test_the_keys_of_a_prompt_are_a_chain_of_sha256(kind):
     assert keys[0] == sha256(root + bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])).digest()
     assert [key.hex()[:16] for key in keys] == ["5922fb6144097249", "679bccf696c4ffb8"]
     assert keys[1] == block_key(keys[0], [4, 5, 6, 7])
+
+
+def test_remembered_keys_are_those_of_the_chain():
+    """Of prompts that begin alike and then differ, in any block of a run, behind any root, appended in any pieces."""
+    length, rng = 3 * RUN_BLOCKS * 4, np.random.default_rng(0)
+    for root in (root_key(""), root_key("tenant")):
+        for differs in (length, *rng.integers(0, length, 8)):
+            ids = tokens(length)
+            ids[differs:] = [99] * (length - differs)
+            keys: list[bytes] = []
+            for stop in (*sorted(4 * rng.integers(0, length // 4, 2)), length):
+                append_keys(keys, root, ids[4 * len(keys) : stop], 4)
+            parents = [root, *keys[:-1]]
+            assert keys == [block_key(parent, ids[4 * i : 4 * i + 4]) for i, parent in enumerate(parents)]
 
 
 def test_a_prefix_is_reused_up_to_its_last_full_block_and_never_the_last_token():

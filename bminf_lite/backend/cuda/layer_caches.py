@@ -84,12 +84,18 @@ class LayerCaches:
 
 def copies_of_blocks(copies: Sequence[tuple[LayerCache, int, int]]) -> np.ndarray:
     """What :meth:`.CopyBlocks.launch` reads for the copies of :meth:`.Backend.copy_blocks`; padding is copied too."""
-    rows = []
-    for cache, source, target in copies:
-        for array in cache.arrays:
-            start, nbytes = array.data.ptr, array.strides[0]
-            rows.append((start + target * nbytes, start + source * nbytes, nbytes))
+    rows = [
+        (start + target * nbytes, start + source * nbytes, nbytes)
+        for cache, source, target in copies
+        for start, nbytes in _lanes(cache)
+    ]
     return np.array(rows, np.int64)
+
+
+def _lanes(cache: LayerCache) -> Sequence[tuple[int, int]]:
+    """The address of each array of a cache, which stays, and the bytes of a block; arrays take long to tell them."""
+    cache.lanes = cache.lanes or [(array.data.ptr, array.strides[0]) for array in cache.arrays]
+    return cache.lanes
 
 
 def reserved_blocks(cache: LayerCache) -> int:
