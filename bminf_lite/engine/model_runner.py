@@ -326,7 +326,7 @@ class ModelRunner:
         self._source_tables.update(request, blocks.source_table)
 
     def warm_up(self) -> None:
-        """Take all memory of the cache, and capture the steps and encodings of every size."""
+        """Take all memory of the cache, load what steps may need, and capture them and encodings of every size."""
         with _memory_for_the_cache():
             for cache, pools in self._caches():
                 for group, pool in enumerate(pools):
@@ -341,6 +341,7 @@ class ModelRunner:
                 logits = captured.forward()
             for variant in SamplerVariant if size is largest_first[0] else ():
                 self.ops.fetch(self.ops.sample(logits, self.table.state(captured.arrays.rows, variant)))()
+        self.cache.copy_blocks([(NULL_BLOCK, NULL_BLOCK)] * len(self.blocks.pools))  # what a prefix may need
         if self.encoder is not None:
             self.encoder.warm_up()
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import open_cuda_backend
 from model_kit import CONFIG, make_model, prompt_of, request, run
 
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
+from bminf_lite.cuda.kernels.launcher import Launcher
 from bminf_lite.cuda.runtime.graphs import CudaGraph
 from bminf_lite.engine.request import Request
 
@@ -61,6 +63,28 @@ def test_the_same_bits_as_eager_steps(cuda_backend: Backend, config, int8, monke
     for one, other in zip(captured, eager, strict=True):
         assert one.output_token_ids == other.output_token_ids
         assert np.array(one.logprobs).tobytes() == np.array(other.logprobs).tobytes()
+
+
+def test_no_kernel_is_loaded_after_a_warm_up(monkeypatch):
+    """Neither by a prompt that exceeds a captured step, nor by the next turn of a chat, nor by any sampling."""
+    loaded: list[str] = []
+    load = Launcher._load
+    monkeypatch.setattr(Launcher, "_load", lambda *kernel: (loaded.append(kernel[2]), load(*kernel))[1])
+    backend = open_cuda_backend()
+    config = LLAMA | {"max_position_embeddings": 2000}
+    model = make_model(backend, quantized=True, max_batch=8, num_blocks=90, chunk=2048, **config)
+    model.warm_up()
+    assert loaded
+    loaded.clear()
+    history = prompt_of(250)
+    history += model.generate(history, max_new_tokens=4, ignore_eos=True).token_ids
+    turn = model.generate(history + prompt_of(9), logprobs=5, max_new_tokens=2)
+    assert turn.cached_tokens == 253, "a part of a block is copied"
+    model.generate(prompt_of(1700, 1), temperature=0.8, top_k=5, repetition_penalty=1.2, max_new_tokens=2)
+    model.generate([prompt_of(60, n) for n in range(6)], presence_penalty=0.5, logit_bias={3: 1.0}, max_new_tokens=2)
+    assert loaded == []
+    model.close()
+    backend.close()
 
 
 def test_the_most_likely_tokens_at_the_places_of_a_prompt(cuda_backend: Backend):
