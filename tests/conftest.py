@@ -180,6 +180,14 @@ def cuda_backend() -> Iterator[Backend]:
     backend.close()
 
 
+@pytest.fixture
+def new_cuda_backend() -> Iterator[Backend]:
+    """A backend on GPU 0 that has done nothing yet, for tests marked ``gpu``."""
+    backend = open_cuda_backend()
+    yield backend
+    backend.close()
+
+
 @pytest.fixture(scope="session", params=["cpu", "reference-fp16", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Each backend that the machine has: fp32 NumPy, NumPy that rounds where a GPU rounds, and the GPU."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import open_cuda_backend
 from model_kit import CONFIG, make_model, prompt_of, request, run
 
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.cuda.kernels.launcher import Launcher
 from bminf_lite.cuda.runtime.graphs import CudaGraph
 from bminf_lite.engine.request import Request
 
@@ -65,14 +64,14 @@ def test_the_same_bits_as_eager_steps(cuda_backend: Backend, config, int8, monke
         assert np.array(one.logprobs).tobytes() == np.array(other.logprobs).tobytes()
 
 
-def test_no_kernel_is_loaded_after_a_warm_up(monkeypatch):
+def test_no_kernel_is_loaded_after_a_warm_up(new_cuda_backend: Backend, monkeypatch):
     """Neither by a prompt that exceeds a captured step, nor by the next turn of a chat, nor by any sampling."""
-    loaded: list[str] = []
-    load = Launcher._load
-    monkeypatch.setattr(Launcher, "_load", lambda *kernel: (loaded.append(kernel[2]), load(*kernel))[1])
-    backend = open_cuda_backend()
+    launcher, loaded = new_cuda_backend.kernels.copy_blocks._launcher, []
+    load = launcher.kernel.__wrapped__
+    watched = functools.cache(lambda *kernel: (loaded.append(kernel[1]), load(*kernel))[1])
+    monkeypatch.setattr(launcher, "kernel", watched)
     config = LLAMA | {"max_position_embeddings": 2000}
-    model = make_model(backend, quantized=True, max_batch=8, num_blocks=90, chunk=2048, **config)
+    model = make_model(new_cuda_backend, quantized=True, max_batch=8, num_blocks=90, chunk=2048, **config)
     model.warm_up()
     assert loaded
     loaded.clear()
@@ -84,7 +83,6 @@ def test_no_kernel_is_loaded_after_a_warm_up(monkeypatch):
     model.generate([prompt_of(60, n) for n in range(6)], presence_penalty=0.5, logit_bias={3: 1.0}, max_new_tokens=2)
     assert loaded == []
     model.close()
-    backend.close()
 
 
 def test_the_most_likely_tokens_at_the_places_of_a_prompt(cuda_backend: Backend):
