@@ -13,8 +13,9 @@ import numpy as np
 
 from ...cuda.kernels.arrays import HEAD_PAD, address, pitch_of, round_up
 from ...cuda.kernels.attention.heads import scores_of
-from ...cuda.kernels.attention.prefill import COUNTERS
+from ...cuda.kernels.attention.prefill import COUNTERS, MAX_RECORD_BYTES
 from ...cuda.kernels.constants import AttentionMask
+from ...errors import OutOfMemory
 from ..values import Array, AttentionSpec, ForwardBatch, LayerCache
 from .arrays import Arrays, ZeroedScratch
 from .deferred import DeferredMatmul, row_source
@@ -22,11 +23,20 @@ from .kernels import Kernels
 from .layer_caches import reserved_blocks
 from .materialize import Materializer
 
+RECORD_SHARE = 256
+"""The records of a launch take at most one part in so many of the memory that the backend may use."""
+
 
 class AttentionLaunches:
-    """The launches of which the operations on attention are made, with the scratch that each needs."""
+    """The launches of which the operations on attention are made, with the scratch that each needs.
 
-    def __init__(self, arrays: Arrays, kernels: Kernels, materializer: Materializer, scratch: ZeroedScratch):
+    ``memory`` is what the backend may use, in bytes.
+    """
+
+    def __init__(
+        self, arrays: Arrays, kernels: Kernels, materializer: Materializer, scratch: ZeroedScratch, memory: int
+    ):
+        self.max_record_bytes = min(MAX_RECORD_BYTES, memory // RECORD_SHARE)
         self.arrays = arrays
         self.kernels = kernels
         self.materializer = materializer
@@ -48,14 +58,21 @@ class AttentionLaunches:
             "mask": mask,
         }  # fmt: skip
         int8 = cache.key_scales is not None
-        scratch_bytes = prefill.scratch_bytes(**kind, scores=scores.kind, int8=int8)
-        scratch = self.arrays.empty((scratch_bytes,), np.uint8)
+
+        def scratch_of(max_record_bytes: int) -> cp.ndarray:
+            nbytes = prefill.scratch_bytes(**kind, scores=scores.kind, int8=int8, max_record_bytes=max_record_bytes)
+            return self.arrays.empty((nbytes,), np.uint8)
+
+        try:
+            scratch = scratch_of(self.max_record_bytes)
+        except OutOfMemory:
+            scratch = scratch_of(0)  # slower, and the same bits
         prefill.launch(
             q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr, out.data.ptr, pitch_of(out),
             batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, address(table), **kind,
             table_pitch=0 if table is None else table.shape[1],
             num_blocks=cache.keys.shape[1] if table is None else reserved_blocks(cache),
-            scores=scores, window=spec.window, scratch=scratch.data.ptr, scratch_bytes=scratch_bytes,
+            scores=scores, window=spec.window, scratch=scratch.data.ptr, scratch_bytes=scratch.nbytes,
             counters=self.scratch.zeros("attention counters", COUNTERS, np.int32).data.ptr,
             source_lens=address(lengths),
             key_scales=address(cache.key_scales), value_scales=address(cache.value_scales),

@@ -100,7 +100,7 @@ class CudaBackend(Backend):
         self.graph_memory = GraphMemory(self.arena)
         self.scratch = ZeroedScratch(self.arrays, self.arena)
         self.caches = LayerCaches(self.device, self.arena, self.arrays)
-        self.launches = AttentionLaunches(self.arrays, self.kernels, self.materializer, self.scratch)
+        self.launches = AttentionLaunches(self.arrays, self.kernels, self.materializer, self.scratch, self.arena.limit)
         self._copies = cp.cuda.Stream(non_blocking=True)  # of write_for_sampler, beside a model that computes
         self._sampled = cp.cuda.Event(disable_timing=True)  # behind the last sampler, which may read what is copied
 
