@@ -65,7 +65,7 @@ def captured_sizes(ops: Backend, lengths: Sequence[int], max_num_seqs: int, max_
     """
     sizes = [StepSize(n, 0, 0, length) for n in _up_to(ops.decode_sizes, max_num_seqs) for length in lengths]
     for tokens in ops.prompt_sizes:
-        prompts = max(tokens // TOKENS_PER_PROMPT, 1)
+        prompts = min(max(tokens // TOKENS_PER_PROMPT, 1), max_num_seqs)
         for decodes in (0, *_up_to(ops.mixed_decode_sizes, max_num_seqs)):
             if decodes + tokens <= max_num_tokens:
                 sizes += [StepSize(decodes, prompts, tokens, length) for length in lengths[1:] or lengths]
