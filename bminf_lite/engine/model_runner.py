@@ -334,13 +334,13 @@ class ModelRunner:
                         cache.grow(group, pool.num_blocks)
         if self._sizes:
             self.table.allocate()
-        largest_first = sorted(self._sizes, key=lambda size: -size.tokens)  # all share the memory of the largest
-        for size in largest_first:
-            captured = self._captured_step(self._captured_inputs(Step(), size))
-            for _ in range(RUNS_TO_CAPTURE):
-                logits = captured.forward()
-            for variant in SamplerVariant if size is largest_first[0] else ():
-                self.ops.fetch(self.ops.sample(logits, self.table.state(captured.arrays.rows, variant)))()
+        sizes = sorted(self._sizes, key=lambda size: size.tokens, reverse=True)
+        steps = [self._captured_step(self._captured_inputs(Step(), size)) for size in sizes]
+        for run in range(RUNS_TO_CAPTURE):  # the last one captures, when it is known what the largest step needs
+            for step in steps:
+                logits = step.forward()
+                for variant in SamplerVariant if run == 0 and step is steps[0] else ():
+                    self.ops.fetch(self.ops.sample(logits, self.table.state(step.arrays.rows, variant)))()
         self.cache.copy_blocks([(NULL_BLOCK, NULL_BLOCK)] * len(self.blocks.pools))  # what a prefix may need
         if self.encoder is not None:
             self.encoder.warm_up()

@@ -13,6 +13,7 @@ from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.cuda.runtime.graphs import CudaGraph
 from bminf_lite.engine.request import Request
+from bminf_lite.errors import OutOfMemory
 
 LLAMA = CONFIG | {"max_position_embeddings": 320}
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 70}
@@ -62,6 +63,22 @@ def test_the_same_bits_as_eager_steps(cuda_backend: Backend, config, int8, monke
     for one, other in zip(captured, eager, strict=True):
         assert one.output_token_ids == other.output_token_ids
         assert np.array(one.logprobs).tobytes() == np.array(other.logprobs).tobytes()
+
+
+def test_a_step_without_memory_for_its_graph_runs_operation_by_operation(cuda_backend: Backend, monkeypatch):
+    def refuse(memory: object, nbytes: int) -> None:
+        raise OutOfMemory("none left")
+
+    def bits(requests: list[Request]) -> list[object]:
+        return [(r.output_token_ids, np.array(r.logprobs).tobytes()) for r in requests]
+
+    made = make_model(cuda_backend, quantized=True, max_batch=8, num_blocks=40, chunk=100, **LLAMA)
+    captured = bits(serve(made))
+    monkeypatch.setattr("bminf_lite.backend.cuda.graph_capture.GraphMemory.scratch", refuse)
+    model = Model(made.network, made.engine_config)
+    model.warm_up()
+    assert bits(serve(model)) == captured
+    assert not any(step.forward.graph for step in model._engine._runner._captured.values())
 
 
 def test_no_kernel_is_loaded_after_a_warm_up(new_cuda_backend: Backend, monkeypatch):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...cuda.runtime.graphs import CudaGraph
+from ...errors import OutOfMemory
 from ...memory.arena import Arena, Block, Scratch
 from .arrays import Arrays
 
@@ -16,11 +17,24 @@ class GraphMemory:
     def __init__(self, arena: Arena):
         self.arena = arena
         self._block: Block | None = None
+        self._most = 0
+
+    def expect(self, nbytes: int) -> None:
+        """Note that a graph will need ``nbytes``."""
+        self._most = max(self._most, nbytes)
 
     def scratch(self, nbytes: int) -> Scratch:
-        """An arena in the shared memory. More memory is allocated if there is too little; older graphs keep theirs."""
+        """An arena in the shared memory. If there is too little, more is allocated; older graphs keep theirs.
+
+        It is as large as any graph that is expected needs, if there is room. Raises ``OutOfMemory``.
+        """
         if self._block is None or self._block.nbytes < nbytes:
-            self._block = self.arena.allocate(nbytes)
+            try:
+                self._block = self.arena.allocate(max(nbytes, self._most))
+            except OutOfMemory:
+                if nbytes >= self._most:
+                    raise
+                self._block = self.arena.allocate(nbytes)
         return Scratch(self._block)
 
 
@@ -32,7 +46,7 @@ class CapturedGraph:
     another graph is replayed.
 
     Work in which ``streamed_bytes()`` grows is never captured: a graph cannot copy the weights of the next run, and
-    copies bound the time of such work.
+    copies bound the time of such work. Neither is work for whose graph there is no memory.
     """
 
     def __init__(self, memory: GraphMemory, arrays: Arrays, work: Callable[[], Any], streamed_bytes: Callable[[], int]):
@@ -40,13 +54,13 @@ class CapturedGraph:
         self.arrays = arrays
         self.work = work
         self.streamed_bytes = streamed_bytes
-        self.streams = False
+        self.is_never_captured = False
         self.warmed_up = False
         self.scratch_bytes: int | None = None
         self.graph: CudaGraph[Any] | None = None
 
     def __call__(self) -> Any:
-        if not self.warmed_up or self.streams:
+        if not self.warmed_up or self.is_never_captured:
             self.warmed_up = True
             return self.work()
         if self.scratch_bytes is None:
@@ -54,10 +68,17 @@ class CapturedGraph:
             with self.memory.arena.measure() as meter:
                 result = self.work()
             self.scratch_bytes = meter.peak
-            self.streams = self.streamed_bytes() > streamed_before
+            self.is_never_captured = self.streamed_bytes() > streamed_before
+            if not self.is_never_captured:
+                self.memory.expect(meter.peak)
             return result
         if self.graph is None:
-            self.graph = self._capture(self.memory.scratch(self.scratch_bytes))
+            try:
+                scratch = self.memory.scratch(self.scratch_bytes)
+            except OutOfMemory:
+                self.is_never_captured = True
+                return self.work()
+            self.graph = self._capture(scratch)
         self.graph.replay(self.arrays.stream.ptr)
         return self.graph.result
 
