@@ -140,14 +140,15 @@ def make_engine_config(
     The key-value cache has the blocks of :meth:`.MemoryPlan.num_blocks`. Without a plan (on a CPU) it takes at most a
     quarter of the host's free memory, but has room for one sequence of the model's context.
     """
-    chunk = CHUNK if plan is None else plan.chunk
+    chunk, logit_rows = CHUNK, EngineConfig.max_logit_rows
     if plan is None:
         max_num_seqs = max_num_seqs or EngineConfig.max_num_seqs
         room, groups = (available_memory() or CPU_CACHE) // 4, cache_groups(config, cache_shape, itemsize=4)
         blocks = cache_blocks(groups, config.context_length, chunk, room, max_num_seqs)
     else:
         max_num_seqs = max_num_seqs or plan.max_num_seqs
-        blocks = plan.num_blocks(max_num_seqs)
+        blocks, chunk = plan.num_blocks(max_num_seqs), plan.chunk
+        logit_rows = min(plan.max_logit_rows, logit_rows)
     num_blocks, num_source_blocks = (blocks[:-1], blocks[-1]) if config.is_encoder_decoder else (blocks, 0)
     return EngineConfig(
         config.context_length,
@@ -157,6 +158,7 @@ def make_engine_config(
         num_source_blocks,
         max_num_seqs,
         max_num_batched_tokens=chunk,
+        max_logit_rows=logit_rows,
         is_encoder_decoder=config.is_encoder_decoder,
         max_source_length=config.max_source_length,
         decoder_start_token_ids=config.decoder_start_token_ids,

@@ -187,6 +187,12 @@ class MemoryPlan:
         logits = max(self.requirements.scratch_per_sequence, 1)
         return max(min(self.left // LOGITS_SHARE // logits, GPU_SEQUENCES), self.batch)
 
+    @property
+    def max_logit_rows(self) -> int:
+        """The most prompt tokens of a step whose logits are computed: those find room in the scratch of a chunk."""
+        logits = max(self.requirements.scratch_per_sequence, 1)
+        return max((self.scratch_bytes + self.left // LOGITS_SHARE) // logits, 1)
+
     def num_blocks(self, max_num_seqs: int) -> tuple[int, ...]:
         """Blocks of each pool of the cache, null blocks included, for an engine with ``max_num_seqs``.
 
