@@ -69,11 +69,16 @@ def run(profile: str, report: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
 
 
+def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A module in a process of its own."""
+    folders = os.pathsep.join([str(TESTS.parent), str(TESTS / "cuda")])
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True)
+
+
 def place_real_sizes(profile: str) -> subprocess.CompletedProcess[str]:
     """Launches of real sizes on a profile, checked without computing."""
-    folders = os.pathsep.join([str(TESTS.parent), str(TESTS / "cuda")])
-    command = [sys.executable, "-m", "fake_gpu.real_shapes", profile]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True)
+    return run_module("fake_gpu.real_shapes", profile)
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +133,22 @@ def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(pr
         static = cubin.usage[expression].shared
         assert static + how["shared"] <= PROFILES[profile].shared + reserved, expression
         assert how["threads"] <= kernel_info(cubin.image, cubin.symbols[expression]).max_threads, expression
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit", "kv_cache"),
+    [
+        ("llama-3.2-1b", "3GiB", "int8"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gemma-2-9b", "12GiB", "int8"), ("mt5-xl", "6GiB", "fp16"), ("qwen3-8b", "10GiB", "fp16"),
+                         ("gpt2-xl", "4GiB", "fp16"), ("llama-3-8b", "12GiB", "int8"))
+        ),
+    ],
+)  # fmt: skip
+def test_an_engine_warms_up_and_serves_in_little_memory(shape: str, limit: str, kv_cache: str):
+    """With every layer, as many sequences as a plan has room for and more requests: all steps are captured."""
+    done = run_module("fake_gpu.full_house", "h200", shape, limit, kv_cache)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["results"] >= 5 and found["captured"] >= 20 and found["without memory"] == 0
