@@ -31,6 +31,10 @@ CACHE_SHARE = 4
 """If layers are streamed and the context is not given, the cache takes at most memory / CACHE_SHARE."""
 SCRATCH_SHARE = 16
 """If layers are streamed, a chunk is so small that its scratch takes at most memory / SCRATCH_SHARE."""
+CAPTURED_TOKENS = 512
+"""Tokens of the largest captured step with prompts."""
+CAPTURED_SHARE = 32
+"""Integers of captured steps and records of attention take one part in so many of the weights' bytes, about."""
 CAPTURE_SHARE = 16
 """One part in so many of the memory is left to captured steps and to steps of prompts."""
 LOGITS_SHARE = 16
@@ -169,8 +173,19 @@ class MemoryPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Activations of a chunk, and logits."""
-        return self.chunk * self.requirements.scratch_per_token + self.batch * self.requirements.scratch_per_sequence
+        """Activations of a chunk, what captured steps keep, and logits."""
+        return (
+            self.chunk * self.requirements.scratch_per_token
+            + self.captured_bytes
+            + self.batch * self.requirements.scratch_per_sequence
+        )
+
+    @property
+    def captured_bytes(self) -> int:
+        """What captured steps keep at least: activations, their integers, and records of attention."""
+        if self.streamed:  # such steps are not captured
+            return 0
+        return CAPTURED_TOKENS * self.requirements.scratch_per_token + self.requirements.weights // CAPTURED_SHARE
 
     @property
     def total_bytes(self) -> int:
@@ -200,7 +215,7 @@ class MemoryPlan:
         for ``batch`` sequences of ``context`` tokens at least, and for ``max_num_seqs`` at most.
         """
         spare = (max_num_seqs - self.batch) * self.requirements.scratch_per_sequence
-        spare += self.machine.memory // CAPTURE_SHARE
+        spare += max(self.machine.memory // CAPTURE_SHARE - self.captured_bytes, 0)
         room = self.cache_bytes + max(self.left - spare, 0)
         return cache_blocks(self.requirements.cache, self.context, self.chunk, room, max_num_seqs, self.batch)
 
