@@ -39,6 +39,8 @@ CAPTURE_SHARE = 16
 """One part in so many of the memory is left to captured steps and to steps of prompts."""
 LOGITS_SHARE = 16
 """The logits of a step take at most one part in so many of the memory that a plan leaves."""
+PROMPT_LOGITS_SHARE = 64
+"""The logits of prompt tokens may take one part in so many of it beside the scratch of a chunk."""
 GPU_SEQUENCES = 1024
 """The default bound of the sequences of a step on a GPU, if memory suffices. More of them make a token cheaper."""
 GB = 1e9
@@ -204,9 +206,9 @@ class MemoryPlan:
 
     @property
     def max_logit_rows(self) -> int:
-        """The most prompt tokens of a step whose logits are computed: those find room in the scratch of a chunk."""
-        logits = max(self.requirements.scratch_per_sequence, 1)
-        return max((self.scratch_bytes + self.left // LOGITS_SHARE) // logits, 1)
+        """The most prompt tokens of a step whose logits are computed, about as many as find room where a chunk does."""
+        room = self.chunk * self.requirements.scratch_per_token + self.left // PROMPT_LOGITS_SHARE
+        return max(room // max(self.requirements.scratch_per_sequence, 1), 1)
 
     def num_blocks(self, max_num_seqs: int) -> tuple[int, ...]:
         """Blocks of each pool of the cache, null blocks included, for an engine with ``max_num_seqs``.
