@@ -54,7 +54,7 @@ def stream_rotation(features: int) -> Transform:
     outer = block // inner
     outer_matrix, inner_matrix = (rotated(np.eye(n, dtype=np.float32), n) for n in (outer, inner))
 
-    @silently  # what is not finite is told by its name when it is written
+    @silently  # writing the tensor reports a NaN or an infinity with the tensor's name
     def transform(rows: np.ndarray) -> np.ndarray:
         # Sylvester's matrix is the Kronecker product of two smaller ones, which BLAS multiplies by
         signed = (rows * signs).reshape(-1, inner) @ inner_matrix

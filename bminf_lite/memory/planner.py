@@ -33,14 +33,14 @@ SCRATCH_SHARE = 16
 """If layers are streamed, a chunk is so small that its scratch takes at most memory / SCRATCH_SHARE."""
 CAPTURED_TOKENS = 512
 """Tokens of the largest captured step with prompts."""
-CAPTURED_SHARE = 32
-"""Integers of captured steps and records of attention take one part in so many of the weights' bytes, about."""
+WEIGHTS_SHARE = 32
+"""Integers of captured steps and records of attention are planned as one part in so many of the weights' bytes."""
 CAPTURE_SHARE = 16
 """One part in so many of the memory is left to captured steps and to steps of prompts."""
 LOGITS_SHARE = 16
 """The logits of a step take at most one part in so many of the memory that a plan leaves."""
 PROMPT_LOGITS_SHARE = 64
-"""The logits of prompt tokens may take one part in so many of it beside the scratch of a chunk."""
+"""The logits of prompt tokens may take one part in so many of what a plan leaves, beside the scratch of a chunk."""
 GPU_SEQUENCES = 1024
 """The default bound of the sequences of a step on a GPU, if memory suffices. More of them make a token cheaper."""
 GB = 1e9
@@ -187,7 +187,7 @@ class MemoryPlan:
         """What captured steps keep at least: activations, their integers, and records of attention."""
         if self.streamed:  # such steps are not captured
             return 0
-        return CAPTURED_TOKENS * self.requirements.scratch_per_token + self.requirements.weights // CAPTURED_SHARE
+        return CAPTURED_TOKENS * self.requirements.scratch_per_token + self.requirements.weights // WEIGHTS_SHARE
 
     @property
     def total_bytes(self) -> int:

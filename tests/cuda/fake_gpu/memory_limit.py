@@ -1,6 +1,6 @@
 """An engine with little memory on the fake GPU, without computing: it is warmed up and serves.
 
-``python -m fake_gpu.full_house PROFILE SHAPE LIMIT KV_CACHE`` serves ragged requests with the layers of a packaged
+``python -m fake_gpu.memory_limit PROFILE SHAPE LIMIT KV_CACHE`` serves ragged requests with the layers of a packaged
 shape and prints, as JSON, the sequences of a step, the results, and the captured steps that found no memory.
 """
 
