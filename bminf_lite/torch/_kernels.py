@@ -555,11 +555,20 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if found is None:
         return quantize_rows(x.contiguous())
     pitch, k, launch, sizes, lead = found
-    codes = x.new_empty(*lead, k, dtype=torch.int8)  # sizes one by one take the host half as long as a tuple
-    scale = x.new_empty(*lead, dtype=torch.float32) if lead else x.new_empty((), dtype=torch.float32)
+    new_codes, new_scales = _factories(index)
+    codes = new_codes(*lead, k)  # sizes one by one take the host half as long as a tuple
+    scale = new_scales(*lead) if lead else new_scales(())
     if launch is not None:
         launch((source, pitch, codes.data_ptr(), k, scale.data_ptr(), *sizes))
     return codes, scale
+
+
+@functools.cache
+def _factories(index: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Functions that make tensors of int8 and fp32 on a GPU in less time than one that is told type and device."""
+    place = torch.device("cuda", index)
+    codes, scales = (torch.empty(0, dtype=dtype, device=place) for dtype in (torch.int8, torch.float32))
+    return codes.new_empty, scales.new_empty
 
 
 def _quantize(x: Tensor, codes: int, codes_pitch: int, scale: int) -> None:
