@@ -40,7 +40,7 @@ CHECKED = (
 )  # fmt: skip
 MODEL_TESTS = (("-d", "512,2048"), ("-d", "512", "-b", "16"), ("-d", "512,32768", "--kv-cache", "int8"))
 """Arguments of ``bench``."""
-MAX_LAYERS = 32
+MIN_LAYERS, MAX_LAYERS = 16, 32
 LEAST_BYTES = 256 << 20
 """Bytes of all caches that the launches of a graph read, which exceed the GPU's cache."""
 REPLAYS = 9
@@ -207,7 +207,7 @@ def launch_times(cases: list[str]) -> dict[str, float]:
             if not is_chosen(name, cases):
                 continue
             nbytes = batch * context_len * KV_HEADS * 2 * HEAD_DIM * (1 if int8 else 2)
-            layers = max(2, min(MAX_LAYERS, -(-LEAST_BYTES // nbytes)))
+            layers = max(MIN_LAYERS, min(MAX_LAYERS, -(-LEAST_BYTES // nbytes)))
             seconds = Attention([context_len] * batch, int8, layers, bound, rotated=True).seconds()
             found[name] = seconds * 1e6
     return found

@@ -50,6 +50,8 @@ SMALL_STATIC = 7 << 10
 CONTEXT_LENS = sorted(
     {max(0, edge + d) for edge in (0, 16, 64, 128, 256, 512, 1024, 1152, 2048, 3072, 4999) for d in (-2, -1, 0, 1)}
 )
+LONG_CONTEXT_LENS = (3500, 8191, 9000, 20_000, 33_000, 70_000)
+"""Of which some have enough segments for several blocks to merge them, and one more than are merged at a time."""
 ITEM_BLOCKS = (264, 24, 1)
 """Blocks that find their items."""
 
@@ -320,6 +322,36 @@ def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape) -> None
     assert (problem.of(some).copied().run(device) == bits[some]).all()
     for b in range(0, len(bits), 5):
         assert (problem.of(slice(b, b + 1)).copied().run(device) == bits[b]).all(), problem.context_lens[b]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(),
+        Shape(int8=True, window=12_000),
+        Shape(heads=5, kv_heads=1, head_dim=64, int8=True),
+        Shape(heads=2, kv_heads=2, head_dim=80),
+        Shape(heads=4, kv_heads=1, head_dim=256, int8=True),
+        Shape(heads=9, kv_heads=1, cross=True),
+    ],
+    ids=str,
+)
+def test_several_blocks_may_merge_a_long_context(device: Device, shape: Shape) -> None:
+    """They give the bits that one block gives, also where contexts of other lengths are in the batch."""
+    problem = Problem.random(shape, list(LONG_CONTEXT_LENS), seed=7)
+    written = problem.copied()
+    bits = written.run(device)
+    found, expected = bits.view(np.float16).astype(np.float64), written.expected()
+    errors = np.linalg.norm(found - expected, axis=1)
+    assert (errors <= 2**-10 * np.linalg.norm(expected, axis=1)).all()
+    for grid in problem.grids(device.compute_capability):
+        assert (problem.copied().run(device, grid) == bits).all(), grid
+    for b, context_len in enumerate(LONG_CONTEXT_LENS):
+        alone = problem.of(slice(b, b + 1))
+        tables = alone.tables[:, : context_len // BLOCK_SIZE + 1]
+        for view in (alone, replace(alone, tables=tables)):  # beneath another bound of lengths, and its own
+            assert (view.copied().run(device) == bits[b]).all(), context_len
 
 
 @pytest.mark.gpu

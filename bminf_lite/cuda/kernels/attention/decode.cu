@@ -20,8 +20,8 @@
 // ahead across phases and items.
 //
 // There is a unit for each pair, or for each segment of each pair, or each block computes a range of items: DecodeWork.
-// A unit that computes all segments of a pair writes its output. Otherwise each segment leaves a record, and the last
-// unit of the pair to arrive merges them.
+// A unit that computes all segments of a pair writes its output. Otherwise each segment leaves a record, and these are
+// merged (merge_records) by the last unit of the pair to arrive, or by several.
 #include "attention/decode.cuh"
 #include "attention/scores.cuh"
 #include "attention/stages.cuh"
@@ -132,6 +132,7 @@ struct Task {
     int folds;              // the unit computes all segments of the pair
     int is_left, is_right;  // the first and the last item of this pair
     int record, first_record, segments, written;  // see merge_records
+    int has_own_block;                            // and so has every other item
 };
 
 // A segment of the keys in `range`. newest: if the unit computes the new token's segment too.
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         if (warp == WARPS && segment != index) table = table_of(sequence, segment);
         only = segment_task<KIND, SUB>(
             sequence, pair, segment, HeadRange::of(pair % groups, heads, kv_heads), range, segment == range.last);
-        only.is_new = only.is_right = only.written = 1;
+        only.is_new = only.is_right = only.written = only.has_own_block = 1;
         only.first_record = pair * max_segments, only.record = only.first_record + segment - range.first;
         only.segments = range.segments(), only.folds = WORK == ONE_PAIR || only.segments == 1;
     }
@@ -328,7 +329,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 if (is_new) folds = item.segment == item.range.first && reaches;
                 task.is_new = is_new, task.folds = folds;
                 task.record = item.record(), task.first_record = task.record - (item.segment - item.range.first);
-                task.segments = item.range.segments(), task.written = ++written;
+                task.segments = item.range.segments(), task.written = ++written, task.has_own_block = share.even;
                 const int last = item.range.last;
                 item.next<KIND>(contexts, share);
                 is_new = task.segment == last || !item.belongs_to(contexts, share);
@@ -709,9 +710,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
         }
         if (is_right && !folds) {
+            const int log2_parts =
+                task.has_own_block ? log2_parts_of(task.segments, task.heads.count * RANK_ELEMENTS) : 0;
             merge_records<COMPUTING>(
-                computing_sync, place, task.first_record, task.written, task.segments,
-                arrival_counts + task.pair * UNIT + rank, target, task.heads.count, head_dim,
+                computing_sync, place, task.first_record, task.record - task.first_record, task.written, task.segments,
+                log2_parts, arrival_counts + task.pair * UNIT + rank, target, task.heads.count, head_dim,
                 *reinterpret_cast<Scratch*>(shared + MERGE_AT));
         }
         if constexpr (WORK != ITEMS) break;

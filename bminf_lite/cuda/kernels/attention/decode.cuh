@@ -175,110 +175,168 @@ struct Records {
 };
 
 constexpr int MERGED = 2 * WARP;  // records that are merged at a time, at most
+constexpr int MOST_PARTS = 8, PART_RECORDS = 4, PART_ELEMENTS = WARP;  // see log2_parts_of
 
 // Shared memory of BYTES bytes for the merge of records: for each of them and each head the factors of what is merged
-// already and of the record; what is merged already; the outputs of the records.
+// already and of the record, and the record's sum of weights; what is merged already; the outputs of the records.
 template <int WIDTH, int BYTES>
 struct MergeScratch {
-    static constexpr int COPIED = (BYTES - MERGED * HEADS * 8 - HEADS * WIDTH * 4 - HEADS * 4) / 4;
+    static constexpr int COPIED = (BYTES - MERGED * HEADS * 12 - HEADS * WIDTH * 4 - 2 * HEADS * 4) / 4;
     static_assert(COPIED >= HEADS * WIDTH, "one record fits");
     float2 factors[MERGED][HEADS];
+    float record_sums[MERGED][HEADS];
     float2 outputs[HEADS * WIDTH / 2];
-    float sums[HEADS];
+    float sums[2][HEADS];
     alignas(16) float copied[COPIED];
 };
 
-// The factors of n records of `head` from the record `from` on, and their merged sum of weights `sum`; `top` and `sum`
-// are those of the records before, -INF_F and 0 for none. Called by one warp. A lane has a record, because all but
-// `sum` is a prefix maximum. Lanes without a record change nothing.
-template <int D, int WIDTH>
-__device__ __forceinline__ void find_factors(
-    const Records<D, WIDTH>& records, int from, int n, int head, float& top, float& sum,
-    float2 (&factors)[MERGED][HEADS]) {
-    const int lane = threadIdx.x % WARP;
-    const auto fetch = [&](int s) {  // the largest score and the sum of weights
-        return s < n ? __ldcg(records.sums(from + s, head)) : make_float2(-INF_F, 0.0f);
-    };
-    float2 next = fetch(lane);
-#pragma unroll 1
-    for (int s = lane; s - lane < n; s += WARP) {
-        const float2 x = next;
-        next = fetch(s + WARP);
-        float highest = fmaxf(top, x.x);  // up to this record
+// The largest scores of two neighbouring records, and their sums of weights. A lane of a warp has records 2 * lane and
+// 2 * lane + 1 of n.
+struct RecordSums {
+    float2 x[2];
+
+    template <int D, int WIDTH>
+    __device__ __forceinline__ void load(const Records<D, WIDTH>& records, int from, int n, int head) {
 #pragma unroll
-        for (int d = 1; d < WARP; d *= 2) highest = fmaxf(highest, __shfl_up_sync(FULL, highest, d));
-        const float before = __shfl_up_sync(FULL, highest, 1);
-        const MergeFactors merging = merge_factors(lane ? before : top, x.x);
-        factors[s][head] = make_float2(merging.left, merging.right);
-        top = __shfl_sync(FULL, highest, WARP - 1);
-#pragma unroll 4
-        for (int j = 0; j < min(WARP, (n - s + lane + 3) / 4 * 4); ++j) {
-            const float left = __shfl_sync(FULL, merging.left, j), right = __shfl_sync(FULL, merging.right, j);
-            sum = merge({0, left, right}, sum, __shfl_sync(FULL, x.y, j));
+        for (int i = 0; i < 2; ++i) {
+            const int s = threadIdx.x % WARP * 2 + i;
+            x[i] = s < n ? __ldcg(records.sums(from + s, head)) : make_float2(-INF_F, 0.0f);
         }
     }
+    // Finds the factors of the warp's records. top: the largest score of the records before, -INF_F for none.
+    template <class Scratch>
+    __device__ __forceinline__ void find_factors(int head, float& top, Scratch& scratch) const {
+        const int lane = threadIdx.x % WARP;
+        float highest = fmaxf(top, fmaxf(x[0].x, x[1].x));  // up to these records
+#pragma unroll
+        for (int d = 1; d < WARP; d *= 2) highest = fmaxf(highest, __shfl_up_sync(FULL, highest, d));
+        float before = __shfl_up_sync(FULL, highest, 1);
+        if (lane == 0) before = top;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const MergeFactors merging = merge_factors(before, x[i].x);
+            scratch.factors[2 * lane + i][head] = make_float2(merging.left, merging.right);
+            scratch.record_sums[2 * lane + i][head] = x[i].y;
+            before = merging.top;
+        }
+        top = __shfl_sync(FULL, highest, WARP - 1);
+    }
+};
+
+// The logarithm of the number of parts in which `segments` records of `elements` elements are merged, if each is of a
+// block of its own. The blocks of the last segments merge a part each, and wait for the others. They are at most one
+// block in PART_RECORDS, so those that they wait for always find a place on the GPU.
+__device__ __forceinline__ int log2_parts_of(int segments, int elements) {
+    return 31 - __clz(min(MOST_PARTS, max(1, min(segments / PART_RECORDS, elements / PART_ELEMENTS))));
 }
 
-// Adds to a counter; what all blocks wrote before they added to it is visible afterwards.
+// Adds to a counter. What this block wrote before is visible to those who acquire the counter.
+__device__ __forceinline__ void red_add_release(int* counter, int x) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
+}
+
+// The same, and acquires the counter; returns what it was before.
 __device__ __forceinline__ int atomic_add_acq_rel(int* counter, int x) {
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(x) : "memory");
     return before;
 }
 
-// Counts the `written` records of a pair that has `segments`. The last block to arrive merges all records from the left
-// and writes the outputs of `count` heads to `out`, up to element head_dim of each. Called by THREADS threads, of which
-// `sync` is the barrier. counter: 0 before and after. Few blocks run this code, so its instructions are in no cache: it
-// is kept short.
+// Adds 1 to a counter, or makes it 0 if it is `last`.
+__device__ __forceinline__ void red_increment(int* counter, int last) {
+    asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
+}
+
+__device__ __forceinline__ int ld_acquire(const int* p) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+
+// Counts the `written` records of a pair that has `segments`. When all are there, merges them from the left and writes
+// the outputs of `count` heads to `out`, up to element head_dim of each. If there is one part, the last block to arrive
+// does it. Otherwise `written` is 1, and the block of record `index` merges part segments - 1 - index, if there is one.
+// Called by THREADS threads, of which `sync` is the barrier. counter: 0 before and after.
 template <int THREADS, int D, int WIDTH, int BYTES, class Sync>
 __device__ __forceinline__ void merge_records(
-    Sync sync, const Records<D, WIDTH>& records, int first, int written, int segments, int* counter, __half* out,
-    int count, int head_dim, MergeScratch<WIDTH, BYTES>& scratch) {
+    Sync sync, const Records<D, WIDTH>& records, int first, int index, int written, int segments, int log2_parts,
+    int* counter, __half* out, int count, int head_dim, MergeScratch<WIDTH, BYTES>& scratch) {
     static_assert(THREADS >= HEADS * WARP, "a warp for each head");
+    const int parts = 1 << log2_parts, part = parts > 1 ? segments - 1 - index : 0;
     __shared__ bool is_last;
     sync();
+    if (part >= parts) {
+        if (threadIdx.x == 0) red_add_release(counter, 1);
+        return;
+    }
     if (threadIdx.x == 0) {
-        is_last = atomic_add_acq_rel(counter, written) + written == segments;
-        if (is_last) *counter = 0;
+        if (parts > 1) {
+            red_add_release(counter, 1);
+            while (ld_acquire(counter) < segments) {}
+        } else {
+            is_last = atomic_add_acq_rel(counter, written) + written == segments;
+        }
+        if (parts > 1 || is_last) red_increment(counter, segments + parts - 1);
     }
     sync();
-    if (!is_last) return;
+    if (parts == 1 && !is_last) return;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int row = count * WIDTH, pairs = count * (WIDTH / 2), most = min(MERGED, scratch.COPIED / row);
-    float top = -INF_F, sum = 0;  // of the head of this warp
+    const int elements = count * WIDTH >> log2_parts, column = part * elements;
+    const int most = segments <= MERGED && segments * elements <= scratch.COPIED
+                         ? segments
+                         : min(MERGED, scratch.COPIED / elements);
+    const bool has_head = warp >= column / WIDTH && warp * WIDTH < column + elements;  // head number `warp`
+    float top = -INF_F;                                                                // of that head
+    int parity = 0;
 #pragma unroll 1
-    for (int from = 0; from < segments; from += most) {
+    for (int from = 0; from < segments; from += most, parity ^= 1) {
         const int n = min(most, segments - from);
         if (from > 0) sync();
+        RecordSums record_sums;
+        if (has_head) record_sums.load(records, first + from, n, warp);
 #pragma unroll 1
         for (int s = warp; s < n; s += THREADS / WARP)
 #pragma unroll 1
-            for (int i = lane * 4; i < row; i += WARP * 4)
-                cp_async_16(&scratch.copied[s * row + i], records.outputs(first + from + s, 0) + i);
-        if (warp < count) {
-            find_factors(records, first + from, n, warp, top, sum, scratch.factors);
-            if (lane == 0) scratch.sums[warp] = sum;
-        }
+            for (int i = lane * 4; i < elements; i += WARP * 4)
+                cp_async_16(&scratch.copied[s * elements + i], records.outputs(first + from + s, 0) + column + i);
+        if (has_head) record_sums.find_factors(warp, top, scratch);
         cp_async_wait_all();
         sync();
 #pragma unroll 1
-        for (int i = threadIdx.x; i < pairs; i += THREADS) {
-            const int head = i / (WIDTH / 2), element = records.rank * WIDTH + i % (WIDTH / 2) * 2;
-            const float2* const copied = reinterpret_cast<const float2*>(scratch.copied) + i;
-            float2 o = from == 0 ? copied[0] : scratch.outputs[i];  // of the records before
+        for (int i = threadIdx.x; i < elements / 2; i += THREADS) {
+            const int head = (column + 2 * i) / WIDTH, own = (column + 2 * i) % WIDTH;
+            // What is merged already. -0 changes no bit of the first record.
+            float2 o = from == 0 ? make_float2(-0.0f, -0.0f) : scratch.outputs[i];
+            float sum = from == 0 ? 0.0f : scratch.sums[parity][head];
+            const auto add = [&](int s, bool is_there) {
+                const float2 f = scratch.factors[s][head];
+                const float2 x = reinterpret_cast<const float2*>(scratch.copied + s * elements)[i];
+                const float l = scratch.record_sums[s][head];
+                o.x = is_there ? merge({0, f.x, f.y}, o.x, x.x) : o.x;
+                o.y = is_there ? merge({0, f.x, f.y}, o.y, x.y) : o.y;
+                sum = is_there ? merge({0, f.x, f.y}, sum, l) : sum;
+            };
+            int s = 0;
 #pragma unroll 1
-            for (int s = from == 0; s < n; s += 4) {
+            for (; s + 8 <= n; s += 8) {
 #pragma unroll
-                for (int j = s; j < s + 4; ++j) {
-                    if (j >= n) break;
-                    const float2 x = copied[j * pairs], f = scratch.factors[j][head];
-                    o.x = merge({0, f.x, f.y}, o.x, x.x), o.y = merge({0, f.x, f.y}, o.y, x.y);
-                }
+                for (int j = 0; j < 8; ++j) add(s + j, true);
             }
-            scratch.outputs[i] = o;
-            if (from + n < segments) continue;
-            if (element < head_dim) out[head * head_dim + element] = attention_output(o.x, scratch.sums[head]);
-            if (element + 1 < head_dim) out[head * head_dim + element + 1] = attention_output(o.y, scratch.sums[head]);
+            if (s < n) {
+#pragma unroll
+                for (int j = 0; j < 7; ++j) add(min(s + j, n - 1), s + j < n);
+            }
+            if (from + n < segments) {
+                scratch.outputs[i] = o;
+                if (own == 0 || i == 0) scratch.sums[parity ^ 1][head] = sum;
+                continue;
+            }
+            const float merged[4] = {o.x, 0.0f, o.y, 0.0f}, sums[2] = {sum, 1.0f};
+            __half y[4];
+            attention_outputs(merged, sums, y);
+            const int element = records.rank * WIDTH + own;
+            if (element < head_dim) out[head * head_dim + element] = y[0];
+            if (element + 1 < head_dim) out[head * head_dim + element + 1] = y[2];
         }
     }
     sync();
