@@ -41,6 +41,7 @@ CHECKED = (
 MODEL_TESTS = (("-d", "512,2048"), ("-d", "512", "-b", "16"), ("-d", "512,32768", "--kv-cache", "int8"))
 """Arguments of ``bench``."""
 MIN_LAYERS, MAX_LAYERS = 16, 32
+"""Launches of a graph, whose own start takes some microseconds."""
 LEAST_BYTES = 256 << 20
 """Bytes of all caches that the launches of a graph read, which exceed the GPU's cache."""
 REPLAYS = 9

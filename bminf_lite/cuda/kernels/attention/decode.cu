@@ -132,7 +132,7 @@ struct Task {
     int folds;              // the unit computes all segments of the pair
     int is_left, is_right;  // the first and the last item of this pair
     int record, first_record, segments, written;  // see merge_records
-    int has_own_block;                            // and so has every other item
+    int has_own_block;                            // as all items have
 };
 
 // A segment of the keys in `range`. newest: if the unit computes the new token's segment too.
