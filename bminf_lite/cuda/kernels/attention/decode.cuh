@@ -174,7 +174,7 @@ struct Records {
     }
 };
 
-constexpr int MERGED = 2 * WARP;  // records that are merged at a time, at most
+constexpr int MERGED = 2 * WARP;                                       // records that are merged at a time, at most
 constexpr int MOST_PARTS = 8, PART_RECORDS = 4, PART_ELEMENTS = WARP;  // see log2_parts_of
 
 // Shared memory of BYTES bytes for the merge of records: for each of them and each head the factors of what is merged
@@ -272,7 +272,8 @@ __device__ __forceinline__ void merge_records(
     if (threadIdx.x == 0) {
         if (parts > 1) {
             red_add_release(counter, 1);
-            while (ld_acquire(counter) < segments) {}
+            while (ld_acquire(counter) < segments) {
+            }
         } else {
             is_last = atomic_add_acq_rel(counter, written) + written == segments;
         }
@@ -282,9 +283,8 @@ __device__ __forceinline__ void merge_records(
     if (parts == 1 && !is_last) return;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int elements = count * WIDTH >> log2_parts, column = part * elements;
-    const int most = segments <= MERGED && segments * elements <= scratch.COPIED
-                         ? segments
-                         : min(MERGED, scratch.COPIED / elements);
+    const int most =
+        segments <= MERGED && segments * elements <= scratch.COPIED ? segments : min(MERGED, scratch.COPIED / elements);
     const bool has_head = warp >= column / WIDTH && warp * WIDTH < column + elements;  // head number `warp`
     float top = -INF_F;                                                                // of that head
     int parity = 0;
