@@ -38,7 +38,13 @@ WEIGHTS_SHARE = 32
 CAPTURE_SHARE = 16
 """One part in so many of the memory is left to captured steps and to steps of prompts."""
 LOGITS_SHARE = 16
-"""The logits of a step take at most one part in so many of the memory that a plan leaves."""
+"""The logits of many sequences take at most one part in so many of the memory that a plan leaves."""
+FEW_SEQUENCES, FEW_LOGITS_SHARE = 64, 8
+"""The same of up to so many sequences. Captured steps have logits of their own, with more rows than sequences."""
+SEQUENCES_SHARE = 8
+"""A default context leaves one part in so many of its room to several sequences, as far as their logits need it. A step
+for several sequences takes hardly longer than one for a single one.
+"""
 PROMPT_LOGITS_SHARE = 64
 """The logits of prompt tokens may take one part in so many of what a plan leaves, beside the scratch of a chunk."""
 GPU_SEQUENCES = 1024
@@ -194,6 +200,11 @@ class MemoryPlan:
         return self.resident_bytes + self.slot_bytes + self.cache_bytes + self.scratch_bytes
 
     @property
+    def cache_room(self) -> int:
+        """Memory beside everything else, which the cache may take; negative if there is none."""
+        return self.machine.memory - (self.total_bytes - self.cache_bytes)
+
+    @property
     def left(self) -> int:
         """Memory that is not planned, into which the cache may grow."""
         return max(self.machine.memory - self.total_bytes, 0)
@@ -201,8 +212,9 @@ class MemoryPlan:
     @property
     def max_num_seqs(self) -> int:
         """The most sequences of a step, unless a caller bounds them."""
-        logits = max(self.requirements.scratch_per_sequence, 1)
-        return max(min(self.left // LOGITS_SHARE // logits, GPU_SEQUENCES), self.batch)
+        found = self.left // max(self.requirements.scratch_per_sequence, 1)
+        few, many = min(found // FEW_LOGITS_SHARE, FEW_SEQUENCES), min(found // LOGITS_SHARE, GPU_SEQUENCES)
+        return max(few, many, self.batch)
 
     @property
     def max_logit_rows(self) -> int:
@@ -216,8 +228,10 @@ class MemoryPlan:
         The cache takes its planned memory and what the plan leaves, less logits and captured steps. There are blocks
         for ``batch`` sequences of ``context`` tokens at least, and for ``max_num_seqs`` at most.
         """
-        spare = (max_num_seqs - self.batch) * self.requirements.scratch_per_sequence
-        spare += max(self.machine.memory // CAPTURE_SHARE - self.captured_bytes, 0)
+        logits = self.requirements.scratch_per_sequence
+        captured = max(self.machine.memory // CAPTURE_SHARE - self.captured_bytes, 0)
+        few = min(max_num_seqs, FEW_SEQUENCES) * FEW_LOGITS_SHARE * logits
+        spare = max((max_num_seqs - self.batch) * logits + captured, few)
         room = self.cache_bytes + max(self.left - spare, 0)
         return cache_blocks(self.requirements.cache, self.context, self.chunk, room, max_num_seqs, self.batch)
 
@@ -316,12 +330,17 @@ def plan_memory(
 def default_context(plan: MemoryPlan) -> int:
     """Tokens per sequence: the model's context, or as many as fit besides all weights if they are enough.
 
-    Otherwise layers are streamed, and the cache gets a share of the memory: whole blocks, one at least.
+    They leave room for the logits of several sequences if they are enough then, too. Otherwise layers are streamed, and
+    the cache gets a share of the memory: whole blocks, one at least.
     """
     whole = plan.requirements.context_length
-    beside = context_beside(replace(plan, streamed=(), streamed_prompt=(), host_tables=False))
-    if beside >= min(whole, ENOUGH_CONTEXT):
-        return beside
+    resident = replace(plan, streamed=(), streamed_prompt=(), host_tables=False)
+    room = resident.cache_room
+    several = FEW_SEQUENCES * FEW_LOGITS_SHARE * plan.requirements.scratch_per_sequence
+    for spare in (min(several, room // SEQUENCES_SHARE), 0):
+        beside = _context_in(resident, room - spare)
+        if beside >= min(whole, ENOUGH_CONTEXT):
+            return beside
     context = min(_context_in(plan, plan.machine.memory // CACHE_SHARE), largest_context(plan))
     return min(whole, max(context, BLOCK_SIZE))
 
@@ -361,7 +380,7 @@ def largest_context(plan: MemoryPlan) -> int:
 
 def context_beside(plan: MemoryPlan) -> int:
     """The tokens per sequence that fit into the memory that the rest of ``plan`` leaves; 0 if none do."""
-    return _context_in(plan, plan.machine.memory - (plan.total_bytes - plan.cache_bytes))
+    return _context_in(plan, plan.cache_room)
 
 
 def _context_in(plan: MemoryPlan, room: int) -> int:

@@ -140,7 +140,8 @@ def test_so_many_sequences_fit_at_once_and_no_more(
     assert all(count * n < pool for n, pool in zip(needed, pools, strict=True))
     assert count == most or any((count + 1) * n >= pool for n, pool in zip(needed, pools, strict=True))
     cache = sum(group.nbytes(pool) for group, pool in zip(requirements.cache, pools, strict=True))
-    beside = (most - batch) * requirements.scratch_per_sequence + machine.memory // CAPTURE_SHARE
+    captured = max(machine.memory // CAPTURE_SHARE - plan.captured_bytes, 0)  # beside what is planned for them
+    beside = (most - batch) * requirements.scratch_per_sequence + captured
     assert cache <= max(plan.cache_bytes, plan.cache_bytes + plan.left - beside)
     assert plan.sequences_of(plan.context) >= batch and list(plan.lengths) == sorted(plan.lengths, reverse=True)
 
@@ -161,6 +162,17 @@ def test_the_engine_holds_as_many_sequences_as_the_plan_says(shape: str, gib: in
         while blocks.admit(blocks.new_sequence("", source), tokens, config.max_num_batched_tokens) is not None:
             count += 1
         assert min(count, config.max_num_seqs) == plan.sequences_of(tokens)
+
+
+@pytest.mark.parametrize(("gib", "context", "most"), [(12, 17_500, 16), (16, 46_000, 48), (24, 110_000, 64)])
+def test_a_context_that_fills_the_memory_leaves_room_for_several_sequences(gib: int, context: int, most: int) -> None:
+    """Without room for more than one sequence's logits, the engine would serve one after another."""
+    requirements = replace(requirements_of(CONFIGS / "llama-3-8b.json"), context_length=131_072)
+    plan = plan_memory(requirements, Machine(gib << 30))
+    assert not plan.streamed and plan.context >= context
+    assert plan.max_num_seqs >= most and plan.sequences_of(1024) >= min(most, context // 1100)
+    given = plan_memory(requirements, Machine(gib << 30), plan.context + 1024)  # takes some of that room
+    assert 4 <= given.max_num_seqs < plan.max_num_seqs
 
 
 def test_layers_with_windows_leave_room_for_short_sequences() -> None:
