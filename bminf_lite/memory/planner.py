@@ -37,13 +37,15 @@ WEIGHTS_SHARE = 32
 """Integers of captured steps and records of attention are planned as one part in so many of the weights' bytes."""
 CAPTURE_SHARE = 16
 """One part in so many of the memory is left to captured steps and to steps of prompts."""
-LOGITS_SHARE = 16
-"""The logits of many sequences take at most one part in so many of the memory that a plan leaves."""
 FEW_SEQUENCES, FEW_LOGITS_SHARE = 64, 8
-"""The same of up to so many sequences. Captured steps have logits of their own, with more rows than sequences."""
+"""The logits of up to so many sequences take at most one part in so many of the memory that a plan leaves. Captured
+steps need as much again and more: they have logits of their own, with more rows than sequences.
+"""
+LOGITS_SHARE = 16
+"""The logits of more sequences take at most one part in so many."""
 SEQUENCES_SHARE = 8
-"""A default context leaves one part in so many of its room to several sequences, as far as their logits need it. A step
-for several sequences takes hardly longer than one for a single one.
+"""A default context leaves one part in so many of its room, or less, to the logits of several sequences. A step takes
+hardly longer for several sequences than for one.
 """
 PROMPT_LOGITS_SHARE = 64
 """The logits of prompt tokens may take one part in so many of what a plan leaves, beside the scratch of a chunk."""
@@ -212,8 +214,8 @@ class MemoryPlan:
     @property
     def max_num_seqs(self) -> int:
         """The most sequences of a step, unless a caller bounds them."""
-        found = self.left // max(self.requirements.scratch_per_sequence, 1)
-        few, many = min(found // FEW_LOGITS_SHARE, FEW_SEQUENCES), min(found // LOGITS_SHARE, GPU_SEQUENCES)
+        rows = self.left // max(self.requirements.scratch_per_sequence, 1)  # of logits
+        few, many = min(rows // FEW_LOGITS_SHARE, FEW_SEQUENCES), min(rows // LOGITS_SHARE, GPU_SEQUENCES)
         return max(few, many, self.batch)
 
     @property
