@@ -19,8 +19,10 @@ from .arena import Arena, Block, Pages
 from .cache_memory import grows, lane_bytes
 from .sizes import format_size, parse_size
 
-CHUNK_BYTES = 64 << 20
-"""Memory is mapped in chunks of at most this size. A chunk can only be given back as a whole."""
+CHUNK_BYTES, CHUNKS = 64 << 20, 1024
+"""Memory is mapped in chunks of at most this size, and of about one part in so many of the limit. A chunk can only be
+given back as a whole, so a block for which the free memory suffices may find no room if chunks are large.
+"""
 MARGIN = 256 << 20
 """Bytes left free by default, for the display, the libraries' own needs and kernels' local memory."""
 SLACK = 32 << 20
@@ -76,6 +78,7 @@ class MappedPages:
         self._access = AccessDescription(location=self._properties.location, flags=_READ_AND_WRITE)
         self.granularity = page_bytes(device)
         self._nbytes = max(1, -(-nbytes // self.granularity)) * self.granularity
+        self.chunk_bytes = min(CHUNK_BYTES, max(1, nbytes // CHUNKS // self.granularity) * self.granularity)
         base = ctypes.c_uint64()
         self._driver.cuMemAddressReserve(base, self._nbytes, 0, 0, 0)
         self.base = base.value
@@ -85,8 +88,8 @@ class MappedPages:
         self._device.make_current()
         done: list[int] = []
         try:
-            for start in range(offset, offset + nbytes, CHUNK_BYTES):
-                self._map_chunk(start, min(CHUNK_BYTES, offset + nbytes - start))
+            for start in range(offset, offset + nbytes, self.chunk_bytes):
+                self._map_chunk(start, min(self.chunk_bytes, offset + nbytes - start))
                 done.append(start)
         except LibraryError as error:
             for start in done:

@@ -153,3 +153,11 @@ def test_an_engine_warms_up_and_serves_in_little_memory(profile: str, shape: str
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["results"] >= 5 and found["captured"] >= 20 and found["without memory"] == 0
+
+
+@pytest.mark.slow
+def test_an_engine_that_streams_layers_serves_in_little_memory():
+    """Its cache grows while scratch comes and goes, so free memory must be given back in small pieces."""
+    done = run_module("fake_gpu.memory_limit", "sm_86", "command-r7b", "10GiB", "fp16")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["results"] >= 5

@@ -19,7 +19,6 @@ from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.memory.arena import Arena
 from bminf_lite.memory.cache_memory import layer_bytes
 from bminf_lite.memory.device import (
-    CHUNK_BYTES,
     MARGIN,
     GrowingMemory,
     MappedPages,
@@ -84,15 +83,21 @@ def test_an_arena_takes_what_it_needs_and_gives_back_what_is_free(functions: Sim
 
 def test_only_whole_chunks_can_be_given_back(functions: SimpleNamespace) -> None:
     device = Device(0)
-    pages = MappedPages(device, 512 * MIB)
-    first, second = 2 * MIB, 2 * MIB + CHUNK_BYTES
-    pages.map(first, 2 * CHUNK_BYTES)
-    assert pages.unmap(first + CHUNK_BYTES // 2, CHUNK_BYTES + CHUNK_BYTES // 2) == [(second, CHUNK_BYTES)]
+    pages = MappedPages(device, 8 * GIB)
+    chunk = pages.chunk_bytes
+    first, second = 2 * MIB, 2 * MIB + chunk
+    pages.map(first, 2 * chunk)
+    assert pages.unmap(first + chunk // 2, chunk + chunk // 2) == [(second, chunk)]
     assert pages.unmap(first, 2 * MIB) == []
     pages.map(second, 2 * MIB)
     pages.close()
     pages.close()
     assert taken(device) == 0
+
+
+def test_chunks_are_small_beside_the_memory(functions: SimpleNamespace) -> None:
+    sizes = {gib: MappedPages(Device(0), gib * GIB).chunk_bytes // MIB for gib in (1, 3, 5, 11)}
+    assert sizes == {1: 2, 3: 2, 5: 4, 11: 10}
 
 
 @pytest.mark.parametrize("fail", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
