@@ -565,7 +565,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _factories(index: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Functions that make tensors of int8 and fp32 on a GPU in less time than one that is told type and device."""
+    """``new_empty`` of an int8 and of an fp32 tensor on a GPU: faster for the host than naming a dtype and a device."""
     place = torch.device("cuda", index)
     codes, scales = (torch.empty(0, dtype=dtype, device=place) for dtype in (torch.int8, torch.float32))
     return codes.new_empty, scales.new_empty
