@@ -219,7 +219,7 @@ class FakeDriver:
     ) -> int:  # fmt: skip
         itemsize = tensor_maps.TensorMapDataType(element).itemsize
         aligned = target % 64 == 0 and address % 16 == 0 and strides[0] % 16 == 0
-        swizzled = swizzle == 3 and box[0] * itemsize == 128
+        swizzled = (swizzle, box[0] * itemsize) in ((1, 32), (2, 64), (3, 128))
         if not aligned or not swizzled or rank != 2 or not 0 < box[1] <= 256 or (steps[0], steps[1]) != (1, 1):
             return INVALID_VALUE
         described = struct.pack(TENSOR_MAP, address, sizes[0], sizes[1], strides[0], element, box[1])

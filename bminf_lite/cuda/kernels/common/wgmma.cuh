@@ -57,6 +57,9 @@ __device__ __forceinline__ void warpgroup_fence_operand(int (&c)[N][4]) {
 #define ACC_6(t, i) ACC_4(t, i), ACC_2(t, i + 4)
 #define ACC_8(t, i) ACC_4(t, i), ACC_4(t, i + 4)
 #define ACC_16(t, i) ACC_8(t, i), ACC_8(t, i + 8)
+#define ACC_20(t, i) ACC_16(t, i), ACC_4(t, i + 16)
+#define ACC_24(t, i) ACC_16(t, i), ACC_8(t, i + 16)
+#define ACC_28(t, i) ACC_24(t, i), ACC_4(t, i + 24)
 #define ACC_32(t, i) ACC_16(t, i), ACC_16(t, i + 16)
 #define UP_TO_3 "%0,%1,%2,%3"
 #define UP_TO_7 UP_TO_3 ",%4,%5,%6,%7"
@@ -67,12 +70,10 @@ __device__ __forceinline__ void warpgroup_fence_operand(int (&c)[N][4]) {
     UP_TO_31                                                                                   \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53" \
     ",%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define UP_TO_127                                                                                \
-    UP_TO_63                                                                                     \
-    ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85"   \
-    ",%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105"     \
-    ",%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123" \
-    ",%124,%125,%126,%127"
+#define UP_TO_79 UP_TO_63 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define UP_TO_95 UP_TO_79 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define UP_TO_111 UP_TO_95 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define UP_TO_127 UP_TO_111 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // wgmma(c, a, b, add): c = a @ b.T + (add ? c : 0) of int8, a [64, 32] and b [N, 32] in shared memory.
 #define DEFINE_WGMMA_S8(N, REGISTERS, ACCUMULATOR, A, B, ADD)                                                         \
@@ -89,6 +90,9 @@ DEFINE_WGMMA_S8(32, UP_TO_15, ACC_4, "%16", "%17", "%18")
 DEFINE_WGMMA_S8(48, UP_TO_23, ACC_6, "%24", "%25", "%26")
 DEFINE_WGMMA_S8(64, UP_TO_31, ACC_8, "%32", "%33", "%34")
 DEFINE_WGMMA_S8(128, UP_TO_63, ACC_16, "%64", "%65", "%66")
+DEFINE_WGMMA_S8(160, UP_TO_79, ACC_20, "%80", "%81", "%82")
+DEFINE_WGMMA_S8(192, UP_TO_95, ACC_24, "%96", "%97", "%98")
+DEFINE_WGMMA_S8(224, UP_TO_111, ACC_28, "%112", "%113", "%114")
 DEFINE_WGMMA_S8(256, UP_TO_127, ACC_32, "%128", "%129", "%130")
 
 // wgmma<ADD>(c, a, b): c = a @ b.T + (ADD ? c : 0) of fp16, a [64, 16] and b [N, 16] in shared memory.

@@ -175,13 +175,20 @@ __device__ __forceinline__ void st_shared_v2(unsigned address, float2 y) {
 }
 
 // How a tile is written, in groups of eight channels or columns: N groups of channels make WIDTH groups of columns, of
-// which IN_BOX fill a box. AT_ONCE groups of columns, CHANNELS groups of channels, are scaled together, while the
-// scales of the next are loaded.
+// which IN_BOX fill a box with rows of BOX_ROW bytes: as many, up to 128, as divide the tile. AT_ONCE groups of
+// columns, CHANNELS groups of channels, are scaled together, while the scales of the next are loaded.
 template <int EPILOGUE, int N>
 struct EpilogueTile {
     static constexpr bool GATED = EPILOGUE == Epilogue::GATED, IS_FLOAT = EPILOGUE == ADD || EPILOGUE == TO_FLOAT;
-    static constexpr int WIDTH = GATED ? N / 2 : N, IN_BOX = IS_FLOAT ? 4 : 8, AT_ONCE = GATED ? 4 : IN_BOX;
-    static constexpr int CHANNELS = GATED ? 2 * AT_ONCE : AT_ONCE;
+    static constexpr int WIDTH = GATED ? N / 2 : N, GROUP = IS_FLOAT ? 32 : 16, ROW = WIDTH * GROUP;
+    static constexpr int BOX_ROW = (ROW & -ROW) < 128 ? (ROW & -ROW) : 128, IN_BOX = BOX_ROW / GROUP;
+    static constexpr int AT_ONCE = GATED && IN_BOX > 4 ? 4 : IN_BOX, CHANNELS = GATED ? 2 * AT_ONCE : AT_ONCE;
+
+    // The place of a piece of 16 bytes in a box, with the swizzle of its rows' width.
+    __device__ __forceinline__ static unsigned place(int row, int piece) {
+        const unsigned offset = row * BOX_ROW + piece * 16;
+        return offset ^ (offset >> 3 & (BOX_ROW - 16));
+    }
 };
 
 // Scales a warp's 16 rows from (row, column) on and writes them box by box, through two boxes of shared memory at
@@ -214,14 +221,13 @@ __device__ __forceinline__ void write_tile(
                         value, channels.values(c[first + m + N / 2] + 2 * h, x_scale[h], m + L::AT_ONCE));
                 if constexpr (EPILOGUE == ADD) value = {rounded(value.x), rounded(value.y)};
                 if constexpr (L::IS_FLOAT)
-                    st_shared_v2(box + (h * 8 + y) * 128 + (((piece + i / 2) * 2 + x / 2) ^ y) * 16 + x % 2 * 8, value);
+                    st_shared_v2(box + L::place(h * 8 + y, (piece + i / 2) * 2 + x / 2) + x % 2 * 8, value);
                 else if constexpr (EPILOGUE == TO_BFLOAT16)
                     v[i / 2][h] = pack_bfloat162(value.x, value.y);
                 else
                     v[i / 2][h] = pack_half2(value.x, value.y);
             }
-            if constexpr (!L::IS_FLOAT)
-                stmatrix_x4(box + lane % 16 * 128 + ((piece + lane / 16) ^ lane % 8) * 16, v[0], v[1]);
+            if constexpr (!L::IS_FLOAT) stmatrix_x4(box + L::place(lane % 16, piece + lane / 16), v[0], v[1]);
             __syncwarp();  // keeps the compiler from delaying all stores to the end, which would take too many
                            // registers
         }
@@ -262,11 +268,11 @@ __device__ __forceinline__ void exchange_sums(const int (&c)[N][4], int (&mine)[
 
 // ---- the kernel --------------------------------------------------------------------------------------------------
 
-// ACTIVATION: the function of GATED. BLOCK_N: channels of a tile, 128 or 256. Boxes of the tensor maps: x_map 128 rows
-// of 128 columns; w_map BLOCK_N / 2 rows of 128 columns; out_map 16 rows of 128 bytes. `stages` stages cover a row of
-// x. CLUSTER: 1 or 2; row_tiles and column_tiles count the tiles of a cluster (CLUSTER * BLOCK_M rows). SPLIT_K: with
-// it CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic shared memory: PIPELINE_BYTES;
-// two boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
+// ACTIVATION: the function of GATED. BLOCK_N: channels of a tile, 128, 160, 192, 224 or 256. Boxes of the tensor maps:
+// x_map 128 rows of 128 columns; w_map BLOCK_N / 2 rows of 128 columns; out_map 16 rows of BOX_ROW bytes. `stages`
+// stages cover a row of x. CLUSTER: 1 or 2; row_tiles and column_tiles count the tiles of a cluster (CLUSTER * BLOCK_M
+// rows). SPLIT_K: with it CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic shared
+// memory: PIPELINE_BYTES; two boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
 template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     const float* x_scale, const float* w_scale, const float* bias, int rows, int columns, int channels, int stages,

@@ -57,27 +57,41 @@ class GemmTileConfig:
         """Blocks of a cluster."""
         return self.cluster * self.split_k
 
+    def columns(self, epilogue: Epilogue) -> int:
+        """Columns of the result that a block writes for a tile."""
+        return self.width // (2 if epilogue is Epilogue.GATED else 1) // self.split_k
+
+    def box_row_bytes(self, epilogue: Epilogue) -> int:
+        """Bytes of a row in a box of results: as many, up to ``ROW_BYTES``, as divide a tile's row."""
+        row = self.columns(epilogue) * (4 if epilogue in FLOAT_EPILOGUES else 2)
+        return min(row & -row, ROW_BYTES)
+
     def serves(self, epilogue: Epilogue, stages: int) -> bool:
         """Whether each part of a split has columns, and enough results for the box that a warp writes."""
-        written = self.width // (2 if epilogue is Epilogue.GATED else 1) // self.split_k
-        return self.split_k == 1 or (stages >= self.split_k and written >= (32 if epilogue in FLOAT_EPILOGUES else 64))
+        return self.split_k == 1 or (stages >= self.split_k and self.box_row_bytes(epilogue) == ROW_BYTES)
 
-    def cost(self, rows: int, channels: int, stages: int, num_sms: int) -> float:
+    def cost(self, rows: int, channels: int, stages: int, epilogue: Epilogue, num_sms: int) -> float:
         """The relative duration of a product: stages of the weight that one SM passes over."""
         row_tiles, tall = -(-rows // ROWS), -(-rows // (ROWS * self.cluster))
-        slower = (1.08 if self.width < 256 else 1) * (1.05 if self.cluster < 2 else 1) * tall * self.cluster / row_tiles
+        slower = SLOWER[self.width] * NARROW[self.box_row_bytes(epilogue)] * (1.05 if self.cluster < 2 else 1)
+        slower *= tall * self.cluster / row_tiles
         passes = self.width * slower * stages / self.split_k + (EXCHANGE if self.split_k > 1 else 0)
         return -(-tall * -(-channels // self.width) // (num_sms // self.blocks)) * passes
 
 
 EXCHANGE = 1500
 """Cost of exchanging sums between blocks, in the unit of ``GemmTileConfig.cost``: weight rows times stages."""
+SLOWER = {256: 1, 224: 1.02, 192: 1.02, 160: 1.03, 128: 1.05}
+"""The cost of a weight row in tiles of each width."""
+NARROW = {128: 1, 64: 1.01, 32: 1.04}
+"""The cost of results by the bytes of a row in a box."""
 TILE_CONFIGS = (
-    *(GemmTileConfig(width, cluster) for width in (256, 128) for cluster in (2, 1)),
+    *(GemmTileConfig(width, cluster) for width in SLOWER for cluster in (2, 1)),
     GemmTileConfig(128, split_k=2),
 )
-PLAUSIBLE = 1.4
-"""A configuration may be the fastest if its modelled cost is at most so many times the least."""
+PLAUSIBLE = 5
+PLAUSIBLE_COST = 1.25
+"""The fastest is among so many configurations of the least modelled cost, and costs at most so many times the least."""
 MIN_ROWS = 65
 """From this many rows on, this kernel is the fastest; below, ``skinny_gemm`` is."""
 KERNEL_CACHE_SIZE = 1024
@@ -99,6 +113,7 @@ class _KernelLaunch:
     cluster: int | None
     shared: int
     box_channels: int
+    box_row_bytes: int
     numbers: tuple[int, ...]
 
 
@@ -188,20 +203,20 @@ class ScaledGemm:
             x_scale, w_scale, bias, *launch.numbers,
             tensor_map_2d(x[0], TensorMapDataType.INT8, rows, in_features, x[1], ROWS),
             tensor_map_2d(w[0], TensorMapDataType.INT8, channels, in_features, w[1], launch.box_channels),
-            tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS),
+            tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS, row_bytes=launch.box_row_bytes),
         )  # fmt: skip
         launch.kernel(launch.grid, THREADS, arguments, launch.shared, stream, dependent, launch.cluster, bytes_moved)
 
     def plausible_tiles(self, rows: int, channels: int, in_features: int, epilogue: Epilogue) -> list[GemmTileConfig]:
-        """The tile configurations whose modelled cost is near the least, the cheapest first."""
+        """Up to ``PLAUSIBLE`` tile configurations whose modelled cost is near the least, the cheapest first."""
         stages = -(-in_features // STAGE_COLUMNS)
         costs = {
-            config: config.cost(rows, channels, stages, self._num_sms)
+            config: config.cost(rows, channels, stages, epilogue, self._num_sms)
             for config in TILE_CONFIGS
             if config.serves(epilogue, stages)
         }
-        most = min(costs.values()) * PLAUSIBLE
-        return sorted((config for config, cost in costs.items() if cost <= most), key=costs.__getitem__)
+        cheapest = sorted(costs, key=costs.__getitem__)[:PLAUSIBLE]
+        return [config for config in cheapest if costs[config] <= PLAUSIBLE_COST * costs[cheapest[0]]]
 
     def _kernel_launch_uncached(
         self, rows: int, channels: int, in_features: int, epilogue: Epilogue, activation: int, bias: bool,
@@ -210,7 +225,7 @@ class ScaledGemm:
         gated, stages = epilogue is Epilogue.GATED, -(-in_features // STAGE_COLUMNS)
         if tile_config is None:
             tile_config = self.plausible_tiles(rows, channels, in_features, epilogue)[0]
-        columns, width = (channels // 2, tile_config.width // 2) if gated else (channels, tile_config.width)
+        columns, width = channels // 2 if gated else channels, tile_config.columns(epilogue) * tile_config.split_k
         assert columns % 2 == 0 and epilogue in EPILOGUES, (columns, epilogue)
         row_tiles, column_tiles = -(-rows // (ROWS * tile_config.cluster)), -(-columns // width)
         clusters = row_tiles * column_tiles
@@ -221,8 +236,9 @@ class ScaledGemm:
         kernel = self._kernel(f"bminf::gemm_hopper<{arguments}>")
         cluster = tile_config.blocks if tile_config.blocks > 1 else None
         return _KernelLaunch(
-            kernel, clusters * tile_config.blocks, cluster, tile_config.shared, tile_config.width // 2, numbers
-        )
+            kernel, clusters * tile_config.blocks, cluster, tile_config.shared, tile_config.width // 2,
+            tile_config.box_row_bytes(epilogue), numbers,
+        )  # fmt: skip
 
     def _load(self, expression: str) -> Kernel:
         return load(self._device, self.source, expression)
