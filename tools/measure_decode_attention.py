@@ -41,7 +41,7 @@ CHECKED = (
 MODEL_TESTS = (("-d", "512,2048"), ("-d", "512", "-b", "16"), ("-d", "512,32768", "--kv-cache", "int8"))
 """Arguments of ``bench``."""
 MIN_LAYERS, MAX_LAYERS = 16, 32
-"""Launches of a graph, whose own start takes some microseconds."""
+"""Launches of a graph."""
 LEAST_BYTES = 256 << 20
 """Bytes of all caches that the launches of a graph read, which exceed the GPU's cache."""
 REPLAYS = 9
@@ -133,33 +133,38 @@ class Attention:
         self.out = cp.full((count, HEADS * HEAD_DIM), cp.nan, np.float16)
         cp.cuda.Device().synchronize()
 
-    def launch(self) -> None:
-        """All layers in one step."""
+    def launch(self, layers: int | None = None) -> None:
+        """The first ``layers`` in one step, by default all."""
         from bminf_lite.cuda.kernels.launcher import StepContext
 
         step = StepContext()
-        for cache in self.caches:
+        for cache in self.caches[:layers]:
             self.decode.launch(
                 step, self.qkv, self.spec, cache, self.context_lens, self.table, self.records, self.arrivals, self.out,
                 self.max_context_len,
             )  # fmt: skip
 
     def seconds(self) -> float:
-        """Of one launch: the median over replays of a graph."""
+        """Of one launch behind another: what a graph of all layers takes longer than one of the first half."""
+        half = len(self.caches) // 2
+        return (self._graph_seconds(len(self.caches)) - self._graph_seconds(half)) / (len(self.caches) - half)
+
+    def _graph_seconds(self, layers: int) -> float:
+        """The median over replays of a graph."""
         import cupy as cp
 
         from bminf_lite.cuda.runtime.graphs import CudaGraph
 
-        self.launch()
+        self.launch(layers)
         self.stream.synchronize()
-        graph, found = CudaGraph(self.launch, self.stream.ptr), []
+        graph, found = CudaGraph(lambda: self.launch(layers), self.stream.ptr), []
         for _ in range(REPLAYS + 2):
             start, end = cp.cuda.Event(), cp.cuda.Event()
             start.record(self.stream)
             graph.replay(self.stream.ptr)
             end.record(self.stream)
             end.synchronize()
-            found.append(cp.cuda.get_elapsed_time(start, end) / 1e3 / len(self.caches))
+            found.append(cp.cuda.get_elapsed_time(start, end) / 1e3)
         graph.close()
         return float(statistics.median(found[2:]))
 
