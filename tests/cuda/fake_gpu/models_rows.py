@@ -155,11 +155,12 @@ def gemm_hopper(call: Call) -> None:
     rows, columns, channels = call.arguments["rows"], call.columns, call.channels
     epilogue, width, cluster, parts = (call.number(name) for name in ("EPILOGUE", "BLOCK_N", "CLUSTER", "SPLIT_K"))
     gated = epilogue == GATED
-    x, w, out = call.mapped("x_map", 128), call.mapped("w_map", width // 2), call.mapped("out_map", 16)
+    call.require(call.height % 16 == 0 and call.height <= 128, "height")
+    x, w, out = call.mapped("x_map", call.height), call.mapped("w_map", width // 2), call.mapped("out_map", 16)
     call.require(x.shape == (rows, w.shape[1]) and out.shape == (rows, columns), "shapes")
     call.require(w.shape[0] == channels == columns * (1 + gated) and columns % 2 == 0, "channels")
     call.require(call.stages * 128 >= x.shape[1], "stages do not cover the weight's columns")
-    covered = call.row_tiles * cluster * 128 >= rows and call.column_tiles * (width // (1 + gated)) >= columns
+    covered = call.row_tiles * cluster * call.height >= rows and call.column_tiles * (width // (1 + gated)) >= columns
     blocks, tiles = call.launch.grid[0], call.row_tiles * call.column_tiles
     call.require(covered and call.launch.cluster == cluster * parts and blocks % (cluster * parts) == 0, "no tiles")
     call.require(parts == 1 or (blocks == parts * tiles and call.stages >= parts), "each part has a stage of one tile")

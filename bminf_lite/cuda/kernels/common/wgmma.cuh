@@ -56,6 +56,7 @@ __device__ __forceinline__ void warpgroup_fence_operand(int (&c)[N][4]) {
 #define ACC_4(t, i) ACC_2(t, i), ACC_2(t, i + 2)
 #define ACC_6(t, i) ACC_4(t, i), ACC_2(t, i + 4)
 #define ACC_8(t, i) ACC_4(t, i), ACC_4(t, i + 4)
+#define ACC_12(t, i) ACC_8(t, i), ACC_4(t, i + 8)
 #define ACC_16(t, i) ACC_8(t, i), ACC_8(t, i + 8)
 #define ACC_20(t, i) ACC_16(t, i), ACC_4(t, i + 16)
 #define ACC_24(t, i) ACC_16(t, i), ACC_8(t, i + 16)
@@ -66,10 +67,8 @@ __device__ __forceinline__ void warpgroup_fence_operand(int (&c)[N][4]) {
 #define UP_TO_15 UP_TO_7 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define UP_TO_23 UP_TO_15 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define UP_TO_31 UP_TO_23 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define UP_TO_63                                                                               \
-    UP_TO_31                                                                                   \
-    ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53" \
-    ",%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define UP_TO_47 UP_TO_31 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define UP_TO_63 UP_TO_47 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define UP_TO_79 UP_TO_63 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define UP_TO_95 UP_TO_79 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define UP_TO_111 UP_TO_95 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
@@ -89,6 +88,7 @@ DEFINE_WGMMA_S8(16, UP_TO_7, ACC_2, "%8", "%9", "%10")
 DEFINE_WGMMA_S8(32, UP_TO_15, ACC_4, "%16", "%17", "%18")
 DEFINE_WGMMA_S8(48, UP_TO_23, ACC_6, "%24", "%25", "%26")
 DEFINE_WGMMA_S8(64, UP_TO_31, ACC_8, "%32", "%33", "%34")
+DEFINE_WGMMA_S8(96, UP_TO_47, ACC_12, "%48", "%49", "%50")
 DEFINE_WGMMA_S8(128, UP_TO_63, ACC_16, "%64", "%65", "%66")
 DEFINE_WGMMA_S8(160, UP_TO_79, ACC_20, "%80", "%81", "%82")
 DEFINE_WGMMA_S8(192, UP_TO_95, ACC_24, "%96", "%97", "%98")

@@ -27,6 +27,7 @@ namespace bminf {
 
 constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
 constexpr int BAND = 16;                     // row tiles that are computed together, see TileScheduler
+constexpr int EARLY = 2;                     // stages of the weight that are loaded before the input is complete
 
 // ---- the pipeline of operands ------------------------------------------------------------------------------------
 
@@ -83,21 +84,22 @@ struct Pipeline {
 // they go on to the next columns, so that blocks that run at the same time share parts of the weight in L2.
 template <int COLUMNS, int CLUSTER, int SPLIT_K>
 struct TileScheduler {
-    int row_tiles, column_tiles, index;
+    int height, row_tiles, column_tiles, index;
 
-    __device__ __forceinline__ TileScheduler(int row_tiles, int column_tiles)
-        : row_tiles(row_tiles),
+    __device__ __forceinline__ TileScheduler(int height, int row_tiles, int column_tiles)
+        : height(height),
+          row_tiles(row_tiles),
           column_tiles(column_tiles),
           index(blockIdx.x / (CLUSTER * SPLIT_K)) {}
     __device__ __forceinline__ bool valid() const { return index < row_tiles * column_tiles; }
     __device__ __forceinline__ void next() { index += gridDim.x / (CLUSTER * SPLIT_K); }
     // (first row, first column) of this block's tile.
     __device__ __forceinline__ int2 origin() const {
-        constexpr int HEIGHT = BAND / CLUSTER;
+        constexpr int HEIGHT = BAND / CLUSTER;  // of a band, in tiles of a cluster
         const int band = index / (HEIGHT * column_tiles), inside = index % (HEIGHT * column_tiles);
-        const int height = min(HEIGHT, row_tiles - band * HEIGHT);
-        const int row = (band * HEIGHT + inside % height) * CLUSTER + (CLUSTER > 1 ? block_rank_in_cluster() : 0);
-        return make_int2(row * BLOCK_M, inside / height * COLUMNS);
+        const int in_band = min(HEIGHT, row_tiles - band * HEIGHT);
+        const int row = (band * HEIGHT + inside % in_band) * CLUSTER + (CLUSTER > 1 ? block_rank_in_cluster() : 0);
+        return make_int2(row * height, inside / in_band * COLUMNS);
     }
 };
 
@@ -268,16 +270,17 @@ __device__ __forceinline__ void exchange_sums(const int (&c)[N][4], int (&mine)[
 
 // ---- the kernel --------------------------------------------------------------------------------------------------
 
-// ACTIVATION: the function of GATED. BLOCK_N: channels of a tile, 128, 160, 192, 224 or 256. Boxes of the tensor maps:
-// x_map 128 rows of 128 columns; w_map BLOCK_N / 2 rows of 128 columns; out_map 16 rows of BOX_ROW bytes. `stages`
-// stages cover a row of x. CLUSTER: 1 or 2; row_tiles and column_tiles count the tiles of a cluster (CLUSTER * BLOCK_M
-// rows). SPLIT_K: with it CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic shared
-// memory: PIPELINE_BYTES; two boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
+// ACTIVATION: the function of GATED. BLOCK_N: channels of a tile, 128, 160, 192, 224 or 256, or with SPLIT_K 64, 96 or
+// 128. Boxes of the tensor maps: x_map `height` rows of 128 columns; w_map BLOCK_N / 2 rows of 128 columns; out_map 16
+// rows of BOX_ROW bytes. `height`: rows of a tile that are computed, a multiple of 16. `stages` stages cover a row of
+// x. CLUSTER: 1 or 2; row_tiles and column_tiles count the tiles of a cluster (CLUSTER * height rows). SPLIT_K: with it
+// CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic shared memory: PIPELINE_BYTES; two
+// boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
 template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     const float* x_scale, const float* w_scale, const float* bias, int rows, int columns, int channels, int stages,
-    int row_tiles, int column_tiles, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-    const __grid_constant__ TensorMap out_map) {
+    int height, int row_tiles, int column_tiles, const __grid_constant__ TensorMap x_map,
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap out_map) {
     static_assert(CLUSTER == 1 || SPLIT_K == 1, "the blocks of a cluster share the weight or a tile");
     constexpr int HALF = BLOCK_N / 2, COLUMNS = EPILOGUE == GATED ? HALF : BLOCK_N, OWN = BLOCK_N / 8 / SPLIT_K;
     extern __shared__ __align__(1024) char shared[];
@@ -287,30 +290,39 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     __syncwarp();
     cluster_sync<CLUSTER * SPLIT_K>();
     launch_dependent_grids();
-    wait_on_dependent_grids();
-    TileScheduler<COLUMNS, CLUSTER, SPLIT_K> tile(row_tiles, column_tiles);
+    TileScheduler<COLUMNS, CLUSTER, SPLIT_K> tile(height, row_tiles, column_tiles);
     const int warp = threadIdx.x / WARP, part = SPLIT_K > 1 ? block_rank_in_cluster() : 0;
     const int from = stages * part / SPLIT_K, to = stages * (part + 1) / SPLIT_K;
     if (warp >= WARPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == WARPS * WARP) {
-            for (; tile.valid(); tile.next()) {
+            const auto load_weight = [&](int k, int column) {
+                mbarrier_arrive_expect_tx(pipeline.full(), (height + BLOCK_N) * BLOCK_K);
+#pragma unroll
+                for (int i = 0; i < 2 / CLUSTER; ++i) {
+                    const int half = CLUSTER > 1 ? block_rank_in_cluster() : i;
+                    const int row = column + half * (EPILOGUE == GATED ? columns : HALF);
+                    const unsigned target = pipeline.w() + half * HALF * BLOCK_K;
+                    if constexpr (CLUSTER > 1)
+                        tma_load_2d_multicast(target, w_map, k * BLOCK_K, row, pipeline.full());
+                    else
+                        tma_load_2d(target, w_map, k * BLOCK_K, row, pipeline.full());
+                }
+            };
+            // The first stages of the weight are loaded before the kernel waits for its input.
+            const int early = min(EARLY, to - from);
+            for (int k = from; k < from + early; ++k, pipeline.next()) load_weight(k, tile.origin().y);
+            pipeline.stage = 0, pipeline.phase = 0;
+            wait_on_dependent_grids();
+            for (int count = 0; tile.valid(); tile.next()) {
                 const int2 origin = tile.origin();
 #pragma unroll 1
-                for (int k = from; k < to; ++k, pipeline.next()) {
-                    mbarrier_wait(pipeline.empty(), pipeline.phase ^ 1);
-                    mbarrier_arrive_expect_tx(pipeline.full(), pipeline.BYTES);
-                    tma_load_2d(pipeline.x(), x_map, k * BLOCK_K, origin.x, pipeline.full());
-#pragma unroll
-                    for (int i = 0; i < 2 / CLUSTER; ++i) {
-                        const int half = CLUSTER > 1 ? block_rank_in_cluster() : i;
-                        const int row = origin.y + half * (EPILOGUE == GATED ? columns : HALF);
-                        const unsigned target = pipeline.w() + half * HALF * BLOCK_K;
-                        if constexpr (CLUSTER > 1)
-                            tma_load_2d_multicast(target, w_map, k * BLOCK_K, row, pipeline.full());
-                        else
-                            tma_load_2d(target, w_map, k * BLOCK_K, row, pipeline.full());
+                for (int k = from; k < to; ++k, ++count, pipeline.next()) {
+                    if (count >= early) {
+                        mbarrier_wait(pipeline.empty(), pipeline.phase ^ 1);
+                        load_weight(k, origin.y);
                     }
+                    tma_load_2d(pipeline.x(), x_map, k * BLOCK_K, origin.x, pipeline.full());
                 }
             }
         }
@@ -318,10 +330,12 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
         if constexpr (SPLIT_K > 1) cluster_sync<SPLIT_K>(), cluster_sync<SPLIT_K>();  // those of exchange_sums
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        wait_on_dependent_grids();
         const EpilogueScales scaling = {x_scale, w_scale, bias, rows, columns, channels};
         for (; tile.valid(); tile.next()) {
             const int2 origin = tile.origin();
-            const int row = origin.x + warp * 16, mine = row + threadIdx.x % WARP / 4;
+            // Rows from `height` on are not loaded. Outside the matrix nothing is written.
+            const int row = warp * 16 < height ? origin.x + warp * 16 : rows, mine = row + threadIdx.x % WARP / 4;
             const float scales[2] = {scaling.row(mine), scaling.row(mine + 8)};
             const int column = origin.y + part * (COLUMNS / SPLIT_K);
             Channels<EpilogueTile<EPILOGUE, OWN>::CHANNELS, BIAS> first;

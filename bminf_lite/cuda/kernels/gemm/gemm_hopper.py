@@ -68,7 +68,7 @@ class GemmTileConfig:
 
     def serves(self, epilogue: Epilogue, stages: int) -> bool:
         """Whether each part of a split has columns, and enough results for the box that a warp writes."""
-        return self.split_k == 1 or (stages >= self.split_k and self.box_row_bytes(epilogue) == ROW_BYTES)
+        return stages >= self.split_k and self.box_row_bytes(epilogue) >= min(NARROW)
 
     def cost(self, rows: int, channels: int, stages: int, epilogue: Epilogue, num_sms: int) -> float:
         """The relative duration of a product: stages of the weight that one SM passes over."""
@@ -81,13 +81,13 @@ class GemmTileConfig:
 
 EXCHANGE = 1500
 """Cost of exchanging sums between blocks, in the unit of ``GemmTileConfig.cost``: weight rows times stages."""
-SLOWER = {256: 1, 224: 1.02, 192: 1.02, 160: 1.03, 128: 1.05}
+SLOWER = {256: 1, 224: 1.02, 192: 1.02, 160: 1.03, 128: 1.05, 96: 1.1, 64: 1.2}
 """The cost of a weight row in tiles of each width."""
 NARROW = {128: 1, 64: 1.01, 32: 1.04}
 """The cost of results by the bytes of a row in a box."""
 TILE_CONFIGS = (
-    *(GemmTileConfig(width, cluster) for width in SLOWER for cluster in (2, 1)),
-    GemmTileConfig(128, split_k=2),
+    *(GemmTileConfig(width, cluster) for width in (256, 224, 192, 160, 128) for cluster in (2, 1)),
+    *(GemmTileConfig(width, split_k=2) for width in (128, 96, 64)),
 )
 PLAUSIBLE = 5
 PLAUSIBLE_COST = 1.25
@@ -106,12 +106,17 @@ PitchedPointer = tuple[int, int]
 
 @dataclass(frozen=True)
 class _KernelLaunch:
-    """The part of a launch that depends on the shape; ``numbers`` are the parameters ``rows`` to ``column_tiles``."""
+    """The part of a launch that depends on the shape; ``numbers`` are the parameters ``rows`` to ``column_tiles``.
+
+    ``height``: rows of a tile, as equal as multiples of 16 allow. A copy of rows that lie outside the matrix takes
+    longer than one of rows that exist.
+    """
 
     kernel: Kernel
     grid: int
     cluster: int | None
     shared: int
+    height: int
     box_channels: int
     box_row_bytes: int
     numbers: tuple[int, ...]
@@ -201,7 +206,7 @@ class ScaledGemm:
         element = TensorMapDataType.FLOAT32 if epilogue in FLOAT_EPILOGUES else TensorMapDataType.FLOAT16
         arguments = (
             x_scale, w_scale, bias, *launch.numbers,
-            tensor_map_2d(x[0], TensorMapDataType.INT8, rows, in_features, x[1], ROWS),
+            tensor_map_2d(x[0], TensorMapDataType.INT8, rows, in_features, x[1], launch.height),
             tensor_map_2d(w[0], TensorMapDataType.INT8, channels, in_features, w[1], launch.box_channels),
             tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS, row_bytes=launch.box_row_bytes),
         )  # fmt: skip
@@ -231,12 +236,13 @@ class ScaledGemm:
         clusters = row_tiles * column_tiles
         if tile_config.split_k == 1:  # else each cluster computes one tile
             clusters = min(clusters, self._num_sms // tile_config.cluster)
-        numbers = (rows, columns, channels, stages, row_tiles, column_tiles)
+        height = -(-rows // (row_tiles * tile_config.cluster) // BOX_ROWS) * BOX_ROWS
+        numbers = (rows, columns, channels, stages, height, row_tiles, column_tiles)
         arguments = f"{int(epilogue)}, {activation}, {str(bias).lower()}, {tile_config.arguments}"
         kernel = self._kernel(f"bminf::gemm_hopper<{arguments}>")
         cluster = tile_config.blocks if tile_config.blocks > 1 else None
         return _KernelLaunch(
-            kernel, clusters * tile_config.blocks, cluster, tile_config.shared, tile_config.width // 2,
+            kernel, clusters * tile_config.blocks, cluster, tile_config.shared, height, tile_config.width // 2,
             tile_config.box_row_bytes(epilogue), numbers,
         )  # fmt: skip
 
