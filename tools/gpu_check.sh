@@ -136,7 +136,7 @@ context_int8() {
     bench context-int8 --shape llama-3-8b -p 0 -n 64 -d 512,8192,32768 -r 3 --kv-cache int8 &&
         bench prompt-int8 --shape llama-3-8b -p 2048,8192 -n 0 -r 3 --kv-cache int8
 }
-batch() { bench batch --shape llama-3-8b -p 0 -n 64 -d 512 -b 1,2,4,8,16,32,64 -r 3 --plot "$out/batch.png"; }
+batch() { bench batch --shape llama-3-8b -p 0 -n 64 -d 512 -b 1,2,4,8,16,32,64,128,256 -r 3 --plot "$out/batch.png"; }
 trace_8b() { bench trace-8b --shape llama-3-8b -d 512 --trace --plot "$out/trace-8b.png"; }
 trace_1b() { bench trace-1b --shape llama-3.2-1b -d 512 --trace --plot "$out/trace-1b.png"; }
 kernels() { bench kernels --kernels --plot "$out/kernels.png"; }
