@@ -33,7 +33,7 @@ FLOAT_EPILOGUES = (Epilogue.TO_FLOAT, Epilogue.ADD)
 
 @dataclass(frozen=True)
 class GemmTileConfig:
-    """How blocks share a product: 128 rows by ``width`` rows of the weight at a time, in clusters of ``cluster``.
+    """How blocks share a product: up to 128 rows by ``width`` of the weight at a time, in clusters of ``cluster``.
 
     With split-K, the ``split_k`` blocks of a cluster share one tile, each with a part of its columns.
     """
@@ -208,7 +208,7 @@ class ScaledGemm:
             x_scale, w_scale, bias, *launch.numbers,
             tensor_map_2d(x[0], TensorMapDataType.INT8, rows, in_features, x[1], launch.height),
             tensor_map_2d(w[0], TensorMapDataType.INT8, channels, in_features, w[1], launch.box_channels),
-            tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS, row_bytes=launch.box_row_bytes),
+            tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS, True, launch.box_row_bytes),
         )  # fmt: skip
         launch.kernel(launch.grid, THREADS, arguments, launch.shared, stream, dependent, launch.cluster, bytes_moved)
 
