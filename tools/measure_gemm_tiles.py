@@ -160,7 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
             chosen, best = min(costs, key=costs.__getitem__), min(seconds, key=seconds.__getitem__)
             losses.append(loss(seconds, costs))
             table.append({
-                "product": str(product), "rows": str(rows), "chosen": label(chosen), "us": f"{1e6 * seconds[chosen]:.2f}",
+                "product": str(product), "rows": str(rows),
+                "chosen": label(chosen), "us": f"{1e6 * seconds[chosen]:.2f}",
                 "fastest": label(best), "its us": f"{1e6 * seconds[best]:.2f}",
             })  # fmt: skip
             times = {label(config): [seconds[config], costs[config]] for config in costs}
