@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -49,11 +50,13 @@ class Product:
     @classmethod
     def parse(cls, text: str) -> Product:
         """From ``CHANNELSxCOLUMNS[:EPILOGUE]``; raises ``ValueError`` if it is not of this form."""
-        sizes, _, epilogue = text.partition(":")
-        channels, columns = map(int, sizes.split("x"))
-        if (epilogue or "half") not in EPILOGUES:
+        form = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?", text)
+        if form is None:
+            raise ValueError(f"{text!r} is not of the form CHANNELSxCOLUMNS[:EPILOGUE]")
+        channels, columns, epilogue = form.groups("half")
+        if epilogue not in EPILOGUES:
             raise ValueError(f"{text!r}: {epilogue!r} is not one of {', '.join(EPILOGUES)}")
-        return cls(channels, columns, EPILOGUES[epilogue or "half"])
+        return cls(int(channels), int(columns), EPILOGUES[epilogue])
 
     def __str__(self) -> str:
         return f"{self.channels} x {self.columns}, {self.epilogue.name.lower()}"

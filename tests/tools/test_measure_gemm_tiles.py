@@ -32,9 +32,13 @@ def test_the_loss_is_that_of_the_least_cost() -> None:
 
 def test_products_that_cannot_be_read_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert Product.parse("6144x4096") == Product(6144, 4096, Epilogue.TO_HALF)
-    with pytest.raises(SystemExit):
-        main(["--products", "4096x4096:fast"])
-    assert "'fast' is not one of half, float, add, gated" in capsys.readouterr().err
+    for text, problem in [
+        ("4096x4096:fast", "'fast' is not one of half, float, add, gated"),
+        ("4096", "'4096' is not of the form CHANNELSxCOLUMNS[:EPILOGUE]"),
+    ]:
+        with pytest.raises(SystemExit):
+            main(["--products", text])
+        assert problem in capsys.readouterr().err
 
 
 def test_chosen_tiles_stand_beside_the_fastest(
