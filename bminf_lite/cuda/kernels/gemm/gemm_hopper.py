@@ -208,7 +208,7 @@ class ScaledGemm:
             x_scale, w_scale, bias, *launch.numbers,
             tensor_map_2d(x[0], TensorMapDataType.INT8, rows, in_features, x[1], launch.height),
             tensor_map_2d(w[0], TensorMapDataType.INT8, channels, in_features, w[1], launch.box_channels),
-            tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS, True, launch.box_row_bytes),
+            tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS, row_bytes=launch.box_row_bytes),
         )  # fmt: skip
         launch.kernel(launch.grid, THREADS, arguments, launch.shared, stream, dependent, launch.cluster, bytes_moved)
 
