@@ -12,18 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from bminf_lite import backend
 from bminf_lite.bench.report import markdown_table
+from bminf_lite.bench.runner import make_profiler
+from bminf_lite.cuda.kernels.arrays import pitch_of
 from bminf_lite.cuda.kernels.constants import GEMM_STAGE_COLUMNS, Epilogue
-from bminf_lite.cuda.kernels.gemm.gemm_hopper import TILE_CONFIGS, GemmTileConfig, ScaledGemm
+from bminf_lite.cuda.kernels.gemm.gemm_hopper import FLOAT_EPILOGUES, TILE_CONFIGS, GemmTileConfig, PitchedPointer
 
 EPILOGUES = {"half": Epilogue.TO_HALF, "float": Epilogue.TO_FLOAT, "add": Epilogue.ADD, "gated": Epilogue.GATED}
 PRODUCTS = (
@@ -36,7 +39,6 @@ COST_BOUND = 1.35
 """Configurations of a higher cost, relative to the least, are not timed."""
 COLD_BYTES = 256 << 20
 """Of all weights that take turns: more than the L2 cache."""
-LAUNCHES, REPLAYS, WARM_REPLAYS = 4, 7, 2
 
 
 @dataclass(frozen=True)
@@ -78,65 +80,45 @@ def loss(seconds: dict[GemmTileConfig, float], costs: dict[GemmTileConfig, float
 
 
 class Timer:
-    """Times products on the first GPU."""
+    """Times products by the benchmark's profiler. Ends the script on a GPU that lacks the kernel's instructions."""
 
     def __init__(self) -> None:
-        import cupy as cp
+        from bminf_lite.backend.cuda.backend import CudaBackend
 
-        from bminf_lite.cuda.runtime.driver import Device
-
-        self.gemm = ScaledGemm(Device(0))
-        self.stream = cp.cuda.Stream(non_blocking=True)
-        self.num_sms: int = self.gemm._num_sms
+        ops = backend.create("cuda")
+        assert isinstance(ops, CudaBackend)
+        self.ops, self.profiler, self.gemm = ops, make_profiler(ops), ops.fused.scaled_gemm
+        self.num_sms = ops.kernels.num_sms
+        if not self.gemm.supported:
+            sys.exit(f"error: {ops.device.name}: gemm_hopper.cu needs a GPU of compute capability 9.0")
 
     def seconds(self, product: Product, rows: int, configs: list[GemmTileConfig]) -> dict[GemmTileConfig, float]:
         """Of one product behind another, with each configuration."""
-        import cupy as cp
-
-        channels, columns = product.channels, product.columns
-        count = max(2, COLD_BYTES // (channels * columns))
-        weights, x = self._codes((count, channels, columns)), self._codes((rows, columns))
-        scales = cp.full(max(rows, channels), 1e-3, np.float32)
+        channels, arrays = product.channels, self.ops.arrays
+        count = max(2, COLD_BYTES // (channels * product.columns))
+        weights, x = [self._codes(channels, product.columns) for _ in range(count)], self._codes(rows, product.columns)
+        scales = arrays.zeros((max(rows, channels),), np.float32)
         width = channels // (2 if product.epilogue is Epilogue.GATED else 1)
-        is_float = product.epilogue in (Epilogue.ADD, Epilogue.TO_FLOAT)
-        out = cp.zeros((rows, width), np.float32 if is_float else np.float16)
-        launches = max(count, LAUNCHES)
+        out = arrays.rows(rows, width, np.float32 if product.epilogue in FLOAT_EPILOGUES else np.float16)
 
-        def launch_all(config: GemmTileConfig) -> None:
-            for i in range(launches):
-                self.gemm.launch(
-                    (x.data.ptr, columns), scales.data.ptr,
-                    (weights.data.ptr + i % count * channels * columns, columns), scales.data.ptr, 0,
-                    (out.data.ptr, width), rows=rows, channels=channels, in_features=columns,
-                    epilogue=product.epilogue, tile_config=config, stream=self.stream.ptr,
-                )  # fmt: skip
+        def run(config: GemmTileConfig, i: int) -> None:
+            self.gemm.launch(
+                pointer(x), scales.data.ptr, pointer(weights[i % count]), scales.data.ptr, 0, pointer(out), rows=rows,
+                channels=channels, in_features=product.columns, epilogue=product.epilogue, tile_config=config,
+                stream=self.ops.stream.ptr,
+            )  # fmt: skip
 
-        cp.cuda.Device().synchronize()
-        return {config: self._replayed(partial(launch_all, config)) / launches for config in configs}
+        return {config: self.profiler.median_seconds(partial(run, config)) for config in configs}
 
-    def _codes(self, shape: tuple[int, ...]) -> Any:
-        import cupy as cp
+    def _codes(self, rows: int, columns: int) -> Any:
+        matrix = self.ops.arrays.rows(rows, columns, np.int8)
+        self.ops.kernels.pointwise.fill_random(matrix, seed=0)
+        return matrix
 
-        return (cp.random.default_rng(0).random(shape, np.float32) * 255 - 127).astype(np.int8)
 
-    def _replayed(self, function: Callable[[], None]) -> float:
-        """The median time of a graph of ``function``."""
-        import cupy as cp
-
-        from bminf_lite.cuda.runtime.graphs import CudaGraph
-
-        function()
-        self.stream.synchronize()
-        graph, found = CudaGraph(function, self.stream.ptr), []
-        for _ in range(WARM_REPLAYS + REPLAYS):
-            start, end = cp.cuda.Event(), cp.cuda.Event()
-            start.record(self.stream)
-            graph.replay(self.stream.ptr)
-            end.record(self.stream)
-            end.synchronize()
-            found.append(cp.cuda.get_elapsed_time(start, end) / 1e3)
-        graph.close()
-        return float(median(found[WARM_REPLAYS:]))
+def pointer(matrix: Any) -> PitchedPointer:
+    """The address of a padded matrix, and the elements from row to row."""
+    return matrix.data.ptr, pitch_of(matrix)
 
 
 def label(config: GemmTileConfig) -> str:

@@ -10,7 +10,8 @@ import pytest
 from measure_gemm_tiles import Product, loss, main
 
 from bminf_lite.cuda.kernels.constants import Epilogue
-from bminf_lite.cuda.kernels.gemm.gemm_hopper import GemmTileConfig
+from bminf_lite.cuda.kernels.gemm.gemm_hopper import GemmTileConfig, ScaledGemm
+from bminf_lite.cuda.runtime.driver import Device
 
 NUM_SMS = 132
 
@@ -51,3 +52,12 @@ def test_chosen_tiles_stand_beside_the_fastest(
     first, second = json.loads((tmp_path / "times.json").read_text())
     assert first["rows"] == 512 and second["product"] == "6144 x 4096, to_half"
     assert first["seconds and costs"]["192, 2, 1"][0] == 5e-7
+
+
+@pytest.mark.gpu
+def test_it_runs(cuda_device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not ScaledGemm(cuda_device).supported:
+        pytest.skip("this GPU lacks the instructions")
+    monkeypatch.setattr(measure_gemm_tiles, "COLD_BYTES", 1 << 18)
+    main(["--products", "512x640:gated,256x256:add", "--rows", "70"])
+    assert capsys.readouterr().out.count(" 70 |") == 2
