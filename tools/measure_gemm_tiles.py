@@ -27,6 +27,7 @@ from bminf_lite.bench.runner import make_profiler
 from bminf_lite.cuda.kernels.arrays import pitch_of
 from bminf_lite.cuda.kernels.constants import GEMM_STAGE_COLUMNS, Epilogue
 from bminf_lite.cuda.kernels.gemm.gemm_hopper import FLOAT_EPILOGUES, TILE_CONFIGS, GemmTileConfig, PitchedPointer
+from bminf_lite.errors import BminfError
 
 EPILOGUES = {"half": Epilogue.TO_HALF, "float": Epilogue.TO_FLOAT, "add": Epilogue.ADD, "gated": Epilogue.GATED}
 PRODUCTS = (
@@ -80,12 +81,15 @@ def loss(seconds: dict[GemmTileConfig, float], costs: dict[GemmTileConfig, float
 
 
 class Timer:
-    """Times products by the benchmark's profiler. Ends the script on a GPU that lacks the kernel's instructions."""
+    """Times products by the benchmark's profiler. Ends the script where the kernel does not run."""
 
     def __init__(self) -> None:
+        try:
+            ops = backend.create("cuda")
+        except BminfError as error:
+            sys.exit(f"error: {error}")
         from bminf_lite.backend.cuda.backend import CudaBackend
 
-        ops = backend.create("cuda")
         assert isinstance(ops, CudaBackend)
         self.ops, self.profiler, self.gemm = ops, make_profiler(ops), ops.fused.scaled_gemm
         self.num_sms = ops.kernels.num_sms
