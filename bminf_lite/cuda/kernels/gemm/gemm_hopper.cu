@@ -80,8 +80,9 @@ struct Pipeline {
 
 // ---- the order of tiles ------------------------------------------------------------------------------------------
 
-// The tiles of one cluster, of row_tiles * column_tiles. Consecutive tiles run down a band of BAND row tiles before
-// they go on to the next columns, so that blocks that run at the same time share parts of the weight in L2.
+// The tiles of one cluster, of row_tiles * column_tiles; each block has `height` rows of one. Consecutive tiles run
+// down a band of BAND row tiles before they go on to the next columns, so that blocks that run at the same time share
+// parts of the weight in L2.
 template <int COLUMNS, int CLUSTER, int SPLIT_K>
 struct TileScheduler {
     int height, row_tiles, column_tiles, index;
@@ -95,11 +96,11 @@ struct TileScheduler {
     __device__ __forceinline__ void next() { index += gridDim.x / (CLUSTER * SPLIT_K); }
     // (first row, first column) of this block's tile.
     __device__ __forceinline__ int2 origin() const {
-        constexpr int HEIGHT = BAND / CLUSTER;  // of a band, in tiles of a cluster
-        const int band = index / (HEIGHT * column_tiles), inside = index % (HEIGHT * column_tiles);
-        const int in_band = min(HEIGHT, row_tiles - band * HEIGHT);
-        const int row = (band * HEIGHT + inside % in_band) * CLUSTER + (CLUSTER > 1 ? block_rank_in_cluster() : 0);
-        return make_int2(row * height, inside / in_band * COLUMNS);
+        constexpr int PER_BAND = BAND / CLUSTER;  // tiles of a cluster
+        const int band = index / (PER_BAND * column_tiles), inside = index % (PER_BAND * column_tiles);
+        const int in_band = min(PER_BAND, row_tiles - band * PER_BAND);
+        const int tile = (band * PER_BAND + inside % in_band) * CLUSTER + (CLUSTER > 1 ? block_rank_in_cluster() : 0);
+        return make_int2(tile * height, inside / in_band * COLUMNS);
     }
 };
 
