@@ -324,16 +324,32 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
     return threads_absmax<THREADS>(top, scratch, bank);
 }
 
+// The weight and bias of a norm as normalise_row reads them: from memory, when it needs them. bias may be null.
+template <int THREADS>
+struct NormParams {
+    const float *__restrict__ weight, *__restrict__ bias;
+    float eps;
+    int k, pitch;
+
+    __device__ __forceinline__ double inverse_k() const { return 1.0 / k; }
+    __device__ __forceinline__ bool has_bias() const { return bias != nullptr; }
+    __device__ __forceinline__ void load_weight(int i, float (&x)[8]) const {
+        load_row8(weight, (i * THREADS + threadIdx.x % THREADS) * 8, k, pitch, x);
+    }
+    __device__ __forceinline__ void load_bias(int i, float (&x)[8]) const {
+        load_row8(bias, (i * THREADS + threadIdx.x % THREADS) * 8, k, pitch, x);
+    }
+};
+
 // RMSNorm, or with CENTER LayerNorm, of a row in place, in fp32:
 //     y = (x - mean) * norm_weight / sqrt(mean((x - mean)^2) + eps) + norm_bias, where RMSNorm has mean = 0.
 // With TOP it returns the absmax of the result. Without a bias that is max|(x - mean) norm_weight| times the inverse
 // deviation, because rounding is monotonic; so one reduction yields both the sum of squares and the maximum.
-template <int THREADS, bool CENTER, bool TOP, int VECTORS>
+template <int THREADS, bool CENTER, bool TOP, int VECTORS, class Params>
 __device__ __forceinline__ float normalise_row(
-    float (&v)[VECTORS][8], const float* __restrict__ norm_weight, const float* __restrict__ norm_bias, float eps,
-    int k, int pitch, RowScratch<THREADS, VECTORS>& scratch) {
+    float (&v)[VECTORS][8], const Params& norm, RowScratch<THREADS, VECTORS>& scratch) {
     const int thread = threadIdx.x % THREADS;
-    const double inverse_k = 1.0 / k;  // computed while the loads of the row are in flight
+    const double inverse_k = norm.inverse_k();  // computed while the loads of the row are in flight
     float top = 0;
     if constexpr (CENTER) {
         double sum[VECTORS];
@@ -350,14 +366,14 @@ __device__ __forceinline__ float normalise_row(
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) v[i][j] -= mean;
-            if (k < THREADS * VECTORS * 8) zero_tail(v[i], (i * THREADS + thread) * 8, k);
+            if (norm.k < THREADS * VECTORS * 8) zero_tail(v[i], (i * THREADS + thread) * 8, norm.k);
         }
     }
     double sum[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float part = 0, weight[8];
-        load_row8(norm_weight, (i * THREADS + thread) * 8, k, pitch, weight);
+        norm.load_weight(i, weight);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             part = fmaf(v[i][j], v[i][j], part);
@@ -367,20 +383,29 @@ __device__ __forceinline__ float normalise_row(
         sum[i] = part;
     }
     row_sum_max<THREADS, TOP>(sum, top, scratch, 0);
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum[0] * inverse_k) + eps));
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum[0] * inverse_k) + norm.eps));
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fmul_rn(v[i][j], inverse);
-    if (norm_bias == nullptr) return __fmul_rn(top, inverse);
+    if (!norm.has_bias()) return __fmul_rn(top, inverse);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float bias[8];
-        load_row8(norm_bias, (i * THREADS + thread) * 8, k, pitch, bias);
+        norm.load_bias(i, bias);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], bias[j]);
     }
     return TOP ? row_max<THREADS>(v, scratch, 1) : 0.0f;
+}
+
+// The same with a weight and a bias that are read from memory.
+template <int THREADS, bool CENTER, bool TOP, int VECTORS>
+__device__ __forceinline__ float normalise_row(
+    float (&v)[VECTORS][8], const float* __restrict__ norm_weight, const float* __restrict__ norm_bias, float eps,
+    int k, int pitch, RowScratch<THREADS, VECTORS>& scratch) {
+    const NormParams<THREADS> norm = {norm_weight, norm_bias, eps, k, pitch};
+    return normalise_row<THREADS, CENTER, TOP>(v, norm, scratch);
 }
 
 // ---- int8 quantization of a row ----------------------------------------------------------------------------------

@@ -89,6 +89,49 @@ __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, fl
     }
 }
 
+// The weight of a norm, and a bias of short rows, in registers: loaded before the kernel waits for its input. The loads
+// are unconditional like those of the row.
+template <int INPUT, int VECTORS>
+struct LoadedNorm {
+    static constexpr bool WITH_BIAS = INPUT == LAYER_NORM && VECTORS == 1;
+    NormParams<THREADS> params;
+    float eps;
+    int k;
+    double inverse;
+    float weight[VECTORS][8], bias[WITH_BIAS ? VECTORS : 1][8];
+
+    __device__ __forceinline__ explicit LoadedNorm(const NormParams<THREADS>& params)
+        : params(params),
+          eps(params.eps),
+          k(params.k),
+          inverse(params.inverse_k()) {
+        asm volatile("" : "+d"(inverse));  // computed here
+        load(params.weight, weight);
+        if constexpr (WITH_BIAS)
+            if (params.bias != nullptr) load(params.bias, bias);
+    }
+    __device__ __forceinline__ void load(const float* from, float (&x)[VECTORS][8]) const {
+        uint4 raw[VECTORS][2];
+        load_raw<INPUT, false>(from, params.pitch, raw);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            load8(reinterpret_cast<const float*>(raw[i]), x[i]);
+            zero_tail(x[i], column_of<INPUT, VECTORS>(i), k);
+        }
+    }
+    __device__ __forceinline__ double inverse_k() const { return inverse; }
+    __device__ __forceinline__ bool has_bias() const { return params.bias != nullptr; }
+    __device__ __forceinline__ void load_weight(int i, float (&x)[8]) const {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = weight[i][j];
+    }
+    __device__ __forceinline__ void load_bias(int i, float (&x)[8]) const {
+        if constexpr (!WITH_BIAS) return params.load_bias(i, x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = bias[i][j];
+    }
+};
+
 // A row whose RMSNorm is added to the input row, and where the sum is written: fp32 [pitch].
 struct Addend {
     const float *x, *norm_weight;
@@ -146,11 +189,16 @@ __device__ __forceinline__ float quantize_packed(const Source* x, int k, int pit
     return s.scale;
 }
 
+// The norm of the input row: in registers, where they suffice for two blocks on an SM.
+template <int INPUT, int VECTORS>
+using InputNorm = typename Conditional<
+    is_normed(INPUT) && VECTORS <= (is_sum(INPUT) ? 1 : 2), LoadedNorm<INPUT, VECTORS>, NormParams<THREADS>>::type;
+
 // Writes the codes of the normed or rotated input row to shared memory, with zeros up to `width`; returns the scale.
 template <int INPUT, int VECTORS, bool EARLY>
 __device__ __forceinline__ float quantize_input(
-    const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
-    int k, int pitch, int width, int8* codes, const Addend& addend) {
+    const void* x, const InputNorm<INPUT, VECTORS>& norm, int rotation, float rotation_scale, int k, int pitch,
+    int width, int8* codes, const Addend& addend) {
     constexpr bool NORM = is_normed(INPUT), IS_FLOAT = NORM || INPUT == FLOAT || INPUT == SUM;
     using Half = typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type;
     using Source = typename Conditional<IS_FLOAT, float, Half>::type;
@@ -163,7 +211,7 @@ __device__ __forceinline__ float quantize_input(
     if constexpr (is_sum(INPUT)) add_normed<INPUT>(v, addend, k, pitch, scratch);
     float top;
     if constexpr (NORM)
-        top = normalise_row<THREADS, INPUT == LAYER_NORM, true>(v, norm_weight, norm_bias, eps, k, pitch, scratch);
+        top = normalise_row<THREADS, INPUT == LAYER_NORM, true>(v, norm, scratch);
     else
         top = row_max<THREADS>(v, scratch);
     const RowScale s = row_scale(top);
@@ -193,24 +241,30 @@ struct WarpUnits {
 
 constexpr float NO_BIAS = -0.0f;  // y + -0 is y, of either zero too
 
-// What the epilogue needs of a thread's first output besides its sums, loaded before the product.
+// A load that the compiler neither moves nor delays.
+__device__ __forceinline__ float ld_global(const float* p) {
+    float x;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+    return x;
+}
+
+// What the epilogue needs of a thread's first output besides its sums.
 struct EpilogueOperands {
     float w_scale[2], bias[2], residual;
 };
 
+// All but the residual.
 template <int EPILOGUE>
 __device__ __forceinline__ EpilogueOperands prefetch_epilogue(
-    const BlockRange<EPILOGUE, 1>& block, const float* __restrict__ w_scale, const float* __restrict__ bias,
-    const void* out) {
+    const BlockRange<EPILOGUE, 1>& block, const float* w_scale, const float* bias) {
     EpilogueOperands e = {};
     if (threadIdx.x < block.count) {
 #pragma unroll
         for (int m = 0; m < block.MATRICES; ++m) {
             const int row = block.first + threadIdx.x + m * block.outputs;
-            e.w_scale[m] = w_scale[row];
-            e.bias[m] = bias ? bias[row] : NO_BIAS;
+            e.w_scale[m] = ld_global(w_scale + row);
+            e.bias[m] = bias ? ld_global(bias + row) : NO_BIAS;
         }
-        if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[block.first + threadIdx.x];
     }
     return e;
 }
@@ -356,11 +410,13 @@ __global__ void __launch_bounds__(THREADS) gemv(
             if (is_normed(INPUT)) prefetch_l2(norm_weight + column);
         }
     }
+    EpilogueOperands operands = prefetch_epilogue<EPILOGUE>(block, w_scale, bias);
+    const InputNorm<INPUT, VECTORS> norm(NormParams<THREADS>{norm_weight, norm_bias, eps, k, pitch});
     if constexpr (!EARLY) wait_on_dependent_grids();
+    if (EPILOGUE == ADD && threadIdx.x < block.count)
+        operands.residual = ld_global(static_cast<const float*>(out) + block.first + threadIdx.x);
     const float x_scale = quantize_input<INPUT, VECTORS, EARLY>(
-        x, norm_weight, norm_bias, eps, rotation, rotation_scale, k, pitch, width, codes,
-        {addend, addend_weight, addend_eps, sum});
-    const EpilogueOperands operands = prefetch_epilogue<EPILOGUE>(block, w_scale, bias, out);
+        x, norm, rotation, rotation_scale, k, pitch, width, codes, {addend, addend_weight, addend_eps, sum});
     sync_threads<THREADS>();
     for (WarpUnits unit(threadIdx.x / WARP, block.groups(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.remaining > 0;
          unit.next()) {
