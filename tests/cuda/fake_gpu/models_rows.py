@@ -51,7 +51,8 @@ def offsets(order: int, rows: int, columns: int, ld: int) -> np.ndarray:
 def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
     """The activations of ``gemv`` and ``gemv_float``, normalised, rotated or added, fp32 ``[rows, k]``."""
     kind = call.number("INPUT")
-    call.require(call.number("VECTORS") * THREADS * 8 >= call.pitch, "the threads do not cover a row")
+    threads = call.number("ROW_THREADS") if "ROW_THREADS" in call.template else THREADS
+    call.require(call.number("VECTORS") * threads * 8 >= call.pitch, "the threads do not cover a row")
     dtype = F16 if kind in (GemvInput.HALF, GemvInput.ROTATED) else F32
     x = call.rows("x", rows, pitch, call.pitch, dtype)[:, : call.k].astype(F32)
     if kind == GemvInput.ROTATED:

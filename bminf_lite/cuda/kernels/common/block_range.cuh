@@ -14,8 +14,9 @@ struct BlockRange {
 
     __device__ __forceinline__ explicit BlockRange(int n) {
         outputs = (n / MATRICES + GROUP - 1) / GROUP;
-        first = static_cast<int>(static_cast<long long>(outputs) * blockIdx.x / gridDim.x);
-        count = static_cast<int>(static_cast<long long>(outputs) * (blockIdx.x + 1) / gridDim.x) - first;
+        const unsigned all = outputs;  // times the number of blocks below 2^32
+        first = all * blockIdx.x / gridDim.x;
+        count = all * (blockIdx.x + 1) / gridDim.x - first;
     }
     __device__ __forceinline__ int groups() const { return count * MATRICES; }
     __device__ __forceinline__ int group(int local) const {  // of the weight

@@ -18,6 +18,10 @@ constexpr unsigned FULL = 0xffffffffu;  // the mask of all lanes of a warp
 
 using int8 = signed char;
 
+// The warp's index in its block. The exchange tells the compiler that it is the same in all lanes, so that what follows
+// from it takes uniform registers.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(FULL, static_cast<int>(threadIdx.x) / WARP, 0); }
+
 template <bool CONDITION, class A, class B>
 struct Conditional {
     using type = A;
@@ -178,14 +182,27 @@ __device__ __forceinline__ float absmax(float a, float b) {
 #endif
 }
 
+// The maximum over a warp of values that are not negative, in all lanes; NaN if one of them is NaN.
+__device__ __forceinline__ float warp_absmax(float x) {
+#if __CUDA_ARCH__ >= 800
+    // The bits of non-negative floats order like the floats, and NaN is the largest.
+    return __uint_as_float(__reduce_max_sync(FULL, __float_as_uint(x)));
+#else
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) x = absmax(x, __shfl_xor_sync(FULL, x, d));
+    return x;
+#endif
+}
+
 // The sum and the absmax over each group of LANES neighbouring lanes (a power of two), in all lanes.
 template <bool SUM, bool TOP, int LANES>
 __device__ __forceinline__ void lanes_sum_max(double& sum, float& top) {
 #pragma unroll
     for (int d = LANES / 2; d; d /= 2) {
         if constexpr (SUM) sum += __shfl_xor_sync(FULL, sum, d);
-        if constexpr (TOP) top = absmax(top, __shfl_xor_sync(FULL, top, d));
+        if constexpr (TOP && LANES < WARP) top = absmax(top, __shfl_xor_sync(FULL, top, d));
     }
+    if constexpr (TOP && LANES == WARP) top = warp_absmax(top);
 }
 
 // The absmax over the THREADS of a row, in all of them. THREADS is a power of two; rows of fewer threads than a warp
@@ -198,8 +215,7 @@ __device__ __forceinline__ float threads_absmax(float top, RowScratch<THREADS, N
         constexpr int WARPS = THREADS / WARP;
         if (threadIdx.x % WARP == 0) scratch.top[bank][threadIdx.x / WARP] = top;
         sync_threads<THREADS>();
-        top = scratch.top[bank][threadIdx.x % WARPS];
-        lanes_sum_max<false, true, WARPS>(none, top);
+        top = warp_absmax(scratch.top[bank][threadIdx.x % WARPS]);
     }
     return top;
 }
@@ -246,8 +262,8 @@ __device__ __forceinline__ void sum_groups(double (&x)[N], float& top) {
         } else {
             x[0] += __shfl_xor_sync(FULL, x[0], d);
         }
-        if constexpr (TOP) top = absmax(top, __shfl_xor_sync(FULL, top, d));
     }
+    if constexpr (TOP) top = warp_absmax(top);
 }
 
 // Steps 3 and 4, and with TOP the absmax, over the THREADS of a row, in all of them: sum[0] and top. sum[i]: the sum of
@@ -276,13 +292,10 @@ __device__ __forceinline__ void row_sum_max(double (&sum)[N], float& top, RowScr
         double group[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) group[i] = scratch.sum[bank][i * WARP + lane % LANES];
-        if constexpr (TOP) top = scratch.top[bank][lane % WARPS];
+        if constexpr (TOP) top = warp_absmax(scratch.top[bank][lane % WARPS]);
         tree_sum(group);
 #pragma unroll
-        for (int d = LANES / 2; d; d /= 2) {
-            group[0] += __shfl_xor_sync(FULL, group[0], d);
-            if (TOP && d < WARPS) top = absmax(top, __shfl_xor_sync(FULL, top, d));
-        }
+        for (int d = LANES / 2; d; d /= 2) group[0] += __shfl_xor_sync(FULL, group[0], d);
         sum[0] = group[0];
     }
 }
@@ -327,7 +340,7 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
 // The weight and bias of a norm as normalise_row reads them: from memory, when it needs them. bias may be null.
 template <int THREADS>
 struct NormParams {
-    const float *__restrict__ weight, *__restrict__ bias;
+    const float* __restrict__ weight, * __restrict__ bias;
     float eps;
     int k, pitch;
 
@@ -421,6 +434,12 @@ __device__ __forceinline__ RowScale row_scale(float a) {
     if (!(a < INF_F)) return {0.0f, NAN_F};
     if (!(ratio < INF_F)) return {0.0f, 0.0f};
     return {ratio, __fdiv_rn(a, 127.0f)};
+}
+
+// The ratio alone.
+__device__ __forceinline__ float row_ratio(float a) {
+    const float ratio = __fdiv_rn(127.0f, a);
+    return a < INF_F && ratio < INF_F ? ratio : 0.0f;
 }
 
 // Eight codes. Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low byte of the sum. No clipping is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from ...runtime.driver import shared_memory_per_block
 from ...runtime.kernel import Kernel
 from ..arrays import WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput
-from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import KERNEL_CACHE_SIZE, norm_arguments, vectors_for
 
@@ -31,6 +32,8 @@ MAX_FUSED_SUM_WIDTH = 2 * 8 * GEMV_THREADS
 LONG_CODES = 20 << 10
 """Rows of more codes leave so little shared memory that two blocks fit an SM only with shorter pipelines."""
 VECTORS = (1, 2, 4, 8)
+ROWS = (Together((GEMV_THREADS // 2, 1)), *(Together((GEMV_THREADS, vectors)) for vectors in VECTORS))
+"""The template arguments ``ROW_THREADS`` and ``VECTORS`` of ``gemv``: how many threads have how many vectors of a row."""
 MAX_WIDTH = VECTORS[-1] * 8 * GEMV_THREADS
 CODE_ROWS = (1, 2, 3, 4)
 """Rows of a product by ``gemv_codes``."""
@@ -80,15 +83,15 @@ class Gemv:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         shared = shared_memory_per_block(capability)
         early = BOOLEANS if capability >= (9, 0) else BOOLEANS[:1]
-        values = (INPUTS, VECTORS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1], early)
+        values = (INPUTS, ROWS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1], early)
         tensors = (
-            numbers([GemvInput.BFLOAT16]), VECTORS, numbers(TENSOR_EPILOGUES.values())[-1:], (0,), UNITS[::-1],
+            numbers([GemvInput.BFLOAT16]), ROWS, numbers(TENSOR_EPILOGUES.values())[-1:], (0,), UNITS[::-1],
             BOOLEANS[:1],
         )  # fmt: skip
         for chunks in sorted({pipeline_chunks(shared), pipeline_chunks(shared, LONG_CODES + 1)}):
             defines = defines_for(chunks)
             yield KernelFamily(cls.source, "gemv", tensors, defines=defines)
-            yield KernelFamily(cls.source, "gemv", values, _possible, defines)
+            yield KernelFamily(cls.source, "gemv", values, _possible_row, defines)
 
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
@@ -119,7 +122,7 @@ class Gemv:
         if not step.one_block_per_sm and launcher.has_clusters:
             shared = max(shared, launcher.half_shared)
         args = (
-            x.data.ptr, norm_weight, norm_bias, eps, rotation, rotation**-0.5, weight.matrix.data.ptr,
+            x.data.ptr, norm_weight, norm_bias, eps, 1 / weight.in_features, rotation, rotation**-0.5, weight.matrix.data.ptr,
             address(weight.scale), address(weight.bias), out.data.ptr, n, weight.in_features, pitch,
             *addend_arguments(addend),
         )  # fmt: skip
@@ -135,7 +138,7 @@ class Gemv:
         ``k`` is a multiple of 16, at most :data:`MAX_WIDTH`. Arguments are addresses, aligned to 16 bytes.
         """
         kernel, grid, shared = self._plan(source, n, k, TENSOR_EPILOGUES[source], 0, False)
-        args = (x, 0, 0, 0.0, 1, 1.0, weight, scale, bias, out, n, k, k, *addend_arguments(None))
+        args = (x, 0, 0, 0.0, 1 / k, 1, 1.0, weight, scale, bias, out, n, k, k, *addend_arguments(None))
         kernel(grid, GEMV_THREADS, args, shared, stream)
 
     def _find_plan(
@@ -145,8 +148,7 @@ class Gemv:
         num_sms, matrices = self._launcher.num_sms, 2 if epilogue == Epilogue.GATED else 1
         rows = ceil_div(n // matrices, num_sms) * matrices
         unit = best_unit(rows, pitch)
-        vectors = vectors_for(pitch, GEMV_THREADS)
-        template = int(source), vectors, int(epilogue), int(activation), unit, BOOLEANS[early]
+        template = int(source), row_of(pitch), int(epilogue), int(activation), unit, BOOLEANS[early]
         expression = f"gemv<{', '.join(map(str, template))}>"
         codes = round_up(pitch, GEMV_CHUNK * unit)
         chunks = pipeline_chunks(self._launcher.max_shared, codes)
@@ -213,6 +215,11 @@ class GemvCodes:
         kernel(grid, GEMV_THREADS, (x, weight, scale, bias, out, n, k), rows * k * itemsize, stream)
 
 
+def row_of(pitch: int) -> Together:
+    """The element of :data:`ROWS` for rows of ``pitch`` elements."""
+    return next(row for row in ROWS if pitch <= 8 * math.prod(row))
+
+
 def input_of(norm: Norm | None) -> int:
     """The ``GemvInput`` of a row, or of a norm of a row."""
     return HALF if norm is None else LAYER_NORM if norm.center else RMS_NORM
@@ -251,6 +258,10 @@ def _possible(
     widest = {HALF: MAX_WIDTH, ROTATED: MAX_WIDTH, SUM: MAX_FUSED_SUM_WIDTH, RMS_NORM_OF_SUM: MAX_FUSED_SUM_WIDTH}
     is_wide = vectors * 8 * GEMV_THREADS > widest.get(source, MAX_FUSED_NORM_WIDTH)
     return (has_activation or activation == 0) and not is_wide
+
+
+def _possible_row(source: int, row: Together, *others: Any) -> bool:
+    return _possible(source, row[1], *others)
 
 
 def _possible_float(source: int, vectors: int, kind: str, epilogue: int, activation: int) -> bool:

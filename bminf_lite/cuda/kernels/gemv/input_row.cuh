@@ -1,0 +1,215 @@
+// The input row of gemv: loaded, normed or rotated, and quantized by one block.
+//
+// The time from the end of the kernel before to the last code counts in full, and most of it is latency. So what does
+// not depend on that kernel is loaded before the kernel waits for it, and loads are in flight together.
+#pragma once
+#include "common/bfloat16.cuh"
+#include "common/common.cuh"
+#include "common/rotation.cuh"
+#include "constants/gemv.cuh"
+
+namespace bminf {
+
+constexpr bool is_sum(int input) { return input == SUM || input == RMS_NORM_OF_SUM; }
+constexpr bool is_normed(int input) { return input == RMS_NORM || input == LAYER_NORM || input == RMS_NORM_OF_SUM; }
+
+// What the row is, a GemvInput, and the threads that hold it, the first of the block: each has N vectors of eight
+// elements. A row that fewer threads than all can hold is quantized sooner.
+template <int KIND, int ROW_THREADS, int N>
+struct InputRow {
+    static constexpr int INPUT = KIND, THREADS = ROW_THREADS, VECTORS = N;
+    static constexpr bool IS_FLOAT = is_normed(INPUT) || INPUT == FLOAT || INPUT == SUM;
+    static constexpr bool IS_PACKED = INPUT == HALF || INPUT == BFLOAT16;
+    using Half = typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type;
+    using Source = typename Conditional<IS_FLOAT, float, Half>::type;
+    using Scratch = RowScratch<THREADS, VECTORS>;
+    using Params = NormParams<THREADS>;
+
+    // The first column of a thread's vector i. The vectors of a rotated row are neighbours, so that a transform needs
+    // fewer exchanges between threads; otherwise neighbouring threads read neighbouring vectors.
+    __device__ __forceinline__ static int column(int i) {
+        const int thread = threadIdx.x;
+        return (INPUT == ROTATED ? thread * VECTORS + i : i * THREADS + thread) * 8;
+    }
+};
+
+// A load of 16 bytes that the compiler neither moves nor delays, so that several in a row are in flight together. It
+// bypasses the L1 cache, which may hold older values if the kernel does not wait for its predecessor.
+__device__ __forceinline__ uint4 ld_global_cg_v4(const void* p) {
+    uint4 x;
+    asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p)
+                 : "memory");
+    return x;
+}
+
+// The raw vectors of the input row. Threads beyond the end of the row load its last elements, and zero_tail clears
+// them.
+template <class Row, class Source, int PARTS>
+__device__ __forceinline__ void load_raw(const Source* x, int pitch, uint4 (&raw)[Row::VECTORS][PARTS]) {
+#pragma unroll
+    for (int i = 0; i < Row::VECTORS; ++i)
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j)
+            raw[i][j] = ld_global_cg_v4(x + min(Row::column(i), pitch - 8) + j * (8 / PARTS));
+}
+
+// The input row in registers.
+template <class Row, class Source>
+__device__ __forceinline__ void load_input(const Source* x, int k, int pitch, float (&v)[Row::VECTORS][8]) {
+    uint4 raw[Row::VECTORS][sizeof(Source) / 2];
+    load_raw<Row>(x, pitch, raw);
+#pragma unroll
+    for (int i = 0; i < Row::VECTORS; ++i) {
+        load8(reinterpret_cast<const Source*>(raw[i]), v[i]);
+        zero_tail(v[i], Row::column(i), k);
+    }
+}
+
+// The weight of a norm, and a bias of short rows, in registers: loaded before the kernel waits for its input. The loads
+// are unconditional like those of the row.
+template <class Row>
+struct LoadedNorm {
+    static constexpr int VECTORS = Row::VECTORS;
+    static constexpr bool WITH_BIAS = Row::INPUT == LAYER_NORM && VECTORS == 1;
+    typename Row::Params params;
+    float eps;
+    int k;
+    double inverse;
+    float weight[VECTORS][8], bias[WITH_BIAS ? VECTORS : 1][8];
+
+    __device__ __forceinline__ LoadedNorm(const typename Row::Params& params, double inverse)
+        : params(params),
+          eps(params.eps),
+          k(params.k),
+          inverse(inverse) {
+        load(params.weight, weight);
+        if constexpr (WITH_BIAS)
+            if (params.bias != nullptr) load(params.bias, bias);
+    }
+    __device__ __forceinline__ void load(const float* from, float (&x)[VECTORS][8]) const {
+        uint4 raw[VECTORS][2];
+        load_raw<Row>(from, params.pitch, raw);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            load8(reinterpret_cast<const float*>(raw[i]), x[i]);
+            zero_tail(x[i], Row::column(i), k);
+        }
+    }
+    __device__ __forceinline__ double inverse_k() const { return inverse; }
+    __device__ __forceinline__ bool has_bias() const { return params.bias != nullptr; }
+    __device__ __forceinline__ void load_weight(int i, float (&x)[8]) const {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = weight[i][j];
+    }
+    __device__ __forceinline__ void load_bias(int i, float (&x)[8]) const {
+        if constexpr (!WITH_BIAS) return params.load_bias(i, x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = bias[i][j];
+    }
+};
+
+// A row whose RMSNorm is added to the input row, and where the sum is written: fp32 [pitch].
+struct Addend {
+    const float *x, *norm_weight;
+    float eps;
+    float* sum;
+};
+
+// v += norm(addend). The first block writes the sum. The other blocks still read the input row, so the sum must lie
+// elsewhere.
+template <class Row>
+__device__ __forceinline__ void add_normed(
+    float (&v)[Row::VECTORS][8], const Addend& addend, int k, int pitch, typename Row::Scratch& scratch) {
+    float y[Row::VECTORS][8];
+    load_input<Row>(addend.x, k, pitch, y);
+    normalise_row<Row::THREADS, false, false>(y, addend.norm_weight, nullptr, addend.eps, k, pitch, scratch);
+#pragma unroll
+    for (int i = 0; i < Row::VECTORS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], y[i][j]);
+        const int column = Row::column(i);
+        if (blockIdx.x == 0 && column < pitch) store8(addend.sum + column, v[i]);
+    }
+    sync_threads<Row::THREADS>();  // the next reduction uses the same scratch
+}
+
+// quantize_input of 16-bit values that a thread keeps as they are: they need half as many registers as in fp32, and the
+// magnitudes of two of them are compared at once. The bits of magnitudes order like the magnitudes, NaN as the largest.
+template <class Row>
+__device__ __forceinline__ float quantize_packed(
+    const typename Row::Source* x, int k, int pitch, int width, int8* codes) {
+    using Source = typename Row::Source;
+    __shared__ RowScratch<Row::THREADS, 1> scratch;
+    uint4 raw[Row::VECTORS][1];
+    load_raw<Row>(x, pitch, raw);
+    unsigned top = 0;
+#pragma unroll
+    for (int i = 0; i < Row::VECTORS; ++i) {
+        unsigned (&pairs)[4] = reinterpret_cast<unsigned (&)[4]>(raw[i][0]);
+        const int column = Row::column(i);
+        if (column + 8 > k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                pairs[j] = column + 2 * j >= k ? 0 : column + 2 * j + 1 >= k ? pairs[j] & 0xffffu : pairs[j];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) top = __vmaxu2(top, pairs[j] & 0x7fff7fffu);
+    }
+    const Source* tops = reinterpret_cast<const Source*>(&top);
+    const float a = threads_absmax<Row::THREADS>(absmax(to_float(tops[0]), to_float(tops[1])), scratch, 0);
+    const float ratio = row_ratio(a);
+#pragma unroll
+    for (int i = 0; i < Row::VECTORS; ++i) {
+        float v[8];
+        load8(reinterpret_cast<const Source*>(raw[i]), v);
+        const int column = Row::column(i);
+        if (column < width) *reinterpret_cast<uint2*>(codes + column) = quantize8(v, ratio);
+    }
+    return a;
+}
+
+// The norm of a longer row, read from memory.
+template <class Row>
+struct StoredNorm : Row::Params {
+    double inverse;
+    __device__ __forceinline__ StoredNorm(const typename Row::Params& params, double inverse)
+        : Row::Params(params),
+          inverse(inverse) {}
+    __device__ __forceinline__ double inverse_k() const { return inverse; }
+};
+
+// The norm of the input row: in registers, where they suffice for two blocks on an SM.
+template <class Row>
+using InputNorm = typename Conditional<
+    is_normed(Row::INPUT) && Row::VECTORS <= (is_sum(Row::INPUT) ? 1 : 2), LoadedNorm<Row>, StoredNorm<Row>>::type;
+
+// Writes the codes of the normed or rotated input row to shared memory, with zeros up to `width`; returns the absmax.
+// Called by the threads of the row.
+template <class Row>
+__device__ __forceinline__ float quantize_input(
+    const void* x, const InputNorm<Row>& norm, int rotation, float rotation_scale, int k, int pitch, int width,
+    int8* codes, const Addend& addend) {
+    constexpr int INPUT = Row::INPUT, THREADS = Row::THREADS, VECTORS = Row::VECTORS;
+    const auto source = static_cast<const typename Row::Source*>(x);
+    if constexpr (Row::IS_PACKED) return quantize_packed<Row>(source, k, pitch, width, codes);
+    __shared__ typename Row::Scratch scratch;
+    float v[VECTORS][8];
+    load_input<Row>(source, k, pitch, v);
+    if constexpr (INPUT == ROTATED) rotate_row<true>(v, rotation, rotation_scale);
+    if constexpr (is_sum(INPUT)) add_normed<Row>(v, addend, k, pitch, scratch);
+    float top;
+    if constexpr (is_normed(INPUT))
+        top = normalise_row<THREADS, INPUT == LAYER_NORM, true>(v, norm, scratch);
+    else
+        top = row_max<THREADS>(v, scratch);
+    const float ratio = row_ratio(top);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int column = Row::column(i);
+        if (column < width) *reinterpret_cast<uint2*>(codes + column) = quantize8(v[i], ratio);
+    }
+    return top;
+}
+
+}  // namespace bminf
