@@ -20,6 +20,8 @@ import pytest
 from cubin_info import kernel_info, offsets_and_sizes
 from instantiations import CAPABILITIES, families, grouped, pairs, pairwise
 
+from bminf_lite.cuda.kernels.constants import DECODE_THREADS, GEMV_THREADS
+from bminf_lite.cuda.kernels.gemv.gemv import LARGE_SHARED_MEMORY, defines_for, pipeline_chunks
 from bminf_lite.cuda.kernels.instantiations import KernelFamily
 from bminf_lite.cuda.kernels.sources import SOURCES
 from bminf_lite.cuda.runtime import compiler
@@ -165,6 +167,24 @@ def test_compiles_without_spills(arch: str) -> None:
     skip_if_unknown(arch)
     chosen = [(family, a) for family in families(arch) for a in family.all()] if EVERYTHING else selection(arch)
     check_spills(chosen, compiled(arch, chosen))
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_products_of_one_row_start_beside_attention() -> None:
+    """The warps that a quarter of an SM has of one block of each fit its registers."""
+    registers, allocated, quarters = 65536, 8 * 32, 4
+    attention = [f"attention_decode<128, 128, 16384, 4, 2, {unit}, 1, 0, __half>" for unit in (1, 2, 4, 8)]
+    rows = [f"{kind}, {row}" for kind in (0, 1, 2) for row in ("256, 1", "512, 1", "512, 2")]
+    products = [f"gemv<{row}, {epilogue}, 0, 4, false>" for row in rows for epilogue in (0, 2)]  # TO_HALF, ADD
+    taken = []
+    for source, names, threads, defines in (
+        ("attention/decode.cu", attention, DECODE_THREADS, ()),
+        ("gemv/gemv.cu", products, GEMV_THREADS, defines_for(pipeline_chunks(LARGE_SHARED_MEMORY))),
+    ):
+        usage = compiler.compile(source, "sm_90a", names, defines, sources=SOURCES).usage.values()
+        warps = -(-threads // 32 // quarters)
+        taken.append(warps * max(-(-32 * each.registers // allocated) * allocated for each in usage))
+    assert sum(taken) <= registers // quarters
 
 
 def test_every_kernel_is_some_launchers() -> None:

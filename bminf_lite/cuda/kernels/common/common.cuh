@@ -35,7 +35,7 @@ struct Conditional<false, A, B> {
 
 // A kernel launched as dependent may start before its predecessor has ended. Before this call, a kernel must neither
 // read what earlier kernels of the same step write nor write what they read. It may read what was written before the
-// step, weights above all, because `embed`, the first kernel of a step, does not call launch_dependent_grids.
+// step, weights above all, because `embed`, the first kernel of a step, calls launch_dependent_grids after this call.
 // Every kernel must call this, because its own end implies the end of its predecessors only then.
 __device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
@@ -337,20 +337,74 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
     return threads_absmax<THREADS>(top, scratch, bank);
 }
 
-// The weight and bias of a norm as normalise_row reads them: from memory, when it needs them. bias may be null.
+// A load of 16 bytes like ld_global_v4, but past the L1 cache: a kernel that does not wait for its predecessor may find
+// older values there.
+__device__ __forceinline__ uint4 ld_global_cg_v4(const void* p) {
+    uint4 x;
+    asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p)
+                 : "memory");
+    return x;
+}
+
+// The norm of rows in THREADS threads, as normalise_row takes it: weight and bias (null: none), fp32 [pitch], are read
+// from memory when they are needed.
 template <int THREADS>
 struct NormParams {
-    const float* __restrict__ weight, * __restrict__ bias;
+    const float* __restrict__ weight;
+    const float* __restrict__ bias;
     float eps;
     int k, pitch;
 
+    __device__ __forceinline__ static int column(int i) { return (i * THREADS + threadIdx.x % THREADS) * 8; }
     __device__ __forceinline__ double inverse_k() const { return 1.0 / k; }
     __device__ __forceinline__ bool has_bias() const { return bias != nullptr; }
     __device__ __forceinline__ void load_weight(int i, float (&x)[8]) const {
-        load_row8(weight, (i * THREADS + threadIdx.x % THREADS) * 8, k, pitch, x);
+        load_row8(weight, column(i), k, pitch, x);
+    }
+    __device__ __forceinline__ void load_bias(int i, float (&x)[8]) const { load_row8(bias, column(i), k, pitch, x); }
+};
+
+// The same, with the weight, and the bias if WITH_BIAS, in registers. Made before a kernel waits for its input, it
+// takes their latency off the time that the input takes. inverse: 1 / k.
+template <int THREADS, int VECTORS, bool WITH_BIAS>
+struct LoadedNorm : NormParams<THREADS> {
+    using Params = NormParams<THREADS>;
+    double inverse;
+    float weights[VECTORS][8], biases[WITH_BIAS ? VECTORS : 1][8];
+
+    __device__ __forceinline__ LoadedNorm(const Params& params, double inverse) : Params(params), inverse(inverse) {
+        asm volatile("" : "+d"(this->inverse));  // computed here
+        load(params.weight, weights);
+        if constexpr (WITH_BIAS)
+            if (params.bias) load(params.bias, biases);
+    }
+    __device__ __forceinline__ double inverse_k() const { return inverse; }
+    __device__ __forceinline__ void load_weight(int i, float (&x)[8]) const {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = weights[i][j];
     }
     __device__ __forceinline__ void load_bias(int i, float (&x)[8]) const {
-        load_row8(bias, (i * THREADS + threadIdx.x % THREADS) * 8, k, pitch, x);
+        if constexpr (!WITH_BIAS) return Params::load_bias(i, x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = biases[i][j];
+    }
+
+private:
+    // Threads beyond the end of the row load its last elements, which are cleared.
+    __device__ __forceinline__ void load(const float* row, float (&x)[VECTORS][8]) const {
+        uint4 raw[VECTORS][2];
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                raw[i][j] = ld_global_cg_v4(row + min(this->column(i), this->pitch - 8) + j * 4);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            load8(reinterpret_cast<const float*>(raw[i]), x[i]);
+            zero_tail(x[i], this->column(i), this->k);
+        }
     }
 };
 

@@ -9,8 +9,12 @@
 // Every block quantizes the whole input row into shared memory: that is cheaper than a launch of its own. Then it
 // multiplies its share of the weight's rows (BlockRange). The share is cut into units of U chunks of 512 bytes of one
 // row, and the block's warps take every WARPS-th unit, whichever rows these belong to, so that all warps get the same
-// work. They add their sums with atomics; int32 sums are exact in any order, so the result does not depend on it. The
-// copies of the first units start before the kernel waits for its input.
+// work. They add their sums with atomics; int32 sums are exact in any order, so the result does not depend on it.
+//
+// What a product costs beside reading its weight is the time from the end of its predecessor to its first sum. So all
+// that does not depend on the predecessor is requested before the kernel waits for it: the first units, scales, biases,
+// the norm's weight. And a block has few registers and little code, because the kernels before and after it share the
+// SM and its instruction cache.
 #include "common/async.cuh"
 #include "common/block_range.cuh"
 #include "common/common.cuh"
@@ -23,7 +27,7 @@ using namespace bminf;
 constexpr int WARPS = THREADS / WARP;
 
 #if __CUDA_ARCH__ >= 900
-constexpr int BLOCKS_PER_SM = 2;  // of this kernel, and of the next one, which starts beside it
+constexpr int BLOCKS_PER_SM = 2;  // one of this kernel and one of the next, which starts beside it
 #else
 constexpr int BLOCKS_PER_SM = 1;
 #endif
@@ -235,7 +239,7 @@ __device__ __forceinline__ void multiply_units(
 }
 
 // INPUT: what is quantized, x, a norm of it, a rotation in blocks of `rotation` elements (see rotate_row), or a sum
-// with the norm of `addend`, which is written to `sum`. ROW_THREADS, VECTORS: see InputRow. F: the
+// with the norm of `addend`, which is written to `sum`. inverse_k: 1 / k. ROW_THREADS, VECTORS: see InputRow. F: the
 // function of GATED and ACTIVATED. U: chunks of a unit. EARLY: x was complete before this kernel could start, so the
 // kernel waits for its predecessor only before it writes. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
 // PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
@@ -272,19 +276,19 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) gemv(
     EpilogueOperands operands = {};
     if (threadIdx.x < block.count) operands = prefetch_epilogue(block, threadIdx.x, w_scale, bias);
     using Row = InputRow<INPUT, ROW_THREADS, VECTORS>;
-    const InputNorm<Row> norm({norm_weight, norm_bias, eps, k, pitch}, inverse_k);
+    const auto norm = input_norm<Row>({norm_weight, norm_bias, eps, k, pitch}, inverse_k);
     if constexpr (!EARLY) wait_on_dependent_grids();
     if (EPILOGUE == ADD && threadIdx.x < block.count)
         operands.residual = ld_global(static_cast<const float*>(out) + block.first + threadIdx.x);
-    __shared__ float absmax;
+    __shared__ float row_absmax;
     if (THREADS == ROW_THREADS || threadIdx.x < ROW_THREADS) {
         const float top = quantize_input<Row>(
             x, norm, rotation, rotation_scale, k, pitch, width, codes, {addend, addend_weight, addend_eps, sum});
-        if (threadIdx.x == 0) absmax = top;
+        if (threadIdx.x == 0) row_absmax = top;
     }
     __syncthreads();
     multiply_units(stream, first, codes, sums);
     if constexpr (EARLY) wait_on_dependent_grids();
     __syncthreads();
-    epilogue<EPILOGUE, F>(sums, absmax, block, operands, w_scale, bias, out);
+    epilogue<EPILOGUE, F>(sums, row_absmax, block, operands, w_scale, bias, out);
 }

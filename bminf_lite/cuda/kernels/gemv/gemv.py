@@ -32,8 +32,8 @@ MAX_FUSED_SUM_WIDTH = 2 * 8 * GEMV_THREADS
 LONG_CODES = 20 << 10
 """Rows of more codes leave so little shared memory that two blocks fit an SM only with shorter pipelines."""
 VECTORS = (1, 2, 4, 8)
-ROWS = (Together((GEMV_THREADS // 2, 1)), *(Together((GEMV_THREADS, vectors)) for vectors in VECTORS))
-"""The template arguments ``ROW_THREADS`` and ``VECTORS`` of ``gemv``: how many threads have how many vectors of a row."""
+ROWS = ((GEMV_THREADS // 2, 1), *((GEMV_THREADS, vectors) for vectors in VECTORS))
+"""How many threads of ``gemv`` hold how many vectors of a row each: ``ROW_THREADS`` and ``VECTORS`` of the template."""
 MAX_WIDTH = VECTORS[-1] * 8 * GEMV_THREADS
 CODE_ROWS = (1, 2, 3, 4)
 """Rows of a product by ``gemv_codes``."""
@@ -83,9 +83,10 @@ class Gemv:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         shared = shared_memory_per_block(capability)
         early = BOOLEANS if capability >= (9, 0) else BOOLEANS[:1]
-        values = (INPUTS, ROWS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1], early)
+        rows = tuple(map(Together, ROWS))
+        values = (INPUTS, rows, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1], early)
         tensors = (
-            numbers([GemvInput.BFLOAT16]), ROWS, numbers(TENSOR_EPILOGUES.values())[-1:], (0,), UNITS[::-1],
+            numbers([GemvInput.BFLOAT16]), rows, numbers(TENSOR_EPILOGUES.values())[-1:], (0,), UNITS[::-1],
             BOOLEANS[:1],
         )  # fmt: skip
         for chunks in sorted({pipeline_chunks(shared), pipeline_chunks(shared, LONG_CODES + 1)}):
@@ -122,9 +123,9 @@ class Gemv:
         if not step.one_block_per_sm and launcher.has_clusters:
             shared = max(shared, launcher.half_shared)
         args = (
-            x.data.ptr, norm_weight, norm_bias, eps, 1 / weight.in_features, rotation, rotation**-0.5, weight.matrix.data.ptr,
-            address(weight.scale), address(weight.bias), out.data.ptr, n, weight.in_features, pitch,
-            *addend_arguments(addend),
+            x.data.ptr, norm_weight, norm_bias, eps, 1 / weight.in_features, rotation, rotation**-0.5,
+            weight.matrix.data.ptr, address(weight.scale), address(weight.bias), out.data.ptr, n, weight.in_features,
+            pitch, *addend_arguments(addend),
         )  # fmt: skip
         bytes_moved = weight.nbytes + nbytes_of(x, out, *((addend.x, addend.out) if addend is not None else ()))
         kernel(grid, GEMV_THREADS, args, shared, launcher.stream, True, None, bytes_moved)
@@ -148,7 +149,7 @@ class Gemv:
         num_sms, matrices = self._launcher.num_sms, 2 if epilogue == Epilogue.GATED else 1
         rows = ceil_div(n // matrices, num_sms) * matrices
         unit = best_unit(rows, pitch)
-        template = int(source), row_of(pitch), int(epilogue), int(activation), unit, BOOLEANS[early]
+        template = int(source), *row_of(pitch), int(epilogue), int(activation), unit, BOOLEANS[early]
         expression = f"gemv<{', '.join(map(str, template))}>"
         codes = round_up(pitch, GEMV_CHUNK * unit)
         chunks = pipeline_chunks(self._launcher.max_shared, codes)
@@ -215,7 +216,7 @@ class GemvCodes:
         kernel(grid, GEMV_THREADS, (x, weight, scale, bias, out, n, k), rows * k * itemsize, stream)
 
 
-def row_of(pitch: int) -> Together:
+def row_of(pitch: int) -> tuple[int, int]:
     """The element of :data:`ROWS` for rows of ``pitch`` elements."""
     return next(row for row in ROWS if pitch <= 8 * math.prod(row))
 
@@ -260,8 +261,8 @@ def _possible(
     return (has_activation or activation == 0) and not is_wide
 
 
-def _possible_row(source: int, row: Together, *others: Any) -> bool:
-    return _possible(source, row[1], *others)
+def _possible_row(source: int, row: tuple[int, int], epilogue: int, activation: int, unit: int, early: str) -> bool:
+    return _possible(source, row[1], epilogue, activation, unit, early)
 
 
 def _possible_float(source: int, vectors: int, kind: str, epilogue: int, activation: int) -> bool:

@@ -13,8 +13,8 @@ namespace bminf {
 constexpr bool is_sum(int input) { return input == SUM || input == RMS_NORM_OF_SUM; }
 constexpr bool is_normed(int input) { return input == RMS_NORM || input == LAYER_NORM || input == RMS_NORM_OF_SUM; }
 
-// What the row is, a GemvInput, and the threads that hold it, the first of the block: each has N vectors of eight
-// elements. A row that fewer threads than all can hold is quantized sooner.
+// KIND: what the row is, a GemvInput. The first ROW_THREADS threads of the block hold it, each N vectors of eight
+// elements. The other threads wait. Fewer threads take less time, as each takes part in every reduction.
 template <int KIND, int ROW_THREADS, int N>
 struct InputRow {
     static constexpr int INPUT = KIND, THREADS = ROW_THREADS, VECTORS = N;
@@ -23,7 +23,6 @@ struct InputRow {
     using Half = typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type;
     using Source = typename Conditional<IS_FLOAT, float, Half>::type;
     using Scratch = RowScratch<THREADS, VECTORS>;
-    using Params = NormParams<THREADS>;
 
     // The first column of a thread's vector i. The vectors of a rotated row are neighbours, so that a transform needs
     // fewer exchanges between threads; otherwise neighbouring threads read neighbouring vectors.
@@ -33,19 +32,8 @@ struct InputRow {
     }
 };
 
-// A load of 16 bytes that the compiler neither moves nor delays, so that several in a row are in flight together. It
-// bypasses the L1 cache, which may hold older values if the kernel does not wait for its predecessor.
-__device__ __forceinline__ uint4 ld_global_cg_v4(const void* p) {
-    uint4 x;
-    asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(p)
-                 : "memory");
-    return x;
-}
-
-// The raw vectors of the input row. Threads beyond the end of the row load its last elements, and zero_tail clears
-// them.
+// The raw vectors of a row. All loads are unconditional: threads beyond the end load the last elements, and zero_tail
+// clears them.
 template <class Row, class Source, int PARTS>
 __device__ __forceinline__ void load_raw(const Source* x, int pitch, uint4 (&raw)[Row::VECTORS][PARTS]) {
 #pragma unroll
@@ -55,7 +43,7 @@ __device__ __forceinline__ void load_raw(const Source* x, int pitch, uint4 (&raw
             raw[i][j] = ld_global_cg_v4(x + min(Row::column(i), pitch - 8) + j * (8 / PARTS));
 }
 
-// The input row in registers.
+// A row of the input's length in registers, with zeros behind its end.
 template <class Row, class Source>
 __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, float (&v)[Row::VECTORS][8]) {
     uint4 raw[Row::VECTORS][sizeof(Source) / 2];
@@ -67,48 +55,15 @@ __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, fl
     }
 }
 
-// The weight of a norm, and a bias of short rows, in registers: loaded before the kernel waits for its input. The loads
-// are unconditional like those of the row.
+// The norm of the input row: in registers, where they suffice for two blocks on an SM.
 template <class Row>
-struct LoadedNorm {
-    static constexpr int VECTORS = Row::VECTORS;
-    static constexpr bool WITH_BIAS = Row::INPUT == LAYER_NORM && VECTORS == 1;
-    typename Row::Params params;
-    float eps;
-    int k;
-    double inverse;
-    float weight[VECTORS][8], bias[WITH_BIAS ? VECTORS : 1][8];
-
-    __device__ __forceinline__ LoadedNorm(const typename Row::Params& params, double inverse)
-        : params(params),
-          eps(params.eps),
-          k(params.k),
-          inverse(inverse) {
-        load(params.weight, weight);
-        if constexpr (WITH_BIAS)
-            if (params.bias != nullptr) load(params.bias, bias);
-    }
-    __device__ __forceinline__ void load(const float* from, float (&x)[VECTORS][8]) const {
-        uint4 raw[VECTORS][2];
-        load_raw<Row>(from, params.pitch, raw);
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            load8(reinterpret_cast<const float*>(raw[i]), x[i]);
-            zero_tail(x[i], Row::column(i), k);
-        }
-    }
-    __device__ __forceinline__ double inverse_k() const { return inverse; }
-    __device__ __forceinline__ bool has_bias() const { return params.bias != nullptr; }
-    __device__ __forceinline__ void load_weight(int i, float (&x)[8]) const {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = weight[i][j];
-    }
-    __device__ __forceinline__ void load_bias(int i, float (&x)[8]) const {
-        if constexpr (!WITH_BIAS) return params.load_bias(i, x);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = bias[i][j];
-    }
-};
+__device__ __forceinline__ auto input_norm(const NormParams<Row::THREADS>& params, double inverse_k) {
+    constexpr int VECTORS = Row::VECTORS;
+    if constexpr (is_normed(Row::INPUT) && VECTORS <= (is_sum(Row::INPUT) ? 1 : 2))
+        return LoadedNorm < Row::THREADS, VECTORS, Row::INPUT == LAYER_NORM && VECTORS == 1 > (params, inverse_k);
+    else
+        return params;
+}
 
 // A row whose RMSNorm is added to the input row, and where the sum is written: fp32 [pitch].
 struct Addend {
@@ -135,8 +90,8 @@ __device__ __forceinline__ void add_normed(
     sync_threads<Row::THREADS>();  // the next reduction uses the same scratch
 }
 
-// quantize_input of 16-bit values that a thread keeps as they are: they need half as many registers as in fp32, and the
-// magnitudes of two of them are compared at once. The bits of magnitudes order like the magnitudes, NaN as the largest.
+// quantize_input of 16-bit values, which need half as many registers as fp32. Two magnitudes are compared at once:
+// their bits order like the magnitudes, and NaN is the largest.
 template <class Row>
 __device__ __forceinline__ float quantize_packed(
     const typename Row::Source* x, int k, int pitch, int width, int8* codes) {
@@ -169,27 +124,12 @@ __device__ __forceinline__ float quantize_packed(
     return a;
 }
 
-// The norm of a longer row, read from memory.
-template <class Row>
-struct StoredNorm : Row::Params {
-    double inverse;
-    __device__ __forceinline__ StoredNorm(const typename Row::Params& params, double inverse)
-        : Row::Params(params),
-          inverse(inverse) {}
-    __device__ __forceinline__ double inverse_k() const { return inverse; }
-};
-
-// The norm of the input row: in registers, where they suffice for two blocks on an SM.
-template <class Row>
-using InputNorm = typename Conditional<
-    is_normed(Row::INPUT) && Row::VECTORS <= (is_sum(Row::INPUT) ? 1 : 2), LoadedNorm<Row>, StoredNorm<Row>>::type;
-
 // Writes the codes of the normed or rotated input row to shared memory, with zeros up to `width`; returns the absmax.
 // Called by the threads of the row.
-template <class Row>
+template <class Row, class Norm>
 __device__ __forceinline__ float quantize_input(
-    const void* x, const InputNorm<Row>& norm, int rotation, float rotation_scale, int k, int pitch, int width,
-    int8* codes, const Addend& addend) {
+    const void* x, const Norm& norm, int rotation, float rotation_scale, int k, int pitch, int width, int8* codes,
+    const Addend& addend) {
     constexpr int INPUT = Row::INPUT, THREADS = Row::THREADS, VECTORS = Row::VECTORS;
     const auto source = static_cast<const typename Row::Source*>(x);
     if constexpr (Row::IS_PACKED) return quantize_packed<Row>(source, k, pitch, width, codes);
