@@ -46,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     examples, cublasLt's first proposal is taken, and what is marked ``repeats`` is left out.
     """
     parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
+    parser.addoption("--fake-gpu-ptx", action="store_true", help="there, run the PTX of kernels that it can interpret")
     parser.addoption("--under-checker", action="store_true", help="each kernel, but little of it: a checker is slow")
     parser.addoption("--fake-gpu-report", metavar="FILE", help="write there which kernels were asked for")
 
@@ -55,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if profile := config.getoption("--fake-gpu"):
         import fake_gpu
 
-        config.stash[FAKE_GPU] = fake_gpu.install(profile)
+        config.stash[FAKE_GPU] = fake_gpu.install(profile, config.getoption("--fake-gpu-ptx"))
     if config.getoption("--under-checker"):
         from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
 

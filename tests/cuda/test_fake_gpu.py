@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
+from fake_gpu import ptx
 from fake_gpu.launching import check, run
 from fake_gpu.machine import PROFILES, FakeKernel, Launch, Machine, Requested
 from fake_gpu.memory import POISON, FakeGpuError, Piece
@@ -81,3 +86,74 @@ def test_recorded_work_runs_when_it_is_replayed(machine: Machine):
     machine.replay(work, stream.ptr)
     machine.replay(work, stream.ptr)
     assert done == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("profile", ["h200", "sm_86"])
+def test_kernels_compute_by_their_own_code(profile: str) -> None:
+    """Products of one row and kernels over rows, interpreted: what the tests on a GPU ask of these operations."""
+    folder = Path(__file__).parents[1] / "backend"
+    files = [folder / "test_operations.py", folder / "test_early_products.py", folder / "test_rotation.py"]
+    options = ["-q", "-m", "gpu", f"--fake-gpu={profile}", "--fake-gpu-ptx"]
+    subprocess.run([sys.executable, "-m", "pytest", *options, *map(str, files)], check=True)
+
+
+@pytest.fixture
+def addition() -> ptx.Program:
+    """Each thread of a block adds its number to a value of its neighbour, which it gets through shared memory."""
+    text = """
+.visible .entry add(.param .u64 add_param_0)
+{
+    .reg .pred %p<2>;
+    .reg .b32 %r<9>;
+    .reg .b64 %rd<4>;
+    .shared .align 4 .b8 values[256];
+    ld.param.u64 %rd1, [add_param_0];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd2, %r1, 4;
+    add.s64 %rd3, %rd1, %rd2;
+    ld.global.u32 %r2, [%rd3];
+    mov.u32 %r3, values;
+    shl.b32 %r4, %r1, 2;
+    add.s32 %r5, %r3, %r4;
+    st.shared.u32 [%r5], %r2;
+    bar.sync 0;
+    setp.eq.s32 %p1, %r1, 63;
+    @%p1 bra LAST;
+    {.reg .b32 other;
+    ld.shared.u32 other, [%r5+4];
+    add.s32 %r6, other, %r1;}
+    bra.uni WRITE;
+LAST:
+    neg.s32 %r6, %r1;
+WRITE:
+    st.global.u32 [%rd3], %r6;
+    ret;
+}
+"""
+    return ptx.Program(text, "add")
+
+
+def test_threads_part_meet_and_wait(addition: ptx.Program) -> None:
+    values = np.arange(100, 164, dtype=np.int32)
+    expected = np.append(values[1:] + np.arange(63), -63)
+    touched: list[int] = []
+    parameters = np.array([values.ctypes.data], np.uint64).tobytes()
+    ptx.Grid(addition, (1, 1, 1), 64, parameters, 0, lambda addresses, nbytes: touched.append(nbytes)).run()
+    assert np.array_equal(values, expected)
+    assert touched == [4, 4]
+
+
+def test_an_access_that_is_not_aligned_and_one_beyond_shared_memory_are_errors(addition: ptx.Program) -> None:
+    values = np.zeros(80, np.int32)
+
+    def run(address: int, threads: int) -> None:
+        parameters = np.array([address], np.uint64).tobytes()
+        ptx.Grid(addition, (1, 1, 1), threads, parameters, 0, lambda addresses, nbytes: None).run()
+
+    with pytest.raises(AssertionError, match="not aligned"):
+        run(values.ctypes.data + 2, 64)
+    addition.static_shared = 252  # less than it declares
+    with pytest.raises(AssertionError, match="beyond shared memory"):
+        run(values.ctypes.data, 80)

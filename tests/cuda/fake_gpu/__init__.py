@@ -5,10 +5,12 @@ then runs as it is, down to the bytes of a launch. Every launch is checked again
 that is in use: freed blocks are filled with NaNs, and a pointer
 into one is an error at the launch. Models in NumPy compute what the kernels would (``models_*.py``).
 
-It tells nothing about the kernels themselves, about time, or about work on several streams at once: work runs when it
-is put on a stream, or when the graph that recorded it is launched.
+The models tell nothing about the kernels themselves. Products of one row and kernels over rows can run their own PTX
+instead (``ptx.py``), slowly. Neither tells anything about time, or about work on several streams at once: work runs
+when it is put on a stream, or when the graph that recorded it is launched.
 
-``pytest --fake-gpu=h200 -m gpu tests/models`` runs tests that need a GPU on it.
+``pytest --fake-gpu=h200 -m gpu tests/models`` runs tests that need a GPU on it, with ``--fake-gpu-ptx`` by the kernels'
+own code where it can.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ from .memory import FakeGpuError
 __all__ = ["PROFILES", "FakeGpuError", "Machine", "install", "report"]
 
 
-def install(profile: str) -> Machine:
+def install(profile: str, runs_ptx: bool = False) -> Machine:
     """Put a fake GPU in place for the rest of this process, before anything has imported CuPy."""
     if any(name == "cupy" or name.startswith("cupy.") for name in sys.modules):
         raise RuntimeError("CuPy is imported already: a fake GPU needs a process of its own")
-    machine = Machine.current = Machine(PROFILES[profile])
+    machine = Machine.current = Machine(PROFILES[profile], runs_ptx)
     machine.memory.watch_arenas()
     sys.modules.update(fake_cupy.modules(machine))
     real = libraries.load

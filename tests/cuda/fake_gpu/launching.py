@@ -18,9 +18,15 @@ from bminf_lite.cuda.kernels.sources import SOURCES
 from bminf_lite.cuda.runtime.declarations import Declaration, kernel_name, struct_format
 from bminf_lite.cuda.runtime.tensor_maps import TensorMapDataType
 
+from . import ptx
 from .machine import TENSOR_MAP, Launch, Machine
 from .memory import FakeGpuError
 
+INTERPRETED = {
+    "gemv/gemv.cu", "rowwise/rows.cu", "rowwise/pointwise.cu", "rowwise/layer_norm_many_rows.cu",
+    "rowwise/norm_unaligned.cu", "rowwise/quantize.cu",
+}  # fmt: skip
+"""Sources without clusters and matrix instructions, whose own code can run here."""
 Model = Callable[["Call"], None]
 MODELS: dict[str, Model] = {}
 
@@ -149,7 +155,23 @@ def check(machine: Machine, launch: Launch) -> None:
 def run(machine: Machine, launch: Launch) -> None:
     """When its turn comes."""
     call = call_of(machine, launch)
+    if machine.runs_ptx and launch.kernel.source in INTERPRETED:
+        run_ptx(machine, launch)
+        return
     if call.declaration.name not in MODELS:
         pytest.skip(f"the fake GPU does not compute {call.declaration.name}")
     with np.errstate(all="ignore"):
         MODELS[call.declaration.name](call)
+
+
+def run_ptx(machine: Machine, launch: Launch) -> None:
+    """The kernel's own code for the GPU's architecture. The first and the last bytes of each access must be in use."""
+    kernel, (major, minor) = launch.kernel, machine.profile.capability
+    arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+    def check(addresses: np.ndarray, nbytes: int) -> None:
+        for address in {int(addresses.min()), int(addresses.max())}:
+            machine.check(address, nbytes, kernel.expression)
+
+    code = ptx.program(kernel.source, arch, kernel.expression, kernel.defines)
+    ptx.Grid(code, launch.grid, launch.block, launch.parameters, launch.shared, check).run()

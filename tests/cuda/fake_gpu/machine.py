@@ -87,6 +87,8 @@ class Machine:
     """The one that is installed."""
 
     profile: Profile
+    runs_ptx: bool = False
+    """Whether kernels that ptx.py can run are run by it, and not by their models."""
     memory: Memory = field(default_factory=lambda: Memory(TOTAL_MEMORY))
     streams: dict[int, FakeStream] = field(default_factory=dict)
     graphs: dict[int, list[Work]] = field(default_factory=dict)

@@ -1,0 +1,656 @@
+"""Runs a kernel's own code on the CPU: its PTX, each instruction at once for all threads of the grid that are at it.
+
+Registers are NumPy arrays with an element for each thread. Of the threads that can run, those at the lowest address run
+next, so that threads that took different ways meet again behind them. Copies are complete when they are issued. Blocks
+do not wait for each other, so kernels with clusters do not run here, nor do the matrix instructions. Approximate
+instructions (``ex2.approx``) are rounded once. ``fma`` is computed with 64 bits of precision and rounded then.
+
+Besides values it checks what a GPU leaves to chance or to a crash: the alignment of accesses, their bounds in shared
+memory, warps that are together at a shuffle, barriers that are never complete, waits for copies that nobody started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bminf_lite.cuda.kernels.sources import SOURCES
+from bminf_lite.cuda.runtime import compiler
+from bminf_lite.cuda.runtime.bindings import bind
+
+Check = Callable[[np.ndarray, int], None]
+"""Raises unless so many bytes may be accessed at each of these addresses."""
+Lanes = Any
+"""The threads that an instruction runs for: their numbers, or a slice of all."""
+
+_KINDS: dict[str, Any] = {"b": np.uint8, "u": np.uint8, "s": np.int8, "f": np.float16}
+_TYPE = re.compile(r"pred|[busf]\d+|f16x2|bf16|bf16x2|u16x2")
+_PACKED = {"f16x2": np.uint32, "bf16x2": np.uint32, "u16x2": np.uint32, "bf16": np.uint16, "pred": np.bool_}
+_LOWEST = 1 << 12
+"""No object of a process lies below this address."""
+_SHARED = 1 << 60
+"""The generic address of a block's shared memory."""
+_CANONICAL_NAN = {np.float16: 0x7FFF, np.float32: 0x7FFFFFFF}
+_NOTHING = {"griddepcontrol", "prefetch", "fence", "membar"}
+
+
+def unsigned(bits: int) -> Any:
+    return np.dtype(f"u{bits // 8}").type
+
+
+def dtype_of(name: str) -> Any:
+    """``"s32"`` -> ``np.int32``; ``b32`` is unsigned."""
+    if name in _PACKED:
+        return _PACKED[name]
+    return np.dtype(f"{'u' if name[0] == 'b' else {'s': 'i'}.get(name[0], name[0])}{int(name[1:]) // 8}").type
+
+
+@functools.cache
+def _memory(bits: int) -> np.ndarray:
+    """This process's memory from ``_LOWEST`` on, as unsigned numbers of so many bits."""
+    everything = (ctypes.c_ubyte * ((1 << 47) - 2 * _LOWEST)).from_address(_LOWEST)
+    return np.frombuffer(everything, unsigned(bits))
+
+
+# -- reading PTX -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``@guard op operands``; the guard is a register and whether it is negated."""
+
+    op: tuple[str, ...]
+    operands: tuple[str, ...]
+    guard: tuple[str, bool] | None
+
+
+class Program:
+    """One kernel of a PTX module: its registers and shared variables by name, its instructions and labels."""
+
+    def __init__(self, text: str, symbol: str) -> None:
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+        head, _, rest = text[text.index(f".entry {symbol}(") :].partition("{")
+        self.parameters = _offsets(re.findall(r"\.param (?:\.align (\d+) )?\.(\w+) (\w+)(?:\[(\d+)\])?", head))
+        self.registers: dict[str, str] = {}
+        self.labels: dict[str, int] = {}
+        self.code: list[Instruction] = []
+        variables = re.findall(r"\n\s*\.shared \.align (\d+) \.(\w+) ([\w$]+)(?:\[(\d+)\])?;", text)
+        self.shared = _offsets((align, kind, name, count) for align, kind, name, count in variables)
+        self.static_shared = -(-max(self.shared.pop("", 0), 0) // 1024) * 1024
+        for name in re.findall(r"\.extern \.shared \.align \d+ \.b8 ([\w$]+)\[", text):
+            self.shared[name] = self.static_shared
+        self._parse(rest[: _closing_brace(rest)])
+        self.parameters.pop("", 0)
+
+    def _parse(self, body: str) -> None:
+        """Statements end with a semicolon. Braces are scopes of the names that inline assembly declares."""
+        scopes: list[dict[str, str]] = [{}]
+        label, position = re.compile(r"([\w$]+):(?!:)"), 0
+        while position < len(body):
+            if body[position].isspace():
+                position += 1
+            elif body[position] in "{}":
+                if body[position] == "{":
+                    scopes.append({})
+                else:
+                    scopes.pop()
+                position += 1
+            elif match := label.match(body, position):
+                self.labels[self._declare(match[1], scopes)] = len(self.code)
+                position = match.end()
+            else:
+                end = body.index(";", position)
+                self._statement(" ".join(body[position:end].split()), scopes)
+                position = end + 1
+
+    def _declare(self, name: str, scopes: list[dict[str, str]]) -> str:
+        if len(scopes) > 1:
+            scopes[-1][name] = name = f"{name}@{len(self.registers) + len(self.labels)}"
+        return name
+
+    def _statement(self, text: str, scopes: list[dict[str, str]]) -> None:
+        if declared := re.match(r"\.reg \.(\w+) (.*)", text):
+            for name in declared[2].replace(" ", "").split(","):
+                prefix, _, count = name.rstrip(">").partition("<")
+                names = [f"{prefix}{i}" for i in range(int(count))] if count else [self._declare(name, scopes)]
+                self.registers.update(dict.fromkeys(names, declared[1]))
+        elif not text.startswith("."):
+            visible = {name: inner for scope in scopes for name, inner in scope.items()}
+
+            def resolved(operand: str) -> str:
+                return re.sub(r"[%\w$.]+", lambda word: visible.get(word[0], word[0]), operand)
+
+            match = re.fullmatch(r"(?:@(!?)(\S+) )?(\S+)(?: (.*))?", text)
+            assert match, text
+            guard = (resolved(match[2]), match[1] == "!") if match[2] else None
+            operands = re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,\s])+", match[4] or "")
+            self.code.append(Instruction(tuple(match[3].split(".")), tuple(map(resolved, operands)), guard))
+
+
+def _offsets(variables: Any) -> dict[str, int]:
+    """The offsets of variables ``(alignment, type, name, count)`` one behind the other; ``""`` is where they end."""
+    found, end = {}, 0
+    for align, kind, name, count in variables:
+        size = int(re.sub(r"\D", "", kind)) // 8
+        step = int(align or size)
+        end = found[name] = -(-end // step) * step
+        end += size * int(count or 1)
+    return {**found, "": end}
+
+
+def _closing_brace(text: str) -> int:
+    depth = 1
+    for match in re.finditer(r"[{}]", text):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError("braces do not match")
+
+
+@functools.cache
+def program(source: str, arch: str, expression: str, defines: tuple[str, ...] = ()) -> Program:
+    """A kernel of the package, compiled for ``arch`` as in ``"sm_90a"``."""
+    nvrtc = bind(
+        compiler.libraries.load("nvrtc").dll,
+        {
+            "nvrtcGetPTXSize": (compiler.Program, ctypes.POINTER(ctypes.c_size_t)),
+            "nvrtcGetPTX": (compiler.Program, ctypes.c_char_p),
+        },
+        str,
+    )
+    text = SOURCES.source(source)
+    options = [
+        "--std=c++17", "-default-device", f"--gpu-architecture={arch.replace('sm_', 'compute_')}",
+        f"-I{compiler._header_folder()}", *(f"-D{define}" for define in defines),
+    ]  # fmt: skip
+    with compiler._program(source, text, SOURCES.included(text)) as compiled:
+        compiler.nvrtc().nvrtcAddNameExpression(compiled, expression.encode())
+        compiler.nvrtc().nvrtcCompileProgram(compiled, len(options), compiler._strings(options))
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetPTXSize(compiled, size)
+        ptx = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetPTX(compiled, ptx)
+        return Program(ptx.value.decode(), compiler._symbol(compiled, expression))
+
+
+# -- running it --------------------------------------------------------------------------------------------------------
+
+RUNS, ENDED, WAITS = 0, 1, 2
+"""States of a thread; ``WAITS + i`` at barrier i."""
+
+
+class Grid:
+    """One launch. Pointers in ``parameters`` are addresses of this process."""
+
+    def __init__(
+        self, code: Program, grid: Sequence[int], threads: int, parameters: bytes, shared: int, check: Check
+    ) -> None:
+        self.program, self.threads, self.parameters, self.check = code, threads, parameters, check
+        self.grid = dict(zip("xyz", (*grid, 1, 1), strict=False))
+        self.blocks = int(np.prod(list(self.grid.values())))
+        self.count = self.blocks * threads
+        self.block = np.repeat(np.arange(self.blocks), threads)
+        self.thread = np.tile(np.arange(threads), self.blocks)
+        self.pitch = -(-(code.static_shared + shared) // 16) * 16
+        self.shared = np.full(self.blocks * self.pitch, 0xFF, np.uint8)
+        self.registers: dict[str, np.ndarray] = {}
+        # mbarriers by the address of their block's shared memory: [arrivals of a phase, missing, bytes missing, phases]
+        self.barriers: dict[tuple[int, int], list[int]] = {}
+
+    def run(self) -> None:
+        """Run all threads to their end."""
+        counters, states = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)
+        behind = len(self.program.code) + 1
+        with np.errstate(all="ignore"):
+            while (runs := states == RUNS).any():
+                at = np.where(runs, counters, behind)
+                counter = int(at.min())
+                here = at == counter
+                others = at[~here]
+                meets = int(others.min()) if others.size else behind
+                lanes: Lanes = slice(None) if here.all() else np.flatnonzero(here)
+                self._run_until(counter, meets, lanes, counters, states)
+        assert (states == ENDED).all(), "threads wait at a barrier that the others have left out"
+
+    def _run_until(self, counter: int, meets: int, lanes: Lanes, counters: np.ndarray, states: np.ndarray) -> None:
+        """Run ``lanes`` from an instruction on, until they part, end, wait, or meet others."""
+        code = self.program.code
+        while counter < meets:
+            if counter == len(code):
+                states[lanes] = ENDED
+                return
+            instruction = code[counter]
+            counter += 1
+            true = self._guard(instruction, lanes)
+            chosen = lanes if true.all() else self.numbers(lanes)[true]
+            op = instruction.op
+            if op[0] == "bra":
+                counters[lanes] = np.where(true, self.program.labels[instruction.operands[0]], counter)
+                return
+            if op[0] in ("ret", "exit"):
+                counters[lanes] = counter
+                states[chosen] = ENDED
+                return
+            if op[:2] == ("bar", "sync"):
+                counters[lanes] = counter
+                self._wait(instruction, chosen, states)
+                return
+            if true.any() and op[0] not in _NOTHING and op[:2] != ("bar", "warp"):
+                _EXECUTE[op[0]](self, instruction, chosen)
+        counters[lanes] = counter
+
+    def _guard(self, instruction: Instruction, lanes: Lanes) -> np.ndarray:
+        if instruction.guard is None:
+            return np.ones(1, np.bool_)
+        name, negated = instruction.guard
+        return np.asarray(self.register(name)[lanes] ^ negated)
+
+    def _wait(self, instruction: Instruction, lanes: Lanes, states: np.ndarray) -> None:
+        number, *count = (int(np.max(self.get(o, "s32", lanes))) for o in instruction.operands)
+        states[lanes] = WAITS + number
+        waiting = np.bincount(self.block[states == WAITS + number], minlength=self.blocks)
+        complete = waiting == (count[0] if count else self.threads)
+        states[(states == WAITS + number) & complete[self.block]] = RUNS
+
+    # -- operands --
+
+    def numbers(self, lanes: Lanes) -> np.ndarray:
+        return np.arange(self.count)[lanes]
+
+    def register(self, name: str) -> np.ndarray:
+        if name not in self.registers:
+            kind = self.program.registers[name]
+            kind = kind if kind == "pred" else f"b{8 * np.dtype(dtype_of(kind)).itemsize}"
+            self.registers[name] = np.zeros(self.count, dtype_of(kind))
+        return self.registers[name]
+
+    def get(self, operand: str, kind: str, lanes: Lanes) -> np.ndarray:
+        """An operand as ``kind``, with an element for each of ``lanes``, or one."""
+        dtype = np.dtype(dtype_of(kind))
+        if operand in self.program.registers:
+            value = self.register(operand)[lanes]
+            if value.dtype == np.bool_:
+                return value
+            return value.astype(unsigned(8 * dtype.itemsize), copy=False).view(dtype)
+        if operand.startswith("%"):
+            name, _, axis = operand[1:].partition(".")
+            special: dict[str, Callable[[], Any]] = {
+                "tid": lambda: self.thread[lanes] if axis == "x" else 0,
+                "ntid": lambda: self.threads if axis == "x" else 1,
+                "ctaid": lambda: self._block_index(axis)[lanes],
+                "nctaid": lambda: self.grid[axis],
+                "laneid": lambda: self.thread[lanes] % 32,
+            }
+            return np.atleast_1d(np.asarray(special[name]()).astype(dtype))
+        if operand in self.program.shared:
+            return np.array([self.program.shared[operand]], dtype)
+        if operand[:2] in ("0f", "0d"):
+            form = ">f" if operand[1] == "f" else ">d"
+            return np.array(struct.unpack(form, bytes.fromhex(operand[2:])), dtype)
+        number = int(operand.rstrip("U"), 0)
+        if dtype.kind == "f":
+            return np.array([number], dtype)
+        return np.array([number % (1 << 8 * dtype.itemsize)], unsigned(8 * dtype.itemsize)).view(dtype)
+
+    def _block_index(self, axis: str) -> np.ndarray:
+        x, y = self.grid["x"], self.grid["y"]
+        return {"x": self.block % x, "y": self.block // x % y, "z": self.block // (x * y)}[axis]
+
+    def put(self, register: str, value: Any, lanes: Lanes) -> None:
+        if register == "_":
+            return
+        target, value = self.register(register), np.asarray(value)
+        if target.dtype != np.bool_ and value.dtype.itemsize != target.dtype.itemsize:
+            value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{target.dtype.itemsize}")
+        target[lanes] = value if target.dtype == np.bool_ else np.atleast_1d(value).view(target.dtype)
+
+    def address(self, operand: str, lanes: Lanes) -> np.ndarray:
+        """``[register + number]`` or ``[variable + number]``, for each of ``lanes``."""
+        match = re.fullmatch(r"\[([^+\]]+)(?:\+(.*))?\]", operand.replace(" ", ""))
+        assert match, operand
+        offset = sum(int(np.prod([int(n) for n in term.split("*")])) for term in (match[2] or "0").split("+"))
+        base = self.get(match[1], "s64", lanes)
+        return np.broadcast_to(base + offset, self.numbers(lanes).shape)
+
+    def view(self, space: str, address: np.ndarray, size: int, count: int, lanes: Lanes) -> tuple[np.ndarray, Any]:
+        """Memory as unsigned numbers of ``size`` bytes, and the indices in it of the first of ``count`` numbers."""
+        assert not (address % (size * count)).any(), f"an access of {size * count} bytes is not aligned"
+        if space == "generic" and (address >= _SHARED).all():
+            space, address = "shared", address - _SHARED
+        if space == "shared":
+            assert (address >= 0).all() and (address + size * count <= self.pitch).all(), "beyond shared memory"
+            return self.shared.view(unsigned(8 * size)), (self.block[lanes] * self.pitch + address) // size
+        self.check(address, size * count)
+        return _memory(8 * size), (address - _LOWEST) // size
+
+
+def _kind(instruction: Instruction) -> str:
+    """The last type that the instruction names."""
+    return next(part for part in reversed(instruction.op) if _TYPE.fullmatch(part))
+
+
+def _space(instruction: Instruction) -> str:
+    known = ("param", "shared", "global", "local")
+    return next((part.partition(":")[0] for part in instruction.op if part.partition(":")[0] in known), "generic")
+
+
+def _parts(operand: str) -> list[str]:
+    return operand.strip("{}").replace(" ", "").split(",")
+
+
+def _load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, source = instruction.operands
+    dtype, names, space = np.dtype(dtype_of(_kind(instruction))), _parts(target), _space(instruction)
+    if space == "param":
+        name, _, offset = source.strip("[]").partition("+")
+        at = grid.program.parameters[name.strip()] + int(offset or 0)
+        for i, value in enumerate(np.frombuffer(grid.parameters, dtype, len(names), at)):
+            grid.put(names[i], value, lanes)
+        return
+    memory, index = grid.view(space, grid.address(source, lanes), dtype.itemsize, len(names), lanes)
+    for i, name in enumerate(names):
+        grid.put(name, memory[index + i].view(dtype), lanes)
+
+
+def _store(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, source = instruction.operands
+    bits, names = 8 * np.dtype(dtype_of(_kind(instruction))).itemsize, _parts(source)
+    memory, index = grid.view(_space(instruction), grid.address(target, lanes), bits // 8, len(names), lanes)
+    for i, name in enumerate(names):
+        memory[index + i] = grid.get(name, f"b{bits}", lanes)
+
+
+def _reduce_in_memory(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    assert instruction.op[2] == "add"
+    kind = _kind(instruction)
+    memory, index = grid.view(_space(instruction), grid.address(instruction.operands[0], lanes), 4, 1, lanes)
+    np.add.at(memory.view(dtype_of(kind)), index, grid.get(instruction.operands[1], kind, lanes))
+
+
+def _move(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """Also divides a register into parts, the lowest first, and joins parts."""
+    target, source = instruction.operands
+    bits = 8 * np.dtype(dtype_of(_kind(instruction))).itemsize
+    if target.startswith("{"):
+        value, names = grid.get(source, f"b{bits}", lanes), _parts(target)
+        for i, name in enumerate(names):
+            part = value >> unsigned(bits)(i * bits // len(names))
+            grid.put(name, part.astype(unsigned(bits // len(names))), lanes)
+    elif source.startswith("{"):
+        names = _parts(source)
+        each = bits // len(names)
+        parts = (grid.get(name, f"b{each}", lanes).astype(unsigned(bits)) for name in names)
+        grid.put(target, sum(part << unsigned(bits)(i * each) for i, part in enumerate(parts)), lanes)
+    else:
+        grid.put(target, grid.get(source, _kind(instruction), lanes), lanes)
+
+
+def _convert(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, *sources = instruction.operands
+    to, origin = (part for part in instruction.op if _TYPE.fullmatch(part))
+    values = [grid.get(source, origin, lanes) for source in sources]
+    if to in ("f16x2", "bf16x2"):  # the first operand is the high half
+        high, low = (_converted(value, origin, to[:-2], instruction.op) for value in values)
+        grid.put(target, low.view(np.uint16) | high.view(np.uint16).astype(np.uint32) << np.uint32(16), lanes)
+    else:
+        grid.put(target, _converted(values[0], origin, to, instruction.op), lanes)
+
+
+def _converted(value: np.ndarray, origin: str, to: str, op: Sequence[str]) -> np.ndarray:
+    if origin == "bf16":
+        value = (value.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if to == "bf16":
+        bits = np.ascontiguousarray(value, np.float32).view(np.uint32).astype(np.uint64)
+        rounded = (bits + np.uint64(0x7FFF) + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
+        return np.where(np.isnan(value), np.uint64(0x7FFF), rounded).astype(np.uint16)
+    dtype = dtype_of(to)
+    modes = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+    if rounding := next((modes[part] for part in op if part in modes), None):
+        value = rounding(value)
+    if np.dtype(dtype).kind != "f" and value.dtype.kind == "f":
+        limits = np.iinfo(dtype)
+        return np.clip(np.nan_to_num(value.astype(np.longdouble)), limits.min, limits.max).astype(dtype)
+    return value.astype(dtype)
+
+
+def _cast_address(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """From a generic address with ``to``, else to one. Those of shared memory lie where no process has memory."""
+    shared = "shared" in instruction.op
+    distance = (-_SHARED if "to" in instruction.op else _SHARED) if shared else 0
+    grid.put(instruction.operands[0], grid.get(instruction.operands[1], "s64", lanes) + distance, lanes)
+
+
+_COMPARE: dict[str, Any] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
+
+
+def _compare(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, *sources = instruction.operands
+    assert len(sources) == 2, instruction
+    kind = _kind(instruction)
+    a, b = (grid.get(source, kind, lanes) for source in sources)
+    unordered = kind[0] == "f" and instruction.op[1].endswith("u")  # true for NaN
+    result = _COMPARE[instruction.op[1][:2]](a, b)
+    if kind[0] == "f":
+        nan = np.isnan(a) | np.isnan(b)
+        result = result | nan if unordered else result & ~nan
+    grid.put(target, result, lanes)
+
+
+def _select(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, a, b, condition = instruction.operands
+    kind = _kind(instruction)
+    chosen = np.where(grid.get(condition, "pred", lanes), grid.get(a, kind, lanes), grid.get(b, kind, lanes))
+    grid.put(target, chosen, lanes)
+
+
+def _bitwise(function: Any) -> Any:
+    return lambda a, *others, op: function(a, *others)
+
+
+def _shift_left(a: np.ndarray, by: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    bits = 8 * a.dtype.itemsize
+    return np.where(by < bits, a << np.minimum(by, bits - 1).astype(a.dtype), a.dtype.type(0))
+
+
+def _shift_right(a: np.ndarray, by: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    bits = 8 * a.dtype.itemsize
+    shifted = a >> np.minimum(by, bits - 1).astype(a.dtype)
+    return shifted if a.dtype.kind == "i" else np.where(by < bits, shifted, a.dtype.type(0))
+
+
+def _wide(a: np.ndarray) -> np.ndarray:
+    return a.astype(f"{a.dtype.kind}{2 * a.dtype.itemsize}")
+
+
+def _multiply(a: np.ndarray, b: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    if "wide" in op:
+        return _wide(a) * _wide(b)
+    if "hi" in op:
+        return ((_wide(a) * _wide(b)) >> _wide(a).dtype.type(8 * a.dtype.itemsize)).astype(a.dtype)
+    return np.asarray(a * b)
+
+
+def _multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    if a.dtype.kind == "f":
+        exact = a.astype(np.longdouble) * b.astype(np.longdouble) + c.astype(np.longdouble)
+        return exact.astype(a.dtype)
+    product = _multiply(a, b, op)
+    return product + c.astype(product.dtype)
+
+
+def _divide(a: np.ndarray, b: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    if a.dtype.kind == "f":
+        return np.asarray(a / b)
+    quotient = np.abs(a.astype(np.int64)) // np.abs(b.astype(np.int64))
+    return (quotient * np.sign(a.astype(np.int64)) * np.sign(b.astype(np.int64))).astype(a.dtype)
+
+
+def _remainder(a: np.ndarray, b: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    return (a.astype(np.int64) - _divide(a, b, op).astype(np.int64) * b.astype(np.int64)).astype(a.dtype)
+
+
+def _extreme(of_floats: Any, of_integers: Any) -> Any:
+    def compute(a: np.ndarray, b: np.ndarray, op: Sequence[str]) -> np.ndarray:
+        if "u16x2" in op:
+            halves = of_integers(np.atleast_1d(a).view(np.uint16), np.atleast_1d(b).view(np.uint16))
+            return np.asarray(halves.view(np.uint32))
+        if a.dtype.kind != "f":
+            return np.asarray(of_integers(a, b))
+        return np.asarray((of_integers if "NaN" in op else of_floats)(a, b))  # np.maximum propagates NaN
+
+    return compute
+
+
+def _dp4a(a: np.ndarray, b: np.ndarray, c: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    x, y = (np.ascontiguousarray(v).view(np.int8).reshape(-1, 4).astype(np.int32) for v in (a, b))
+    return c + (x * y).sum(1, dtype=np.int32)
+
+
+def _permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    result = np.zeros_like(both)
+    for i in range(4):
+        choice = selector.astype(np.uint64) >> np.uint64(4 * i)
+        byte = both >> (choice & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
+        result = result | np.where(choice & np.uint64(8), sign, byte) << np.uint64(8 * i)
+    return result.astype(np.uint32)
+
+
+def _insert(a: np.ndarray, b: np.ndarray, start: np.ndarray, length: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    one = a.dtype.type(1)
+    mask = ((one << length.astype(a.dtype)) - one) << start.astype(a.dtype)
+    return np.asarray(b & ~mask | a << start.astype(a.dtype) & mask)
+
+
+def _rounded(function: Any) -> Any:
+    """A function computed in double precision and rounded once."""
+    return lambda a, op: function(a.astype(np.float64)).astype(a.dtype)
+
+
+_ARITHMETIC: dict[str, Any] = {
+    "and": _bitwise(np.bitwise_and), "or": _bitwise(np.bitwise_or), "xor": _bitwise(np.bitwise_xor),
+    "not": _bitwise(np.invert), "add": _bitwise(np.add), "sub": _bitwise(np.subtract), "neg": _bitwise(np.negative),
+    "abs": _bitwise(np.abs), "sqrt": _bitwise(np.sqrt), "shl": _shift_left, "shr": _shift_right, "mul": _multiply,
+    "mad": _multiply_add, "fma": _multiply_add, "div": _divide, "rem": _remainder,
+    "min": _extreme(np.fmin, np.minimum), "max": _extreme(np.fmax, np.maximum), "dp4a": _dp4a, "prmt": _permute,
+    "bfi": _insert, "rcp": lambda a, op: (1 / a).astype(a.dtype), "ex2": _rounded(np.exp2), "lg2": _rounded(np.log2),
+    "rsqrt": _rounded(lambda a: 1 / np.sqrt(a)), "tanh": _rounded(np.tanh),
+    "copysign": lambda a, b, op: np.copysign(b, a),
+}  # fmt: skip
+_OF_32_BITS = {"shl": (1,), "shr": (1,), "bfi": (2, 3)}
+"""Operands that count bits."""
+
+
+def _arithmetic(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    name, (target, *sources) = instruction.op[0], instruction.operands
+    kind = _kind(instruction)
+    wide_sum = f"{kind[0]}{2 * int(kind[1:])}" if name == "mad" and "wide" in instruction.op else kind
+    kinds = ["u32" if i in _OF_32_BITS.get(name, ()) else wide_sum if i == 2 else kind for i in range(len(sources))]
+    values = (grid.get(source, k, lanes) for source, k in zip(sources, kinds, strict=True))
+    result = np.asarray(_ARITHMETIC[name](*values, op=instruction.op))
+    if result.dtype.type in _CANONICAL_NAN:
+        bits = _CANONICAL_NAN[result.dtype.type]
+        result = np.where(np.isnan(result), np.array(bits, f"u{result.dtype.itemsize}").view(result.dtype), result)
+    grid.put(target, result, lanes)
+
+
+def _whole_warps(grid: Grid, lanes: Lanes) -> np.ndarray:
+    """The numbers of ``lanes`` by warp, ``[warps, 32]``."""
+    numbers = grid.numbers(lanes)
+    assert (
+        len(numbers) % 32 == 0 and (numbers[::32] % 32 == 0).all() and (numbers[31::32] - numbers[::32] == 31).all()
+    ), "only a part of a warp exchanges values"
+    return numbers.reshape(-1, 32)
+
+
+def _shuffle(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, source, by, limits, _ = instruction.operands
+    warps, lane = _whole_warps(grid, lanes), np.arange(32)
+    limit = int(np.max(grid.get(limits, "u32", lanes)))
+    segment, clamp = limit >> 8 & 31, limit & 31
+    first = lane & segment
+    last = first | clamp & ~segment & 31
+    step = np.broadcast_to(grid.get(by, "s32", lanes), warps.size).reshape(-1, 32)
+    mode = instruction.op[2]
+    chosen = {"bfly": lane ^ step, "idx": first | step & ~segment & 31, "up": lane - step, "down": lane + step}[mode]
+    inside = chosen >= last if mode == "up" else chosen <= last
+    values = np.broadcast_to(grid.get(source, "b32", lanes), warps.size).reshape(-1, 32)
+    name, _, predicate = target.partition("|")
+    grid.put(name, np.take_along_axis(values, np.where(inside, chosen, lane), 1).ravel(), lanes)
+    if predicate:
+        grid.put(predicate, np.broadcast_to(inside, warps.shape).ravel(), lanes)
+
+
+def _reduce_warp(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, source, _ = instruction.operands
+    warps, kind = _whole_warps(grid, lanes), _kind(instruction)
+    values = np.broadcast_to(grid.get(source, kind, lanes), warps.size).reshape(-1, 32)
+    function = {"add": np.add, "max": np.maximum, "min": np.minimum}[instruction.op[2]]
+    grid.put(target, np.repeat(function.reduce(values, axis=1, dtype=values.dtype), 32), lanes)
+
+
+def _barriers(grid: Grid, operand: str, lanes: Lanes) -> Iterator[tuple[int, int]]:
+    return zip(grid.block[lanes].tolist(), grid.address(operand, lanes).tolist(), strict=True)
+
+
+def _complete_phase(barrier: list[int]) -> None:
+    if barrier[1] == 0 and barrier[2] == 0:
+        barrier[1], barrier[3] = barrier[0], barrier[3] + 1
+
+
+def _mbarrier(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    action, operands = instruction.op[1], instruction.operands
+    if action == "init":
+        arrivals = int(np.max(grid.get(operands[1], "s32", lanes)))
+        grid.barriers.update({at: [arrivals, arrivals, 0, 0] for at in _barriers(grid, operands[0], lanes)})
+        return
+    at = list(_barriers(grid, operands[1], lanes))
+    if action == "arrive":
+        nbytes = grid.get(operands[2], "s32", lanes) if "expect_tx" in instruction.op else np.zeros(1, np.int32)
+        for key, expected in zip(at, np.broadcast_to(nbytes, len(at)).tolist(), strict=True):
+            barrier = grid.barriers[key]
+            barrier[1], barrier[2] = barrier[1] - 1, barrier[2] + expected
+            _complete_phase(barrier)
+        return
+    assert action == "try_wait", instruction
+    phases = np.array([grid.barriers[key][3] for key in at])
+    complete = phases % 2 != grid.get(operands[2], "u32", lanes)
+    assert complete.all(), "a wait for copies that were not started"
+    grid.put(operands[0], complete, lanes)
+
+
+def _copy(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    if "bulk" not in instruction.op:
+        assert instruction.op[2] not in ("ca", "cg"), "cp.async is not built"
+        return
+    target, source, size, barrier = instruction.operands
+    to, origin = grid.address(target, lanes), grid.address(source, lanes)
+    sizes = np.broadcast_to(grid.get(size, "s32", lanes), to.shape)
+    assert not (to % 16 | origin % 16 | sizes % 16).any(), "a bulk copy is not aligned"
+    assert (to + sizes <= grid.pitch).all(), "a bulk copy beyond shared memory"
+    grid.check(origin, 1)
+    grid.check(origin + sizes - 1, 1)
+    memory = _memory(8)
+    for key, at, start, count in zip(_barriers(grid, barrier, lanes), to, origin, sizes, strict=True):
+        at = key[0] * grid.pitch + at
+        grid.shared[at : at + count] = memory[start - _LOWEST : start - _LOWEST + count]
+        grid.barriers[key][2] -= int(count)
+        _complete_phase(grid.barriers[key])
+
+
+_EXECUTE: dict[str, Callable[[Grid, Instruction, Lanes], None]] = {
+    "ld": _load, "st": _store, "red": _reduce_in_memory, "mov": _move, "cvt": _convert, "cvta": _cast_address,
+    "setp": _compare, "selp": _select, "shfl": _shuffle, "redux": _reduce_warp, "mbarrier": _mbarrier, "cp": _copy,
+    **dict.fromkeys(_ARITHMETIC, _arithmetic),
+}  # fmt: skip
