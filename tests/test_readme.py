@@ -40,7 +40,7 @@ def test_commands_and_options_exist() -> None:
     for page in pages:
         text = page.read_text(encoding="utf-8")
         assert set(re.findall(r"(?:`|^    )bminf-lite ([a-z-]+)", text, re.MULTILINE)) <= names, page
-        assert set(re.findall(r"`(--[a-z-]+)", text)) <= options | {"--fake-gpu"}, page
+        assert set(re.findall(r"`(--[a-z-]+)", text)) <= options | {"--fake-gpu", "--fake-gpu-ptx"}, page
         for line in re.findall(r"^    (bminf-lite .*)$", text, re.MULTILINE):
             assert set(re.findall(r"(?<= )--[a-z-]+", line)) <= options, page
 
