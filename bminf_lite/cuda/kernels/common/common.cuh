@@ -132,6 +132,16 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
     return x;
 }
 
+// The same past the L1 cache, where a kernel that does not wait for its predecessor may find older values.
+__device__ __forceinline__ uint4 ld_global_cg_v4(const void* p) {
+    uint4 x;
+    asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p)
+                 : "memory");
+    return x;
+}
+
 // Loads a cache line of 128 bytes into the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
@@ -335,17 +345,6 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
 #pragma unroll
         for (int j = 0; j < 8; ++j) top = absmax(top, v[i][j]);
     return threads_absmax<THREADS>(top, scratch, bank);
-}
-
-// A load of 16 bytes like ld_global_v4, but past the L1 cache: a kernel that does not wait for its predecessor may find
-// older values there.
-__device__ __forceinline__ uint4 ld_global_cg_v4(const void* p) {
-    uint4 x;
-    asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(p)
-                 : "memory");
-    return x;
 }
 
 // The norm of rows in THREADS threads, as normalise_row takes it: weight and bias (null: none), fp32 [pitch], are read
