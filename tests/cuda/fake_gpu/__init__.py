@@ -47,7 +47,7 @@ def install(profile: str, runs_ptx: bool = False) -> Machine:
     """Put a fake GPU in place for the rest of this process, before anything has imported CuPy."""
     if any(name == "cupy" or name.startswith("cupy.") for name in sys.modules):
         raise RuntimeError("CuPy is imported already: a fake GPU needs a process of its own")
-    machine = Machine.current = Machine(PROFILES[profile], runs_ptx)
+    machine = Machine.current = Machine(PROFILES[profile], runs_ptx=runs_ptx)
     machine.memory.watch_arenas()
     sys.modules.update(fake_cupy.modules(machine))
     real = libraries.load

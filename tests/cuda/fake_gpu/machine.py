@@ -87,8 +87,6 @@ class Machine:
     """The one that is installed."""
 
     profile: Profile
-    runs_ptx: bool = False
-    """Whether kernels that ptx.py can run are run by it, and not by their models."""
     memory: Memory = field(default_factory=lambda: Memory(TOTAL_MEMORY))
     streams: dict[int, FakeStream] = field(default_factory=dict)
     graphs: dict[int, list[Work]] = field(default_factory=dict)
@@ -97,6 +95,8 @@ class Machine:
     requested: dict[tuple[str, str, tuple[str, ...]], Requested] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x1000, 16))
     turn: threading.RLock = field(default_factory=threading.RLock)
+    runs_ptx: bool = False
+    """Whether kernels that ptx.py can run are run by it, and not by their models."""
 
     def __post_init__(self) -> None:
         self.streams[0] = FakeStream(0)
