@@ -26,11 +26,15 @@ using namespace bminf;
 
 constexpr int WARPS = THREADS / WARP;
 
+// Blocks on an SM from 9.0 on: one of this kernel and one of the next, which starts beside it. A thread's part of the
+// longest rotated rows does not fit half of the registers.
+constexpr int blocks_per_sm(int input, int vectors) {
 #if __CUDA_ARCH__ >= 900
-constexpr int BLOCKS_PER_SM = 2;  // one of this kernel and one of the next, which starts beside it
+    return input == ROTATED && vectors == 8 ? 1 : 2;
 #else
-constexpr int BLOCKS_PER_SM = 1;
+    return 1;
 #endif
+}
 constexpr int PIPELINE_BYTES = PIPELINE_CHUNKS * CHUNK;  // of a warp; a whole number of units for every U
 
 __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
@@ -245,7 +249,7 @@ __device__ __forceinline__ void multiply_units(
 // PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
 // block has.
 template <int INPUT, int ROW_THREADS, int VECTORS, int EPILOGUE, int F, int U, bool EARLY>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) gemv(
+__global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, double inverse_k, int rotation,
     float rotation_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
     const float* __restrict__ bias, void* out, int n, int k, int pitch, const float* addend, const float* addend_weight,
