@@ -26,10 +26,10 @@ using namespace bminf;
 
 constexpr int WARPS = THREADS / WARP;
 
-// Blocks on an SM from 9.0 on: one of this kernel and one of the next, which starts beside it. A thread's part of the
-// longest rotated rows does not fit half of the registers.
+// Blocks on an SM: one of this kernel and one of the next, which starts beside it, on 9.0 and 10.0. An SM of 12.0 has
+// too little shared memory for two. The longest rotated rows take as many registers as they need.
 constexpr int blocks_per_sm(int input, int vectors) {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
     return input == ROTATED && vectors == 8 ? 1 : 2;
 #else
     return 1;
