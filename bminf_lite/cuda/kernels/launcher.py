@@ -15,8 +15,8 @@ class StepContext:
 
     ``one_block_per_sm`` says whether the last kernel has one block on each SM. The context also records the caches that
     the step has written. A dependent kernel may read a cache before its predecessor has ended if the step has not
-    written that cache. The first kernel, ``embed``, ends before any other starts, so it separates steps. Outside a
-    step, no cache counts as unwritten.
+    written that cache. The first kernel, ``embed``, waits for all earlier steps before it lets any other start. Outside
+    a step, no cache counts as unwritten.
     """
 
     __slots__ = ("_complete", "_last_read", "_written_caches", "one_block_per_sm")

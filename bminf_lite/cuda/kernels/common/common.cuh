@@ -35,7 +35,7 @@ struct Conditional<false, A, B> {
 
 // A kernel launched as dependent may start before its predecessor has ended. Before this call, a kernel must neither
 // read what earlier kernels of the same step write nor write what they read. It may read what was written before the
-// step, weights above all, because `embed`, the first kernel of a step, does not call launch_dependent_grids.
+// step, weights above all, because `embed`, the first kernel of a step, calls launch_dependent_grids after this call.
 // Every kernel must call this, because its own end implies the end of its predecessors only then.
 __device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900

@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(256) soft_cap(float* x, long long pitch, int r
 __global__ void __launch_bounds__(256) add_positions(
     const int* cu_seqlens, const int* context_lens, int sequences, const __half* table, long long pitch,
     float* residual, long long residual_pitch, int k) {
+    launch_dependent_grids();
     wait_on_dependent_grids();
     const int token = blockIdx.x;
     if (token >= cu_seqlens[sequences]) return;

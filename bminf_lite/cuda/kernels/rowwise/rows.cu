@@ -68,6 +68,15 @@ __device__ __forceinline__ void load_unaligned_up(const Values& v, int row, int 
     }
 }
 
+// A norm whose weight and bias are in registers if LOADED: one vector of each for a thread.
+template <bool LOADED, bool CENTER, int THREADS>
+__device__ __forceinline__ auto norm_of(const NormParams<THREADS>& params) {
+    if constexpr (LOADED)
+        return LoadedNorm<THREADS, 1, CENTER>(params, 1.0 / params.k);
+    else
+        return params;
+}
+
 // Up to this number of rows the norm's weight is prefetched to L2 before the kernel waits for its input, because the
 // latency of that load counts, and the weight stream of the next GEMM delays it.
 constexpr int PREFETCH_MAX_ROWS = 64;
@@ -92,17 +101,20 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
         float* residual, long long residual_pitch, const float* norm_weight, const float* norm_bias, float eps,
         void* out, float* scales, long long out_ld, int rows, int k, int rotation, float rotation_scale) {
     constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM, GATE = PREPARE >= GATE_SILU;
+    constexpr bool LOADED = NORM && VECTORS == 1 && THREADS >= 128;  // with fewer threads there are many rows
     constexpr Order ORDER = static_cast<Order>(IN);
     __shared__ RowScratch<THREADS, NORM ? VECTORS : 1> scratch;
     launch_dependent_grids();
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
-    if (NORM && rows <= PREFETCH_MAX_ROWS)
+    if (NORM && !LOADED && rows <= PREFETCH_MAX_ROWS)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
             if ((i * THREADS + thread) * 8 < k) prefetch_l2(norm_weight + (i * THREADS + thread) * 8);
+    const int padded = (k + 15) / 16 * 16;
+    const NormParams<THREADS> params = {norm_weight, norm_bias, eps, k, padded};
+    const auto norm = norm_of<LOADED, PREPARE == LAYER_NORM>(params);
     wait_on_dependent_grids();
-    const int row = min(index, rows - 1);
-    const int padded = (k + 15) / 16 * 16, written = index < rows ? padded : 0;
+    const int row = min(index, rows - 1), written = index < rows ? padded : 0;
     const bool aligned = k % 8 == 0;  // the second half of x
     const Values values = {data, x_scale, w_scale, bias, pitch};
     const auto column_of = [thread](int vector) { return (vector * THREADS + thread) * 8; };
@@ -154,8 +166,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
     if constexpr (ROTATED) rotate_row<false>(v, rotation, rotation_scale);
     float top = 0;
     if constexpr (NORM) {
-        top = normalise_row<THREADS, PREPARE == LAYER_NORM, TARGET == CODES>(
-            v, norm_weight, norm_bias, eps, k, padded, scratch);
+        top = normalise_row<THREADS, PREPARE == LAYER_NORM, TARGET == CODES>(v, norm, scratch);
     } else if constexpr (TARGET == CODES) {
         top = row_max<THREADS>(v, scratch);
     }
@@ -252,13 +263,14 @@ __global__ void __launch_bounds__(512) norm_qk(
 }
 
 // out[row] = table[tokens[row]], with SCALED times `scale`; table: fp16 [vocab, pitch]; out: the residual stream, fp32
-// [rows, out_pitch]. A block handles one row. It does not call launch_dependent_grids: as the first kernel of a step it
-// guarantees that the kernels after it start when all earlier steps have ended, so they may read the cache and weights
+// [rows, out_pitch]. A block handles one row. As the first kernel of a step it calls launch_dependent_grids after it
+// has waited: the kernels after it start when all earlier steps have ended, so they may read the cache and weights
 // before they wait.
 template <bool SCALED>
 __global__ void __launch_bounds__(256) embed(
     const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k, float scale) {
     wait_on_dependent_grids();
+    launch_dependent_grids();
     const long long row = blockIdx.x;
     const long long token = tokens[row];
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
