@@ -374,6 +374,14 @@ class Backend:
             out[rows] = self._attend(q[rows], keys, values, spec, context_len, spec.window)
         return self._round(out.reshape(tokens, -1))
 
+    def last_token_attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """The rows of :meth:`attention` of each sequence's last token, ``[B, heads * head_dim]``.
+
+        ``batch`` has ``last_positions``. The keys and values of all tokens are added to the cache.
+        """
+        assert batch.last_positions is not None
+        return self.last_tokens(self.attention(qkv, spec, cache, batch), batch)
+
     @silently
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
         """Self-attention in both directions: each token sees its whole sequence, all of which is in this step.

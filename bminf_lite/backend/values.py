@@ -43,7 +43,9 @@ class ForwardBatch:
     come first, have one new token each; ``max_query_len`` is the largest number of new tokens of a sequence;
     ``max_context_len`` and ``max_source_len`` are upper bounds of the tokens of a sequence after the step and of a
     source. ``logit_rows`` int32 ``[L]`` are the tokens whose logits are wanted; None stands for the last token of each
-    sequence.
+    sequence. If these are the only ones and some sequence has several tokens, ``last_positions`` int32 ``[B]`` has the
+    position of each sequence's last token, 0 for a sequence without tokens: then the last layer computes no other rows
+    behind its keys and values.
 
     A step may be padded: with sequences without tokens, and with tokens behind those of the last sequence. What is
     computed of such tokens changes nothing else.
@@ -61,6 +63,7 @@ class ForwardBatch:
     source_tables: Array = None
     source_lens: Array = None
     max_source_len: int = 0
+    last_positions: Array = None
 
     @classmethod
     def packed(
@@ -79,6 +82,7 @@ class ForwardBatch:
         counts = [len(row) for row in tokens]
         context_lens = [0] * len(counts) if context_lens is None else context_lens
         several = [b for b, count in enumerate(counts) if count > 1]
+        lasts = np.array([max(p + n - 1, 0) for p, n in zip(context_lens, counts, strict=True)], np.int32)
         return cls(
             tokens=array(np.concatenate(tokens).astype(np.int32)),
             cu_seqlens=array(np.cumsum([0, *counts], dtype=np.int32)),
@@ -91,6 +95,7 @@ class ForwardBatch:
             source_tables=None if source_tables is None else array(np.asarray(source_tables, np.int32)),
             source_lens=None if source_lens is None else array(np.array(source_lens, np.int32)),
             max_source_len=max(source_lens or (0,)),
+            last_positions=array(lasts) if several else None,
         )
 
     @property
@@ -120,6 +125,7 @@ class ForwardBatch:
             max_query_len=max_query_len,
             num_decodes=0 if rows.start else rows.stop,
             logit_rows=None,
+            last_positions=None,
             source_tables=None if self.source_tables is None else self.source_tables[rows],
             source_lens=None if self.source_lens is None else self.source_lens[rows],
         )

@@ -13,7 +13,8 @@ from ..backend.values import LayerCache
 
 OPERATIONS = (
     "embed", "add_positions", "norm", "linear", "linear_add", "gated_linear", "activated_linear", "last_tokens",
-    "attention", "encoder_attention", "store_source", "cross_attention", "norm_add", "norm_qk", "soft_cap", "sample",
+    "attention", "last_token_attention", "encoder_attention", "store_source", "cross_attention", "norm_add", "norm_qk",
+    "soft_cap", "sample",
 )  # fmt: skip
 """The operations of a forward pass and of sampling."""
 LINEAR_OPERATIONS = ("linear", "linear_add", "gated_linear", "activated_linear")

@@ -121,11 +121,12 @@ class Session:
         """One captured step with ``tokens`` ``[batch, count]`` after ``past`` tokens."""
         count, width = tokens.shape[1], self.table.shape[1]
         size = StepSize(0, self.batch, tokens.size, width * BLOCK_SIZE)
-        inputs = StepInputs(size, [width] * len(self.cache.num_blocks), num_logits=self.batch)
+        inputs = StepInputs(size, [width] * len(self.cache.num_blocks), num_logits=self.batch, only_last=True)
         inputs.tokens[:] = tokens.ravel()
         inputs.cu_seqlens[:] = np.arange(0, tokens.size + 1, count)
         inputs.logit_rows[:] = inputs.cu_seqlens[1:] - 1
         inputs.context_lens[:] = past
+        inputs.last_positions[:] = past + count - 1
         for table in inputs.tables:
             table[:] = self.table
         if count not in self._prefills:

@@ -258,14 +258,16 @@ class ModelRunner:
         """The integers of a step that is padded to ``size``; tables are as wide as its longest sequences need."""
         widths = [blocks_for(size.max_context_len)] * len(self._tables)
         source_width = blocks_for(self.config.max_source_length) if self.cache.source is not None else 0
-        inputs = StepInputs(size, widths, source_width, num_logits=size.sequences if size.prompts else 0)
+        only_last = size.prompts > 0
+        inputs = StepInputs(size, widths, source_width, only_last * size.sequences, only_last=only_last)
         self._fill(inputs, step)
         return inputs
 
     def _inputs(self, step: Step, size: StepSize) -> StepInputs:
         """The integers of a step of exactly ``size``. Its logits are those to sample from, to score, and to hand out.
 
-        To sample, each sequence has a row of logits; a step of decoding sequences alone has no others.
+        To sample, each sequence has a row of logits. So it has where no others are wanted, because the rows of last
+        tokens are found without those of others.
         """
         requests, others = step.requests, step.others
         samples = bool(step.decoding) or any(p.samples for p in others)
@@ -275,9 +277,10 @@ class ModelRunner:
         scored = [range(start, start + p.num_scored) for p, start in zip(others, starts[:-1], strict=True)]
         taken = [range(end - p.num_taken, end) for p, end in zip(others, starts[1:], strict=True)]
         more = [row for rows in (*scored, *taken) for row in rows]
-        own = size.sequences if samples else 0
-        num_logits = 0 if samples and not size.prompts and not more else own + len(more) or 1
-        inputs = StepInputs(size, widths, source_width, num_logits, sum(map(len, scored)))
+        own = size.sequences if samples or not more else 0
+        only_last = size.prompts > 0 and not more
+        num_logits = own + len(more) if size.prompts or more else 0
+        inputs = StepInputs(size, widths, source_width, num_logits, sum(map(len, scored)), only_last)
         self._fill(inputs, step)
         if more:
             inputs.logit_rows[own:] = more
@@ -306,6 +309,8 @@ class ModelRunner:
         inputs.cu_seqlens[size.decodes : size.decodes + len(begins)] = begins
         if len(inputs.logit_rows) >= size.sequences:
             inputs.logit_rows[: size.sequences] = np.maximum(inputs.cu_seqlens[1:] - 1, 0)
+        if len(inputs.last_positions):
+            inputs.last_positions[places] = [*step.positions, *(p.stop - 1 for p in others)]
         rows = [r.row for r in requests]
         inputs.context_lens[places] = [*step.positions, *(p.start for p in others)]
         inputs.rows[places] = [*rows[:decoding], *(p.request.row if p.samples else 0 for p in others)]

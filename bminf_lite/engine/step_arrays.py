@@ -80,8 +80,8 @@ def _up_to(sizes: Sequence[int], count: int) -> list[int]:
 class StepInputs:
     """The integers of a step on the host, int32, all zero at first. ``size`` has ``B`` sequences of ``T`` tokens.
 
-    - ``tokens`` ``[T]``, ``cu_seqlens`` ``[B + 1]``, ``context_lens`` ``[B]``, ``logit_rows`` and ``tables``, of
-      ``widths``, are those of a :class:`ForwardBatch`.
+    - ``tokens`` ``[T]``, ``cu_seqlens`` ``[B + 1]``, ``context_lens`` ``[B]``, ``logit_rows``, with ``only_last``
+      ``last_positions`` ``[B]``, and ``tables``, of ``widths``, are those of a :class:`ForwardBatch`.
     - ``rows`` ``[B]`` are the rows of the sampler, 0 for a sequence that does not sample.
     - ``targets`` are the tokens whose log-probabilities are wanted, for the last of ``logit_rows``.
     - With a ``source_width``, ``source_lens`` ``[B]`` and ``source_table`` ``[B, source_width]``.
@@ -90,17 +90,20 @@ class StepInputs:
     """
 
     def __init__(
-        self, size: StepSize, widths: Sequence[int], source_width: int = 0, num_logits: int = 0, num_targets: int = 0
-    ):
+        self, size: StepSize, widths: Sequence[int], source_width: int = 0, num_logits: int = 0, num_targets: int = 0,
+        only_last: bool = False,
+    ):  # fmt: skip
         count, has_source = size.sequences, source_width > 0
         self.size = size
         self.num_groups = len(widths)
-        vectors = (size.tokens, count + 1, count, count, num_logits, num_targets, count * has_source)
+        vectors = (
+            size.tokens, count + 1, count, count, num_logits, num_targets, count * only_last, count * has_source
+        )  # fmt: skip
         self.shapes = [*((n,) for n in vectors), *((count, w) for w in widths), (count * has_source, source_width)]
         self.packed = np.zeros(sum(_pitch(shape) for shape in self.shapes), np.int32)
         arrays = split(self.packed, self.shapes)
         self.tokens, self.cu_seqlens, self.context_lens, self.rows, self.logit_rows, self.targets = arrays[:6]
-        self.source_lens, *self.tables, self.source_table = arrays[6:]
+        self.last_positions, self.source_lens, *self.tables, self.source_table = arrays[6:]
 
 
 def _pitch(shape: Sequence[int]) -> int:
@@ -127,7 +130,8 @@ class StepArrays:
         self._ops = ops
         self._packed = packed
         arrays, size = split(self._packed, inputs.shapes), inputs.size
-        tokens, cu_seqlens, context_lens, self.rows, logit_rows, self.targets, source_lens, *tables = arrays
+        tokens, cu_seqlens, context_lens, self.rows, logit_rows, self.targets = arrays[:6]
+        last_positions, source_lens, *tables = arrays[6:]
         has_source = len(source_lens) > 0
         self.batch = ForwardBatch(
             tokens=tokens,
@@ -139,6 +143,7 @@ class StepArrays:
             max_context_len=size.max_context_len,
             num_decodes=size.decodes,
             logit_rows=logit_rows if len(logit_rows) else None,
+            last_positions=last_positions if len(last_positions) else None,
             source_tables=tables[-1] if has_source else None,
             source_lens=source_lens if has_source else None,
             max_source_len=tables[-1].shape[1] * BLOCK_SIZE if has_source else 0,

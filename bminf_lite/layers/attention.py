@@ -21,9 +21,10 @@ class Attention:
     qkv: Linear
     o: Linear
 
-    def attend(self, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """The heads' outputs ``[T, heads * head_dim]``, which ``o`` reads."""
-        return self.ops.attention(self.qkv(x), self.spec, cache, batch)
+    def attend(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
+        """The heads' outputs ``[T, heads * head_dim]``, which ``o`` reads; with ``only_last`` those of last tokens."""
+        attention = self.ops.last_token_attention if only_last else self.ops.attention
+        return attention(self.qkv(x), self.spec, cache, batch)
 
     def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         return self.o.add_to(residual, self.attend(x, cache, batch))

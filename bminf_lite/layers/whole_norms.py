@@ -20,10 +20,8 @@ class AttentionWithWholeNorms:
     q_norm: Norm
     k_norm: Norm
 
-    def attend(self, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """The heads' outputs ``[T, heads * head_dim]``, which ``o`` reads."""
+    def attend(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
+        """The heads' outputs ``[T, heads * head_dim]``, which ``o`` reads; with ``only_last`` those of last tokens."""
         qkv = self.ops.norm_qk(self.qkv.fp32(x), self.q_norm, self.k_norm)
-        return self.ops.attention(qkv, self.spec, cache, batch)
-
-    def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        return self.o.add_to(residual, self.attend(x, cache, batch))
+        attention = self.ops.last_token_attention if only_last else self.ops.attention
+        return attention(qkv, self.spec, cache, batch)

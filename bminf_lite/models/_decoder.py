@@ -14,6 +14,18 @@ from ..layers.norm import NormLayer
 from ._config import ModelConfig
 
 
+class DecoderBlock(Protocol):
+    """A layer of a decoder."""
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
+        """Residual stream, cache and batch to the residual stream, fp32 ``[T, features]``.
+
+        With ``only_last``, for a batch with ``last_positions``, the result has the rows of last tokens, ``[B,
+        features]``; keys and values of all tokens are added to the cache.
+        """
+        ...
+
+
 class DecoderBuilder(Protocol):
     """Makes the parts of a model one at a time, so that a caller may keep one of them in memory."""
 
@@ -25,8 +37,8 @@ class DecoderBuilder(Protocol):
     def embed(self) -> Callable[[ForwardBatch], Array]:
         """Tokens to the residual stream, fp32 ``[T, features]``."""
 
-    def block(self, layer: int) -> Callable[[Array, LayerCache, ForwardBatch], Array]:
-        """Layer ``layer``, counted from 0: residual stream, cache and batch to the residual stream."""
+    def block(self, layer: int) -> DecoderBlock:
+        """Layer ``layer``, counted from 0."""
 
     def output(self) -> Callable[[Array], Array]:
         """The residual stream to logits, fp32 ``[T, vocab]``."""
@@ -59,9 +71,10 @@ class Decoder:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
         """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``."""
-        residual = self.embed(batch)
-        for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
-            residual = block(residual, layer_cache, batch)
-        if not all_logits:
+        residual, last = self.embed(batch), self.config.layers - 1
+        only_last = batch.last_positions is not None and not all_logits
+        for i, (block, layer_cache) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            residual = block(residual, layer_cache, batch, only_last and i == last)
+        if not all_logits and not only_last:
             residual = self.ops.last_tokens(residual, batch)
         return self.output(residual)

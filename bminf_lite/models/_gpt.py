@@ -185,6 +185,7 @@ class Block:
 
     def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, rope: Rope | None):
         names, name = config.names, f"{config.names.layers}.{layer}"
+        self.ops = ops
         self.norm_first, self.parallel = config.norm_first, config.parallel
         rows, qkv = qkv_rows(config), [f"{name}.{n}" for n in names.qkv]
         qkv_weights = weights if rows is None else TransformedWeights(weights, {qkv[0]: RowTransform(rows)})
@@ -203,15 +204,18 @@ class Block:
         self.attention_norm = make_norm(config, weights, ops, f"{name}.{names.attention_norm}")
         self.mlp_norm = make_norm(config, weights, ops, f"{name}.{names.mlp_norm}")
 
-    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
+        x = self.attention_norm(residual) if self.norm_first or self.parallel else residual
+        heads = self.attention.attend(x, cache, batch, only_last)
+        if only_last:
+            residual = self.ops.last_tokens(residual, batch)
         if self.parallel:
-            heads = self.attention.attend(self.attention_norm(residual), cache, batch)
             hidden = self.mlp.hidden(self.mlp_norm(residual))  # computed beside attention
             return self.mlp.down.add_to(self.attention.o.add_to(residual, heads), hidden)
+        residual = self.attention.o.add_to(residual, heads)
         if self.norm_first:
-            residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
             return self.mlp.add_to(residual, self.mlp_norm(residual))
-        residual = self.attention_norm(self.attention.add_to(residual, residual, cache, batch))
+        residual = self.attention_norm(residual)
         return self.mlp_norm(self.mlp.add_to(residual, residual))
 
 

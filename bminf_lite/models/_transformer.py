@@ -411,24 +411,29 @@ class Block:
         mlp_out = Linear(ops, changed, [f"{block}.{names.mlp_out}"], config.mlp_bias)
         self.mlp = (GatedMLP if config.gated else MLP)(ops, config.activation, mlp_in, mlp_out)
 
-    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
         if self.parallel:
-            return self._parallel(residual, cache, batch)
+            return self._parallel(residual, cache, batch, only_last)
         x = self.attention_norm(residual) if self.attention_norm else residual
+        heads = self.attention.attend(x, cache, batch, only_last)
+        if only_last:
+            residual = self.ops.last_tokens(residual, batch)
         if self.attention_post_norm:
-            y = self.attention.o.fp32(self.attention.attend(x, cache, batch))
-            residual = self.ops.norm_add(y, self.attention_post_norm.norm, residual)
+            residual = self.ops.norm_add(self.attention.o.fp32(heads), self.attention_post_norm.norm, residual)
         else:
-            residual = self.attention.add_to(residual, x, cache, batch)
+            residual = self.attention.o.add_to(residual, heads)
         x = self.mlp_norm(residual) if self.mlp_norm else residual
         if self.mlp_post_norm:
             return self.ops.norm_add(self.mlp.down.fp32(self.mlp.hidden(x)), self.mlp_post_norm.norm, residual)
         return self.mlp.add_to(residual, x)
 
-    def _parallel(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+    def _parallel(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> Array:
         assert self.attention_norm is not None
         x = self.attention_norm(residual)
-        heads = self.attention.attend(x, cache, batch)
+        heads = self.attention.attend(x, cache, batch, only_last)
+        if only_last:
+            residual = self.ops.last_tokens(residual, batch)
+            x = self.attention_norm(residual)
         hidden = self.mlp.hidden(self.mlp_norm(residual) if self.mlp_norm else x)  # computed beside attention
         return self.mlp.down.add_to(self.attention.o.add_to(residual, heads), hidden)
 

@@ -208,6 +208,25 @@ def test_a_ragged_batch_gives_each_row_exactly_what_it_gets_alone(backend):
         assert_close(out[rows], expected, "attention", backend.activation_dtype, np.abs(qkv).max())
 
 
+@INT8
+@pytest.mark.parametrize("name", [for_kernels(name) if "head of" in name else name for name in SPECS])
+def test_last_tokens_get_what_attention_of_all_gives_them(backend, name, int8):
+    """The same bits, and the same keys and values in the cache: ragged prompts, the second time behind others."""
+    slots = [2, 0, 3, 1]
+    of_all, of_last = (Case(backend, SPECS[name], np.random.default_rng(5), 4, 320, int8) for _ in range(2))
+    contexts = [0, 0, 0, 0]
+    for counts in ([1, 70, 3, 150], [9, 1, 140, 2]):
+        batch = make_batch(backend, counts, contexts, of_all.table[slots])
+        qkv = of_all.random_qkv(sum(counts))
+        expected = backend.attention(backend.array(qkv), of_all.device_spec, of_all.cache, batch)
+        out = backend.last_token_attention(backend.array(qkv), of_last.device_spec, of_last.cache, batch)
+        assert out.shape[0] == len(counts)
+        np.testing.assert_array_equal(backend.host(out), backend.host(expected)[np.cumsum(counts) - 1])
+        for ours, theirs in zip(of_last.host_cache().arrays, of_all.host_cache().arrays, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        contexts = counts
+
+
 def test_large_scores_do_not_overflow(backend):
     """Scores of 1e4 and more: the softmax subtracts the largest first."""
     spec = AttentionSpec(2, 1, 8, 1.0)

@@ -489,16 +489,18 @@ class CudaBackend(Backend):
         return out
 
     def last_tokens(self, x: Array, batch: ForwardBatch) -> Array:
-        rows, before = batch.logit_rows, 0
-        if rows is None:
-            if batch.is_decode:
-                return x
-            rows, before = batch.cu_seqlens[1:], 1
+        if batch.logit_rows is None and batch.is_decode:
+            return x
         source = self.materializer.as_residual(x)
         self.materializer.flush_residual(source)
-        out = self.arrays.rows(len(rows), x.shape[1], np.float32)
-        self.kernels.rows.gather_rows(self.kernels.step, rows, source.values, out, before)
-        return ResidualStream(out)
+        return ResidualStream(self._last_rows(source.values, batch))
+
+    def _last_rows(self, x: cp.ndarray, batch: ForwardBatch) -> cp.ndarray:
+        """The rows of ``x`` whose logits are wanted."""
+        rows, before = (batch.cu_seqlens[1:], 1) if batch.logit_rows is None else (batch.logit_rows, 0)
+        out = self.arrays.rows(len(rows), x.shape[1], x.dtype)
+        self.kernels.rows.gather_rows(self.kernels.step, rows, x, out, before)
+        return out
 
     # -- attention -----------------------------------------------------------------------------------------------------
     # No reference to an input outlives its last reader here, so that its memory is free for what comes next.
@@ -514,6 +516,18 @@ class CudaBackend(Backend):
             table = prompts.block_tables[cache.group]
             q = self.launches.prepared_heads(qkv, spec, cache, prompts, table)
             self.launches.prefill(q, spec, cache, prompts, table, prompts.max_context_len, out)
+        return out
+
+    def last_token_attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """By the kernel of one token a sequence, which gives the same bits as that of several."""
+        table, features = batch.block_tables[cache.group], spec.heads * spec.head_dim
+        qkv = self.materializer.to_half(qkv)
+        _, prompts = batch.parts
+        if prompts is not None:
+            kv, without_queries = qkv[:, features:], replace(spec, heads=0)
+            self.launches.prepared_heads(kv, without_queries, cache, prompts, prompts.block_tables[cache.group])
+        out, decoded = self.arrays.rows(batch.batch_size, features, np.float16), self._last_rows(qkv, batch)
+        self.launches.decode(decoded, spec, cache, replace(batch, context_lens=batch.last_positions), table, out)
         return out
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:

@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(256) embed(
     }
 }
 
-// out[i] = x[rows[i] - before], fp32. A block handles one row.
+// out[i] = x[rows[i] - before], in words of 4 bytes. A block handles one row.
 __global__ void __launch_bounds__(256)
     gather_rows(const int* rows, int before, const float* x, long long pitch, float* out, long long out_pitch, int k) {
     wait_on_dependent_grids();

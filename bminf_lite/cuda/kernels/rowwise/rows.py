@@ -234,8 +234,10 @@ class RowKernels:
         )  # fmt: skip
 
     def gather_rows(self, step: StepContext, rows: cp.ndarray, x: cp.ndarray, out: cp.ndarray, before: int = 0) -> None:
-        """The rows ``rows - before`` of ``x``, fp32; ``rows`` is int32."""
-        arguments = (rows.data.ptr, before, x.data.ptr, pitch_of(x), out.data.ptr, pitch_of(out), out.shape[1])
+        """The rows ``rows - before`` of ``x``, fp32 or fp16; ``rows`` is int32."""
+        each = 4 // x.itemsize  # elements of a word
+        words = pitch_of(x) // each, out.data.ptr, pitch_of(out) // each, ceil_div(out.shape[1], each)
+        arguments = (rows.data.ptr, before, x.data.ptr, *words)
         self._launcher.launch(
             step, self.source, "gather_rows", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out)
         )
