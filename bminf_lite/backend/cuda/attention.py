@@ -99,10 +99,22 @@ class AttentionLaunches:
 
         ``T`` are all tokens of the step, of which only those of ``batch`` are prepared.
         """
-        heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
         q = self.arrays.empty((qkv.shape[0], spec.heads, round_up(spec.head_dim, HEAD_PAD)), np.float16)
+        self._prepare_heads(qkv, spec, cache, batch, table, q)
+        return q
+
+    def store_heads(
+        self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray
+    ) -> None:
+        """Keys, normalised and rotated, and values of the tokens of ``batch`` into the cache."""
+        self._prepare_heads(qkv, spec, cache, batch, table, None)
+
+    def _prepare_heads(
+        self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None,
+        q: cp.ndarray | None,
+    ) -> None:  # fmt: skip
+        heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
         self.kernels.prepare_heads.launch(
             self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q,
             len(batch.tokens), self.kernels.nbytes_moved(heads, q),
         )  # fmt: skip
-        return q

@@ -524,8 +524,7 @@ class CudaBackend(Backend):
         qkv = self.materializer.to_half(qkv)
         _, prompts = batch.parts
         if prompts is not None:
-            kv, without_queries = qkv[:, features:], replace(spec, heads=0)
-            self.launches.prepared_heads(kv, without_queries, cache, prompts, prompts.block_tables[cache.group])
+            self.launches.store_heads(qkv, spec, cache, prompts, prompts.block_tables[cache.group])
         out, decoded = self.arrays.rows(batch.batch_size, features, np.float16), self._last_rows(qkv, batch)
         self.launches.decode(decoded, spec, cache, replace(batch, context_lens=batch.last_positions), table, out)
         return out
@@ -540,7 +539,7 @@ class CudaBackend(Backend):
         return out
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
-        self.launches.prepared_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables)
+        self.launches.store_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables)
 
     def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)

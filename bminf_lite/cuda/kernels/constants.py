@@ -157,6 +157,10 @@ DECODE_GROUP = 16
 """Keys, or elements of values, that one MMA of the decode kernel takes as rows."""
 DECODE_MAX_UNIT = 8
 """Blocks of a cluster that compute one segment together, at most: a unit."""
+PREPARE_THREADS = 384
+"""Threads of a block that prepares heads, at most."""
+PREPARE_ELEMENTS = 8
+"""Elements of either half of a head that one of them has."""
 SKINNY_ROWS = 16
 """Rows of the weight in a group: the M of one MMA."""
 SKINNY_STEP = 64
@@ -231,6 +235,7 @@ HEADERS = {
     "constants/gptq.cuh": render_header(BLOCK=GPTQ_BLOCK, ROOT_BLOCK=GPTQ_ROOT_BLOCK, THREADS=GPTQ_THREADS),
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
+    "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, N=PREPARE_ELEMENTS),
     "constants/decode.cuh": render_header(
         DecodeMask, DecodeWork, HEADS=DECODE_HEADS, THREADS=DECODE_THREADS, GROUP=DECODE_GROUP, MAX_UNIT=DECODE_MAX_UNIT
     ),

@@ -12,7 +12,14 @@ from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
 from bminf_lite.backend.values import BLOCK_SIZE, LayerCache, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
-from bminf_lite.cuda.kernels.constants import DECODE_HEADS, SEGMENT, DecodeMask, DecodeWork, ScoreKind
+from bminf_lite.cuda.kernels.constants import (
+    DECODE_HEADS,
+    PREPARE_ELEMENTS,
+    SEGMENT,
+    DecodeMask,
+    DecodeWork,
+    ScoreKind,
+)
 
 from .launching import Call, model
 from .models_rows import product_values, rounded
@@ -73,13 +80,19 @@ def prepare_heads(call: Call) -> None:
     first, end = int(cu_seqlens[0]), int(cu_seqlens[-1])
     tokens, width = call.launch.grid[0], (call.heads + 2 * call.kv_heads) * call.head_dim
     call.require(tokens >= end - first, "a block for each token")
+    threads = call.launch.grid[1] * call.launch.block
+    call.require(
+        call.lanes & (call.lanes - 1) == 0 and 2 * PREPARE_ELEMENTS * call.lanes >= call.head_dim
+        and threads >= call.lanes * (call.heads + 2 * call.kv_heads - call.first_head), "threads for each head"
+    )  # fmt: skip
     positions = np.arange(first, end) - np.repeat(cu_seqlens[:-1] - context_lens, np.diff(cu_seqlens))
     if call.number("FROM_INT32"):
         qkv = rounded(product_values(call, end, width, call.number("IN"), call.pitch, vector=1))[first:]
     else:
-        qkv = call.rows("data", end, call.pitch, width, F16, align=0).astype(F32)[first:]
+        align = 0 if call.head_dim % (2 * PREPARE_ELEMENTS) else 16
+        qkv = call.rows("data", end, call.pitch, width, F16, align=align).astype(F32)[first:]
     q, k, v = split(call, qkv, positions)
-    if call.heads:
+    if call.first_head < call.heads:
         out = call.tensor("q", (end, call.heads, call.head_pitch), F16)[first:]
         out[..., : call.head_dim], out[..., call.head_dim :] = q, 0
     if not call.block_tables:

@@ -16,7 +16,23 @@ struct HeadParams {
 
 constexpr int PAIRS = 4;  // of a lane, for head_dim <= 64 * PAIRS
 
-// rope_scale times cosine and sine of position * frequencies[i], for this lane's pairs.
+// rope_scale times cosine and sine of position * frequency.
+__device__ __forceinline__ void rope_angle(
+    int position, float frequency, float rope_scale, float& cosine, float& sine) {
+    float c, s;
+    sincosf(__fmul_rn(static_cast<float>(position), frequency), &s, &c);
+    sine = __fmul_rn(s, rope_scale);
+    cosine = __fmul_rn(c, rope_scale);
+}
+
+// The rotation of a pair (a, b): (a cos - b sin, b cos + a sin).
+__device__ __forceinline__ void rotate_pair(float& low, float& high, float cosine, float sine) {
+    const float a = low, b = high;
+    low = __fsub_rn(__fmul_rn(a, cosine), __fmul_rn(b, sine));
+    high = __fadd_rn(__fmul_rn(b, cosine), __fmul_rn(a, sine));
+}
+
+// rope_angle for this lane's pairs.
 template <int PAIRS>
 __device__ __forceinline__ void rope_angles(
     const HeadParams& params, int position, int head_dim, float (&cosine)[PAIRS], float (&sine)[PAIRS]) {
@@ -25,14 +41,11 @@ __device__ __forceinline__ void rope_angles(
     for (int i = 0; i < PAIRS; ++i) {
         const int pair = i * WARP + lane;
         if (params.frequencies == nullptr || pair >= head_dim / 2) continue;
-        sincosf(__fmul_rn(static_cast<float>(position), params.frequencies[pair]), &sine[i], &cosine[i]);
-        sine[i] = __fmul_rn(sine[i], params.rope_scale);
-        cosine[i] = __fmul_rn(cosine[i], params.rope_scale);
+        rope_angle(position, params.frequencies[pair], params.rope_scale, cosine[i], sine[i]);
     }
 }
 
-// RMSNorm with `norm_weight` (null: none), then the rotation of each pair (a, b):
-//     (a cos - b sin, b cos + a sin)
+// RMSNorm with `norm_weight` (null: none), then the rotation of each pair.
 template <int PAIRS>
 __device__ __forceinline__ void norm_and_rope(
     float (&low)[PAIRS], float (&high)[PAIRS], const HeadParams& params, const float* norm_weight, int head_dim,
@@ -55,11 +68,7 @@ __device__ __forceinline__ void norm_and_rope(
     }
     if (params.frequencies) {
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const float a = low[i], b = high[i];
-            low[i] = __fsub_rn(__fmul_rn(a, cosine[i]), __fmul_rn(b, sine[i]));
-            high[i] = __fadd_rn(__fmul_rn(b, cosine[i]), __fmul_rn(a, sine[i]));
-        }
+        for (int i = 0; i < PAIRS; ++i) rotate_pair(low[i], high[i], cosine[i], sine[i]);
     }
 }
 

@@ -3,42 +3,110 @@
 //     q = rope(norm(queries)); the cache at each token's position = rope(norm(keys)), values
 //
 // data: the fused projection [T, (heads + 2 * kv_heads) * head_dim], see Values, laid out by IN. q: fp16 [T, heads,
-// head_pitch]. keys, values: CACHE [num_blocks, kv_heads, BLOCK_SIZE, head_pitch], __half or int8; for int8 key_scales
-// and value_scales: fp16 [num_blocks, kv_heads, BLOCK_SIZE]. Padding from head_dim to head_pitch is written as zeros.
+// head_pitch]; heads before first_head are left out, so without queries (first_head = heads) it may be null. keys,
+// values: CACHE [num_blocks, kv_heads, BLOCK_SIZE, head_pitch], __half or int8; for int8 key_scales and value_scales:
+// fp16 [num_blocks, kv_heads, BLOCK_SIZE]. Padding from head_dim to head_pitch is written as zeros.
 // Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1 at positions from context_lens[b] on. Token p of it
 // is in block block_tables[b, p / BLOCK_SIZE]; block_tables: int32 [sequences, table_pitch]. Without block_tables
 // (null) keys and values are [kv_heads, table_pitch, head_pitch], and a token's place is its index in the step. Tokens
 // behind the last sequence pad the step and are left out.
 //
-// Block (t, j) prepares heads of token cu_seqlens[0] + t; the blocks of a token share its heads. The arithmetic is that
-// of decode attention, so a token's key and value have the same bits whichever kernel prepares them.
+// Block (t, j) prepares heads of token cu_seqlens[0] + t. A head has `lanes` neighbouring threads, a power of two;
+// thread u of them has the elements N u to N u + N - 1 of either half. The arithmetic is that of decode attention, so a
+// token's key and value have the same bits whichever kernel prepares them.
 #include "attention/int8_cache.cuh"
 #include "common/values.cuh"
 #include "constants/attention.cuh"
+#include "constants/prepare_heads.cuh"
 
 using namespace bminf;
 
+constexpr int MAX_HALF = PAIRS * WARP;  // of head_dim
+
+// Eight neighbouring elements of a row as fp16, of which `count` exist; the others are zeros. With `whole` all or none
+// exist, and they are aligned.
+template <bool FROM_INT32, int IN>
+__device__ __forceinline__ uint4 load_part(const Values& source, int row, int column, int count, bool whole) {
+    uint4 raw = make_uint4(0, 0, 0, 0);
+    if (!FROM_INT32 && whole) {
+        const __half* const x = static_cast<const __half*>(source.data) + row * source.pitch + column;
+        if (count) raw = *reinterpret_cast<const uint4*>(x);
+        return raw;
+    }
+    __half* const x = reinterpret_cast<__half*>(&raw);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        if (i < count) x[i] = __float2half_rn(source.at<FROM_INT32, static_cast<Order>(IN)>(row, column + i));
+    return raw;
+}
+
+// Writes what load_part loads.
+template <class T, class RAW>
+__device__ __forceinline__ void store_part(T* out, const RAW& raw, int count, bool whole) {
+    if (whole) {
+        if (count) *reinterpret_cast<RAW*>(out) = raw;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        if (i < count) out[i] = reinterpret_cast<const T*>(&raw)[i];
+}
+
+// RMSNorm of the heads of a warp; norm_weight: of this thread's head, null for one without a norm. The squares are
+// added in the order of norm_and_rope, where a lane has the pairs 32 apart: these one after another, then pairs that
+// are 16, 8, 4, 2 and 1 apart.
+__device__ __forceinline__ void norm_parts(
+    float (&low)[N], float (&high)[N], const float* norm_weight, float eps, int head_dim, int count, int lanes) {
+    const int part = threadIdx.x & (lanes - 1), half = head_dim / 2;
+    double sum[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const double square = fmaf(low[i], low[i], high[i] * high[i]);
+        sum[i] = square;
+        if (lanes > 4) {
+            sum[i] = __shfl_sync(FULL, square, part % 4, lanes);
+            for (int j = 4; j < lanes; j += 4) sum[i] += __shfl_sync(FULL, square, part % 4 + j, lanes);
+        }
+        if (lanes > 2) sum[i] += __shfl_xor_sync(FULL, sum[i], 2);
+        if (lanes > 1) sum[i] += __shfl_xor_sync(FULL, sum[i], 1);
+    }
+    tree_sum(sum);
+    if (norm_weight == nullptr) return;
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum[0] / head_dim) + eps));
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if (i >= count) continue;
+        low[i] = __fmul_rn(__fmul_rn(low[i], norm_weight[part * N + i]), inverse);
+        high[i] = __fmul_rn(__fmul_rn(high[i], norm_weight[half + part * N + i]), inverse);
+    }
+}
+
 template <bool FROM_INT32, int IN, class CACHE>
-__global__ void __launch_bounds__(256) prepare_heads(
+__global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
     const float* q_norm_weight, const float* k_norm_weight, const float* frequencies, float eps, float rope_scale,
     const int* cu_seqlens, const int* context_lens, const int* block_tables, int table_pitch, int sequences, __half* q,
     CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, __half* key_scales,
-    __half* value_scales) {
-    constexpr int AT_ONCE = FROM_INT32 ? 1 : 2;  // heads that a warp loads before it stores any
+    __half* value_scales, int first_head, int lanes) {
+    __shared__ alignas(16) float cosines[MAX_HALF], sines[MAX_HALF];  // of the token's position, for each pair
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const Values source = {data, x_scale, w_scale, bias, pitch};
-    const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
-    const int token = cu_seqlens[0] + blockIdx.x, warps = blockDim.x / WARP, lane = threadIdx.x % WARP,
-              half = head_dim / 2;
+    const int token = cu_seqlens[0] + blockIdx.x, lane = threadIdx.x % WARP;
     if (token >= cu_seqlens[sequences]) return;
-    int sequence = 0;  // of the token: one of `count` from here on, of which each lane looks at one in `step`
-    for (int count = sequences; count > 1;) {
-        const int step = (count + WARP - 1) / WARP, place = lane * step;
-        const bool begins_before = place < count && cu_seqlens[sequence + place] <= token;
+    const int half = head_dim / 2, part = threadIdx.x & (lanes - 1), all_heads = heads + 2 * kv_heads;
+    const int head = first_head + ((blockIdx.y * blockDim.x + threadIdx.x) >> (__ffs(lanes) - 1));
+    const int count = head < all_heads ? max(0, min(N, half - part * N)) : 0;  // pairs that this thread has
+    const bool whole = half % N == 0;
+    const Values source = {data, x_scale, w_scale, bias, pitch};
+    const int column = head * head_dim + part * N;
+    uint4 raw_low = load_part<FROM_INT32, IN>(source, token, column, count, whole);
+    uint4 raw_high = load_part<FROM_INT32, IN>(source, token, column + half, count, whole);
+    int sequence = 0;  // of the token: one of `left` from here on, of which each lane looks at one in `step`
+    for (int left = sequences; left > 1;) {
+        const int step = (left + WARP - 1) / WARP, place = lane * step;
+        const bool begins_before = place < left && cu_seqlens[sequence + place] <= token;
         const int skipped = (__popc(__ballot_sync(FULL, begins_before)) - 1) * step;
-        sequence += skipped, count = min(step, count - skipped);
+        sequence += skipped, left = min(step, left - skipped);
     }
     const int position = context_lens[sequence] + token - cu_seqlens[sequence];
     // The index in the cache of the token's first key-value head, and how much further the next head is.
@@ -49,50 +117,59 @@ __global__ void __launch_bounds__(256) prepare_heads(
         cached = static_cast<long long>(block) * kv_heads * BLOCK_SIZE + position % BLOCK_SIZE,
         head_stride = BLOCK_SIZE;
     }
-    float cosine[PAIRS], sine[PAIRS];
-    rope_angles(params, position, head_dim, cosine, sine);
-    const int all_heads = heads + 2 * kv_heads, stride = gridDim.y * warps;
-    for (int first = blockIdx.y * warps + threadIdx.x / WARP; first < all_heads; first += AT_ONCE * stride) {
-        float low[AT_ONCE][PAIRS] = {}, high[AT_ONCE][PAIRS] = {};
+    if (frequencies != nullptr) {
+        for (int pair = threadIdx.x; pair < half; pair += blockDim.x)
+            rope_angle(position, frequencies[pair], rope_scale, cosines[pair], sines[pair]);
+        __syncthreads();
+    }
+    const bool is_query = head < heads, is_value = head >= heads + kv_heads;
+    float low[N], high[N];
+    load8(reinterpret_cast<const __half*>(&raw_low), low);
+    load8(reinterpret_cast<const __half*>(&raw_high), high);
+    if (q_norm_weight != nullptr || k_norm_weight != nullptr) {
+        const float* const weight = is_value ? nullptr : is_query ? q_norm_weight : k_norm_weight;
+        norm_parts(low, high, weight, eps, head_dim, count, lanes);
+    }
+    if (frequencies != nullptr && !is_value) {
+        float cosine[N], sine[N];
+        load8(cosines + part * N, cosine);
+        load8(sines + part * N, sine);
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
-            const int head = first + j * stride;
+        for (int i = 0; i < N; ++i) rotate_pair(low[i], high[i], cosine[i], sine[i]);
+    }
+    store8(reinterpret_cast<__half*>(&raw_low), low);
+    store8(reinterpret_cast<__half*>(&raw_high), high);
+    const long long row = cached + (is_value ? head - heads - kv_heads : head - heads) * head_stride;
+    const int padding = part == 0 && head < all_heads ? head_pitch - head_dim : 0;
+    if constexpr (IS_INT8<CACHE>) {
+        load8(reinterpret_cast<const __half*>(&raw_low), low);
+        load8(reinterpret_cast<const __half*>(&raw_high), high);
+        float top = 0;
 #pragma unroll
-            for (int i = 0; i < PAIRS; ++i) {
-                const int pair = i * WARP + lane;
-                if (pair >= half || head >= all_heads) continue;
-                low[j][i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + pair);
-                high[j][i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + half + pair);
+        for (int i = 0; i < N; ++i)
+            if (i < count) top = absmax(absmax(top, low[i]), high[i]);
+        for (int d = lanes / 2; d; d /= 2) top = absmax(top, __shfl_xor_sync(FULL, top, d));
+        if (!is_query) {
+            const __half stored = head_scale(top);
+            const float scale = __half2float(stored);
+            uint2 codes_low, codes_high;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                reinterpret_cast<int8*>(&codes_low)[i] = head_code(low[i], scale);
+                reinterpret_cast<int8*>(&codes_high)[i] = head_code(high[i], scale);
             }
-        }
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
-            const int head = first + j * stride;
-            if (head >= all_heads) return;
-            const bool is_query = head < heads, is_value = head >= heads + kv_heads;
-            if (!is_value)
-                norm_and_rope(
-                    low[j], high[j], params, is_query ? q_norm_weight : k_norm_weight, head_dim, cosine, sine);
-            const int kv_head = is_value ? head - heads - kv_heads : head - heads;
-            const long long row = cached + kv_head * head_stride;  // in the cache
-            if constexpr (IS_INT8<CACHE>)
-                if (!is_query) {
-                    CACHE* const codes = (is_value ? values : keys) + row * head_pitch;
-                    const __half scale = quantize_head(codes, codes, low[j], high[j], head_dim, head_pitch);
-                    if (lane == 0) (is_value ? value_scales : key_scales)[row] = scale;
-                    continue;
-                }
-            __half* out = q + (static_cast<size_t>(token) * heads + head) * head_pitch;
-            if constexpr (!IS_INT8<CACHE>)
-                if (!is_query) out = (is_value ? values : keys) + row * head_pitch;
-#pragma unroll
-            for (int i = 0; i < PAIRS; ++i) {
-                const int pair = i * WARP + lane;
-                if (pair >= half) continue;
-                out[pair] = __float2half_rn(low[j][i]);
-                out[half + pair] = __float2half_rn(high[j][i]);
-            }
-            if (lane < head_pitch - head_dim) out[head_dim + lane] = __float2half_rn(0.0f);
+            CACHE* const out = (is_value ? values : keys) + row * head_pitch;
+            store_part(out + part * N, codes_low, count, whole);
+            store_part(out + half + part * N, codes_high, count, whole);
+            for (int i = 0; i < padding; ++i) out[head_dim + i] = 0;
+            if (part == 0 && head < all_heads) (is_value ? value_scales : key_scales)[row] = stored;
+            return;
         }
     }
+    __half* out = q + (static_cast<size_t>(token) * heads + head) * head_pitch;
+    if constexpr (!IS_INT8<CACHE>)
+        if (!is_query) out = (is_value ? values : keys) + row * head_pitch;
+    store_part(out + part * N, raw_low, count, whole);
+    store_part(out + half + part * N, raw_high, count, whole);
+    for (int i = 0; i < padding; ++i) out[head_dim + i] = __float2half_rn(0.0f);
 }

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ....backend.values import AttentionSpec, LayerCache
-from ..arrays import address, ceil_div, pitch_of
+from ..arrays import address, ceil_div, pitch_of, round_up
+from ..constants import PREPARE_ELEMENTS, PREPARE_THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import FROM_INT32, RowSource, orders_for
@@ -14,11 +15,6 @@ from .heads import ELEMENTS, element_of, head_arguments, head_pitch_of
 
 if TYPE_CHECKING:
     import cupy as cp
-
-
-THREADS = 256
-BLOCKS_PER_SM = 4
-"""Blocks that an SM runs at once. Few tokens have several blocks each, so many in all at most."""
 
 
 class PrepareHeads:
@@ -35,7 +31,8 @@ class PrepareHeads:
 
     def launch(
         self, step: StepContext, qkv: RowSource, spec: AttentionSpec, cache: LayerCache, cu_seqlens: cp.ndarray,
-        context_lens: cp.ndarray, block_table: cp.ndarray | None, q: cp.ndarray, tokens: int, bytes_moved: int = 0,
+        context_lens: cp.ndarray, block_table: cp.ndarray | None, q: cp.ndarray | None, tokens: int,
+        bytes_moved: int = 0,
     ) -> None:  # fmt: skip
         """Norm and rotation of the heads of ``tokens`` tokens; keys and values go to the cache.
 
@@ -43,18 +40,25 @@ class PrepareHeads:
         ``[T, heads, head_pitch]``; ``cu_seqlens`` is int32 ``[B + 1]`` and need not begin with 0. ``tokens`` is at
         least ``cu_seqlens[B] - cu_seqlens[0]``. ``context_lens`` is int32 ``[B]``, the tokens in the cache before the
         step, ``block_table`` int32 ``[B, W]`` with rows that are contiguous. Without one, keys and values of the cache
-        are ``[kv_heads, T, head_dim]``, and hold the step's tokens in order.
+        are ``[kv_heads, T, head_dim]``, and hold the step's tokens in order. Without ``q``, queries are left out.
         """
         read, kind, order = qkv
         expression = f"prepare_heads<{'true' if kind == FROM_INT32 else 'false'}, {order}, {element_of(cache)}>"
         step.is_unwritten(cache.keys.data.ptr, writes=True)
-        heads_of_warps = ceil_div(spec.heads + 2 * spec.kv_heads, THREADS // 32)
-        blocks = max(1, min(heads_of_warps, BLOCKS_PER_SM * self._launcher.num_sms // tokens))
+        first_head = spec.heads if q is None else 0
+        lanes = threads_of_head(spec.head_dim)
+        threads = (spec.heads + 2 * spec.kv_heads - first_head) * lanes
+        blocks = ceil_div(threads, PREPARE_THREADS)
         self._launcher.launch(
-            step, self.source, expression, (tokens, blocks), THREADS,
+            step, self.source, expression, (tokens, blocks), round_up(ceil_div(threads, blocks), 32),
             (*read, *head_arguments(spec), address(cu_seqlens), address(context_lens), address(block_table),
-             cache.keys.shape[1] if block_table is None else pitch_of(block_table), len(context_lens), q.data.ptr,
+             cache.keys.shape[1] if block_table is None else pitch_of(block_table), len(context_lens), address(q),
              cache.keys.data.ptr, cache.values.data.ptr, spec.heads, spec.kv_heads, spec.head_dim,
-             head_pitch_of(cache), address(cache.key_scales), address(cache.value_scales)),
+             head_pitch_of(cache), address(cache.key_scales), address(cache.value_scales), first_head, lanes),
             bytes_moved=bytes_moved,
         )  # fmt: skip
+
+
+def threads_of_head(head_dim: int) -> int:
+    """The threads that have a head's elements, a power of two."""
+    return 1 << (ceil_div(head_dim // 2, PREPARE_ELEMENTS) - 1).bit_length()
