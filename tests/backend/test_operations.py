@@ -242,6 +242,21 @@ def test_norm(backend, seed, rows, width, center):
     assert_close(y, model.norm(x, norm), "norm", backend.activation_dtype, model.norm_terms(x, norm))
 
 
+@pytest.mark.parametrize("width", [8, 43, 1003, 1600, 4096])
+@pytest.mark.parametrize("far", ["mean", "one element"])
+def test_layer_norm_of_rows_far_from_zero(backend, width, far):
+    """A mean of 1,000 deviations, and one element that far out: inputs are exact, so fp32 bounds the error.
+
+    A mean in fp32 is wrong by a few units in the last place, which are 1,000 times as large beside the deviation.
+    """
+    rng = np.random.default_rng(width)
+    x = rng.standard_normal((5, width)).astype(np.float32)
+    x[:, slice(None) if far == "mean" else slice(3, 4)] += np.float32(1000)
+    norm = random_norm(rng, width, True)
+    y, expected = backend.host(backend.norm(backend.array(x), norm_on(backend, norm))), model.norm(x, norm)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=4 * 1000 * 2.0**-24 * np.abs(norm.weight).max())
+
+
 @given(SEEDS, ROWS, WIDTHS, st.booleans())
 def test_norm_add(backend, seed, rows, width, center):
     """The norm of what a layer gives, added to the stream; a norm of the stream before that keeps its value."""

@@ -348,15 +348,19 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
 }
 
 // The norm of rows in THREADS threads, as normalise_row takes it: weight and bias (null: none), fp32 [pitch], are read
-// from memory when they are needed.
-template <int THREADS>
+// from memory when they are needed. With ONE_ROW the first THREADS threads of a block hold its only row.
+template <int THREADS, bool ONE_ROW = false>
 struct NormParams {
     const float* __restrict__ weight;
     const float* __restrict__ bias;
     float eps;
     int k, pitch;
 
-    __device__ __forceinline__ static int column(int i) { return (i * THREADS + threadIdx.x % THREADS) * 8; }
+    __device__ __forceinline__ static bool has_part() { return !ONE_ROW || threadIdx.x < THREADS; }
+    __device__ __forceinline__ static int column(int i) {
+        const int thread = threadIdx.x;
+        return (i * THREADS + (ONE_ROW ? thread : thread % THREADS)) * 8;
+    }
     __device__ __forceinline__ double inverse_k() const { return 1.0 / k; }
     __device__ __forceinline__ bool has_bias() const { return bias != nullptr; }
     __device__ __forceinline__ void load_weight(int i, float (&x)[8]) const {
@@ -366,15 +370,13 @@ struct NormParams {
 };
 
 // The same, with the weight, and the bias if WITH_BIAS, in registers. Made before a kernel waits for its input, it
-// takes their latency off the time that the input takes. inverse: 1 / k.
-template <int THREADS, int VECTORS, bool WITH_BIAS>
-struct LoadedNorm : NormParams<THREADS> {
-    using Params = NormParams<THREADS>;
+// takes their latency off the time that the input takes. Behind the end of the row they are finite. inverse: 1 / k.
+template <int VECTORS, bool WITH_BIAS, class Params>
+struct LoadedNorm : Params {
     double inverse;
     float weights[VECTORS][8], biases[WITH_BIAS ? VECTORS : 1][8];
 
     __device__ __forceinline__ LoadedNorm(const Params& params, double inverse) : Params(params), inverse(inverse) {
-        asm volatile("" : "+d"(this->inverse));  // computed here
         load(params.weight, weights);
         if constexpr (WITH_BIAS)
             if (params.bias) load(params.bias, biases);
@@ -391,8 +393,9 @@ struct LoadedNorm : NormParams<THREADS> {
     }
 
 private:
-    // Threads beyond the end of the row load its last elements, which are cleared.
+    // Threads beyond the end of the row load its last elements, and keep them: clearing them would wait for the load.
     __device__ __forceinline__ void load(const float* row, float (&x)[VECTORS][8]) const {
+        if (!Params::has_part()) return;  // loads that are not needed delay the others: all blocks load at once
         uint4 raw[VECTORS][2];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
@@ -400,10 +403,7 @@ private:
             for (int j = 0; j < 2; ++j)
                 raw[i][j] = ld_global_cg_v4(row + min(this->column(i), this->pitch - 8) + j * 4);
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            load8(reinterpret_cast<const float*>(raw[i]), x[i]);
-            zero_tail(x[i], this->column(i), this->k);
-        }
+        for (int i = 0; i < VECTORS; ++i) load8(reinterpret_cast<const float*>(raw[i]), x[i]);
     }
 };
 
@@ -414,7 +414,6 @@ private:
 template <int THREADS, bool CENTER, bool TOP, int VECTORS, class Params>
 __device__ __forceinline__ float normalise_row(
     float (&v)[VECTORS][8], const Params& norm, RowScratch<THREADS, VECTORS>& scratch) {
-    const int thread = threadIdx.x % THREADS;
     const double inverse_k = norm.inverse_k();  // computed while the loads of the row are in flight
     float top = 0;
     if constexpr (CENTER) {
@@ -432,7 +431,7 @@ __device__ __forceinline__ float normalise_row(
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) v[i][j] -= mean;
-            if (norm.k < THREADS * VECTORS * 8) zero_tail(v[i], (i * THREADS + thread) * 8, norm.k);
+            if (norm.k < THREADS * VECTORS * 8) zero_tail(v[i], norm.column(i), norm.k);
         }
     }
     double sum[VECTORS];
@@ -461,6 +460,7 @@ __device__ __forceinline__ float normalise_row(
         norm.load_bias(i, bias);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], bias[j]);
+        if (norm.k < THREADS * VECTORS * 8) zero_tail(v[i], norm.column(i), norm.k);
     }
     return TOP ? row_max<THREADS>(v, scratch, 1) : 0.0f;
 }

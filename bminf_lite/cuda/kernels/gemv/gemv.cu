@@ -281,13 +281,14 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     if (threadIdx.x < block.count) operands = prefetch_epilogue(block, threadIdx.x, w_scale, bias);
     using Row = InputRow<INPUT, ROW_THREADS, VECTORS>;
     const auto norm = input_norm<Row>({norm_weight, norm_bias, eps, k, pitch}, inverse_k);
+    const RowAddresses<Row, typename Row::Source> row(x, pitch);
     if constexpr (!EARLY) wait_on_dependent_grids();
     if (EPILOGUE == ADD && threadIdx.x < block.count)
         operands.residual = ld_global(static_cast<const float*>(out) + block.first + threadIdx.x);
     __shared__ float row_absmax;
     if (THREADS == ROW_THREADS || threadIdx.x < ROW_THREADS) {
         const float top = quantize_input<Row>(
-            x, norm, rotation, rotation_scale, k, pitch, width, codes, {addend, addend_weight, addend_eps, sum});
+            row, norm, rotation, rotation_scale, k, pitch, width, codes, {addend, addend_weight, addend_eps, sum});
         if (threadIdx.x == 0) row_absmax = top;
     }
     __syncthreads();

@@ -23,6 +23,7 @@ struct InputRow {
     using Half = typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type;
     using Source = typename Conditional<IS_FLOAT, float, Half>::type;
     using Scratch = RowScratch<THREADS, VECTORS>;
+    using Norm = NormParams<THREADS, true>;
 
     // The first column of a thread's vector i. The vectors of a rotated row are neighbours, so that a transform needs
     // fewer exchanges between threads; otherwise neighbouring threads read neighbouring vectors.
@@ -32,22 +33,33 @@ struct InputRow {
     }
 };
 
-// The raw vectors of a row. All loads are unconditional: threads beyond the end load the last elements, and zero_tail
-// clears them.
-template <class Row, class Source, int PARTS>
-__device__ __forceinline__ void load_raw(const Source* x, int pitch, uint4 (&raw)[Row::VECTORS][PARTS]) {
+// Where a thread's vectors of a row are. All loads are unconditional: threads beyond the end load the last elements,
+// and zero_tail clears them. Of short rows the addresses are in registers before a kernel waits for its input.
+template <class Row, class Source>
+struct RowAddresses {
+    const Source* vectors[Row::VECTORS];
+
+    __device__ __forceinline__ RowAddresses(const void* x, int pitch) {
 #pragma unroll
-    for (int i = 0; i < Row::VECTORS; ++i)
+        for (int i = 0; i < Row::VECTORS; ++i) {
+            vectors[i] = static_cast<const Source*>(x) + min(Row::column(i), pitch - 8);
+            if constexpr (Row::VECTORS <= 2) asm volatile("" : "+l"(vectors[i]));
+        }
+    }
+    template <int PARTS>
+    __device__ __forceinline__ void load(uint4 (&raw)[Row::VECTORS][PARTS]) const {
 #pragma unroll
-        for (int j = 0; j < PARTS; ++j)
-            raw[i][j] = ld_global_cg_v4(x + min(Row::column(i), pitch - 8) + j * (8 / PARTS));
-}
+        for (int i = 0; i < Row::VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j) raw[i][j] = ld_global_cg_v4(vectors[i] + j * (8 / PARTS));
+    }
+};
 
 // A row of the input's length in registers, with zeros behind its end.
 template <class Row, class Source>
-__device__ __forceinline__ void load_input(const Source* x, int k, int pitch, float (&v)[Row::VECTORS][8]) {
+__device__ __forceinline__ void load_input(const RowAddresses<Row, Source>& x, int k, float (&v)[Row::VECTORS][8]) {
     uint4 raw[Row::VECTORS][sizeof(Source) / 2];
-    load_raw<Row>(x, pitch, raw);
+    x.load(raw);
 #pragma unroll
     for (int i = 0; i < Row::VECTORS; ++i) {
         load8(reinterpret_cast<const Source*>(raw[i]), v[i]);
@@ -57,10 +69,11 @@ __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, fl
 
 // The norm of the input row: in registers, where they suffice for two blocks on an SM.
 template <class Row>
-__device__ __forceinline__ auto input_norm(const NormParams<Row::THREADS>& params, double inverse_k) {
+__device__ __forceinline__ auto input_norm(const typename Row::Norm& params, double inverse_k) {
     constexpr int VECTORS = Row::VECTORS;
+    constexpr bool WITH_BIAS = Row::INPUT == LAYER_NORM && VECTORS == 1;
     if constexpr (is_normed(Row::INPUT) && VECTORS <= (is_sum(Row::INPUT) ? 1 : 2))
-        return LoadedNorm < Row::THREADS, VECTORS, Row::INPUT == LAYER_NORM && VECTORS == 1 > (params, inverse_k);
+        return LoadedNorm<VECTORS, WITH_BIAS, typename Row::Norm>(params, inverse_k);
     else
         return params;
 }
@@ -78,7 +91,7 @@ template <class Row>
 __device__ __forceinline__ void add_normed(
     float (&v)[Row::VECTORS][8], const Addend& addend, int k, int pitch, typename Row::Scratch& scratch) {
     float y[Row::VECTORS][8];
-    load_input<Row>(addend.x, k, pitch, y);
+    load_input<Row>(RowAddresses<Row, float>(addend.x, pitch), k, y);
     normalise_row<Row::THREADS, false, false>(y, addend.norm_weight, nullptr, addend.eps, k, pitch, scratch);
 #pragma unroll
     for (int i = 0; i < Row::VECTORS; ++i) {
@@ -94,11 +107,11 @@ __device__ __forceinline__ void add_normed(
 // their bits order like the magnitudes, and NaN is the largest.
 template <class Row>
 __device__ __forceinline__ float quantize_packed(
-    const typename Row::Source* x, int k, int pitch, int width, int8* codes) {
+    const RowAddresses<Row, typename Row::Source>& x, int k, int width, int8* codes) {
     using Source = typename Row::Source;
     __shared__ RowScratch<Row::THREADS, 1> scratch;
     uint4 raw[Row::VECTORS][1];
-    load_raw<Row>(x, pitch, raw);
+    x.load(raw);
     unsigned top = 0;
 #pragma unroll
     for (int i = 0; i < Row::VECTORS; ++i) {
@@ -128,14 +141,13 @@ __device__ __forceinline__ float quantize_packed(
 // Called by the threads of the row.
 template <class Row, class Norm>
 __device__ __forceinline__ float quantize_input(
-    const void* x, const Norm& norm, int rotation, float rotation_scale, int k, int pitch, int width, int8* codes,
-    const Addend& addend) {
+    const RowAddresses<Row, typename Row::Source>& x, const Norm& norm, int rotation, float rotation_scale, int k,
+    int pitch, int width, int8* codes, const Addend& addend) {
     constexpr int INPUT = Row::INPUT, THREADS = Row::THREADS, VECTORS = Row::VECTORS;
-    const auto source = static_cast<const typename Row::Source*>(x);
-    if constexpr (Row::IS_PACKED) return quantize_packed<Row>(source, k, pitch, width, codes);
+    if constexpr (Row::IS_PACKED) return quantize_packed<Row>(x, k, width, codes);
     __shared__ typename Row::Scratch scratch;
     float v[VECTORS][8];
-    load_input<Row>(source, k, pitch, v);
+    load_input(x, k, v);
     if constexpr (INPUT == ROTATED) rotate_row<true>(v, rotation, rotation_scale);
     if constexpr (is_sum(INPUT)) add_normed<Row>(v, addend, k, pitch, scratch);
     float top;

@@ -71,10 +71,13 @@ __device__ __forceinline__ void load_unaligned_up(const Values& v, int row, int 
 // A norm whose weight and bias are in registers if LOADED: one vector of each for a thread.
 template <bool LOADED, bool CENTER, int THREADS>
 __device__ __forceinline__ auto norm_of(const NormParams<THREADS>& params) {
-    if constexpr (LOADED)
-        return LoadedNorm<THREADS, 1, CENTER>(params, 1.0 / params.k);
-    else
+    if constexpr (LOADED) {
+        double inverse = 1.0 / params.k;
+        asm volatile("" : "+d"(inverse));  // computed here
+        return LoadedNorm<1, CENTER, NormParams<THREADS>>(params, inverse);
+    } else {
         return params;
+    }
 }
 
 // Up to this number of rows the norm's weight is prefetched to L2 before the kernel waits for its input, because the
