@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
+from fake_gpu.launching import kernel_bodies
 
 from bminf_lite.cuda.kernels.sources import SOURCES
 
@@ -19,14 +19,8 @@ WRITE_FIRST = {"fill_random", "row_codes"}
 """Write weights: what others read before they have waited."""
 
 
-def kernels() -> dict[str, str]:
-    """The body of each kernel."""
-    bounds, kernel = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)", r"__global__ void\s+(\w+)\(.*?{\n(.*?)\n}\n"
-    texts = (re.sub(bounds, "", source.read_text()) for source in Path(str(SOURCES.folder)).rglob("*.cu"))
-    return {name: body for text in texts for name, body in re.findall(kernel, text, re.DOTALL)}
-
-
-KERNELS = kernels()
+TEXTS = [source.read_text() for source in Path(str(SOURCES.folder)).rglob("*.cu")]
+KERNELS = {name: body for text in TEXTS for name, body in kernel_bodies(text).items()}
 
 
 def test_finds_them() -> None:

@@ -6,8 +6,8 @@ that is in use: freed blocks are filled with NaNs, and a pointer
 into one is an error at the launch. Models in NumPy compute what the kernels would (``models_*.py``).
 
 The models tell nothing about the kernels themselves. Products of one row and kernels over rows can run their own PTX
-instead (``ptx.py``), slowly. Neither tells anything about time, or about work on several streams at once: work runs
-when it is put on a stream, or when the graph that recorded it is launched.
+instead (``ptx.py``), slowly, and are checked for races (``races.py``). Neither tells anything about time, or about work
+on several streams at once: work runs when it is put on a stream, or when the graph that recorded it is launched.
 
 ``pytest --fake-gpu=h200 -m gpu tests/models`` runs tests that need a GPU on it, with ``--fake-gpu-ptx`` by the kernels'
 own code where it can.

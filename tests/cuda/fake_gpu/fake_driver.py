@@ -116,18 +116,15 @@ class FakeDriver:
         words = (ctypes.c_void_p * 5).from_address(extra)
         assert (words[0], words[2], words[4]) == (1, 2, None) and parameters is None
         size = ctypes.c_size_t.from_address(words[3]).value
-        clusters = [
-            told.attributes[i].value[0]
-            for i in range(told.attribute_count)
-            if told.attributes[i].id == LaunchAttributeID.CLUSTER_DIMENSION
-        ]
+        attributes = {told.attributes[i].id: told.attributes[i].value[0] for i in range(told.attribute_count)}
         launch = Launch(
             self.machine.kernels[function], tuple(told.grid), told.block[0], told.shared,
-            clusters[0] if clusters else 1, ctypes.string_at(words[1], size),
+            attributes.get(LaunchAttributeID.CLUSTER_DIMENSION, 1), ctypes.string_at(words[1], size),
+            attributes.get(LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION, 0) == 1,
         )  # fmt: skip
         self._check_limits(launch, tuple(told.block))
         launching.check(self.machine, launch)
-        self.machine.put(told.stream or 0, lambda: launching.run(self.machine, launch))
+        self.machine.put(told.stream or 0, lambda: launching.run(self.machine, launch), is_launch=True)
 
     def _check_limits(self, launch: Launch, block: tuple[int, ...]) -> None:
         profile, (x, y, z) = self.machine.profile, launch.grid

@@ -6,9 +6,11 @@ memory that takes. The arguments of a kernel without a model are checked, and ru
 
 from __future__ import annotations
 
+import functools
+import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from bminf_lite.cuda.runtime.tensor_maps import TensorMapDataType
 from . import ptx
 from .machine import TENSOR_MAP, Launch, Machine
 from .memory import FakeGpuError
+from .races import words
 
 INTERPRETED = {
     "gemv/gemv.cu", "rowwise/rows.cu", "rowwise/pointwise.cu", "rowwise/layer_norm_many_rows.cu",
@@ -58,6 +61,8 @@ class Call:
     declaration: Declaration
     template: dict[str, str]
     arguments: dict[str, Any]
+    taken: list[tuple[int, np.ndarray, bytes]] = field(default_factory=list)
+    """Memory that the model has taken, by address, and what was in it; noted where kernels run their own code."""
 
     def __getattr__(self, name: str) -> Any:
         arguments = self.__dict__["arguments"]
@@ -102,8 +107,15 @@ class Call:
         if rows == 0 or columns == 0:
             return np.empty((rows, columns), dtype)
         self.machine.check(address, extent, f"{self.launch.kernel.expression}: {name}")
-        raw = self.machine.memory.raw(address, extent).view(dtype)
-        return np.lib.stride_tricks.as_strided(raw, (rows, columns), (pitch * itemsize, itemsize))
+        raw = self.machine.memory.raw(address, extent)
+        if self.machine.runs_ptx:
+            self.taken.append((address, raw, raw.tobytes()))
+        return np.lib.stride_tricks.as_strided(raw.view(dtype), (rows, columns), (pitch * itemsize, itemsize))
+
+    def written(self) -> list[np.ndarray]:
+        """The words of memory that the model has changed."""
+        changed = ((at, np.flatnonzero(raw != np.frombuffer(old, np.uint8))) for at, raw, old in self.taken)
+        return [words(address + bytes_, 1).ravel() for address, bytes_ in changed]
 
     def mapped(self, name: str, box_rows: int) -> np.ndarray:
         """The matrix that a tensor map describes, whose boxes have so many rows."""
@@ -160,8 +172,23 @@ def run(machine: Machine, launch: Launch) -> None:
         return
     if call.declaration.name not in MODELS:
         pytest.skip(f"the fake GPU does not compute {call.declaration.name}")
+    machine.order.start(launch.dependent)
     with np.errstate(all="ignore"):
         MODELS[call.declaration.name](call)
+    machine.order.end(call.written(), starts_next_early(launch.kernel.source, call.declaration.name))
+
+
+def kernel_bodies(text: str) -> dict[str, str]:
+    """The body of each kernel of a source."""
+    bounds, kernel = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)", r"__global__ void\s+(\w+)\(.*?{\n(.*?)\n}\n"
+    return dict(re.findall(kernel, re.sub(bounds, "", text), re.DOTALL))
+
+
+@functools.cache
+def starts_next_early(source: str, name: str) -> bool:
+    """Whether a kernel lets its successor start before it waits itself: whether its source does so in this order."""
+    calls = re.findall(r"(launch|wait_on)_dependent_grids\(\);", kernel_bodies(SOURCES.source(source))[name])
+    return calls[:1] == ["launch"]
 
 
 def run_ptx(machine: Machine, launch: Launch) -> None:
@@ -174,4 +201,9 @@ def run_ptx(machine: Machine, launch: Launch) -> None:
             machine.check(address, nbytes, kernel.expression)
 
     code = ptx.program(kernel.source, arch, kernel.expression, kernel.defines)
-    ptx.Grid(code, launch.grid, launch.block, launch.parameters, launch.shared, check).run()
+    pending = machine.order.start(launch.dependent)
+    grid = ptx.Grid(code, launch.grid, launch.block, launch.parameters, launch.shared, check, pending)
+    grid.run()
+    if launch.dependent and not grid.waited.any():
+        raise FakeGpuError(f"{kernel.expression} could end before the kernels before it, as it does not wait for them")
+    machine.order.end(grid.written, grid.early)

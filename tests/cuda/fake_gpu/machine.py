@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .memory import FakeGpuError, Memory
+from .races import LaunchOrder
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Launch:
     shared: int
     cluster: int
     parameters: bytes
+    dependent: bool = False
 
 
 @dataclass
@@ -95,6 +97,8 @@ class Machine:
     requested: dict[tuple[str, str, tuple[str, ...]], Requested] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x1000, 16))
     turn: threading.RLock = field(default_factory=threading.RLock)
+    order: LaunchOrder = field(default_factory=LaunchOrder)
+    """Of all streams, as if they were one."""
     runs_ptx: bool = False
     """Whether kernels that ptx.py can run are run by it, and not by their models."""
 
@@ -117,9 +121,11 @@ class Machine:
         this = threading.get_ident()
         return any(s.recording is not None and s.recorder == this for s in list(self.streams.values()))
 
-    def put(self, stream: int, work: Work) -> None:
-        """Put work on a stream."""
+    def put(self, stream: int, work: Work, is_launch: bool = False) -> None:
+        """Put work on a stream. Launches may be dependent; any other work begins and ends alone."""
         target = self.stream(stream)
+        if not is_launch:
+            work = self._alone(work)
         if target.recording is not None:
             target.recording.append(work)
         elif stream == 0 and self.recording:
@@ -127,6 +133,14 @@ class Machine:
         else:
             with self.turn:
                 work()
+
+    def _alone(self, work: Work) -> Work:
+        def run() -> None:
+            self.order.complete()
+            work()
+            self.order.complete()
+
+        return run
 
     def refuse_in_recording(self, what: str) -> None:
         """Raises if a stream is being recorded: then nothing may wait or allocate."""

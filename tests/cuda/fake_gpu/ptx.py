@@ -6,7 +6,8 @@ do not wait for each other, so kernels with clusters do not run here, nor do the
 instructions (``ex2.approx``) are rounded once. ``fma`` is computed with 64 bits of precision and rounded then.
 
 Besides values it checks what a GPU leaves to chance or to a crash: the alignment of accesses, their bounds in shared
-memory, warps that are together at a shuffle, barriers that are never complete, waits for copies that nobody started.
+memory, warps that are together at a shuffle, barriers that are never complete, waits for copies that nobody started,
+accesses to shared memory that nothing orders (``races.py``), and reads of what the kernels before may still write.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from bminf_lite.cuda.kernels.sources import SOURCES
 from bminf_lite.cuda.runtime import compiler
 from bminf_lite.cuda.runtime.bindings import bind
 
+from .races import NO_WORDS, WARP, WARP_BARRIER, Kind, SharedMemory, words
+
 Check = Callable[[np.ndarray, int], None]
 """Raises unless so many bytes may be accessed at each of these addresses."""
 Lanes = Any
@@ -38,7 +41,7 @@ _LOWEST = 1 << 12
 _SHARED = 1 << 60
 """The generic address of a block's shared memory."""
 _CANONICAL_NAN = {np.float16: 0x7FFF, np.float32: 0x7FFFFFFF}
-_NOTHING = {"griddepcontrol", "prefetch", "fence", "membar"}
+_NOTHING = {"prefetch", "fence", "membar"}
 
 
 def unsigned(bits: int) -> Any:
@@ -157,6 +160,11 @@ def _closing_brace(text: str) -> int:
 @functools.cache
 def program(source: str, arch: str, expression: str, defines: tuple[str, ...] = ()) -> Program:
     """A kernel of the package, compiled for ``arch`` as in ``"sm_90a"``."""
+    return compiled(source, SOURCES.source(source), arch, expression, defines)
+
+
+def compiled(name: str, text: str, arch: str, expression: str, defines: tuple[str, ...] = ()) -> Program:
+    """A kernel of a source, which may include the package's."""
     nvrtc = bind(
         compiler.libraries.load("nvrtc").dll,
         {
@@ -165,19 +173,18 @@ def program(source: str, arch: str, expression: str, defines: tuple[str, ...] = 
         },
         str,
     )
-    text = SOURCES.source(source)
     options = [
         "--std=c++17", "-default-device", f"--gpu-architecture={arch.replace('sm_', 'compute_')}",
         f"-I{compiler._header_folder()}", *(f"-D{define}" for define in defines),
     ]  # fmt: skip
-    with compiler._program(source, text, SOURCES.included(text)) as compiled:
-        compiler.nvrtc().nvrtcAddNameExpression(compiled, expression.encode())
-        compiler.nvrtc().nvrtcCompileProgram(compiled, len(options), compiler._strings(options))
+    with compiler._program(name, text, SOURCES.included(text)) as made:
+        compiler.nvrtc().nvrtcAddNameExpression(made, expression.encode())
+        compiler.nvrtc().nvrtcCompileProgram(made, len(options), compiler._strings(options))
         size = ctypes.c_size_t()
-        nvrtc.nvrtcGetPTXSize(compiled, size)
+        nvrtc.nvrtcGetPTXSize(made, size)
         ptx = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetPTX(compiled, ptx)
-        return Program(ptx.value.decode(), compiler._symbol(compiled, expression))
+        nvrtc.nvrtcGetPTX(made, ptx)
+        return Program(ptx.value.decode(), compiler._symbol(made, expression))
 
 
 # -- running it --------------------------------------------------------------------------------------------------------
@@ -187,11 +194,16 @@ RUNS, ENDED, WAITS = 0, 1, 2
 
 
 class Grid:
-    """One launch. Pointers in ``parameters`` are addresses of this process."""
+    """One launch. Pointers in ``parameters`` are addresses of this process.
+
+    ``pending``: the words of memory that kernels may still write when this one starts, sorted. When it has run,
+    ``written`` are those that it has written itself.
+    """
 
     def __init__(
-        self, code: Program, grid: Sequence[int], threads: int, parameters: bytes, shared: int, check: Check
-    ) -> None:
+        self, code: Program, grid: Sequence[int], threads: int, parameters: bytes, shared: int, check: Check,
+        pending: np.ndarray = NO_WORDS,
+    ) -> None:  # fmt: skip
         self.program, self.threads, self.parameters, self.check = code, threads, parameters, check
         self.grid = dict(zip("xyz", (*grid, 1, 1), strict=False))
         self.blocks = int(np.prod(list(self.grid.values())))
@@ -200,6 +212,10 @@ class Grid:
         self.thread = np.tile(np.arange(threads), self.blocks)
         self.pitch = -(-(code.static_shared + shared) // 16) * 16
         self.shared = np.full(self.blocks * self.pitch, 0xFF, np.uint8)
+        self.races = SharedMemory(self.shared.size, self.count, threads)
+        self.pending, self.written = pending, list[np.ndarray]()
+        # threads behind the wait for the kernels before; blocks that let the next kernel start in front of that wait
+        self.waited, self.early_blocks = np.zeros(self.count, np.bool_), np.zeros(self.blocks, np.bool_)
         self.registers: dict[str, np.ndarray] = {}
         # mbarriers by the address of their block's shared memory: [arrivals of a phase, missing, bytes missing, phases]
         self.barriers: dict[tuple[int, int], list[int]] = {}
@@ -242,8 +258,12 @@ class Grid:
                 counters[lanes] = counter
                 self._wait(instruction, chosen, states)
                 return
-            if true.any() and op[0] not in _NOTHING and op[:2] != ("bar", "warp"):
-                _EXECUTE[op[0]](self, instruction, chosen)
+            if true.any() and op[0] not in _NOTHING:
+                try:
+                    _EXECUTE[op[0]](self, instruction, chosen)
+                except AssertionError as error:
+                    text = f"{'.'.join(op)} {', '.join(instruction.operands)}"
+                    raise AssertionError(f"{error}: instruction {counter - 1}, {text}") from error
         counters[lanes] = counter
 
     def _guard(self, instruction: Instruction, lanes: Lanes) -> np.ndarray:
@@ -257,7 +277,24 @@ class Grid:
         states[lanes] = WAITS + number
         waiting = np.bincount(self.block[states == WAITS + number], minlength=self.blocks)
         complete = waiting == (count[0] if count else self.threads)
-        states[(states == WAITS + number) & complete[self.block]] = RUNS
+        leave = (states == WAITS + number) & complete[self.block]
+        states[leave] = RUNS
+        self.join(np.flatnonzero(leave), number, self.block)
+
+    def join(self, threads: np.ndarray, barrier: int, group: np.ndarray) -> None:
+        """These threads leave a barrier. Of each group, all have waited for the kernels before if one has."""
+        self.races.join(threads, barrier)
+        waited = np.bincount(group[threads], self.waited[threads], minlength=len(group))
+        self.waited[threads] = waited[group[threads]] > 0
+
+    @property
+    def early(self) -> bool:
+        """Whether the next kernel can start before the kernels before this one have ended.
+
+        That is so if each block lets it start before it waits itself. A block that has waited and ended lets it start.
+        """
+        waits = np.bincount(self.block, self.waited, minlength=self.blocks) > 0
+        return not (waits & ~self.early_blocks).any()
 
     # -- operands --
 
@@ -319,16 +356,34 @@ class Grid:
         base = self.get(match[1], "s64", lanes)
         return np.broadcast_to(base + offset, self.numbers(lanes).shape)
 
-    def view(self, space: str, address: np.ndarray, size: int, count: int, lanes: Lanes) -> tuple[np.ndarray, Any]:
-        """Memory as unsigned numbers of ``size`` bytes, and the indices in it of the first of ``count`` numbers."""
+    def view(
+        self, space: str, address: np.ndarray, size: int, count: int, lanes: Lanes, kind: Kind
+    ) -> tuple[np.ndarray, Any]:
+        """Memory as unsigned numbers of ``size`` bytes, and the indices in it of the first of ``count`` numbers.
+
+        They are going to be accessed by ``lanes``.
+        """
         assert not (address % (size * count)).any(), f"an access of {size * count} bytes is not aligned"
         if space == "generic" and (address >= _SHARED).all():
             space, address = "shared", address - _SHARED
         if space == "shared":
             assert (address >= 0).all() and (address + size * count <= self.pitch).all(), "beyond shared memory"
-            return self.shared.view(unsigned(8 * size)), (self.block[lanes] * self.pitch + address) // size
-        self.check(address, size * count)
+            at = self.block[lanes] * self.pitch + address
+            self.races.access(kind, at, size * count, self.numbers(lanes))
+            return self.shared.view(unsigned(8 * size)), at // size
+        self.access(address, size * count, lanes, kind)
         return _memory(8 * size), (address - _LOWEST) // size
+
+    def access(self, address: np.ndarray, nbytes: int, lanes: Lanes, kind: Kind) -> None:
+        """Check accesses of so many bytes to memory that all blocks share."""
+        self.check(address, nbytes)
+        if kind != Kind.READ:
+            self.written.append(words(address, nbytes).ravel())
+        if self.pending.size and not self.waited[lanes].all():
+            assert kind == Kind.READ, "a write before the wait for the kernels before"
+            early = words(address[~self.waited[lanes]], nbytes)
+            at = np.searchsorted(self.pending, early).clip(max=self.pending.size - 1)
+            assert not (self.pending[at] == early).any(), "a read of what the kernels before may still write"
 
 
 def _kind(instruction: Instruction) -> str:
@@ -354,7 +409,7 @@ def _load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         for i, value in enumerate(np.frombuffer(grid.parameters, dtype, len(names), at)):
             grid.put(names[i], value, lanes)
         return
-    memory, index = grid.view(space, grid.address(source, lanes), dtype.itemsize, len(names), lanes)
+    memory, index = grid.view(space, grid.address(source, lanes), dtype.itemsize, len(names), lanes, Kind.READ)
     for i, name in enumerate(names):
         grid.put(name, memory[index + i].view(dtype), lanes)
 
@@ -362,7 +417,8 @@ def _load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 def _store(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, source = instruction.operands
     bits, names = 8 * np.dtype(dtype_of(_kind(instruction))).itemsize, _parts(source)
-    memory, index = grid.view(_space(instruction), grid.address(target, lanes), bits // 8, len(names), lanes)
+    address = grid.address(target, lanes)
+    memory, index = grid.view(_space(instruction), address, bits // 8, len(names), lanes, Kind.WRITE)
     for i, name in enumerate(names):
         memory[index + i] = grid.get(name, f"b{bits}", lanes)
 
@@ -370,7 +426,7 @@ def _store(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 def _reduce_in_memory(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     assert instruction.op[2] == "add"
     kind = _kind(instruction)
-    memory, index = grid.view(_space(instruction), grid.address(instruction.operands[0], lanes), 4, 1, lanes)
+    memory, index = grid.view(_space(instruction), grid.address(instruction.operands[0], lanes), 4, 1, lanes, Kind.ADD)
     np.add.at(memory.view(dtype_of(kind)), index, grid.get(instruction.operands[1], kind, lanes))
 
 
@@ -570,7 +626,7 @@ def _whole_warps(grid: Grid, lanes: Lanes) -> np.ndarray:
     numbers = grid.numbers(lanes)
     assert (
         len(numbers) % 32 == 0 and (numbers[::32] % 32 == 0).all() and (numbers[31::32] - numbers[::32] == 31).all()
-    ), "only a part of a warp exchanges values"
+    ), "only a part of a warp is there"
     return numbers.reshape(-1, 32)
 
 
@@ -613,9 +669,13 @@ def _mbarrier(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     action, operands = instruction.op[1], instruction.operands
     if action == "init":
         arrivals = int(np.max(grid.get(operands[1], "s32", lanes)))
-        grid.barriers.update({at: [arrivals, arrivals, 0, 0] for at in _barriers(grid, operands[0], lanes)})
+        made = list(_barriers(grid, operands[0], lanes))
+        grid.barriers.update({at: [arrivals, arrivals, 0, 0] for at in made})
+        grid.races.add_mbarriers(made)
+        grid.view("shared", grid.address(operands[0], lanes), 8, 1, lanes, Kind.WRITE)
         return
     at = list(_barriers(grid, operands[1], lanes))
+    grid.view("shared", grid.address(operands[1], lanes), 8, 1, lanes, Kind.ADD)
     if action == "arrive":
         nbytes = grid.get(operands[2], "s32", lanes) if "expect_tx" in instruction.op else np.zeros(1, np.int32)
         for key, expected in zip(at, np.broadcast_to(nbytes, len(at)).tolist(), strict=True):
@@ -627,6 +687,7 @@ def _mbarrier(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     phases = np.array([grid.barriers[key][3] for key in at])
     complete = phases % 2 != grid.get(operands[2], "u32", lanes)
     assert complete.all(), "a wait for copies that were not started"
+    grid.races.wait(at, grid.numbers(lanes))
     grid.put(operands[0], complete, lanes)
 
 
@@ -639,18 +700,33 @@ def _copy(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     sizes = np.broadcast_to(grid.get(size, "s32", lanes), to.shape)
     assert not (to % 16 | origin % 16 | sizes % 16).any(), "a bulk copy is not aligned"
     assert (to + sizes <= grid.pitch).all(), "a bulk copy beyond shared memory"
-    grid.check(origin, 1)
-    grid.check(origin + sizes - 1, 1)
-    memory = _memory(8)
-    for key, at, start, count in zip(_barriers(grid, barrier, lanes), to, origin, sizes, strict=True):
+    memory, threads = _memory(8), grid.numbers(lanes)
+    for nbytes in np.unique(sizes).tolist():
+        these = sizes == nbytes
+        grid.access(origin[these], nbytes, threads[these], Kind.READ)
+    for key, at, start, count, thread in zip(_barriers(grid, barrier, lanes), to, origin, sizes, threads, strict=True):
         at = key[0] * grid.pitch + at
+        grid.races.copy(at, count, thread, key)
         grid.shared[at : at + count] = memory[start - _LOWEST : start - _LOWEST + count]
         grid.barriers[key][2] -= int(count)
         _complete_phase(grid.barriers[key])
 
 
+def _order_launches(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    if instruction.op[1] == "wait":
+        grid.waited[lanes] = True
+    else:
+        grid.early_blocks[grid.block[lanes][~grid.waited[lanes]]] = True
+
+
+def _sync_warp(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    assert instruction.op[:2] == ("bar", "warp"), instruction
+    grid.join(_whole_warps(grid, lanes).ravel(), WARP_BARRIER, np.arange(grid.count) // WARP)
+
+
 _EXECUTE: dict[str, Callable[[Grid, Instruction, Lanes], None]] = {
     "ld": _load, "st": _store, "red": _reduce_in_memory, "mov": _move, "cvt": _convert, "cvta": _cast_address,
     "setp": _compare, "selp": _select, "shfl": _shuffle, "redux": _reduce_warp, "mbarrier": _mbarrier, "cp": _copy,
+    "griddepcontrol": _order_launches, "bar": _sync_warp,
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }  # fmt: skip
