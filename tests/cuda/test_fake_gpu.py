@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_gpu import ptx
-from fake_gpu.launching import check, run
+from fake_gpu.launching import check, run, starts_next_early
 from fake_gpu.machine import PROFILES, FakeKernel, Launch, Machine, Requested
 from fake_gpu.memory import POISON, FakeGpuError, Piece
+from fake_gpu.races import Kind, LaunchOrder, SharedMemory
 
 
 @pytest.fixture
@@ -157,3 +159,214 @@ def test_an_access_that_is_not_aligned_and_one_beyond_shared_memory_are_errors(a
     addition.static_shared = 252  # less than it declares
     with pytest.raises(AssertionError, match="beyond shared memory"):
         run(values.ctypes.data, 80)
+
+
+RACES = r"""
+#include "common/async.cuh"
+#include "common/common.cuh"
+using namespace bminf;
+
+enum Missing { NOTHING, SYNC, SECOND_SYNC, WAIT };
+
+// Threads exchange values, twice, through the same memory.
+template <Missing MISSING>
+__global__ void exchange(int* x) {
+    __shared__ int values[64];
+    const int thread = threadIdx.x;
+    values[thread] = x[thread];
+    if (MISSING != SYNC) __syncthreads();
+    const int y = values[63 - thread];
+    if (MISSING != SECOND_SYNC) __syncthreads();
+    values[thread] = y + 1;
+    __syncthreads();
+    x[thread] = values[63 - thread];
+}
+
+// The same in each warp. Without WARPS, lanes exchange values with another warp.
+template <Missing MISSING, bool WARPS>
+__global__ void exchange_in_warp(int* x) {
+    __shared__ int values[64];
+    const int thread = threadIdx.x, other = WARPS ? thread ^ 31 : thread ^ 63;
+    values[thread] = x[thread];
+    if (MISSING != SYNC) __syncwarp();
+    const int y = values[other];
+    if (MISSING != SECOND_SYNC) __syncwarp();
+    values[thread] = y + 1;
+    __syncwarp();
+    x[thread] = values[other];
+}
+
+// The first 64 of 128 threads exchange values. With MISSING, the first 32 join another barrier than the second 32.
+template <Missing MISSING>
+__global__ void exchange_of_some(int* x) {
+    __shared__ int values[64];
+    const int thread = threadIdx.x;
+    if (thread < 64) {
+        values[thread] = x[thread];
+        if (MISSING == NOTHING)
+            sync_threads<64>();
+        else if (thread < 32)
+            asm volatile("bar.sync 2, 32;" ::: "memory");
+        else
+            asm volatile("bar.sync 3, 32;" ::: "memory");
+        x[thread] = values[63 - thread] + 1;
+    }
+}
+
+// x = the sum of all.
+template <Missing MISSING>
+__global__ void add(int* x) {
+    __shared__ int sum;
+    if (threadIdx.x == 0) sum = 0;
+    if (MISSING != SYNC) __syncthreads();
+    asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(cast_smem_ptr_to_uint(&sum)), "r"(x[threadIdx.x]) : "memory");
+    if (MISSING != SECOND_SYNC) __syncthreads();
+    x[threadIdx.x] = sum;
+}
+
+// x + 1, 128 bytes after 128 bytes, copied to the same memory.
+template <Missing MISSING>
+__global__ void copy(int* x) {
+    __shared__ __align__(128) int values[32];
+    __shared__ __align__(8) unsigned long long barrier;
+    const int lane = threadIdx.x;
+    const unsigned mbarrier = cast_smem_ptr_to_uint(&barrier), from = cast_smem_ptr_to_uint(values);
+    if (lane == 0) mbarrier_init(mbarrier, 1);
+    if (MISSING != SYNC) __syncwarp();
+    for (int i = 0; i < 2; ++i) {
+        if (lane == 0) {
+            mbarrier_arrive_expect_tx(mbarrier, 128);
+            cp_async_bulk(from, x + i * 32, 128, mbarrier);
+        }
+        if (MISSING != WAIT || lane == 0) mbarrier_wait(mbarrier, i);
+        x[i * 32 + lane] = ld_shared(from + lane * 4) + 1;
+        if (MISSING != SECOND_SYNC) __syncwarp();
+    }
+}
+
+// to = from + 1. EARLY: lets the next kernel start before it waits. ONE: one thread waits for its block.
+template <bool EARLY, Missing MISSING, bool ONE>
+__global__ void increment(const int* from, int* to) {
+    int value = 0;
+    if (EARLY) launch_dependent_grids();
+    if (MISSING == WAIT) value = from[threadIdx.x];
+    if (!ONE || threadIdx.x == 0) wait_on_dependent_grids();
+    if (ONE && MISSING != SYNC) __syncthreads();
+    if (MISSING != WAIT) value = from[threadIdx.x];
+    if (!EARLY) launch_dependent_grids();
+    to[threadIdx.x] = value + 1;
+}
+"""
+
+
+@functools.cache
+def kernel(expression: str) -> ptx.Program:
+    """One of ``RACES``."""
+    return ptx.compiled("races.cu", RACES, "sm_90a", expression)
+
+
+def run_alone(expression: str, threads: int = 64) -> np.ndarray:
+    """What a kernel makes of the numbers from 0 to 63."""
+    values = np.arange(64, dtype=np.int32)
+    parameters = np.array([values.ctypes.data], np.uint64).tobytes()
+    ptx.Grid(kernel(expression), (1, 1, 1), threads, parameters, 0, lambda addresses, nbytes: None).run()
+    return values
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_ordered_accesses_are_no_race() -> None:
+    numbers = np.arange(64)
+    np.testing.assert_array_equal(run_alone("exchange<NOTHING>"), numbers + 1)
+    np.testing.assert_array_equal(run_alone("exchange_in_warp<NOTHING, true>"), numbers + 1)
+    np.testing.assert_array_equal(run_alone("exchange_of_some<NOTHING>", 128), 64 - numbers)
+    np.testing.assert_array_equal(run_alone("add<NOTHING>"), np.full(64, numbers.sum()))
+    np.testing.assert_array_equal(run_alone("copy<NOTHING>", 32), numbers + 1)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(
+    ("expression", "threads", "earlier"),
+    [
+        ("exchange<SYNC>", 64, "wrote"),
+        ("exchange<SECOND_SYNC>", 64, "read"),
+        ("exchange_in_warp<SYNC, true>", 64, "wrote"),
+        ("exchange_in_warp<SECOND_SYNC, true>", 64, "read"),
+        ("exchange_in_warp<NOTHING, false>", 64, "wrote"),  # __syncwarp orders nothing of two warps
+        ("exchange_of_some<SYNC>", 128, "wrote"),
+        ("add<SYNC>", 64, "wrote"),
+        ("add<SECOND_SYNC>", 64, "added"),
+        ("copy<SYNC>", 32, "wrote"),  # the mbarrier
+        ("copy<WAIT>", 32, "wrote"),
+        ("copy<SECOND_SYNC>", 32, "read"),
+    ],
+)
+def test_a_missing_barrier_is_found(expression: str, threads: int, earlier: str) -> None:
+    with pytest.raises(AssertionError, match=f"behind what another thread {earlier}: instruction"):
+        run_alone(expression, threads)
+
+
+def test_threads_at_one_word_of_shared_memory() -> None:
+    threads, word = np.arange(64), np.zeros(64, np.int64)
+    memory = SharedMemory(16, 64, 64)
+    memory.access(Kind.ADD, word, 4, threads)
+    memory.access(Kind.ADD, word, 4, threads)
+    memory.join(threads, 0)
+    memory.access(Kind.READ, word, 4, threads)
+    with pytest.raises(AssertionError, match="thread read"):
+        memory.access(Kind.WRITE, word[:1], 4, threads[-1:])
+    memory.join(threads, 0)
+    memory.access(Kind.WRITE, word[:1], 4, threads[-1:])
+    memory.access(Kind.READ, word[:1], 4, threads[-1:])
+    with pytest.raises(AssertionError, match="at once"):
+        memory.access(Kind.WRITE, word + 8, 4, threads)
+
+
+class Launches:
+    """Kernels ``increment`` one behind the other, each on what the one before has written, or one before that."""
+
+    def __init__(self) -> None:
+        self.order, self.values = LaunchOrder(), [np.zeros(64, np.int32)]
+
+    def run(self, template: str, before: int = 1, dependent: bool = True) -> None:
+        self.values.append(np.zeros(64, np.int32))
+        addresses = [self.values[i].ctypes.data for i in (-1 - before, -1)]
+        code, parameters = kernel(f"increment<{template}>"), np.array(addresses, np.uint64).tobytes()
+        pending = self.order.start(dependent)
+        grid = ptx.Grid(code, (1, 1, 1), 64, parameters, 0, lambda addresses, nbytes: None, pending)
+        grid.run()
+        self.order.end(grid.written, grid.early)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_what_earlier_kernels_write_is_read_behind_the_wait() -> None:
+    launches = Launches()
+    for early in ("true", "false"):
+        launches.run(f"{early}, NOTHING, false")
+        launches.run(f"{early}, NOTHING, true")  # one thread waits for its block
+        for template in (f"{early}, WAIT, false", f"{early}, SYNC, true"):
+            with pytest.raises(AssertionError, match="what the kernels before may still write"):
+                launches.run(template)
+            launches.values.pop()
+    np.testing.assert_array_equal(launches.values[-1], np.full(64, 4))
+    launches.run("true, WAIT, false", dependent=False)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_kernels_before_the_last_may_still_write() -> None:
+    """Unless the last one lets its successor start behind its own wait."""
+    launches = Launches()
+    launches.run("true, NOTHING, false")
+    launches.run("true, NOTHING, false")
+    with pytest.raises(AssertionError, match="what the kernels before may still write"):
+        launches.run("false, WAIT, false", before=2)
+    launches.values.pop()
+    launches.run("false, NOTHING, false")
+    launches.run("true, WAIT, false", before=2)
+    launches.order.complete()
+    launches.run("true, WAIT, false")
+
+
+def test_whether_a_kernel_starts_its_successor_early_is_read_from_its_source() -> None:
+    assert starts_next_early("gemv/gemv.cu", "gemv")
+    assert not starts_next_early("attention/decode.cu", "attention_decode")
+    assert not starts_next_early("rowwise/rows.cu", "embed")
