@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 MAX_BATCH = 1 << 16
 """The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
+MAX_BATCHED_TOKENS = 1 << 16
+"""The bound of ``max_num_batched_tokens``."""
 
 
 def load(
@@ -55,6 +57,7 @@ def load(
     check: bool = False,
     prefix_cache: bool = True,
     max_queue: int = EngineConfig.max_queue,
+    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
@@ -71,12 +74,16 @@ def load(
     - ``prefix_cache``: keep the keys and values of finished requests, and reuse them for prompts that begin alike.
       Results are the same without it.
     - ``max_queue``: the most requests that may wait; one more is an error.
+    - ``max_num_batched_tokens``: the most tokens of a step, up to 65,536, or fewer where memory is short; a longer
+      prompt takes several steps. With more, prompts are a few percent faster, and a request waits longer for the step
+      before it; see docs/scheduling.md.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
     require_whole("max_batch", 1 if max_batch is None else max_batch, MAX_BATCH)
     require_whole("context", 1 if context is None else context)
     require_whole("max_queue", max_queue)
+    require_whole("max_num_batched_tokens", max_num_batched_tokens, MAX_BATCHED_TOKENS)
     require_bool("check", check)
     require_bool("prefix_cache", prefix_cache)
     int8 = is_int8_cache(kv_cache)
@@ -87,14 +94,17 @@ def load(
         try:
             cache_shape = replace(config.cache_shape, int8=int8)
             KVCache.for_sequences(ops, cache_shape, 1, 1).close()  # raises now if the backend cannot have such a cache
-            plan = plan_placement(ops, opened.spec, lambda: checkpoint_requirements(opened, kv_cache=kv_cache), context)
+            plan = plan_placement(
+                ops, opened.spec, lambda: checkpoint_requirements(opened, kv_cache=kv_cache), context,
+                max_num_batched_tokens,
+            )  # fmt: skip
             weights = opened.weights()
             built_from = with_finite_checks(weights, ops) if check else (weights, ops)
             network = opened.architecture.Model(config, *built_from)
         except BaseException:
             ops.close()
             raise
-        engine_config = make_engine_config(config, cache_shape, plan, max_batch)
+        engine_config = make_engine_config(config, cache_shape, plan, max_batch, max_num_batched_tokens)
         engine_config = replace(engine_config, prefix_cache=prefix_cache, max_queue=max_queue)
         return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, opened.eos_ids)
 

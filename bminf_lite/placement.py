@@ -116,10 +116,12 @@ def checkpoint_requirements(
 
 
 def plan_placement(
-    ops: Backend, spec: Spec, get_requirements: Callable[[], MemoryRequirements], context: int | None = None
-) -> MemoryPlan | None:
+    ops: Backend, spec: Spec, get_requirements: Callable[[], MemoryRequirements], context: int | None = None,
+    max_chunk: int = CHUNK,
+) -> MemoryPlan | None:  # fmt: skip
     """Plan for the memory that a backend can still allocate, and set ``ops.placement`` accordingly.
 
+    ``context`` and ``max_chunk`` are those of :func:`.plan_memory`.
     Returns None for a CPU, whose host must have room for all weights of ``spec``. Raises ``OutOfMemory``, whose message
     names a size that would fit.
     """
@@ -127,20 +129,23 @@ def plan_placement(
     if "available" not in memory:
         _require_host_memory(spec)
         return None
-    plan = plan_memory(get_requirements(), Machine(memory["available"] + memory["used"]), context)
+    machine = Machine(memory["available"] + memory["used"])
+    plan = plan_memory(get_requirements(), machine, context, max_chunk=max_chunk)
     ops.placement = plan.placement
     return plan
 
 
 def make_engine_config(
-    config: ModelConfig, cache_shape: CacheShape, plan: MemoryPlan | None, max_num_seqs: int | None = None
-) -> EngineConfig:
+    config: ModelConfig, cache_shape: CacheShape, plan: MemoryPlan | None, max_num_seqs: int | None = None,
+    max_chunk: int = CHUNK,
+) -> EngineConfig:  # fmt: skip
     """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``.
 
     The key-value cache has the blocks of :meth:`.MemoryPlan.num_blocks`. Without a plan (on a CPU) it takes at most a
-    quarter of the host's free memory, but has room for one sequence of the model's context.
+    quarter of the host's free memory, but has room for one sequence of the model's context, and steps have up to
+    ``max_chunk`` tokens.
     """
-    chunk, logit_rows = CHUNK, EngineConfig.max_logit_rows
+    chunk, logit_rows = max_chunk, EngineConfig.max_logit_rows
     if plan is None:
         max_num_seqs = max_num_seqs or EngineConfig.max_num_seqs
         room, groups = (available_memory() or CPU_CACHE) // 4, cache_groups(config, cache_shape, itemsize=4)

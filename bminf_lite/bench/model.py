@@ -80,36 +80,49 @@ def random_model(
     kv_cache: str = "fp16",
     max_batch: int | None = None,
     recipe: str | Recipe = "w8a8",
+    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
 ) -> BenchModel:
     """A model of the shape ``config`` with random int8 weights, made on the device.
 
-    ``kv_cache`` and ``max_batch`` are those of ``load``. ``recipe`` says how each matrix is quantized and rotated,
-    without a calibration. Layers that do not fit the memory limit are streamed, as those of a checkpoint are. Raises
-    ``UsageError`` for a recipe that leaves a matrix float.
+    ``kv_cache``, ``max_batch`` and ``max_num_batched_tokens`` are those of ``load``. ``recipe`` says how each matrix is
+    quantized and rotated, without a calibration. Layers that do not fit the memory limit are streamed, as those of a
+    checkpoint are. Raises ``UsageError`` for a recipe that leaves a matrix float.
     """
     described, chosen = describe_model(config), load_recipe(recipe)
     spec = described.spec
-    plan = plan_placement(ops, spec, lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache))
+    plan = plan_placement(
+        ops, spec, lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache),
+        max_chunk=max_num_batched_tokens,
+    )  # fmt: skip
     name = name if chosen.name == "w8a8" else f"{name}, {chosen.name}"
-    return _build(name, described, RandomWeights(spec, chosen), ops, plan, kv_cache, max_batch)
+    weights = RandomWeights(spec, chosen)
+    return _build(name, described, weights, ops, plan, kv_cache, max_batch, max_num_batched_tokens)
 
 
-def checkpoint_model(path: Path, ops: Backend, kv_cache: str = "fp16", max_batch: int | None = None) -> BenchModel:
+def checkpoint_model(
+    path: Path, ops: Backend, kv_cache: str = "fp16", max_batch: int | None = None,
+    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
+) -> BenchModel:  # fmt: skip
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
     with open_model(path) as model:
-        plan = plan_placement(ops, model.spec, lambda: checkpoint_requirements(model, kv_cache=kv_cache))
-        return _build(path.resolve().name, model.description, model.weights(), ops, plan, kv_cache, max_batch)
+        plan = plan_placement(
+            ops, model.spec, lambda: checkpoint_requirements(model, kv_cache=kv_cache),
+            max_chunk=max_num_batched_tokens,
+        )  # fmt: skip
+        name, weights = path.resolve().name, model.weights()
+        return _build(name, model.description, weights, ops, plan, kv_cache, max_batch, max_num_batched_tokens)
 
 
 def _build(
     name: str, model: ModelDescription, weights: Weights, ops: Backend, plan: MemoryPlan | None, kv_cache: str,
-    max_batch: int | None,
+    max_batch: int | None, max_num_batched_tokens: int,
 ) -> BenchModel:  # fmt: skip
     config, spec = model.config, model.spec
     counted = CountingWeights(weights)
     network = model.architecture.Model(config, counted, ops)
     int8 = kv_cache == "int8"
-    engine_config = make_engine_config(config, replace(config.cache_shape, int8=int8), plan, max_batch)
+    cache_shape = replace(config.cache_shape, int8=int8)
+    engine_config = make_engine_config(config, cache_shape, plan, max_batch, max_num_batched_tokens)
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
     return BenchModel(f"{name}, int8 cache" if int8 else name, network, engine_config, parameters, counted.nbytes, plan)
 

@@ -69,6 +69,10 @@ tokens_option = click.option(
 max_batch_option = click.option(
     "--max-batch", type=int, default=16, show_default=True, metavar="N", help="The most sequences to decode together."
 )
+batched_tokens_option = click.option(
+    "--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, show_default=True, metavar="N",
+    help="The most tokens of a step. With more, prompts are faster, and requests wait longer for each other.",
+)  # fmt: skip
 context_option = click.option(
     "--context", type=int, metavar="N", help="Tokens that the cache must have room for; by default the model's context."
 )

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ._options import OUTPUT, PATH, Command, device_option, kv_cache_option, memory_limit_option
+from ._options import (
+    OUTPUT,
+    PATH,
+    Command,
+    batched_tokens_option,
+    device_option,
+    kv_cache_option,
+    memory_limit_option,
+)
 
 if TYPE_CHECKING:
     from ..backend.base import Backend
@@ -70,6 +78,7 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
     help="New tokens of each request.",
 )  # fmt: skip
 @click.option("--max-batch", type=click.IntRange(1), help="The most sequences in one step of --offline and --online.")
+@batched_tokens_option
 @click.option("--kernels", is_flag=True, help="Time single kernels over a sweep of sizes; needs no model.")
 @device_option
 @memory_limit_option
@@ -92,6 +101,7 @@ def bench(
     input_tokens: int,
     output_tokens: int,
     max_batch: int | None,
+    max_num_batched_tokens: int,
     kernels: bool,
     device: str,
     memory_limit: int | None,
@@ -143,9 +153,10 @@ def bench(
 
     def make_model(ops: Backend) -> BenchModel:
         if config is not None:
-            return random_model(shape_name(str(shape)), config, ops, kv_cache, max_batch, recipe)
+            name = shape_name(str(shape))
+            return random_model(name, config, ops, kv_cache, max_batch, recipe, max_num_batched_tokens)
         assert model is not None
-        return checkpoint_model(model, ops, kv_cache, max_batch)
+        return checkpoint_model(model, ops, kv_cache, max_batch, max_num_batched_tokens)
 
     if offline is not None or online is not None:
         count = offline or requests or max(1, round(20 * (online or 0)))

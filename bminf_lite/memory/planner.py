@@ -121,7 +121,7 @@ class MemoryPlan:
 
     ``streamed`` are the numbers of the streamed layers, in order, and ``streamed_prompt`` those of an encoder's; with
     ``host_tables`` the embedding tables are in host memory. The cache has room for ``context`` tokens of ``batch``
-    sequences. ``chunk`` is the prompt tokens that are processed at once.
+    sequences. ``chunk`` is the prompt tokens that are processed at once: ``max_chunk``, or fewer if memory is short.
     """
 
     requirements: MemoryRequirements
@@ -133,6 +133,7 @@ class MemoryPlan:
     streamed_prompt: tuple[int, ...] = ()
     host_tables: bool = False
     slots: int = Placement.slots
+    max_chunk: int = CHUNK
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self))
@@ -310,15 +311,17 @@ def evenly_spaced(layers: int, streamed: int) -> tuple[int, ...]:
 
 
 def plan_memory(
-    requirements: MemoryRequirements, machine: Machine, context: int | None = None, batch: int = 1
-) -> MemoryPlan:
+    requirements: MemoryRequirements, machine: Machine, context: int | None = None, batch: int = 1,
+    max_chunk: int = CHUNK,
+) -> MemoryPlan:  # fmt: skip
     """The plan that streams least with room for ``context`` tokens per sequence, by default :func:`default_context`.
 
+    ``max_chunk`` are the prompt tokens that are processed at once if memory suffices.
     Raises ``OutOfMemory``, which names settings that would fit, if there is no room even with every layer streamed;
     ``UsageError`` for a context or a batch out of range.
     """
     _check(requirements, context, batch)
-    everything = MemoryPlan(requirements, machine, context or BLOCK_SIZE, batch, CHUNK)
+    everything = MemoryPlan(requirements, machine, context or BLOCK_SIZE, batch, max_chunk, max_chunk=max_chunk)
     if context is None:
         everything = replace(everything, context=default_context(everything))
     if everything.fits:
@@ -348,9 +351,15 @@ def default_context(plan: MemoryPlan) -> int:
 
 
 def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
-    """Plans in order of preference: each streams more than the one before; the last ones have smaller chunks."""
+    """Plans in order of preference: each streams more than the one before; the last ones have smaller chunks.
+
+    A chunk of more than the usual tokens shrinks to these before anything is streamed.
+    """
     layers, encoder = len(everything.requirements.layers), len(everything.requirements.prompt_layers)
     chunk, fewest = everything.chunk, everything.slots + 1
+    while chunk > CHUNK:
+        chunk = max(chunk // 2, CHUNK)
+        yield replace(everything, chunk=chunk)
     bound = everything.machine.memory // SCRATCH_SHARE
     while chunk > SMALLEST_CHUNK and chunk * everything.requirements.scratch_per_token > bound:
         chunk //= 2
@@ -400,7 +409,7 @@ def suggestions(plan: MemoryPlan) -> list[str]:
     """Changes that would stream less, each with its effect."""
     if not plan.streamed and not plan.streamed_prompt:
         return []
-    everything = replace(plan, streamed=(), streamed_prompt=(), host_tables=False, chunk=CHUNK)
+    everything = replace(plan, streamed=(), streamed_prompt=(), host_tables=False, chunk=plan.max_chunk)
     speed = f": {everything.tokens_per_second:,.0f} tokens/s" if everything.tokens_per_second else ""
     whole = format_size(everything.total_bytes + plan.machine.reserved)
     found = [f"{whole} of GPU memory would hold everything{speed}"]
@@ -414,7 +423,7 @@ def suggestions(plan: MemoryPlan) -> list[str]:
 
 def _change(plan: MemoryPlan, what: str, context: int | None = None, batch: int | None = None) -> str:
     """The effect of a smaller context or batch, in words; empty if it has none."""
-    other = plan_memory(plan.requirements, plan.machine, context or plan.context, batch or plan.batch)
+    other = plan_memory(plan.requirements, plan.machine, context or plan.context, batch or plan.batch, plan.max_chunk)
     more = len(plan.streamed) - len(other.streamed)
     if more <= 0:
         return ""

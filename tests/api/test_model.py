@@ -258,6 +258,7 @@ def test_the_tokenizer_s_end_token_is_the_last_resort(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"max_queue": 0}, {"context": -1}, {"context": "x"},
+     {"max_num_batched_tokens": 0}, {"max_num_batched_tokens": 1 << 17},
      {"memory_limit": -1},
      {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"},
      *({"device": d} for d in ("tpu", "cuda:-1", "cuda:", "", 0, None))],
@@ -280,8 +281,9 @@ def test_a_model_that_fails_to_load_gives_its_device_back(source, monkeypatch):
 
 
 def test_options_of_the_engine(source):
-    with bminf_lite.load(source, device="cpu", max_batch=2, prefix_cache=False, max_queue=3) as model:
-        assert model.engine_config.max_num_seqs == 2
+    options = {"max_batch": 2, "prefix_cache": False, "max_queue": 3, "max_num_batched_tokens": 40}
+    with bminf_lite.load(source, device="cpu", **options) as model:
+        assert model.engine_config.max_num_seqs == 2 and model.engine_config.max_num_batched_tokens == 40
         results = [model.generate([1] * 100, max_new_tokens=2) for _ in range(2)]
         assert [r.cached_tokens for r in results] == [0, 0]
         with pytest.raises(UsageError, match=r"4 more would exceed the bound of 3 \(max_queue\)"):

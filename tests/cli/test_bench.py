@@ -6,15 +6,18 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_kit import run
 from click.testing import Result
 
 import bminf_lite
+from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.bench import model, runner
 from bminf_lite.bench.model import read_shape
 from bminf_lite.bench.profiler import Ceilings, Profiler
+from bminf_lite.models._decoder import Decoder
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 
@@ -52,6 +55,20 @@ def test_the_bundled_model_as_json() -> None:
     (test,) = data["tests"]
     assert test["model"] == "demo_model" and test["test"] == "tg3" and test["parameters"] > 3e6
     assert test["tokens_per_second"] > 0 and data["versions"]["bminf-lite"] == bminf_lite.__version__
+
+
+def test_a_prompt_takes_steps_of_as_many_tokens_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    forward = Decoder.__call__
+
+    def counting(self: Decoder, batch: ForwardBatch, *rest: Any) -> Any:
+        steps.append(len(batch.tokens))
+        return forward(self, batch, *rest)
+
+    monkeypatch.setattr(Decoder, "__call__", counting)
+    result = bench(DEMO, "-p", 10, "-n", 0, "-r", 1, "--max-num-batched-tokens", 4)
+    assert result.exit_code == 0, result.stderr
+    assert steps == 2 * [4, 4, 2]  # a warm-up and a repetition
 
 
 def test_limits_are_measured_before_the_model_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,6 +250,17 @@ def test_chunks_stay_large_where_everything_fits() -> None:
     assert not plan.streamed and plan.chunk == least.chunk and plan.scratch_bytes * 16 > plan.machine.memory
 
 
+@pytest.mark.parametrize("max_chunk", [8192, 5000, 100])
+def test_another_chunk_is_taken_where_it_fits_and_shrinks_before_a_layer_is_streamed(max_chunk: int) -> None:
+    usual = plan_memory(EIGHT_B, Machine(1 << 40))
+    wanted = plan_memory(EIGHT_B, Machine(1 << 40), max_chunk=max_chunk)
+    assert wanted.chunk == max_chunk and not wanted.streamed
+    tight = replace(usual, context=1024)
+    machine = Machine(tight.total_bytes)
+    plan = plan_memory(EIGHT_B, machine, 1024, max_chunk=max_chunk)
+    assert plan.chunk == min(max_chunk, CHUNK) and not plan.streamed and plan.fits
+
+
 def test_a_plan_leaves_room_for_captured_steps_where_nothing_is_streamed() -> None:
     whole, streamed = (plan_memory(EIGHT_B, Machine(n << 30), 1024) for n in (12, 6))
     assert streamed.captured_bytes == 0 < CAPTURED_TOKENS * EIGHT_B.scratch_per_token < whole.captured_bytes
