@@ -266,8 +266,8 @@ class ModelRunner:
     def _inputs(self, step: Step, size: StepSize) -> StepInputs:
         """The integers of a step of exactly ``size``. Its logits are those to sample from, to score, and to hand out.
 
-        To sample, each sequence has a row of logits. So it has where no others are wanted, because the rows of last
-        tokens are found without those of others.
+        To sample, each sequence has a row of logits; a step of decoding sequences alone has no others. Each has a row
+        too where no other logits are wanted, because the last layer computes the last tokens without the others.
         """
         requests, others = step.requests, step.others
         samples = bool(step.decoding) or any(p.samples for p in others)

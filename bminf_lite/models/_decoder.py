@@ -14,7 +14,7 @@ from ..layers.norm import NormLayer
 from ._config import ModelConfig
 
 
-class DecoderBlock(Protocol):
+class DecoderLayer(Protocol):
     """A layer of a decoder."""
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
@@ -37,7 +37,7 @@ class DecoderBuilder(Protocol):
     def embed(self) -> Callable[[ForwardBatch], Array]:
         """Tokens to the residual stream, fp32 ``[T, features]``."""
 
-    def block(self, layer: int) -> DecoderBlock:
+    def block(self, layer: int) -> DecoderLayer:
         """Layer ``layer``, counted from 0."""
 
     def output(self) -> Callable[[Array], Array]:
