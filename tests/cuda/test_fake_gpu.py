@@ -92,9 +92,12 @@ def test_recorded_work_runs_when_it_is_replayed(machine: Machine):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("profile", ["h200", "sm_86"])
+@pytest.mark.parametrize("profile", ["h200", "sm_86", "h200:2"])
 def test_kernels_compute_by_their_own_code(profile: str) -> None:
-    """Products of one row and kernels over rows, interpreted: what the tests on a GPU ask of these operations."""
+    """Products of one row and kernels over rows, interpreted: what the tests on a GPU ask of these operations.
+
+    With two SMs the warps of ``gemv`` have so many units that they refill their pipelines.
+    """
     folder = Path(__file__).parents[1] / "backend"
     files = [folder / "test_operations.py", folder / "test_early_products.py", folder / "test_rotation.py"]
     options = ["-q", "-m", "gpu", f"--fake-gpu={profile}", "--fake-gpu-ptx"]
