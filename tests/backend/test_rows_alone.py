@@ -90,6 +90,28 @@ def test_norms_of_every_width(backend, width, center):
     assert_close(backend.host(place), model.norm(x, norm), "norm", np.float32, model.norm_terms(x, norm))
 
 
+@pytest.mark.parametrize("width", [2, 13, 64, 250, 1000, 1600, 4091, 16_384, 16_393])
+def test_a_layer_norm_subtracts_a_mean_of_any_size(backend, width):
+    """A mean of 1,000 deviations, a value of 1,000 deviations, or both.
+
+    The error of the variance must not depend on the mean, as it does where it is a difference of fp32 squares.
+    """
+    rng = np.random.default_rng(width)
+    x = rng.standard_normal((12, width)).astype(np.float32)
+    for row, column in enumerate([0, width - 1, width // 2 // 8 * 8, *rng.integers(0, width, 3)]):
+        x[row, column] = 1000
+    x[4:] += np.float32(1000) * rng.choice(np.array([-1, 1], np.float32), (8, 1))
+    x *= (10.0 ** rng.uniform(-1, 2, (12, 1))).astype(np.float32)
+    norm = random_norm(rng, width, True)
+    wide = x.astype(np.float64)
+    mean, inverse = wide.mean(axis=1, keepdims=True), 1 / np.sqrt(wide.var(axis=1, keepdims=True) + norm.eps)
+    deviations = 4 + (4 * np.abs(wide - mean) + np.abs(mean)) * inverse
+    terms = deviations * np.abs(norm.weight) + np.abs(norm.bias)
+    for rows in (1, 12):
+        y = backend.host(backend.norm(backend.array(x[:rows]), norm_on(backend, norm)))
+        assert_close(y, model.norm(x[:rows], norm), "norm of any mean", np.float32, terms[:rows])
+
+
 def test_a_norm_of_wide_rows_is_quantized(backend):
     """Norm and quantization are one kernel only up to some width."""
     rng = np.random.default_rng(0)

@@ -172,11 +172,11 @@ __device__ __forceinline__ void sync_threads() {
 
 // Shared memory in which the warps of a row exchange partial results; a thread has N vectors of the row. There are two
 // banks: a reduction may write one while other warps still read the results of the reduction before from the other,
-// without a barrier in between.
+// without a barrier in between. Two sums at once take both banks.
 template <int THREADS, int N = 1>
 struct RowScratch {
-    static constexpr int WARPS = THREADS > WARP ? THREADS / WARP : 1;
-    double sum[2][WARPS * N];
+    static constexpr int WARPS = THREADS > WARP ? THREADS / WARP : 1, GROUPS = WARPS * N;
+    double sum[2 * GROUPS];
     float top[2][WARPS];
 };
 
@@ -235,7 +235,7 @@ __device__ __forceinline__ float threads_absmax(float top, RowScratch<THREADS, N
 // A row's sum is a function of the row alone: it has one order, whatever number of threads holds the row. Vectors of
 // eight elements are numbered along the row. These are added, see docs/numerics.md:
 //
-//   1. the elements of a vector, one after another, in fp32; everything below in fp64
+//   1. the elements of a vector, one after another, in fp32 (for LayerNorm see vector_sums); all below in fp64
 //   2. vectors that are 2,048 apart (in rows of more than 16,384 elements), one after another
 //   3. the 32 vectors of a group, in a tree: vectors that are 16 apart, then 8, 4, 2, 1
 //   4. the groups, in a tree: groups that are 32 apart, then 16, 8, 4, 2, 1
@@ -253,14 +253,23 @@ __device__ __forceinline__ void tree_sum(double (&x)[N]) {
         for (int i = 0; i < half; ++i) x[i] += x[i + half];
 }
 
-// Step 3 for N groups at once, and with TOP the absmax over the warp. x[i]: this lane's vector of group i. In lane t,
-// x[0] gets the sum of group t / (WARP / N). Lanes that exchange values keep one half of the groups each, so N groups
-// take N - 1 exchanges more than log2(WARP / N), not N log2(WARP).
-template <bool TOP, int N>
+// Of two numbers each half of LANES neighbouring lanes takes one, the lower half the first, and adds it up over the
+// lanes that are LANES / 2 apart.
+template <int LANES>
+__device__ __forceinline__ double halve(double first, double second) {
+    const bool upper = threadIdx.x & (LANES / 2);
+    const double kept = upper ? second : first, sent = upper ? first : second;
+    return kept + __shfl_xor_sync(FULL, sent, LANES / 2);
+}
+
+// Step 3 over LANES lanes for N groups at once, and with TOP the absmax over the warp. x[i]: this lane's vector of
+// group i. In lane t, x[0] gets the sum of group t % LANES / (LANES / N). Lanes that exchange values keep one half of
+// the groups each, so N groups take N - 1 exchanges more than log2(LANES / N), not N log2(LANES).
+template <int LANES, bool TOP, int N>
 __device__ __forceinline__ void sum_groups(double (&x)[N], float& top) {
     int groups = N;
 #pragma unroll
-    for (int d = WARP / 2; d; d /= 2) {
+    for (int d = LANES / 2; d; d /= 2) {
         if (groups > 1) {
             const bool upper = threadIdx.x & d;
             groups /= 2;
@@ -276,38 +285,77 @@ __device__ __forceinline__ void sum_groups(double (&x)[N], float& top) {
     if constexpr (TOP) top = warp_absmax(top);
 }
 
+// Steps 3 and 4 of one sum or of two, and with TOP the absmax, over the warps of a row: x[0] and top. x[i]: this lane's
+// vector of group i. Of two sums the lower half of a warp's lanes has the first, both before and after.
+template <int SUMS, bool TOP, int THREADS, int N>
+__device__ __forceinline__ void warps_sum_max(double (&x)[N], float& top, RowScratch<THREADS, N>& scratch, int bank) {
+    static_assert(N * THREADS <= ROW_SUM_VECTORS, "one sum for each vector of the order");
+    constexpr int WARPS = THREADS / WARP, GROUPS = N * WARPS, SHARE = WARP / SUMS;  // SHARE: lanes of a sum
+    const int lane = threadIdx.x % WARP;
+    sum_groups<SHARE, TOP>(x, top);
+    if constexpr (WARPS == 1) {
+#pragma unroll
+        for (int d = SHARE / 2; d >= SHARE / N; d /= 2) x[0] += __shfl_xor_sync(FULL, x[0], d);
+    } else {
+        constexpr int EACH = GROUPS > SHARE ? GROUPS / SHARE : 1, LANES = GROUPS / EACH;
+        const int warp = threadIdx.x / WARP;
+        double* const sums = scratch.sum + (SUMS == 1 ? bank * GROUPS : 0);
+        if (lane % (SHARE / N) == 0) sums[lane / (SHARE / N) * WARPS + warp] = x[0];
+        if (TOP && lane == 0) scratch.top[bank][warp] = top;
+        sync_threads<THREADS>();
+        double group[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) group[i] = sums[lane / SHARE * GROUPS + i * SHARE + lane % LANES];
+        if constexpr (TOP) top = warp_absmax(scratch.top[bank][lane % WARPS]);
+        tree_sum(group);
+#pragma unroll
+        for (int d = LANES / 2; d; d /= 2) group[0] += __shfl_xor_sync(FULL, group[0], d);
+        x[0] = group[0];
+    }
+}
+
 // Steps 3 and 4, and with TOP the absmax, over the THREADS of a row, in all of them: sum[0] and top. sum[i]: the sum of
 // vector i of this thread, which is vector i * THREADS + thread of the row, after step 2. THREADS and N are powers of
 // two; rows of fewer threads than a warp have one group. Consecutive reductions must alternate `bank`.
 template <int THREADS, bool TOP, int N>
 __device__ __forceinline__ void row_sum_max(double (&sum)[N], float& top, RowScratch<THREADS, N>& scratch, int bank) {
-    static_assert(N * THREADS <= (THREADS < WARP ? WARP : ROW_SUM_VECTORS), "one sum for each vector of the order");
-    const int lane = threadIdx.x % WARP;
     if constexpr (THREADS < WARP) {
+        static_assert(N * THREADS <= WARP, "one group");
         tree_sum(sum);
         lanes_sum_max<true, TOP, THREADS>(sum[0], top);
-        return;
-    }
-    sum_groups<TOP>(sum, top);
-    constexpr int WARPS = THREADS / WARP, GROUPS = N * WARPS;
-    if constexpr (WARPS == 1) {
-#pragma unroll
-        for (int d = WARP / 2; d >= WARP / N; d /= 2) sum[0] += __shfl_xor_sync(FULL, sum[0], d);
     } else {
-        constexpr int EACH = GROUPS > WARP ? GROUPS / WARP : 1, LANES = GROUPS / EACH;
-        const int warp = threadIdx.x / WARP;
-        if (lane % (WARP / N) == 0) scratch.sum[bank][lane / (WARP / N) * WARPS + warp] = sum[0];
-        if (TOP && lane == 0) scratch.top[bank][warp] = top;
-        sync_threads<THREADS>();
-        double group[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) group[i] = scratch.sum[bank][i * WARP + lane % LANES];
-        if constexpr (TOP) top = warp_absmax(scratch.top[bank][lane % WARPS]);
-        tree_sum(group);
-#pragma unroll
-        for (int d = LANES / 2; d; d /= 2) group[0] += __shfl_xor_sync(FULL, group[0], d);
-        sum[0] = group[0];
+        warps_sum_max<1, TOP>(sum, top, scratch, bank);
     }
+}
+
+// Steps 3 and 4 of two sums, in all THREADS of a row: total. vector(i, a, b) gives both sums of vector i of this
+// thread, after step 2. Both take the exchanges of one sum, and one more. They take both banks of the scratch, so a
+// barrier must come between this and another sum.
+template <int THREADS, int N, class F>
+__device__ __forceinline__ void row_two_sums(F vector, double (&total)[2], RowScratch<THREADS, N>& scratch) {
+    constexpr int LANES = THREADS < WARP ? THREADS : WARP;
+    float none = 0;
+    double sum[N], other[N];
+    if constexpr (THREADS < WARP) {
+        static_assert(N * THREADS <= WARP, "one group");
+#pragma unroll
+        for (int i = 0; i < N; ++i) vector(i, sum[i], other[i]);
+        tree_sum(sum);
+        tree_sum(other);
+        sum[0] = halve<LANES>(sum[0], other[0]);
+        lanes_sum_max<true, false, LANES / 2>(sum[0], none);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            vector(i, sum[i], other[i]);
+            sum[i] = halve<LANES>(sum[i], other[i]);
+        }
+        warps_sum_max<2, false>(sum, none, scratch, 0);
+    }
+    const bool upper = threadIdx.x & (LANES / 2);
+    const double theirs = __shfl_xor_sync(FULL, sum[0], LANES / 2);
+    total[0] = upper ? theirs : sum[0];
+    total[1] = upper ? sum[0] : theirs;
 }
 
 // ---- a row in registers: vector i of thread t holds the elements 8 (i THREADS + t) to 8 (i THREADS + t) + 7 ------
@@ -407,61 +455,104 @@ private:
     }
 };
 
+// ---- norms -------------------------------------------------------------------------------------------------------
+
+// 1 / sqrt(mean square + eps).
+__device__ __forceinline__ float inverse_deviation(float mean_square, float eps) {
+    return __fdiv_rn(1.0f, __fsqrt_rn(mean_square + eps));
+}
+
+// The sum of a vector's elements, and the sum of their squares, in fp64. `end`: elements from the vector's first to the
+// end of the row; those behind it are zeros. What is summed in fp32 are the differences d from the first element p:
+//
+//     sum = n p + sum(d),  squares = sum(d^2) + p (sum + sum(d)),  n: elements of the vector in the row
+//
+// The mean of a row is no part of them. So their rounding is relative to the row's deviation, and the variance, a
+// difference of two means that may be large beside it, loses digits of fp64 only.
+__device__ __forceinline__ void vector_sums(const float (&x)[8], int end, double& sum, double& squares) {
+    const bool cut = 0 < end && end < 8;
+    float d[8] = {};
+#pragma unroll
+    for (int j = 1; j < 8; ++j) d[j] = __fsub_rn(x[j], x[0]);
+    if (cut) zero_tail(d, 0, end);
+    float part = d[1], part_squares = __fmul_rn(d[1], d[1]);
+#pragma unroll
+    for (int j = 2; j < 8; ++j) {
+        part = __fadd_rn(part, d[j]);
+        part_squares = fmaf(d[j], d[j], part_squares);
+    }
+    const double first = x[0];
+    sum = __fma_rn(8.0, first, static_cast<double>(part));
+    if (cut) sum = __fma_rn(static_cast<double>(end), first, static_cast<double>(part));
+    squares = __fma_rn(first, __dadd_rn(sum, part), part_squares);
+}
+
+// What a norm subtracts from a row, and what it multiplies by: 1 / sqrt(variance + eps).
+struct RowStatistics {
+    float mean, inverse;
+};
+
+// Those of LayerNorm, from the row's sum and the sum of its squares.
+__device__ __forceinline__ RowStatistics
+layer_norm_statistics(double sum, double squares, double inverse_k, float eps) {
+    const double mean = __dmul_rn(sum, inverse_k);
+    const float variance = static_cast<float>(__dmul_rn(__fma_rn(-sum, mean, squares), inverse_k));
+    return {static_cast<float>(mean), inverse_deviation(variance < 0 ? 0 : variance, eps)};  // NaN stays NaN
+}
+
 // RMSNorm, or with CENTER LayerNorm, of a row in place, in fp32:
 //     y = (x - mean) * norm_weight / sqrt(mean((x - mean)^2) + eps) + norm_bias, where RMSNorm has mean = 0.
-// With TOP it returns the absmax of the result. Without a bias that is max|(x - mean) norm_weight| times the inverse
-// deviation, because rounding is monotonic; so one reduction yields both the sum of squares and the maximum.
+// With TOP it returns the absmax of the result. RMSNorm without a bias finds it by the reduction that yields the sum of
+// squares: it is max|x norm_weight| times the inverse deviation, because rounding is monotonic. LayerNorm knows the
+// mean only behind the reduction that yields both of its sums.
 template <int THREADS, bool CENTER, bool TOP, int VECTORS, class Params>
 __device__ __forceinline__ float normalise_row(
     float (&v)[VECTORS][8], const Params& norm, RowScratch<THREADS, VECTORS>& scratch) {
-    const int thread = threadIdx.x % THREADS;
     const double inverse_k = norm.inverse_k();  // computed while the loads of the row are in flight
-    float top = 0;
+    float top = 0, inverse;
     if constexpr (CENTER) {
+        double sums[2];
+        const auto both = [&](int i, double& a, double& b) { vector_sums(v[i], norm.k - norm.column(i), a, b); };
+        row_two_sums<THREADS>(both, sums, scratch);
+        const RowStatistics row = layer_norm_statistics(sums[0], sums[1], inverse_k, norm.eps);
+        inverse = row.inverse;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            float weight[8];  // zeros behind the end of the row
+            norm.load_weight(i, weight);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[i][j] = __fmul_rn(__fsub_rn(v[i][j], row.mean), weight[j]);
+        }
+    } else {
         double sum[VECTORS];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            float part = 0;
+            float part = 0, weight[8];
+            norm.load_weight(i, weight);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) part += v[i][j];
+            for (int j = 0; j < 8; ++j) {
+                part = fmaf(v[i][j], v[i][j], part);
+                v[i][j] = __fmul_rn(v[i][j], weight[j]);
+                if constexpr (TOP) top = absmax(top, v[i][j]);
+            }
             sum[i] = part;
         }
-        row_sum_max<THREADS, false>(sum, top, scratch, 1);
-        const float mean = static_cast<float>(sum[0] * inverse_k);
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[i][j] -= mean;
-            if (norm.k < THREADS * VECTORS * 8) zero_tail(v[i], (i * THREADS + thread) * 8, norm.k);
-        }
+        row_sum_max<THREADS, TOP>(sum, top, scratch, 0);
+        inverse = inverse_deviation(static_cast<float>(sum[0] * inverse_k), norm.eps);
     }
-    double sum[VECTORS];
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        float part = 0, weight[8];
-        norm.load_weight(i, weight);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            part = fmaf(v[i][j], v[i][j], part);
-            v[i][j] = __fmul_rn(v[i][j], weight[j]);
-            if constexpr (TOP) top = absmax(top, v[i][j]);
-        }
-        sum[i] = part;
-    }
-    row_sum_max<THREADS, TOP>(sum, top, scratch, 0);
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum[0] * inverse_k) + norm.eps));
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fmul_rn(v[i][j], inverse);
-    if (!norm.has_bias()) return __fmul_rn(top, inverse);
+    if (!CENTER && !norm.has_bias()) return __fmul_rn(top, inverse);
+    if (norm.has_bias())
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        float bias[8];
-        norm.load_bias(i, bias);
+        for (int i = 0; i < VECTORS; ++i) {
+            float bias[8];
+            norm.load_bias(i, bias);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], bias[j]);
-    }
+            for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], bias[j]);
+        }
     return TOP ? row_max<THREADS>(v, scratch, 1) : 0.0f;
 }
 

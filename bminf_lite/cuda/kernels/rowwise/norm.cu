@@ -30,8 +30,18 @@ __device__ __forceinline__ double sum_of(RowScratch<THREADS>& scratch, int bank,
     return threads_sum<THREADS>(sum, scratch, bank);
 }
 
-__device__ __forceinline__ float inverse_deviation(double squares, double inverse_k, float eps) {
-    return __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(squares * inverse_k) + eps));
+// What RMSNorm makes of the sum of a row's squares.
+__device__ __forceinline__ RowStatistics rms_norm_statistics(double squares, double inverse_k, float eps) {
+    return {0, inverse_deviation(static_cast<float>(squares * inverse_k), eps)};
+}
+
+// What LayerNorm makes of a row of which each of THREADS threads holds a part, with the sums sum and squares.
+template <int THREADS>
+__device__ __forceinline__ RowStatistics
+layer_norm_statistics(double sum, double squares, double inverse_k, float eps, RowScratch<THREADS>& scratch) {
+    double total[2];
+    row_two_sums<THREADS>([&](int, double& a, double& b) { a = sum, b = squares; }, total, scratch);
+    return layer_norm_statistics(total[0], total[1], inverse_k, eps);
 }
 
 // Eight weights, ones if there are none; with WHOLE the vector is inside the row.
@@ -84,26 +94,33 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
     const int written = index < rows ? k : 0;
     const auto column_of = [thread](int i) { return (i * THREADS + thread) * 8; };
     const double inverse_k = 1.0 / k;
-    float v[VECTORS][8], mean = 0;
+    float v[VECTORS][8];
     read_row<WHOLE>(x + row * pitch, k, column_of, v);
+    RowStatistics norm;
     if constexpr (CENTER) {
-        const auto add = [&](float sum, int i, int j) { return sum + v[i][j]; };
-        mean = static_cast<float>(sum_of<THREADS, VECTORS>(scratch, 1, add) * inverse_k);
+        double sum = 0, squares = 0;
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[i][j] -= mean;
-            if (k < THREADS * VECTORS * 8) zero_tail(v[i], column_of(i), k);
+            double part, part_squares;
+            vector_sums(v[i], WHOLE ? 8 : k - column_of(i), part, part_squares);
+            sum += part, squares += part_squares;
         }
+        norm = layer_norm_statistics(sum, squares, inverse_k, eps, scratch);
+    } else {
+        const auto square = [&](float sum, int i, int j) { return fmaf(v[i][j], v[i][j], sum); };
+        norm = rms_norm_statistics(sum_of<THREADS, VECTORS>(scratch, 0, square), inverse_k, eps);
     }
-    const auto square = [&](float sum, int i, int j) { return fmaf(v[i][j], v[i][j], sum); };
-    const float inverse = inverse_deviation(sum_of<THREADS, VECTORS>(scratch, 0, square), inverse_k, eps);
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) apply<WHOLE>(v[i], weight, bias, inverse, column_of(i), k);
+    for (int i = 0; i < VECTORS; ++i) {
+        if constexpr (CENTER)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[i][j] -= norm.mean;
+        apply<WHOLE>(v[i], weight, bias, norm.inverse, column_of(i), k);
+    }
     write_row<WHOLE>(out + row * out_pitch, written, column_of, v);
     if (thread == 0 && written) {
-        if (CENTER && mean_out) mean_out[row] = mean;
-        if (inverse_out) inverse_out[row] = inverse;
+        if (CENTER && mean_out) mean_out[row] = norm.mean;
+        if (inverse_out) inverse_out[row] = norm.inverse;
     }
 }
 
@@ -123,40 +140,42 @@ __global__ void __launch_bounds__(LONG_THREADS) norm_rows_multi_pass(
     __shared__ RowScratch<LONG_THREADS> scratch;
     const long long row = blockIdx.x;
     const double inverse_k = 1.0 / k;
-    float mean = 0;
     const auto read = [&](int column, float (&v)[1][8]) {
         read_row<WHOLE>(x + row * pitch, k, [column](int) { return column; }, v);
     };
+    RowStatistics norm;
     if constexpr (CENTER) {
-        const auto add = [&](int column) {
+        double sum = 0, squares = 0;
+        for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) {
+            float v[1][8];
+            double part, part_squares;
+            read(column, v);
+            vector_sums(v[0], WHOLE ? 8 : k - column, part, part_squares);
+            sum += part, squares += part_squares;
+        }
+        norm = layer_norm_statistics(sum, squares, inverse_k, eps, scratch);
+    } else {
+        const auto square = [&](int column) {
             float v[1][8], part = 0;
             read(column, v);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) part += v[0][j];
+            for (int j = 0; j < 8; ++j) part = fmaf(v[0][j], v[0][j], part);
             return part;
         };
-        mean = static_cast<float>(long_sum(k, scratch, 1, add) * inverse_k);
+        norm = rms_norm_statistics(long_sum(k, scratch, 0, square), inverse_k, eps);
     }
-    const auto square = [&](int column) {
-        float v[1][8], part = 0;
-        read(column, v);
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-            if (column + j < k) part = fmaf(v[0][j] - mean, v[0][j] - mean, part);
-        return part;
-    };
-    const float inverse = inverse_deviation(long_sum(k, scratch, 0, square), inverse_k, eps);
     for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) {
         float v[1][8];
         read(column, v);
+        if constexpr (CENTER)
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[0][j] -= mean;
-        apply<WHOLE>(v[0], weight, bias, inverse, column, k);
+            for (int j = 0; j < 8; ++j) v[0][j] -= norm.mean;
+        apply<WHOLE>(v[0], weight, bias, norm.inverse, column, k);
         store_some(out + row * out_pitch + column, k - column, WHOLE, v[0]);
     }
     if (threadIdx.x == 0) {
-        if (CENTER && mean_out) mean_out[row] = mean;
-        if (inverse_out) inverse_out[row] = inverse;
+        if (CENTER && mean_out) mean_out[row] = norm.mean;
+        if (inverse_out) inverse_out[row] = norm.inverse;
     }
 }
 

@@ -7,16 +7,10 @@ namespace bminf {
 // The sum of one number of each of THREADS threads, in all of them. bank: see RowScratch.
 template <int THREADS>
 __device__ __forceinline__ double threads_sum(double sum, RowScratch<THREADS>& scratch, int bank) {
+    double sums[1] = {sum};
     float none = 0;
-    lanes_sum_max<true, false, (THREADS < WARP ? THREADS : WARP)>(sum, none);
-    if constexpr (THREADS > WARP) {
-        constexpr int WARPS = THREADS / WARP;
-        if (threadIdx.x % WARP == 0) scratch.sum[bank][threadIdx.x / WARP] = sum;
-        sync_threads<THREADS>();
-        sum = scratch.sum[bank][threadIdx.x % WARPS];
-        lanes_sum_max<true, false, WARPS>(sum, none);
-    }
-    return sum;
+    row_sum_max<THREADS, false>(sums, none, scratch, bank);
+    return sums[0];
 }
 
 // Reads N vectors, with zeros in columns from k on. WHOLE: k is a multiple of 8 and the row is aligned to 16 bytes;
