@@ -35,6 +35,13 @@ constexpr int blocks_per_sm(int input, int vectors) {
     return 1;
 #endif
 }
+
+// The threads of a block, by which the compiler divides the registers of an SM. A LayerNorm of two vectors would take a
+// few more than the 56 with which a block fits beside one of attention; it needs no more with room for 576 threads.
+constexpr int bounded_threads(int input, int vectors) {
+    return blocks_per_sm(input, vectors) == 2 && input == LAYER_NORM && vectors == 2 ? 576 : THREADS;
+}
+
 constexpr int PIPELINE_BYTES = PIPELINE_CHUNKS * CHUNK;  // of a warp; a whole number of units for every U
 
 __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
@@ -249,7 +256,7 @@ __device__ __forceinline__ void multiply_units(
 // PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
 // block has.
 template <int INPUT, int ROW_THREADS, int VECTORS, int EPILOGUE, int F, int U, bool EARLY>
-__global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
+__global__ void __launch_bounds__(bounded_threads(INPUT, VECTORS), blocks_per_sm(INPUT, VECTORS)) gemv(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, double inverse_k, int rotation,
     float rotation_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
     const float* __restrict__ bias, void* out, int n, int k, int pitch, const float* addend, const float* addend_weight,
