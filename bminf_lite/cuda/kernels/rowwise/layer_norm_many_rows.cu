@@ -11,12 +11,19 @@ using namespace bminf;
 
 constexpr int VECTORS = 2;
 
-// rows >= gridDim.x, k <= 8 * VECTORS * THREADS. norm_bias is null without HAS_BIAS. out may be x. Dynamic shared
-// memory: weight and, with HAS_BIAS, bias, each padded to a multiple of 16 floats.
+// A norm whose weight and bias are in shared memory. inverse: 1 / k, computed once for all rows.
+template <int THREADS>
+struct SharedNorm : NormParams<THREADS> {
+    double inverse;
+    __device__ __forceinline__ double inverse_k() const { return inverse; }
+};
+
+// rows >= gridDim.x, k <= 8 * VECTORS * THREADS; inverse_k: 1 / k. norm_bias is null without HAS_BIAS. out may be x.
+// Dynamic shared memory: weight and, with HAS_BIAS, bias, each padded to a multiple of 16 floats.
 template <bool HAS_BIAS, class T, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm_persistent(
     const float* x, long long pitch, const float* norm_weight, const float* norm_bias, float eps, T* out,
-    long long out_pitch, int rows, int k) {
+    long long out_pitch, int rows, int k, double inverse_k) {
     extern __shared__ float4 kept[];
     __shared__ RowScratch<THREADS, VECTORS> scratch;
     const int padded = (k + 15) / 16 * 16;
@@ -40,6 +47,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm_persistent
             next[i][1] = ld_global_v4(source + 4);
         }
     };
+    const SharedNorm<THREADS> norm = {{shared_weight, HAS_BIAS ? shared_bias : nullptr, eps, k, padded}, inverse_k};
     fetch(blockIdx.x);
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
         __syncthreads();  // weight and bias have been written, and the scratch of the previous row has been read
@@ -51,8 +59,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm_persistent
         }
         const int after = row + gridDim.x;
         fetch(after < rows ? after : row);
-        normalise_row<THREADS, true, false>(
-            v, shared_weight, HAS_BIAS ? shared_bias : nullptr, eps, k, padded, scratch);
+        normalise_row<THREADS, true, false>(v, norm, scratch);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) store_vector(out + row * out_pitch, column_of(i), padded, v[i]);
     }

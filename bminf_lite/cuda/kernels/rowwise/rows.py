@@ -181,7 +181,7 @@ class RowKernels:
         self._launcher.launch(
             step, self.persistent_source, f"layer_norm_persistent<{has_bias}, {kind}, {threads}>",
             self._launcher.num_sms * (1024 // threads), threads,
-            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, data, pitch, rows, k),
+            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, data, pitch, rows, k, 1 / k),
             shared=4 * round_up(k, PAD) * (2 if norm_bias else 1), bytes_moved=bytes_moved, cache=True,
         )  # fmt: skip
 

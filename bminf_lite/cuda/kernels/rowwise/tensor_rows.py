@@ -36,7 +36,7 @@ Rows = tuple[int, int]
 """An address, and the elements from one row to the next."""
 QuantizeLaunch = tuple[Kernel, int, int, tuple[int, ...]]
 """A kernel, its blocks, threads per block, and last arguments."""
-NormLaunch = tuple[Kernel, int, int, int, tuple[int, ...]]
+NormLaunch = tuple[Kernel, int, int, int, tuple[int | float, ...]]
 """The same with the shared memory in bytes before the last arguments."""
 
 
@@ -82,7 +82,7 @@ class TensorRows:
         of 8, and all rows, weight and bias start at multiples of 16 bytes. ``weight``, ``bias``: there is one.
         """
         if center and whole and weight and alone and self._keeps_parameters(rows, k, types):
-            return *self._persistent(k, bias), (rows, k)
+            return *self._persistent(k, bias), (rows, k, 1 / k)
         names = "norm_rows", "norm_rows_multi_pass"
         kernel, grid, block, sizes = self._find(self.norm_source, *names, MAX_NORM_WIDTH, rows, k, types, center, whole)
         return kernel, grid, block, 0, (0, 0, *sizes) if alone else sizes
