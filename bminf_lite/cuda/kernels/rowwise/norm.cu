@@ -82,18 +82,17 @@ __device__ __forceinline__ void apply(float (&v)[8], const W* weight, const W* b
 
 // ---- forward -----------------------------------------------------------------------------------------------------
 
-// out may be x. mean is null without CENTER; mean and inverse may be null.
+// out may be x. mean is null without CENTER; mean and inverse may be null. inverse_k: 1 / k.
 template <class T, class W, bool CENTER, bool WHOLE, int THREADS, int VECTORS>
 __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1)
     norm_rows(
         const T* x, long long pitch, const W* weight, const W* bias, float eps, T* out, long long out_pitch,
-        float* mean_out, float* inverse_out, int rows, int k) {
+        float* mean_out, float* inverse_out, int rows, int k, double inverse_k) {
     __shared__ RowScratch<THREADS> scratch;
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
     const long long row = min(index, rows - 1);
     const int written = index < rows ? k : 0;
     const auto column_of = [thread](int i) { return (i * THREADS + thread) * 8; };
-    const double inverse_k = 1.0 / k;
     float v[VECTORS][8];
     read_row<WHOLE>(x + row * pitch, k, column_of, v);
     RowStatistics norm;
@@ -136,10 +135,9 @@ __device__ __forceinline__ double long_sum(int k, RowScratch<LONG_THREADS>& scra
 template <class T, class W, bool CENTER, bool WHOLE>
 __global__ void __launch_bounds__(LONG_THREADS) norm_rows_multi_pass(
     const T* x, long long pitch, const W* weight, const W* bias, float eps, T* out, long long out_pitch,
-    float* mean_out, float* inverse_out, int k) {
+    float* mean_out, float* inverse_out, int k, double inverse_k) {
     __shared__ RowScratch<LONG_THREADS> scratch;
     const long long row = blockIdx.x;
-    const double inverse_k = 1.0 / k;
     const auto read = [&](int column, float (&v)[1][8]) {
         read_row<WHOLE>(x + row * pitch, k, [column](int) { return column; }, v);
     };

@@ -85,7 +85,8 @@ class TensorRows:
             return *self._persistent(k, bias), (rows, k, 1 / k)
         names = "norm_rows", "norm_rows_multi_pass"
         kernel, grid, block, sizes = self._find(self.norm_source, *names, MAX_NORM_WIDTH, rows, k, types, center, whole)
-        return kernel, grid, block, 0, (0, 0, *sizes) if alone else sizes
+        last = *sizes, 1 / k
+        return kernel, grid, block, 0, (0, 0, *last) if alone else last
 
     def _keeps_parameters(self, rows: int, k: int, types: str) -> bool:
         """Whether a LayerNorm is faster by blocks that keep its parameters in shared memory; see ``PERSISTENT_ROW``."""
