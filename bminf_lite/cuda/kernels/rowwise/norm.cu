@@ -82,6 +82,63 @@ __device__ __forceinline__ void apply(float (&v)[8], const W* weight, const W* b
 
 // ---- forward -----------------------------------------------------------------------------------------------------
 
+// Two elements in a register: ones.
+template <class T>
+constexpr unsigned PACKED_ONES = IS_BFLOAT16<T> ? 0x3f803f80u : 0x3c003c00u;
+constexpr unsigned PACKED_NEGATIVE_ZEROS = 0x80008000u;  // y + -0 is y, of either zero too
+
+// N vectors of 16-bit elements as they are in memory; `missing`, two elements, without a row. What is in columns from k
+// on does not matter.
+template <class T, int N, class Columns>
+__device__ __forceinline__ void load_packed(const T* row, int k, Columns column_of, unsigned missing, uint4 (&raw)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) raw[i] = make_uint4(missing, missing, missing, missing);
+    if (row == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) raw[i] = ld_global_v4(row + (column_of(i) < k ? column_of(i) : 0));
+}
+
+// LayerNorm of a row of whole vectors; its columns below `written` are written. Row, weight and bias stay in 16 bits
+// until they are used, so that registers suffice to have all of them in flight at once.
+template <int THREADS, int VECTORS, class T, class Columns>
+__device__ __forceinline__ RowStatistics layer_norm_packed(
+    const T* x, const T* weight, const T* bias, float eps, T* out, int written, int k, double inverse_k,
+    Columns column_of, RowScratch<THREADS>& scratch) {
+    uint4 row[VECTORS], weights[VECTORS], biases[VECTORS];
+    load_packed(x, k, column_of, 0, row);
+    load_packed(weight, k, column_of, PACKED_ONES<T>, weights);
+    load_packed(bias, k, column_of, PACKED_NEGATIVE_ZEROS, biases);
+    double sum = 0, squares = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        float v[8];
+        double part, part_squares;
+        if (column_of(i) >= k) row[i] = uint4{};
+        load8(reinterpret_cast<const T*>(row + i), v);
+        vector_sums(v, 8, part, part_squares);
+        sum += part, squares += part_squares;
+    }
+    const RowStatistics norm = layer_norm_statistics(sum, squares, inverse_k, eps, scratch);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        float v[8], w[8], b[8];
+        // converted again: kept since the sums, the values would take as many registers as in fp32
+        asm volatile("" : "+r"(row[i].x), "+r"(row[i].y), "+r"(row[i].z), "+r"(row[i].w));
+        load8(reinterpret_cast<const T*>(row + i), v);
+        load8(reinterpret_cast<const T*>(weights + i), w);
+        load8(reinterpret_cast<const T*>(biases + i), b);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            v[j] = __fadd_rn(__fmul_rn(__fmul_rn(__fsub_rn(v[j], norm.mean), w[j]), norm.inverse), b[j]);
+        if (column_of(i) < written) store8(out + column_of(i), v);
+    }
+    return norm;
+}
+
+// Where norm_rows is layer_norm_packed.
+template <class T, class W, bool CENTER, bool WHOLE>
+constexpr bool IS_PACKED = CENTER && WHOLE && sizeof(T) == 2 && sizeof(W) == 2;
+
 // out may be x. mean is null without CENTER; mean and inverse may be null. inverse_k: 1 / k.
 template <class T, class W, bool CENTER, bool WHOLE, int THREADS, int VECTORS>
 __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1)
@@ -93,30 +150,35 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
     const long long row = min(index, rows - 1);
     const int written = index < rows ? k : 0;
     const auto column_of = [thread](int i) { return (i * THREADS + thread) * 8; };
-    float v[VECTORS][8];
-    read_row<WHOLE>(x + row * pitch, k, column_of, v);
     RowStatistics norm;
-    if constexpr (CENTER) {
-        double sum = 0, squares = 0;
+    if constexpr (IS_PACKED<T, W, CENTER, WHOLE>) {
+        norm = layer_norm_packed<THREADS, VECTORS>(
+            x + row * pitch, weight, bias, eps, out + row * out_pitch, written, k, inverse_k, column_of, scratch);
+    } else {
+        float v[VECTORS][8];
+        read_row<WHOLE>(x + row * pitch, k, column_of, v);
+        if constexpr (CENTER) {
+            double sum = 0, squares = 0;
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+                double part, part_squares;
+                vector_sums(v[i], WHOLE ? 8 : k - column_of(i), part, part_squares);
+                sum += part, squares += part_squares;
+            }
+            norm = layer_norm_statistics(sum, squares, inverse_k, eps, scratch);
+        } else {
+            const auto square = [&](float sum, int i, int j) { return fmaf(v[i][j], v[i][j], sum); };
+            norm = rms_norm_statistics(sum_of<THREADS, VECTORS>(scratch, 0, square), inverse_k, eps);
+        }
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            double part, part_squares;
-            vector_sums(v[i], WHOLE ? 8 : k - column_of(i), part, part_squares);
-            sum += part, squares += part_squares;
+            if constexpr (CENTER)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[i][j] -= norm.mean;
+            apply<WHOLE>(v[i], weight, bias, norm.inverse, column_of(i), k);
         }
-        norm = layer_norm_statistics(sum, squares, inverse_k, eps, scratch);
-    } else {
-        const auto square = [&](float sum, int i, int j) { return fmaf(v[i][j], v[i][j], sum); };
-        norm = rms_norm_statistics(sum_of<THREADS, VECTORS>(scratch, 0, square), inverse_k, eps);
+        write_row<WHOLE>(out + row * out_pitch, written, column_of, v);
     }
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        if constexpr (CENTER)
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[i][j] -= norm.mean;
-        apply<WHOLE>(v[i], weight, bias, norm.inverse, column_of(i), k);
-    }
-    write_row<WHOLE>(out + row * out_pitch, written, column_of, v);
     if (thread == 0 && written) {
         if (CENTER && mean_out) mean_out[row] = norm.mean;
         if (inverse_out) inverse_out[row] = norm.inverse;
