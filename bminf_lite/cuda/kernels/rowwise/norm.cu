@@ -139,9 +139,17 @@ __device__ __forceinline__ RowStatistics layer_norm_packed(
 template <class T, class W, bool CENTER, bool WHOLE>
 constexpr bool IS_PACKED = CENTER && WHOLE && sizeof(T) == 2 && sizeof(W) == 2;
 
+// The minimum of resident blocks per SM of norm_rows. Packed rows fit 64 registers, with which four blocks of 256
+// threads are resident.
+template <class T, class W, bool CENTER, bool WHOLE>
+constexpr int norm_blocks(int threads, int vectors) {
+    if (IS_PACKED<T, W, CENTER, WHOLE> && threads == 256 && vectors == 4) return 4;
+    return WHOLE ? resident_blocks(threads, vectors) : 1;
+}
+
 // out may be x. mean is null without CENTER; mean and inverse may be null. inverse_k: 1 / k.
 template <class T, class W, bool CENTER, bool WHOLE, int THREADS, int VECTORS>
-__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1)
+__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, norm_blocks<T, W, CENTER, WHOLE>(THREADS, VECTORS))
     norm_rows(
         const T* x, long long pitch, const W* weight, const W* bias, float eps, T* out, long long out_pitch,
         float* mean_out, float* inverse_out, int rows, int k, double inverse_k) {
