@@ -14,7 +14,7 @@ from cli_kit import run
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
-from bminf_lite import __version__
+from bminf_lite import __version__, api
 from bminf_lite.cli import main
 from bminf_lite.errors import CheckpointError, DeviceError, OutOfMemory, UsageError
 
@@ -142,3 +142,18 @@ def test_numbers_that_overflow_end_in_a_message_and_never_in_a_warning(
         assert "Warning" not in result.stderr and isinstance(result.exception, SystemExit | None), result.exception
         assert result.exit_code == 0 or "hold a NaN or an infinity" in result.stderr
     assert result.exit_code == 1
+
+
+def test_serve_loads_the_model_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette", reason="the extra serve is not installed")
+    given: dict[str, object] = {}
+
+    def load(path: Path, **options: object) -> None:
+        given.update(options)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(api, "load", load)
+    arguments = ("--port", 0, "--http-workers", 1, "--max-num-batched-tokens", 4096, "--max-batch", 7)
+    result = run("serve", "a-model", "--device", "cpu", *arguments)
+    assert result.exit_code == 2 and "enough" in result.stderr, result.stderr
+    assert (given["max_num_batched_tokens"], given["max_batch"]) == (4096, 7)

@@ -6,7 +6,7 @@ do not wait for each other, so kernels with clusters do not run here, nor do the
 instructions (``ex2.approx``) are rounded once. ``fma`` is computed with 64 bits of precision and rounded then.
 
 Besides values it checks what a GPU leaves to chance or to a crash: the alignment of accesses, their bounds in shared
-memory, warps that are together at a shuffle, barriers that are never complete, waits for copies that nobody started,
+memory, warps that are together at a shuffle, barriers that are never complete, waits for copies that were not started,
 accesses to shared memory that nothing orders (``races.py``), and reads of what the kernels before may still write.
 """
 
