@@ -312,10 +312,12 @@ class ndarray:
             raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {values.shape}")
         if not self.flags.c_contiguous:
             raise RuntimeError("Cannot set to non-contiguous array")
+        Machine.current.order.complete()
         self.values()[...] = values
 
     def get(self, stream: Any = None) -> np.ndarray:
         Machine.current.refuse_in_recording("a copy to the host")
+        Machine.current.order.complete()
         return self.values().copy()
 
     def fill(self, value: Any) -> None:
