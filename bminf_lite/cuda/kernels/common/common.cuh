@@ -255,12 +255,13 @@ __device__ __forceinline__ void tree_sum(double (&x)[N]) {
 
 // Step 3 for N groups at once, and with TOP the absmax over the warp. x[i]: this lane's vector of group i. In lane t,
 // x[0] gets the sum of group t / (WARP / N). Lanes that exchange values keep one half of the groups each, so N groups
-// take N - 1 exchanges more than log2(WARP / N), not N log2(WARP).
-template <bool TOP, int N>
+// take N - 1 exchanges more than log2(WARP / N), not N log2(WARP). HALVES: in lane 2 m + 1 x[i] is the sum of vectors m
+// and m + 16, and lanes with odd numbers get the sums.
+template <bool TOP, bool HALVES, int N>
 __device__ __forceinline__ void sum_groups(double (&x)[N], float& top) {
     int groups = N;
 #pragma unroll
-    for (int d = WARP / 2; d; d /= 2) {
+    for (int d = WARP / 2; d > HALVES; d /= 2) {
         if (groups > 1) {
             const bool upper = threadIdx.x & d;
             groups /= 2;
@@ -278,17 +279,19 @@ __device__ __forceinline__ void sum_groups(double (&x)[N], float& top) {
 
 // Steps 3 and 4, and with TOP the absmax, over the THREADS of a row, in all of them: sum[0] and top. sum[i]: the sum of
 // vector i of this thread, which is vector i * THREADS + thread of the row, after step 2. THREADS and N are powers of
-// two; rows of fewer threads than a warp have one group. Consecutive reductions must alternate `bank`.
-template <int THREADS, bool TOP, int N>
+// two; rows of fewer threads than a warp have one group. Consecutive reductions must alternate `bank`. HALVES: see
+// sum_groups.
+template <int THREADS, bool TOP, bool HALVES = false, int N>
 __device__ __forceinline__ void row_sum_max(double (&sum)[N], float& top, RowScratch<THREADS, N>& scratch, int bank) {
     static_assert(N * THREADS <= (THREADS < WARP ? WARP : ROW_SUM_VECTORS), "one sum for each vector of the order");
+    static_assert(!HALVES || THREADS > WARP, "the warps exchange sums");
     const int lane = threadIdx.x % WARP;
     if constexpr (THREADS < WARP) {
         tree_sum(sum);
         lanes_sum_max<true, TOP, THREADS>(sum[0], top);
         return;
     }
-    sum_groups<TOP>(sum, top);
+    sum_groups<TOP, HALVES>(sum, top);
     constexpr int WARPS = THREADS / WARP, GROUPS = N * WARPS;
     if constexpr (WARPS == 1) {
 #pragma unroll
@@ -296,7 +299,7 @@ __device__ __forceinline__ void row_sum_max(double (&sum)[N], float& top, RowScr
     } else {
         constexpr int EACH = GROUPS > WARP ? GROUPS / WARP : 1, LANES = GROUPS / EACH;
         const int warp = threadIdx.x / WARP;
-        if (lane % (WARP / N) == 0) scratch.sum[bank][lane / (WARP / N) * WARPS + warp] = sum[0];
+        if (lane % (WARP / N) == HALVES) scratch.sum[bank][lane / (WARP / N) * WARPS + warp] = sum[0];
         if (TOP && lane == 0) scratch.top[bank][warp] = top;
         sync_threads<THREADS>();
         double group[EACH];
@@ -347,32 +350,105 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
     return threads_absmax<THREADS>(top, scratch, bank);
 }
 
-// The norm of rows in THREADS threads, as normalise_row takes it: weight and bias (null: none), fp32 [pitch], are read
-// from memory when they are needed. With ONE_ROW the first THREADS threads of a block hold its only row.
-template <int THREADS, bool ONE_ROW = false>
+// Which elements of a row a thread has: vector i of eight, of neighbours.
+template <int ROW_THREADS>
+struct WholeVectors {
+    static constexpr int THREADS = ROW_THREADS;
+    static constexpr bool HALVES = false;
+
+    __device__ __forceinline__ static bool has_part() { return true; }
+    __device__ __forceinline__ static int column(int i, int half = 0) {
+        const int thread = threadIdx.x;
+        return (i * THREADS + thread % THREADS) * 8 + half * 4;
+    }
+};
+
+// Halves of two vectors in place of vector i, for the only row of a block, held by its first ROW_THREADS threads. Lane
+// 2 m of a warp has the first halves of the vectors that lanes m and m + 16 have in WholeVectors, lane 2 m + 1 the
+// second ones. So a warp's loads of fp32 vectors take whole sectors: loads of 16 bytes, 32 bytes apart, take each
+// sector twice.
+template <int ROW_THREADS>
+struct HalfVectors {
+    static constexpr int THREADS = ROW_THREADS;
+    static constexpr bool HALVES = true;
+
+    __device__ __forceinline__ static bool has_part() { return threadIdx.x < THREADS; }
+    __device__ __forceinline__ static int column(int i, int half) {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+        return (i * THREADS + warp * WARP) * 8 + half * WARP * 4 + lane * 4;
+    }
+};
+
+// Clears the elements of vector i in columns from k on.
+template <class Layout>
+__device__ __forceinline__ void clear_tail(float (&x)[8], int i, int k) {
+    if constexpr (!Layout::HALVES) return zero_tail(x, Layout::column(i), k);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (Layout::column(i, half) + j >= k) x[4 * half + j] = 0;
+}
+
+// Step 1: folds add(sum, element) over a vector, from 0 on. Of HALVES a lane with an even number sums its first halves,
+// and the lane behind it goes on; there the result is the sum of both vectors, which are 16 apart.
+template <class Layout, class F>
+__device__ __forceinline__ double vector_sum(const float (&v)[8], F add) {
+    if constexpr (!Layout::HALVES) {
+        float part = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) part = add(part, v[j]);
+        return part;
+    } else {
+        float part[2] = {};
+#pragma unroll
+        for (int round = 0; round < 2; ++round) {
+            if (round == 1)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) part[half] = __shfl_up_sync(FULL, part[half], 1);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) part[half] = add(part[half], v[4 * half + j]);
+        }
+        return static_cast<double>(part[0]) + part[1];
+    }
+}
+
+// The norm of rows, as normalise_row takes it: weight and bias (null: none), fp32 [pitch], are read from memory when
+// they are needed.
+template <class RowLayout>
 struct NormParams {
+    using Layout = RowLayout;
     const float* __restrict__ weight;
     const float* __restrict__ bias;
     float eps;
     int k, pitch;
 
-    __device__ __forceinline__ static bool has_part() { return !ONE_ROW || threadIdx.x < THREADS; }
-    __device__ __forceinline__ static int column(int i) {
-        const int thread = threadIdx.x;
-        return (i * THREADS + (ONE_ROW ? thread : thread % THREADS)) * 8;
-    }
     __device__ __forceinline__ double inverse_k() const { return 1.0 / k; }
     __device__ __forceinline__ bool has_bias() const { return bias != nullptr; }
-    __device__ __forceinline__ void load_weight(int i, float (&x)[8]) const {
-        load_row8(weight, column(i), k, pitch, x);
+    __device__ __forceinline__ void load_weight(int i, float (&x)[8]) const { load(weight, i, x); }
+    __device__ __forceinline__ void load_bias(int i, float (&x)[8]) const { load(bias, i, x); }
+
+private:
+    __device__ __forceinline__ void load(const float* row, int i, float (&x)[8]) const {
+        if constexpr (!Layout::HALVES) return load_row8(row, Layout::column(i), k, pitch, x);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int column = Layout::column(i, half);
+            float4 loaded = {};
+            if (column < pitch) loaded = *reinterpret_cast<const float4*>(row + column);
+            x[4 * half] = loaded.x, x[4 * half + 1] = loaded.y, x[4 * half + 2] = loaded.z, x[4 * half + 3] = loaded.w;
+        }
+        clear_tail<Layout>(x, i, k);
     }
-    __device__ __forceinline__ void load_bias(int i, float (&x)[8]) const { load_row8(bias, column(i), k, pitch, x); }
 };
 
 // The same, with the weight, and the bias if WITH_BIAS, in registers. Made before a kernel waits for its input, it
 // takes their latency off the time that the input takes. Behind the end of the row they are finite. inverse: 1 / k.
 template <int VECTORS, bool WITH_BIAS, class Params>
 struct LoadedNorm : Params {
+    using Layout = typename Params::Layout;
     double inverse;
     float weights[VECTORS][8], biases[WITH_BIAS ? VECTORS : 1][8];
 
@@ -394,14 +470,16 @@ struct LoadedNorm : Params {
 
 private:
     // Threads beyond the end of the row load its last elements, and keep them: clearing them would wait for the load.
+    __device__ __forceinline__ int last_or(int column, int half) const {
+        return min(column, this->pitch - (Layout::HALVES ? 4 : 8 - 4 * half));
+    }
     __device__ __forceinline__ void load(const float* row, float (&x)[VECTORS][8]) const {
-        if (!Params::has_part()) return;  // loads that are not needed delay the others: all blocks load at once
+        if (!Layout::has_part()) return;  // loads that are not needed delay the others: all blocks load at once
         uint4 raw[VECTORS][2];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                raw[i][j] = ld_global_cg_v4(row + min(this->column(i), this->pitch - 8) + j * 4);
+            for (int j = 0; j < 2; ++j) raw[i][j] = ld_global_cg_v4(row + last_or(Layout::column(i, j), j));
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) load8(reinterpret_cast<const float*>(raw[i]), x[i]);
     }
@@ -415,39 +493,34 @@ template <int THREADS, bool CENTER, bool TOP, int VECTORS, class Params>
 __device__ __forceinline__ float normalise_row(
     float (&v)[VECTORS][8], const Params& norm, RowScratch<THREADS, VECTORS>& scratch) {
     const double inverse_k = norm.inverse_k();  // computed while the loads of the row are in flight
+    using Layout = typename Params::Layout;
     float top = 0;
+    double sum[VECTORS];
     if constexpr (CENTER) {
-        double sum[VECTORS];
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            float part = 0;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) part += v[i][j];
-            sum[i] = part;
-        }
-        row_sum_max<THREADS, false>(sum, top, scratch, 1);
+        for (int i = 0; i < VECTORS; ++i)
+            sum[i] = vector_sum<Layout>(v[i], [](float part, float x) { return part + x; });
+        row_sum_max<THREADS, false, Layout::HALVES>(sum, top, scratch, 1);
         const float mean = static_cast<float>(sum[0] * inverse_k);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) v[i][j] -= mean;
-            if (norm.k < THREADS * VECTORS * 8) zero_tail(v[i], norm.column(i), norm.k);
+            if (norm.k < THREADS * VECTORS * 8) clear_tail<Layout>(v[i], i, norm.k);
         }
     }
-    double sum[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        float part = 0, weight[8];
+        float weight[8];
         norm.load_weight(i, weight);
+        sum[i] = vector_sum<Layout>(v[i], [](float part, float x) { return fmaf(x, x, part); });
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            part = fmaf(v[i][j], v[i][j], part);
             v[i][j] = __fmul_rn(v[i][j], weight[j]);
             if constexpr (TOP) top = absmax(top, v[i][j]);
         }
-        sum[i] = part;
     }
-    row_sum_max<THREADS, TOP>(sum, top, scratch, 0);
+    row_sum_max<THREADS, TOP, Layout::HALVES>(sum, top, scratch, 0);
     const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum[0] * inverse_k) + norm.eps));
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
@@ -460,7 +533,7 @@ __device__ __forceinline__ float normalise_row(
         norm.load_bias(i, bias);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], bias[j]);
-        if (norm.k < THREADS * VECTORS * 8) zero_tail(v[i], norm.column(i), norm.k);
+        if (norm.k < THREADS * VECTORS * 8) clear_tail<Layout>(v[i], i, norm.k);
     }
     return TOP ? row_max<THREADS>(v, scratch, 1) : 0.0f;
 }
@@ -470,7 +543,7 @@ template <int THREADS, bool CENTER, bool TOP, int VECTORS>
 __device__ __forceinline__ float normalise_row(
     float (&v)[VECTORS][8], const float* __restrict__ norm_weight, const float* __restrict__ norm_bias, float eps,
     int k, int pitch, RowScratch<THREADS, VECTORS>& scratch) {
-    const NormParams<THREADS> norm = {norm_weight, norm_bias, eps, k, pitch};
+    const NormParams<WholeVectors<THREADS>> norm = {norm_weight, norm_bias, eps, k, pitch};
     return normalise_row<THREADS, CENTER, TOP>(v, norm, scratch);
 }
 

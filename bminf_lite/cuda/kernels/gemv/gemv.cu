@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     if (threadIdx.x < block.count) operands = prefetch_epilogue(block, threadIdx.x, w_scale, bias);
     using Row = InputRow<INPUT, ROW_THREADS, VECTORS>;
     const auto norm = input_norm<Row>({norm_weight, norm_bias, eps, k, pitch}, inverse_k);
-    const RowAddresses<Row, typename Row::Source> row(x, pitch);
+    const RowAddresses<Row> row(x, pitch);
     if constexpr (!EARLY) wait_on_dependent_grids();
     if (EPILOGUE == ADD && threadIdx.x < block.count)
         operands.residual = ld_global(static_cast<const float*>(out) + block.first + threadIdx.x);

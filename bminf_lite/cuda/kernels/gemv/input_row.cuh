@@ -23,47 +23,59 @@ struct InputRow {
     using Half = typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type;
     using Source = typename Conditional<IS_FLOAT, float, Half>::type;
     using Scratch = RowScratch<THREADS, VECTORS>;
-    using Norm = NormParams<THREADS, true>;
+    using Layout = HalfVectors<THREADS>;  // of fp32
+    using Norm = NormParams<Layout>;
+    static constexpr int LOADS = sizeof(Source) / 2, EACH = 8 / LOADS;  // loads of a vector, elements of a load
 
-    // The first column of a thread's vector i. The vectors of a rotated row are neighbours, so that a transform needs
-    // fewer exchanges between threads; otherwise neighbouring threads read neighbouring vectors.
-    __device__ __forceinline__ static int column(int i) {
+    // The first column of load j of a thread's vector i. The vectors of a rotated row are neighbours, so that a
+    // transform needs fewer exchanges between threads; otherwise neighbouring threads read neighbouring elements.
+    __device__ __forceinline__ static int column(int i, int j = 0) {
+        if constexpr (IS_FLOAT) return Layout::column(i, j);
         const int thread = threadIdx.x;
         return (INPUT == ROTATED ? thread * VECTORS + i : i * THREADS + thread) * 8;
+    }
+
+    // Clears the elements of vector i in columns from k on.
+    __device__ __forceinline__ static void clear(float (&x)[8], int i, int k) {
+        if constexpr (IS_FLOAT)
+            clear_tail<Layout>(x, i, k);
+        else
+            zero_tail(x, column(i), k);
     }
 };
 
 // Where a thread's vectors of a row are. All loads are unconditional: threads beyond the end load the last elements,
-// and zero_tail clears them. Of short rows the addresses are in registers before a kernel waits for its input.
-template <class Row, class Source>
+// and clear() clears them. Of short rows the addresses are in registers before a kernel waits for its input.
+template <class Row>
 struct RowAddresses {
-    const Source* vectors[Row::VECTORS];
+    const typename Row::Source* loads[Row::VECTORS][Row::LOADS];
 
     __device__ __forceinline__ RowAddresses(const void* x, int pitch) {
 #pragma unroll
-        for (int i = 0; i < Row::VECTORS; ++i) {
-            vectors[i] = static_cast<const Source*>(x) + min(Row::column(i), pitch - 8);
-            if constexpr (Row::VECTORS <= 2) asm volatile("" : "+l"(vectors[i]));
-        }
+        for (int i = 0; i < Row::VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < Row::LOADS; ++j) {
+                loads[i][j] = static_cast<const typename Row::Source*>(x) + min(Row::column(i, j), pitch - Row::EACH);
+                if constexpr (Row::VECTORS <= 2) asm volatile("" : "+l"(loads[i][j]));
+            }
     }
-    template <int PARTS>
-    __device__ __forceinline__ void load(uint4 (&raw)[Row::VECTORS][PARTS]) const {
+    __device__ __forceinline__ void load(uint4 (&raw)[Row::VECTORS][Row::LOADS]) const {
 #pragma unroll
         for (int i = 0; i < Row::VECTORS; ++i)
 #pragma unroll
-            for (int j = 0; j < PARTS; ++j) raw[i][j] = ld_global_cg_v4(vectors[i] + j * (8 / PARTS));
+            for (int j = 0; j < Row::LOADS; ++j) raw[i][j] = ld_global_cg_v4(loads[i][j]);
     }
 };
 
 // A row of the input's length in registers, with zeros behind its end.
-template <class Row, class Source>
-__device__ __forceinline__ void load_input(const RowAddresses<Row, Source>& x, int k, float (&v)[Row::VECTORS][8]) {
-    uint4 raw[Row::VECTORS][sizeof(Source) / 2];
+template <class Row>
+__device__ __forceinline__ void load_input(const RowAddresses<Row>& x, int k, float (&v)[Row::VECTORS][8]) {
+    uint4 raw[Row::VECTORS][Row::LOADS];
     x.load(raw);
 #pragma unroll
     for (int i = 0; i < Row::VECTORS; ++i) {
-        load8(reinterpret_cast<const Source*>(raw[i]), v[i]);
-        zero_tail(v[i], Row::column(i), k);
+        load8(reinterpret_cast<const typename Row::Source*>(raw[i]), v[i]);
+        Row::clear(v[i], i, k);
     }
 }
 
@@ -91,23 +103,39 @@ template <class Row>
 __device__ __forceinline__ void add_normed(
     float (&v)[Row::VECTORS][8], const Addend& addend, int k, int pitch, typename Row::Scratch& scratch) {
     float y[Row::VECTORS][8];
-    load_input<Row>(RowAddresses<Row, float>(addend.x, pitch), k, y);
-    normalise_row<Row::THREADS, false, false>(y, addend.norm_weight, nullptr, addend.eps, k, pitch, scratch);
+    load_input(RowAddresses<Row>(addend.x, pitch), k, y);
+    const typename Row::Norm norm = {addend.norm_weight, nullptr, addend.eps, k, pitch};
+    normalise_row<Row::THREADS, false, false>(y, norm, scratch);
 #pragma unroll
     for (int i = 0; i < Row::VECTORS; ++i) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], y[i][j]);
-        const int column = Row::column(i);
-        if (blockIdx.x == 0 && column < pitch) store8(addend.sum + column, v[i]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int column = Row::column(i, half);
+            const float4 stored = {v[i][4 * half], v[i][4 * half + 1], v[i][4 * half + 2], v[i][4 * half + 3]};
+            if (blockIdx.x == 0 && column < pitch) *reinterpret_cast<float4*>(addend.sum + column) = stored;
+        }
     }
     sync_threads<Row::THREADS>();  // the next reduction uses the same scratch
+}
+
+// Stores the codes of vector i.
+template <class Row>
+__device__ __forceinline__ void store_codes(int8* codes, int i, int width, const uint2& of_vector) {
+    if constexpr (Row::IS_FLOAT) {
+        const int first = Row::column(i, 0), second = Row::column(i, 1);
+        if (first < width) *reinterpret_cast<unsigned*>(codes + first) = of_vector.x;
+        if (second < width) *reinterpret_cast<unsigned*>(codes + second) = of_vector.y;
+    } else if (const int column = Row::column(i); column < width) {
+        *reinterpret_cast<uint2*>(codes + column) = of_vector;
+    }
 }
 
 // quantize_input of 16-bit values, which need half as many registers as fp32. Two magnitudes are compared at once:
 // their bits order like the magnitudes, and NaN is the largest.
 template <class Row>
-__device__ __forceinline__ float quantize_packed(
-    const RowAddresses<Row, typename Row::Source>& x, int k, int width, int8* codes) {
+__device__ __forceinline__ float quantize_packed(const RowAddresses<Row>& x, int k, int width, int8* codes) {
     using Source = typename Row::Source;
     __shared__ RowScratch<Row::THREADS, 1> scratch;
     uint4 raw[Row::VECTORS][1];
@@ -131,8 +159,7 @@ __device__ __forceinline__ float quantize_packed(
     for (int i = 0; i < Row::VECTORS; ++i) {
         float v[8];
         load8(reinterpret_cast<const Source*>(raw[i]), v);
-        const int column = Row::column(i);
-        if (column < width) *reinterpret_cast<uint2*>(codes + column) = quantize8(v, ratio);
+        store_codes<Row>(codes, i, width, quantize8(v, ratio));
     }
     return a;
 }
@@ -141,8 +168,8 @@ __device__ __forceinline__ float quantize_packed(
 // Called by the threads of the row.
 template <class Row, class Norm>
 __device__ __forceinline__ float quantize_input(
-    const RowAddresses<Row, typename Row::Source>& x, const Norm& norm, int rotation, float rotation_scale, int k,
-    int pitch, int width, int8* codes, const Addend& addend) {
+    const RowAddresses<Row>& x, const Norm& norm, int rotation, float rotation_scale, int k, int pitch, int width,
+    int8* codes, const Addend& addend) {
     constexpr int INPUT = Row::INPUT, THREADS = Row::THREADS, VECTORS = Row::VECTORS;
     if constexpr (Row::IS_PACKED) return quantize_packed<Row>(x, k, width, codes);
     __shared__ typename Row::Scratch scratch;
@@ -157,10 +184,7 @@ __device__ __forceinline__ float quantize_input(
         top = row_max<THREADS>(v, scratch);
     const float ratio = row_ratio(top);
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        const int column = Row::column(i);
-        if (column < width) *reinterpret_cast<uint2*>(codes + column) = quantize8(v[i], ratio);
-    }
+    for (int i = 0; i < VECTORS; ++i) store_codes<Row>(codes, i, width, quantize8(v[i], ratio));
     return top;
 }
 

@@ -69,14 +69,38 @@ __device__ __forceinline__ void load_unaligned_up(const Values& v, int row, int 
 }
 
 // A norm whose weight and bias are in registers if LOADED: one vector of each for a thread.
-template <bool LOADED, bool CENTER, int THREADS>
-__device__ __forceinline__ auto norm_of(const NormParams<THREADS>& params) {
+template <bool LOADED, bool CENTER, class Layout>
+__device__ __forceinline__ auto norm_of(const NormParams<Layout>& params) {
     if constexpr (LOADED) {
         double inverse = 1.0 / params.k;
         asm volatile("" : "+d"(inverse));  // computed here
-        return LoadedNorm<1, CENTER, NormParams<THREADS>>(params, inverse);
+        return LoadedNorm<1, CENTER, NormParams<Layout>>(params, inverse);
     } else {
         return params;
+    }
+}
+
+// The codes of the norm of a row of which each of THREADS threads has one vector. stream: the row; padded: elements
+// that it has in memory, and that the codes have.
+template <Order OUT, bool CENTER, int THREADS, class Norm>
+__device__ __forceinline__ void quantize_norm(
+    const float* stream, const Norm& norm, int padded, int row, int8* out, long long out_ld, float* scales,
+    RowScratch<THREADS, 1>& scratch) {
+    using Layout = typename Norm::Layout;
+    uint4 raw[2];
+    float v[1][8];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) raw[half] = ld_global_v4(stream + min(Layout::column(0, half), padded - 4));
+    load8(reinterpret_cast<const float*>(raw), v[0]);
+    clear_tail<Layout>(v[0], 0, norm.k);
+    const RowScale s = row_scale(normalise_row<THREADS, CENTER, true>(v, norm, scratch));
+    if (threadIdx.x == 0) scales[row] = s.scale;
+    const uint2 codes = quantize8(v[0], s.ratio);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int column = Layout::column(0, half);
+        if (column < padded)
+            *reinterpret_cast<unsigned*>(out + offset<OUT>(row, column, out_ld)) = half ? codes.y : codes.x;
     }
 }
 
@@ -114,10 +138,17 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
         for (int i = 0; i < VECTORS; ++i)
             if ((i * THREADS + thread) * 8 < k) prefetch_l2(norm_weight + (i * THREADS + thread) * 8);
     const int padded = (k + 15) / 16 * 16;
-    const NormParams<THREADS> params = {norm_weight, norm_bias, eps, k, padded};
+    constexpr bool HALVES = LOADED && SOURCE == NONE && TARGET == CODES;
+    using Layout = typename Conditional<HALVES, HalfVectors<THREADS>, WholeVectors<THREADS>>::type;
+    const NormParams<Layout> params = {norm_weight, norm_bias, eps, k, padded};
     const auto norm = norm_of<LOADED, PREPARE == LAYER_NORM>(params);
     wait_on_dependent_grids();
     const int row = min(index, rows - 1), written = index < rows ? padded : 0;
+    if constexpr (HALVES) {
+        quantize_norm<static_cast<Order>(OUT), PREPARE == LAYER_NORM>(
+            residual + row * residual_pitch, norm, padded, row, static_cast<int8*>(out), out_ld, scales, scratch);
+        return;
+    }
     const bool aligned = k % 8 == 0;  // the second half of x
     const Values values = {data, x_scale, w_scale, bias, pitch};
     const auto column_of = [thread](int vector) { return (vector * THREADS + thread) * 8; };
