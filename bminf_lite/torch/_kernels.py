@@ -38,7 +38,7 @@ EPILOGUES = {
 }  # fmt: skip
 GEMV_INPUTS = {torch.float16: GemvInput.HALF, torch.bfloat16: GemvInput.BFLOAT16}
 """The types of a single row that the product quantizes itself."""
-RowsLaunch = tuple[int, int, Launch | None, tuple[int, ...]]
+RowsLaunch = tuple[int, int, Launch | None, tuple[int | float, ...]]
 """Of an operation over rows: their pitch, their columns, the launch unless there are no rows, its last arguments."""
 SCALE_BYTES = 4
 SHAPES = 4096

@@ -110,6 +110,24 @@ def test_layer_norms_of_many_wide_rows(k, bias):
     assert torch.equal(ops.layer_norm_(x.clone(), weight, offsets), found)
 
 
+@pytest.mark.parametrize("affine", [0, 1, 2])
+@pytest.mark.parametrize("mean", [0, 50])
+@pytest.mark.parametrize("k", [4104, 8192, 8200, 12296, 16384])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_layer_norms_of_many_wide_16_bit_rows(dtype, k, mean, affine):
+    """Mean and variance come from one pass, which must not cost precision where the mean is large."""
+    x = (on_gpu(300, k) + mean).to(dtype)
+    x[1] = mean  # no deviation
+    parameters = [on_gpu(k, dtype=dtype, seed=seed) for seed in (1, 2)[:affine]]
+    expected = F.layer_norm(wide(x), (k,), *map(wide, parameters))
+    found = ops.layer_norm(x, *parameters)
+    n = (wide(x).abs() + mean) * (wide(x).var(-1, keepdim=True, correction=0) + 1e-5).rsqrt()
+    assert_near(found, expected, n * (wide(parameters[0]).abs() if affine else 1) + 1)
+    with_statistics = ops.layer_norm(x.clone().requires_grad_(), *parameters).detach()
+    assert torch.equal(with_statistics, found)
+    assert torch.equal(ops.layer_norm_(x, *parameters), found)
+
+
 @pytest.mark.parametrize("center", [True, False])
 def test_norms_in_place_have_the_gradients_of_the_others(center):
     x, weight, dy = on_gpu(40, 300), on_gpu(300, seed=1).abs() + 0.5, on_gpu(40, 300, seed=2)

@@ -30,8 +30,12 @@ __device__ __forceinline__ double sum_of(RowScratch<THREADS>& scratch, int bank,
     return threads_sum<THREADS>(sum, scratch, bank);
 }
 
+__device__ __forceinline__ float inverse_deviation(float mean_square, float eps) {
+    return __fdiv_rn(1.0f, __fsqrt_rn(mean_square + eps));
+}
+
 __device__ __forceinline__ float inverse_deviation(double squares, double inverse_k, float eps) {
-    return __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(squares * inverse_k) + eps));
+    return inverse_deviation(static_cast<float>(squares * inverse_k), eps);
 }
 
 // Eight weights, ones if there are none; with WHOLE the vector is inside the row.
@@ -70,20 +74,123 @@ __device__ __forceinline__ void apply(float (&v)[8], const W* weight, const W* b
     for (int j = 0; j < 8; ++j) v[j] = __fadd_rn(v[j], w[j]);
 }
 
+// ---- LayerNorm of long rows of 16-bit elements -------------------------------------------------------------------
+//
+// Such a norm executes so many instructions for each byte that they take nearly as long as the memory does. So mean and
+// variance come from one reduction, and an element of the result from three operations:
+//
+//     out = fma(x - mean, weight * inverse, bias)
+//
+// Row, weight and bias stay in 16 bits, which makes room for more blocks on an SM, and for all loads of a thread to be
+// in flight at once.
+
+// Where norm_rows is layer_norm_packed.
+template <class T, class W, bool CENTER, bool WHOLE>
+constexpr bool is_packed(int threads, int vectors) {
+    return CENTER && WHOLE && sizeof(T) == 2 && sizeof(W) == 2 && vectors == 4 && threads >= 256;
+}
+
+// The minimum of resident blocks per SM of norm_rows.
+template <class T, class W, bool CENTER, bool WHOLE>
+constexpr int norm_blocks(int threads, int vectors) {
+    if (is_packed<T, W, CENTER, WHOLE>(threads, vectors)) return 1024 / threads;
+    return WHOLE ? resident_blocks(threads, vectors) : 1;
+}
+
+// Adds a vector's elements to `sum` and their squares to `squares`. What is summed in fp32 are differences d from its
+// first element p:
+//
+//     sum(x) = 8 p + sum(d),  sum(x^2) = sum(d^2) + p (sum(x) + sum(d))
+//
+// They do not grow with the mean of the row. So the variance, a difference of two means that may be large beside it,
+// loses digits of fp64 only.
+__device__ __forceinline__ void add_sums(const float (&x)[8], double& sum, double& squares) {
+    float differences = 0, of_squares = 0;
+#pragma unroll
+    for (int j = 1; j < 8; ++j) {
+        const float d = __fsub_rn(x[j], x[0]);
+        differences = j == 1 ? d : __fadd_rn(differences, d);
+        of_squares = j == 1 ? __fmul_rn(d, d) : fmaf(d, d, of_squares);
+    }
+    const double first = x[0], part = __fma_rn(8.0, first, static_cast<double>(differences));
+    sum += part;
+    squares += __fma_rn(first, __dadd_rn(part, differences), of_squares);
+}
+
+// Vectors of a row as they are in memory; `missing`, two elements, without a row. Those that are not inside the row are
+// others of it.
+template <class T, int N, class Columns, class Inside>
+__device__ __forceinline__ void load_packed(
+    const T* row, Columns column_of, Inside inside, unsigned missing, uint4 (&raw)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) raw[i] = make_uint4(missing, missing, missing, missing);
+    if (row == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) raw[i] = ld_global_v4(row + (inside(i) ? column_of(i) : 0));
+}
+
+// Writes the norm of a row of k elements, more than half of what the threads can hold. Returns mean and inverse.
+template <int THREADS, int VECTORS, class T>
+__device__ __forceinline__ float2 layer_norm_packed(
+    const T* x, const T* weight, const T* bias, float eps, T* out, int k, double inverse_k,
+    RowScratch<THREADS>& scratch) {
+    constexpr unsigned ONES = IS_BFLOAT16<T> ? 0x3f803f80u : 0x3c003c00u;
+    constexpr unsigned NEGATIVE_ZEROS = 0x80008000u;  // y + -0 is y, of either zero too
+    const auto column_of = [](int i) { return static_cast<int>(i * THREADS + threadIdx.x) * 8; };
+    const auto inside = [=](int i) { return i < VECTORS / 2 || column_of(i) < k; };
+    uint4 row[VECTORS], weights[VECTORS], biases[VECTORS];
+    load_packed(x, column_of, inside, 0, row);
+    load_packed(weight, column_of, inside, ONES, weights);
+    load_packed(bias, column_of, inside, NEGATIVE_ZEROS, biases);
+    double sum = 0, squares = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        float v[8];
+        load8(reinterpret_cast<const T*>(row + i), v);
+        if (inside(i)) add_sums(v, sum, squares);
+    }
+    const double2 sums = threads_two_sums<THREADS>(sum, squares, scratch);
+    const double mean = __dmul_rn(sums.x, inverse_k);
+    const float variance = static_cast<float>(__dmul_rn(__fma_rn(-sums.x, mean, sums.y), inverse_k));
+    const float center = static_cast<float>(mean);
+    const float inverse = inverse_deviation(variance < 0 ? 0 : variance, eps);  // NaN stays NaN
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        float v[8], w[8], b[8];
+        // converted again: kept since the sums, the values would take as many registers as in fp32
+        asm volatile("" : "+r"(row[i].x), "+r"(row[i].y), "+r"(row[i].z), "+r"(row[i].w));
+        load8(reinterpret_cast<const T*>(row + i), v);
+        load8(reinterpret_cast<const T*>(weights + i), w);
+        load8(reinterpret_cast<const T*>(biases + i), b);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = fmaf(__fsub_rn(v[j], center), __fmul_rn(w[j], inverse), b[j]);
+        if (inside(i)) store8(out + column_of(i), v);
+    }
+    return {center, inverse};
+}
+
 // ---- forward -----------------------------------------------------------------------------------------------------
 
-// out may be x. mean is null without CENTER; mean and inverse may be null.
+// out may be x. mean is null without CENTER; mean and inverse may be null. inverse_k: 1 / k.
 template <class T, class W, bool CENTER, bool WHOLE, int THREADS, int VECTORS>
-__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1)
+__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, norm_blocks<T, W, CENTER, WHOLE>(THREADS, VECTORS))
     norm_rows(
         const T* x, long long pitch, const W* weight, const W* bias, float eps, T* out, long long out_pitch,
-        float* mean_out, float* inverse_out, int rows, int k) {
+        float* mean_out, float* inverse_out, int rows, int k, double inverse_k) {
     __shared__ RowScratch<THREADS> scratch;
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
     const long long row = min(index, rows - 1);
     const int written = index < rows ? k : 0;
     const auto column_of = [thread](int i) { return (i * THREADS + thread) * 8; };
-    const double inverse_k = 1.0 / k;
+    if constexpr (is_packed<T, W, CENTER, WHOLE>(THREADS, VECTORS)) {
+        const float2 norm = layer_norm_packed<THREADS, VECTORS>(
+            x + row * pitch, weight, bias, eps, out + row * out_pitch, k, inverse_k, scratch);
+        if (thread == 0) {
+            if (mean_out) mean_out[row] = norm.x;
+            if (inverse_out) inverse_out[row] = norm.y;
+        }
+        return;
+    }
     float v[VECTORS][8], mean = 0;
     read_row<WHOLE>(x + row * pitch, k, column_of, v);
     if constexpr (CENTER) {
@@ -119,10 +226,9 @@ __device__ __forceinline__ double long_sum(int k, RowScratch<LONG_THREADS>& scra
 template <class T, class W, bool CENTER, bool WHOLE>
 __global__ void __launch_bounds__(LONG_THREADS) norm_rows_multi_pass(
     const T* x, long long pitch, const W* weight, const W* bias, float eps, T* out, long long out_pitch,
-    float* mean_out, float* inverse_out, int k) {
+    float* mean_out, float* inverse_out, int k, double inverse_k) {
     __shared__ RowScratch<LONG_THREADS> scratch;
     const long long row = blockIdx.x;
-    const double inverse_k = 1.0 / k;
     float mean = 0;
     const auto read = [&](int column, float (&v)[1][8]) {
         read_row<WHOLE>(x + row * pitch, k, [column](int) { return column; }, v);

@@ -19,6 +19,24 @@ __device__ __forceinline__ double threads_sum(double sum, RowScratch<THREADS>& s
     return sum;
 }
 
+// Two sums over THREADS threads at once, in all of them: one half of a warp's lanes adds up the first, the other half
+// the second. Both banks of the scratch are used.
+template <int THREADS>
+__device__ __forceinline__ double2 threads_two_sums(double first, double second, RowScratch<THREADS>& scratch) {
+    constexpr int WARPS = THREADS / WARP, HALF = WARP / 2;
+    static_assert(1 < WARPS && WARPS <= HALF, "a lane of each half for each warp");
+    const int lane = threadIdx.x % WARP, upper = lane / HALF;
+    double sum = (upper ? second : first) + __shfl_xor_sync(FULL, upper ? first : second, HALF);
+    float none = 0;
+    lanes_sum_max<true, false, HALF>(sum, none);
+    if (lane % HALF == 0) scratch.sum[upper][threadIdx.x / WARP] = sum;
+    sync_threads<THREADS>();
+    sum = scratch.sum[upper][lane % WARPS];
+    lanes_sum_max<true, false, WARPS>(sum, none);
+    const double other = __shfl_xor_sync(FULL, sum, HALF);
+    return upper ? make_double2(other, sum) : make_double2(sum, other);
+}
+
 // Reads N vectors, with zeros in columns from k on. WHOLE: k is a multiple of 8 and the row is aligned to 16 bytes;
 // then all loads are in flight together.
 template <bool WHOLE, class T, int N, class Columns>

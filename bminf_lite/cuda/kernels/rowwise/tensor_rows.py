@@ -36,7 +36,7 @@ Rows = tuple[int, int]
 """An address, and the elements from one row to the next."""
 QuantizeLaunch = tuple[Kernel, int, int, tuple[int, ...]]
 """A kernel, its blocks, threads per block, and last arguments."""
-NormLaunch = tuple[Kernel, int, int, int, tuple[int, ...]]
+NormLaunch = tuple[Kernel, int, int, int, tuple[int | float, ...]]
 """The same with the shared memory in bytes before the last arguments."""
 
 
@@ -85,7 +85,8 @@ class TensorRows:
             return *self._persistent(k, bias), (rows, k)
         names = "norm_rows", "norm_rows_multi_pass"
         kernel, grid, block, sizes = self._find(self.norm_source, *names, MAX_NORM_WIDTH, rows, k, types, center, whole)
-        return kernel, grid, block, 0, (0, 0, *sizes) if alone else sizes
+        last = *sizes, 1 / k
+        return kernel, grid, block, 0, (0, 0, *last) if alone else last
 
     def _keeps_parameters(self, rows: int, k: int, types: str) -> bool:
         """Whether a LayerNorm is faster by blocks that keep its parameters in shared memory; see ``PERSISTENT_ROW``."""
