@@ -545,6 +545,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 const float before = to_score(running);
                 running = fmaxf(running, tile_top), seen = to;
                 const float new_top = to_score(running), shift = softmax_shift(new_top);
+                __syncwarp();  // weights take the place of scores that other lanes have read
                 if (residue == 0) {
                     st_shared_float(factors + (tile * HEADS + own_head) * 4, rescale_factor(before, shift));
                     if (tile == last_tile) st_shared_float(top + own_head * 4, new_top);
