@@ -176,11 +176,12 @@ def test_compiles_without_spills(arch: str) -> None:
 
 @pytest.mark.usefixtures("nvrtc")
 def test_products_of_one_row_start_beside_attention() -> None:
-    """The warps that a quarter of an SM has of one block of each fit its registers."""
+    """The warps that a quarter of an SM has fit its registers: of attention and of the product before or behind it."""
     registers, allocated, quarters = 65536, 8 * 32, 4
     attention = [f"attention_decode<128, 128, 16384, 4, 2, {unit}, 1, 0, __half>" for unit in (4, 8)]
-    rows = ("0, 512, 4", "1, 512, 2", "2, 256, 1", "2, 512, 1")  # fp16, RMSNorm, LayerNorm
-    products = [f"gemv<{row}, {epilogue}, 0, 4, false>" for row in rows for epilogue in (0, 2)]  # TO_HALF, ADD
+    norms = ("1, 512, 1", "1, 512, 2", "2, 256, 1", "2, 512, 1")  # RMSNorm, LayerNorm
+    products = [f"gemv<{row}, 0, 0, 4, false>" for row in norms]  # TO_HALF
+    products += [f"gemv<0, 512, {vectors}, 2, 0, 4, false>" for vectors in (1, 2, 4)]  # fp16, ADD
     taken = []
     for source, names, threads, defines in (
         ("attention/decode.cu", attention, DECODE_THREADS, ()),

@@ -297,14 +297,16 @@ __device__ __forceinline__ void row_sum_max(double (&sum)[N], float& top, RowScr
 #pragma unroll
         for (int d = WARP / 2; d >= WARP / N; d /= 2) sum[0] += __shfl_xor_sync(FULL, sum[0], d);
     } else {
-        constexpr int EACH = GROUPS > WARP ? GROUPS / WARP : 1, LANES = GROUPS / EACH;
+        // Groups of a lane. Where the latency of one row counts, reads take less time than exchanges.
+        constexpr int EACH = HALVES ? 4 : GROUPS > WARP ? GROUPS / WARP : 1, LANES = GROUPS / EACH;
+        static_assert(!HALVES || EACH <= GROUPS, "a lane adds up some of the groups");
         const int warp = threadIdx.x / WARP;
         if (lane % (WARP / N) == HALVES) scratch.sum[bank][lane / (WARP / N) * WARPS + warp] = sum[0];
         if (TOP && lane == 0) scratch.top[bank][warp] = top;
         sync_threads<THREADS>();
         double group[EACH];
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) group[i] = scratch.sum[bank][i * WARP + lane % LANES];
+        for (int i = 0; i < EACH; ++i) group[i] = scratch.sum[bank][i * LANES + lane % LANES];
         if constexpr (TOP) top = warp_absmax(scratch.top[bank][lane % WARPS]);
         tree_sum(group);
 #pragma unroll
@@ -382,12 +384,15 @@ struct HalfVectors {
 // Clears the elements of vector i in columns from k on.
 template <class Layout>
 __device__ __forceinline__ void clear_tail(float (&x)[8], int i, int k) {
-    if constexpr (!Layout::HALVES) return zero_tail(x, Layout::column(i), k);
+    if constexpr (Layout::HALVES) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (Layout::column(i, half) + j >= k) x[4 * half + j] = 0;
+            for (int j = 0; j < 4; ++j)
+                if (Layout::column(i, half) + j >= k) x[4 * half + j] = 0;
+    } else {
+        zero_tail(x, Layout::column(i), k);
+    }
 }
 
 // Step 1: folds add(sum, element) over a vector, from 0 on. Of HALVES a lane with an even number sums its first halves,
@@ -432,15 +437,17 @@ struct NormParams {
 
 private:
     __device__ __forceinline__ void load(const float* row, int i, float (&x)[8]) const {
-        if constexpr (!Layout::HALVES) return load_row8(row, Layout::column(i), k, pitch, x);
+        if constexpr (Layout::HALVES) {
+            float4 halves[2] = {};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int column = Layout::column(i, half);
-            float4 loaded = {};
-            if (column < pitch) loaded = *reinterpret_cast<const float4*>(row + column);
-            x[4 * half] = loaded.x, x[4 * half + 1] = loaded.y, x[4 * half + 2] = loaded.z, x[4 * half + 3] = loaded.w;
+            for (int half = 0; half < 2; ++half)
+                if (const int column = Layout::column(i, half); column < pitch)
+                    halves[half] = *reinterpret_cast<const float4*>(row + column);
+            load8(reinterpret_cast<const float*>(halves), x);
+            clear_tail<Layout>(x, i, k);
+        } else {
+            load_row8(row, Layout::column(i), k, pitch, x);
         }
-        clear_tail<Layout>(x, i, k);
     }
 };
 

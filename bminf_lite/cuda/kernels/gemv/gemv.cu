@@ -44,11 +44,16 @@ __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
     return __dp4a(a.w, b.w, acc);
 }
 
+// The number of this lane, in a register. The compiler would read the thread's number wherever it is needed, which
+// takes as long as a read of shared memory, and for addresses that do not depend on the lane it counts the lanes that
+// add.
+__device__ __forceinline__ int kept_lane() { return __shfl_xor_sync(FULL, threadIdx.x % WARP, 0); }
+
 // The codes of this lane's columns of a unit. `codes` starts at the unit's first column.
 template <int U>
-__device__ __forceinline__ void load_codes(const int8* codes, int4 (&c)[U]) {
+__device__ __forceinline__ void load_codes(const int8* codes, int lane, int4 (&c)[U]) {
 #pragma unroll
-    for (int i = 0; i < U; ++i) c[i] = *reinterpret_cast<const int4*>(codes + threadIdx.x % WARP * 16 + i * CHUNK);
+    for (int i = 0; i < U; ++i) c[i] = *reinterpret_cast<const int4*>(codes + lane * 16 + i * CHUNK);
 }
 
 // The sum over this lane's columns of a unit. The codes are zero in columns beyond the row, so the weights there do not
@@ -61,9 +66,9 @@ __device__ __forceinline__ int dot_unit(const int4 (&w)[U], const int4 (&c)[U]) 
     return sum;
 }
 
-// Adds to shared memory. For atomicAdd the compiler would count the lanes that add to one address.
-__device__ __forceinline__ void red_shared(int* p, int x) {
-    asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(cast_smem_ptr_to_uint(p)), "r"(x) : "memory");
+// Adds to shared memory.
+__device__ __forceinline__ void red_shared(unsigned p, int x) {
+    asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(p), "r"(x) : "memory");
 }
 
 __device__ __forceinline__ int warp_sum(int x) {
@@ -120,13 +125,12 @@ prefetch_epilogue(const BlockRange<EPILOGUE, 1>& block, int i, const float* w_sc
     return e;
 }
 
-// Scales the block's sums and writes its outputs. top: the absmax of the input row; e: of the thread's first output.
+// Scales the block's sums and writes its outputs. e: of the thread's first output.
 template <int EPILOGUE, int F>
 __device__ __forceinline__ void epilogue(
-    const int* sums, float top, const BlockRange<EPILOGUE, 1>& block, EpilogueOperands e, const float* w_scale,
+    const int* sums, float x_scale, const BlockRange<EPILOGUE, 1>& block, EpilogueOperands e, const float* w_scale,
     const float* bias, void* out) {
     if (threadIdx.x >= block.count) return;
-    const float x_scale = row_scale(top).scale;
 #pragma unroll 1
     for (int i = threadIdx.x;;) {
         const int output = block.first + i;
@@ -150,10 +154,9 @@ struct WeightStream {
     static constexpr int UNIT = U * CHUNK;
     const int8* weight;
     const BlockRange<EPILOGUE, 1>& block;
-    int pitch;
+    int pitch, lane = kept_lane();
 #if __CUDA_ARCH__ >= 900
     static constexpr int STAGES = PIPELINE_BYTES / UNIT;
-    int lane = threadIdx.x % WARP;
     unsigned stages, barriers;
     PipelineState oldest{STAGES};
     WarpUnits unit;
@@ -196,7 +199,7 @@ struct WeightStream {
             cp_async_bulk(stages + stage * UNIT, source, bytes, barriers + 8 * stage);
         }
 #else
-        const int column = unit.segment * UNIT + threadIdx.x % WARP * 16;
+        const int column = unit.segment * UNIT + lane * 16;
         const int8* source = weight + static_cast<size_t>(block.group(unit.row)) * pitch + column;
 #pragma unroll
         for (int i = 0; i < U; ++i)
@@ -231,14 +234,17 @@ struct WeightStream {
 template <int U, int EPILOGUE>
 __device__ __forceinline__ void multiply_units(
     WeightStream<U, EPILOGUE>& stream, WarpUnits unit, const int8* codes, int* sums) {
+    const int lane = stream.lane;
+    unsigned own_sums = cast_smem_ptr_to_uint(sums) + lane * 4;  // of lane 0: all sums
+    asm volatile("" : "+r"(own_sums));
     int4 c[U];
     int segment = -1;  // whose codes are in c; mostly the same for all units of a warp
 #pragma unroll 1
     for (; unit.remaining > 0; unit.next()) {
-        if (segment != unit.segment) load_codes(codes + unit.segment * (U * CHUNK), c);
+        if (segment != unit.segment) load_codes(codes + unit.segment * (U * CHUNK), lane, c);
         segment = unit.segment;
         const int sum = stream.multiply(c);
-        if (threadIdx.x % WARP == 0) red_shared(sums + unit.row, sum);
+        if (lane == 0) red_shared(own_sums + unit.row * 4, sum);
     }
 }
 
@@ -285,7 +291,7 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     if constexpr (!EARLY) wait_on_dependent_grids();
     if (EPILOGUE == ADD && threadIdx.x < block.count)
         operands.residual = ld_global(static_cast<const float*>(out) + block.first + threadIdx.x);
-    __shared__ float row_absmax;
+    __shared__ float row_absmax, x_scale;
     if (THREADS == ROW_THREADS || threadIdx.x < ROW_THREADS) {
         const float top = quantize_input<Row>(
             row, norm, rotation, rotation_scale, k, pitch, width, codes, {addend, addend_weight, addend_eps, sum});
@@ -293,7 +299,8 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     }
     __syncthreads();
     multiply_units(stream, first, codes, sums);
+    if (threadIdx.x == THREADS - 1) x_scale = row_scale(row_absmax).scale;  // the last warp has the fewest units
     if constexpr (EARLY) wait_on_dependent_grids();
     __syncthreads();
-    epilogue<EPILOGUE, F>(sums, row_absmax, block, operands, w_scale, bias, out);
+    epilogue<EPILOGUE, F>(sums, x_scale, block, operands, w_scale, bias, out);
 }
