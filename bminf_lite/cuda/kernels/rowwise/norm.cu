@@ -77,9 +77,9 @@ __device__ __forceinline__ void apply(float (&v)[8], const W* weight, const W* b
 // ---- LayerNorm of long rows of 16-bit elements -------------------------------------------------------------------
 //
 // Such a norm executes so many instructions for each byte that they take nearly as long as the memory does. So mean and
-// variance come from one reduction, and an element of the result from three operations:
+// variance come from one reduction, and an element of the result from two operations:
 //
-//     out = fma(x - mean, weight * inverse, bias)
+//     out = fma(fma(x, inverse, -mean * inverse), weight, bias)
 //
 // Row, weight and bias stay in 16 bits, which makes room for more blocks on an SM, and for all loads of a thread to be
 // in flight at once.
@@ -154,6 +154,7 @@ __device__ __forceinline__ float2 layer_norm_packed(
     const float variance = static_cast<float>(__dmul_rn(__fma_rn(-sums.x, mean, sums.y), inverse_k));
     const float center = static_cast<float>(mean);
     const float inverse = inverse_deviation(variance < 0 ? 0 : variance, eps);  // NaN stays NaN
+    const float shift = __fmul_rn(-center, inverse);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float v[8], w[8], b[8];
@@ -163,7 +164,7 @@ __device__ __forceinline__ float2 layer_norm_packed(
         load8(reinterpret_cast<const T*>(weights + i), w);
         load8(reinterpret_cast<const T*>(biases + i), b);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = fmaf(__fsub_rn(v[j], center), __fmul_rn(w[j], inverse), b[j]);
+        for (int j = 0; j < 8; ++j) v[j] = fmaf(fmaf(v[j], inverse, shift), w[j], b[j]);
         if (inside(i)) store8(out + column_of(i), v);
     }
     return {center, inverse};
