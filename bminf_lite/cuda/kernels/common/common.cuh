@@ -602,10 +602,11 @@ template <int F>
 __device__ __forceinline__ float activate(float x) {
     if constexpr (F == SILU)  // relative error 2^-20; callers round to fp16
         return __fdividef(x, __fadd_rn(1.0f, __expf(-x)));
-    if constexpr (F == GELU_TANH) {
+    if constexpr (F == GELU_TANH) {  // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), which loses no digits where y is
+                                     // negative
         const float cube = __fmul_rn(__fmul_rn(__fmul_rn(0.044715f, x), x), x);
-        const float y = tanhf(__fmul_rn(0.7978845608028654f, __fadd_rn(x, cube)));
-        return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, y));
+        const float y = __fmul_rn(0.7978845608028654f, __fadd_rn(x, cube));
+        return __fdividef(x, __fadd_rn(1.0f, __expf(__fmul_rn(-2.0f, y))));
     }
     if constexpr (F == GELU) return __fmul_rn(__fmul_rn(0.5f, x), erfcf(__fmul_rn(-0.70710678118654752f, x)));
     const float positive = fmaxf(x, 0.0f);
