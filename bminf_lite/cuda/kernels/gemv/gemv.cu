@@ -291,15 +291,14 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     if constexpr (!EARLY) wait_on_dependent_grids();
     if (EPILOGUE == ADD && threadIdx.x < block.count)
         operands.residual = ld_global(static_cast<const float*>(out) + block.first + threadIdx.x);
-    __shared__ float row_absmax, x_scale;
-    if (THREADS == ROW_THREADS || threadIdx.x < ROW_THREADS) {
-        const float top = quantize_input<Row>(
+    float top = 0;
+    if (THREADS == ROW_THREADS || threadIdx.x < ROW_THREADS)
+        top = quantize_input<Row>(
             row, norm, rotation, rotation_scale, k, pitch, width, codes, {addend, addend_weight, addend_eps, sum});
-        if (threadIdx.x == 0) row_absmax = top;
-    }
     __syncthreads();
     multiply_units(stream, first, codes, sums);
-    if (threadIdx.x == THREADS - 1) x_scale = row_scale(row_absmax).scale;  // the last warp has the fewest units
+    __shared__ float x_scale;
+    if (threadIdx.x == ROW_THREADS - 1) x_scale = row_scale(top).scale;  // few warps have fewer units than this one's
     if constexpr (EARLY) wait_on_dependent_grids();
     __syncthreads();
     epilogue<EPILOGUE, F>(sums, x_scale, block, operands, w_scale, bias, out);
