@@ -26,7 +26,7 @@ CACHE_FACTOR = {False: 1.1, True: 1.3}
 """The time of attention relative to the cache's bytes over bandwidth; True for an int8 cache, which it dequantizes."""
 LAUNCH_SECONDS = 1.05e-6
 """Seconds between the end of a kernel's work and the start of the next one's."""
-NORM_SECONDS = 1.6e-6
+NORM_SECONDS = 1.3e-6
 """Seconds that a vector of a norm adds: a row passes through it between two products."""
 
 
