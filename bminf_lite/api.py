@@ -45,6 +45,11 @@ MAX_BATCH = 1 << 16
 """The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
 MAX_BATCHED_TOKENS = 1 << 16
 """The bound of ``max_num_batched_tokens``."""
+FINALIZER_SECONDS = 5.0
+"""How long the end of a model that was not closed waits for its engine.
+
+The garbage collector may end it in a thread that holds a lock which the engine needs, such as that of the GPU's memory.
+"""
 
 
 def load(
@@ -169,7 +174,7 @@ class Model:
         self._engine = engine = Engine(
             engine_config, lambda blocks: ModelRunner(network, engine_config, blocks), ops.make_current
         )
-        self._finalizer = weakref.finalize(self, engine.close)
+        self._finalizer = weakref.finalize(self, engine.close, timeout=FINALIZER_SECONDS)
 
         def to_host(array: Any) -> np.ndarray:  # without self, which is freed when dropped
             adopted = ops.adopt(array)

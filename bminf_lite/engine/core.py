@@ -203,10 +203,11 @@ class Engine:
         """Let the engine's thread call ``function`` after each step's updates; it must be quick."""
         self._after_steps.append(function)
 
-    def close(self, on_close: Callable[[], None] = lambda: None) -> None:
+    def close(self, on_close: Callable[[], None] = lambda: None, timeout: float | None = None) -> None:
         """End all requests with an error, give the memory back and stop the thread. May be called again.
 
-        At the end the thread calls ``on_close``; if nothing has started it, the caller does.
+        At the end the thread calls ``on_close``; if nothing has started it, the caller does. The caller waits for the
+        end, for ``timeout`` seconds at most if that is given.
         """
         if os.getpid() != self._process:
             return  # the thread and the device belong to the parent
@@ -220,7 +221,7 @@ class Engine:
         else:
             self._messages.put(_wake)
             if self._thread is not threading.current_thread():
-                self._thread.join()
+                self._thread.join(timeout)
         self._make_runner = _no_runner  # so that a closed engine does not keep the model's weights
 
     @property

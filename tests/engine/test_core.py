@@ -42,8 +42,8 @@ class StubEngine(Engine):
         )  # fmt: skip
         self.before_launch: Callable[[], None] = lambda: None
 
-    def close(self) -> None:
-        super().close(lambda: self.closed.append(threading.current_thread()))
+    def close(self, timeout: float | None = None) -> None:
+        super().close(lambda: self.closed.append(threading.current_thread()), timeout)
 
     def check(self, request: Request) -> None:
         """The result is that of the request alone."""
@@ -385,6 +385,18 @@ def test_close_with_requests_under_way():
         with pytest.raises(UsageError, match="the model is closed"):
             call()
     engine.cancel([make_request([1])])
+
+
+def test_closing_waits_no_longer_than_it_is_told():
+    """The garbage collector may close an engine in a thread that holds what the engine waits for."""
+    engine, lock = StubEngine(), threading.Lock()
+    engine.call(lambda: 1)
+    engine.after_steps(lambda: lock.acquire() and lock.release())
+    with lock:
+        engine.close(timeout=0.05)
+        assert engine._thread is not None and engine._thread.is_alive()
+    engine.close()
+    assert not engine._thread.is_alive() and len(engine.closed) == 1
 
 
 def test_closing_an_engine_that_has_done_nothing_starts_no_thread():
