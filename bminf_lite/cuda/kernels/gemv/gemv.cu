@@ -154,7 +154,7 @@ struct WeightStream {
     static constexpr int UNIT = U * CHUNK;
     const int8* weight;
     const BlockRange<EPILOGUE, 1>& block;
-    int pitch, lane = kept_lane();
+    int pitch, lane;
 #if __CUDA_ARCH__ >= 900
     static constexpr int STAGES = PIPELINE_BYTES / UNIT;
     unsigned stages, barriers;
@@ -167,11 +167,12 @@ struct WeightStream {
 #endif
 
     __device__ __forceinline__ WeightStream(
-        const int8* weight, const BlockRange<EPILOGUE, 1>& block, const WarpUnits& first, int pitch, char* pipelines,
-        unsigned long long* all_barriers)
+        const int8* weight, const BlockRange<EPILOGUE, 1>& block, const WarpUnits& first, int pitch, int lane,
+        char* pipelines, unsigned long long* all_barriers)
         : weight(weight),
           block(block),
           pitch(pitch),
+          lane(lane),
           unit(first) {
 #if __CUDA_ARCH__ >= 900
         const int warp = warp_index();
@@ -273,7 +274,9 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     const int width = (pitch + U * CHUNK - 1) / (U * CHUNK) * (U * CHUNK);
     int* sums = reinterpret_cast<int*>(codes + width);
     const WarpUnits first(block.groups(), width / (U * CHUNK));
-    Stream stream(weight, block, first, pitch, shared, barriers);
+    constexpr bool IN_16_BITS = INPUT == HALF || INPUT == BFLOAT16;
+    const int lane = VECTORS <= 2 || IN_16_BITS ? kept_lane() : threadIdx.x % WARP;  // a long row leaves no register
+    Stream stream(weight, block, first, pitch, lane, shared, barriers);
 #pragma unroll 1
     for (int i = threadIdx.x; i < block.groups(); i += THREADS) sums[i] = 0;
     if constexpr (is_sum(INPUT)) {  // the latency of these loads counts, and the weight stream delays them

@@ -23,7 +23,7 @@ struct InputRow {
     using Half = typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type;
     using Source = typename Conditional<IS_FLOAT, float, Half>::type;
     using Scratch = RowScratch<THREADS, VECTORS>;
-    using Layout = HalfVectors<THREADS>;  // of fp32
+    using Layout = typename Conditional<VECTORS <= 2, HalfVectors<THREADS>, WholeVectors<THREADS>>::type;  // of fp32
     using Norm = NormParams<Layout>;
     static constexpr int LOADS = sizeof(Source) / 2, EACH = 8 / LOADS;  // loads of a vector, elements of a load
 
