@@ -274,8 +274,8 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     const int width = (pitch + U * CHUNK - 1) / (U * CHUNK) * (U * CHUNK);
     int* sums = reinterpret_cast<int*>(codes + width);
     const WarpUnits first(block.groups(), width / (U * CHUNK));
-    constexpr bool IN_16_BITS = INPUT == HALF || INPUT == BFLOAT16;
-    const int lane = VECTORS <= 2 || IN_16_BITS ? kept_lane() : threadIdx.x % WARP;  // a long row leaves no register
+    using Row = InputRow<INPUT, ROW_THREADS, VECTORS>;
+    const int lane = VECTORS <= 2 || Row::IS_PACKED ? kept_lane() : threadIdx.x % WARP;  // others leave no register
     Stream stream(weight, block, first, pitch, lane, shared, barriers);
 #pragma unroll 1
     for (int i = threadIdx.x; i < block.groups(); i += THREADS) sums[i] = 0;
@@ -288,7 +288,6 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     }
     EpilogueOperands operands = {};
     if (threadIdx.x < block.count) operands = prefetch_epilogue(block, threadIdx.x, w_scale, bias);
-    using Row = InputRow<INPUT, ROW_THREADS, VECTORS>;
     const auto norm = input_norm<Row>({norm_weight, norm_bias, eps, k, pitch}, inverse_k);
     const RowAddresses<Row> row(x, pitch);
     if constexpr (!EARLY) wait_on_dependent_grids();
