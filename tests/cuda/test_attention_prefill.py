@@ -18,6 +18,9 @@ from bminf_lite.cuda.kernels.attention import prefill as attention
 from bminf_lite.cuda.kernels.attention.heads import MAX_HEAD_DIM, scores_of
 from bminf_lite.cuda.kernels.attention.prefill import (
     COUNTERS,
+    SMALL_TILE,
+    TILE,
+    TILE_ROWS,
     AttentionMask,
     AttentionTileConfig,
     PrefillAttention,
@@ -34,17 +37,17 @@ MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10
 def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[AttentionTileConfig]:
     """Of plain causal attention over heads of ``depths``, and of other kinds over heads of 64 and 128."""
     others = [
-        (64, True, AttentionMask.CAUSAL, ScoreKind.BIASED),
-        (64, False, AttentionMask.CROSS),
-        (64, True, AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
-        (128, True, AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
-        (256, True, AttentionMask.CAUSAL, ScoreKind.CAPPED),
-        (128, False, AttentionMask.CAUSAL, ScoreKind.ALIBI),
+        (64, SMALL_TILE, AttentionMask.CAUSAL, ScoreKind.BIASED),
+        (64, TILE, AttentionMask.CROSS),
+        (64, SMALL_TILE, AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
+        (128, SMALL_TILE, AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
+        (256, SMALL_TILE, AttentionMask.CAUSAL, ScoreKind.CAPPED),
+        (128, TILE, AttentionMask.CAUSAL, ScoreKind.ALIBI),
     ]
     chosen = [
-        (depth, small, AttentionMask.CAUSAL, ScoreKind.PLAIN, int8)
+        (depth, rows, AttentionMask.CAUSAL, ScoreKind.PLAIN, int8)
         for depth in depths
-        for small in (False, True)
+        for rows in TILE_ROWS
         for int8 in (False, True)
     ]
     return {tile_config_for(capability, *kind) for kind in [*chosen, *others]}
@@ -242,7 +245,7 @@ def divisions(device: Device, depth: int, int8: bool = False, scores: ScoreKind 
     """Every way to compute causal attention whose keys per tile are those of this GPU."""
     capability = device.compute_capability
     keys = attention_tile(capability, depth, AttentionMask.CAUSAL, False)
-    kernels = [tile_config_for(capability, depth, small, scores=scores, int8=int8) for small in (False, True)]
+    kernels = [tile_config_for(capability, depth, rows, scores=scores, int8=int8) for rows in TILE_ROWS]
     kernels.append(synchronous(depth, 64, keys, 1, AttentionMask.CAUSAL, scores))
     return [Division(kernel, split) for kernel in kernels for split in (False, True)]
 
@@ -251,11 +254,11 @@ def divisions(device: Device, depth: int, int8: bool = False, scores: ScoreKind 
 def division(request: pytest.FixtureRequest, cuda_device: Device, monkeypatch: pytest.MonkeyPatch) -> Division:
     """The launch that is chosen, one by the kernel for any GPU with small or large tiles, or one that splits."""
     if "rows" in request.param:
-        capability, small = min((8, 0), cuda_device.compute_capability), request.param == "64 rows"
+        capability, rows = min((8, 0), cuda_device.compute_capability), int(request.param.removesuffix(" rows"))
         monkeypatch.setattr(
             attention,
             "tile_config_for",
-            lambda _, depth, __, mask, scores, int8: tile_config_for(capability, depth, small, mask, scores, int8),
+            lambda _, depth, __, mask, scores, int8: tile_config_for(capability, depth, rows, mask, scores, int8),
         )
     return Division(split=True) if request.param == "split" else Division()
 

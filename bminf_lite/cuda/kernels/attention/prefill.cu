@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
             for (int h = 0; h < 2; ++h)
                 position[m][h] = work.position(work.first + warp_row + m * 16 + lane / 4 + h * 8);
         }
-        const MaskedKeys masked(work);
+        const MaskedKeys masked(work, work.first);
         float o[MT][CHUNKS][4] = {};
         for (int key = work.begin; key < work.end; key += BN) {
             cp_async_wait_all();
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
         index = next;
     }
     launch_dependent_grids();
-    if (threadIdx.x == 0) end_work(p);
+    if (threadIdx.x == 0) end_work(p, gridDim.x);
 }
 
 }  // namespace bminf

@@ -75,16 +75,17 @@ struct WorkTile {
     __device__ __forceinline__ int records() const { return 1 + max(0, segments - per_part); }
 };
 
-// The index of the next piece of work, in all lanes of a warp. A block's first one is blockIdx.x.
-__device__ __forceinline__ int next_index(const PrefillParams& p) {
+// The blocks or, with clusters, the clusters of the grid take pieces of work in turn. The first piece of each is its
+// number. The index of the next one, in all lanes of a warp:
+__device__ __forceinline__ int next_index(const PrefillParams& p, int takers) {
     int index = 0;
-    if (threadIdx.x % WARP == 0) index = gridDim.x + atomicAdd(p.counters, 1);
+    if (threadIdx.x % WARP == 0) index = takers + atomicAdd(p.counters, 1);
     return __shfl_sync(FULL, index, 0);
 }
 
-// Ends a block's use of the counters, by one thread; the last block clears them.
-__device__ __forceinline__ void end_work(const PrefillParams& p) {
-    if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) p.counters[0] = p.counters[1] = 0;
+// Ends the use of the counters by one of so many that take work, in one thread; the last one clears them.
+__device__ __forceinline__ void end_work(const PrefillParams& p, int takers) {
+    if (atomicAdd(p.counters + 1, 1) == takers - 1) p.counters[0] = p.counters[1] = 0;
 }
 
 // The part of the walk over sequences that one lane computes.
@@ -216,11 +217,12 @@ find_work_tile(const PrefillParams& p, const Split& split, int head, int index, 
 // Finds the first piece of work from `index` on, counted over all heads, that is not empty; returns whether there is
 // one.
 template <int MASK, int ROWS, int KEYS>
-__device__ __forceinline__ bool find_work(const PrefillParams& p, const Split& split, int index, WorkTile& work) {
+__device__ __forceinline__ bool find_work(
+    const PrefillParams& p, const Split& split, int index, int takers, WorkTile& work) {
     for (;;) {
         const Found found = find_work_tile<MASK, ROWS, KEYS>(p, split, index % p.kv_heads, index / p.kv_heads, work);
         if (found != NOTHING) return found == FOUND;
-        index = next_index(p);
+        index = next_index(p, takers);
     }
 }
 
@@ -289,9 +291,10 @@ __device__ __forceinline__ void copy_query(
 struct MaskedKeys {
     int first, last;
 
-    __device__ __forceinline__ explicit MaskedKeys(const WorkTile& work)
+    // Of the rows of a tile from `row` of the sequence on.
+    __device__ __forceinline__ MaskedKeys(const WorkTile& work, int row)
         : first(work.window ? work.last_position - work.window + 1 : 0),
-          last(work.first_position) {}
+          last(work.position(row)) {}
     // Whether any of `count` keys from `key` on is one of them.
     __device__ __forceinline__ bool among(int key, int count) const { return key < first || key + count - 1 > last; }
 };

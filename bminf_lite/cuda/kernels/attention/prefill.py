@@ -38,6 +38,10 @@ SPLIT_CONTEXT = 4 * SEGMENT
 """Tiles are split only in steps whose contexts may be longer."""
 MAX_RECORD_BYTES = 256 << 20
 """Scratch memory for records. Sequences whose records do not fit are not split."""
+TILE_ROWS = SMALL_TILE, TILE, CLUSTER_TILE = 64, 128, 256
+"""Rows of a tile, from which :func:`tile_rows` chooses."""
+LONG_ROWS = 512
+"""From so many rows of a sequence on, in the mean, tiles are ``CLUSTER_TILE`` rows."""
 COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
 COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -54,10 +58,10 @@ MASKS = (
 class AttentionTileConfig:
     """One kernel without its last template argument, the element of the cache.
 
-    A block has ``threads`` threads and ``shared`` bytes, and computes ``rows`` rows of ``depth`` elements. A row is one
-    query token of one of the heads that share a key-value head. An SM runs up to ``blocks`` blocks at once. The running
-    result of merged segments is in shared memory or, with ``external``, in scratch memory. ``tensor_maps``: the kernel
-    gets tensor maps of keys and values.
+    A block has ``threads`` threads and ``shared`` bytes. The ``cluster`` blocks of a cluster compute a tile of ``rows``
+    rows of ``depth`` elements. A row is one query token of one of the heads that share a key-value head. An SM runs up
+    to ``blocks`` blocks at once. The running result of merged segments is in shared memory or, with ``external``, in
+    scratch memory. ``tensor_maps``: the kernel gets tensor maps of keys and values.
     """
 
     source: str
@@ -69,6 +73,7 @@ class AttentionTileConfig:
     blocks: int
     external: bool
     tensor_maps: bool
+    cluster: int = 1
 
     def expression(self, element: str) -> str:
         """The name expression for a cache of ``HALF`` or ``INT8``."""
@@ -76,7 +81,7 @@ class AttentionTileConfig:
 
     @property
     def running_bytes(self) -> int:
-        """Bytes of scratch memory for the running result of one block."""
+        """Bytes of scratch memory for the running result of one tile."""
         return self.rows * self.depth * 4 if self.external else 0
 
     @property
@@ -108,53 +113,63 @@ def synchronous(
     )
 
 
-def hopper(depth: int, rows: int, keys: int, stages: int, scores: ScoreKind, int8: bool) -> AttentionTileConfig:
+def hopper(
+    depth: int, rows: int, keys: int, stages: int, scores: ScoreKind, int8: bool, cluster: int = 1
+) -> AttentionTileConfig:
     """For compute capability 9.0: four warps per 64 rows, four producer warps, and for int8 four that convert codes.
 
-    A stage has ``keys`` keys.
+    A block has ``rows`` rows, and a stage ``keys`` keys.
     """
     shared = (rows + 2 * stages * keys) * depth * 2 + 1024
     running = rows * depth * 4
     external = shared + running > HOPPER_SHARED
     return AttentionTileConfig(
         source="attention/prefill_hopper.cu",
-        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}, {int(scores)}",
+        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}, {cluster}, {int(scores)}",
         depth=depth,
-        rows=rows,
+        rows=rows * cluster,
         threads=(rows // 64 + 1 + int8) * 4 * WARP,
         shared=shared + (0 if external else running),
         blocks=1,
         external=external,
         tensor_maps=True,
+        cluster=cluster,
     )
+
+
+def tile_rows(tokens: int, batch_size: int, max_query_len: int, group: int) -> int:
+    """One of ``TILE_ROWS`` for sequences of at most ``max_query_len`` of all tokens, each with ``group`` rows."""
+    if max_query_len * group <= SMALL_TILE:
+        return SMALL_TILE
+    return CLUSTER_TILE if tokens * group >= LONG_ROWS * batch_size else TILE
 
 
 @functools.lru_cache(1024)
 def tile_config_for(
     compute_capability: Capability,
     depth: int,
-    small: bool,
+    rows: int,
     mask: AttentionMask = AttentionMask.CAUSAL,
     scores: ScoreKind = ScoreKind.PLAIN,
     int8: bool = False,
 ) -> AttentionTileConfig:
-    """The tiling for heads padded to ``depth`` columns; ``small`` if half of 128 rows are enough for any sequence.
+    """The tiling for heads padded to ``depth`` columns and tiles of up to ``rows`` rows, one of ``TILE_ROWS``.
 
-    The keys of a tile depend on neither ``small`` nor ``int8``: they are part of the order of sums.
+    The keys of a tile depend on neither ``rows`` nor ``int8``: they are part of the order of sums.
     """
     biased = scores is ScoreKind.BIASED
     keys = attention_tile(compute_capability, depth, mask, biased)
     if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
-        if small:  # the deeper pipeline is for reading many keys
+        if rows == SMALL_TILE:  # the deeper pipeline is for reading many keys
             return hopper(depth, 64, keys, stages=3, scores=scores, int8=int8)
-        return hopper(depth, 128, keys, stages=2, scores=scores, int8=int8)
+        return hopper(depth, 128, keys, stages=2, scores=scores, int8=int8, cluster=rows // 128)
     tile = functools.partial(synchronous, depth, keys=keys, mask=mask, scores=scores)
     if depth > 128:  # the output accumulator takes half of a thread's registers
         return tile(rows=64, blocks=1)
     little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
     if depth > (64 if compute_capability >= (8, 0) else 96) and little:
         return tile(rows=64, blocks=2)
-    return tile(rows=64 if small or biased else 128, blocks=2)  # the biases of 128 rows would not fit the registers
+    return tile(rows=64 if rows == SMALL_TILE or biased else 128, blocks=2)  # the biases of 128 rows would not fit the registers
 
 
 class PrefillAttention:
@@ -168,10 +183,10 @@ class PrefillAttention:
     @staticmethod
     def instantiations(capability: Capability) -> Iterator[KernelFamily]:
         """For common head sizes; other multiples of 16 are compiled when needed."""
-        for depth, small, (mask, scores), element in itertools.product(COMMON_DEPTHS, (False, True), MASKS, ELEMENTS):
+        for depth, rows, (mask, scores), element in itertools.product(COMMON_DEPTHS, TILE_ROWS, MASKS, ELEMENTS):
             if mask is AttentionMask.BIDIRECTIONAL and element == INT8:
                 continue
-            tile_config = tile_config_for(capability, depth, small, mask, scores, element == INT8)
+            tile_config = tile_config_for(capability, depth, rows, mask, scores, element == INT8)
             yield KernelFamily(tile_config.source, tile_config.expression(element))
             yield KernelFamily("attention/prefill_merge.cu", tile_config.merge)
 
@@ -185,7 +200,8 @@ class PrefillAttention:
 
         It needs at least as many as with ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
         """
-        tile_config = self._config(max_query_len, heads // kv_heads, head_dim, mask, scores, int8)
+        rows = tile_rows(tokens, batch_size, max_query_len, heads // kv_heads)
+        tile_config = self._config(rows, head_dim, mask, scores, int8)
         running = self._running_bytes(tile_config, max_context_len)
         if not self._may_split(mask, max_context_len):
             return running
@@ -248,7 +264,8 @@ class PrefillAttention:
         """
         assert (mask, scores.kind) in MASKS
         group, int8 = heads // kv_heads, key_scales != 0
-        tile_config = self._config(max_query_len, group, head_dim, mask, scores.kind, int8)
+        rows = tile_rows(tokens, batch_size, max_query_len, group)
+        tile_config = self._config(rows, head_dim, mask, scores.kind, int8)
         kernel, merge = self._kernels(tile_config, INT8 if int8 else HALF)
         pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)
         split_tiles = min(tiles, self._split_tiles(tile_config, kv_heads))
@@ -267,13 +284,14 @@ class PrefillAttention:
         )  # fmt: skip
         maps: tuple[object, ...] = ()
         if tile_config.tensor_maps:
-            rows = num_blocks * kv_heads * BLOCK_SIZE
+            pool_rows = num_blocks * kv_heads * BLOCK_SIZE
             depth, element = tile_config.depth, TensorMapDataType.FLOAT16
             maps = (bytes(TENSOR_MAP_BYTES),) * 2  # codes are read without them
             if not int8:
-                maps = tuple(tensor_map_2d(x, element, rows, depth, depth, BLOCK_SIZE) for x in (keys, values))
-        blocks = min(pieces * kv_heads, residents)
-        kernel(blocks, tile_config.threads, args + maps, tile_config.shared, stream, dependent)
+                maps = tuple(tensor_map_2d(x, element, pool_rows, depth, depth, BLOCK_SIZE) for x in (keys, values))
+        blocks = min(pieces * kv_heads, residents) * tile_config.cluster
+        cluster = tile_config.cluster if tile_config.cluster > 1 else None
+        kernel(blocks, tile_config.threads, args + maps, tile_config.shared, stream, dependent, cluster)
         if max_records:
             slices = tile_config.rows // 16 * (tile_config.depth // 8) // MERGE_WARPS
             merge((kv_heads, split_tiles * slices), MERGE_WARPS * WARP, args, 0, stream, dependent)
@@ -288,12 +306,12 @@ class PrefillAttention:
         return (tokens * group + batch_size * (tile_config.rows - 1)) // tile_config.rows
 
     def _residents(self, tile_config: AttentionTileConfig) -> int:
-        """Blocks that the GPU runs at once."""
-        return self._num_sms * tile_config.blocks
+        """Tiles that the GPU computes at once."""
+        return self._num_sms * tile_config.blocks // tile_config.cluster
 
     def _parts(self, tile_config: AttentionTileConfig) -> int:
-        """Into about so many parts tiles are split: one for each block, or two if rows are few and records small."""
-        return self._residents(tile_config) * (1 if tile_config.rows > 64 else 2)
+        """Into about so many parts tiles are split: one for each resident, or two if rows are few and records small."""
+        return self._residents(tile_config) * (1 if tile_config.rows > SMALL_TILE else 2)
 
     def _split_tiles(self, tile_config: AttentionTileConfig, kv_heads: int) -> int:
         """At most so many tiles are split, into at most so many pieces more than tiles, per key-value head."""
@@ -303,10 +321,9 @@ class PrefillAttention:
         return self._residents(tile_config) * tile_config.running_bytes if max_context_len > SEGMENT else 0
 
     def _config(
-        self, max_query_len: int, group: int, head_dim: int, mask: AttentionMask, scores: ScoreKind, int8: bool
+        self, rows: int, head_dim: int, mask: AttentionMask, scores: ScoreKind, int8: bool
     ) -> AttentionTileConfig:
-        small = max_query_len * group <= 64
-        return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, scores, int8)
+        return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, rows, mask, scores, int8)
 
     def _load(self, tile_config: AttentionTileConfig, element: str) -> tuple[Kernel, Kernel]:
         return (

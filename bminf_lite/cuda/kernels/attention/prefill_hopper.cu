@@ -12,8 +12,13 @@
 // of one overlap with the softmax of the other ("ping-pong"). int8 codes are copied into the second half of a tile, and
 // a converter warpgroup turns them into the tile.
 //
+// With CLUSTER == 2 the two blocks of a cluster have neighbouring BM rows each of a tile, and the same keys and values:
+// each block copies a half of them into both, which halves the reads from the L2 cache. Under the limit of power that
+// a long prompt meets, the energy of these reads costs time.
+//
 // Tiles in shared memory are [column / 64][row][64] with the 128-byte swizzle.
 #include "attention/prefill.cuh"
+#include "common/cluster.cuh"
 #include "common/wgmma.cuh"
 
 namespace bminf {
@@ -64,15 +69,15 @@ __device__ __forceinline__ int swizzled_offset(int row, int chunk) {
 }
 
 // The pipeline: tile t of keys and tile t of values lie in stage t % STAGES. Each has a barrier `full`, when consumers
-// may read it, and a barrier `empty`, when all consumers have read it. An int8 tile has a barrier `copied` too, when
-// its codes and scales are there.
-template <int D, int BN, int STAGES, class CACHE>
+// may read it, and a barrier `empty`, when all consumers of the cluster have read it. An int8 tile has a barrier
+// `copied` too, when its codes and scales are there.
+template <int D, int BN, int STAGES, int CLUSTER_, class CACHE>
 struct KVPipeline {
     __half* tiles;
     __half* all_scales;
     unsigned barriers;
 
-    static constexpr int TILE = D * BN, BARRIERS = (IS_INT8<CACHE> ? 6 : 4) * STAGES;
+    static constexpr int CLUSTER = CLUSTER_, TILE = D * BN, BARRIERS = (IS_INT8<CACHE> ? 6 : 4) * STAGES;
     __device__ __forceinline__ static int place(int t, bool value) { return t % STAGES * 2 + value; }
     __device__ __forceinline__ __half* tile(int t, bool value) const { return tiles + place(t, value) * TILE; }
     __device__ __forceinline__ int8* codes(int t, bool value) const {
@@ -83,11 +88,11 @@ struct KVPipeline {
     __device__ __forceinline__ unsigned empty(int t, bool value) const { return full(t, value) + STAGES * 16; }
     __device__ __forceinline__ unsigned copied(int t, bool value) const { return full(t, value) + STAGES * 32; }
 
-    // So many consumer warps arrive.
+    // So many consumer warps of a block arrive.
     __device__ __forceinline__ void init(int consumers) const {
         for (int i = 0; i < STAGES * 2; ++i) {
             mbarrier_init(barriers + i * 8, IS_INT8<CACHE> ? WARPGROUP / WARP : 1);
-            mbarrier_init(barriers + (STAGES * 2 + i) * 8, consumers);
+            mbarrier_init(barriers + (STAGES * 2 + i) * 8, consumers * CLUSTER);
             if (IS_INT8<CACHE>) mbarrier_init(barriers + (STAGES * 4 + i) * 8, 1);
         }
     }
@@ -102,65 +107,106 @@ struct KVPipeline {
     }
     // A warp has completed its reads of a tile.
     __device__ __forceinline__ void consumer_release(int t, bool value) const {
-        if (threadIdx.x % WARP == 0) mbarrier_arrive(empty(t, value));
+        const unsigned lane = threadIdx.x % WARP;
+        if constexpr (CLUSTER == 1) {
+            if (lane == 0) mbarrier_arrive(empty(t, value));
+        } else if (lane < CLUSTER) {
+            mbarrier_arrive_remote(empty(t, value), lane);
+        }
     }
 };
 
-// The block's pieces of work in order: piece k lies in tiles[k % 2]. group = 0 marks the end.
+// The pieces of work of a block in order: piece k lies in tiles[k % 2]. group = 0 marks the end. The first block of a
+// cluster finds them for all blocks, and its barriers `empty` count the readers of all.
+template <int CLUSTER>
 struct WorkQueue {
     WorkTile* tiles;
     unsigned barriers;
 
     __device__ __forceinline__ unsigned full(int k) const { return barriers + k % 2 * 8; }
     __device__ __forceinline__ unsigned empty(int k) const { return full(k) + 16; }
-    __device__ __forceinline__ void init(int readers) const {
-        for (int k = 0; k < 2; ++k) mbarrier_init(full(k), 1), mbarrier_init(empty(k), readers);
+    __device__ __forceinline__ static void wait(unsigned barrier, unsigned phase) {
+        if constexpr (CLUSTER > 1)
+            mbarrier_wait_acquire_cluster(barrier, phase);
+        else
+            mbarrier_wait(barrier, phase);
     }
-    // Finds piece k and puts it into the queue; returns whether there is one. Called by one warp.
-    template <int BM, int BN>
+    __device__ __forceinline__ void init(int readers) const {
+        for (int k = 0; k < 2; ++k) mbarrier_init(full(k), 1), mbarrier_init(empty(k), readers * CLUSTER);
+    }
+    // Finds piece k, of ROWS rows, and puts it into the queue; returns whether there is one. Called by one warp.
+    template <int ROWS, int BN>
     __device__ __forceinline__ bool put(const PrefillParams& p, const Split& split, int k) const {
+        const int lane = threadIdx.x % WARP, takers = gridDim.x / CLUSTER, index = blockIdx.x / CLUSTER;
         WorkTile work = {};
         const bool found =
-            find_work<CAUSAL, BM, BN>(p, split, k == 0 ? static_cast<int>(blockIdx.x) : next_index(p), work);
-        if (k >= 2) mbarrier_wait(empty(k), (k / 2 - 1) % 2);
-        if (threadIdx.x % WARP == 0) {
+            find_work<CAUSAL, ROWS, BN>(p, split, k == 0 ? index : next_index(p, takers), takers, work);
+        if (k >= 2) wait(empty(k), (k / 2 - 1) % 2);
+        if (lane == 0) {
             if (!found) work.group = 0;
             tiles[k % 2] = work;
+            if (!found) end_work(p, takers);
+        }
+        __syncwarp();
+        if constexpr (CLUSTER > 1) {
+            static_assert(sizeof(WorkTile) <= WARP * sizeof(int));
+            const unsigned own = cast_smem_ptr_to_uint(tiles + k % 2) + lane * sizeof(int);
+            if (lane < static_cast<int>(sizeof(WorkTile) / sizeof(int)))
+                st_shared_cluster(map_shared_rank(own, 1), ld_shared(own));
+            __syncwarp();
+            if (lane < CLUSTER) mbarrier_arrive_release_cluster(full(k), lane);
+        } else if (lane == 0) {
             mbarrier_arrive(full(k));
-            if (!found) end_work(p);
         }
         __syncwarp();
         return found;
     }
     // Piece k, once it is there; its group is 0 if there is none.
     __device__ __forceinline__ const WorkTile& get(int k) const {
-        mbarrier_wait(full(k), k / 2 % 2);
+        wait(full(k), k / 2 % 2);
         return tiles[k % 2];
     }
-    __device__ __forceinline__ void release(int k) const { mbarrier_arrive(empty(k)); }
+    __device__ __forceinline__ void release(int k) const {
+        if constexpr (CLUSTER > 1)
+            mbarrier_arrive_release_cluster(empty(k), 0);
+        else
+            mbarrier_arrive(empty(k));
+    }
 };
 
-// Starts the copy of a tile of blocks that begin at `rows` of the pool.
-template <int D, int BN, int STAGES, int BLOCKS>
+// Starts this block's part of the copy of a tile of blocks that begin at `rows` of the pool. rank: of this block in the
+// cluster.
+template <int D, int BN, int STAGES, int CLUSTER, int BLOCKS>
 __device__ __forceinline__ void copy_tile(
-    const KVPipeline<D, BN, STAGES, __half>& pipeline, int t, bool value, const TensorMap& pool,
-    const unsigned (&rows)[BLOCKS]) {
+    const KVPipeline<D, BN, STAGES, CLUSTER, __half>& pipeline, int t, bool value, const TensorMap& pool,
+    const unsigned (&rows)[BLOCKS], int rank) {
+    constexpr int BOXES = D / COLUMNS * BLOCKS, PART = BOXES / CLUSTER;
+    static_assert(BOXES % CLUSTER == 0);
     const unsigned full = pipeline.full(t, value), tile = cast_smem_ptr_to_uint(pipeline.tile(t, value));
     mbarrier_arrive_expect_tx(full, BN * D * 2);
 #pragma unroll
-    for (int i = 0; i < BLOCKS; ++i)
-#pragma unroll
-        for (int c = 0; c < D / COLUMNS; ++c)
-            tma_load_2d(
-                tile + (c * BN + i * BLOCK_SIZE) * COLUMNS * 2, pool, c * COLUMNS, static_cast<int>(rows[i]), full);
+    for (int box = 0; box < BOXES; ++box) {
+        const int i = box / (D / COLUMNS), c = box % (D / COLUMNS), row = static_cast<int>(rows[i]);
+        const unsigned target = tile + (c * BN + i * BLOCK_SIZE) * COLUMNS * 2;
+        if constexpr (CLUSTER == 1)
+            tma_load_2d(target, pool, c * COLUMNS, row, full);
+        else if (box / PART == rank)
+            tma_load_2d_multicast(target, pool, c * COLUMNS, row, full);
+    }
 }
 
 // The same of codes and scales, of the first `count` blocks.
-template <int D, int BN, int STAGES, int BLOCKS>
+template <int D, int BN, int STAGES, int CLUSTER, int BLOCKS>
 __device__ __forceinline__ void copy_codes(
-    const KVPipeline<D, BN, STAGES, int8>& pipeline, int t, bool value, const PrefillParams& p,
-    const unsigned (&rows)[BLOCKS], int count) {
+    const KVPipeline<D, BN, STAGES, CLUSTER, int8>& pipeline, int t, bool value, const PrefillParams& p,
+    const unsigned (&rows)[BLOCKS], int count, int rank) {
     constexpr int CODES = BLOCK_SIZE * D, SCALES = BLOCK_SIZE * 2;
+    const auto copy = [](unsigned target, const void* source, int bytes, unsigned barrier) {
+        if constexpr (CLUSTER == 1)
+            cp_async_bulk(target, source, bytes, barrier);
+        else
+            cp_async_bulk_multicast(target, source, bytes, barrier);
+    };
     const unsigned copied = pipeline.copied(t, value), codes = cast_smem_ptr_to_uint(pipeline.codes(t, value)),
                    scales = cast_smem_ptr_to_uint(pipeline.scales(t, value));
     const int8* const all_codes = static_cast<const int8*>(value ? p.values : p.keys);
@@ -169,22 +215,24 @@ __device__ __forceinline__ void copy_codes(
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
         if (i >= count) break;
-        cp_async_bulk(codes + i * CODES, all_codes + static_cast<size_t>(rows[i]) * D, CODES, copied);
-        cp_async_bulk(scales + i * SCALES, all_scales + rows[i], SCALES, copied);
+        const int part = rank * (CODES / CLUSTER), scale = rank * (BLOCK_SIZE / CLUSTER);
+        const int8* const source = all_codes + static_cast<size_t>(rows[i]) * D + part;
+        copy(codes + i * CODES + part, source, CODES / CLUSTER, copied);
+        copy(scales + i * SCALES + scale * 2, all_scales + rows[i] + scale, SCALES / CLUSTER, copied);
     }
 }
 
 // The producer: one warp finds work, and one thread starts copies of whole blocks of the cache. The last tile of a
 // piece of work may end with rows that were never written.
-template <int D, int BM, int BN, int STAGES, class CACHE>
+template <int D, int ROWS, int BN, int STAGES, int CLUSTER, class CACHE>
 __device__ __forceinline__ void produce(
-    const KVPipeline<D, BN, STAGES, CACHE>& pipeline, const WorkQueue& queue, const PrefillParams& p,
-    const TensorMap& keys, const TensorMap& values) {
+    const KVPipeline<D, BN, STAGES, CLUSTER, CACHE>& pipeline, const WorkQueue<CLUSTER>& queue, const PrefillParams& p,
+    const TensorMap& keys, const TensorMap& values, int rank) {
     constexpr int BLOCKS = BN / BLOCK_SIZE;
     const int thread = threadIdx.x % WARPGROUP;
-    if (thread / WARP == 1) {
-        const Split split = find_split<CAUSAL, BM>(p);
-        for (int k = 0; queue.put<BM, BN>(p, split, k); ++k) {
+    if (thread / WARP == 1 && rank == 0) {
+        const Split split = find_split<CAUSAL, ROWS>(p);
+        for (int k = 0; queue.template put<ROWS, BN>(p, split, k); ++k) {
         }
     }
     if (thread != 0) return;
@@ -202,9 +250,9 @@ __device__ __forceinline__ void produce(
             for (int value = 0; value < 2; ++value) {
                 pipeline.producer_acquire(t, value);
                 if constexpr (IS_INT8<CACHE>)
-                    copy_codes(pipeline, t, value, p, rows, ceil_div(end - key, BLOCK_SIZE));
+                    copy_codes(pipeline, t, value, p, rows, ceil_div(end - key, BLOCK_SIZE), rank);
                 else
-                    copy_tile(pipeline, t, value, value ? values : keys, rows);
+                    copy_tile(pipeline, t, value, value ? values : keys, rows, rank);
             }
         }
         queue.release(k);
@@ -212,9 +260,9 @@ __device__ __forceinline__ void produce(
 }
 
 // The converter: turns codes and scales into tiles, in place, with zeros for rows beyond the end of the keys.
-template <int D, int BN, int STAGES, class CACHE>
+template <int D, int BN, int STAGES, int CLUSTER, class CACHE>
 __device__ __forceinline__ void convert(
-    const KVPipeline<D, BN, STAGES, CACHE>& pipeline, const WorkQueue& queue, int barrier) {
+    const KVPipeline<D, BN, STAGES, CLUSTER, CACHE>& pipeline, const WorkQueue<CLUSTER>& queue, int barrier) {
     constexpr int CHUNKS = D / 16, STEP = WARPGROUP / CHUNKS, ROWS = BN / STEP;
     const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS;
     // Threads of a second half of 128 bytes take rows of the other parity, so that their stores meet other banks.
@@ -296,37 +344,38 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
     wgmma_commit_group();
 }
 
-// A consumer warpgroup computes 64 rows of a piece of work, from `row` of the tile on. `count` tiles were consumed
-// before.
-template <int D, int BM, int BN, int STAGES, int SCORES, class CACHE>
+// A consumer warpgroup computes 64 rows of a piece of work, from `row` of the block's rows on, which start at `block` in
+// the tile. `count` tiles were consumed before.
+template <int D, int BM, int BN, int STAGES, int CLUSTER, int SCORES, class CACHE>
 __device__ __forceinline__ void consume(
-    const KVPipeline<D, BN, STAGES, CACHE>& pipeline, const WorkTile& work, const PrefillParams& p, __half* q_tile,
-    int row, int count, float* running_tile) {
-    constexpr int GROUPS = BM / 64, CHUNKS = D / 8;
+    const KVPipeline<D, BN, STAGES, CLUSTER, CACHE>& pipeline, const WorkTile& work, const PrefillParams& p,
+    __half* q_tile, int row, int block, int count, float* running_tile) {
+    constexpr int GROUPS = BM / 64, CHUNKS = D / 8, ROWS = BM * CLUSTER;
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP, index = row / 64;
     const int turn = 1 + index, next = 1 + (index + 1) % GROUPS, own = 1 + GROUPS + index;
     const int warp_row = row + thread / WARP * 16;  // the first of the warp's 16 rows
+    const int first = work.first + block;           // the first row of the block in the sequence
     named_barrier_sync<WARPGROUP>(own);             // the outputs of the work before have been read from the tile
 #pragma unroll 4
     for (int i = thread; i < 64 * CHUNKS; i += WARPGROUP) {
         const int r = row + i / CHUNKS;
-        copy_query<D>(q_tile + swizzled_offset<BM>(r, i % CHUNKS), work, p, work.first + r, i % CHUNKS * 8);
+        copy_query<D>(q_tile + swizzled_offset<BM>(r, i % CHUNKS), work, p, first + r, i % CHUNKS * 8);
     }
     cp_async_wait_all();
     fence_proxy_async();
     named_barrier_sync<WARPGROUP>(own);
 
     const int tiles = ceil_div(work.end - work.begin, BN);
-    const MaskedKeys masked(work);  // in registers: the loop below must not wait for shared memory
+    const MaskedKeys masked(work, first);  // in registers: the loop below must not wait for shared memory
     const unsigned q = cast_smem_ptr_to_uint(q_tile) + row * COLUMNS * 2;
     const int position[2] = {
-        work.position(work.first + warp_row + lane / 4), work.position(work.first + warp_row + lane / 4 + 8)};
+        work.position(first + warp_row + lane / 4), work.position(first + warp_row + lane / 4 + 8)};
     RunningResult<D / 8> running = {fragment_of<D>(running_tile, warp_row), p.running == nullptr};
     SoftmaxState state;
     float o[D / 8][4] = {}, s[BN / 8][4], rescale[2];
     unsigned w[BN / 16][4];
     auto softmax = [&](int key) {
-        if constexpr (SCORES != PLAIN) change_scores<SCORES>(s, work, p, position, work.first + warp_row, key);
+        if constexpr (SCORES != PLAIN) change_scores<SCORES>(s, work, p, position, first + warp_row, key);
         if (masked.among(key, BN)) apply_causal_mask(s, position, key, work.window);
         online_softmax(state, s, rescale, SCORES == PLAIN ? p.scale : 1.0f);
     };
@@ -361,7 +410,7 @@ __device__ __forceinline__ void consume(
         warpgroup_fence_operand(o);
         pipeline.consumer_release(t - 1, true);
         if (new_segment)
-            end_segment<D, BM>(p, work, key / SEGMENT - 1, warp_row, before, o, running);
+            end_segment<D, ROWS>(p, work, key / SEGMENT - 1, block + warp_row, before, o, running);
         else
             multiply_rows(o, rescale);
         round_weights();
@@ -379,7 +428,7 @@ __device__ __forceinline__ void consume(
     pipeline.consumer_release(last, true);
 
     // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
-    if (!end_last_segment<D, BM>(p, work, warp_row, state, o, running)) return;
+    if (!end_last_segment<D, ROWS>(p, work, block + warp_row, state, o, running)) return;
 #pragma unroll
     for (int n = 0; n < CHUNKS; ++n)
 #pragma unroll
@@ -390,37 +439,40 @@ __device__ __forceinline__ void consume(
 #pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += WARP)
         store_output(
-            work, p, work.first + warp_row + i / CHUNKS, i % CHUNKS * 8,
+            work, p, first + warp_row + i / CHUNKS, i % CHUNKS * 8,
             q_tile + swizzled_offset<BM>(warp_row + i / CHUNKS, i % CHUNKS));
 }
 
-// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. SCORES: a ScoreKind but BIASED. CACHE: __half or int8. key_map,
-// value_map: tensor maps of the pools for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared
-// memory: BM + 2 * STAGES * BN rows of D fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is null.
-template <int D, int BM, int BN, int STAGES, int SCORES, class CACHE>
+// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CLUSTER: 1 or 2 blocks, which have a tile of CLUSTER * BM rows.
+// SCORES: a ScoreKind but BIASED. CACHE: __half or int8. key_map, value_map: tensor maps of the pools for fp16, [blocks
+// * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared memory: BM + 2 * STAGES * BN rows of D fp16, 1024
+// bytes to align them, and BM rows of D fp32 if p.running is null.
+template <int D, int BM, int BN, int STAGES, int CLUSTER, int SCORES, class CACHE>
 __global__ void __launch_bounds__((BM / 64 + IS_INT8<CACHE> + 1) * WARPGROUP, 1) attention_prefill_hopper(
     const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map) {
     constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * WARPGROUP, CONSUMER_WARPS = CONSUMERS / WARP;
-    using Pipeline = KVPipeline<D, BN, STAGES, CACHE>;
+    using Pipeline = KVPipeline<D, BN, STAGES, CLUSTER, CACHE>;
     extern __shared__ __align__(16) char shared[];
     __shared__ __align__(8) unsigned long long barriers[Pipeline::BARRIERS + 4];
     __shared__ __align__(16) __half scales[IS_INT8<CACHE> ? STAGES * 2 * BN : 8];
     __shared__ WorkTile tiles[2];
     __half* const q_tile = reinterpret_cast<__half*>(shared + (1024 - cast_smem_ptr_to_uint(shared) % 1024) % 1024);
     const Pipeline pipeline = {q_tile + BM * D, scales, cast_smem_ptr_to_uint(barriers)};
-    const WorkQueue queue = {tiles, cast_smem_ptr_to_uint(barriers + Pipeline::BARRIERS)};
+    const WorkQueue<CLUSTER> queue = {tiles, cast_smem_ptr_to_uint(barriers + Pipeline::BARRIERS)};
     if (threadIdx.x == 0) {
         pipeline.init(CONSUMER_WARPS);
         queue.init(CONSUMER_WARPS + (IS_INT8<CACHE> ? WARPGROUP / WARP : 0) + 1);
         fence_mbarrier_init();
     }
-    __syncthreads();
+    __syncwarp();
+    cluster_sync<CLUSTER>();
     wait_on_dependent_grids();
+    const int rank = CLUSTER > 1 ? block_rank_in_cluster() : 0;
     const int role = __shfl_sync(FULL, threadIdx.x / WARPGROUP, 0);  // a shuffle tells the compiler that warps agree
     if (role == GROUPS) {
         set_registers<Registers<D, GROUPS, CACHE>::PRODUCER>();
-        produce<D, BM>(pipeline, queue, p, key_map, value_map);
+        produce<D, BM * CLUSTER>(pipeline, queue, p, key_map, value_map, rank);
     } else if (IS_INT8<CACHE> && role > GROUPS) {
         set_registers<Registers<D, GROUPS, CACHE>::CONVERTER>();
         if constexpr (IS_INT8<CACHE>) convert(pipeline, queue, 1 + 2 * GROUPS);
@@ -434,13 +486,18 @@ __global__ void __launch_bounds__((BM / 64 + IS_INT8<CACHE> + 1) * WARPGROUP, 1)
         for (int k = 0;; ++k) {
             const WorkTile& work = queue.get(k);
             if (work.group == 0) break;
-            consume<D, BM, BN, STAGES, SCORES, CACHE>(pipeline, work, p, q_tile, row, count, running);
+            consume<D, BM, BN, STAGES, CLUSTER, SCORES, CACHE>(
+                pipeline, work, p, q_tile, row, rank * BM, count, running);
             count += ceil_div(work.end - work.begin, BN);
             __syncwarp();
             if (threadIdx.x % WARP == 0) queue.release(k);
         }
         warp_copy_wait();
         launch_dependent_grids();
+    }
+    if constexpr (CLUSTER > 1) {  // another block may still write to this block's shared memory
+        __syncwarp();
+        cluster_sync<CLUSTER>();
     }
 }
 

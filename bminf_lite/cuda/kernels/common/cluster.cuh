@@ -63,7 +63,38 @@ __device__ __forceinline__ void mbarrier_wait_acquire_cluster(unsigned barrier, 
         : "memory");
 }
 
+// The same, so that what this block has written before is visible to who waits with acquire in the cluster.
+__device__ __forceinline__ void mbarrier_arrive_release_cluster(unsigned barrier, unsigned rank) {
+    asm volatile(
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank))
+        : "memory");
+}
+
+// Loads a box into both blocks of a cluster of two, at the same shared address; the barriers of both expect its bytes.
+__device__ __forceinline__ void tma_load_2d_multicast(
+    unsigned target, const TensorMap& map, int column, int row, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3))
+        : "memory");
+}
+
+// Copies `bytes` into both blocks of a cluster of two, as cp_async_bulk does into one.
+__device__ __forceinline__ void cp_async_bulk_multicast(
+    unsigned target, const void* source, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+        "%4;" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier), "h"(static_cast<unsigned short>(3))
+        : "memory");
+}
+
 // Stores to a cluster address.
+__device__ __forceinline__ void st_shared_cluster(unsigned remote, int x) {
+    asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(remote), "r"(x) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_cluster_v4(unsigned remote, const int (&x)[4]) {
     asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "r"(x[0]), "r"(x[1]), "r"(x[2]),
                  "r"(x[3])

@@ -31,16 +31,6 @@ constexpr int EARLY = 2;                     // stages of the weight that are lo
 
 // ---- the pipeline of operands ------------------------------------------------------------------------------------
 
-// Loads a box into both blocks of a cluster of two, at the same shared address; the barriers of both expect its bytes.
-__device__ __forceinline__ void tma_load_2d_multicast(
-    unsigned target, const TensorMap& map, int column, int row, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3))
-        : "memory");
-}
-
 // A circular buffer of stages, each with BLOCK_M rows of the activations and then BLOCK_N rows of the weight. A stage
 // has two barriers: `full`, when its copies have arrived, and `empty`, when all multiplying warps of the cluster have
 // read it.
