@@ -160,12 +160,11 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
         };
         load_keys(work.begin);
         SoftmaxState state[MT];
-        RunningResult<CHUNKS> running[MT];
+        RunningResult<CHUNKS, false> running[MT];
         int position[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             running[m].vectors = fragment_of<D>(p.running + blockIdx.x * (BM * D), warp_row + m * 16);
-            running[m].in_shared = false;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 position[m][h] = work.position(work.first + warp_row + m * 16 + lane / 4 + h * 8);

@@ -470,10 +470,9 @@ __device__ __forceinline__ void store_fragment(float4* vectors, const float (&o)
 // A thread's part of the merged result of the segments that have ended. The outputs lie outside registers, see
 // fragment_of. If they lie in shared memory, the outputs of a record go there on their way, so that the warp need not
 // wait for stores to global memory.
-template <int N>
+template <int N, bool IN_SHARED>
 struct RunningResult {
     float4* vectors;
-    bool in_shared;
     bool empty = true;
     RowSums left = {};
 
@@ -499,7 +498,7 @@ struct RunningResult {
     }
     // Writes the outputs of a record to `target`.
     __device__ __forceinline__ void hand_over(float4* target, const float (&o)[N][4]) const {
-        if (!in_shared) return store_fragment(target, o);
+        if constexpr (!IN_SHARED) return store_fragment(target, o);
         wait_for_copy();
         store_fragment(vectors, o);
 #if __CUDA_ARCH__ >= 900
@@ -508,7 +507,7 @@ struct RunningResult {
     }
     __device__ __forceinline__ void wait_for_copy() const {
 #if __CUDA_ARCH__ >= 900
-        if (in_shared) warp_copy_wait_read();
+        if constexpr (IN_SHARED) warp_copy_wait_read();
 #endif
     }
 };
@@ -527,8 +526,9 @@ struct Record {
     __device__ __forceinline__ float4* outputs(int row) const { return fragment_of<D>(data, row); }
     __device__ __forceinline__ float2* sums(int row) const { return reinterpret_cast<float2*>(data + ROWS * D) + row; }
     // row: the first of the warp's 16 rows in the tile.
+    template <bool IN_SHARED>
     __device__ __forceinline__ void write(
-        int row, const RowSums& of, const float (&o)[D / 8][4], const RunningResult<D / 8>& running) const {
+        int row, const RowSums& of, const float (&o)[D / 8][4], const RunningResult<D / 8, IN_SHARED>& running) const {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -539,10 +539,10 @@ struct Record {
 
 // Ends a segment that is not the last of the block: merges it into the running result, or hands over its record. Then
 // clears o. row: as in Record::write.
-template <int D, int ROWS>
+template <int D, int ROWS, bool IN_SHARED>
 __device__ __forceinline__ void end_segment(
     const PrefillParams& p, const WorkTile& work, int segment, int row, const SoftmaxState& state, float (&o)[D / 8][4],
-    RunningResult<D / 8>& running) {
+    RunningResult<D / 8, IN_SHARED>& running) {
     RowSums sums = row_sums(state);
     if (work.part) {
         Record<D, ROWS>(p, work.record_of(segment)).write(row, sums, o, running);
@@ -562,10 +562,10 @@ __device__ __forceinline__ float quotient(float o, float sum, float inverse) {
 }
 
 // Ends the last segment of a piece of work. Returns whether o has become the output, else it has handed over a record.
-template <int D, int ROWS>
+template <int D, int ROWS, bool IN_SHARED>
 __device__ __forceinline__ bool end_last_segment(
     const PrefillParams& p, const WorkTile& work, int row, const SoftmaxState& state, float (&o)[D / 8][4],
-    const RunningResult<D / 8>& running) {
+    const RunningResult<D / 8, IN_SHARED>& running) {
     RowSums sums = row_sums(state);
     running.merge_with(sums, o);
     if (work.record >= 0) {

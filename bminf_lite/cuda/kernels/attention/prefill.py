@@ -125,7 +125,8 @@ def hopper(
     external = shared + running > HOPPER_SHARED
     return AttentionTileConfig(
         source="attention/prefill_hopper.cu",
-        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}, {cluster}, {int(scores)}",
+        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}, {cluster}, {str(external).lower()}, "
+        f"{int(scores)}",
         depth=depth,
         rows=rows * cluster,
         threads=(rows // 64 + 1 + int8) * 4 * WARP,

@@ -78,15 +78,15 @@ struct KVPipeline {
     unsigned barriers;
 
     static constexpr int CLUSTER = CLUSTER_, TILE = D * BN, BARRIERS = (IS_INT8<CACHE> ? 6 : 4) * STAGES;
-    __device__ __forceinline__ static int place(int t, bool value) { return t % STAGES * 2 + value; }
-    __device__ __forceinline__ __half* tile(int t, bool value) const { return tiles + place(t, value) * TILE; }
-    __device__ __forceinline__ int8* codes(int t, bool value) const {
+    __device__ __forceinline__ static int place(unsigned t, bool value) { return t % STAGES * 2 + value; }
+    __device__ __forceinline__ __half* tile(unsigned t, bool value) const { return tiles + place(t, value) * TILE; }
+    __device__ __forceinline__ int8* codes(unsigned t, bool value) const {
         return reinterpret_cast<int8*>(tile(t, value) + TILE / 2);
     }
-    __device__ __forceinline__ __half* scales(int t, bool value) const { return all_scales + place(t, value) * BN; }
-    __device__ __forceinline__ unsigned full(int t, bool value) const { return barriers + place(t, value) * 8; }
-    __device__ __forceinline__ unsigned empty(int t, bool value) const { return full(t, value) + STAGES * 16; }
-    __device__ __forceinline__ unsigned copied(int t, bool value) const { return full(t, value) + STAGES * 32; }
+    __device__ __forceinline__ __half* scales(unsigned t, bool value) const { return all_scales + place(t, value) * BN; }
+    __device__ __forceinline__ unsigned full(unsigned t, bool value) const { return barriers + place(t, value) * 8; }
+    __device__ __forceinline__ unsigned empty(unsigned t, bool value) const { return full(t, value) + STAGES * 16; }
+    __device__ __forceinline__ unsigned copied(unsigned t, bool value) const { return full(t, value) + STAGES * 32; }
 
     // So many consumer warps of a block arrive.
     __device__ __forceinline__ void init(int consumers) const {
@@ -96,17 +96,17 @@ struct KVPipeline {
             if (IS_INT8<CACHE>) mbarrier_init(barriers + (STAGES * 4 + i) * 8, 1);
         }
     }
-    __device__ __forceinline__ void converter_wait(int t, bool value) const {
+    __device__ __forceinline__ void converter_wait(unsigned t, bool value) const {
         mbarrier_wait(copied(t, value), t / STAGES % 2);
     }
-    __device__ __forceinline__ void consumer_wait(int t, bool value) const {
+    __device__ __forceinline__ void consumer_wait(unsigned t, bool value) const {
         mbarrier_wait(full(t, value), t / STAGES % 2);
     }
-    __device__ __forceinline__ void producer_acquire(int t, bool value) const {
+    __device__ __forceinline__ void producer_acquire(unsigned t, bool value) const {
         if (t >= STAGES) mbarrier_wait(empty(t, value), (t / STAGES - 1) % 2);
     }
     // A warp has completed its reads of a tile.
-    __device__ __forceinline__ void consumer_release(int t, bool value) const {
+    __device__ __forceinline__ void consumer_release(unsigned t, bool value) const {
         const unsigned lane = threadIdx.x % WARP;
         if constexpr (CLUSTER == 1) {
             if (lane == 0) mbarrier_arrive(empty(t, value));
@@ -178,7 +178,7 @@ struct WorkQueue {
 // cluster.
 template <int D, int BN, int STAGES, int CLUSTER, int BLOCKS>
 __device__ __forceinline__ void copy_tile(
-    const KVPipeline<D, BN, STAGES, CLUSTER, __half>& pipeline, int t, bool value, const TensorMap& pool,
+    const KVPipeline<D, BN, STAGES, CLUSTER, __half>& pipeline, unsigned t, bool value, const TensorMap& pool,
     const unsigned (&rows)[BLOCKS], int rank) {
     constexpr int BOXES = D / COLUMNS * BLOCKS, PART = BOXES / CLUSTER;
     static_assert(BOXES % CLUSTER == 0);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void copy_tile(
 // The same of codes and scales, of the first `count` blocks.
 template <int D, int BN, int STAGES, int CLUSTER, int BLOCKS>
 __device__ __forceinline__ void copy_codes(
-    const KVPipeline<D, BN, STAGES, CLUSTER, int8>& pipeline, int t, bool value, const PrefillParams& p,
+    const KVPipeline<D, BN, STAGES, CLUSTER, int8>& pipeline, unsigned t, bool value, const PrefillParams& p,
     const unsigned (&rows)[BLOCKS], int count, int rank) {
     constexpr int CODES = BLOCK_SIZE * D, SCALES = BLOCK_SIZE * 2;
     const auto copy = [](unsigned target, const void* source, int bytes, unsigned barrier) {
@@ -237,7 +237,7 @@ __device__ __forceinline__ void produce(
     }
     if (thread != 0) return;
     if (!IS_INT8<CACHE>) prefetch_tensormap(keys), prefetch_tensormap(values);
-    int t = 0;  // counts tiles of all pieces
+    unsigned t = 0;  // counts tiles of all pieces
     for (int k = 0;; ++k) {
         const WorkTile& work = queue.get(k);
         if (work.group == 0) return;
@@ -267,7 +267,7 @@ __device__ __forceinline__ void convert(
     const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS;
     // Threads of a second half of 128 bytes take rows of the other parity, so that their stores meet other banks.
     const int first = thread / CHUNKS ^ chunk / 4 % 2;
-    int t = 0;  // counts tiles of all pieces
+    unsigned t = 0;  // counts tiles of all pieces
     for (int k = 0;; ++k) {
         const WorkTile& work = queue.get(k);
         if (work.group == 0) return;
@@ -346,10 +346,10 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
 
 // A consumer warpgroup computes 64 rows of a piece of work, from `row` of the block's rows on, which start at `block` in
 // the tile. `count` tiles were consumed before.
-template <int D, int BM, int BN, int STAGES, int CLUSTER, int SCORES, class CACHE>
+template <int D, int BM, int BN, int STAGES, int CLUSTER, bool EXTERNAL, int SCORES, class CACHE>
 __device__ __forceinline__ void consume(
     const KVPipeline<D, BN, STAGES, CLUSTER, CACHE>& pipeline, const WorkTile& work, const PrefillParams& p,
-    __half* q_tile, int row, int block, int count, float* running_tile) {
+    __half* q_tile, int row, int block, unsigned count, float* running_tile) {
     constexpr int GROUPS = BM / 64, CHUNKS = D / 8, ROWS = BM * CLUSTER;
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP, index = row / 64;
     const int turn = 1 + index, next = 1 + (index + 1) % GROUPS, own = 1 + GROUPS + index;
@@ -365,12 +365,12 @@ __device__ __forceinline__ void consume(
     fence_proxy_async();
     named_barrier_sync<WARPGROUP>(own);
 
-    const int tiles = ceil_div(work.end - work.begin, BN);
+    const unsigned tiles = ceil_div(work.end - work.begin, BN);
     const MaskedKeys masked(work, first);  // in registers: the loop below must not wait for shared memory
     const unsigned q = cast_smem_ptr_to_uint(q_tile) + row * COLUMNS * 2;
     const int position[2] = {
         work.position(first + warp_row + lane / 4), work.position(first + warp_row + lane / 4 + 8)};
-    RunningResult<D / 8> running = {fragment_of<D>(running_tile, warp_row), p.running == nullptr};
+    RunningResult<D / 8, !EXTERNAL> running = {fragment_of<D>(running_tile, warp_row)};
     SoftmaxState state;
     float o[D / 8][4] = {}, s[BN / 8][4], rescale[2];
     unsigned w[BN / 16][4];
@@ -391,8 +391,9 @@ __device__ __forceinline__ void consume(
     pipeline.consumer_release(count, false);
     softmax(work.begin);
     round_weights();
-    for (int t = count + 1; t < count + tiles; ++t) {
-        const int key = work.begin + (t - count) * BN;
+    int key = work.begin;
+    for (unsigned t = count + 1; t != count + tiles; ++t) {
+        key += BN;
         pipeline.consumer_wait(t, false);
         if (GROUPS > 1) named_barrier_sync<2 * WARPGROUP>(turn);
         gemm_qk<D, BM, BN>(s, q, cast_smem_ptr_to_uint(pipeline.tile(t, false)));
@@ -415,7 +416,7 @@ __device__ __forceinline__ void consume(
             multiply_rows(o, rescale);
         round_weights();
     }
-    const int last = count + tiles - 1;
+    const unsigned last = count + tiles - 1;
     pipeline.consumer_wait(last, true);
     __half* const last_values = pipeline.tile(last, true);
     if (const int valid = work.end - work.begin - (tiles - 1) * BN; !IS_INT8<CACHE> && valid < BN) {
@@ -446,8 +447,8 @@ __device__ __forceinline__ void consume(
 // D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CLUSTER: 1 or 2 blocks, which have a tile of CLUSTER * BM rows.
 // SCORES: a ScoreKind but BIASED. CACHE: __half or int8. key_map, value_map: tensor maps of the pools for fp16, [blocks
 // * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared memory: BM + 2 * STAGES * BN rows of D fp16, 1024
-// bytes to align them, and BM rows of D fp32 if p.running is null.
-template <int D, int BM, int BN, int STAGES, int CLUSTER, int SCORES, class CACHE>
+// bytes to align them, and BM rows of D fp32 unless EXTERNAL, with which p.running has them.
+template <int D, int BM, int BN, int STAGES, int CLUSTER, bool EXTERNAL, int SCORES, class CACHE>
 __global__ void __launch_bounds__((BM / 64 + IS_INT8<CACHE> + 1) * WARPGROUP, 1) attention_prefill_hopper(
     const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map) {
@@ -479,14 +480,14 @@ __global__ void __launch_bounds__((BM / 64 + IS_INT8<CACHE> + 1) * WARPGROUP, 1)
     } else {
         set_registers<Registers<D, GROUPS, CACHE>::CONSUMER>();
         const int row = role * 64;
-        float* const running = p.running ? p.running + blockIdx.x * (BM * D)
-                                         : reinterpret_cast<float*>(pipeline.tiles + 2 * STAGES * BN * D);
+        float* const running = EXTERNAL ? p.running + blockIdx.x * (BM * D)
+                                        : reinterpret_cast<float*>(pipeline.tiles + 2 * STAGES * BN * D);
         if (GROUPS > 1 && row == BM - 64) named_barrier_arrive<2 * WARPGROUP>(1);  // the first turn
-        int count = 0;
+        unsigned count = 0;
         for (int k = 0;; ++k) {
             const WorkTile& work = queue.get(k);
             if (work.group == 0) break;
-            consume<D, BM, BN, STAGES, CLUSTER, SCORES, CACHE>(
+            consume<D, BM, BN, STAGES, CLUSTER, EXTERNAL, SCORES, CACHE>(
                 pipeline, work, p, q_tile, row, rank * BM, count, running);
             count += ceil_div(work.end - work.begin, BN);
             __syncwarp();
