@@ -396,24 +396,36 @@ __device__ __forceinline__ void consume(
         key += BN;
         pipeline.consumer_wait(t, false);
         if (GROUPS > 1) named_barrier_sync<2 * WARPGROUP>(turn);
-        gemm_qk<D, BM, BN>(s, q, cast_smem_ptr_to_uint(pipeline.tile(t, false)));
-        pipeline.consumer_wait(t - 1, true);
-        gemm_pv<D, BN>(o, w, cast_smem_ptr_to_uint(pipeline.tile(t - 1, true)));
-        if (GROUPS > 1) named_barrier_arrive<2 * WARPGROUP>(next);
-        wgmma_wait_group<1>();
-        warpgroup_fence_operand(s);
-        pipeline.consumer_release(t, false);
-        const SoftmaxState before = state;
-        const bool new_segment = key % SEGMENT == 0;
-        if (new_segment) state = {};
-        softmax(key);
-        wgmma_wait_group<0>();
-        warpgroup_fence_operand(o);
-        pipeline.consumer_release(t - 1, true);
-        if (new_segment)
-            end_segment<D, ROWS>(p, work, key / SEGMENT - 1, block + warp_row, before, o, running);
-        else
+        const unsigned keys = cast_smem_ptr_to_uint(pipeline.tile(t, false)),
+                       values = cast_smem_ptr_to_uint(pipeline.tile(t - 1, true));
+        if (key % SEGMENT == 0) {  // the segment ends while the scores are computed
+            pipeline.consumer_wait(t - 1, true);
+            gemm_pv<D, BN>(o, w, values);
+            gemm_qk<D, BM, BN>(s, q, keys);
+            if (GROUPS > 1) named_barrier_arrive<2 * WARPGROUP>(next);
+            wgmma_wait_group<1>();
+            warpgroup_fence_operand(o);
+            pipeline.consumer_release(t - 1, true);
+            end_segment<D, ROWS>(p, work, key / SEGMENT - 1, block + warp_row, state, o, running);
+            state = {};
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(s);
+            pipeline.consumer_release(t, false);
+            softmax(key);
+        } else {
+            gemm_qk<D, BM, BN>(s, q, keys);
+            pipeline.consumer_wait(t - 1, true);
+            gemm_pv<D, BN>(o, w, values);
+            if (GROUPS > 1) named_barrier_arrive<2 * WARPGROUP>(next);
+            wgmma_wait_group<1>();
+            warpgroup_fence_operand(s);
+            pipeline.consumer_release(t, false);
+            softmax(key);
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(o);
+            pipeline.consumer_release(t - 1, true);
             multiply_rows(o, rescale);
+        }
         round_weights();
     }
     const unsigned last = count + tiles - 1;
