@@ -122,6 +122,37 @@ struct Split {
     int longest, per_part;
 };
 
+// The order of pieces of work: so many of one head, then as many of the next. With 1 heads take turns, so the longest
+// pieces of all heads come first.
+struct PieceOrder {
+    int in_turn;
+
+    __device__ __forceinline__ int head(int index, int kv_heads) const { return index / in_turn % kv_heads; }
+    __device__ __forceinline__ int piece(int index, int kv_heads) const {
+        return index / (in_turn * kv_heads) * in_turn + index % in_turn;
+    }
+};
+
+// The order of tiles of ROWS rows for so many that take work. Where the keys and values of all heads do not fit in the
+// L2 cache, one head follows another, so that they are read from memory once; but only if a head has a tile for each
+// that takes work, and no tile is split. Called by whole warps.
+template <int ROWS>
+__device__ __forceinline__ PieceOrder find_order(const PrefillParams& p, const Split& split, int takers) {
+    constexpr float CACHE = 32 << 20;  // bytes
+    const int group = p.heads / p.kv_heads;
+    int tiles = 0;
+    float keys = 0;
+    bool is_split = false;
+    for (int first = 0; first < p.sequences; first += WARP) {
+        const SequenceWork s = sequence_work<CAUSAL, ROWS>(p, first + threadIdx.x % WARP, group);
+        tiles += s.tiles, keys += static_cast<float>(s.end), is_split |= s.segments > split.longest;
+    }
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) tiles += __shfl_xor_sync(FULL, tiles, d), keys += __shfl_xor_sync(FULL, keys, d);
+    const bool fits = keys * static_cast<float>(4 * p.kv_heads * p.head_dim) <= CACHE;
+    return {fits || tiles < takers || __any_sync(FULL, is_split) ? 1 : tiles};
+}
+
 // Finds the split with which p.parts blocks that take pieces in turn end earliest, if its records fit. Called by whole
 // warps.
 template <int MASK, int ROWS>
@@ -218,9 +249,10 @@ find_work_tile(const PrefillParams& p, const Split& split, int head, int index, 
 // one.
 template <int MASK, int ROWS, int KEYS>
 __device__ __forceinline__ bool find_work(
-    const PrefillParams& p, const Split& split, int index, int takers, WorkTile& work) {
+    const PrefillParams& p, const Split& split, const PieceOrder& order, int index, int takers, WorkTile& work) {
     for (;;) {
-        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, split, index % p.kv_heads, index / p.kv_heads, work);
+        const int head = order.head(index, p.kv_heads), piece = order.piece(index, p.kv_heads);
+        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, split, head, piece, work);
         if (found != NOTHING) return found == FOUND;
         index = next_index(p, takers);
     }

@@ -136,11 +136,12 @@ struct WorkQueue {
     }
     // Finds piece k, of ROWS rows, and puts it into the queue; returns whether there is one. Called by one warp.
     template <int ROWS, int BN>
-    __device__ __forceinline__ bool put(const PrefillParams& p, const Split& split, int k) const {
+    __device__ __forceinline__ bool put(
+        const PrefillParams& p, const Split& split, const PieceOrder& order, int k) const {
         const int lane = threadIdx.x % WARP, takers = gridDim.x / CLUSTER, index = blockIdx.x / CLUSTER;
         WorkTile work = {};
         const bool found =
-            find_work<CAUSAL, ROWS, BN>(p, split, k == 0 ? index : next_index(p, takers), takers, work);
+            find_work<CAUSAL, ROWS, BN>(p, split, order, k == 0 ? index : next_index(p, takers), takers, work);
         if (k >= 2) wait(empty(k), (k / 2 - 1) % 2);
         if (lane == 0) {
             if (!found) work.group = 0;
@@ -232,7 +233,8 @@ __device__ __forceinline__ void produce(
     const int thread = threadIdx.x % WARPGROUP;
     if (thread / WARP == 1 && rank == 0) {
         const Split split = find_split<CAUSAL, ROWS>(p);
-        for (int k = 0; queue.template put<ROWS, BN>(p, split, k); ++k) {
+        const PieceOrder order = find_order<ROWS>(p, split, gridDim.x / CLUSTER);
+        for (int k = 0; queue.template put<ROWS, BN>(p, split, order, k); ++k) {
         }
     }
     if (thread != 0) return;
