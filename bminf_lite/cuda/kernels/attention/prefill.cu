@@ -181,6 +181,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
                     end_segment<D, BM>(p, work, key / SEGMENT - 1, warp_row + m * 16, state[m], o[m], running[m]);
+                    set_zero(o[m]);
                     state[m] = {};
                 }
             }

@@ -569,8 +569,8 @@ struct Record {
     }
 };
 
-// Ends a segment that is not the last of the block: merges it into the running result, or hands over its record. Then
-// clears o. row: as in Record::write.
+// Ends a segment that is not the last of the block: merges it into the running result, or hands over its record. row:
+// as in Record::write.
 template <int D, int ROWS, bool IN_SHARED>
 __device__ __forceinline__ void end_segment(
     const PrefillParams& p, const WorkTile& work, int segment, int row, const SoftmaxState& state, float (&o)[D / 8][4],
@@ -582,7 +582,6 @@ __device__ __forceinline__ void end_segment(
         running.merge_with(sums, o);
         running.store(sums, o);
     }
-    set_zero(o);
 }
 
 // The quotient o / sum as attention_output computes it: `inverse` is the rounded 1 / sum, and two corrections by the

@@ -331,9 +331,9 @@ __device__ __forceinline__ void gemm_qk(float (&s)[BN / 8][4], unsigned q, unsig
     wgmma_commit_group();
 }
 
-// Starts o += weights @ values; v is the shared address of the tile.
+// Starts o = weights @ values + (add ? o : 0); v is the shared address of the tile.
 template <int D, int BN>
-__device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w)[BN / 16][4], unsigned v) {
+__device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w)[BN / 16][4], unsigned v, bool add) {
     constexpr int WIDTH = D < 128 ? D : 128, COLUMN = BN * COLUMNS * 2;
     wgmma_fence();
 #pragma unroll
@@ -341,7 +341,7 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
 #pragma unroll
         for (int n = 0; n < D; n += WIDTH) {
             auto& part = reinterpret_cast<float (&)[WIDTH / 8][4]>(o[n / 8]);
-            wgmma(part, w[i], make_smem_desc(v + n / COLUMNS * COLUMN + i * 16 * COLUMNS * 2, COLUMN));
+            wgmma(part, w[i], make_smem_desc(v + n / COLUMNS * COLUMN + i * 16 * COLUMNS * 2, COLUMN), add || i > 0);
         }
     wgmma_commit_group();
 }
@@ -374,7 +374,8 @@ __device__ __forceinline__ void consume(
         work.position(first + warp_row + lane / 4), work.position(first + warp_row + lane / 4 + 8)};
     RunningResult<D / 8, !EXTERNAL> running = {fragment_of<D>(running_tile, warp_row)};
     SoftmaxState state;
-    float o[D / 8][4] = {}, s[BN / 8][4], rescale[2];
+    float o[D / 8][4], s[BN / 8][4], rescale[2];
+    bool add = false;  // whether o holds outputs of the segment
     unsigned w[BN / 16][4];
     auto softmax = [&](int key) {
         if constexpr (SCORES != PLAIN) change_scores<SCORES>(s, work, p, position, first + warp_row, key);
@@ -402,7 +403,7 @@ __device__ __forceinline__ void consume(
                        values = cast_smem_ptr_to_uint(pipeline.tile(t - 1, true));
         if (key % SEGMENT == 0) {  // the segment ends while the scores are computed
             pipeline.consumer_wait(t - 1, true);
-            gemm_pv<D, BN>(o, w, values);
+            gemm_pv<D, BN>(o, w, values, add);
             gemm_qk<D, BM, BN>(s, q, keys);
             if (GROUPS > 1) named_barrier_arrive<2 * WARPGROUP>(next);
             wgmma_wait_group<1>();
@@ -414,10 +415,11 @@ __device__ __forceinline__ void consume(
             warpgroup_fence_operand(s);
             pipeline.consumer_release(t, false);
             softmax(key);
+            add = false;
         } else {
             gemm_qk<D, BM, BN>(s, q, keys);
             pipeline.consumer_wait(t - 1, true);
-            gemm_pv<D, BN>(o, w, values);
+            gemm_pv<D, BN>(o, w, values, add);
             if (GROUPS > 1) named_barrier_arrive<2 * WARPGROUP>(next);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(s);
@@ -427,6 +429,7 @@ __device__ __forceinline__ void consume(
             warpgroup_fence_operand(o);
             pipeline.consumer_release(t - 1, true);
             multiply_rows(o, rescale);
+            add = true;
         }
         round_weights();
     }
@@ -437,7 +440,7 @@ __device__ __forceinline__ void consume(
         clear_rows_from<D, BN>(last_values, valid);
         named_barrier_sync<WARPGROUP>(own);
     }
-    gemm_pv<D, BN>(o, w, cast_smem_ptr_to_uint(last_values));
+    gemm_pv<D, BN>(o, w, cast_smem_ptr_to_uint(last_values), add);
     wgmma_wait_group<0>();
     warpgroup_fence_operand(o);
     pipeline.consumer_release(last, true);
