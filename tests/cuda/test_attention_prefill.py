@@ -409,3 +409,14 @@ def test_bits_do_not_depend_on_the_number_of_parts(
     for parts in (2, 5, 7, 16, 40):
         division = Division(split=True, parts=parts)
         np.testing.assert_array_equal(problem.compute(cuda_device, division), whole, str(division))
+
+
+@pytest.mark.gpu
+@pytest.mark.repeats
+def test_bits_do_not_depend_on_the_order_of_heads(cuda_device: Device, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--fake-gpu"):
+        pytest.skip("NumPy's order of sums depends on shapes")
+    problem = Problem(Case((2300, 40), (15_000, 60), heads=32, kv_heads=4, head_dim=128), 0)  # 36 MB of keys and values
+    whole = problem.compute(cuda_device)
+    other = synchronous(128, 64, 128, 1, AttentionMask.CAUSAL, ScoreKind.PLAIN)
+    np.testing.assert_array_equal(problem.compute(cuda_device, Division(other, split=False)), whole)
