@@ -40,8 +40,11 @@ MAX_RECORD_BYTES = 256 << 20
 """Scratch memory for records. Sequences whose records do not fit are not split."""
 TILE_ROWS = SMALL_TILE, TILE, CLUSTER_TILE = 64, 128, 256
 """Rows of a tile, from which :func:`tile_rows` chooses."""
-LONG_ROWS = 512
-"""From so many rows of a sequence on, in the mean, tiles are ``CLUSTER_TILE`` rows."""
+CLUSTER_ROWS, CLUSTER_WORK = 512, 4 << 20
+"""Tiles are ``CLUSTER_TILE`` rows if sequences have so many in the mean, and so many products of a row and a key.
+
+For less work, starting and ending a cluster takes longer than it saves.
+"""
 COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
 COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -138,11 +141,12 @@ def hopper(
     )
 
 
-def tile_rows(tokens: int, batch_size: int, max_query_len: int, group: int) -> int:
-    """One of ``TILE_ROWS`` for sequences of at most ``max_query_len`` of all tokens, each with ``group`` rows."""
+def tile_rows(tokens: int, batch_size: int, max_query_len: int, max_context_len: int, group: int) -> int:
+    """One of ``TILE_ROWS`` for a launch of these sizes; a token has ``group`` rows."""
     if max_query_len * group <= SMALL_TILE:
         return SMALL_TILE
-    return CLUSTER_TILE if tokens * group >= LONG_ROWS * batch_size else TILE
+    mean = tokens * group / batch_size
+    return CLUSTER_TILE if mean >= CLUSTER_ROWS and mean * max_context_len >= CLUSTER_WORK else TILE
 
 
 @functools.lru_cache(1024)
@@ -162,15 +166,17 @@ def tile_config_for(
     keys = attention_tile(compute_capability, depth, mask, biased)
     if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
         if rows == SMALL_TILE:  # the deeper pipeline is for reading many keys
-            return hopper(depth, 64, keys, stages=3, scores=scores, int8=int8)
-        return hopper(depth, 128, keys, stages=2, scores=scores, int8=int8, cluster=rows // 128)
+            return hopper(depth, SMALL_TILE, keys, stages=3, scores=scores, int8=int8)
+        cluster = 1 if int8 else rows // TILE
+        return hopper(depth, TILE, keys, stages=2, scores=scores, int8=int8, cluster=cluster)
     tile = functools.partial(synchronous, depth, keys=keys, mask=mask, scores=scores)
     if depth > 128:  # the output accumulator takes half of a thread's registers
         return tile(rows=64, blocks=1)
     little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
     if depth > (64 if compute_capability >= (8, 0) else 96) and little:
         return tile(rows=64, blocks=2)
-    return tile(rows=64 if rows == SMALL_TILE or biased else 128, blocks=2)  # the biases of 128 rows would not fit the registers
+    rows = SMALL_TILE if biased else min(rows, TILE)  # the biases of 128 rows would not fit the registers
+    return tile(rows=rows, blocks=2)
 
 
 class PrefillAttention:
@@ -201,7 +207,7 @@ class PrefillAttention:
 
         It needs at least as many as with ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
         """
-        rows = tile_rows(tokens, batch_size, max_query_len, heads // kv_heads)
+        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, heads // kv_heads)
         tile_config = self._config(rows, head_dim, mask, scores, int8)
         running = self._running_bytes(tile_config, max_context_len)
         if not self._may_split(mask, max_context_len):
@@ -265,7 +271,7 @@ class PrefillAttention:
         """
         assert (mask, scores.kind) in MASKS
         group, int8 = heads // kv_heads, key_scales != 0
-        rows = tile_rows(tokens, batch_size, max_query_len, group)
+        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group)
         tile_config = self._config(rows, head_dim, mask, scores.kind, int8)
         kernel, merge = self._kernels(tile_config, INT8 if int8 else HALF)
         pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)

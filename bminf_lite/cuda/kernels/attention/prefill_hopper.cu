@@ -197,17 +197,11 @@ __device__ __forceinline__ void copy_tile(
 }
 
 // The same of codes and scales, of the first `count` blocks.
-template <int D, int BN, int STAGES, int CLUSTER, int BLOCKS>
+template <int D, int BN, int STAGES, int BLOCKS>
 __device__ __forceinline__ void copy_codes(
-    const KVPipeline<D, BN, STAGES, CLUSTER, int8>& pipeline, unsigned t, bool value, const PrefillParams& p,
-    const unsigned (&rows)[BLOCKS], int count, int rank) {
+    const KVPipeline<D, BN, STAGES, 1, int8>& pipeline, unsigned t, bool value, const PrefillParams& p,
+    const unsigned (&rows)[BLOCKS], int count) {
     constexpr int CODES = BLOCK_SIZE * D, SCALES = BLOCK_SIZE * 2;
-    const auto copy = [](unsigned target, const void* source, int bytes, unsigned barrier) {
-        if constexpr (CLUSTER == 1)
-            cp_async_bulk(target, source, bytes, barrier);
-        else
-            cp_async_bulk_multicast(target, source, bytes, barrier);
-    };
     const unsigned copied = pipeline.copied(t, value), codes = cast_smem_ptr_to_uint(pipeline.codes(t, value)),
                    scales = cast_smem_ptr_to_uint(pipeline.scales(t, value));
     const int8* const all_codes = static_cast<const int8*>(value ? p.values : p.keys);
@@ -216,10 +210,8 @@ __device__ __forceinline__ void copy_codes(
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
         if (i >= count) break;
-        const int part = rank * (CODES / CLUSTER), scale = rank * (BLOCK_SIZE / CLUSTER);
-        const int8* const source = all_codes + static_cast<size_t>(rows[i]) * D + part;
-        copy(codes + i * CODES + part, source, CODES / CLUSTER, copied);
-        copy(scales + i * SCALES + scale * 2, all_scales + rows[i] + scale, SCALES / CLUSTER, copied);
+        cp_async_bulk(codes + i * CODES, all_codes + static_cast<size_t>(rows[i]) * D, CODES, copied);
+        cp_async_bulk(scales + i * SCALES, all_scales + rows[i], SCALES, copied);
     }
 }
 
@@ -252,7 +244,7 @@ __device__ __forceinline__ void produce(
             for (int value = 0; value < 2; ++value) {
                 pipeline.producer_acquire(t, value);
                 if constexpr (IS_INT8<CACHE>)
-                    copy_codes(pipeline, t, value, p, rows, ceil_div(end - key, BLOCK_SIZE), rank);
+                    copy_codes(pipeline, t, value, p, rows, ceil_div(end - key, BLOCK_SIZE));
                 else
                     copy_tile(pipeline, t, value, value ? values : keys, rows, rank);
             }
@@ -461,7 +453,7 @@ __device__ __forceinline__ void consume(
             q_tile + swizzled_offset<BM>(warp_row + i / CHUNKS, i % CHUNKS));
 }
 
-// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CLUSTER: 1 or 2 blocks, which have a tile of CLUSTER * BM rows.
+// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CLUSTER: 1 or, for fp16, 2 blocks that have a tile of 2 * BM rows.
 // SCORES: a ScoreKind but BIASED. CACHE: __half or int8. key_map, value_map: tensor maps of the pools for fp16, [blocks
 // * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared memory: BM + 2 * STAGES * BN rows of D fp16, 1024
 // bytes to align them, and BM rows of D fp32 unless EXTERNAL, with which p.running has them.

@@ -80,16 +80,6 @@ __device__ __forceinline__ void tma_load_2d_multicast(
         : "memory");
 }
 
-// Copies `bytes` into both blocks of a cluster of two, as cp_async_bulk does into one.
-__device__ __forceinline__ void cp_async_bulk_multicast(
-    unsigned target, const void* source, int bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
-        "%4;" ::"r"(target),
-        "l"(source), "r"(bytes), "r"(barrier), "h"(static_cast<unsigned short>(3))
-        : "memory");
-}
-
 // Stores to a cluster address.
 __device__ __forceinline__ void st_shared_cluster(unsigned remote, int x) {
     asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(remote), "r"(x) : "memory");
