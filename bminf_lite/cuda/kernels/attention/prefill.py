@@ -40,7 +40,7 @@ MAX_RECORD_BYTES = 256 << 20
 """Scratch memory for records. Sequences whose records do not fit are not split."""
 TILE_ROWS = SMALL_TILE, TILE, CLUSTER_TILE = 64, 128, 256
 """Rows of a tile, from which :func:`tile_rows` chooses."""
-CLUSTER_ROWS, CLUSTER_WORK = 512, 4 << 20
+CLUSTER_ROWS, CLUSTER_WORK = 4096, 32 << 20
 """Tiles are ``CLUSTER_TILE`` rows if sequences have so many in the mean, and so many products of a row and a key.
 
 For less work, starting and ending a cluster takes longer than it saves.

@@ -83,7 +83,9 @@ struct KVPipeline {
     __device__ __forceinline__ int8* codes(unsigned t, bool value) const {
         return reinterpret_cast<int8*>(tile(t, value) + TILE / 2);
     }
-    __device__ __forceinline__ __half* scales(unsigned t, bool value) const { return all_scales + place(t, value) * BN; }
+    __device__ __forceinline__ __half* scales(unsigned t, bool value) const {
+        return all_scales + place(t, value) * BN;
+    }
     __device__ __forceinline__ unsigned full(unsigned t, bool value) const { return barriers + place(t, value) * 8; }
     __device__ __forceinline__ unsigned empty(unsigned t, bool value) const { return full(t, value) + STAGES * 16; }
     __device__ __forceinline__ unsigned copied(unsigned t, bool value) const { return full(t, value) + STAGES * 32; }
@@ -225,7 +227,9 @@ __device__ __forceinline__ void produce(
     const int thread = threadIdx.x % WARPGROUP;
     if (thread / WARP == 1 && rank == 0) {
         const Split split = find_split<CAUSAL, ROWS>(p);
-        const PieceOrder order = find_order<ROWS>(p, split, gridDim.x / CLUSTER);
+        PieceOrder order = {1};
+        if (CLUSTER > 1)
+            order = find_order<ROWS>(p, split, gridDim.x / CLUSTER);  // finding it takes a short launch long
         for (int k = 0; queue.template put<ROWS, BN>(p, split, order, k); ++k) {
         }
     }
@@ -338,8 +342,8 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
     wgmma_commit_group();
 }
 
-// A consumer warpgroup computes 64 rows of a piece of work, from `row` of the block's rows on, which start at `block` in
-// the tile. `count` tiles were consumed before.
+// A consumer warpgroup computes 64 rows of a piece of work, from `row` of the block's rows on, which start at `block`
+// in the tile. `count` tiles were consumed before.
 template <int D, int BM, int BN, int STAGES, int CLUSTER, bool EXTERNAL, int SCORES, class CACHE>
 __device__ __forceinline__ void consume(
     const KVPipeline<D, BN, STAGES, CLUSTER, CACHE>& pipeline, const WorkTile& work, const PrefillParams& p,

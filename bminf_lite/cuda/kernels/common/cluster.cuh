@@ -65,9 +65,8 @@ __device__ __forceinline__ void mbarrier_wait_acquire_cluster(unsigned barrier, 
 
 // The same, so that what this block has written before is visible to who waits with acquire in the cluster.
 __device__ __forceinline__ void mbarrier_arrive_release_cluster(unsigned barrier, unsigned rank) {
-    asm volatile(
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank))
-        : "memory");
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank))
+                 : "memory");
 }
 
 // Loads a box into both blocks of a cluster of two, at the same shared address; the barriers of both expect its bytes.

@@ -111,15 +111,15 @@ DEFINE_WGMMA_F16(128, UP_TO_63, ACC_16, "%64", "%65", "%66")
 
 // wgmma(c, a, b, add): c = a @ b + (add ? c : 0) of fp16, a [64, 16] in registers and b [16, N] in shared memory (read
 // along its columns).
-#define DEFINE_WGMMA_F16_REGISTERS(N, REGISTERS, ACCUMULATOR, A, B, ADD)                                       \
-    __device__ __forceinline__ void wgmma(                                                                     \
-        float (&c)[N / 8][4], const unsigned (&a)[4], unsigned long long b, bool add) {                        \
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD                                               \
-                     ", 0;\n"                                                                                  \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" REGISTERS "}, {" A "}, " B     \
-                     ", add, 1, 1, 1;\n}"                                                                      \
-                     : ACCUMULATOR("+f", 0)                                                                    \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));        \
+#define DEFINE_WGMMA_F16_REGISTERS(N, REGISTERS, ACCUMULATOR, A, B, ADD)                                   \
+    __device__ __forceinline__ void wgmma(                                                                 \
+        float (&c)[N / 8][4], const unsigned (&a)[4], unsigned long long b, bool add) {                    \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD                                           \
+                     ", 0;\n"                                                                              \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" REGISTERS "}, {" A "}, " B \
+                     ", add, 1, 1, 1;\n}"                                                                  \
+                     : ACCUMULATOR("+f", 0)                                                                \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));    \
     }
 DEFINE_WGMMA_F16_REGISTERS(64, UP_TO_31, ACC_8, "%32,%33,%34,%35", "%36", "%37")
 DEFINE_WGMMA_F16_REGISTERS(128, UP_TO_63, ACC_16, "%64,%65,%66,%67", "%68", "%69")
