@@ -25,7 +25,7 @@ from ...runtime.tensor_maps import NBYTES as TENSOR_MAP_BYTES
 from ...runtime.tensor_maps import TensorMapDataType, tensor_map_2d
 from ..arrays import ceil_div
 from ..constants import BLOCK_SIZE, LARGE_SHARED_MEMORY, SEGMENT, AttentionMask, ScoreKind, attention_tile
-from ..instantiations import Capability, KernelFamily
+from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..sources import load
 from .heads import ELEMENTS, HALF, INT8, Scores
 
@@ -126,10 +126,10 @@ def hopper(
     shared = (rows + 2 * stages * keys) * depth * 2 + 1024
     running = rows * depth * 4
     external = shared + running > HOPPER_SHARED
+    sizes = f"{depth}, {rows}, {keys}, {stages}, {cluster}"
     return AttentionTileConfig(
         source="attention/prefill_hopper.cu",
-        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}, {cluster}, {str(external).lower()}, "
-        f"{int(scores)}",
+        kernel=f"bminf::attention_prefill_hopper<{sizes}, {BOOLEANS[external]}, {int(scores)}",
         depth=depth,
         rows=rows * cluster,
         threads=(rows // 64 + 1 + int8) * 4 * WARP,
