@@ -167,7 +167,7 @@ def tile_config_for(
     if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
         if rows == SMALL_TILE:  # the deeper pipeline is for reading many keys
             return hopper(depth, SMALL_TILE, keys, stages=3, scores=scores, int8=int8)
-        cluster = 1 if int8 else rows // TILE
+        cluster = 1 if int8 or depth > 128 else rows // TILE  # elsewhere it has not paid
         return hopper(depth, TILE, keys, stages=2, scores=scores, int8=int8, cluster=cluster)
     tile = functools.partial(synchronous, depth, keys=keys, mask=mask, scores=scores)
     if depth > 128:  # the output accumulator takes half of a thread's registers
