@@ -17,6 +17,7 @@ from bminf_lite.backend.values import AttentionSpec, LinearBias
 from bminf_lite.cuda.kernels.attention import prefill as attention
 from bminf_lite.cuda.kernels.attention.heads import MAX_HEAD_DIM, scores_of
 from bminf_lite.cuda.kernels.attention.prefill import (
+    CLUSTER_TILE,
     COUNTERS,
     SMALL_TILE,
     TILE,
@@ -26,6 +27,7 @@ from bminf_lite.cuda.kernels.attention.prefill import (
     PrefillAttention,
     synchronous,
     tile_config_for,
+    tile_rows,
 )
 from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, ScoreKind, attention_tile
 from bminf_lite.cuda.runtime.driver import Device
@@ -66,6 +68,32 @@ def test_a_segment_is_whole_tiles_and_a_tile_is_in_whole_blocks(capability: tupl
             keys = attention_tile(capability, depth, mask, False)
             assert SEGMENT % keys == 0
             assert keys % BLOCK_SIZE == 0 or BLOCK_SIZE % keys == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch_size", "max_query_len", "max_context_len", "group", "rows"),
+    [
+        (16, 1, 16, 1 << 17, 4, SMALL_TILE),
+        (512, 1, 512, 1 << 17, 4, TILE),
+        (1024, 1, 1024, 1024, 4, TILE),
+        (1024, 1, 1024, 8192, 4, CLUSTER_TILE),
+        (2048, 16, 1024, 8192, 4, TILE),
+        (8192, 1, 8192, 8192, 1, CLUSTER_TILE),
+    ],
+)
+def test_two_blocks_share_a_tile_where_rows_and_keys_are_many(
+    tokens: int, batch_size: int, max_query_len: int, max_context_len: int, group: int, rows: int
+) -> None:
+    assert tile_rows(tokens, batch_size, max_query_len, max_context_len, group) == rows
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("depth", [64, 80, 128, 256])
+def test_tiles_have_at_most_the_rows_that_are_asked_for(depth: int, int8: bool) -> None:
+    for capability, rows in itertools.product(MOST_SHARED, TILE_ROWS):
+        tile_config = tile_config_for(capability, depth, rows, int8=int8)
+        assert tile_config.rows <= rows
+        assert tile_config.cluster == (2 if tile_config.rows == CLUSTER_TILE else 1)
 
 
 @dataclass(frozen=True)
