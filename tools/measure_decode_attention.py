@@ -12,20 +12,16 @@ shape of LLaMA 3 8B, and decode steps of the whole model. Prints the medians of 
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from variants import Variant, apply_settings
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CASES = (
@@ -45,44 +41,6 @@ MIN_LAYERS, MAX_LAYERS = 16, 32
 LEAST_BYTES = 256 << 20
 """Bytes of all caches that the launches of a graph read, which exceed the GPU's cache."""
 REPLAYS = 9
-TIME_LIMIT = 200
-"""Seconds of one process: a kernel that never ends must not take the rest of the time."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A source tree and constants of the launcher's module."""
-
-    name: str
-    folder: Path
-    settings: dict[str, Any]
-
-    @classmethod
-    def parse(cls, text: str) -> Variant:
-        """From NAME=FOLDER:SETTINGS; raises ``SystemExit`` if it is not of this form."""
-        name, separator, place = text.partition("=")
-        if not separator:
-            sys.exit(f"error: {text!r} is not of the form NAME=FOLDER:SETTINGS")
-        folder, _, settings = place.partition(":")
-        pairs = (part.split("=") for part in settings.split(";") if part)
-        return cls(name, Path(folder).resolve(), {key: ast.literal_eval(value) for key, value in pairs})
-
-    def run(self, *arguments: str) -> Any:
-        """What this script prints as JSON with ``arguments`` in a process that imports the variant."""
-        command = [sys.executable, __file__, "--settings", json.dumps(self.settings), *arguments]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")]),
-        }
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, cwd=self.folder, timeout=TIME_LIMIT
-            )
-            done.check_returncode()
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            print(f"{self.name}: {error}\n{str(error.stdout)[-2000:]}{str(error.stderr)[-4000:]}", flush=True)
-            return None
-        return json.loads(done.stdout[done.stdout.index("{") :])
 
 
 # ---- in the process of a variant ------------------------------------------------------------------------------------
@@ -248,10 +206,7 @@ def work(name: str, settings: dict[str, Any], cases: list[str]) -> None:
     """Print the result of one of ``WORKS`` with the launcher's constants set."""
     from bminf_lite.cuda.kernels.attention import decode
 
-    for key, value in settings.items():
-        if not hasattr(decode, key):
-            sys.exit(f"error: {decode.__name__} has no constant {key}")
-        setattr(decode, key, value)
+    apply_settings(decode, settings)
     print(json.dumps(WORKS[name](cases)))
 
 
@@ -261,7 +216,7 @@ def work(name: str, settings: dict[str, Any], cases: list[str]) -> None:
 def report_check(variants: list[Variant], cases: list[str]) -> None:
     """Print which batches differ from the definition, or from the first variant."""
     with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda variant: variant.run("--work", "check", "--cases", *cases), variants))
+        results = list(pool.map(lambda variant: variant.run(__file__, "--work", "check", "--cases", *cases), variants))
     first: dict[str, str] | None = None
     for variant, result in zip(variants, results, strict=True):
         if result is None:
@@ -295,7 +250,7 @@ def main() -> None:
         times: dict[str, dict[str, list[float]]] = {}
         for _ in range(args.rounds):
             for variant in variants:
-                for name, value in (variant.run("--work", part, "--cases", *args.cases) or {}).items():
+                for name, value in (variant.run(__file__, "--work", part, "--cases", *args.cases) or {}).items():
                     times.setdefault(name, {}).setdefault(variant.name, []).append(value)
         print(f"\n{'microseconds of a launch' if part == 'launches' else 'tokens per second'}")
         print(f"{'':28}" + "".join(f"{variant.name:>16}" for variant in variants))

@@ -1,0 +1,238 @@
+"""Compare source trees by prefill attention: bits of outputs, the time of a launch, and what limits it.
+
+    python tools/measure_prefill_attention.py before=../before "after=.:CLUSTER_WORK=1" --rounds 2
+
+A variant is NAME=FOLDER or NAME=FOLDER:SETTINGS. FOLDER holds a source tree of this package, and SETTINGS are the names
+and values of constants of ``cuda/kernels/attention/prefill.py``. Each round runs every variant in a process of its own,
+so that a GPU that becomes slower affects all. A launch is timed after a pause ("first"), and in a row of launches that
+lasts long enough for the GPU to reach its limit of power ("sustained"); for these ``nvidia-smi`` tells clock and power.
+Prints medians of all rounds, and whose bits differ from those of the first variant. A case takes one to four seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from variants import Variant, apply_settings
+
+PAUSE, WARM_UP, DURATION = 0.25, 0.2, 0.6
+"""Seconds before the first launch, and of launches in a row that do not count, and that do."""
+SAMPLING = 40
+"""Milliseconds between two readings of clock and power."""
+QUERY = ("nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader,nounits", f"-lms={SAMPLING}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """So many new tokens of one sequence behind so many, and the heads."""
+
+    tokens: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    @cached_property
+    def name(self) -> str:
+        """As ``--cases`` takes it."""
+        return f"{self.tokens} @ {self.context}, {self.heads} / {self.kv_heads} x {self.head_dim}"
+
+    @property
+    def flops(self) -> int:
+        """A multiplication and an addition counted as two, of what a causal mask leaves."""
+        scores = self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
+        return 4 * self.head_dim * self.heads * scores
+
+
+CASES = (
+    Case(32768, 0), Case(8192, 24576), Case(2048, 30720), Case(8192, 0), Case(2048, 0), Case(512, 0), Case(128, 32640),
+    Case(8192, 24576, head_dim=64), Case(8192, 24576, heads=16, head_dim=256),
+)  # fmt: skip
+
+
+# ---- in the process of a variant ------------------------------------------------------------------------------------
+
+
+class Attention:
+    """Prefill attention of a case over an fp16 cache of random numbers, the same ones in every variant."""
+
+    def __init__(self, case: Case) -> None:
+        import cupy as cp
+
+        from bminf_lite.cuda.kernels.attention.heads import Scores
+        from bminf_lite.cuda.kernels.attention.prefill import COUNTERS, PrefillAttention
+        from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, ScoreKind
+        from bminf_lite.cuda.runtime.driver import Device
+
+        device = Device(0)
+        device.make_current()
+        self.prefill = PrefillAttention(device)
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        rng, total, width = np.random.default_rng(7), case.tokens + case.context, case.heads * case.head_dim
+        blocks = -(-total // BLOCK_SIZE) + 1
+        pool, row = (blocks, case.kv_heads, BLOCK_SIZE, case.head_dim), (case.tokens, width)
+        self.keys, self.values, self.q = (
+            cp.asarray(rng.standard_normal(size, np.float32).astype(np.float16)) for size in (pool, pool, row)
+        )
+        self.out = cp.zeros(row, cp.float16)
+        self.cu_seqlens, self.context_lens = (
+            cp.asarray([0, case.tokens], cp.int32),
+            cp.asarray([case.context], cp.int32),
+        )
+        self.table = cp.arange(1, blocks, dtype=cp.int32)
+        self.counters = cp.zeros(COUNTERS, cp.int32)
+        self.shape = {
+            "heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "tokens": case.tokens,
+            "batch_size": 1, "max_query_len": case.tokens, "max_context_len": total,
+        }  # fmt: skip
+        self.scratch = cp.zeros(max(16, self.prefill.scratch_bytes(**self.shape)), cp.uint8)
+        self.scores, self.num_blocks, self.width = Scores(ScoreKind.PLAIN, case.head_dim**-0.5), blocks, width
+        cp.cuda.Device().synchronize()
+
+    def launch(self) -> None:
+        self.prefill.launch(
+            self.q.data.ptr, self.width, self.keys.data.ptr, self.values.data.ptr, self.out.data.ptr, self.width,
+            self.cu_seqlens.data.ptr, self.context_lens.data.ptr, self.table.data.ptr, **self.shape,
+            table_pitch=len(self.table), num_blocks=self.num_blocks, scores=self.scores, window=None,
+            counters=self.counters.data.ptr, scratch=self.scratch.data.ptr, scratch_bytes=self.scratch.nbytes,
+            stream=self.stream.ptr,
+        )  # fmt: skip
+
+    def milliseconds(self, count: int) -> float:
+        """Of one of ``count`` launches in a row."""
+        import cupy as cp
+
+        start, end = cp.cuda.Event(), cp.cuda.Event()
+        start.record(self.stream)
+        for _ in range(count):
+            self.launch()
+        end.record(self.stream)
+        end.synchronize()
+        return float(cp.cuda.get_elapsed_time(start, end)) / count
+
+    def digest(self) -> str:
+        """Of the bits of the outputs."""
+        self.launch()
+        self.stream.synchronize()
+        return hashlib.sha256(self.out.get().tobytes()).hexdigest()
+
+
+class Meter:
+    """Clock (MHz) and power (W) while it is open, if there is an ``nvidia-smi``."""
+
+    def __init__(self) -> None:
+        self.readings: list[tuple[float, float, float]] = []
+        self._process = None
+        if shutil.which(QUERY[0]):
+            self._process = subprocess.Popen(QUERY, stdout=subprocess.PIPE, text=True)
+            threading.Thread(target=self._read, args=[self._process], daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                clock, power = map(float, line.split(","))
+            except ValueError:  # a line cut by the end, or a value that this GPU does not tell
+                continue
+            self.readings.append((time.monotonic(), clock, power))
+
+    def medians(self, start: float, end: float) -> tuple[float, float]:
+        """Between two times of ``time.monotonic``; NaN where nothing was read."""
+        found = [reading[1:] for reading in self.readings if start <= reading[0] <= end] or [(float("nan"),) * 2]
+        clocks, powers = zip(*found, strict=True)
+        return statistics.median(clocks), statistics.median(powers)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def measure(case: Case, meter: Meter) -> dict[str, Any]:
+    """``digest``, and of a launch ``first`` and ``sustained`` in ms, with ``clock`` and ``power`` of the latter."""
+    attention = Attention(case)
+    digest = attention.digest()
+    time.sleep(PAUSE)
+    first = attention.milliseconds(1)
+    attention.milliseconds(1 + int(WARM_UP * 1e3 / first))
+    start = time.monotonic()
+    sustained = attention.milliseconds(1 + int(DURATION * 1e3 / first))
+    clock, power = meter.medians(start, time.monotonic())
+    return {"digest": digest, "first": first, "sustained": sustained, "clock": clock, "power": power}
+
+
+def work(names: list[str], settings: dict[str, Any]) -> None:
+    """Print the result of each case as JSON, with the launcher's constants set."""
+    from bminf_lite.cuda.kernels.attention import prefill
+
+    apply_settings(prefill, settings)
+    meter = Meter()
+    try:
+        print(json.dumps({case.name: measure(case, meter) for case in chosen(names)}))
+    finally:
+        meter.close()
+
+
+# ---- all variants ----------------------------------------------------------------------------------------------------
+
+
+def chosen(names: list[str]) -> list[Case]:
+    """The cases whose names start with one of ``names``, or all. Raises ``SystemExit`` if there is none."""
+    found = [case for case in CASES if not names or any(case.name.startswith(name) for name in names)]
+    if not found:
+        sys.exit(f"error: no case has a name that starts with one of {names}; there are {[c.name for c in CASES]}")
+    return found
+
+
+def report(case: Case, results: dict[str, list[dict[str, Any]]]) -> str:
+    """A line for each variant: medians of its rounds, and whether its bits are those of the first."""
+    lines = [case.name]
+    expected = next(rounds[0]["digest"] for rounds in results.values())
+    for name, rounds in results.items():
+        first, sustained, clock, power = (
+            statistics.median(r[key] for r in rounds) for key in ("first", "sustained", "clock", "power")
+        )
+        differs = any(r["digest"] != expected for r in rounds)
+        lines.append(
+            f"  {name:16}{sustained:10.4f} ms sustained{case.flops / sustained / 1e9:7.0f} TFLOPS{clock:7.0f} MHz"
+            f"{power:6.0f} W{first:10.4f} ms at first{'   OTHER BITS' if differs else ''}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="*", metavar="NAME=FOLDER:SETTINGS")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cases", nargs="*", default=[], metavar="NAME", help="how the names of cases start")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--settings", default="{}", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.work:
+        work(args.cases, json.loads(args.settings))
+        return
+    variants, cases = [Variant.parse(text) for text in args.variants], chosen(args.cases)
+    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for _ in range(args.rounds):
+        for variant in variants:
+            for name, result in (variant.run(__file__, "--work", "--cases", *args.cases) or {}).items():
+                results.setdefault(name, {}).setdefault(variant.name, []).append(result)
+    for case in cases:
+        if case.name in results:
+            print(report(case, results[case.name]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Source trees that a script compares, each in processes of its own."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TIME_LIMIT = 200
+"""Seconds of one process: a kernel that never ends must not take the rest of the time."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A source tree, and constants of a module of it."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """From NAME=FOLDER:SETTINGS; raises ``SystemExit`` if it is not of this form."""
+        name, separator, place = text.partition("=")
+        if not separator:
+            sys.exit(f"error: {text!r} is not of the form NAME=FOLDER:SETTINGS")
+        folder, _, settings = place.partition(":")
+        pairs = (part.split("=") for part in settings.split(";") if part)
+        return cls(name, Path(folder).resolve(), {key: ast.literal_eval(value) for key, value in pairs})
+
+    def run(self, script: str, *arguments: str) -> Any:
+        """What ``script`` prints as JSON in a process that imports the variant; None, and a report, if it fails."""
+        command = [sys.executable, script, "--settings", json.dumps(self.settings), *arguments]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")]),
+        }
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, cwd=self.folder, timeout=TIME_LIMIT
+            )
+            done.check_returncode()
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(f"{self.name}: {error}\n{str(error.stdout)[-2000:]}{str(error.stderr)[-4000:]}", flush=True)
+            return None
+        return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+def apply_settings(module: ModuleType, settings: dict[str, Any]) -> None:
+    """Set constants of ``module``; raises ``SystemExit`` for one that it does not have."""
+    for key, value in settings.items():
+        if not hasattr(module, key):
+            sys.exit(f"error: {module.__name__} has no constant {key}")
+        setattr(module, key, value)
