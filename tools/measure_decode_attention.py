@@ -243,6 +243,8 @@ def main() -> None:
     if args.work:
         work(args.work, json.loads(args.settings), args.cases)
         return
+    if not args.variants:
+        parser.error("give one variant at least, NAME=FOLDER")
     variants, parts = [Variant.parse(text) for text in args.variants], args.parts.split(",")
     if "check" in parts:
         report_check(variants, args.cases)

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ class Case:
     kv_heads: int = 8
     head_dim: int = 128
 
-    @cached_property
+    @property
     def name(self) -> str:
         """As ``--cases`` takes it."""
         return f"{self.tokens} @ {self.context}, {self.heads} / {self.kv_heads} x {self.head_dim}"
@@ -223,6 +222,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.work:
         work(args.cases, json.loads(args.settings))
         return
+    if not args.variants:
+        parser.error("give one variant at least, NAME=FOLDER")
     variants, cases = [Variant.parse(text) for text in args.variants], chosen(args.cases)
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for _ in range(args.rounds):

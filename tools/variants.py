@@ -26,11 +26,13 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """From NAME=FOLDER:SETTINGS; raises ``SystemExit`` if it is not of this form."""
+        """From NAME=FOLDER:SETTINGS; raises ``SystemExit`` if it is not of this form or not a tree of this package."""
         name, separator, place = text.partition("=")
         if not separator:
             sys.exit(f"error: {text!r} is not of the form NAME=FOLDER:SETTINGS")
         folder, _, settings = place.partition(":")
+        if not (Path(folder) / "bminf_lite").is_dir():
+            sys.exit(f"error: {folder!r} of {text!r} holds no folder bminf_lite; give a source tree")
         pairs = (part.split("=") for part in settings.split(";") if part)
         return cls(name, Path(folder).resolve(), {key: ast.literal_eval(value) for key, value in pairs})
 

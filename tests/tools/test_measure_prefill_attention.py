@@ -13,6 +13,8 @@ from variants import Variant
 
 from bminf_lite.cuda.runtime.driver import Device
 
+ROOT = Path(__file__).parents[2]
+
 
 def result(sustained: float, digest: str = "a") -> dict[str, Any]:
     return {"digest": digest, "first": 1.0, "sustained": sustained, "clock": 1650.0, "power": 700.0}
@@ -46,7 +48,7 @@ def test_variants_run_in_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         return {"512 @ 0, 32 / 8 x 128": result(0.5)} if variant.name == "after" else None
 
     monkeypatch.setattr(Variant, "run", run)
-    main(["before=..", "after=.:CLUSTER_WORK=1", "--rounds", "2", "--cases", "512"])
+    main([f"before={ROOT}", f"after={ROOT}:CLUSTER_WORK=1", "--rounds", "2", "--cases", "512"])
     assert names == ["before", "after"] * 2
     assert capsys.readouterr().out.splitlines()[1].startswith("  after ")
 
@@ -61,9 +63,17 @@ def test_a_variant_that_fails_is_reported(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_forms_that_cannot_be_read_are_refused() -> None:
-    assert Variant.parse("a=.:UNITS=(4,2);X=3").settings == {"UNITS": (4, 2), "X": 3}
+    assert Variant.parse(f"a={ROOT}:UNITS=(4,2);X=3").settings == {"UNITS": (4, 2), "X": 3}
     with pytest.raises(SystemExit, match="'before' is not of the form NAME=FOLDER:SETTINGS"):
         Variant.parse("before")
+    with pytest.raises(SystemExit, match="'/nowhere' of 'a=/nowhere' holds no folder bminf_lite"):
+        Variant.parse("a=/nowhere")
+
+
+def test_a_variant_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "give one variant at least, NAME=FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -134,8 +134,8 @@ struct PieceOrder {
 };
 
 // The order of tiles of ROWS rows for so many that take work. Where the keys and values of all heads do not fit in the
-// L2 cache, one head follows another, so that they are read from memory once; but only if a head has a tile for each
-// that takes work, and no tile is split. Called by whole warps.
+// L2 cache, one head follows another, because those of one may fit; but only if a head has a tile for each that takes
+// work, and no tile is split. Called by whole warps.
 template <int ROWS>
 __device__ __forceinline__ PieceOrder find_order(const PrefillParams& p, const Split& split, int takers) {
     constexpr float CACHE = 32 << 20;  // bytes

@@ -43,7 +43,7 @@ TILE_ROWS = SMALL_TILE, TILE, CLUSTER_TILE = 64, 128, 256
 CLUSTER_ROWS, CLUSTER_WORK = 4096, 32 << 20
 """Tiles are ``CLUSTER_TILE`` rows if sequences have so many in the mean, and so many products of a row and a key.
 
-For less work, starting and ending a cluster takes longer than it saves.
+For less work, a launch with clusters has taken longer.
 """
 COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""

@@ -71,13 +71,13 @@ __device__ __forceinline__ int swizzled_offset(int row, int chunk) {
 // The pipeline: tile t of keys and tile t of values lie in stage t % STAGES. Each has a barrier `full`, when consumers
 // may read it, and a barrier `empty`, when all consumers of the cluster have read it. An int8 tile has a barrier
 // `copied` too, when its codes and scales are there.
-template <int D, int BN, int STAGES, int CLUSTER_, class CACHE>
+template <int D, int BN, int STAGES, int CLUSTER, class CACHE>
 struct KVPipeline {
     __half* tiles;
     __half* all_scales;
     unsigned barriers;
 
-    static constexpr int CLUSTER = CLUSTER_, TILE = D * BN, BARRIERS = (IS_INT8<CACHE> ? 6 : 4) * STAGES;
+    static constexpr int TILE = D * BN, BARRIERS = (IS_INT8<CACHE> ? 6 : 4) * STAGES;
     __device__ __forceinline__ static int place(unsigned t, bool value) { return t % STAGES * 2 + value; }
     __device__ __forceinline__ __half* tile(unsigned t, bool value) const { return tiles + place(t, value) * TILE; }
     __device__ __forceinline__ int8* codes(unsigned t, bool value) const {

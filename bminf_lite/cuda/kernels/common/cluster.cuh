@@ -54,6 +54,13 @@ __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigne
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank)) : "memory");
 }
 
+// The same; who waits by mbarrier_wait_acquire_cluster sees what this thread wrote before.
+__device__ __forceinline__ void mbarrier_arrive_release_cluster(unsigned barrier, unsigned rank) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank))
+                 : "memory");
+}
+
+// Waits until the phase of this parity has completed, and sees what blocks of the cluster wrote before they arrived.
 __device__ __forceinline__ void mbarrier_wait_acquire_cluster(unsigned barrier, unsigned phase) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
@@ -61,12 +68,6 @@ __device__ __forceinline__ void mbarrier_wait_acquire_cluster(unsigned barrier, 
         "@!done bra again;\n}" ::"r"(barrier),
         "r"(phase)
         : "memory");
-}
-
-// The same, so that what this block has written before is visible to who waits with acquire in the cluster.
-__device__ __forceinline__ void mbarrier_arrive_release_cluster(unsigned barrier, unsigned rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank))
-                 : "memory");
 }
 
 // Loads a box into both blocks of a cluster of two, at the same shared address; the barriers of both expect its bytes.
