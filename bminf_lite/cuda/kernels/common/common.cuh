@@ -600,8 +600,11 @@ __device__ __forceinline__ float scaled(float acc, float x_scale, float w_scale)
 // another.
 template <int F>
 __device__ __forceinline__ float activate(float x) {
-    if constexpr (F == SILU)  // relative error 2^-20; callers round to fp16
-        return __fdividef(x, __fadd_rn(1.0f, __expf(-x)));
+    if constexpr (F == SILU) {  // relative error 2^-20; callers round to fp16
+        // An exponential that would be subnormal is 0, which changes no sum with 1 and saves half of the instructions.
+        const float y = exp2_fast(__fmul_rn(-1.4426950408889634f, x));
+        return __fmul_rn(x, reciprocal_fast(__fadd_rn(1.0f, y)));
+    }
     if constexpr (F == GELU_TANH) {  // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), which loses no digits where y is
                                      // negative
         const float cube = __fmul_rn(__fmul_rn(__fmul_rn(0.044715f, x), x), x);
