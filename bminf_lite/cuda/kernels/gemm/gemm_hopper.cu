@@ -9,7 +9,8 @@
 //
 // The kernel is persistent and warp-specialised: each block computes tiles of BLOCK_M by BLOCK_N one after another.
 // One thread loads BLOCK_K columns of both operands per stage by TMA into a pipeline; two warpgroups multiply 64 rows
-// each and write the tile through shared memory by TMA.
+// each, and scale and round their sums. They write a tile through shared memory by TMA while the tensor cores have the
+// first stages of the next one.
 //
 // There are two kinds of clusters. With CLUSTER == 2 the two blocks have neighbouring row tiles and the same tile of
 // the weight: each loads half of it and multicasts that to both, which halves the reads of the weight from L2. With
@@ -26,7 +27,6 @@
 namespace bminf {
 
 constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
-constexpr int BAND = 16;                     // row tiles that are computed together, see TileScheduler
 constexpr int EARLY = 2;                     // stages of the weight that are loaded before the input is complete
 
 // ---- the pipeline of operands ------------------------------------------------------------------------------------
@@ -71,25 +71,25 @@ struct Pipeline {
 // ---- the order of tiles ------------------------------------------------------------------------------------------
 
 // The tiles of one cluster, of row_tiles * column_tiles; each block has `height` rows of one. Consecutive tiles run
-// down a band of BAND row tiles before they go on to the next columns, so that blocks that run at the same time share
+// down a band of `band` row tiles before they go on to the next columns, so that blocks that run at the same time share
 // parts of the weight in L2.
 template <int COLUMNS, int CLUSTER, int SPLIT_K>
 struct TileScheduler {
-    int height, row_tiles, column_tiles, index;
+    int height, row_tiles, column_tiles, band, index;
 
-    __device__ __forceinline__ TileScheduler(int height, int row_tiles, int column_tiles)
+    __device__ __forceinline__ TileScheduler(int height, int row_tiles, int column_tiles, int band)
         : height(height),
           row_tiles(row_tiles),
           column_tiles(column_tiles),
+          band(band),
           index(blockIdx.x / (CLUSTER * SPLIT_K)) {}
     __device__ __forceinline__ bool valid() const { return index < row_tiles * column_tiles; }
     __device__ __forceinline__ void next() { index += gridDim.x / (CLUSTER * SPLIT_K); }
     // (first row, first column) of this block's tile.
     __device__ __forceinline__ int2 origin() const {
-        constexpr int PER_BAND = BAND / CLUSTER;  // tiles of a cluster
-        const int band = index / (PER_BAND * column_tiles), inside = index % (PER_BAND * column_tiles);
-        const int in_band = min(PER_BAND, row_tiles - band * PER_BAND);
-        const int tile = (band * PER_BAND + inside % in_band) * CLUSTER + (CLUSTER > 1 ? block_rank_in_cluster() : 0);
+        const int first = index / (band * column_tiles) * band, inside = index % (band * column_tiles);
+        const int in_band = min(band, row_tiles - first);
+        const int tile = (first + inside % in_band) * CLUSTER + (CLUSTER > 1 ? block_rank_in_cluster() : 0);
         return make_int2(tile * height, inside / in_band * COLUMNS);
     }
 };
@@ -137,22 +137,22 @@ struct EpilogueScales {
 
     __device__ __forceinline__ float row(int y) const { return y < rows ? x_scale[y] : 0; }
 
-    template <bool GATED, int COUNT, bool BIAS>
-    __device__ __forceinline__ void load(Channels<COUNT, BIAS>& c, int column) const {
-        constexpr int HALF = GATED ? COUNT / 2 : COUNT;
+    // Of the groups from `first` on, of a tile of which WIDTH groups lie at `column`.
+    template <int WIDTH, int COUNT, bool BIAS>
+    __device__ __forceinline__ void load(Channels<COUNT, BIAS>& c, int column, int first) const {
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) {
-            const int first = column + n % HALF * 8 + threadIdx.x % 4 * 2 + (n < HALF ? 0 : columns);
-            const int from = min(first, channels - 2);
+            const int group = first + n, channel = column + group % WIDTH * 8 + threadIdx.x % 4 * 2;
+            const int from = min(group < WIDTH ? channel : channel + columns, channels - 2);
             c.scale[n] = *reinterpret_cast<const float2*>(w_scale + from);
             if constexpr (BIAS) c.bias[n] = *reinterpret_cast<const float2*>(bias + from);
         }
     }
 };
 
-template <int ACTIVATION>
-__device__ __forceinline__ float2 gated(float2 gate, float2 up) {
-    return {gated<ACTIVATION>(gate.x, up.x), gated<ACTIVATION>(gate.y, up.y)};
+// Two fp16 values as fp32.
+__device__ __forceinline__ float2 unpack_half2(unsigned pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
 // Stores four [8, 8] matrices of fp16, as two accumulator tiles hold them; lane t gives the address of row t % 8 of
@@ -168,69 +168,98 @@ __device__ __forceinline__ void st_shared_v2(unsigned address, float2 y) {
 }
 
 // How a tile is written, in groups of eight channels or columns: N groups of channels make WIDTH groups of columns, of
-// which IN_BOX fill a box with rows of BOX_ROW bytes: as many, up to 128, as divide the tile. AT_ONCE groups of
-// columns, CHANNELS groups of channels, are scaled together, while the scales of the next are loaded.
+// which IN_BOX fill a box with rows of BOX_ROW bytes: as many, up to 128, as divide the tile. A piece has EACH groups.
 template <int EPILOGUE, int N>
-struct EpilogueTile {
+struct TileLayout {
     static constexpr bool GATED = EPILOGUE == Epilogue::GATED, IS_FLOAT = EPILOGUE == ADD || EPILOGUE == TO_FLOAT;
     static constexpr int WIDTH = GATED ? N / 2 : N, GROUP = IS_FLOAT ? 32 : 16, ROW = WIDTH * GROUP;
     static constexpr int BOX_ROW = (ROW & -ROW) < 128 ? (ROW & -ROW) : 128, IN_BOX = BOX_ROW / GROUP;
-    static constexpr int AT_ONCE = GATED && IN_BOX > 4 ? 4 : IN_BOX, CHANNELS = GATED ? 2 * AT_ONCE : AT_ONCE;
+    static constexpr int EACH = IN_BOX < 4 ? IN_BOX : 4, PIECES = WIDTH / EACH;
 
-    // The place of a piece of 16 bytes in a box, with the swizzle of its rows' width.
-    __device__ __forceinline__ static unsigned place(int row, int piece) {
-        const unsigned offset = row * BOX_ROW + piece * 16;
+    // The place of 16 bytes in a box, with the swizzle of its rows' width.
+    __device__ __forceinline__ static unsigned place(int row, int index) {
+        const unsigned offset = row * BOX_ROW + index * 16;
         return offset ^ (offset >> 3 & (BOX_ROW - 16));
     }
 };
 
-// Scales a warp's 16 rows from (row, column) on and writes them box by box, through two boxes of shared memory at
-// `staging`. `next` has the channels of the first columns.
-template <int EPILOGUE, int ACTIVATION, int N, class Loaded>
-__device__ __forceinline__ void write_tile(
-    const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2], Loaded next, const TensorMap& map,
-    int row, int column, unsigned staging) {
-    using L = EpilogueTile<EPILOGUE, N>;
-    const int lane = threadIdx.x % WARP, y = lane / 4, x = lane % 4;
+// The scaled sums of a warp's 16 rows, which go to (row, column) of the result: in 16 bits, of a gated layer gate and
+// up apart, or in 32 bits for TO_FLOAT. They lie in registers as the sums do.
+template <int EPILOGUE, int N>
+struct ScaledTile {
+    using Layout = TileLayout<EPILOGUE, N>;
+    static constexpr int BATCH = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : 2;  // groups whose scales are loaded together
+    static constexpr bool IS_WIDE = EPILOGUE == TO_FLOAT;              // takes as many registers as the sums
+    unsigned values[N][IS_WIDE ? 4 : 2];
+    int row, column;
+
+    // next: the operands of the first groups.
+    template <bool BIAS>
+    __device__ __forceinline__ void scale(
+        const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2], Channels<BATCH, BIAS> next) {
 #pragma unroll
-    for (int first = 0; first < L::WIDTH; first += L::AT_ONCE) {
-        const unsigned box = staging + first / L::IN_BOX % 2 * BOX;
-        const Loaded channels = next;
-        if (first + L::AT_ONCE < L::WIDTH) scaling.load<L::GATED>(next, column + (first + L::AT_ONCE) * 8);
-        if (first % L::IN_BOX == 0) {
+        for (int first = 0; first < N; first += BATCH) {
+            const Channels<BATCH, BIAS> channels = next;
+            if (first + BATCH < N) scaling.load<Layout::WIDTH>(next, column, first + BATCH);
+#pragma unroll
+            for (int n = 0; n < BATCH; ++n)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float2 y = channels.values(c[first + n] + 2 * h, x_scale[h], n);
+                    unsigned* const v = values[first + n];
+                    // The statements keep the compiler from delaying the operations, which takes more registers.
+                    if constexpr (IS_WIDE) {
+                        v[2 * h] = __float_as_uint(y.x), v[2 * h + 1] = __float_as_uint(y.y);
+                        asm volatile("" : "+r"(v[2 * h]), "+r"(v[2 * h + 1]));
+                    } else {
+                        v[h] = EPILOGUE == TO_BFLOAT16 ? pack_bfloat162(y.x, y.y) : pack_half2(y.x, y.y);
+                        asm volatile("" : "+r"(v[h]));
+                    }
+                }
+        }
+    }
+
+    // Writes a piece. Called for all pieces in order, which go through two boxes of shared memory at `staging`.
+    template <int ACTIVATION>
+    __device__ __forceinline__ void write(int piece, const TensorMap& map, unsigned staging) const {
+        constexpr int EACH = Layout::EACH, IN_BOX = Layout::IN_BOX;
+        const int lane = threadIdx.x % WARP, y = lane / 4, x = lane % 4, first = piece * EACH;
+        const unsigned box = staging + first / IN_BOX % 2 * BOX;
+        if (first % IN_BOX == 0) {
             if (lane == 0) tma_store_wait<1>();
             __syncwarp();
         }
 #pragma unroll
-        for (int n = 0; n < L::AT_ONCE; n += 2) {
+        for (int n = 0; n < EACH; n += 2) {
             unsigned v[2][2];
-            const int piece = first % L::IN_BOX + n;
+            const int at = first % IN_BOX + n;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int h = i % 2, m = n + i / 2;
-                float2 value = channels.values(c[first + m] + 2 * h, x_scale[h], m);
-                if constexpr (L::GATED)
-                    value = gated<ACTIVATION>(
-                        value, channels.values(c[first + m + N / 2] + 2 * h, x_scale[h], m + L::AT_ONCE));
-                if constexpr (EPILOGUE == ADD) value = {rounded(value.x), rounded(value.y)};
-                if constexpr (L::IS_FLOAT)
-                    st_shared_v2(box + L::place(h * 8 + y, (piece + i / 2) * 2 + x / 2) + x % 2 * 8, value);
-                else if constexpr (EPILOGUE == TO_BFLOAT16)
-                    v[i / 2][h] = pack_bfloat162(value.x, value.y);
-                else
-                    v[i / 2][h] = pack_half2(value.x, value.y);
+                const int h = i % 2, m = first + n + i / 2;
+                const unsigned place = box + Layout::place(h * 8 + y, (at + i / 2) * 2 + x / 2) + x % 2 * 8;
+                if constexpr (IS_WIDE) {
+                    st_shared_v2(place, {__uint_as_float(values[m][2 * h]), __uint_as_float(values[m][2 * h + 1])});
+                } else if constexpr (EPILOGUE == ADD) {
+                    st_shared_v2(place, unpack_half2(values[m][h]));
+                } else if constexpr (Layout::GATED) {
+                    const float2 gate = unpack_half2(values[m][h]), up = unpack_half2(values[m + N / 2][h]);
+                    v[i / 2][h] = pack_half2(
+                        __fmul_rn(activate<ACTIVATION>(gate.x), up.x), __fmul_rn(activate<ACTIVATION>(gate.y), up.y));
+                } else {
+                    v[i / 2][h] = values[m][h];
+                }
             }
-            if constexpr (!L::IS_FLOAT) stmatrix_x4(box + L::place(lane % 16, piece + lane / 16), v[0], v[1]);
+            if constexpr (!Layout::IS_FLOAT) stmatrix_x4(box + Layout::place(lane % 16, at + lane / 16), v[0], v[1]);
             __syncwarp();  // keeps the compiler from delaying all stores to the end, which would take too many
                            // registers
         }
-        if ((first + L::AT_ONCE) % L::IN_BOX == 0) {
+        if ((first + EACH) % IN_BOX == 0) {
             fence_proxy_async();
             __syncwarp();
-            if (lane == 0) tma_store_2d<EPILOGUE>(box, map, column + first / L::IN_BOX * L::IN_BOX * 8, row);
+            if (lane == 0) tma_store_2d<EPILOGUE>(box, map, column + first / IN_BOX * IN_BOX * 8, row);
         }
     }
-}
+};
 
 // Reduces a tile over the SPLIT_K blocks of the cluster. c: this block's sums over its part of the columns. mine: the
 // total for this block's part of the channels, N / SPLIT_K groups of eight; of a gated layer half of them are gates and
@@ -264,13 +293,13 @@ __device__ __forceinline__ void exchange_sums(const int (&c)[N][4], int (&mine)[
 // ACTIVATION: the function of GATED. BLOCK_N: channels of a tile, 128, 160, 192, 224 or 256, or with SPLIT_K 64, 96 or
 // 128. Boxes of the tensor maps: x_map `height` rows of 128 columns; w_map BLOCK_N / 2 rows of 128 columns; out_map 16
 // rows of BOX_ROW bytes. `height`: rows of a tile that are computed, a multiple of 16. `stages` stages cover a row of
-// x. CLUSTER: 1 or 2; row_tiles and column_tiles count the tiles of a cluster (CLUSTER * height rows). SPLIT_K: with it
-// CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic shared memory: PIPELINE_BYTES; two
-// boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
+// x. CLUSTER: 1 or 2; row_tiles, column_tiles and `band`, see TileScheduler, count the tiles of a cluster (CLUSTER *
+// height rows). SPLIT_K: with it CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic
+// shared memory: PIPELINE_BYTES; two boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
 template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     const float* x_scale, const float* w_scale, const float* bias, int rows, int columns, int channels, int stages,
-    int height, int row_tiles, int column_tiles, const __grid_constant__ TensorMap x_map,
+    int height, int row_tiles, int column_tiles, int band, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap out_map) {
     static_assert(CLUSTER == 1 || SPLIT_K == 1, "the blocks of a cluster share the weight or a tile");
     constexpr int HALF = BLOCK_N / 2, COLUMNS = EPILOGUE == GATED ? HALF : BLOCK_N, OWN = BLOCK_N / 8 / SPLIT_K;
@@ -281,7 +310,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     __syncwarp();
     cluster_sync<CLUSTER * SPLIT_K>();
     launch_dependent_grids();
-    TileScheduler<COLUMNS, CLUSTER, SPLIT_K> tile(height, row_tiles, column_tiles);
+    TileScheduler<COLUMNS, CLUSTER, SPLIT_K> tile(height, row_tiles, column_tiles, band);
     const int warp = threadIdx.x / WARP, part = SPLIT_K > 1 ? block_rank_in_cluster() : 0;
     const int from = stages * part / SPLIT_K, to = stages * (part + 1) / SPLIT_K;
     if (warp >= WARPS) {
@@ -323,17 +352,25 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         wait_on_dependent_grids();
         const EpilogueScales scaling = {x_scale, w_scale, bias, rows, columns, channels};
-        for (; tile.valid(); tile.next()) {
+        const unsigned boxes = staging + warp * 2 * BOX;
+        using Result = ScaledTile<EPILOGUE, OWN>;
+        constexpr int PIECES = Result::Layout::PIECES;
+        Result result;            // of the tile before
+        bool is_pending = false;  // whether there is one to be written
+        const auto write = [&](int piece) { result.template write<ACTIVATION>(piece, out_map, boxes); };
+        const bool beside = SPLIT_K == 1 && !Result::IS_WIDE && stages >= PIECES;  // a piece beside each stage
+        for (;; tile.next()) {
+            if (is_pending && !(beside && tile.valid()))
+#pragma unroll
+                for (int piece = 0; piece < PIECES; ++piece) write(piece);
+            if (!tile.valid()) break;
             const int2 origin = tile.origin();
             // Rows from `height` on are not loaded. Outside the matrix nothing is written.
             const int row = warp * 16 < height ? origin.x + warp * 16 : rows, mine = row + threadIdx.x % WARP / 4;
             const float scales[2] = {scaling.row(mine), scaling.row(mine + 8)};
-            const int column = origin.y + part * (COLUMNS / SPLIT_K);
-            Channels<EpilogueTile<EPILOGUE, OWN>::CHANNELS, BIAS> first;
-            scaling.load<EPILOGUE == GATED>(first, column);
             int c[BLOCK_N / 8][4];
-#pragma unroll 1
-            for (int k = from; k < to; ++k) {
+            // Starts the products of stage k, then calls `meanwhile`.
+            const auto multiply = [&](int k, const auto& meanwhile) {
                 mbarrier_wait(pipeline.full(), pipeline.phase);
                 const unsigned long long x = make_smem_desc(pipeline.x() + warp / 4 * 64 * BLOCK_K, 0),
                                          w = make_smem_desc(pipeline.w(), 0);
@@ -344,18 +381,31 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
                 wgmma_wait_group<1>();
                 if (k > from) pipeline.release_previous();
                 pipeline.next();
-            }
+                meanwhile();
+            };
+            int k = from;
+            if (beside)
+#pragma unroll
+                for (int piece = 0; piece < PIECES; ++piece, ++k)
+                    multiply(k, [&] {
+                        if (is_pending) write(piece);
+                    });
+#pragma unroll 1
+            for (; k < to; ++k) multiply(k, [] {});
+            result.row = row, result.column = origin.y + part * (COLUMNS / SPLIT_K);
+            Channels<Result::BATCH, BIAS> first;
+            scaling.load<Result::Layout::WIDTH>(first, result.column, 0);
             wgmma_wait_group<0>();
             warpgroup_fence_operand(c);
             pipeline.release_previous();
-            const unsigned boxes = staging + warp * 2 * BOX;
             if constexpr (SPLIT_K > 1) {
                 int sums[OWN][4];
                 exchange_sums<SPLIT_K, EPILOGUE == GATED>(c, sums, tiles);
-                write_tile<EPILOGUE, ACTIVATION>(sums, scaling, scales, first, out_map, row, column, boxes);
+                result.scale(sums, scaling, scales, first);
             } else {
-                write_tile<EPILOGUE, ACTIVATION>(c, scaling, scales, first, out_map, row, column, boxes);
+                result.scale(c, scaling, scales, first);
             }
+            is_pending = true;
         }
         if (threadIdx.x % WARP == 0) tma_store_wait<0>();
         __syncwarp();

@@ -100,13 +100,18 @@ SELF_TESTS = (300, 400, 272), (100, 400, 2000)
 """Rows, rows of the weight and inner sizes of products that must be exact before the kernel is used."""
 
 
+BANDS, BAND_BYTES = (64, 32, 16), 20 << 20
+"""Row tiles of a band, see ``TileScheduler`` in the kernel: as many as have so few bytes, or the fewest.
+
+The L2 cache keeps a band's rows for all columns, and the weight is read once for each band.
+"""
 PitchedPointer = tuple[int, int]
 """An address, and the elements from one row to the next; both are multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)
 class _KernelLaunch:
-    """The part of a launch that depends on the shape; ``numbers`` are the parameters ``rows`` to ``column_tiles``.
+    """The part of a launch that depends on the shape; ``numbers`` are the parameters ``rows`` to ``band``.
 
     ``height``: rows of a tile, as equal as multiples of 16 allow. A copy of rows that lie outside the matrix takes
     longer than one of rows that exist.
@@ -235,9 +240,10 @@ class ScaledGemm:
         row_tiles, column_tiles = -(-rows // (ROWS * tile_config.cluster)), -(-columns // width)
         clusters = row_tiles * column_tiles
         if tile_config.split_k == 1:  # else each cluster computes one tile
-            clusters = min(clusters, self._num_sms // tile_config.cluster)
+            clusters = fewest_clusters(clusters, self._num_sms // tile_config.cluster)
         height = -(-rows // (row_tiles * tile_config.cluster) // BOX_ROWS) * BOX_ROWS
-        numbers = (rows, columns, channels, stages, height, row_tiles, column_tiles)
+        band = band_of(in_features) // tile_config.cluster
+        numbers = (rows, columns, channels, stages, height, row_tiles, column_tiles, band)
         arguments = f"{int(epilogue)}, {activation}, {str(bias).lower()}, {tile_config.arguments}"
         kernel = self._kernel(f"bminf::gemm_hopper<{arguments}>")
         cluster = tile_config.blocks if tile_config.blocks > 1 else None
@@ -248,6 +254,17 @@ class ScaledGemm:
 
     def _load(self, expression: str) -> Kernel:
         return load(self._device, self.source, expression)
+
+
+def fewest_clusters(tiles: int, places: int) -> int:
+    """Clusters that compute ``tiles`` in no more rounds than ``places`` would; idle SMs leave their power to others."""
+    rounds = -(-tiles // places)
+    return -(-tiles // rounds)
+
+
+def band_of(in_features: int) -> int:
+    """Row tiles of a band."""
+    return next((band for band in BANDS if band * ROWS * in_features <= BAND_BYTES), BANDS[-1])
 
 
 _TILE_CONFIG_BY_ARGUMENTS = {tile_config.arguments: tile_config for tile_config in TILE_CONFIGS}
