@@ -70,7 +70,7 @@ __device__ __forceinline__ int swizzled_offset(int row, int chunk) {
 
 // The pipeline: tile t of keys and tile t of values lie in stage t % STAGES. Each has a barrier `full`, when consumers
 // may read it, and a barrier `empty`, when all consumers of the cluster have read it. An int8 tile has a barrier
-// `copied` too, when its codes and scales are there.
+// `copied` too, when its codes and scales are there; each thread of the converter arrives at its barrier `full`.
 template <int D, int BN, int STAGES, int CLUSTER, class CACHE>
 struct KVPipeline {
     __half* tiles;
@@ -93,7 +93,7 @@ struct KVPipeline {
     // So many consumer warps of a block arrive.
     __device__ __forceinline__ void init(int consumers) const {
         for (int i = 0; i < STAGES * 2; ++i) {
-            mbarrier_init(barriers + i * 8, IS_INT8<CACHE> ? WARPGROUP / WARP : 1);
+            mbarrier_init(barriers + i * 8, IS_INT8<CACHE> ? WARPGROUP : 1);
             mbarrier_init(barriers + (STAGES * 2 + i) * 8, consumers * CLUSTER);
             if (IS_INT8<CACHE>) mbarrier_init(barriers + (STAGES * 4 + i) * 8, 1);
         }
@@ -119,7 +119,7 @@ struct KVPipeline {
 };
 
 // The pieces of work of a block in order: piece k lies in tiles[k % 2]. group = 0 marks the end. The first block of a
-// cluster finds them for all blocks, and its barriers `empty` count the readers of all.
+// cluster finds them for all blocks, and its barriers `empty` count the threads that read, of all blocks.
 template <int CLUSTER>
 struct WorkQueue {
     WorkTile* tiles;
@@ -169,6 +169,7 @@ struct WorkQueue {
         wait(full(k), k / 2 % 2);
         return tiles[k % 2];
     }
+    // Called by each thread that reads: compute-sanitizer takes an arrival to order the accesses of one thread only.
     __device__ __forceinline__ void release(int k) const {
         if constexpr (CLUSTER > 1)
             mbarrier_arrive_release_cluster(empty(k), 0);
@@ -293,12 +294,10 @@ __device__ __forceinline__ void convert(
                     *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2 + 1)) = high;
                 }
                 fence_proxy_async();
-                __syncwarp();
-                if (threadIdx.x % WARP == 0) mbarrier_arrive(pipeline.full(t, value));
+                mbarrier_arrive(pipeline.full(t, value));
             }
         }
-        __syncwarp();
-        if (threadIdx.x % WARP == 0) queue.release(k);
+        queue.release(k);
     }
 }
 
@@ -476,7 +475,7 @@ __global__ void __launch_bounds__((BM / 64 + IS_INT8<CACHE> + 1) * WARPGROUP, 1)
     const WorkQueue<CLUSTER> queue = {tiles, cast_smem_ptr_to_uint(barriers + Pipeline::BARRIERS)};
     if (threadIdx.x == 0) {
         pipeline.init(CONSUMER_WARPS);
-        queue.init(CONSUMER_WARPS + (IS_INT8<CACHE> ? WARPGROUP / WARP : 0) + 1);
+        queue.init(CONSUMERS + (IS_INT8<CACHE> ? WARPGROUP : 0) + 1);
         fence_mbarrier_init();
     }
     __syncwarp();
@@ -503,8 +502,7 @@ __global__ void __launch_bounds__((BM / 64 + IS_INT8<CACHE> + 1) * WARPGROUP, 1)
             consume<D, BM, BN, STAGES, CLUSTER, EXTERNAL, SCORES, CACHE>(
                 pipeline, work, p, q_tile, row, rank * BM, count, running);
             count += ceil_div(work.end - work.begin, BN);
-            __syncwarp();
-            if (threadIdx.x % WARP == 0) queue.release(k);
+            queue.release(k);
         }
         warp_copy_wait();
         launch_dependent_grids();
