@@ -81,6 +81,24 @@ __device__ __forceinline__ void norm_parts(
     }
 }
 
+// The token of a block: its row, its sequence, and its position there.
+struct Place {
+    int token, sequence, position;
+};
+
+// Each lane looks at one of the sequences, or at one in `step` of those that are left. Called by all lanes of a warp.
+__device__ __forceinline__ Place find_place(const int* cu_seqlens, const int* context_lens, int sequences) {
+    const int lane = threadIdx.x % WARP, token = cu_seqlens[0] + blockIdx.x;
+    for (int first = 0, left = sequences;;) {
+        const int step = (left + WARP - 1) / WARP, own = min(lane * step, left - 1);
+        const int start = cu_seqlens[first + own], context = context_lens[first + own];
+        const unsigned starts_before = __ballot_sync(FULL, lane * step < left && start <= token);
+        const int last = __popc(starts_before) - 1;
+        if (step == 1) return {token, first + last, token + __shfl_sync(FULL, context - start, last)};
+        first += last * step, left = min(step, left - last * step);
+    }
+}
+
 template <bool FROM_INT32, int IN, class CACHE>
 __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
@@ -90,10 +108,15 @@ __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     __half* value_scales, int first_head, int lanes) {
     __shared__ alignas(16) float cosines[MAX_HALF], sines[MAX_HALF];  // of the token's position, for each pair
     launch_dependent_grids();
-    wait_on_dependent_grids();
-    const int token = cu_seqlens[0] + blockIdx.x, lane = threadIdx.x % WARP;
-    if (token >= cu_seqlens[sequences]) return;
     const int half = head_dim / 2, part = threadIdx.x & (lanes - 1), all_heads = heads + 2 * kv_heads;
+    // The time is that of loads which follow one another, so what can be loaded early is.
+    float frequency = 0;
+    if (frequencies != nullptr && threadIdx.x < half) frequency = frequencies[threadIdx.x];
+    wait_on_dependent_grids();
+    const int end = cu_seqlens[sequences];
+    const Place place = find_place(cu_seqlens, context_lens, sequences);
+    const int token = place.token, sequence = place.sequence, position = place.position;
+    if (token >= end) return;
     const int head = first_head + ((blockIdx.y * blockDim.x + threadIdx.x) >> (__ffs(lanes) - 1));
     const int count = head < all_heads ? max(0, min(N, half - part * N)) : 0;  // pairs that this thread has
     const bool whole = half % N == 0;
@@ -101,14 +124,6 @@ __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     const int column = head * head_dim + part * N;
     uint4 raw_low = load_part<FROM_INT32, IN>(source, token, column, count, whole);
     uint4 raw_high = load_part<FROM_INT32, IN>(source, token, column + half, count, whole);
-    int sequence = 0;  // of the token: one of `left` from here on, of which each lane looks at one in `step`
-    for (int left = sequences; left > 1;) {
-        const int step = (left + WARP - 1) / WARP, place = lane * step;
-        const bool begins_before = place < left && cu_seqlens[sequence + place] <= token;
-        const int skipped = (__popc(__ballot_sync(FULL, begins_before)) - 1) * step;
-        sequence += skipped, left = min(step, left - skipped);
-    }
-    const int position = context_lens[sequence] + token - cu_seqlens[sequence];
     // The index in the cache of the token's first key-value head, and how much further the next head is.
     long long cached = token, head_stride = table_pitch;
     if (block_tables != nullptr) {
@@ -118,8 +133,10 @@ __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
         head_stride = BLOCK_SIZE;
     }
     if (frequencies != nullptr) {
-        for (int pair = threadIdx.x; pair < half; pair += blockDim.x)
-            rope_angle(position, frequencies[pair], rope_scale, cosines[pair], sines[pair]);
+        for (int pair = threadIdx.x; pair < half; pair += blockDim.x) {
+            if (pair >= blockDim.x) frequency = frequencies[pair];
+            rope_angle(position, frequency, rope_scale, cosines[pair], sines[pair]);
+        }
         __syncthreads();
     }
     const bool is_query = head < heads, is_value = head >= heads + kv_heads;
