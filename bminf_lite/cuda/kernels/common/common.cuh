@@ -180,6 +180,24 @@ struct RowScratch {
     float top[2][WARPS];
 };
 
+// Of eight fp16 or bf16 elements, clears those in columns from k on; the first is in `column`.
+__device__ __forceinline__ void clear_tail(uint4& x, int column, int k) {
+    if (column + 8 <= k) return;
+    unsigned (&pairs)[4] = reinterpret_cast<unsigned (&)[4]>(x);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        pairs[j] = column + 2 * j >= k ? 0 : column + 2 * j + 1 >= k ? pairs[j] & 0xffffu : pairs[j];
+}
+
+// The maximum of `top` and the magnitudes of eight fp16 or bf16 elements, in each half of a register: the bits of
+// magnitudes order like these, and NaN is the largest.
+__device__ __forceinline__ unsigned packed_max(unsigned top, const uint4& x) {
+    const unsigned (&pairs)[4] = reinterpret_cast<const unsigned (&)[4]>(x);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) top = __vmaxu2(top, pairs[j] & 0x7fff7fffu);
+    return top;
+}
+
 // max(a, |b|), or NaN if either is NaN. `a` is not negative.
 __device__ __forceinline__ float absmax(float a, float b) {
 #if __CUDA_ARCH__ >= 800
@@ -190,6 +208,13 @@ __device__ __forceinline__ float absmax(float a, float b) {
     // The bits of non-negative floats order like the floats, and NaN is the largest.
     return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b) & 0x7fffffffu));
 #endif
+}
+
+// The larger half of what packed_max found.
+template <class T = __half>
+__device__ __forceinline__ float larger_of(unsigned top) {
+    const T* halves = reinterpret_cast<const T*>(&top);
+    return absmax(to_float(halves[0]), to_float(halves[1]));
 }
 
 // The maximum over a warp of values that are not negative, in all lanes; NaN if one of them is NaN.

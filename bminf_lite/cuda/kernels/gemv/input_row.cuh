@@ -132,8 +132,7 @@ __device__ __forceinline__ void store_codes(int8* codes, int i, int width, const
     }
 }
 
-// quantize_input of 16-bit values, which need half as many registers as fp32. Two magnitudes are compared at once:
-// their bits order like the magnitudes, and NaN is the largest.
+// quantize_input of 16-bit values, which need half as many registers as fp32.
 template <class Row>
 __device__ __forceinline__ float quantize_packed(const RowAddresses<Row>& x, int k, int width, int8* codes) {
     using Source = typename Row::Source;
@@ -142,18 +141,8 @@ __device__ __forceinline__ float quantize_packed(const RowAddresses<Row>& x, int
     x.load(raw);
     unsigned top = 0;
 #pragma unroll
-    for (int i = 0; i < Row::VECTORS; ++i) {
-        unsigned (&pairs)[4] = reinterpret_cast<unsigned (&)[4]>(raw[i][0]);
-        const int column = Row::column(i);
-        if (column + 8 > k)
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                pairs[j] = column + 2 * j >= k ? 0 : column + 2 * j + 1 >= k ? pairs[j] & 0xffffu : pairs[j];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) top = __vmaxu2(top, pairs[j] & 0x7fff7fffu);
-    }
-    const Source* tops = reinterpret_cast<const Source*>(&top);
-    const float a = threads_absmax<Row::THREADS>(absmax(to_float(tops[0]), to_float(tops[1])), scratch, 0);
+    for (int i = 0; i < Row::VECTORS; ++i) clear_tail(raw[i][0], Row::column(i), k), top = packed_max(top, raw[i][0]);
+    const float a = threads_absmax<Row::THREADS>(larger_of<Source>(top), scratch, 0);
     const float ratio = row_ratio(a);
 #pragma unroll
     for (int i = 0; i < Row::VECTORS; ++i) {

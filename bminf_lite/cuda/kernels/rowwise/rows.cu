@@ -104,13 +104,43 @@ __device__ __forceinline__ void quantize_norm(
     }
 }
 
+// The codes of a row of fp16, of which each of THREADS threads has VECTORS vectors. Until they are quantized they stay
+// in 16 bits, which takes half as many registers, so that more rows are in flight. padded: see quantize_norm. written:
+// the same, or 0 for a row that does not exist.
+template <Order OUT, int THREADS, int VECTORS>
+__device__ __forceinline__ void quantize_half(
+    const __half* x, int k, int padded, int written, int row, int8* out, long long out_ld, float* scales,
+    RowScratch<THREADS, 1>& scratch) {
+    const auto column_of = [](int i) { return (i * THREADS + threadIdx.x % THREADS) * 8; };
+    uint4 raw[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) raw[i] = ld_global_v4(x + min(column_of(i), padded - 8));
+    unsigned top = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) clear_tail(raw[i], column_of(i), k), top = packed_max(top, raw[i]);
+    const RowScale s = row_scale(threads_absmax<THREADS>(larger_of(top), scratch, 0));
+    if (threadIdx.x % THREADS == 0 && written) scales[row] = s.scale;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        if (column_of(i) >= written) continue;
+        float v[8];
+        load8(reinterpret_cast<const __half*>(&raw[i]), v);
+        *reinterpret_cast<uint2*>(out + offset<OUT>(row, column_of(i), out_ld)) = quantize8(v, s.ratio);
+    }
+}
+
 // Up to this number of rows the norm's weight is prefetched to L2 before the kernel waits for its input, because the
 // latency of that load counts, and the weight stream of the next GEMM delays it.
 constexpr int PREFETCH_MAX_ROWS = 64;
 
+constexpr bool is_half_to_codes(int source, int prepare, int target, bool rotated) {
+    return source == FROM_HALF && prepare == IDENTITY && target == CODES && !rotated;
+}
+
 // The minimum of resident blocks per SM of `transform`. Dequantization and the exact GELU need more registers. A norm
 // of 4,096 elements must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows.
-constexpr int blocks_of(int source, int prepare, int threads, int vectors) {
+constexpr int blocks_of(int source, int prepare, int target, int threads, int vectors, bool rotated) {
+    if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4) return threads > 128 ? 1536 / threads : 12;
     if (source == FROM_INT32 || prepare == GATE_GELU) return 1;
     const bool is_norm = prepare == RMS_NORM || prepare == LAYER_NORM;
     return is_norm && threads == 128 && vectors == 4 ? 8 : resident_blocks(threads, vectors);
@@ -122,7 +152,8 @@ constexpr int blocks_of(int source, int prepare, int threads, int vectors) {
 // gate, x itself. rotation, rotation_scale: those of rotate_row, if ROTATED; at most 8 * min(THREADS, 32) elements. A
 // block has max(THREADS, 128) threads.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT, bool ROTATED>
-__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, THREADS, VECTORS))
+__global__ void __launch_bounds__(
+    THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, TARGET, THREADS, VECTORS, ROTATED))
     transform(
         const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
         float* residual, long long residual_pitch, const float* norm_weight, const float* norm_bias, float eps,
@@ -147,6 +178,12 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
     if constexpr (HALVES) {
         quantize_norm<static_cast<Order>(OUT), PREPARE == LAYER_NORM>(
             residual + row * residual_pitch, norm, padded, row, static_cast<int8*>(out), out_ld, scales, scratch);
+        return;
+    }
+    if constexpr (is_half_to_codes(SOURCE, PREPARE, TARGET, ROTATED)) {
+        quantize_half<static_cast<Order>(OUT), THREADS, VECTORS>(
+            static_cast<const __half*>(data) + row * pitch, k, padded, written, row, static_cast<int8*>(out), out_ld,
+            scales, scratch);
         return;
     }
     const bool aligned = k % 8 == 0;  // the second half of x
