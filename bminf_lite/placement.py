@@ -214,7 +214,7 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
         prompt_layers=tuple(size for stack in encoders for size in stack),
         fixed=meta.non_layer_bytes + LIBRARY_BYTES,
         tables=meta.table_bytes,
-        decode=_decode_work(model.spec, scheme_of, meta, cache, config.vocab_size),
+        decode=_decode_work(model.spec, config, scheme_of, meta, cache),
         cache=cache,
         scratch_per_token=meta.token_bytes,
         scratch_per_sequence=LOGIT_BYTES * config.vocab_size,
@@ -223,7 +223,7 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
 
 
 def _decode_work(
-    spec: Spec, scheme_of: SchemeOf, meta: MetaBackend, cache: Sequence[CacheGroup], vocab_size: int
+    spec: Spec, config: ModelConfig, scheme_of: SchemeOf, meta: MetaBackend, cache: Sequence[CacheGroup]
 ) -> DecodeWork:
     """What a decode step of the model that was built on ``meta`` reads and launches.
 
@@ -236,8 +236,8 @@ def _decode_work(
     return DecodeWork(
         matrix_bytes=sum(meta.layer_bytes[-1]) + meta.non_layer_bytes - meta.table_bytes - source_bytes,
         launches=meta.layer_products[-1] - sources + attentions,
-        norm_vectors=meta.layer_vectors[-1],
-        logit_bytes=LOGIT_BYTES * vocab_size,
+        norm_vectors=meta.layer_vectors[-1] + config.shared_norm_vectors,
+        logit_bytes=LOGIT_BYTES * config.vocab_size,
     )
 
 

@@ -27,7 +27,7 @@ CACHE_FACTOR = {False: 1.1, True: 1.3}
 LAUNCH_SECONDS = 1.05e-6
 """Seconds between the end of a kernel's work and the start of the next one's."""
 NORM_SECONDS = 1.3e-6
-"""Seconds that a vector of a norm adds: a row passes through it between two products."""
+"""Seconds that a vector of a norm adds to each product that applies it: the row passes through it first."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class DecodeWork:
 
     - ``matrix_bytes``: the weights that it reads, in bytes, embedding tables left out;
     - ``launches``: the products and attentions of all layers;
-    - ``norm_vectors``: the vectors of all layers' norms, two for a LayerNorm;
+    - ``norm_vectors``: the vectors that products apply in all layers, two for a LayerNorm; those of a norm that two
+      products share count twice;
     - ``logit_bytes``: bytes that are moved for the logits of a sequence.
     """
 

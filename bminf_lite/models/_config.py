@@ -71,6 +71,11 @@ class ModelConfig(ABC):
         """The keys and values of a token, and in an encoder-decoder of a token of its source."""
 
     @property
+    def shared_norm_vectors(self) -> int:
+        """Vectors of those norms, of all layers that decode, which two products apply: each normalises for itself."""
+        return 0
+
+    @property
     def max_source_length(self) -> int:
         """The longest source; 0 without an encoder."""
         return self.context_length if self.is_encoder_decoder else 0

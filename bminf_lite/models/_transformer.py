@@ -139,6 +139,12 @@ class Config(ModelConfig):
         return CacheShape(self.layers, self.kv_heads, self.head_dim, windows=windows)
 
     @property
+    def shared_norm_vectors(self) -> int:
+        if not self.parallel or self.names.mlp_norm is not None:
+            return 0
+        return self.layers * (1 if self.norm_kind is NormKind.RMS else 2)
+
+    @property
     def query_features(self) -> int:
         """Width of all query heads."""
         return self.heads * self.head_dim
