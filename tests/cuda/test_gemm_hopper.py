@@ -99,6 +99,16 @@ def test_outputs_are_the_definition_s(gemm, shape, tile_config, epilogue, bias):
     assert np.array_equal(case.run(gemm, epilogue, tile_config, RELU), case.expected(epilogue))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("epilogue", [Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED])
+@pytest.mark.parametrize("in_features", [300, 1024, 1100])
+@pytest.mark.parametrize("tile_config", map(GemmTileConfig, (256, 224, 160, 128), (2, 1, 2, 1)), ids=str)
+def test_blocks_that_compute_several_tiles(gemm, tile_config, in_features, epilogue, bias):
+    """A tile is written beside the next one's first stages, of which 300 columns have fewer than a tile has pieces."""
+    case = Case(17 * 128 + 5, 17 * tile_config.width - 4, in_features, bias)
+    assert np.array_equal(case.run(gemm, epilogue, tile_config, RELU), case.expected(epilogue))
+
+
 @pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gated_by_silu(gemm, shape, tile_config):
