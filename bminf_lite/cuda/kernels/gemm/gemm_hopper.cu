@@ -189,14 +189,15 @@ template <int EPILOGUE, int N>
 struct ScaledTile {
     using Layout = TileLayout<EPILOGUE, N>;
     static constexpr int BATCH = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : 2;  // groups whose scales are loaded together
-    static constexpr bool IS_WIDE = EPILOGUE == TO_FLOAT;              // takes as many registers as the sums
+    static constexpr bool IS_WIDE = EPILOGUE == TO_FLOAT;              // too many registers to be kept
     unsigned values[N][IS_WIDE ? 4 : 2];
     int row, column;
 
-    // next: the operands of the first groups.
-    template <bool BIAS>
+    // next: the operands of the first groups. Calls then(first, end) for pieces whose groups have been scaled.
+    template <bool BIAS, class F>
     __device__ __forceinline__ void scale(
-        const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2], Channels<BATCH, BIAS> next) {
+        const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2], Channels<BATCH, BIAS> next,
+        const F& then) {
 #pragma unroll
         for (int first = 0; first < N; first += BATCH) {
             const Channels<BATCH, BIAS> channels = next;
@@ -216,6 +217,7 @@ struct ScaledTile {
                         asm volatile("" : "+r"(v[h]));
                     }
                 }
+            then(first / Layout::EACH, (first + BATCH) / Layout::EACH);
         }
     }
 
@@ -357,12 +359,16 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
         constexpr int PIECES = Result::Layout::PIECES;
         Result result;            // of the tile before
         bool is_pending = false;  // whether there is one to be written
-        const auto write = [&](int piece) { result.template write<ACTIVATION>(piece, out_map, boxes); };
+        const auto write = [&](int first, int end) {
+#pragma unroll
+            for (int piece = first; piece < end; ++piece) result.template write<ACTIVATION>(piece, out_map, boxes);
+        };
+        const auto write_wide = [&](int first, int end) {
+            if constexpr (Result::IS_WIDE) write(first, end);
+        };
         const bool beside = SPLIT_K == 1 && !Result::IS_WIDE && stages >= PIECES;  // a piece beside each stage
         for (;; tile.next()) {
-            if (is_pending && !(beside && tile.valid()))
-#pragma unroll
-                for (int piece = 0; piece < PIECES; ++piece) write(piece);
+            if (is_pending && !(beside && tile.valid())) write(0, PIECES);
             if (!tile.valid()) break;
             const int2 origin = tile.origin();
             // Rows from `height` on are not loaded. Outside the matrix nothing is written.
@@ -388,7 +394,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
 #pragma unroll
                 for (int piece = 0; piece < PIECES; ++piece, ++k)
                     multiply(k, [&] {
-                        if (is_pending) write(piece);
+                        if (is_pending) write(piece, piece + 1);
                     });
 #pragma unroll 1
             for (; k < to; ++k) multiply(k, [] {});
@@ -401,11 +407,11 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
             if constexpr (SPLIT_K > 1) {
                 int sums[OWN][4];
                 exchange_sums<SPLIT_K, EPILOGUE == GATED>(c, sums, tiles);
-                result.scale(sums, scaling, scales, first);
+                result.scale(sums, scaling, scales, first, write_wide);
             } else {
-                result.scale(c, scaling, scales, first);
+                result.scale(c, scaling, scales, first, write_wide);
             }
-            is_pending = true;
+            is_pending = !Result::IS_WIDE;
         }
         if (threadIdx.x % WARP == 0) tma_store_wait<0>();
         __syncwarp();
