@@ -366,7 +366,9 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
         const auto write_wide = [&](int first, int end) {
             if constexpr (Result::IS_WIDE) write(first, end);
         };
-        const bool beside = SPLIT_K == 1 && !Result::IS_WIDE && stages >= PIECES;  // a piece beside each stage
+        // A piece is written beside each stage, unless registers do not suffice.
+        constexpr bool FITS = !Result::IS_WIDE && !(EPILOGUE == GATED && ACTIVATION == GELU);
+        const bool beside = SPLIT_K == 1 && FITS && stages >= PIECES;
         for (;; tile.next()) {
             if (is_pending && !(beside && tile.valid())) write(0, PIECES);
             if (!tile.valid()) break;
