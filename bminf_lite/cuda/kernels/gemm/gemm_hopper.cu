@@ -413,7 +413,8 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
             } else {
                 result.scale(c, scaling, scales, first, write_wide);
             }
-            is_pending = !Result::IS_WIDE;
+            if constexpr (!FITS && !Result::IS_WIDE) write(0, PIECES);
+            is_pending = FITS;
         }
         if (threadIdx.x % WARP == 0) tma_store_wait<0>();
         __syncwarp();
