@@ -42,7 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu.
 
     ``--under-checker``: for compute-sanitizer. The GPU's blocks are allocations of their own
-    (tests/cuda/separate_blocks.py), some results are cleared (tests/cuda/cleared_results.py), hypothesis tries few
+    (tests/cuda/separate_blocks.py), some results are cleared (tests/cuda/cleared_results.py), all lanes of a warp give a
+    stage back (racecheck takes an arrival at a barrier to order the accesses of one thread only), hypothesis tries few
     examples, cublasLt's first proposal is taken, and what is marked ``repeats`` is left out.
     """
     parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
@@ -58,8 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.stash[FAKE_GPU] = fake_gpu.install(profile, config.getoption("--fake-gpu-ptx"))
     if config.getoption("--under-checker"):
+        from bminf_lite.cuda.kernels import constants
         from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
 
+        constants.HEADERS["constants/stages.cuh"] = constants.render_header(RELEASING_LANES=32)
         settings.load_profile("under a checker")
         matmul.PROPOSALS = 1  # each is another kernel of cublasLt's that the checker rewrites
         import cleared_results

@@ -41,8 +41,9 @@ def install() -> None:
     def clear_and_scale(self: scaled_gemm.ScaledGemm, *operands: Any, stream: int = 0, **named: Any) -> None:
         (out, pitch), epilogue = operands[5], named["epilogue"]
         columns = named["channels"] // (2 if epilogue is Epilogue.GATED else 1)
+        itemsize = 4 if epilogue in scaled_gemm.FLOAT_EPILOGUES else 2
         if epilogue is not Epilogue.ADD:
-            _clear(out, named["rows"], round_up(columns * 2, 16), pitch * 2, stream)
+            _clear(out, named["rows"], round_up(columns * itemsize, 16), pitch * itemsize, stream)
         scaled(self, *operands, stream=stream, **named)
 
     patch.setattr(matmul.PreparedMatmul, "_launch", clear_and_multiply)

@@ -157,6 +157,8 @@ DECODE_GROUP = 16
 """Keys, or elements of values, that one MMA of the decode kernel takes as rows."""
 DECODE_MAX_UNIT = 8
 """Blocks of a cluster that compute one segment together, at most: a unit."""
+STAGE_RELEASING_LANES = 1
+"""Lanes of a reading warp that give a stage of keys and values back: all of them for a checker, see tests/conftest.py."""
 PREPARE_THREADS = 384
 """Threads of a block that prepares heads, at most."""
 PREPARE_ELEMENTS = 8
@@ -239,6 +241,7 @@ HEADERS = {
     "constants/decode.cuh": render_header(
         DecodeMask, DecodeWork, HEADS=DECODE_HEADS, THREADS=DECODE_THREADS, GROUP=DECODE_GROUP, MAX_UNIT=DECODE_MAX_UNIT
     ),
+    "constants/stages.cuh": render_header(RELEASING_LANES=STAGE_RELEASING_LANES),
     "constants/prefill.cuh": render_header(AttentionMask, ScoreKind),
     "constants/skinny_gemm.cuh": render_header(ROWS=SKINNY_ROWS, STEP=SKINNY_STEP),
     "constants/skinny_gemm_hopper.cuh": render_header(

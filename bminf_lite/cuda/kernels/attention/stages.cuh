@@ -1,8 +1,9 @@
 // A circular buffer of stages in shared memory between one warp that fills it by cp.async and warps that read it. Each
-// stage has two barriers: `full` counts the lanes of the loading warp, `empty` the reading warps.
+// stage has two barriers: `full` counts the lanes of the loading warp, `empty` RELEASING_LANES of each reading warp.
 #pragma once
 #include "common/async.cuh"
 #include "common/common.cuh"
+#include "constants/stages.cuh"
 
 namespace bminf {
 
@@ -57,6 +58,7 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int phase, int ar
 // Every thread has a copy, which follows the stages in turn.
 template <int STAGES, int BYTES, int READERS>
 struct Stages {
+    static constexpr int RELEASES = READERS * RELEASING_LANES;
     unsigned data, barriers;
     int index = 0, phase = 0;
 
@@ -65,12 +67,12 @@ struct Stages {
     __device__ __forceinline__ void init() const {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i)
-            barrier_init(barriers + 8 * i, WARP), barrier_init(barriers + 8 * (STAGES + i), READERS);
+            barrier_init(barriers + 8 * i, WARP), barrier_init(barriers + 8 * (STAGES + i), RELEASES);
     }
     __device__ __forceinline__ unsigned address() const { return data + index * BYTES; }
     // The loading warp: waits until the stage is free; marks it as full once all copies have completed.
     __device__ __forceinline__ void wait_empty() const {
-        if (phase > 0) barrier_wait(barriers + 8 * (STAGES + index), phase - 1, READERS);
+        if (phase > 0) barrier_wait(barriers + 8 * (STAGES + index), phase - 1, RELEASES);
     }
     __device__ __forceinline__ void fill() {
         barrier_arrive_after_copies(barriers + 8 * index);
@@ -80,7 +82,7 @@ struct Stages {
     __device__ __forceinline__ void wait_full() const { barrier_wait(barriers + 8 * index, phase, WARP); }
     __device__ __forceinline__ void release() {
         __syncwarp();
-        if (threadIdx.x % WARP == 0) barrier_arrive(barriers + 8 * (STAGES + index));
+        if (threadIdx.x % WARP < RELEASING_LANES) barrier_arrive(barriers + 8 * (STAGES + index));
         next();
     }
 
