@@ -42,9 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu.
 
     ``--under-checker``: for compute-sanitizer. The GPU's blocks are allocations of their own
-    (tests/cuda/separate_blocks.py), some results are cleared (tests/cuda/cleared_results.py), all lanes of a warp give a
-    stage back (racecheck takes an arrival at a barrier to order the accesses of one thread only), hypothesis tries few
-    examples, cublasLt's first proposal is taken, and what is marked ``repeats`` is left out.
+    (tests/cuda/separate_blocks.py), some results are cleared (tests/cuda/cleared_results.py), hypothesis tries few
+    examples, cublasLt's first proposal is taken, and what is marked ``repeats`` is left out. In decode attention all
+    lanes of a warp give a stage back: racecheck takes an arrival at a barrier to order one thread's accesses only.
     """
     parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
     parser.addoption("--fake-gpu-ptx", action="store_true", help="there, run the PTX of kernels that it can interpret")

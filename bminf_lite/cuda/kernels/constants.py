@@ -158,7 +158,7 @@ DECODE_GROUP = 16
 DECODE_MAX_UNIT = 8
 """Blocks of a cluster that compute one segment together, at most: a unit."""
 STAGE_RELEASING_LANES = 1
-"""Lanes of a reading warp that give a stage of keys and values back: all of them for a checker, see tests/conftest.py."""
+"""Lanes of a reading warp that give a stage of keys and values back; for a checker all, see tests/conftest.py."""
 PREPARE_THREADS = 384
 """Threads of a block that prepares heads, at most."""
 PREPARE_ELEMENTS = 8
