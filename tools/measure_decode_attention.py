@@ -206,7 +206,7 @@ def work(name: str, settings: dict[str, Any], cases: list[str]) -> None:
     """Print the result of one of ``WORKS`` with the launcher's constants set."""
     from bminf_lite.cuda.kernels.attention import decode
 
-    apply_settings(decode, settings)
+    apply_settings([decode], settings)
     print(json.dumps(WORKS[name](cases)))
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -54,9 +55,11 @@ class Variant:
         return json.loads(done.stdout[done.stdout.index("{") :])
 
 
-def apply_settings(module: ModuleType, settings: dict[str, Any]) -> None:
-    """Set constants of ``module``; raises ``SystemExit`` for one that it does not have."""
+def apply_settings(modules: Sequence[ModuleType], settings: dict[str, Any]) -> None:
+    """Set constants of the modules that have them; raises ``SystemExit`` for one that none has."""
     for key, value in settings.items():
-        if not hasattr(module, key):
-            sys.exit(f"error: {module.__name__} has no constant {key}")
-        setattr(module, key, value)
+        having = [module for module in modules if hasattr(module, key)]
+        if not having:
+            sys.exit(f"error: {' and '.join(module.__name__ for module in modules)} have no constant {key}")
+        for module in having:
+            setattr(module, key, value)

@@ -1,16 +1,19 @@
-"""Compare source trees by prefill attention: bits of outputs, the time of a launch, and what limits it.
+"""Compare source trees by prefill attention and int8 products: bits, the time of a launch, and what limits it.
 
-    python tools/measure_prefill_attention.py before=../before "after=.:CLUSTER_WORK=1" --rounds 2
+    python tools/measure_prefill_kernels.py before=../before "after=.:CLUSTER_WORK=1" --rounds 2 --cases attention
+    python tools/measure_prefill_kernels.py now=. "narrow=.:BANDS=(16,)" --cases product
 
 A variant is NAME=FOLDER or NAME=FOLDER:SETTINGS. FOLDER holds a source tree of this package, and SETTINGS are the names
-and values of constants of ``cuda/kernels/attention/prefill.py``. Each round runs every variant in a process of its own,
-so that a GPU that becomes slower affects all. A launch is timed after a pause ("first"), and in a row of launches that
-lasts long enough for the GPU to reach its limit of power ("sustained"); for these ``nvidia-smi`` tells clock and power.
-Prints medians of all rounds, and whose bits differ from those of the first variant. A case takes one to four seconds.
+and values of constants of ``cuda/kernels/attention/prefill.py`` and ``cuda/kernels/gemm/gemm_hopper.py``. Each round
+runs every variant in a process of its own, so that a GPU that becomes slower affects all. A launch is timed after a
+pause ("first"), and in a row of launches that lasts long enough for the GPU to reach its limit of power ("sustained");
+for these ``nvidia-smi`` tells clock and power. Prints medians of all rounds, and whose bits differ from those of the
+first variant. A case takes one to four seconds. Products are those of compute capability 9.0.
 """
 
 from __future__ import annotations
 
+import abc
 import argparse
 import hashlib
 import json
@@ -34,7 +37,7 @@ QUERY = ("nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """So many new tokens of one sequence behind so many, and the heads."""
 
     tokens: int
@@ -46,28 +49,93 @@ class Case:
     @property
     def name(self) -> str:
         """As ``--cases`` takes it."""
-        return f"{self.tokens} @ {self.context}, {self.heads} / {self.kv_heads} x {self.head_dim}"
+        return f"attention {self.tokens} @ {self.context}, {self.heads} / {self.kv_heads} x {self.head_dim}"
 
     @property
-    def flops(self) -> int:
+    def operations(self) -> int:
         """A multiplication and an addition counted as two, of what a causal mask leaves."""
         scores = self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
         return 4 * self.head_dim * self.heads * scores
 
+    def prepare(self) -> Launches:
+        """Raises ``SystemExit`` if the case cannot be measured here."""
+        return Attention(self)
 
-CASES = (
-    Case(32768, 0), Case(8192, 24576), Case(2048, 30720), Case(8192, 0), Case(2048, 0), Case(512, 0), Case(128, 32640),
-    Case(8192, 24576, head_dim=64), Case(8192, 24576, heads=16, head_dim=256),
+
+@dataclass(frozen=True)
+class ProductCase:
+    """``[rows, columns] @ [channels, columns].T`` of int8; ``epilogue``: half, add or gated."""
+
+    rows: int
+    channels: int
+    columns: int
+    epilogue: str = "half"
+
+    @property
+    def name(self) -> str:
+        """As ``--cases`` takes it."""
+        return f"product {self.rows} x {self.columns} by {self.channels}, {self.epilogue}"
+
+    @property
+    def operations(self) -> int:
+        """A multiplication and an addition counted as two."""
+        return 2 * self.rows * self.channels * self.columns
+
+    def prepare(self) -> Launches:
+        """Raises ``SystemExit`` if the case cannot be measured here."""
+        return Product(self)
+
+
+Case = AttentionCase | ProductCase
+CASES: tuple[Case, ...] = (
+    *(AttentionCase(*sizes) for sizes in ((32768, 0), (8192, 24576), (2048, 30720), (8192, 0), (2048, 0), (512, 0))),
+    AttentionCase(128, 32640), AttentionCase(8192, 24576, head_dim=64),
+    AttentionCase(8192, 24576, heads=16, head_dim=256),
+    *(
+        ProductCase(rows, *weight)
+        for rows in (32768, 8192, 2048)
+        for weight in ((28672, 4096, "gated"), (4096, 14336, "add"), (4096, 4096, "add"), (6144, 4096))
+    ),
+    ProductCase(32768, 16384, 2048, "gated"), ProductCase(16384, 35840, 5120, "gated"),
 )  # fmt: skip
 
 
 # ---- in the process of a variant ------------------------------------------------------------------------------------
 
 
-class Attention:
-    """Prefill attention of a case over an fp16 cache of random numbers, the same ones in every variant."""
+class Launches(abc.ABC):
+    """A kernel of a case over random numbers, the same ones in every variant. ``launch`` writes or adds to ``out``."""
 
-    def __init__(self, case: Case) -> None:
+    stream: Any
+    out: Any
+
+    @abc.abstractmethod
+    def launch(self) -> None:
+        """On ``stream``."""
+
+    def milliseconds(self, count: int) -> float:
+        """Of one of ``count`` launches in a row."""
+        import cupy as cp
+
+        start, end = cp.cuda.Event(), cp.cuda.Event()
+        start.record(self.stream)
+        for _ in range(count):
+            self.launch()
+        end.record(self.stream)
+        end.synchronize()
+        return float(cp.cuda.get_elapsed_time(start, end)) / count
+
+    def digest(self) -> str:
+        """Of the bits of the outputs of the first launch."""
+        self.launch()
+        self.stream.synchronize()
+        return hashlib.sha256(self.out.get().tobytes()).hexdigest()
+
+
+class Attention(Launches):
+    """Prefill attention over an fp16 cache."""
+
+    def __init__(self, case: AttentionCase) -> None:
         import cupy as cp
 
         from bminf_lite.cuda.kernels.attention.heads import Scores
@@ -109,23 +177,40 @@ class Attention:
             stream=self.stream.ptr,
         )  # fmt: skip
 
-    def milliseconds(self, count: int) -> float:
-        """Of one of ``count`` launches in a row."""
+
+class Product(Launches):
+    """An int8 product with scales of its rows and channels."""
+
+    def __init__(self, case: ProductCase) -> None:
         import cupy as cp
 
-        start, end = cp.cuda.Event(), cp.cuda.Event()
-        start.record(self.stream)
-        for _ in range(count):
-            self.launch()
-        end.record(self.stream)
-        end.synchronize()
-        return float(cp.cuda.get_elapsed_time(start, end)) / count
+        from bminf_lite.cuda.kernels.constants import Epilogue
+        from bminf_lite.cuda.kernels.gemm.gemm_hopper import ScaledGemm
+        from bminf_lite.cuda.runtime.driver import Device
 
-    def digest(self) -> str:
-        """Of the bits of the outputs."""
-        self.launch()
-        self.stream.synchronize()
-        return hashlib.sha256(self.out.get().tobytes()).hexdigest()
+        device = Device(0)
+        device.make_current()
+        self.case, self.gemm = case, ScaledGemm(device)
+        if not self.gemm.supported:
+            sys.exit(f"error: {device.name}: gemm_hopper.cu needs a GPU of compute capability 9.0")
+        self.epilogue = {"half": Epilogue.TO_HALF, "add": Epilogue.ADD, "gated": Epilogue.GATED}[case.epilogue]
+        self.stream, rng = cp.cuda.Stream(non_blocking=True), np.random.default_rng(7)
+        self.x, self.weight = (
+            cp.asarray(rng.integers(-127, 128, (n, case.columns), np.int8)) for n in (case.rows, case.channels)
+        )
+        # Outputs of about one, as a gate has them.
+        self.x_scales, self.w_scales = (cp.full(n, 2e-3, np.float32) for n in (case.rows, case.channels))
+        self.width = case.channels // 2 if self.epilogue is Epilogue.GATED else case.channels
+        self.out = cp.zeros((case.rows, self.width), cp.float32 if self.epilogue is Epilogue.ADD else cp.float16)
+        cp.cuda.Device().synchronize()
+
+    def launch(self) -> None:
+        case = self.case
+        self.gemm.launch(
+            (self.x.data.ptr, case.columns), self.x_scales.data.ptr, (self.weight.data.ptr, case.columns),
+            self.w_scales.data.ptr, 0, (self.out.data.ptr, self.width), rows=case.rows, channels=case.channels,
+            in_features=case.columns, epilogue=self.epilogue, stream=self.stream.ptr,
+        )  # fmt: skip
 
 
 class Meter:
@@ -161,22 +246,23 @@ class Meter:
 
 def measure(case: Case, meter: Meter) -> dict[str, Any]:
     """``digest``, and of a launch ``first`` and ``sustained`` in ms, with ``clock`` and ``power`` of the latter."""
-    attention = Attention(case)
-    digest = attention.digest()
+    launches = case.prepare()
+    digest = launches.digest()
     time.sleep(PAUSE)
-    first = attention.milliseconds(1)
-    attention.milliseconds(1 + int(WARM_UP * 1e3 / first))
+    first = launches.milliseconds(1)
+    launches.milliseconds(1 + int(WARM_UP * 1e3 / first))
     start = time.monotonic()
-    sustained = attention.milliseconds(1 + int(DURATION * 1e3 / first))
+    sustained = launches.milliseconds(1 + int(DURATION * 1e3 / first))
     clock, power = meter.medians(start, time.monotonic())
     return {"digest": digest, "first": first, "sustained": sustained, "clock": clock, "power": power}
 
 
 def work(names: list[str], settings: dict[str, Any]) -> None:
-    """Print the result of each case as JSON, with the launcher's constants set."""
+    """Print the result of each case as JSON, with the launchers' constants set."""
     from bminf_lite.cuda.kernels.attention import prefill
+    from bminf_lite.cuda.kernels.gemm import gemm_hopper
 
-    apply_settings(prefill, settings)
+    apply_settings((prefill, gemm_hopper), settings)
     meter = Meter()
     try:
         print(json.dumps({case.name: measure(case, meter) for case in chosen(names)}))
@@ -205,7 +291,7 @@ def report(case: Case, results: dict[str, list[dict[str, Any]]]) -> str:
         )
         differs = any(r["digest"] != expected for r in rounds)
         lines.append(
-            f"  {name:16}{sustained:10.4f} ms sustained{case.flops / sustained / 1e9:7.0f} TFLOPS{clock:7.0f} MHz"
+            f"  {name:16}{sustained:10.4f} ms sustained{case.operations / sustained / 1e9:7.0f} TOPS{clock:7.0f} MHz"
             f"{power:6.0f} W{first:10.4f} ms at first{'   OTHER BITS' if differs else ''}"
         )
     return "\n".join(lines)
