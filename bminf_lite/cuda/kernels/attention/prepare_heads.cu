@@ -114,8 +114,7 @@ __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     if (frequencies != nullptr && threadIdx.x < half) frequency = frequencies[threadIdx.x];
     wait_on_dependent_grids();
     const int end = cu_seqlens[sequences];
-    const Place place = find_place(cu_seqlens, context_lens, sequences);
-    const int token = place.token, sequence = place.sequence, position = place.position;
+    const auto [token, sequence, position] = find_place(cu_seqlens, context_lens, sequences);
     if (token >= end) return;
     const int head = first_head + ((blockIdx.y * blockDim.x + threadIdx.x) >> (__ffs(lanes) - 1));
     const int count = head < all_heads ? max(0, min(N, half - part * N)) : 0;  // pairs that this thread has

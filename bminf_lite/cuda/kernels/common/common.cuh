@@ -61,6 +61,10 @@ __device__ __forceinline__ unsigned pack_half2(float low, float high) {
     return *reinterpret_cast<const unsigned*>(&pair);
 }
 
+__device__ __forceinline__ float2 unpack_half2(unsigned pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
 // Eight elements as fp32. The address is a multiple of 16 bytes.
 __device__ __forceinline__ void load8(const __half* p, float (&x)[8]) {
     const uint4 raw = *reinterpret_cast<const uint4*>(p);
@@ -179,15 +183,6 @@ struct RowScratch {
     double sum[2][WARPS * N];
     float top[2][WARPS];
 };
-
-// Of eight fp16 or bf16 elements, clears those in columns from k on; the first is in `column`.
-__device__ __forceinline__ void clear_tail(uint4& x, int column, int k) {
-    if (column + 8 <= k) return;
-    unsigned (&pairs)[4] = reinterpret_cast<unsigned (&)[4]>(x);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-        pairs[j] = column + 2 * j >= k ? 0 : column + 2 * j + 1 >= k ? pairs[j] & 0xffffu : pairs[j];
-}
 
 // The maximum of `top` and the magnitudes of eight fp16 or bf16 elements, in each half of a register: the bits of
 // magnitudes order like these, and NaN is the largest.
@@ -354,6 +349,15 @@ __device__ __forceinline__ void zero_tail(float (&x)[8], int column, int k) {
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             if (column + j >= k) x[j] = 0;
+}
+
+// The same of eight fp16 or bf16 elements.
+__device__ __forceinline__ void zero_tail(uint4& x, int column, int k) {
+    if (column + 8 <= k) return;
+    unsigned (&pairs)[4] = reinterpret_cast<unsigned (&)[4]>(x);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        pairs[j] = column + 2 * j >= k ? 0 : column + 2 * j + 1 >= k ? pairs[j] & 0xffffu : pairs[j];
 }
 
 // Eight elements from `column` on, and zeros in columns from k on.

@@ -150,11 +150,6 @@ struct EpilogueScales {
     }
 };
 
-// Two fp16 values as fp32.
-__device__ __forceinline__ float2 unpack_half2(unsigned pair) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-}
-
 // Stores four [8, 8] matrices of fp16, as two accumulator tiles hold them; lane t gives the address of row t % 8 of
 // matrix t / 8.
 __device__ __forceinline__ void stmatrix_x4(unsigned row, const unsigned (&left)[2], const unsigned (&right)[2]) {
@@ -243,7 +238,7 @@ struct ScaledTile {
                     st_shared_v2(place, {__uint_as_float(values[m][2 * h]), __uint_as_float(values[m][2 * h + 1])});
                 } else if constexpr (EPILOGUE == ADD) {
                     st_shared_v2(place, unpack_half2(values[m][h]));
-                } else if constexpr (Layout::GATED) {
+                } else if constexpr (Layout::GATED) {  // gated(), of values that are rounded
                     const float2 gate = unpack_half2(values[m][h]), up = unpack_half2(values[m + N / 2][h]);
                     v[i / 2][h] = pack_half2(
                         __fmul_rn(activate<ACTIVATION>(gate.x), up.x), __fmul_rn(activate<ACTIVATION>(gate.y), up.y));

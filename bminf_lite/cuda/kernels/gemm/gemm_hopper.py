@@ -92,6 +92,11 @@ TILE_CONFIGS = (
 PLAUSIBLE = 5
 PLAUSIBLE_COST = 1.25
 """The fastest is among so many configurations of the least modelled cost, and costs at most so many times the least."""
+BANDS, BAND_BYTES = (64, 32, 16), 20 << 20
+"""Row tiles of a band, see ``TileScheduler`` in the kernel: as many as have so few bytes, or the fewest.
+
+The L2 cache keeps a band's rows for all columns, and the weight is read once for each band.
+"""
 MIN_ROWS = 65
 """From this many rows on, this kernel is the fastest; below, ``skinny_gemm`` is."""
 KERNEL_CACHE_SIZE = 1024
@@ -100,11 +105,6 @@ SELF_TESTS = (300, 400, 272), (100, 400, 2000)
 """Rows, rows of the weight and inner sizes of products that must be exact before the kernel is used."""
 
 
-BANDS, BAND_BYTES = (64, 32, 16), 20 << 20
-"""Row tiles of a band, see ``TileScheduler`` in the kernel: as many as have so few bytes, or the fewest.
-
-The L2 cache keeps a band's rows for all columns, and the weight is read once for each band.
-"""
 PitchedPointer = tuple[int, int]
 """An address, and the elements from one row to the next; both are multiples of 16 bytes."""
 

@@ -141,7 +141,7 @@ __device__ __forceinline__ float quantize_packed(const RowAddresses<Row>& x, int
     x.load(raw);
     unsigned top = 0;
 #pragma unroll
-    for (int i = 0; i < Row::VECTORS; ++i) clear_tail(raw[i][0], Row::column(i), k), top = packed_max(top, raw[i][0]);
+    for (int i = 0; i < Row::VECTORS; ++i) zero_tail(raw[i][0], Row::column(i), k), top = packed_max(top, raw[i][0]);
     const float a = threads_absmax<Row::THREADS>(larger_of<Source>(top), scratch, 0);
     const float ratio = row_ratio(a);
 #pragma unroll

@@ -117,7 +117,7 @@ __device__ __forceinline__ void quantize_half(
     for (int i = 0; i < VECTORS; ++i) raw[i] = ld_global_v4(x + min(column_of(i), padded - 8));
     unsigned top = 0;
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) clear_tail(raw[i], column_of(i), k), top = packed_max(top, raw[i]);
+    for (int i = 0; i < VECTORS; ++i) zero_tail(raw[i], column_of(i), k), top = packed_max(top, raw[i]);
     const RowScale s = row_scale(threads_absmax<THREADS>(larger_of(top), scratch, 0));
     if (threadIdx.x % THREADS == 0 && written) scales[row] = s.scale;
 #pragma unroll
@@ -133,12 +133,14 @@ __device__ __forceinline__ void quantize_half(
 // latency of that load counts, and the weight stream of the next GEMM delays it.
 constexpr int PREFETCH_MAX_ROWS = 64;
 
+// Whether `transform` does no more than quantize fp16 rows: quantize_half.
 constexpr bool is_half_to_codes(int source, int prepare, int target, bool rotated) {
     return source == FROM_HALF && prepare == IDENTITY && target == CODES && !rotated;
 }
 
 // The minimum of resident blocks per SM of `transform`. Dequantization and the exact GELU need more registers. A norm
-// of 4,096 elements must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows.
+// of 4,096 elements must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows. Rows of fp16
+// that become codes take 40, so an SM has 1,536 threads.
 constexpr int blocks_of(int source, int prepare, int target, int threads, int vectors, bool rotated) {
     if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4) return threads > 128 ? 1536 / threads : 12;
     if (source == FROM_INT32 || prepare == GATE_GELU) return 1;
