@@ -143,9 +143,7 @@ class Attention(Launches):
         from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, ScoreKind
         from bminf_lite.cuda.runtime.driver import Device
 
-        device = Device(0)
-        device.make_current()
-        self.prefill = PrefillAttention(device)
+        self.prefill = PrefillAttention(Device(0))
         self.stream = cp.cuda.Stream(non_blocking=True)
         rng, total, width = np.random.default_rng(7), case.tokens + case.context, case.heads * case.head_dim
         blocks = -(-total // BLOCK_SIZE) + 1
@@ -189,7 +187,6 @@ class Product(Launches):
         from bminf_lite.cuda.runtime.driver import Device
 
         device = Device(0)
-        device.make_current()
         self.case, self.gemm = case, ScaledGemm(device)
         if not self.gemm.supported:
             sys.exit(f"error: {device.name}: gemm_hopper.cu needs a GPU of compute capability 9.0")
@@ -261,8 +258,14 @@ def work(names: list[str], settings: dict[str, Any]) -> None:
     """Print the result of each case as JSON, with the launchers' constants set."""
     from bminf_lite.cuda.kernels.attention import prefill
     from bminf_lite.cuda.kernels.gemm import gemm_hopper
+    from bminf_lite.cuda.runtime.driver import Device
+    from bminf_lite.errors import BminfError
 
     apply_settings((prefill, gemm_hopper), settings)
+    try:
+        Device(0).make_current()
+    except BminfError as error:
+        sys.exit(f"error: {error}")
     meter = Meter()
     try:
         print(json.dumps({case.name: measure(case, meter) for case in chosen(names)}))
@@ -316,6 +319,8 @@ def main(arguments: list[str] | None = None) -> None:
         for variant in variants:
             for name, result in (variant.run(__file__, "--work", "--cases", *args.cases) or {}).items():
                 results.setdefault(name, {}).setdefault(variant.name, []).append(result)
+    if not results:
+        sys.exit(1)  # each variant has said why
     for case in cases:
         if case.name in results:
             print(report(case, results[case.name]), flush=True)

@@ -60,6 +60,6 @@ def apply_settings(modules: Sequence[ModuleType], settings: dict[str, Any]) -> N
     for key, value in settings.items():
         having = [module for module in modules if hasattr(module, key)]
         if not having:
-            sys.exit(f"error: {' and '.join(module.__name__ for module in modules)} have no constant {key}")
+            sys.exit(f"error: no constant {key} in {' or '.join(module.__name__ for module in modules)}")
         for module in having:
             setattr(module, key, value)

@@ -58,6 +58,13 @@ def test_variants_run_in_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert capsys.readouterr().out.splitlines()[1].startswith("  after ")
 
 
+def test_without_a_result_the_script_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Variant, "run", lambda *arguments: None)
+    with pytest.raises(SystemExit) as exit_info:
+        main([f"now={ROOT}"])
+    assert exit_info.value.code == 1
+
+
 def test_a_variant_that_fails_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit('no GPU')")
@@ -80,7 +87,7 @@ def test_settings_belong_to_a_module() -> None:
     first.A, second.A, second.B = 1, 1, 1  # type: ignore[attr-defined]
     apply_settings((first, second), {"A": 2, "B": 3})
     assert (first.A, second.A, second.B) == (2, 2, 3)
-    with pytest.raises(SystemExit, match="first and second have no constant C"):
+    with pytest.raises(SystemExit, match="no constant C in first or second"):
         apply_settings((first, second), {"C": 1})
 
 
