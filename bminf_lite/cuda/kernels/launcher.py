@@ -47,12 +47,13 @@ class StepContext:
         self._last_read, self._complete = None if stream is None else weakref.ref(stream), None
         return is_complete
 
-    def attends(self) -> None:
+    def attends(self, starts_next: bool = False) -> None:
         """Note that the next kernel is attention, which lets its successor start after it has waited itself.
 
-        What the product before it has read is complete then.
+        What the product before it has read is complete then. With ``starts_next`` the successor may start at once, and
+        nothing is known to be complete.
         """
-        self._complete = self._last_read
+        self._complete = None if starts_next else self._last_read
 
 
 class Launcher:

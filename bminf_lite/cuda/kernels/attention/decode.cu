@@ -64,29 +64,36 @@ struct LayerShape {
     int heads, kv_heads, head_dim, head_pitch;
 };
 
-// Fills `new_token`, one warp a head at a time. The key and the value only if `newest`; then they are written to the
-// cache too, at `key` and `value` with their scales, unless these are null.
-template <int D, class CACHE, int PAIRS>
+// Fills `new_token`, one warp a head at a time, from the token's row of the projection, which is complete when `wait`
+// returns. The key and the value only if `newest`; then they are written to the cache too, at `key` and `value` with
+// their scales, unless these are null.
+template <int D, class CACHE, int PAIRS, class WAIT>
 __device__ __forceinline__ void prepare_new_token(
-    const Values& source, int row, const HeadParams& params, const LayerShape& layer, const HeadRange& at,
+    const __half* projection, WAIT wait, const HeadParams& params, const LayerShape& layer, const HeadRange& at,
     const float (&cosine)[PAIRS], const float (&sine)[PAIRS], NewToken<D, CACHE>& new_token, bool newest, CACHE* key,
     CACHE* value, __half* key_scale, __half* value_scale) {
     const int lane = threadIdx.x % WARP, half = layer.head_dim / 2, tasks = newest ? at.count + 2 : at.count;
-    const auto fetch = [&](int task, float (&low)[PAIRS], float (&high)[PAIRS]) {
+    const auto lows = [&](int task) {  // of this lane
         const int head = task < at.count ? at.first + task : layer.heads + (task - at.count) * layer.kv_heads + at.kv;
+        return projection + head * layer.head_dim + lane;
+    };
+    const auto fetch = [&](const __half* lows, float (&low)[PAIRS], float (&high)[PAIRS]) {
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
-            const int pair = p * WARP + lane, column = head * layer.head_dim + pair;
-            const bool inside = task < tasks && pair < half;
-            low[p] = inside ? source.at<false, Order::ROW>(row, column) : 0.0f;
-            high[p] = inside ? source.at<false, Order::ROW>(row, column + half) : 0.0f;
+            const bool inside = p * WARP + lane < half;
+            low[p] = inside ? __half2float(lows[p * WARP]) : 0.0f;
+            high[p] = inside ? __half2float(lows[half + p * WARP]) : 0.0f;
         }
     };
+    int task = threadIdx.x / WARP;
+    const __half* own_lows = lows(min(task, tasks - 1));
+    asm volatile("" : "+l"(own_lows));  // found before the wait
+    wait();
     float low[PAIRS], high[PAIRS], next_low[PAIRS], next_high[PAIRS];
-    fetch(threadIdx.x / WARP, low, high);
+    fetch(own_lows, low, high);
 #pragma unroll 1
-    for (int task = threadIdx.x / WARP; task < tasks; task += WARPS) {
-        fetch(task + WARPS, next_low, next_high);
+    for (; task < tasks; task += WARPS) {
+        if (task + WARPS < tasks) fetch(lows(task + WARPS), next_low, next_high);
         const int which = task - at.count;  // 0 the key, 1 the value
         CACHE* const cached = which < 0 ? nullptr : which == 0 ? key : value;
         if (which <= 0)
@@ -170,6 +177,8 @@ struct OutputStep {
     }
 };
 
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
+
 // A barrier of the warps that compute.
 __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTING) : "memory"); }
 
@@ -181,9 +190,10 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // slopes, for ALIBI. window: the number of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for
 // CAPPED it and softcap are the factor and the cap of capped_score. records: fp32 [record_capacity,
 // Records::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT.
-// arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after. Dynamic shared
-// memory: STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of
-// weights may be read together with what follows.
+// arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after. starts_next:
+// if the next kernel may start at once, else when the projection is complete. Dynamic shared memory: STAGES chunks with
+// their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be read together
+// with what follows.
 template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
@@ -191,7 +201,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales, __half* value_scales,
     float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch, int heads, int kv_heads,
     int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance, const int* lengths,
-    int max_segments, float softcap) {
+    int max_segments, float softcap, int starts_next) {
     constexpr bool HOLDS_SCORES = KIND == BIASED || KIND == CAPPED || KIND == ALIBI;  // else scaled dot products
     constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
     constexpr int PIECES = ROW / 16;                                   // of a head
@@ -205,6 +215,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     constexpr int RANK_ELEMENTS = D / UNIT;  // elements of the values of a block
     constexpr int ELEMENT_TILES = RANK_ELEMENTS / GROUP, VALUE_ROW = ROW / UNIT;
     constexpr int PARTS = ELEMENT_TILES > WARPS ? ELEMENT_TILES / WARPS : 1;  // tiles of a warp
+    // All chunks of a segment are in shared memory at the same time, so none is given back.
+    constexpr bool RESIDENT = UNIT > 1 && 2 * SEGMENT / UNIT * ROW <= STAGES * CHUNK;
     // Records are merged in place of scores, and of chunks where none is loaded any more.
     constexpr int MERGE_AT = WORK == ITEMS ? STAGES * STAGE : 0, MERGE_BYTES = STAGES * STAGE - MERGE_AT + SEGMENT * 32;
     using Scratch = MergeScratch<RANK_ELEMENTS, MERGE_BYTES>;
@@ -213,6 +225,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
+    if (starts_next) launch_dependent_grids();
     __shared__ struct {
         float group_tops[GROUPS][HEADS];  // the largest score of each group, or dot product: see HOLDS_SCORES
         float factors[TILES][HEADS];      // that rescale what was summed before a tile
@@ -270,12 +283,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             for (int i = 0; i < TASKS; ++i) barrier_init(published + 8 * i, 1);
         }
 #if __CUDA_ARCH__ >= 900
-        // The scores of all blocks and the largest one of each group, of HEADS heads or half as many.
+        // The scores of the other blocks and the largest one of each group, of HEADS heads or half as many. The warps
+        // of this block arrive by themselves.
         if constexpr (UNIT > 1) {
             const int received = only.heads.count > HEADS / 2 ? HEADS : HEADS / 2;
-            barrier_init(exchanged, 1);
+            barrier_init(exchanged, 1 + WARPS * RELEASING_LANES);
             fence_mbarrier_init();
-            mbarrier_arrive_expect_tx(exchanged, (only.end - only.first) * (SUB / GROUP) * (GROUP + 1) * received * 4);
+            const int all = (only.stop + GROUP - 1) / GROUP - only.first * (SUB / GROUP),
+                      granules = only.end - only.first;
+            const int own_groups = max(granules - rank + UNIT - 1, 0) / UNIT * (SUB / GROUP) -
+                                   ((granules - 1) % UNIT == rank ? granules * (SUB / GROUP) - all : 0);
+            mbarrier_arrive_expect_tx(exchanged, (all - own_groups) * (GROUP + 1) * received * 4);
         }
 #endif
     }
@@ -367,13 +385,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 token =
                     static_cast<long long>(block * kv_heads + task.heads.kv) * BLOCK_SIZE + task.position % BLOCK_SIZE;
             }
-            if (number == 0) {
-                wait_on_dependent_grids();
-                launch_dependent_grids();
-            }
+            const auto wait = [&] {
+                if (number == 0) {
+                    cluster_wait<UNIT>();  // all blocks have started
+                    wait_on_dependent_grids();
+                    launch_dependent_grids();
+                }
+            };
             prepare_new_token<D, CACHE>(
-                {qkv, nullptr, nullptr, nullptr, pitch}, task.sequence, params, {heads, kv_heads, head_dim, head_pitch},
-                task.heads, cosine, sine, own.new_token, task.newest, writes ? keys + token * head_pitch : nullptr,
+                qkv + task.sequence * pitch, wait, params, {heads, kv_heads, head_dim, head_pitch}, task.heads, cosine,
+                sine, own.new_token, task.newest, writes ? keys + token * head_pitch : nullptr,
                 writes ? values + token * head_pitch : nullptr, key_scales + token, value_scales + token);
             computing_sync();
             query.load(own.new_token.query);
@@ -385,13 +406,33 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         }
         const int first = task.first, end = task.end;
         const int new_key = task.present < task.stop ? task.present : SEGMENT;
+        constexpr ChunkLayout value_layout = {log2_of(VALUE_ROW / 16)};
+        // Writes the elements [16 tile, 16 (tile + 1)) of the new token's value to its row of a chunk; by one warp.
+        constexpr int TILE_PIECES = GROUP / EACH;
+        const auto write_new_value = [&](unsigned chunk, int new_row, int tile) {
+            const int piece = tile * TILE_PIECES + lane;
+            if (tile < ELEMENT_TILES && lane < TILE_PIECES)
+                st_shared_v4(
+                    chunk + value_layout.offset(new_row, piece),
+                    *reinterpret_cast<const uint4*>(&own.new_token.kv[1][rank * RANK_ELEMENTS + piece * EACH]));
+            if (IS_INT8<CACHE> && tile == 0 && lane == 0)
+                st_shared_half(chunk + CHUNK + new_row * 2, own.new_token.scales[1]);
+        };
+        if constexpr (RESIDENT) {  // early, while other warps compute scores
+            if (warp >= WARPS - ELEMENT_TILES && new_key < SEGMENT) {
+                constexpr int GRANULES = SUBS * UNIT;  // of a chunk of values
+                const int key_chunks = max(end - first - rank + GRANULES - 1, 0) / GRANULES;
+                const int row = new_key - first * SUB;
+                Stages<STAGES, STAGE, WARPS> values = stages;
+                values.skip(key_chunks + row / (GRANULES * SUB));
+                values.wait_full();
+                write_new_value(values.address(), row % (GRANULES * SUB), WARPS - 1 - warp);
+            }
+        }
 
         // 1. Scores.
         {
             const int begin = task.begin, stop = task.stop, present = task.present;
-#if __CUDA_ARCH__ >= 900
-            cluster_wait<UNIT>();  // all blocks have started
-#endif
             // A warp has every WARPS-th group of a chunk. If there are fewer groups, those of the next chunk go to
             // other warps.
             constexpr int CHUNK_GROUPS = KEYS / GROUP, ROUNDS = CHUNK_GROUPS > WARPS ? CHUNK_GROUPS / WARPS : 1;
@@ -402,7 +443,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #pragma unroll 1
             for (int from = first + rank; from < end; from += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
-                stages.wait_full();
+                if (!RESIDENT || CHUNK_GROUPS >= WARPS || first_group < CHUNK_GROUPS) stages.wait_full();
 #pragma unroll 1
                 for (int round = 0; round < ROUNDS; ++round) {
                     const int i = first_group + round * WARPS;
@@ -411,7 +452,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                                               : (from + i / (SUB / GROUP) * UNIT) * SUB + i % (SUB / GROUP) * GROUP;
                     const bool whole = key >= begin && key + GROUP <= present;  // all keys are visible and in the cache
                     if (!whole) {
-                        if (key >= end * SUB) break;
+                        if (key >= stop) break;
                         const int at = new_key - key;
                         if (at >= 0 && at < GROUP) {
                             if (lane < PIECES)
@@ -469,7 +510,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         const bool odd = lane % 2;
                         const float x = __shfl_xor_sync(FULL, odd ? s[0] : s[2], 1);
                         const float y = __shfl_xor_sync(FULL, odd ? s[1] : s[3], 1);
-                        const float four[4] = {odd ? x : s[0], odd ? y : s[1], odd ? s[2] : x, odd ? s[3] : y};
+                        alignas(16)
+                            const float four[4] = {odd ? x : s[0], odd ? y : s[1], odd ? s[2] : x, odd ? s[3] : y};
                         const unsigned target = scores + (key + row + odd * 8) * 32 + lane % 4 / 2 * 16;
                         const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
 #pragma unroll
@@ -479,63 +521,68 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                                 largest[h] = fmaxf(largest[h], __shfl_xor_sync(FULL, largest[h], d));
                         if (lane % 4 / 2 * 4 < task.heads.count) {
 #pragma unroll
-                            for (int i = 0; i < UNIT; ++i) {
+                            for (int i = 1; i < UNIT; ++i) {
                                 const unsigned to = (rank + i) & (UNIT - 1);
                                 st_async(map_shared_rank(target, to), four, map_shared_rank(exchanged, to));
                             }
-                            // All rows have the largest scores: each sends them to another block.
-                            if (row < UNIT)
+                            // All rows have the largest scores: each gives them to another block.
+                            if (row < UNIT && row != rank)
                                 st_async(
                                     map_shared_rank(top_target, row), largest[0], largest[1],
                                     map_shared_rank(exchanged, row));
+                            st_shared_v4(target, *reinterpret_cast<const uint4*>(four));
+                            if (row == rank) st_shared_v2(top_target, largest[0], largest[1]);
                         }
 #endif
                     }
                 }
                 if constexpr (CHUNK_GROUPS < WARPS) first_group = (first_group - CHUNK_GROUPS) & (WARPS - 1);
-                stages.release();
+                RESIDENT ? stages.next() : stages.release();
             }
+        }
+
+        // 2. Weights. A lane has one head of a tile and the keys j with the same j % 8. So up to four heads take one
+        // warp for a tile, and more heads two, of which one has the keys with j % 8 < 4. What does not depend on scores
+        // is found while they are on their way.
+        // A warp may still read the tops of the segment before when another one has the scores of this one.
+        const unsigned top = tops + (number & 1) * HEADS * 4;
+        const int first_tile = first * SUB / TILE, last_tile = (end * SUB - 1) / TILE;
+        {
+            const int log2_heads = task.heads.count > HEADS / 2 ? 3 : 2, log2_sharing = log2_heads - 2;
+            const int own_head = opaque(lane & ((1 << log2_heads) - 1)), residues = WARP >> log2_heads;
+            const int residue = opaque((warp & log2_sharing) * residues + (lane >> log2_heads));
+            const int own_first_tile = opaque(first_tile + (warp >> log2_sharing));
+            const int end_group = opaque((task.stop + GROUP - 1) / GROUP);
+            const unsigned own_scores = opaque(scores + residue * 32), own_tops = opaque(group_tops + own_head * 4);
             if constexpr (UNIT == 1) {
                 computing_sync();
             } else {
 #if __CUDA_ARCH__ >= 900
+                __syncwarp();
+                if (lane < RELEASING_LANES) mbarrier_arrive(exchanged);
                 mbarrier_wait_acquire_cluster(exchanged, 0);
 #endif
             }
-        }
-
-        // A warp may still read the tops of the segment before when another one has the scores of this one.
-        const unsigned top = tops + (number & 1) * HEADS * 4;
-
-        // 2. Weights. A lane has one head of a tile and the keys j with the same j % 8. So up to four heads take one
-        // warp for a tile, and more heads two, of which one has the keys with j % 8 < 4.
-        const int first_tile = first * SUB / TILE, last_tile = (end * SUB - 1) / TILE;
-        {
-            const int log2_heads = task.heads.count > HEADS / 2 ? 3 : 2, log2_sharing = log2_heads - 2;
-            const int own_head = lane & ((1 << log2_heads) - 1), residues = WARP >> log2_heads;
-            const int residue = (warp & log2_sharing) * residues + (lane >> log2_heads);
             float running = -INF_F;  // the largest score before the tile
             int seen = first * (SUB / GROUP);
-            const auto group_top = [&](int group) {
-                return ld_shared_float(group_tops + group * HEADS * 4 + own_head * 4);
-            };
+            const auto group_top = [&](int group) { return ld_shared_float(own_tops + group * HEADS * 4); };
 #pragma unroll 1
-            for (int tile = first_tile + (warp >> log2_sharing); tile <= last_tile; tile += WARPS >> log2_sharing) {
-                const int from = max(tile * TILE_GROUPS, first * (SUB / GROUP));
-                const int to = min((tile + 1) * TILE_GROUPS, end * (SUB / GROUP));
+            for (int tile = own_first_tile; tile <= last_tile; tile += WARPS >> log2_sharing) {
+                const int from = min(max(tile * TILE_GROUPS, first * (SUB / GROUP)), end_group);
+                const int to = min((tile + 1) * TILE_GROUPS, end_group);
                 float s[TILE / 8], sum = 0, tile_top = -INF_F;
-                const unsigned mine = scores + (tile * TILE + residue) * 32;
+                const unsigned mine = own_scores + tile * TILE * 32;
 #pragma unroll
                 for (int i = 0; i < TILE / 8; ++i) {
                     const int group = tile * TILE_GROUPS + i / 2;
                     s[i] = -INF_F;
                     if (group >= from && group < to) s[i] = ld_shared_float(mine + i * 8 * 32 + own_head * 4);
                 }
-#pragma unroll 4
-                for (int g = seen + lane / HEADS; g < from; g += WARP / HEADS) running = fmaxf(running, group_top(g));
 #pragma unroll
                 for (int g = 0; g < TILE_GROUPS; g += WARP / HEADS)
                     if (from + g + lane / HEADS < to) tile_top = fmaxf(tile_top, group_top(from + g + lane / HEADS));
+#pragma unroll 4
+                for (int g = seen + lane / HEADS; g < from; g += WARP / HEADS) running = fmaxf(running, group_top(g));
 #pragma unroll
                 for (int d = HEADS; d < WARP; d *= 2) {
                     running = fmaxf(running, __shfl_xor_sync(FULL, running, d));
@@ -559,6 +606,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 st_shared_float(tile_sum(tile, residue, own_head), sum);
             }
         }
+        const unsigned weight_rows = opaque(scores + lane * 32 + lane / 4 % 2 * 16);
+        const unsigned lane_factors = opaque(factors + head * 4);
+        const unsigned lane_scales = opaque(CHUNK + ValueFragments<CACHE>::scale_offset());
+        unsigned fragments[PARTS];
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+            fragments[p] = opaque(ValueFragments<CACHE>::offset(value_layout, warp + p * WARPS));
         computing_sync();
 
         // 3. Outputs. One warp also makes the sums of weights.
@@ -583,52 +637,35 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
             if (sub == 0) st_shared_float(total + sub_head * 4, __fadd_rn(low, high));
         }
-        using Operands = OutputStep<CACHE, PARTS, SUB>;
         float o[PARTS][4] = {};  // of the segment
-        {
-            constexpr ChunkLayout layout = {log2_of(VALUE_ROW / 16)};
-            const unsigned weight_rows = opaque(scores + lane * 32 + lane / 4 % 2 * 16);
-            const unsigned lane_factors = opaque(factors + head * 4);
-            const unsigned lane_scales = opaque(CHUNK + ValueFragments<CACHE>::scale_offset());
-            unsigned fragments[PARTS];
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p)
-                fragments[p] = opaque(ValueFragments<CACHE>::offset(layout, warp + p * WARPS));
+        if (ELEMENT_TILES >= WARPS || warp < ELEMENT_TILES || !RESIDENT) {
+            using Operands = OutputStep<CACHE, PARTS, SUB>;
 #pragma unroll 1
             for (int granule = first; granule < end; granule += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
                 stages.wait_full();
                 if (ELEMENT_TILES >= WARPS || warp < ELEMENT_TILES) {
                     const int count = min(end - granule, SUBS * UNIT), new_row = new_key - granule * SUB;
-                    if (new_row >= 0 && new_row < count * SUB) {  // each warp writes what it reads
-                        constexpr int TILE_PIECES = GROUP / EACH;
+                    if (!RESIDENT && new_row >= 0 && new_row < count * SUB) {  // each warp writes what it reads
 #pragma unroll
-                        for (int p = 0; p < PARTS; ++p) {
-                            const int piece = (warp + p * WARPS) * TILE_PIECES + lane;
-                            if (warp + p * WARPS < ELEMENT_TILES && lane < TILE_PIECES)
-                                st_shared_v4(
-                                    chunk + layout.offset(new_row, piece),
-                                    *reinterpret_cast<const uint4*>(
-                                        &own.new_token.kv[1][rank * RANK_ELEMENTS + piece * EACH]));
-                        }
-                        if (IS_INT8<CACHE> && lane == 0)
-                            st_shared_half(chunk + CHUNK + new_row * 2, own.new_token.scales[1]);
-                        __syncwarp();
+                        for (int p = 0; p < PARTS; ++p) write_new_value(chunk, new_row, warp + p * WARPS);
+                        if constexpr (IS_INT8<CACHE>)  // but for the scale
+                            asm volatile("bar.sync 2, %0;" ::"n"(min_of(ELEMENT_TILES, WARPS) * WARP) : "memory");
+                        else
+                            __syncwarp();
                     }
-                    unsigned address[PARTS];
+                    unsigned address[PARTS], weights = weight_rows + granule * SUB * 32, scales = chunk + lane_scales;
 #pragma unroll
                     for (int p = 0; p < PARTS; ++p) address[p] = chunk + fragments[p];
-                    const auto load = [&](int i, Operands& operands) {
-                        operands.load(
-                            address, i * SUB, VALUE_ROW, chunk + lane_scales, weight_rows + granule * SUB * 32);
+                    const auto factors_at = [&](int key) {
+                        return ld_shared_float2(lane_factors + key / TILE * HEADS * 4);
                     };
-                    const auto multiply = [&](int i, const Operands& operands) {
-                        const unsigned key = (granule + i) * SUB;
+                    // The granule whose first key is `key`. If it begins a tile, `factors` are those of the tile.
+                    const auto multiply = [&](int key, const Operands& operands, bool begins, const float2& factors) {
 #pragma unroll
                         for (int step = 0; step < SUB / GROUP; ++step) {
-                            if (step * GROUP % TILE == 0 && key % TILE == 0) {
-                                const float2 f =
-                                    ld_shared_float2(lane_factors + (key + step * GROUP) / TILE * HEADS * 4);
+                            if (step * GROUP % TILE == 0 && begins) {
+                                const float2 f = step == 0 ? factors : factors_at(key + step * GROUP);
 #pragma unroll
                                 for (int p = 0; p < PARTS; ++p)
 #pragma unroll
@@ -649,22 +686,36 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         for (int i = 0; i < SUBS; ++i) {
                             if (i == count) break;
                             Operands operands;
-                            load(i, operands);
-                            multiply(i, operands);
+                            operands.load(address, i * SUB, VALUE_ROW, scales, weights);
+                            const int key = (granule + i) * SUB;
+                            multiply(key, operands, key % TILE == 0, factors_at(key));
                         }
-                    } else {  // few warps work: the next operands are loaded while these are multiplied
-                        Operands even, odd;
-                        load(0, even);
+                    } else {
+                        // Few warps work, so the loads of two granules are in flight together. If a tile has an even
+                        // number of granules, it begins with the first one of a pair.
+                        constexpr bool PAIRS = TILE % (2 * SUB) == 0;
+                        const int before = PAIRS ? granule % 2 : 0;
+                        const auto move = [&](int granules) {
+#pragma unroll
+                            for (int p = 0; p < PARTS; ++p) address[p] += granules * SUB * VALUE_ROW;
+                            weights += granules * SUB * 32, scales += granules * SUB * 2;
+                        };
+                        move(-before);
 #pragma unroll 1
-                        for (int i = 0; i < count; i += 2) {
-                            if (i + 1 < count) load(i + 1, odd);
-                            multiply(i, even);
-                            if (i + 2 < count) load(i + 2, even);
-                            if (i + 1 < count) multiply(i + 1, odd);
+                        for (int i = -before; i < count; i += 2) {
+                            const int key = (granule + i) * SUB;
+                            Operands even, odd;
+                            const float2 factors = factors_at(key), next_factors = factors_at(PAIRS ? key : key + SUB);
+                            if (!PAIRS || i >= 0) even.load(address, 0, VALUE_ROW, scales, weights);
+                            if (i + 1 < count) odd.load(address, SUB, VALUE_ROW, scales, weights);
+                            move(2);
+                            if (!PAIRS || i >= 0) multiply(key, even, TILE == 2 * SUB || key % TILE == 0, factors);
+                            if (i + 1 < count)
+                                multiply(key + SUB, odd, !PAIRS && (key + SUB) % TILE == 0, next_factors);
                         }
                     }
                 }
-                stages.release();
+                RESIDENT ? stages.next() : stages.release();
             }
         }
 

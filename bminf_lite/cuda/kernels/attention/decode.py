@@ -47,6 +47,8 @@ UNIT_WORK: tuple[tuple[int, DecodeWork], ...] = (
     *((unit, work) for unit in UNITS for work in (DecodeWork.ONE_SEGMENT, DecodeWork.ONE_PAIR)),
 )
 """The blocks of a unit and its work: the template arguments ``UNIT`` and ``WORK``."""
+SMS_PER_BLOCK = 4
+"""Where there are so many SMs for each block, the next kernel may start with attention: it finds room beside it."""
 SEGMENT_WAVES = 2
 """Units of one segment that a launch may have for each one that runs at the same time."""
 CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))
@@ -199,8 +201,9 @@ class AttentionDecode:
         config = launch_config(
             self._launcher.device.compute_capability, spec.head_dim, kind, grid.unit, grid.work, element
         )
+        starts_next = grid.units * grid.unit * SMS_PER_BLOCK <= self._launcher.num_sms
         if kind != CROSS:  # a cross-attention over empty sources does not wait
-            step.attends()
+            step.attends(starts_next)
         self._launcher.launch(
             step, self.source,
             f"attention_decode<{config.template()}, {grid.unit}, {int(grid.work)}, {kind}, {element}>",
@@ -210,7 +213,7 @@ class AttentionDecode:
              address(cache.value_scales), records.data.ptr, records.size // record_size(spec), arrival_counts.data.ptr,
              out.data.ptr, pitch_of(out), spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache),
              spec.window or 0, scores.scale, scores.bias, scores.max_distance, address(lengths), grid.max_segments,
-             scores.softcap),
+             scores.softcap, starts_next),
             shared=config.shared(element, grid.unit),
             cluster=grid.unit if grid.unit > 1 else None,
             dependent=step.is_unwritten(cache.keys.data.ptr, writes=kind != CROSS),

@@ -85,10 +85,14 @@ struct Stages {
         if (threadIdx.x % WARP < RELEASING_LANES) barrier_arrive(barriers + 8 * (STAGES + index));
         next();
     }
-
-private:
+    // The next stage without giving this one back, where no stage is filled twice.
     __device__ __forceinline__ void next() {
         if (++index == STAGES) index = 0, ++phase;
+    }
+    // The same for `count` stages, fewer than there are.
+    __device__ __forceinline__ void skip(int count) {
+        index += count;
+        if (index >= STAGES) index -= STAGES, ++phase;
     }
 };
 
