@@ -370,6 +370,7 @@ def test_kernels_before_the_last_may_still_write() -> None:
 
 
 def test_whether_a_kernel_starts_its_successor_early_is_read_from_its_source() -> None:
-    assert starts_next_early("gemv/gemv.cu", "gemv")
-    assert not starts_next_early("attention/decode.cu", "attention_decode")
-    assert not starts_next_early("rowwise/rows.cu", "embed")
+    assert starts_next_early("gemv/gemv.cu", "gemv", {})
+    assert starts_next_early("attention/decode.cu", "attention_decode", {"starts_next": 1})
+    assert not starts_next_early("attention/decode.cu", "attention_decode", {"starts_next": 0})
+    assert not starts_next_early("rowwise/rows.cu", "embed", {})

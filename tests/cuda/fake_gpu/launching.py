@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,7 +175,8 @@ def run(machine: Machine, launch: Launch) -> None:
     machine.order.start(launch.dependent)
     with np.errstate(all="ignore"):
         MODELS[call.declaration.name](call)
-    machine.order.end(call.written(), starts_next_early(launch.kernel.source, call.declaration.name))
+    early = starts_next_early(launch.kernel.source, call.declaration.name, call.arguments)
+    machine.order.end(call.written(), early)
 
 
 def kernel_bodies(text: str) -> dict[str, str]:
@@ -185,10 +186,16 @@ def kernel_bodies(text: str) -> dict[str, str]:
 
 
 @functools.cache
-def starts_next_early(source: str, name: str) -> bool:
-    """Whether a kernel lets its successor start before it waits itself: whether its source does so in this order."""
-    calls = re.findall(r"(launch|wait_on)_dependent_grids\(\);", kernel_bodies(SOURCES.source(source))[name])
-    return calls[:1] == ["launch"]
+def dependency_calls(source: str, name: str) -> list[tuple[str, str]]:
+    """Where a kernel lets its successor start and where it waits, in order: (the argument that decides or "", what)."""
+    call = r"(?:if \((\w+)\) )?(launch|wait_on)_dependent_grids\(\);"
+    return re.findall(call, kernel_bodies(SOURCES.source(source))[name])
+
+
+def starts_next_early(source: str, name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a launch lets its successor start before it waits itself: whether its source does so in this order."""
+    calls = (what for decides, what in dependency_calls(source, name) if not decides or arguments[decides])
+    return next(calls, "") == "launch"
 
 
 def run_ptx(machine: Machine, launch: Launch) -> None:
