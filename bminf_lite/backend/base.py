@@ -133,7 +133,10 @@ class Backend:
         return x
 
     def fetch(self, x: Array) -> Callable[[], np.ndarray]:
-        """Start copying ``x`` to the host; later work does not change the copy. Calling the result waits for it."""
+        """Start copying ``x`` to the host, beside later work. Calling the result waits for the copy.
+
+        Nothing may change ``x`` until then, so ``x`` must not be the result of captured work that is run again before.
+        """
         copy = np.array(x)
         return lambda: copy
 

@@ -49,13 +49,14 @@ class Session:
             self.encoder = SourceEncoder(network, source, engine_config.max_num_batched_tokens)
         self._sampler = self._greedy(batch)
         self._step: ForwardBatch | None = None
-        self._replay: Callable[[], Array] | None = None
-        self._last: Array | None = None
+        self._forward: Callable[[], Array] | None = None
+        self._recent: deque[Array] = deque(maxlen=self.ops.max_steps_in_flight + 2)
         self._prefills: dict[int, CapturedStep] = {}
 
     def close(self) -> None:
         """Free the memory; nothing can be run afterwards."""
-        self._replay = self._last = None
+        self._forward = None
+        self._recent.clear()
         self._prefills.clear()
         if self.encoder is not None:
             self.encoder.close()
@@ -197,8 +198,9 @@ class Session:
             self._step.max_context_len = self.table.shape[1] * BLOCK_SIZE
         self.ops.assign(self._step.tokens, tokens)
         self.ops.assign(self._step.context_lens, np.full(self.batch, past, np.int32))
-        if self._last is not None:
-            self.ops.assign(self._last, np.full((2, self.batch), UNWRITTEN, np.int32))
+        for result in self._recent:  # the next results take the same memory
+            self.ops.assign(result, np.full((2, self.batch), UNWRITTEN, np.int32))
+        self._recent.clear()
 
     def set_max_context_len(self, tokens: int) -> None:
         """Let eager steps from now on assume at most ``tokens`` tokens in the cache, instead of its capacity."""
@@ -207,22 +209,29 @@ class Session:
 
     def decode_eagerly(self) -> Array:
         """One step without a graph."""
-        step = self._step
-        assert step is not None
-        return self.ops.sample(self.bench_model.network(step, self.cache), self._sampler, step)
+        return self._sample(self._logits())
 
     def decode(self, count: int) -> list[np.ndarray]:
         """``count`` steps as the engine runs them, with the most steps in flight that the backend allows."""
-        if self._replay is None:
-            self._replay = self.ops.capture(self.decode_eagerly)
+        if self._forward is None:
+            self._forward = self.ops.capture(self._logits)
         results: list[np.ndarray] = []
         in_flight: deque[Callable[[], np.ndarray]] = deque()
         for _ in range(count):
-            self._last = self._replay()
-            in_flight.append(self.ops.fetch(self._last))
+            self._recent.append(self._sample(self._forward()))
+            in_flight.append(self.ops.fetch(self._recent[-1]))
             if len(in_flight) > self.ops.max_steps_in_flight:
                 results.append(in_flight.popleft()())
         return results + [result() for result in in_flight]
+
+    def _logits(self) -> Array:
+        assert self._step is not None
+        return self.bench_model.network(self._step, self.cache)
+
+    def _sample(self, logits: Array) -> Array:
+        """Choose the next tokens, which become the step's input."""
+        assert self._step is not None
+        return self.ops.sample(logits, self._sampler, self._step)
 
 
 def chunks(batch: int, tokens: int, chunk: int) -> Iterator[list[tuple[int, int, int]]]:

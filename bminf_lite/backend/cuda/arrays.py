@@ -6,6 +6,7 @@ width is a view of a padded one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,14 +28,20 @@ class Allocator(Protocol):
 
 
 class Arrays:
-    """Makes CuPy arrays from ``allocator`` for work on ``stream``."""
+    """Makes CuPy arrays from ``allocator`` for work on ``stream``.
+
+    Results go to the host on a stream of their own, so that the next work on ``stream`` does not wait for their copies.
+    """
 
     def __init__(self, allocator: Allocator, stream: cp.cuda.Stream, device: int):
         self.allocator = allocator
         self.stream = stream
         self.device = device
+        with cp.cuda.Device(device):
+            self._downloads = cp.cuda.Stream(non_blocking=True)
         self._pinned: deque[tuple[int, Any]] = deque()
         self._writes: deque[tuple[cp.cuda.Event, int, Any]] = deque()
+        self._downloaded: deque[tuple[cp.cuda.Event, cp.ndarray]] = deque()  # arrays whose memory a copy may read
 
     def memory(self, nbytes: int) -> cp.cuda.MemoryPointer:
         """Memory that is freed with its last reference; CuPy's own operations use it as their allocator."""
@@ -81,25 +88,48 @@ class Arrays:
         return copy
 
     def download(self, x: cp.ndarray) -> Callable[[], np.ndarray]:
-        """Start copying a contiguous array to pinned host memory. The returned function waits for it."""
-        pinned = self._take_pinned(x.nbytes)
-        runtime = cp.cuda.runtime
-        runtime.memcpyAsync(pinned.ptr, x.data.ptr, x.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
-        event = cp.cuda.Event(disable_timing=True)
-        event.record(self.stream)
+        """Start copying a contiguous array to pinned host memory, beside later work, which must not change it.
 
+        The returned function waits for the copy. The array's memory is kept until then.
+        """
+        pinned, runtime = self._take_pinned(x.nbytes), cp.cuda.runtime
+        written, copied = (cp.cuda.Event(disable_timing=True) for _ in range(2))
+        written.record(self.stream)
+        self._downloads.wait_event(written)
+        runtime.memcpyAsync(pinned.ptr, x.data.ptr, x.nbytes, runtime.memcpyDeviceToHost, self._downloads.ptr)
+        copied.record(self._downloads)
+        self._drop_downloaded()
+        self._downloaded.append((copied, x))
+        shape, dtype, size, nbytes = x.shape, x.dtype, x.size, x.nbytes
+
+        @functools.cache  # the pinned memory is given back once
         def wait() -> np.ndarray:
-            event.synchronize()
-            values = np.frombuffer(pinned, x.dtype, x.size).reshape(x.shape).copy()
-            self._pinned.append((x.nbytes, pinned))
+            copied.synchronize()
+            self._drop_downloaded()
+            values = np.frombuffer(pinned, dtype, size).reshape(shape).copy()
+            self._pinned.append((nbytes, pinned))
             return values
 
         return wait
 
-    def write(self, target: cp.ndarray, values: np.ndarray, stream: cp.cuda.Stream | None = None) -> cp.cuda.Event:
+    def _drop_downloaded(self) -> None:
+        """Let go of the arrays whose copies are complete."""
+        while self._downloaded and self._downloaded[0][0].done:
+            self._downloaded.popleft()
+
+    def close(self) -> None:
+        """Wait until all copies to the host are complete."""
+        self._downloads.synchronize()
+        self._downloaded.clear()
+
+    def write(
+        self, target: cp.ndarray, values: np.ndarray, stream: cp.cuda.Stream | None = None,
+        copy: Callable[[int, int, int], None] | None = None,
+    ) -> cp.cuda.Event:  # fmt: skip
         """Start copying a host array to a contiguous array of its shape and dtype, by way of pinned host memory.
 
-        The copy is work of ``stream``, by default that of this object. The event is recorded behind it.
+        The copy is work of ``stream``, by default that of this object. The event is recorded behind it. Instead of the
+        copy engine, ``copy(to, from, nbytes)`` may copy.
         """
         assert (target.shape, target.dtype) == (values.shape, values.dtype) and target.flags.c_contiguous, target.shape
         stream, event = stream or self.stream, cp.cuda.Event(disable_timing=True)
@@ -111,8 +141,11 @@ class Arrays:
         size = max(4096, 1 << (values.nbytes - 1).bit_length())  # few sizes, so that buffers can be reused
         pinned = self._take_pinned(size)
         np.frombuffer(pinned, values.dtype, values.size).reshape(values.shape)[...] = values
-        runtime = cp.cuda.runtime
-        runtime.memcpyAsync(target.data.ptr, pinned.ptr, values.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        if copy is not None:
+            copy(target.data.ptr, pinned.ptr, values.nbytes)
+        else:
+            runtime = cp.cuda.runtime
+            runtime.memcpyAsync(target.data.ptr, pinned.ptr, values.nbytes, runtime.memcpyHostToDevice, stream.ptr)
         event.record(stream)
         self._writes.append((event, size, pinned))
         return event

@@ -66,6 +66,8 @@ PROMPT_SIZES = (16, 64, 128, 256, 384, 512)
 """Prompt tokens of captured steps. The host launches the kernels of a larger step faster than the device runs them."""
 SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 """Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
+WRITE_KERNEL_MAX_BYTES = 64 << 10
+"""Up to so many bytes a kernel reads them from host memory: other work is not delayed by a turn of the copy engine."""
 GEMV_FLOAT_MAX_ROWS = 4
 """Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
 
@@ -125,7 +127,11 @@ class CudaBackend(Backend):
             target[...] = cp.asarray(values, target.dtype)
 
     def write(self, target: Array, values: np.ndarray) -> None:
-        self.arrays.write(target, values)
+        by_kernel = values.itemsize == 4 and values.nbytes <= WRITE_KERNEL_MAX_BYTES
+        self.arrays.write(target, values, copy=self._write_words if by_kernel else None)
+
+    def _write_words(self, target: int, source: int, nbytes: int) -> None:
+        self.kernels.sampler.launch_write_words(source, target, nbytes // 4, self.stream.ptr)
 
     def write_for_sampler(self, target: Array, values: np.ndarray) -> None:
         self._copies.wait_event(self._sampled)
@@ -165,6 +171,7 @@ class CudaBackend(Backend):
 
     def close(self) -> None:
         self.stream.synchronize()
+        self.arrays.close()
         self.loader.close()
         self.scratch.clear()
         self.arena.close()
