@@ -1,6 +1,10 @@
-"""For initcheck, which does not see what kernels store by the copy engine: memory that is cleared before.
+"""For initcheck: memory that is cleared before, where it would report reads that change no result.
 
-So what others read of a product by cublasLt or by ``gemm_hopper.cu``, and cublasLt of its workspace, has been written.
+- It does not see what kernels store by the copy engine: products by cublasLt and ``gemm_hopper.cu``, and cublasLt's
+  workspace.
+- Blocks of a cache are copied as a whole, with what was never written. Of the scales of tokens that are not there,
+  decode attention copies no bytes, by an instruction for 16, which it takes for a read of them. Tests of attention fill
+  such places with NaN themselves.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bminf_lite.backend.values import LayerCache
 from bminf_lite.cuda.kernels.arrays import round_up
 from bminf_lite.cuda.kernels.constants import Epilogue
 from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
@@ -19,7 +24,10 @@ from bminf_lite.cuda.runtime.cublaslt import Order
 
 def install() -> None:
     """Until the process ends."""
+    from bminf_lite.backend.cuda import layer_caches
+
     patch = pytest.MonkeyPatch()
+    make, grow = layer_caches.LayerCaches.make, layer_caches.LayerCaches.grow
     product, create, scaled = (
         matmul.PreparedMatmul._launch,
         matmul.MatmulContext.__init__,
@@ -46,9 +54,28 @@ def install() -> None:
             _clear(out, named["rows"], round_up(columns * itemsize, 16), pitch * itemsize, stream)
         scaled(self, *operands, stream=stream, **named)
 
+    def make_and_clear(self: layer_caches.LayerCaches, *arguments: Any) -> LayerCache:
+        cache = make(self, *arguments)
+        _clear_blocks(cache, 0, self.arrays.stream.ptr)
+        return cache
+
+    def grow_and_clear(self: layer_caches.LayerCaches, cache: LayerCache, num_blocks: int) -> None:
+        before = cache.num_blocks
+        grow(self, cache, num_blocks)
+        _clear_blocks(cache, before, self.arrays.stream.ptr)
+
+    patch.setattr(layer_caches.LayerCaches, "make", make_and_clear)
+    patch.setattr(layer_caches.LayerCaches, "grow", grow_and_clear)
     patch.setattr(matmul.PreparedMatmul, "_launch", clear_and_multiply)
     patch.setattr(matmul.MatmulContext, "__init__", create_and_clear)
     patch.setattr(scaled_gemm.ScaledGemm, "launch", clear_and_scale)
+
+
+def _clear_blocks(cache: LayerCache, first: int, stream: int) -> None:
+    """Clear the blocks of a cache from number ``first`` on."""
+    for array in cache.arrays:
+        nbytes = array.strides[0]
+        _clear(array.data.ptr + first * nbytes, cache.num_blocks - first, nbytes, nbytes, stream)
 
 
 def _clear(address: int, lines: int, nbytes: int, pitch: int, stream: int) -> None:
