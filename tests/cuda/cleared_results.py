@@ -5,6 +5,7 @@
 - Blocks of a cache are copied as a whole, with what was never written. Of the scales of tokens that are not there,
   decode attention copies no bytes, by an instruction for 16, which it takes for a read of them. Tests of attention fill
   such places with NaN themselves.
+- Attention writes no output of the tokens that pad a captured step. Their rows are quantized with the others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from bminf_lite.backend.values import LayerCache
-from bminf_lite.cuda.kernels.arrays import round_up
+from bminf_lite.cuda.kernels.arrays import PAD, round_up
 from bminf_lite.cuda.kernels.constants import Epilogue
 from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
 from bminf_lite.cuda.kernels.gemm import gemm_hopper as scaled_gemm
@@ -24,9 +25,10 @@ from bminf_lite.cuda.runtime.cublaslt import Order
 
 def install() -> None:
     """Until the process ends."""
-    from bminf_lite.backend.cuda import layer_caches
+    from bminf_lite.backend.cuda import arrays, backend, layer_caches
 
     patch = pytest.MonkeyPatch()
+    attention = backend.CudaBackend.attention
     make, grow = layer_caches.LayerCaches.make, layer_caches.LayerCaches.grow
     product, create, scaled = (
         matmul.PreparedMatmul._launch,
@@ -64,6 +66,15 @@ def install() -> None:
         grow(self, cache, num_blocks)
         _clear_blocks(cache, before, self.arrays.stream.ptr)
 
+    def cleared_rows(self: arrays.Arrays, rows: int, columns: int, dtype: Any) -> Any:
+        return self.zeros((rows, round_up(columns, PAD)), dtype)[:, :columns]
+
+    def clear_and_attend(self: backend.CudaBackend, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as during:
+            during.setattr(arrays.Arrays, "rows", cleared_rows)
+            return attention(self, *arguments)
+
+    patch.setattr(backend.CudaBackend, "attention", clear_and_attend)
     patch.setattr(layer_caches.LayerCaches, "make", make_and_clear)
     patch.setattr(layer_caches.LayerCaches, "grow", grow_and_clear)
     patch.setattr(matmul.PreparedMatmul, "_launch", clear_and_multiply)
