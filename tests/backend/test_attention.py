@@ -270,7 +270,7 @@ def test_real_sizes(cuda_backend, heads, kv_heads, head_dim, window, int8):
 
 @pytest.mark.gpu
 @INT8
-@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 64), (6, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), *repeats((64, 64))])
 def test_real_sizes_with_a_bias(cuda_backend, heads, kv_heads, int8):
     values = np.random.default_rng(heads).standard_normal((heads, 257)).astype(np.float32)
     check_real_sizes(

@@ -112,6 +112,7 @@ def test_context() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.repeats
 @pytest.mark.parametrize("name", ["pythia-6.9b", "command-r"])
 def test_same_bits_as_in_turn(
     cuda_backend: Backend, name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
