@@ -24,7 +24,7 @@ ROW_FACTOR = 0.0045
 """What a further row adds to that factor."""
 CACHE_FACTOR = {False: 1.1, True: 1.3}
 """The time of attention relative to the cache's bytes over bandwidth; True for an int8 cache, which it dequantizes."""
-LAUNCH_SECONDS = 1.05e-6
+LAUNCH_SECONDS = 0.95e-6
 """Seconds between the end of a kernel's work and the start of the next one's."""
 NORM_SECONDS = 1.3e-6
 """Seconds that a vector of a norm adds to each product that applies it: the row passes through it first."""
