@@ -62,6 +62,17 @@ def test_what_is_fetched_is_kept_until_it_is_there(backend):
         np.testing.assert_array_equal(pending[i](), i)
 
 
+@pytest.mark.parametrize("count", [0, 1, 257, 1 << 14, (1 << 14) + 1])  # more than 2^14 words not by a kernel
+def test_what_is_written_may_change_afterwards(backend, count):
+    arrays, host = [backend.array(np.zeros(count, np.int32)) for _ in range(20)], np.zeros(count, np.int32)
+    for i, array in enumerate(arrays):
+        host[:] = np.arange(count) + i
+        backend.write(array, host)
+    host[:] = -1
+    for i, array in enumerate(arrays):
+        np.testing.assert_array_equal(backend.host(array), np.arange(count) + i)
+
+
 def test_repeated_work_sees_new_inputs(backend):
     rng = np.random.default_rng(0)
     x = backend.array(in_activation_type(backend, rng.standard_normal((2, 64))))
