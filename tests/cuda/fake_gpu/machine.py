@@ -104,6 +104,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.streams[0] = FakeStream(0)
+        self.memory.is_recording = lambda: self.recording
 
     def new_stream(self) -> FakeStream:
         stream = FakeStream(next(self.numbers))

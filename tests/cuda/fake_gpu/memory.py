@@ -30,11 +30,12 @@ class FakeGpuError(AssertionError):
 
 @dataclass(eq=False)
 class Piece:
-    """A range in use. ``inner`` are the blocks in use of a :class:`Scratch` within it."""
+    """A range in use. ``inner`` are the blocks in use of a :class:`Scratch` within it; ``recorded``: a graph's."""
 
     address: int
     nbytes: int
     divided: bool = False
+    recorded: bool = False
     inner: list[Piece] = field(default_factory=list)
 
     def holds(self, address: int, nbytes: int) -> bool:
@@ -61,6 +62,7 @@ class Memory:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.taken = 0
+        self.is_recording: Callable[[], bool] = lambda: False
         self._lock = threading.RLock()
         self._thread = threading.local()
         self.ranges: dict[int, mmap.mmap] = {}
@@ -204,7 +206,7 @@ class Memory:
             outer = self.piece(block.address)
             assert outer is not None, "a scratch outlives the block that it divides"
             outer.divided = True
-            inner = Piece(block.address, size)
+            inner = Piece(block.address, size, recorded=self.is_recording())
             outer.inner.append(inner)
             self._of_block[key] = outer, inner
         elif self.piece(block.address) is None and not self._is_simulated(block.address):
@@ -223,6 +225,6 @@ class Memory:
         else:
             outer.inner.remove(inner)
             shared = outer.address not in self._pieces or any(p.holds(inner.address, 1) for p in outer.inner)
-            # A graph goes on using the memory that Python's objects had when it was recorded.
-            if not shared and not self.replaying:
+            # Graphs go on using the memory that Python's objects had when they were recorded.
+            if not shared and not inner.recorded:
                 self.poison(inner.address, inner.nbytes)
