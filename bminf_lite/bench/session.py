@@ -19,7 +19,7 @@ from .model import BenchModel
 
 GREEDY = SamplingParams(seed=0, ignore_eos=True)
 UNWRITTEN = -2
-"""Fills the array of chosen tokens before a step; no step chooses it."""
+"""Fills the memory of chosen tokens before the steps; no step chooses it."""
 
 
 class Session:
@@ -50,13 +50,11 @@ class Session:
         self._sampler = self._greedy(batch)
         self._step: ForwardBatch | None = None
         self._forward: Callable[[], Array] | None = None
-        self._recent: deque[Array] = deque(maxlen=self.ops.max_steps_in_flight + 2)
         self._prefills: dict[int, CapturedStep] = {}
 
     def close(self) -> None:
         """Free the memory; nothing can be run afterwards."""
         self._forward = None
-        self._recent.clear()
         self._prefills.clear()
         if self.encoder is not None:
             self.encoder.close()
@@ -198,9 +196,10 @@ class Session:
             self._step.max_context_len = self.table.shape[1] * BLOCK_SIZE
         self.ops.assign(self._step.tokens, tokens)
         self.ops.assign(self._step.context_lens, np.full(self.batch, past, np.int32))
-        for result in self._recent:  # the next results take the same memory
-            self.ops.assign(result, np.full((2, self.batch), UNWRITTEN, np.int32))
-        self._recent.clear()
+        # The next results take the memory of these: so many are in use at a time.
+        marks = np.full((2, self.batch), UNWRITTEN, np.int32)
+        unwritten = [self.ops.array(marks) for _ in range(self.ops.max_steps_in_flight + 2)]
+        del unwritten
 
     def set_max_context_len(self, tokens: int) -> None:
         """Let eager steps from now on assume at most ``tokens`` tokens in the cache, instead of its capacity."""
@@ -218,8 +217,7 @@ class Session:
         results: list[np.ndarray] = []
         in_flight: deque[Callable[[], np.ndarray]] = deque()
         for _ in range(count):
-            self._recent.append(self._sample(self._forward()))
-            in_flight.append(self.ops.fetch(self._recent[-1]))
+            in_flight.append(self.ops.fetch(self._sample(self._forward())))
             if len(in_flight) > self.ops.max_steps_in_flight:
                 results.append(in_flight.popleft()())
         return results + [result() for result in in_flight]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from typing import Any
+
 import pytest
 
 from bminf_lite.bench.model import random_model, read_shape
 from bminf_lite.bench.runner import Workload, run_tests, trace_step
+from bminf_lite.bench.session import Session
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -47,6 +51,30 @@ def test_speeds_and_peaks(bench_model, profiler) -> None:
         assert measurement.speed > 1
         assert measurement.peak_reserved >= measurement.peak_used > bench_model.nbytes / 2
         assert measurement.bandwidth > 0
+
+
+def test_results_lie_where_it_is_seen_if_nothing_is_written(bench_model, monkeypatch) -> None:
+    ops, marked, fetched = bench_model.ops, set(), set()
+    array, fetch = ops.array, ops.fetch
+
+    def mark(values: Any) -> Any:
+        made = array(values)
+        marked.add(made.data.ptr)
+        return made
+
+    def note(x: Any) -> Any:
+        fetched.add(x.data.ptr)
+        return fetch(x)
+
+    with closing(Session(bench_model, 2, 64)) as session:
+        position = session.fill_context(8)
+        session.prepare_decode(position)
+        session.decode(6)
+        monkeypatch.setattr(ops, "array", mark)
+        monkeypatch.setattr(ops, "fetch", note)
+        session.prepare_decode(position)
+        session.decode(6)
+    assert fetched <= marked
 
 
 def test_streamed_bytes_are_those_of_the_plan() -> None:
