@@ -151,13 +151,16 @@ struct WorkQueue {
             if (!found) end_work(p, takers);
         }
         __syncwarp();
-        if constexpr (CLUSTER > 1) {
-            static_assert(sizeof(WorkTile) <= WARP * sizeof(int));
-            const unsigned own = cast_smem_ptr_to_uint(tiles + k % 2) + lane * sizeof(int);
-            if (lane < static_cast<int>(sizeof(WorkTile) / sizeof(int)))
-                st_shared_cluster(map_shared_rank(own, 1), ld_shared(own));
-            __syncwarp();
-            if (lane < CLUSTER) mbarrier_arrive_release_cluster(full(k), lane);
+        if constexpr (CLUSTER > 1) {  // a lane for each block writes the piece there and arrives: see release()
+            if (lane < CLUSTER) {
+                const unsigned own = cast_smem_ptr_to_uint(tiles + k % 2);
+                if (lane > 0) {
+#pragma unroll
+                    for (unsigned i = 0; i < sizeof(WorkTile); i += sizeof(int))
+                        st_shared_cluster(map_shared_rank(own + i, lane), ld_shared(own + i));
+                }
+                mbarrier_arrive_release_cluster(full(k), lane);
+            }
         } else if (lane == 0) {
             mbarrier_arrive(full(k));
         }
