@@ -303,13 +303,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     if (warp == WARPS) {
         // The loads start before the kernel waits for the projection. That is allowed because it is launched as
         // dependent only if no earlier kernel of the step wrote to this cache.
+        const auto wait_empty = [&] {
+            // Before it waits for warps that compute: compute-sanitizer holds these up until all have waited.
+            if (!RESIDENT && stages.count() == STAGES) cluster_wait<UNIT>();
+            stages.wait_empty();
+        };
         // Granules first + rank, first + rank + UNIT, ... of the keys; the block's elements of all granules of values.
         const auto load = [&](const Task& task, int table) {
             const ChunkSource<D, SUB, CACHE> source = {table,      task.heads.kv, kv_heads,
                                                        head_pitch, task.present,  task.end};
 #pragma unroll 1
             for (int granule = task.first + rank; granule < task.end; granule += SUBS * UNIT) {
-                stages.wait_empty();
+                wait_empty();
                 source.template load<1>(stages.address(), keys, granule, UNIT, SUBS, 0);
                 if constexpr (IS_INT8<CACHE>)
                     source.load_scales(stages.address() + CHUNK, key_scales, granule, UNIT, SUBS);
@@ -317,7 +322,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
 #pragma unroll 1
             for (int granule = task.first; granule < task.end; granule += SUBS * UNIT) {
-                stages.wait_empty();
+                wait_empty();
                 source.template load<UNIT>(stages.address(), values, granule, 1, SUBS * UNIT, rank * RANK_ELEMENTS);
                 if constexpr (IS_INT8<CACHE>)
                     source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS * UNIT);
@@ -326,7 +331,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         };
         if constexpr (WORK != ITEMS) {
             load(only, table);
-            cluster_wait<UNIT>();
+            if (RESIDENT || stages.count() <= STAGES) cluster_wait<UNIT>();
         } else {
             Share share;
             Item item = find_work<KIND>(contexts, record_capacity, share);

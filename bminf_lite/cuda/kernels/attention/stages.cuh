@@ -70,6 +70,8 @@ struct Stages {
             barrier_init(barriers + 8 * i, WARP), barrier_init(barriers + 8 * (STAGES + i), RELEASES);
     }
     __device__ __forceinline__ unsigned address() const { return data + index * BYTES; }
+    // How many stages were filled, or read, before this one.
+    __device__ __forceinline__ int count() const { return phase * STAGES + index; }
     // The loading warp: waits until the stage is free; marks it as full once all copies have completed.
     __device__ __forceinline__ void wait_empty() const {
         if (phase > 0) barrier_wait(barriers + 8 * (STAGES + index), phase - 1, RELEASES);
