@@ -5,8 +5,8 @@
 #
 # A part that fails or exceeds its time limit does not stop the other parts; the exit code is then 1. -p runs only the
 # given parts, -t replaces all time limits. PYTHON names the interpreter; its environment needs the package with the
-# extras `test` and `cuda12` or `cuda13`, and `parity` for the parts peers and torch. compute-sanitizer comes with the
-# CUDA toolkit.
+# extras `test`, `cuda12` or `cuda13`, and `checkers`, and `parity` for the parts peers and torch. Without `checkers`
+# compute-sanitizer is that of the CUDA toolkit, which before version 2026.1 reports races that are none.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 
@@ -71,6 +71,13 @@ sys.exit(ran == 0)
 EOF
 }
 
+# The path of compute-sanitizer in the interpreter's environment.
+installed_checker() {
+    "$python" - 2> /dev/null <<'EOF' | grep .
+from importlib.metadata import files
+print(*(file.locate() for file in files("nvidia-cuda-sanitizer-api") if file.match("bin/compute-sanitizer")))
+EOF
+}
 # sanitizer TOOL IGNORED [OPTION...]: the kernels' tests and a layer of every shape under TOOL. IGNORED is a pattern of
 # reports that do not count; the OPTIONs for pytest leave out tests. --under-checker gives each block of the arena an
 # allocation of its own, because these tools check no smaller ones, clears what cublasLt will write, because they do not
@@ -78,15 +85,20 @@ EOF
 # objects that they refer to. Each of pytest-xdist's processes runs under a checker of its own, because one checker runs
 # its processes one after another; its reports are in TOOL-*.log.
 sanitizer() {
-    local tool=$1 ignored=$2 program log status=0
+    local tool=$1 ignored=$2 program log options=() status=0
     shift 2
-    program=$(command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) ||
+    program=$(installed_checker || command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) ||
         { echo "compute-sanitizer is not installed"; return 1; }
+    "$program" --version | tail -n 1
+    # Version 2026.4 wants a fence of proxies before a bulk copy into memory that was only read. CUTLASS has none either.
+    [ "$tool" = racecheck ] && "$program" --help | grep -q fence-proxy-async &&
+        options=(--racecheck-fence-proxy-async no)
     rm -f "$out/$tool"-*.log
     {
         echo '#!/bin/bash'
         printf ' %q' exec "$program" --tool "$tool" --target-processes application-only --report-api-errors no \
-            --show-backtrace device --print-limit 5000 --max-connections 64 --log-file "$out/$tool-%p.log" "$python"
+            --show-backtrace device --print-limit 5000 --max-connections 64 "${options[@]}" \
+            --log-file "$out/$tool-%p.log" "$python"
         echo ' "$@"'
     } > "$out/$tool.sh"
     chmod +x "$out/$tool.sh"
@@ -181,7 +193,7 @@ for part in $parts; do
     [ "$part" = tests ] && function=gpu_tests
     seconds=${limit:-${limits[$part]}}
     start=$SECONDS
-    export -f bminf bench speeds ran_some workers sanitizer "$function"
+    export -f bminf bench speeds ran_some workers installed_checker sanitizer "$function"
     out=$out python=$python timeout -k 10 "$seconds" bash -c "$function" > "$out/$part.txt" 2> "$out/$part.err"
     status=$?
     case $status in
