@@ -42,10 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu.
 
     ``--under-checker``: for compute-sanitizer. The GPU's blocks are allocations of their own
-    (tests/cuda/separate_blocks.py), some results are cleared (cleared_results.py), kernels run one by one (in_turn.py),
-    hypothesis tries few examples, cublasLt's first proposal is taken, and what is marked ``repeats`` is left out. All
-    lanes of a warp give a stage of decode attention back, as racecheck takes an arrival at a barrier to order the
-    accesses of one thread only.
+    (tests/cuda/separate_blocks.py), some results are cleared (tests/cuda/cleared_results.py), hypothesis tries few
+    examples, cublasLt's first proposal is taken, and what is marked ``repeats`` is left out. In decode attention all
+    lanes of a warp give a stage back: racecheck takes an arrival at a barrier to order one thread's accesses only.
     """
     parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
     parser.addoption("--fake-gpu-ptx", action="store_true", help="there, run the PTX of kernels that it can interpret")
@@ -69,13 +68,11 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("under a checker")
         matmul.PROPOSALS = 1  # each is another kernel of cublasLt's that the checker rewrites
         import cleared_results
-        import in_turn
         import separate_blocks
 
         from bminf_lite.backend.cuda import backend as cuda
 
         cleared_results.install()
-        in_turn.install()
         cuda.device_arena = separate_blocks.separate_arena
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked import repeats
 from random_values import norm_on, random_int8, random_norm, random_rows
 
 from bminf_lite.backend.base import Backend
@@ -27,6 +28,7 @@ ROWS, WIDE_ROWS = 2048, 600
 WIDTHS = (40, 200, 1000, 1024, 2048, 4096, 5120, 8192, 16384)
 """Those of 8 to 1,024 threads a row, of one to four vectors a thread, and of a last vector that is not full."""
 KINDS = ("rms", "layer")
+SOME_WIDTHS = [40, 5120, *repeats(*(width for width in WIDTHS if width not in (40, 5120)))]
 
 Operation = Callable[[Backend, Any, np.ndarray], list[Any]]
 
@@ -134,19 +136,19 @@ def norm_and_products(ops: Backend, weights: Any, x: np.ndarray) -> list[Any]:
     return [first, logits, ops.norm(residual, norm)]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", SOME_WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms(cuda_backend, kind, width):
     check(cuda_backend, norm_case(cuda_backend, kind, width, plain_norm))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", SOME_WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_norms(cuda_backend, kind, width):
     check(cuda_backend, norm_case(cuda_backend, kind, width, quantized_norm))
 
 
-@pytest.mark.parametrize("width", [40, 1024, 4096])
+@pytest.mark.parametrize("width", [40, *repeats(1024, 4096)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms_and_products(cuda_backend, kind, width):
     rng = np.random.default_rng(width)
@@ -170,7 +172,7 @@ def ordered_sum(parts: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("width", [*WIDTHS, 40_008])
+@pytest.mark.parametrize("width", [*SOME_WIDTHS, 40_008])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sums_of_a_norm_have_the_documented_order(cuda_backend, request, kind, width, aligned):
     """Bit for bit, in the kernel for padded rows and in the one for any rows."""
@@ -222,8 +224,8 @@ def products(ops: Backend, weight: Any, x: np.ndarray) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("outputs", "width"), [(64, 96), (512, 1000), (270, 256), (1056, 4096)])
+@pytest.mark.parametrize("with_bias", [True, *repeats(False)])
+@pytest.mark.parametrize(("outputs", "width"), [(64, 96), *repeats((512, 1000), (270, 256), (1056, 4096))])
 def test_products(cuda_backend, outputs, width, with_bias):
     rng = np.random.default_rng(outputs)
     bias = rng.standard_normal(outputs).astype(np.float32) if with_bias else None
@@ -231,7 +233,7 @@ def test_products(cuda_backend, outputs, width, with_bias):
     check(cuda_backend, Case(random_rows(rng, ROWS, width, np.float16), weight, products), (1, 2, 8, 17, 64, 256))
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("dtype", [np.float16, *repeats(np.float32)])
 def test_products_with_outlier_columns(cuda_backend, dtype):
     rng, width, columns = np.random.default_rng(3), 512, np.array([3, 77, 200, 511], np.int32)
     part = random_int8(rng, 256, width, True)
@@ -248,6 +250,7 @@ def test_products_with_outlier_columns(cuda_backend, dtype):
     check(cuda_backend, Case(random_rows(rng, ROWS, width, dtype), weight, run))
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
 def test_activations_of_every_fp16_number(cuda_backend, activation):
     """A weight's scale is the number: the product of codes 127 and 1 is 127, and the input's scale is 1/127."""
@@ -279,6 +282,7 @@ def test_products_that_round_to_zero_keep_its_sign(cuda_backend, rows):
     np.testing.assert_array_equal(bits_of(np.array(cuda_backend.host(y))), bits_of(zeros))
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("outputs", [5003, 8192])
 def test_logits_of_an_fp16_weight(cuda_backend, request, outputs, with_bias):

@@ -51,16 +51,22 @@ SMALL_STATIC = 7 << 10
 CONTEXT_LENS = sorted(
     {max(0, edge + d) for edge in (0, 16, 64, 128, 256, 512, 1024, 1152, 2048, 3072, 4999) for d in (-2, -1, 0, 1)}
 )
-LONG_CONTEXT_LENS = (3500, 8191, 9000, 20_000, 33_000, 70_000)
+LONG_CONTEXT_LENS = [3500, 8191, 9000, 20_000, 33_000, 70_000]
 """Of which some have enough segments for several blocks to merge them, and one more than are merged at a time."""
+CHECKED_CONTEXT_LENS, CHECKED_LONG_CONTEXT_LENS = [0, 70, 1100], [1100, 8191]
+"""The same for a checker: of one segment and of two, and of so many that two blocks merge them."""
 ITEM_BLOCKS = (264, 24, 1)
 """Blocks that find their items."""
 
 
 @pytest.fixture
 def context_lens(pytestconfig: pytest.Config) -> list[int]:
-    """``CONTEXT_LENS``, of which a checker gets a third."""
-    return CONTEXT_LENS[::3] if pytestconfig.getoption("--under-checker") else CONTEXT_LENS
+    return CHECKED_CONTEXT_LENS if pytestconfig.getoption("--under-checker") else CONTEXT_LENS
+
+
+@pytest.fixture
+def long_context_lens(pytestconfig: pytest.Config) -> list[int]:
+    return CHECKED_LONG_CONTEXT_LENS if pytestconfig.getoption("--under-checker") else LONG_CONTEXT_LENS
 
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
@@ -346,9 +352,9 @@ def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape, context
     ],
     ids=str,
 )
-def test_several_blocks_may_merge_a_long_context(device: Device, shape: Shape) -> None:
+def test_several_blocks_may_merge_a_long_context(device: Device, shape: Shape, long_context_lens: list[int]) -> None:
     """They give the bits that one block gives, also where contexts of other lengths are in the batch."""
-    problem = Problem.random(shape, list(LONG_CONTEXT_LENS), seed=7)
+    problem = Problem.random(shape, long_context_lens, seed=7)
     written = problem.copied()
     bits = written.run(device)
     found, expected = bits.view(np.float16).astype(np.float64), written.expected()
@@ -356,7 +362,7 @@ def test_several_blocks_may_merge_a_long_context(device: Device, shape: Shape) -
     assert (errors <= 2**-10 * np.linalg.norm(expected, axis=1)).all()
     for grid in problem.grids(device.compute_capability):
         assert (problem.copied().run(device, grid) == bits).all(), grid
-    for b, context_len in enumerate(LONG_CONTEXT_LENS):
+    for b, context_len in enumerate(long_context_lens):
         alone = problem.of(slice(b, b + 1))
         tables = alone.tables[:, : context_len // BLOCK_SIZE + 1]
         for view in (alone, replace(alone, tables=tables)):  # beneath another bound of lengths, and its own
