@@ -90,7 +90,8 @@ sanitizer() {
     program=$(installed_checker || command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) ||
         { echo "compute-sanitizer is not installed"; return 1; }
     "$program" --version | tail -n 1
-    # Version 2026.4 wants a fence of proxies before a bulk copy into memory that was only read. CUTLASS has none either.
+    # Version 2026.4 demands a fence between gemv's reads of a stage and the copy that fills it again; their results have
+    # been used by then.
     [ "$tool" = racecheck ] && "$program" --help | grep -q fence-proxy-async &&
         options=(--racecheck-fence-proxy-async no)
     rm -f "$out/$tool"-*.log
