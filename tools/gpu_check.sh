@@ -6,7 +6,7 @@
 # A part that fails or exceeds its time limit does not stop the other parts; the exit code is then 1. -p runs only the
 # given parts, -t replaces all time limits. PYTHON names the interpreter; its environment needs the package with the
 # extras `test`, `cuda12` or `cuda13`, and `checkers`, and `parity` for the parts peers and torch. Without `checkers`
-# compute-sanitizer is that of the CUDA toolkit, which before version 2026.1 reports races that are none.
+# compute-sanitizer is that of the CUDA toolkit. That of CUDA 13.0 reports races that are none.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 

@@ -29,6 +29,7 @@ WIDTHS = (40, 200, 1000, 1024, 2048, 4096, 5120, 8192, 16384)
 """Those of 8 to 1,024 threads a row, of one to four vectors a thread, and of a last vector that is not full."""
 KINDS = ("rms", "layer")
 SOME_WIDTHS = [40, 5120, *repeats(*(width for width in WIDTHS if width not in (40, 5120)))]
+"""``WIDTHS``, of which a checker gets two."""
 
 Operation = Callable[[Backend, Any, np.ndarray], list[Any]]
 

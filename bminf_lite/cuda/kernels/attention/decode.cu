@@ -301,13 +301,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     cluster_arrive_relaxed<UNIT>();
 
     if (warp == WARPS) {
-        // The loads start before the kernel waits for the projection. That is allowed because it is launched as
-        // dependent only if no earlier kernel of the step wrote to this cache.
+        // compute-sanitizer lets no warp through the cluster's barrier before all wait there. So this one waits there
+        // before it waits for warps that compute.
         const auto wait_empty = [&] {
-            // Before it waits for warps that compute: compute-sanitizer holds these up until all have waited.
             if (!RESIDENT && stages.count() == STAGES) cluster_wait<UNIT>();
             stages.wait_empty();
         };
+        // The loads start before the kernel waits for the projection. That is allowed because it is launched as
+        // dependent only if no earlier kernel of the step wrote to this cache.
         // Granules first + rank, first + rank + UNIT, ... of the keys; the block's elements of all granules of values.
         const auto load = [&](const Task& task, int table) {
             const ChunkSource<D, SUB, CACHE> source = {table,      task.heads.kv, kv_heads,
