@@ -122,7 +122,6 @@ racecheck() {
         --ignore tests/cuda/test_diagnosis.py --deselect tests/backend/test_operations.py::test_igemm \
         --ignore tests/backend/test_real_sizes.py --ignore tests/backend/test_cuda_memory.py \
         --deselect tests/models/test_one_layer.py --deselect tests/backend/test_attention.py::test_real_sizes \
-        --deselect tests/backend/test_attention.py::test_real_sizes_with_a_bias \
         --deselect tests/backend/test_attention.py::test_a_ragged_batch_gives_each_row_exactly_what_it_gets_alone \
         --deselect tests/backend/test_skinny_gemm.py::test_a_row_of_a_batch_gets_what_it_gets_alone \
         -k "not 14336"  # a size in several tests' parameters
