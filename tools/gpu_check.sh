@@ -85,21 +85,16 @@ EOF
 # objects that they refer to. Each of pytest-xdist's processes runs under a checker of its own, because one checker runs
 # its processes one after another; its reports are in TOOL-*.log.
 sanitizer() {
-    local tool=$1 ignored=$2 program log options=() status=0
+    local tool=$1 ignored=$2 program log status=0
     shift 2
     program=$(installed_checker || command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) ||
         { echo "compute-sanitizer is not installed"; return 1; }
     "$program" --version | tail -n 1
-    # Version 2026.4 demands a fence between gemv's reads of a stage and the copy that fills it again; their results have
-    # been used by then.
-    [ "$tool" = racecheck ] && "$program" --help | grep -q fence-proxy-async &&
-        options=(--racecheck-fence-proxy-async no)
     rm -f "$out/$tool"-*.log
     {
         echo '#!/bin/bash'
         printf ' %q' exec "$program" --tool "$tool" --target-processes application-only --report-api-errors no \
-            --show-backtrace device --print-limit 5000 --max-connections 64 "${options[@]}" \
-            --log-file "$out/$tool-%p.log" "$python"
+            --show-backtrace device --print-limit 5000 --max-connections 64 --log-file "$out/$tool-%p.log" "$python"
         echo ' "$@"'
     } > "$out/$tool.sh"
     chmod +x "$out/$tool.sh"

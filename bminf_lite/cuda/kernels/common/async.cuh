@@ -156,6 +156,10 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned phase) 
 
 // ---- bulk copies and TMA -----------------------------------------------------------------------------------------
 
+// Orders this thread's reads and writes of shared memory before what wgmma, TMA and bulk copies (the async proxy) do
+// there after a barrier.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Copies `bytes`, which `barrier` expects. The size and both addresses are multiples of 16 bytes.
 __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* source, int bytes, unsigned barrier) {
     asm volatile(
@@ -167,7 +171,7 @@ __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* sourc
 // Copies what the warp has written to shared memory. The size and both addresses, those of lane 0, are multiples of 16
 // bytes. Called by the whole warp.
 __device__ __forceinline__ void warp_copy_to_global(void* target, const void* source, int bytes) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0)
         asm volatile(

@@ -10,9 +10,6 @@ namespace bminf {
 
 constexpr int WARPGROUP = 128;  // threads
 
-// Makes this thread's writes to shared memory visible to wgmma and TMA (the async proxy).
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // The matrix descriptor of an operand at a shared address: 128-byte swizzle, 1024 bytes between groups of eight rows.
 // `stride` is the distance in bytes between blocks of 64 columns; it matters only for an operand that is read along
 // its columns (transposed) and spans several such blocks.

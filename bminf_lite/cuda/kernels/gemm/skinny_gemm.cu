@@ -133,6 +133,9 @@ struct WeightStream {
                 mma_m16n8k32(c[1][t], low.z, high.z, low.w, high.w, x[s][t].z, x[s][t].w);
             }
         }
+#if __CUDA_ARCH__ >= 900
+        if (ahead.remaining > 0) fence_proxy_async();
+#endif
         __syncwarp();
         load(stage);
         if (++stage == STAGES) stage = 0, phase ^= 1;

@@ -218,6 +218,7 @@ struct WeightStream {
 #pragma unroll
         for (int i = 0; i < U; ++i) w[i] = ld_shared_v4(source + i * CHUNK);
         const int sum = dot_unit<U>(w, codes);
+        if (unit.remaining > 0) fence_proxy_async();
         __syncwarp();
         load(oldest.index);
         oldest.next();
