@@ -340,9 +340,11 @@ class ModelRunner:
         if self._sizes:
             self.table.allocate()
         sizes = sorted(self._sizes, key=lambda size: size.tokens, reverse=True)
-        steps = [self._captured_step(self._captured_inputs(Step(), size)) for size in sizes]
+        inputs = [self._captured_inputs(Step(), size) for size in sizes]
+        steps = [self._captured_step(values) for values in inputs]
         for run in range(RUNS_TO_CAPTURE):  # the last one captures, when it is known what the largest step needs
-            for step in steps:
+            for step, values in zip(steps, inputs, strict=True):
+                step.arrays.write(values)
                 logits = step.forward()
                 for variant in SamplerVariant if run == 0 and step is steps[0] else ():
                     self.ops.fetch(self.ops.sample(logits, self.table.state(step.arrays.rows, variant)))()

@@ -131,7 +131,7 @@ class CudaBackend(Backend):
         self.arrays.write(target, values, copy=self._write_words if by_kernel else None)
 
     def _write_words(self, target: int, source: int, nbytes: int) -> None:
-        self.kernels.sampler.launch_write_words(source, target, nbytes // 4, self.stream.ptr)
+        self.kernels.pointwise.write_words(source, target, nbytes // 4)
 
     def write_for_sampler(self, target: Array, values: np.ndarray) -> None:
         self._copies.wait_event(self._sampled)

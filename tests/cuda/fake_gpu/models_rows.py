@@ -396,3 +396,10 @@ def to_half(call: Call) -> None:
     rows = call.launch.grid[0]
     values = call.rows("w", rows, call.k, call.k, FLOATS[call.template["T"]], align=0)
     call.rows("out", rows, call.pitch, call.k, F16, align=0)[...] = values
+
+
+@model
+def write_words(call: Call) -> None:
+    call.require(call.threads >= call.count, "blocks are missing")
+    source, target = (call.vector(name, call.count, np.int32) for name in ("from", "to"))
+    target[...] = source

@@ -152,10 +152,3 @@ def insert_last_tokens(call: Call) -> None:
     table = call.rows("table", int(rows.max()) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
     newest = SamplerState(table, rows, SamplerVariant.FULL).columns["last_token"][rows]
     tokens[...] = np.where(tokens < 0, newest, tokens)
-
-
-@model
-def write_words(call: Call) -> None:
-    call.require(call.threads >= call.count, "blocks are missing")
-    source, target = (call.vector(name, call.count, np.int32) for name in ("from", "to"))
-    target[...] = source

@@ -1,5 +1,5 @@
-// Elementwise kernels of some architectures: the activation of a feed-forward layer without a gate, learned position
-// embeddings, and the soft-cap of logits.
+// Elementwise kernels: of some architectures the activation of a feed-forward layer without a gate, learned position
+// embeddings, and the soft-cap of logits; of every step the copy of its integers from the host.
 #include "common/values.cuh"
 
 using namespace bminf;
@@ -57,4 +57,13 @@ __global__ void __launch_bounds__(256) add_positions(
         for (int j = 0; j < 8; ++j) r[j] = __fadd_rn(r[j], x[j]);
         store8(residual + token * residual_pitch + column, r);
     }
+}
+
+// to[i] = from[i] for i < count. No kernel changes `from`, memory of the host, so it is read before the wait. The next
+// kernel does not start early: those behind it may read `to` before they wait.
+__global__ void __launch_bounds__(256) write_words(const int* from, int* to, int count) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int word = i < count ? *static_cast<const volatile int*>(from + i) : 0;
+    wait_on_dependent_grids();
+    if (i < count) to[i] = word;
 }

@@ -1,4 +1,4 @@
-"""Kernels over rows that some architectures need: activations, positions, soft-caps, outlier columns, random matrices.
+"""Elementwise kernels: activations, positions, soft-caps, outlier columns, random matrices, a step's integers.
 
 These are the launchers of ``pointwise.cu``, ``outliers.cu`` and ``random.cu``.
 """
@@ -34,6 +34,7 @@ class PointwiseKernels:
         yield KernelFamily(cls.source, "activate_rows", (BOOLEANS, orders_for(capability), numbers(Activation)))
         yield KernelFamily(cls.source, "add_positions")
         yield KernelFamily(cls.source, "soft_cap")
+        yield KernelFamily(cls.source, "write_words")
         yield from (
             KernelFamily(cls.outliers_source, n, (("__half", "float"),)) for n in ("split_columns", "add_columns")
         )
@@ -67,6 +68,10 @@ class PointwiseKernels:
             step, self.source, "soft_cap", ceil_div(rows * n, 256), 256, (x.data.ptr, pitch_of(x), rows, n, cap),
             bytes_moved=2 * nbytes_of(x),
         )  # fmt: skip
+
+    def write_words(self, source: int, target: int, count: int) -> None:
+        """Copy ``count`` 32-bit words from pinned host memory, which must not change until they are there."""
+        self._launcher.launch(None, self.source, "write_words", ceil_div(count, 256), 256, (source, target, count))
 
     def split_columns(
         self, step: StepContext, x: cp.ndarray, index: cp.ndarray, rest: cp.ndarray, kept: cp.ndarray

@@ -18,7 +18,6 @@
 //
 //   token_logprobs      log-probabilities of given tokens and of the most likely ones
 //   insert_last_tokens  the tokens that a step chose, as the input of the next
-//   write_words         the integers of a step, from the host
 //
 // The scratch memory must be zero before the first launch; the counters in it are zero again after each.
 #include "sampling/sample.cuh"
@@ -194,15 +193,6 @@ __global__ void __launch_bounds__(THREADS)
     launch_dependent_grids();
     const int i = blockIdx.x * THREADS + threadIdx.x;
     if (i < count && tokens[i] < 0) tokens[i] = table[rows[i]].last_token;
-}
-
-// to[i] = from[i] for i < count. No kernel changes `from`, memory of the host, so it is read before the wait. The next
-// kernel does not start early: those behind it may read `to` before they wait.
-__global__ void __launch_bounds__(THREADS) write_words(const int* from, int* to, int count) {
-    const int i = blockIdx.x * THREADS + threadIdx.x;
-    const int word = i < count ? *static_cast<const volatile int*>(from + i) : 0;
-    wait_on_dependent_grids();
-    if (i < count) to[i] = word;
 }
 
 // ---- in which buckets top-k and top-p end ------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ..sources import SOURCES
 SOURCE = "sampling/sample.cu"
 DRAWING = ("best_token", "histogram", "cut_tail", "draw_token")
 """Each with and without ADJUSTED: whether biases, penalties and masks may change logits."""
-OTHERS = ("top_logprobs", "token_logprobs", "insert_last_tokens", "write_words")
+OTHERS = ("top_logprobs", "token_logprobs", "insert_last_tokens")
 PART_BYTES = 16 * CHUNK // PART
 """Bytes of scratch for the parts of a chunk."""
 BLOCK_CHUNKS = THREADS // 32 * PART // CHUNK
@@ -65,10 +65,6 @@ class Sampler:
     @functools.cached_property
     def _insert_last_tokens(self) -> Kernel:
         return self._module.kernel("insert_last_tokens")
-
-    @functools.cached_property
-    def _write_words(self) -> Kernel:
-        return self._module.kernel("write_words")
 
     @staticmethod
     def scratch_bytes(batch: int, vocab: int, greedy: bool) -> int:
@@ -130,10 +126,6 @@ class Sampler:
         self._insert_last_tokens(
             -(-count // THREADS), THREADS, (tokens, rows, table, count), stream=stream, dependent=True
         )
-
-    def launch_write_words(self, source: int, target: int, count: int, stream: int) -> None:
-        """Copy ``count`` 32-bit words from pinned host memory, which must not change until they are there."""
-        self._write_words(-(-count // THREADS), THREADS, (source, target, count), stream=stream, dependent=True)
 
 
 def _chunks(vocab: int) -> int:
