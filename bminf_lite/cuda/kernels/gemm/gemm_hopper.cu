@@ -169,7 +169,7 @@ struct TileLayout {
     static constexpr bool GATED = EPILOGUE == Epilogue::GATED, IS_FLOAT = EPILOGUE == ADD || EPILOGUE == TO_FLOAT;
     static constexpr int WIDTH = GATED ? N / 2 : N, GROUP = IS_FLOAT ? 32 : 16, ROW = WIDTH * GROUP;
     static constexpr int BOX_ROW = (ROW & -ROW) < 128 ? (ROW & -ROW) : 128, IN_BOX = BOX_ROW / GROUP;
-    static constexpr int EACH = IN_BOX < 4 ? IN_BOX : 4, PIECES = WIDTH / EACH;
+    static constexpr int EACH = IN_BOX < 4 ? IN_BOX : 4, PIECES = WIDTH / EACH, BOXES = WIDTH / IN_BOX;
 
     // The place of 16 bytes in a box, with the swizzle of its rows' width.
     __device__ __forceinline__ static unsigned place(int row, int index) {
@@ -223,7 +223,9 @@ struct ScaledTile {
         const int lane = threadIdx.x % WARP, y = lane / 4, x = lane % 4, first = piece * EACH;
         const unsigned box = staging + first / IN_BOX % 2 * BOX;
         if (first % IN_BOX == 0) {
-            if (lane == 0) tma_store_wait<1>();
+            // A tile of an odd number of boxes begins in the one that the tile before stored last.
+            constexpr int PENDING = Layout::BOXES % 2 ? 0 : 1;
+            if (lane == 0) first == 0 ? tma_store_wait<PENDING>() : tma_store_wait<1>();
             __syncwarp();
         }
 #pragma unroll
