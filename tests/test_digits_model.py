@@ -71,7 +71,8 @@ def test_compare_and_perplexity_measure_the_same(calibrated: Path, text: Path) -
     compared = json.loads(run("compare", calibrated, FOLDER, text, "--json", "--report", report))
     assert report.read_text().count("EncDecAttention") > 2
     assert 0 < compared["kl"] < 0.01 and abs(compared["ratio"] - 1) < 0.02
-    for folder, name in ((calibrated, "perplexity"), (FOLDER, "reference_perplexity")):
+    # `compare` has several windows in a batch, so its sums may differ in the last bits, and then a code of int8.
+    for folder, name, rel in ((calibrated, "perplexity", 1e-3), (FOLDER, "reference_perplexity", 1e-6)):
         alone = json.loads(run("perplexity", folder, text, "--json"))
-        assert alone["perplexity"] == pytest.approx(compared[name], rel=1e-4)
+        assert alone["perplexity"] == pytest.approx(compared[name], rel=rel)
         assert alone["tokens"] == compared["tokens"]
