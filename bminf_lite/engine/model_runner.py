@@ -344,7 +344,7 @@ class ModelRunner:
         steps = [self._captured_step(values) for values in inputs]
         for run in range(RUNS_TO_CAPTURE):  # the last one captures, when it is known what the largest step needs
             for step, values in zip(steps, inputs, strict=True):
-                step.arrays.write(values)
+                step.arrays.write(values)  # as every step does, by a kernel that is to be loaded
                 logits = step.forward()
                 for variant in SamplerVariant if run == 0 and step is steps[0] else ():
                     self.ops.fetch(self.ops.sample(logits, self.table.state(step.arrays.rows, variant)))()

@@ -109,17 +109,6 @@ def test_blocks_that_compute_several_tiles(gemm, tile_config, in_features, epilo
     np.testing.assert_array_equal(case.run(gemm, epilogue, tile_config, RELU), case.expected(epilogue))
 
 
-@pytest.mark.repeats
-@pytest.mark.parametrize("epilogue", [Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED])
-@pytest.mark.parametrize("tile_config", [GemmTileConfig(224, 2), GemmTileConfig(192), GemmTileConfig(160, 2)], ids=str)
-def test_a_tile_does_not_overwrite_what_is_still_stored(gemm, tile_config, epilogue):
-    """Tiles of one stage follow each other at once, and nearly all have an odd number of boxes."""
-    case = Case(40 * 128, 17 * tile_config.width, 64, bias=False)
-    expected = case.expected(epilogue)
-    for _ in range(10):
-        np.testing.assert_array_equal(case.run(gemm, epilogue, tile_config, RELU), expected)
-
-
 @pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gated_by_silu(gemm, shape, tile_config):

@@ -301,8 +301,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     cluster_arrive_relaxed<UNIT>();
 
     if (warp == WARPS) {
-        // compute-sanitizer lets no warp through the cluster's barrier before all wait there. So this one waits there
-        // before it waits for warps that compute.
+        // Under compute-sanitizer no warp seems to pass the cluster's barrier before all wait there. So this one waits
+        // there before it waits for warps that compute.
         const auto wait_empty = [&] {
             if (!RESIDENT && stages.count() == STAGES) cluster_wait<UNIT>();
             stages.wait_empty();
