@@ -109,6 +109,28 @@ def test_blocks_that_compute_several_tiles(gemm, tile_config, in_features, epilo
     np.testing.assert_array_equal(case.run(gemm, epilogue, tile_config, RELU), case.expected(epilogue))
 
 
+@pytest.mark.parametrize("tile_config", [config for config in TILE_CONFIGS if config.split_k == 1], ids=str)
+def test_no_tile_overwrites_a_box_that_is_still_stored(gemm, tile_config, request):
+    """The result's rows overlap. Additions to them wait for each other, and some boxes are still stored when the next
+    tile begins. All sums are integers that fp32 holds exactly, so their order does not matter.
+    """
+    if request.config.getoption("--fake-gpu"):
+        pytest.skip("the fake GPU refuses rows that overlap")
+    rows, channels, in_features, pitch = 3 * 132 * 128, tile_config.width, 32, 4
+    random = np.random.default_rng(0)
+    x, w = random.integers(0, 2, (rows, in_features), np.int8), random.integers(0, 4, (channels, in_features), np.int8)
+    y, expected = x.astype(np.float32) @ w.T.astype(np.float32), np.zeros(rows * pitch + channels, np.float32)
+    for column in range(0, channels, pitch):
+        expected[column : column + rows * pitch] += y[:, column : column + pitch].ravel()
+    codes, weight, ones, out = (cp.asarray(v) for v in (x, w, np.ones(rows, np.float32), np.zeros_like(expected)))
+    gemm.launch(
+        matrix(codes), ones.data.ptr, matrix(weight), ones.data.ptr, 0, (out.data.ptr, pitch), rows=rows,
+        channels=channels, in_features=in_features, epilogue=Epilogue.ADD, tile_config=tile_config,
+        stream=cp.cuda.get_current_stream().ptr,
+    )  # fmt: skip
+    np.testing.assert_array_equal(cp.asnumpy(out), expected)
+
+
 @pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gated_by_silu(gemm, shape, tile_config):
