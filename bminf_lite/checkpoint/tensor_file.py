@@ -108,12 +108,15 @@ class TensorFile(ABC):
     def check_unchanged(self) -> None:
         """Raise :class:`CheckpointError` if the file was written to since it was opened."""
         if self._stat() != self._state:
-            raise CheckpointError(f"{self.path}: changed since it was opened; nothing else may write to it meanwhile")
+            raise self._changed()
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+    def _changed(self) -> CheckpointError:
+        return CheckpointError(f"{self.path}: changed since it was opened; nothing else may write to it meanwhile")
 
     def _stat(self) -> tuple[int, int]:
         status = os.fstat(self._fd)
@@ -135,5 +138,5 @@ class TensorFile(ABC):
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(f"{self.path}: became shorter while it was read; nothing else may write to it")
+                raise self._changed()
             done += count

@@ -151,3 +151,17 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, change: str) -> None:
         os.utime(path, ns=(0, 0))
     with pytest.raises(CheckpointError, match="changed since it was opened"):
         file.read("a")
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": np.zeros(1000, np.float32)}, path)
+    file, preadv = SafetensorsFile(path), os.preadv
+
+    def cut_and_read(*arguments: Any) -> int:
+        os.truncate(path, 100)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", cut_and_read)
+    with pytest.raises(CheckpointError, match="changed since it was opened"):
+        file.read("a")
