@@ -1,13 +1,16 @@
 """Predicts the time of a decode step on a GPU from what the step reads and launches.
 
-A step reads the weights, and the keys and values of each sequence. The terms that are not bytes over bandwidth:
+A step reads the weights, and the keys and values of each sequence. The terms that are not bytes over bandwidth do not
+depend on the bandwidth:
 
-- with several rows, each row adds a share of the time in which the weight is read; rows come in whole tiles;
+- a product takes a little longer than reading its weight, and each of several rows adds to that; rows come in whole
+  tiles;
+- an int8 cache is dequantized;
 - a kernel takes a while to start and to end, and a norm delays the product that follows it;
 - logits are written and read a few times.
 
-The prediction knows a GPU by its memory bandwidth alone. The constants were fitted to measurements on an H200; they do
-not describe GPUs whose int8 products are slow beside their memory.
+The prediction knows a GPU by its memory bandwidth alone. The constants were fitted to measurements on an H200 and an
+H100, whose multiprocessors are the same; they do not describe GPUs whose int8 products are slow beside their memory.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ from dataclasses import dataclass
 from ..cuda.kernels.constants import SKINNY_HOPPER_TILES
 from .cache_memory import CacheGroup
 
-WEIGHT_FACTOR = 1.07
-"""The time of a product of one row, relative to its weight's bytes over bandwidth."""
-ROW_FACTOR = 0.0045
-"""What a further row adds to that factor."""
-CACHE_FACTOR = {False: 1.1, True: 1.3}
-"""The time of attention relative to the cache's bytes over bandwidth; True for an int8 cache, which it dequantizes."""
-LAUNCH_SECONDS = 0.95e-6
+WEIGHT_SECONDS = 1.7e-14
+"""Seconds that a product takes beyond reading its weight, for each byte of it."""
+ROW_SECONDS = 1.1e-15
+"""Seconds that each of several rows adds for each byte of the weight."""
+INT8_CACHE_SECONDS = 7e-14
+"""Seconds that dequantizing a byte of an int8 cache takes."""
+LAUNCH_SECONDS = 0.9e-6
 """Seconds between the end of a kernel's work and the start of the next one's."""
 NORM_SECONDS = 1.3e-6
 """Seconds that a vector of a norm adds to each product that applies it: the row passes through it first."""
@@ -49,10 +52,13 @@ class DecodeWork:
     def seconds(self, cache: Sequence[CacheGroup], context: int, batch: int, bandwidth: float) -> float:
         """Seconds of a step of ``batch`` sequences behind ``context`` tokens; ``bandwidth`` in bytes per second."""
         rows = tiled_rows(batch) if batch > 1 else 0
-        weights = self.matrix_bytes * (WEIGHT_FACTOR + ROW_FACTOR * rows)
-        read = sum(group.token_bytes * group.tokens_read(context) * CACHE_FACTOR[group.is_int8] for group in cache)
-        overheads = self.launches * LAUNCH_SECONDS + self.norm_vectors * NORM_SECONDS
-        return (weights + batch * (read + self.logit_bytes)) / bandwidth + overheads
+        moved = self.matrix_bytes + batch * self.logit_bytes
+        compute = self.matrix_bytes * (WEIGHT_SECONDS + ROW_SECONDS * rows)
+        for group in cache:
+            nbytes = batch * group.token_bytes * group.tokens_read(context)
+            moved += nbytes
+            compute += nbytes * INT8_CACHE_SECONDS * group.is_int8
+        return moved / bandwidth + compute + self.launches * LAUNCH_SECONDS + self.norm_vectors * NORM_SECONDS
 
 
 def tiled_rows(rows: int) -> int:
