@@ -1,4 +1,4 @@
-"""What a plan predicts for a decode step beside what was measured on an H200."""
+"""What a plan predicts for a decode step beside what was measured on an H200 and on an H100."""
 
 from __future__ import annotations
 
@@ -18,49 +18,58 @@ from bminf_lite.placement import requirements_of
 
 ROOT = Path(__file__).parents[2]
 MARK = 0.08
-H200 = {"link": 55e9, "bandwidth": 4.38e12}
+GPUS = {
+    "NVIDIA H200": Machine(139 << 30, link=55e9, bandwidth=4.38e12),
+    "NVIDIA H100 80GB HBM3": Machine(78 << 30, link=55e9, bandwidth=3.07e12),
+}
+H200 = GPUS["NVIDIA H200"]
 
 
 def predicted(
-    shape: str, context: int, batch: int = 1, kv_cache: str = "fp16", memory: int = 139 << 30, room: int | None = None
+    shape: str,
+    context: int,
+    batch: int = 1,
+    kv_cache: str = "fp16",
+    machine: Machine = H200,
+    room: int | None = None,
 ) -> float:
     """Tokens per second of all sequences that a plan predicts behind ``context`` tokens, with room for ``room``."""
     requirements = requirements_of(ROOT / "configs" / f"{shape}.json", kv_cache=kv_cache)
     requirements = replace(requirements, context_length=max(requirements.context_length, context))
-    plan = replace(plan_memory(requirements, Machine(memory, **H200), room or context, batch), context=context)
+    plan = replace(plan_memory(requirements, machine, room or context, batch), context=context)
     assert plan.tokens_per_second is not None
     return plan.tokens_per_second
 
 
-def decoding_results() -> list[tuple[str, float]]:
-    """The commands of ``bench`` that decode, and tokens per second, of all committed results for an H200."""
+def decoding_results() -> list[tuple[str, str, float]]:
+    """The GPU, the command of ``bench`` and tokens per second of all committed results of decoding on ``GPUS``."""
     found = []
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         results = json.loads(path.read_text())
-        if "H200" in results.get("gpu", ""):
+        if (gpu := results.get("gpu")) in GPUS:
             for row in results["rows"]:
                 speed = re.match(r"([\d,.]+) tokens/s", row.get("value", ""))
                 if speed and row.get("command", "").startswith("bminf-lite bench"):
-                    found.append((row["command"], float(speed[1].replace(",", ""))))
+                    found.append((gpu, row["command"], float(speed[1].replace(",", ""))))
     return found
 
 
 RESULTS = decoding_results()
 
 
-@pytest.mark.parametrize(("command", "speed"), RESULTS, ids=[command for command, _ in RESULTS])
-def test_a_plan_meets_committed_results(command: str, speed: float) -> None:
+@pytest.mark.parametrize(("gpu", "command", "speed"), RESULTS, ids=[f"{gpu} {command}" for gpu, command, _ in RESULTS])
+def test_a_plan_meets_committed_results(gpu: str, command: str, speed: float) -> None:
     options = dict(re.findall(r"--?([\w-]+) (\S+)", command))
     depth, batch = int(options.get("d", 0)), int(options.get("b", 1))
-    limit = {"memory": int(options["memory-limit"].removesuffix("GiB")) << 30} if "memory-limit" in options else {}
-    kv_cache = options.get("kv-cache", "fp16")
-    room = None if not limit else 8192
-    tokens_per_second = predicted(options["shape"], max(depth, 1), batch, kv_cache, room=room, **limit)
+    machine, room, kv_cache = GPUS[gpu], None, options.get("kv-cache", "fp16")
+    if limit := options.get("memory-limit"):
+        machine, room = replace(machine, memory=int(limit.removesuffix("GiB")) << 30), 8192
+    tokens_per_second = predicted(options["shape"], max(depth, 1), batch, kv_cache, machine, room)
     assert tokens_per_second == pytest.approx(speed, rel=MARK)
 
 
 def test_results_are_found() -> None:
-    assert len(RESULTS) >= 10
+    assert all(sum(gpu == name for name, *_ in RESULTS) >= 10 for gpu in GPUS)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +100,7 @@ def test_results_are_found() -> None:
     ],
 )
 def test_a_plan_meets_measurements(shape: str, context: int, batch: int, kv_cache: str, milliseconds: float) -> None:
-    """Steps of docs/dev/measurements.md."""
+    """Steps of docs/dev/measurements.md, on an H200."""
     assert 1e3 * batch / predicted(shape, context, batch, kv_cache) == pytest.approx(milliseconds, rel=MARK)
 
 
