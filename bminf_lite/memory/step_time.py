@@ -1,16 +1,15 @@
 """Predicts the time of a decode step on a GPU from what the step reads and launches.
 
-A step reads the weights, and the keys and values of each sequence. The terms that are not bytes over bandwidth do not
-depend on the bandwidth:
+A step reads the weights, and the keys and values of each sequence, and moves logits a few times. That takes its bytes
+over the bandwidth. The other terms do not depend on the bandwidth:
 
 - a product takes a little longer than reading its weight, and each of several rows adds to that; rows come in whole
   tiles;
 - an int8 cache is dequantized;
-- a kernel takes a while to start and to end, and a norm delays the product that follows it;
-- logits are written and read a few times.
+- a kernel takes a while to start and to end, and a norm delays the product that follows it.
 
 The prediction knows a GPU by its memory bandwidth alone. The constants were fitted to measurements on an H200 and an
-H100, whose multiprocessors are the same; they do not describe GPUs whose int8 products are slow beside their memory.
+H100, which have the same multiprocessors; a GPU with fewer or slower ones takes longer for the other terms.
 """
 
 from __future__ import annotations

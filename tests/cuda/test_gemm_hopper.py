@@ -116,7 +116,7 @@ def test_no_tile_overwrites_a_box_that_is_still_stored(gemm, tile_config, reques
     """
     if request.config.getoption("--fake-gpu"):
         pytest.skip("the fake GPU refuses rows that overlap")
-    rows, channels, in_features, pitch = 3 * 132 * 128, tile_config.width, 32, 4
+    rows, channels, in_features, pitch = 3 * 132 * 128, tile_config.width, 32, 4  # three tiles for each of 132 SMs
     random = np.random.default_rng(0)
     x, w = random.integers(0, 2, (rows, in_features), np.int8), random.integers(0, 4, (channels, in_features), np.int8)
     y, expected = x.astype(np.float32) @ w.T.astype(np.float32), np.zeros(rows * pitch + channels, np.float32)
