@@ -1,12 +1,19 @@
-"""Paths and small files that a user names: ``~`` is expanded, and only regular files of a sensible size are read."""
+"""Files and paths that a user names.
+
+``~`` is expanded, and only regular files of a sensible size are read. A file is written whole or not at all: its
+content goes into a temporary file of the same folder, which takes its name when it is complete.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 
-from .errors import UsageError
+from .errors import BminfError, UsageError
 
 MAX_TEXT_BYTES = 1 << 28
 """The most bytes of a JSON or text file of a checkpoint; the largest vocabularies take a tenth of it."""
@@ -45,6 +52,105 @@ def read_file_or_pipe(path: Path) -> bytes:
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
             raise OSError(0, "it is a device", str(path))
         return file.read()
+
+
+def write_file(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write a file that appears complete or not at all, and wait until it is on the disk, unless ``sync`` is False.
+
+    An earlier file keeps its content until the new one is complete: a full disk, Ctrl-C or a crash leaves it as it
+    was. Its permissions stay, and a link stays a link. What is no regular file, such as ``/dev/stdout`` or a pipe, is
+    written directly. Raises ``OSError``, also for an earlier file that is write-protected.
+    """
+    target = Path(os.path.realpath(path))
+    earlier = _earlier_file(target)
+    if earlier is not None and not stat.S_ISREG(earlier.st_mode):
+        with open(target, "wb") as special:
+            special.write(content)
+        return
+    # The name is short and does not depend on the target's, which may have all of the 255 bytes that are allowed.
+    partial = target.parent / f".{secrets.token_hex(8)}.partial"
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            if earlier is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(earlier.st_mode))
+            file.write(content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(partial, target)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
+    if sync:
+        with suppress(OSError):  # network file systems that cannot
+            sync_folder(target.parent)
+
+
+def save_result(path: Path, content: bytes) -> None:
+    """:func:`write_file` for what a user asked for: raises ``BminfError``, which names the file and the reason."""
+    try:
+        write_file(path, content)
+    except OSError as error:
+        kept = "; the earlier file is unchanged" if os.path.isfile(path) else ""
+        raise BminfError(f"{path}: cannot be written: {error.strerror or error}{kept}") from error
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raise ``UsageError`` if :func:`write_file` cannot write ``path``; to be called before work that takes long.
+
+    ``what`` is what the user gave the path for, such as an option's name.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        earlier = _earlier_file(target)
+        if not target.parent.is_dir():
+            raise UsageError(f"{what} {path}: the folder {target.parent} does not exist; make it first")
+        if (earlier is None or stat.S_ISREG(earlier.st_mode)) and not os.access(target.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"{what} {path}: nothing can be written in the folder {target.parent}; name another one")
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{what} {path}: cannot be written: {problem}; name another file") from None
+
+
+def _earlier_file(target: Path) -> os.stat_result | None:
+    """The status of an existing file. Raises ``OSError`` if it may not be written, or is a folder."""
+    try:
+        status = os.stat(target)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+    return status
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_within(name: str) -> bool:
+    """Whether a file's name in a list, with ``/`` between its parts, is that of a file inside of the list's folder."""
+    parts = name.split("/")
+    return not {"", ".", ".."} & set(parts) and "\\" not in name and "\0" not in name
+
+
+def linkable_root(folder: Path) -> Path:
+    """The folder that links in ``folder`` may lead to: itself, or the model's folder in the cache of Hugging Face.
+
+    There, ``snapshots/REVISION`` holds links into ``blobs``.
+    """
+    root = folder.resolve()
+    is_cache = root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir()
+    return root.parents[1] if is_cache else root
 
 
 def thread_count() -> int:

@@ -27,7 +27,9 @@ MAY_IMPORT = {
     },
     "server": {"api", "completions", "engine", "grammar", "text", "errors", "files"},
     "torch": {"backend", "checkpoint", "models", "cuda", "errors", "files"},
-    "bench": {"api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
+    "bench": {
+        "api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files",
+    },
     "api": {
         "completions", "placement", "engine", "grammar", "text", "models", "layers", "backend", "checkpoint", "memory",
         "errors", "files",
@@ -47,7 +49,7 @@ MAY_IMPORT = {
     "layers": {"backend", "errors"},
     "backend": {"cuda", "memory", "errors"},
     "memory": {"cuda", "errors"},
-    "cuda": {"errors"},
+    "cuda": {"errors", "files"},
     "demo_model": set(),
     "__main__": {"cli"},
     "worker_process": {"errors"},
@@ -172,6 +174,65 @@ def python(code: str) -> str:
     """What a fresh interpreter prints."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout.strip()
+
+
+WRITES = {
+    "files.py": "write_file, which all others use",
+    "checkpoint/writer.py": "weights, in pieces, into the hidden folder of output_folder",
+    "checkpoint/output_folder.py": "renames that folder",
+    "checkpoint/migrate.py": "copies into that folder",
+    "converters/model_parallel.py": "copies into that folder, and a hidden folder beside it",
+    "torch/folders.py": "copies into that folder",
+    "cli/demo.py": "a folder of temporary files",
+    "cli/__init__.py": "opens /dev/null",
+    "server/request_log.py": "appends",
+    "bench/profiler.py": "a switch of the Linux kernel under /proc",
+}
+"""The modules that open files for writing or rename them, and why a half-written file cannot take an earlier one's
+place there. Everything else calls ``write_file`` or ``save_result`` of ``files``."""
+
+
+def writes(tree: ast.AST) -> list[int]:
+    """The lines with calls that write, copy or rename files."""
+    copies = {"copy", "copy2", "copyfile", "copytree", "move"}
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+        strings = [a.value for a in [*node.args, *(k.value for k in node.keywords)] if isinstance(a, ast.Constant)]
+        modes = [s for s in strings if isinstance(s, str) and re.fullmatch(r"[rwxabt+]{1,3}", s)]
+        if name in ("open", "fdopen"):
+            is_write = any(set(mode) & set("wxa+") for mode in modes) or "O_WRONLY" in ast.unparse(node)
+            is_write = is_write or "O_RDWR" in ast.unparse(node) or "O_CREAT" in ast.unparse(node)
+        elif name == "savefig":
+            is_write = not (node.args and ast.unparse(node.args[0]) == "content")  # memory, by this package's habit
+        else:
+            is_write = (
+                name in ("write_text", "write_bytes", "NamedTemporaryFile", "mkstemp", "mkdtemp", "TemporaryDirectory")
+                or (owner == "os" and name in ("rename", "replace", "renames", "link", "truncate"))
+                or (owner == "shutil" and name in copies)
+                or (owner == "np" and name in ("save", "savez", "savez_compressed", "savetxt"))
+                or name in ("tofile", "symlink_to", "hardlink_to", "save_file")
+            )
+        if is_write:
+            found.append(node.lineno)
+    return found
+
+
+def test_files_are_written_in_one_place():
+    found = {relative(path) for path in modules() if writes(ast.parse(path.read_text()))}
+    assert found == WRITES.keys()
+
+
+@pytest.mark.parametrize(
+    "code", ["open(p, 'w')", "p.open(mode='ab')", "open(p, 'r+b')", "os.open(p, os.O_RDWR)", "p.write_text('')",
+             "figure.savefig(path)", "shutil.copy(a, b)", "os.replace(a, b)", "np.savez(p)", "x.tofile(p)"],
+)  # fmt: skip
+def test_what_writes_is_recognized(code):
+    assert writes(ast.parse(code)) and not writes(ast.parse("open(p, 'rb'); s.replace('a', 'w'); x.copy()"))
 
 
 def tracked_files() -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..files import check_writable, save_result
 from .report import Report
 from .runner import Measurement
 from .serving import ServingResult
@@ -34,8 +36,7 @@ def check_target(path: Path) -> None:
     suffixes = sorted(Figure().canvas.get_supported_filetypes())
     if path.suffix.removeprefix(".").lower() not in suffixes:
         raise UsageError(f"--plot {path}: its name must end in one of: {', '.join(suffixes)}")
-    if not path.resolve().parent.is_dir():
-        raise UsageError(f"--plot {path}: the folder {path.resolve().parent} does not exist; make it first")
+    check_writable(path, "--plot")
 
 
 def save(report: Report, path: Path) -> None:
@@ -55,7 +56,7 @@ def save(report: Report, path: Path) -> None:
     figure.suptitle(" · ".join(filter(None, (report.bench_model.name if report.bench_model else "", report.device))))
     for axes, draw in zip(figure.subplots(1, len(drawings), squeeze=False)[0], drawings, strict=True):
         draw(axes)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def save_serving(result: ServingResult, path: Path) -> None:
@@ -71,7 +72,7 @@ def save_serving(result: ServingResult, path: Path) -> None:
         axes.plot(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))])
         axes.set(xlabel=f"{label}, milliseconds", ylabel="share of requests or tokens", ylim=(0, 1))
         axes.grid(alpha=0.3)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def save_trade(trade: Mapping[str, Any], path: Path) -> None:
@@ -98,7 +99,13 @@ def save_trade(trade: Mapping[str, Any], path: Path) -> None:
     axes.set_yscale("log")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix.removeprefix(".").lower())
+    save_result(path, content.getvalue())
 
 
 def _curves(measurements: Sequence[Measurement]) -> list[Drawing]:

@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, checkpoint_error
+from ..files import is_within
 from ..version import __version__
 from .checksum import FileRecord
 from .recipe import Recipe, Scheme
@@ -39,7 +40,8 @@ DAMAGED_MANIFEST = "the file is damaged: copy it again, or migrate again"
 def file_records(manifest: Mapping[str, Any], source: object) -> list[FileRecord]:
     """The files of the result with sizes and checksums; none in a manifest of an early version.
 
-    Raises :class:`CheckpointError`, with ``source`` as its title, for another value.
+    Raises :class:`CheckpointError`, with ``source`` as its title, for another value, and for a name that leads out of
+    the folder: nothing but the result's own files is read.
     """
     entries = manifest.get("files") or []
     entries = entries if isinstance(entries, list) else [entries]
@@ -50,6 +52,10 @@ def file_records(manifest: Mapping[str, Any], source: object) -> list[FileRecord
     kinds = [(type(record.name), type(record.bytes), type(record.xxh3)) for record in records]
     if len(records) != len(entries) or any(kind != (str, int, str) for kind in kinds):
         raise CheckpointError(f"{source}: files is no list of names, sizes and checksums; {DAMAGED_MANIFEST}")
+    names = (record.name for record in records if not is_within(record.name))
+    outside = [f"files names {name!r}, outside of the folder" for name in names]
+    if outside:
+        raise checkpoint_error(source, outside, "no migration writes that; get the folder anew, or migrate again")
     return records
 
 

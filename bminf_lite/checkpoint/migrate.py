@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UsageError, checkpoint_error
-from ..files import expand, thread_count
+from ..files import expand, linkable_root, thread_count
 from ..models.spec import GatedProduct, Parameter, Role, Spec
 from .checksum import FileRecord
 from .compressed_tensors import quantization_config
@@ -317,7 +317,7 @@ def _files_to_copy(source: Path) -> tuple[list[Path], list[str]]:
     folder = source / COPIED_FOLDER
     if folder.is_dir():
         found += sorted(folder.iterdir())
-    root = _linkable_root(source)
+    root = linkable_root(source)
     reasons = {path: reason for path in found if (reason := _reason_to_skip(path, root))}
     return [path for path in found if path not in reasons], [f"{p.name} {reason}" for p, reason in reasons.items()]
 
@@ -331,16 +331,6 @@ def _reason_to_skip(path: Path, root: Path) -> str | None:
     if not path.resolve().is_relative_to(root):
         return f"is a link to {path.resolve()}, outside of the source"
     return None
-
-
-def _linkable_root(source: Path) -> Path:
-    """The folder that links in ``source`` may lead to: itself, or the model's folder in the cache of Hugging Face.
-
-    There, ``snapshots/REVISION`` holds links into ``blobs``.
-    """
-    root = source.resolve()
-    is_cache = root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir()
-    return root.parents[1] if is_cache else root
 
 
 def _copy_files(source: Path, files: list[Path], folder: Path) -> None:

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..files import read_small_file
+from ..files import read_small_file, sync_folder
 from .checksum import file_checksum
 from .manifest import MANIFEST_FILE, file_records
 
@@ -50,7 +50,7 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
         partial.mkdir()
         lock = _lock(partial)
         yield partial
-        _sync_folder(partial)
+        sync_folder(partial)
         _publish(partial, target, force)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -105,7 +105,7 @@ def _own_files(target: Path) -> list[str]:
 
     def is_result(path: Path, name: str) -> bool:
         record = known.get(name)
-        if record is None or not path.is_file() or path.stat().st_size != record.bytes:
+        if record is None or path.is_symlink() or not path.is_file() or path.stat().st_size != record.bytes:
             return False
         return path.suffix == ".safetensors" or file_checksum(path) == record.xxh3
 
@@ -198,7 +198,7 @@ def _publish(partial: Path, target: Path, force: bool) -> None:
             os.rename(old, target)
             raise
         os.rename(old, partial)
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -213,11 +213,3 @@ def _exchange(a: Path, b: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL):
         return False
     raise OSError(code, os.strerror(code))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

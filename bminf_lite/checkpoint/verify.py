@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, checkpoint_error
-from ..files import expand, thread_count
+from ..files import expand, linkable_root, thread_count
 from .checksum import FileChecksums, FileRecord
 from .manifest import MANIFEST_FILE, file_records
 from .opened_model import open_model
@@ -29,8 +29,8 @@ class Verification:
 def verify(path: str | Path, progress: Progress | None = None) -> Verification:
     """Compare every file of the migrated checkpoint in the folder ``path`` with the size and checksum at migration.
 
-    Reads all files once. Raises :class:`CheckpointError`, which lists every file that is missing or has changed, and
-    for a folder without checksums.
+    Reads all files once, and none outside of the folder. Raises :class:`CheckpointError`, which lists every file that
+    is missing, has changed or is a link that leads out, and for a folder without checksums.
     """
     path = expand(path)
     manifest = read_json(path / MANIFEST_FILE) if path.is_dir() and (path / MANIFEST_FILE).is_file() else {}
@@ -55,6 +55,8 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
 
 def _problems(record: FileRecord, folder: Path, pool: ThreadPoolExecutor) -> list[str]:
     file = folder / record.name
+    if not file.resolve().is_relative_to(linkable_root(folder)):
+        return [f"{record.name} is a link that leads out of the folder, and is not read"]
     if not file.is_file():
         return [f"{record.name} is missing"]
     size = file.stat().st_size

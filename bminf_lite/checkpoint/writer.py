@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..files import write_file
 from .tensor_file import DTYPES
 
 SHARD_BYTES = 5_000_000_000
@@ -181,19 +182,12 @@ def write_json(path: Path, value: object) -> None:
 
     A source's ``config.json`` may hold what strict JSON does not, such as NaN. It is written as it was read.
     """
-    with open(path, "w", encoding="ascii") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(path, f"{json.dumps(value, indent=2)}\n".encode("ascii"))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file and wait until it is on the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(path, text.encode())
 
 
 def _shards(tensors: Mapping[str, TensorDeclaration], limit: int) -> list[dict[str, TensorDeclaration]]:

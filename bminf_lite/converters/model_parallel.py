@@ -26,6 +26,7 @@ from ..checkpoint.recipe import load_recipe
 from ..checkpoint.torch_file import TorchFile
 from ..checkpoint.writer import CheckpointWriter, TensorDeclaration, write_json
 from ..errors import CheckpointError, UsageError, listed
+from ..files import is_within, read_small_file
 
 RANK = re.compile(r"mp_rank_(\d+)(?:\D*\.(?:pt|bin))?")
 POINTERS = ("latest_checkpointed_iteration.txt", "latest")
@@ -121,9 +122,8 @@ def find_shards(source: Path) -> list[Path]:
         raise CheckpointError(f"{source}: does not exist")
     for name in POINTERS:
         if (source / name).is_file():
-            iteration = (source / name).read_text(encoding="utf-8").strip()
-            inner = source / Path(iteration).name
-            if inner.is_dir():
+            inner = _named_folder(source / name)
+            if inner is not None and inner.is_dir():
                 return find_shards(inner)
     files = [path for path in sorted(source.iterdir()) if path.is_file()]
     ranks = {int(match[1]): path for path in files if (match := RANK.fullmatch(path.name))}
@@ -138,6 +138,16 @@ def find_shards(source: Path) -> list[Path]:
         names = ", ".join(path.name for path in found)
         raise CheckpointError(f"{source}: holds {names}; name the one that is the model")
     return found
+
+
+def _named_folder(pointer: Path) -> Path | None:
+    """The folder beside ``pointer`` that it names; None if it names none. Raises :class:`CheckpointError`."""
+    try:
+        iteration = read_small_file(pointer).decode().strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    name = Path(iteration).name
+    return pointer.parent / name if is_within(name) else None
 
 
 def unwrapped(name: str) -> str:

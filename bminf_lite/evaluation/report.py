@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from ..errors import BminfError, UsageError
+from ..files import check_writable, save_result
 from ..version import __version__
 from .compare import Comparison, LinearReport
 
@@ -51,18 +51,14 @@ class Row:
 
 
 def check_report_path(path: Path) -> None:
-    """Raise ``UsageError``, before a comparison takes its time, if the folder of a report does not exist."""
-    if not path.resolve().parent.is_dir():
-        raise UsageError(f"{path}: the folder {path.resolve().parent} does not exist; make it first")
+    """Raise ``UsageError``, before a comparison takes its time, if no report can be written there."""
+    check_writable(path, "--report")
 
 
 def write_report(path: Path, comparison: Comparison, model: Path, reference: Path, text: Path) -> None:
-    """Write the report to ``path``. Raises ``BminfError`` if the file cannot be written."""
+    """Write the report to ``path``. Raises ``BminfError`` if it cannot be written; an earlier file stays then."""
     html = render(comparison, model.name, reference.name, text.name)
-    try:
-        path.write_text(html, encoding="utf-8", errors="backslashreplace")  # for names that are not UTF-8
-    except OSError as error:
-        raise BminfError(f"{path}: cannot be written: {error.strerror}") from error
+    save_result(path, html.encode(errors="backslashreplace"))  # for names that are not UTF-8
 
 
 def render(comparison: Comparison, model: str, reference: str, text: str) -> str:

@@ -9,6 +9,7 @@ calls from a CUDA graph, which leaves the device time.
 from __future__ import annotations
 
 import functools
+import io
 import math
 import statistics
 import time
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..files import save_result
 
 WARM_UP = 3
 """Calls before anything is timed: the first compile, allocate and choose."""
@@ -166,9 +169,12 @@ class Sweep:
     by_function: Mapping[str, tuple[Measurement, ...]]
 
     def plot(self, path: str | Path, *, size_name: str = "size") -> None:
-        """Write a figure (PNG, PDF or SVG by the file's suffix) of the device time, and where known of the bandwidth.
+        """Write a figure of the device time, and where known of the bandwidth.
 
-        Raises ``ImportError`` without matplotlib (the extra ``[plot]``).
+        The file's suffix decides on PNG, PDF or SVG; ``.png`` is added if it has none.
+
+        Raises ``ImportError`` without matplotlib (the extra ``[plot]``), and ``BminfError`` if the file cannot be
+        written; an earlier file stays then.
         """
         from matplotlib.figure import Figure
 
@@ -185,7 +191,10 @@ class Sweep:
         for ax in axes:
             ax.legend()
             ax.grid(alpha=0.3)
-        figure.savefig(path)
+        target = Path(path) if Path(path).suffix else Path(f"{path}.png")
+        content = io.BytesIO()
+        figure.savefig(content, format=target.suffix.removeprefix(".").lower())
+        save_result(target, content.getvalue())
 
 
 def sweep(

@@ -170,3 +170,49 @@ def test_a_checksum_is_that_of_the_digests_of_the_parts(
         assert checksums.records() == [record]
     digests = [xxhash.xxh3_128_digest(content[i : i + 100]) for i in range(0, size, 100)]
     assert record == checksum.FileRecord("file", size, xxhash.xxh3_128_hexdigest(b"".join(digests)))
+
+
+@pytest.mark.parametrize("name", ["../victim.txt", "{tmp}/victim.txt", "sub/../../victim.txt", "..\\victim.txt", "."])
+def test_a_manifest_names_no_file_outside_of_its_folder(migrated: Path, name: str) -> None:
+    victim = migrated.parent / "victim.txt"
+    victim.write_text("not the model's")
+    record = {"name": name.format(tmp=migrated.parent), "bytes": victim.stat().st_size, "xxh3": "0" * 32}
+    manifest = migrated / "bminf_lite.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"files": [*content["files"], record]}))
+    for run in (verify, open_model):
+        with pytest.raises(CheckpointError, match=r"files names '.*', outside of the folder; no migration") as caught:
+            run(migrated)
+        assert checksum.file_checksum(victim) not in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", ["file", "folder"])
+def test_a_link_out_of_the_folder_is_not_read(migrated: Path, depth: str) -> None:
+    outside = migrated.parent / "outside"
+    outside.mkdir()
+    (outside / "victim.txt").write_text("not the model's")
+    if depth == "file":
+        (migrated / "victim.txt").symlink_to(outside / "victim.txt")
+        name = "victim.txt"
+    else:
+        (migrated / "sub").symlink_to(outside)
+        name = "sub/victim.txt"
+    record = {"name": name, "bytes": len("not the model's"), "xxh3": "0" * 32}
+    manifest = migrated / "bminf_lite.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"files": [*content["files"], record]}))
+    with pytest.raises(CheckpointError, match=f"{name} is a link that leads out of the folder") as caught:
+        verify(migrated)
+    assert checksum.file_checksum(outside / "victim.txt") not in str(caught.value)
+    with pytest.raises(CheckpointError, match="holds files that were added or changed"):
+        migrate(migrated.parent / "source", migrated, force=True)
+
+
+def test_links_of_the_cache_of_hugging_face_are_followed(migrated: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "revision"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in migrated.iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    assert verify(snapshot).files == len(list(blobs.iterdir())) - 1

@@ -8,14 +8,14 @@ warning and each start compiles again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
 import sys
-import tempfile
 import warnings
 from pathlib import Path
+
+from ...files import write_file
 
 ENVIRONMENT_VARIABLE = "BMINF_LITE_CACHE"
 
@@ -45,17 +45,10 @@ def read(folder: Path, key: str) -> bytes | None:
 
 def write(folder: Path, key: str, contents: bytes) -> None:
     """Keep ``contents`` under ``key``; warns once for each folder that cannot be written."""
-    temporary = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writing-", delete=False) as file:
-            temporary = Path(file.name)
-            file.write(_checksum(contents) + b"\n" + contents)
-        os.replace(temporary, folder / key)
+        write_file(folder / key, _checksum(contents) + b"\n" + contents, sync=False)
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
         _warn_unwritable(folder, f"{error.strerror or error}")
 
 
