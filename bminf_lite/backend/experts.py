@@ -142,7 +142,7 @@ def expert_linear(
     """``x[p] @ weights[experts[p]].T + bias`` of each pair: float ``[P, in]``, int ``[P]`` -> fp32 ``[P, out]``.
 
     As in ``Backend.linear``: with int8 weights and dynamic activations, ``x`` is quantized per pair, and ``y = s_x *
-    (s_w * fp32(acc))`` with the exact integer sum ``acc``; without, ``y = s_w * sum(code * x)``. The bias is added last.
+    (s_w * fp32(acc))`` with the exact integer sum ``acc``; without, ``y = s_w * sum(code * x)``. The bias comes last.
     ``factors`` fp32 ``[P]`` multiply the inputs: the scales of quantized rows, else the rows, which are then rounded to
     ``activation_dtype``.
     """
