@@ -36,7 +36,10 @@ MAY_IMPORT = {
     },
     "converters": {"checkpoint", "errors", "files"},
     "migration": {"bench", "models", "evaluation", "quantize", "text", "backend", "checkpoint", "errors", "files"},
-    "evaluation": {"api", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "files"},
+    "evaluation": {
+        "api", "placement", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors",
+        "files",
+    },
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
     "completions": {"engine", "text"},
     "grammar": {"text", "worker_process", "errors", "files"},

@@ -13,6 +13,7 @@ from ._options import (
     PATH,
     device_option,
     json_option,
+    kv_cache_option,
     memory_limit_option,
     model_argument,
     progress_callback,
@@ -39,6 +40,7 @@ MAX_SHOWN = 5
 @tokens_option
 @device_option
 @memory_limit_option
+@kv_cache_option
 @json_option
 def compare(
     model: Path,
@@ -50,6 +52,7 @@ def compare(
     tokens: int | None,
     device: str,
     memory_limit: int | None,
+    kv_cache: str,
     as_json: bool,
 ) -> None:
     """Compare a model with its original on a text.
@@ -57,7 +60,7 @@ def compare(
     Reads FILE (UTF-8 text, or JSONL with a "text" per line) with the int8 model in the folder MODEL and the float model
     in REFERENCE, a layer of each at a time, so that neither has to fit in memory. Prints the ratio of their
     perplexities, the Kullback-Leibler divergence of their predictions, and the layers that lose most; --report and
-    --json have every layer.
+    --json have every layer. --kv-cache is that of the int8 model.
 
     \b
     Example:
@@ -74,7 +77,7 @@ def compare(
     with tqdm(unit="part", desc="comparing", disable=None, leave=False) as bar:
         result = measure.compare(
             model, reference, text, window=window, stride=stride, tokens=tokens, device=device,
-            memory_limit=memory_limit, progress=progress_callback(bar),
+            memory_limit=memory_limit, kv_cache=kv_cache, progress=progress_callback(bar),
         )  # fmt: skip
     click.echo(json.dumps(result.to_dict()) if as_json else lines(result))
     if report is not None:  # last, so that a full disk does not lose the results above

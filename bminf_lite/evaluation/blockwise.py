@@ -71,6 +71,7 @@ class LayerwiseCheckpoint:
 
     ``rotated_offline`` rotates a float model as a migration does, see :mod:`..checkpoint.offline_rotation`.
     ``on_weight`` is called with each weight that is made, see :class:`..layers.recording.LinearHooks`.
+    ``int8_cache`` is that of :class:`..quantize.stages.LayerwiseModel`.
     ``schemes`` holds the quantization of each matrix that was read so far, see :func:`scheme_of`. Raises
     ``CheckpointError`` for a folder that holds no model of a known architecture.
     """
@@ -81,6 +82,7 @@ class LayerwiseCheckpoint:
         ops: Backend,
         rotated_offline: bool = False,
         on_weight: Callable[[tuple[str, ...], Sequence[HostWeight]], None] | None = None,
+        int8_cache: bool = False,
     ):
         self.path = path
         self.ops = ops
@@ -99,7 +101,7 @@ class LayerwiseCheckpoint:
             self.schemes = weights.schemes
             hooks = LinearHooks(ops, weights, self._observe, on_weight)
             builder = self._model.architecture.ModelBuilder(self.config, hooks.weights, hooks.ops)
-            self.layerwise = LayerwiseModel(builder, self.config, ops)
+            self.layerwise = LayerwiseModel(builder, self.config, ops, int8_cache)
         except BaseException:
             self._model.close()
             raise

@@ -9,8 +9,8 @@ error that later layers inherit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ import numpy as np
 
 from .. import backend
 from ..backend.base import Backend
+from ..backend.quantization import HostWeight
 from ..errors import CheckpointError, UsageError, listed
 from ..layers.recording import LinearCall, Observer
-from ..quantize.stages import HiddenState
+from ..quantize.stages import HiddenState, LayerFn
 from ..text.checkpoint_files import load_tokenizer
 from .blockwise import Batch, LayerwiseCheckpoint, batch_windows
+from .channel_factors import NO_FACTORS, ChannelFactors, find_channel_factors
 from .corpus import Window
 from .divergence import Divergence, DivergenceAccumulator
 from .fidelity import (
@@ -31,8 +33,6 @@ from .fidelity import (
     ActivationStatsAccumulator,
     Fidelity,
     FidelityAccumulator,
-    estimate_channel_factors,
-    undo_channel_factors,
 )
 
 LOGIT_ROWS = 256
@@ -40,6 +40,9 @@ LOGIT_ROWS = 256
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of parts that are done, the number of all parts, and the name of the current part."""
+
+FindFactors = Callable[[tuple[str, ...], np.ndarray, np.ndarray], ChannelFactors]
+"""Called with the names of a product's matrices, and an input of the model's product and of the reference's."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +135,19 @@ def compare(
     memory_limit: int | str | None = None,
     layers: bool = True,
     progress: Progress | None = None,
+    int8_cache: bool = False,
 ) -> Comparison:
     """Compare the checkpoint in the folder ``model`` with the one in ``reference`` on ``windows`` of tokens.
 
-    Without ``layers`` only the predictions are compared. Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``.
+    Without ``layers`` only the predictions are compared. With ``int8_cache`` the model, not the reference, stores keys
+    and values in int8. Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``.
     """
     batches, progress = batch_windows(windows), progress or (lambda done, total, part: None)
     with (
         closing(backend.create(device, memory_limit)) as ops,
-        LayerwiseCheckpoint(model, ops) as ours,
-        _open_reference(reference, ops, ours if layers else None) as theirs,
+        Pair.open(model, reference, ops, layers, int8_cache) as pair,
     ):
+        ours, theirs = pair.model, pair.reference
         their_states, our_states = theirs.start(batches), ours.start(batches)
         (_, x), (_, y) = (states[0].residual.shape for states in (our_states, their_states))
         if x != y:
@@ -152,26 +157,56 @@ def compare(
         for layer, part in enumerate(parts[:-1]):
             progress(layer, len(parts), part)
             if layers:
-                blocks.append(_compare_layer(layer, ours, theirs, batches, our_states, their_states))
+                blocks.append(_compare_layer(layer, pair, batches, our_states, their_states))
             else:
                 _advance(layer, theirs, batches, their_states)
                 _advance(layer, ours, batches, our_states)
         progress(len(parts) - 1, len(parts), parts[-1])
-        divergence, head = _compare_head(ours, theirs, batches, our_states, their_states, layers)
+        divergence, head = _compare_head(pair, batches, our_states, their_states, layers)
         progress(len(parts), len(parts), "done")
         return Comparison(divergence, tuple(blocks), head, ops.name)
 
 
-def _open_reference(reference: Path, ops: Backend, model: LayerwiseCheckpoint | None) -> LayerwiseCheckpoint:
-    """The reference, whose layers are compared with those of ``model`` if given.
+Matrices = dict[tuple[str, ...], Sequence[HostWeight]]
+"""The matrices of products, by their names, stacked along their outputs."""
 
-    A float reference is rotated as the model was, so that the values between two layers mean the same.
-    """
-    opened = LayerwiseCheckpoint(reference, ops)
-    if model is None or opened.checkpoint.quantization or not model.checkpoint.manifest.get("rotated_offline"):
-        return opened
-    opened.__exit__()
-    return LayerwiseCheckpoint(reference, ops, rotated_offline=True)
+
+class Pair:
+    """A model and its reference, and the matrices of the layer of each that was built last."""
+
+    def __init__(self, model: LayerwiseCheckpoint, reference: LayerwiseCheckpoint, matrices: tuple[Matrices, Matrices]):
+        self.model = model
+        self.reference = reference
+        self._matrices = matrices
+
+    @classmethod
+    @contextmanager
+    def open(cls, model: Path, reference: Path, ops: Backend, layers: bool, int8_cache: bool) -> Iterator[Pair]:
+        """Open both, and close them at the end.
+
+        If ``layers`` are compared, a float reference is rotated as the model was, so that the values between two layers
+        mean the same.
+        """
+        ours: Matrices = {}
+        theirs: Matrices = {}
+        with LayerwiseCheckpoint(model, ops, on_weight=ours.__setitem__, int8_cache=int8_cache) as opened:
+            rotated = False
+            if layers and opened.checkpoint.manifest.get("rotated_offline"):
+                with LayerwiseCheckpoint(reference, ops) as plain:
+                    rotated = plain.checkpoint.quantization is None
+            with LayerwiseCheckpoint(reference, ops, rotated, theirs.__setitem__) as other:
+                yield cls(opened, other, (ours, theirs))
+
+    def build(self, layer: int) -> tuple[LayerFn, LayerFn]:
+        """A layer of the model, and of the reference."""
+        for matrices in self._matrices:
+            matrices.clear()
+        return self.model.layerwise.build(layer), self.reference.layerwise.build(layer)
+
+    def channel_factors(self, tensors: tuple[str, ...], x: np.ndarray, reference_x: np.ndarray) -> ChannelFactors:
+        """The factors of a product with an input fp32 ``[T, in]`` of both."""
+        ours, theirs = (matrices.get(tensors) for matrices in self._matrices)
+        return find_channel_factors(ours, theirs, x, reference_x) if ours and theirs else NO_FACTORS
 
 
 def _advance(layer: int, checkpoint: LayerwiseCheckpoint, batches: Sequence[Batch], states: list[HiddenState]) -> None:
@@ -183,19 +218,19 @@ def _advance(layer: int, checkpoint: LayerwiseCheckpoint, batches: Sequence[Batc
 
 def _compare_layer(
     layer: int,
-    model: LayerwiseCheckpoint,
-    reference: LayerwiseCheckpoint,
+    pair: Pair,
     batches: Sequence[Batch],
     ours: list[HiddenState],
     theirs: list[HiddenState],
 ) -> BlockReport:
     """Advance both models' states by one layer, and measure its errors."""
-    layer_fn, reference_fn = model.layerwise.build(layer), reference.layerwise.build(layer)
+    model, reference = pair.model, pair.reference
+    layer_fn, reference_fn = pair.build(layer)
     own, accumulated = FidelityAccumulator(), FidelityAccumulator()
     linears: list[LinearAccumulator] = []
     for i, batch in enumerate(batches):
         reference_input = theirs[i]
-        theirs[i] = reference.run(reference_fn, reference_input, batch, reference_observer(linears, model.ops))
+        theirs[i] = reference.run(reference_fn, reference_input, batch, reference_observer(linears, pair))
         own_output = model.run(layer_fn, reference_input, batch, observer(linears, LinearAccumulator.add_own))
         own.add(theirs[i].residual, own_output.residual)
         ours[i] = model.run(layer_fn, ours[i], batch, observer(linears, LinearAccumulator.add_accumulated))
@@ -205,14 +240,14 @@ def _compare_layer(
 
 
 def _compare_head(
-    model: LayerwiseCheckpoint,
-    reference: LayerwiseCheckpoint,
+    pair: Pair,
     batches: Sequence[Batch],
     ours: Sequence[HiddenState],
     theirs: Sequence[HiddenState],
     layers: bool,
 ) -> tuple[Divergence, tuple[LinearReport, ...]]:
     """Compare the predictions, and with ``layers`` the errors of the head's products."""
+    model, reference = pair.model, pair.reference
     reference_fn, head_fn = reference.layerwise.output(), model.layerwise.output()
     total = DivergenceAccumulator()
     linears: list[LinearAccumulator] = []
@@ -221,7 +256,7 @@ def _compare_head(
             rows = batch.rows[first : first + LOGIT_ROWS]
             x, reference_input = our_state.residual[rows], their_state.residual[rows]
             if layers:
-                expected = reference.rows(reference_fn, reference_input, reference_observer(linears, model.ops))
+                expected = reference.rows(reference_fn, reference_input, reference_observer(linears, pair))
                 model.rows(head_fn, reference_input, observer(linears, LinearAccumulator.add_own))
                 got = model.rows(head_fn, x, observer(linears, LinearAccumulator.add_accumulated))
             else:
@@ -233,9 +268,11 @@ def _compare_head(
 class LinearAccumulator:
     """Collects the errors and inputs of one product, batch by batch: first the reference's call, then the model's."""
 
-    def __init__(self, ops: Backend, tensors: tuple[str, ...]):
+    def __init__(self, ops: Backend, tensors: tuple[str, ...], find_factors: FindFactors):
         self.ops = ops
         self.tensors = tensors
+        self._find_factors = find_factors
+        self._factors: ChannelFactors | None = None
         self._own, self._accumulated = FidelityAccumulator(), FidelityAccumulator()
         self._input, self._reference_input = ActivationStatsAccumulator(), ActivationStatsAccumulator()
 
@@ -248,17 +285,19 @@ class LinearAccumulator:
         """The model's product in a layer that was given the reference's input.
 
         ``call.x`` already has the errors of earlier products. So the product is computed for the reference's input
-        instead, scaled by channel as ``call.x`` is.
+        instead, scaled by channel as the model's weights say.
         """
-        factors = estimate_channel_factors(self._host(call.x), self._x)
-        x = self._x if factors is None else (self._x * factors).astype(np.float32)
-        y = self.ops.host(self.ops.linear(self.ops.array(x), call.weight, fp32=True))
-        self._own.add(self._y, undo_channel_factors(self._y, y))
+        if self._factors is None:
+            self._factors = self._find_factors(self.tensors, self._host(call.x), self._x)
+        x = self.ops.array(self._factors.to_model(self._x))
+        y = self.ops.host(self.ops.linear(x, call.weight, fp32=True))
+        self._own.add(self._y, self._factors.to_reference(y))
 
     def add_accumulated(self, call: LinearCall) -> None:
         """The model's product in a layer that was given the model's own input."""
         self._input.add(self._host(call.x))
-        self._accumulated.add(self._y, undo_channel_factors(self._y, self._output(call)))
+        assert self._factors is not None
+        self._accumulated.add(self._y, self._factors.to_reference(self._output(call)))
 
     def result(self, schemes: dict[str, str]) -> LinearReport:
         """The report of everything that was added; ``schemes`` are those of the model's matrices."""
@@ -280,14 +319,14 @@ class LinearAccumulator:
         return np.asarray(self.ops.host(self.ops.linear(call.x, call.weight, fp32=True)))
 
 
-def reference_observer(linears: list[LinearAccumulator], ops: Backend) -> Observer:
+def reference_observer(linears: list[LinearAccumulator], pair: Pair) -> Observer:
     """An observer of one run of the reference: the first run appends an accumulator for each product."""
     count = 0
 
     def observe(call: LinearCall) -> None:
         nonlocal count
         if count == len(linears):
-            linears.append(LinearAccumulator(ops, call.tensors))
+            linears.append(LinearAccumulator(pair.model.ops, call.tensors, pair.channel_factors))
         linears[count].add_reference(call)
         count += 1
 

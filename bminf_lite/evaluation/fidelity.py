@@ -13,8 +13,6 @@ import numpy as np
 from ..quantize.errors import relative_error
 
 WORST_CHANNELS = 5
-FOLD_TOKENS = 32
-"""With fewer tokens, a factor per channel would be fitted to noise."""
 
 
 @dataclass(frozen=True)
@@ -93,29 +91,3 @@ class ActivationStatsAccumulator:
         return ActivationStats(
             float(channels.max()), tuple((int(c), float(channels[c])) for c in worst), float(scales.max()) / median
         )
-
-
-def estimate_channel_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarray | None:
-    """Factors per channel, fp64 ``[n]``, by which ``got`` becomes ``expected`` (fp32 ``[T, n]``); None if all are 1.
-
-    Smoothing divides the channels of an activation by factors and multiplies the weights that read it by them. This is
-    exact, but would count as a large error. A channel has a factor if the factor makes two nearly parallel columns
-    nearly equal. If no factor is far from 1, nothing was smoothed, and all differences are errors.
-    """
-    if len(expected) < FOLD_TOKENS:
-        return None
-    cross = np.einsum("ij,ij->j", expected, got, dtype=np.float64)
-    e, g = (np.einsum("ij,ij->j", x, x, dtype=np.float64) for x in (expected, got))
-    used = (e > 0) & (g > 0)
-    factors = np.divide(cross, g, out=np.ones_like(g), where=used)
-    before, after = e - 2 * cross + g, e - cross * factors
-    found = used & (after < 0.1 * e) & (after < 0.5 * before)
-    if not (found & (np.abs(np.log2(np.abs(factors), out=np.zeros_like(g), where=found)) > 0.3)).any():
-        return None
-    return np.where(found, factors, 1.0)
-
-
-def undo_channel_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """``got`` multiplied by its factors towards ``expected``, see :func:`estimate_channel_factors`."""
-    factors = estimate_channel_factors(expected, got)
-    return got if factors is None else (got * factors).astype(np.float32)

@@ -11,6 +11,7 @@ import numpy as np
 from ..api import Model, load
 from ..errors import UsageError, require_bool, require_whole
 from ..files import expand
+from ..placement import is_int8_cache
 from .compare import Comparison, check_pair
 from .compare import compare as compare_windows
 from .corpus import read_texts, truncate_windows, windows_for
@@ -73,17 +74,19 @@ def compare(
     report: str | Path | None = None,
     device: str = "auto",
     memory_limit: int | str | None = None,
+    kv_cache: str = "fp16",
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare the checkpoint in the folder ``model`` with the one that it was made from, in ``reference``, on ``text``.
 
     Both are read a layer at a time. ``text`` and the windows are those of :func:`perplexity`. Without ``layers`` only
-    predictions are compared. ``report`` names an HTML file to write plots and a table of all layers into. Raises
-    ``UsageError`` for models that do not belong together and for an unfit text, ``CheckpointError``, ``DeviceError``
-    and ``OutOfMemory``.
+    predictions are compared. ``report`` names an HTML file to write plots and a table of all layers into. ``kv_cache``
+    is that of the model; the reference's is never int8. Raises ``UsageError`` for models that do not belong together
+    and for an unfit text, ``CheckpointError``, ``DeviceError`` and ``OutOfMemory``.
     """
     _check_lengths(window, stride, tokens)
     require_bool("layers", layers)
+    int8_cache = is_int8_cache(kv_cache)
     model, reference = expand(model, "model"), expand(reference, "reference")
     target = None if report is None else expand(report, "report")
     if target is not None:
@@ -93,7 +96,9 @@ def compare(
     check_pair(model, reference, texts)
     if tokens is not None:
         windows = truncate_windows(windows, tokens)
-    result = compare_windows(model, reference, windows, device, memory_limit, layers=layers, progress=progress)
+    result = compare_windows(
+        model, reference, windows, device, memory_limit, layers=layers, progress=progress, int8_cache=int8_cache
+    )
     if target is not None:
         write_report(target, result, model, reference, Path(text) if isinstance(text, (str, Path)) else Path("text"))
     return result

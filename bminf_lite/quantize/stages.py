@@ -55,14 +55,17 @@ LayerFn = Callable[[HiddenState, SequenceBatch], HiddenState]
 
 
 class LayerwiseModel:
-    """The layers of a model, made by ``builder`` and run on ``ops``; ``names`` describes each of them."""
+    """The layers of a model, made by ``builder`` and run on ``ops``; ``names`` describes each of them.
 
-    def __init__(self, builder: Any, config: Any, ops: Backend):
+    With ``int8_cache`` attention reads keys and values that were stored in int8.
+    """
+
+    def __init__(self, builder: Any, config: Any, ops: Backend, int8_cache: bool = False):
         self.builder = builder
         self.ops = ops
         self.output: Callable[[], Callable[[Array], Array]] = builder.output
         shape = config.cache_shape
-        self._shape = CacheShape(1, shape.kv_heads, shape.head_dim)
+        self._shape = CacheShape(1, shape.kv_heads, shape.head_dim, int8_cache)
         self._encoders: int = config.encoder_layers if config.is_encoder_decoder else 0
         kind = "decoder layer" if self._encoders else "layer"
         self.names = [f"encoder layer {i}" for i in range(self._encoders)]

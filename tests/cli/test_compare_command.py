@@ -27,6 +27,14 @@ def test_json_has_every_layer(source: Path, int8: Path, text: Path):
     assert {"own", "accumulated", "input", "reference_input", "name", "scheme"} <= found["linears"][0].keys()
 
 
+def test_the_cache_of_the_model_can_be_int8(source: Path, int8: Path, text: Path):
+    found = [
+        json.loads(output("compare", int8, source, text, "--json", "--tokens", 100, "--kv-cache", cache, *CPU))
+        for cache in ("fp16", "int8")
+    ]
+    assert found[0]["kl"] != found[1]["kl"] and found[0]["reference_perplexity"] == found[1]["reference_perplexity"]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 def test_a_report_that_the_disk_does_not_hold_costs_no_result(source: Path, int8: Path, text: Path):
     result = run("compare", int8, source, text, "--report", "/dev/full", "--json", *CPU)

@@ -47,6 +47,20 @@ def test_a_model_equals_itself(source: Path):
     json.dumps(found.to_dict(), allow_nan=False)
 
 
+def test_an_int8_cache_is_the_model_s_alone(source: Path):
+    """Products have no error of their own; what attention reads, and so all layers, have."""
+    found = compare(source, source, windows(source), "cpu", int8_cache=True)
+    assert 1e-9 < found.divergence.kl < 0.05
+    assert all(math.isinf(linear.own.snr_db) for linear in found.linears)
+    assert all(20 < block.own.snr_db < 80 for block in found.blocks)
+    plain = compare(source, source, windows(source), "cpu")
+    assert found.divergence.reference == plain.divergence.reference
+    by_name = bminf_lite.compare(source, source, TEXT, window=64, stride=32, kv_cache="int8", device="cpu")
+    assert by_name.divergence.kl == found.divergence.kl
+    with pytest.raises(UsageError, match="kv_cache is 'int4', but must be fp16 or int8"):
+        bminf_lite.compare(source, source, TEXT, kv_cache="int4", device="cpu")
+
+
 def test_every_product_is_there_under_its_name(source: Path, int8: Path):
     found = compare(int8, source, windows(source), "cpu")
     names = [linear.name for linear in found.linears]
