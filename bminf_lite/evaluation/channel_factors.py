@@ -156,13 +156,14 @@ class Compared:
         fitted = np.where(used, fitted, 1.0)
 
         def left(factors: np.ndarray) -> np.ndarray:
-            return np.maximum(vv - 2 * factors * vw + factors**2 * ww, 0)
+            difference: np.ndarray = np.maximum(vv - 2 * factors * vw + factors**2 * ww, 0)
+            return difference
 
         # Where the model's weights are exact multiples, what is left is the error of fp64 and fp32 sums.
         least = np.maximum(left(fitted), 1e-12 * vv)
         near = np.log2(fitted)
         candidates = [np.ones_like(fitted), *(np.exp2(f(near)) for f in (np.rint, np.floor, np.ceil))]
-        chosen = fitted
+        chosen: np.ndarray = fitted
         for candidate in reversed(candidates):
             chosen = np.where(left(candidate) <= GAIN * least, candidate, chosen)
         evident = used & (EVIDENCE * least < np.minimum(left(np.ones_like(fitted)), vv)) & (least < UNEXPLAINED)
