@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
-from numbers import Real
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -25,11 +23,12 @@ from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
 from .errors import UsageError, is_whole, require_bool, require_whole
-from .grammar import Grammar
+from .grammar import Grammar, Structure, only_structure
 from .grammar.matcher import GrammarCompiler
 from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
 from .placement import checkpoint_requirements, is_int8_cache, make_engine_config, plan_placement
+from .request_builder import GenerationRequest, RequestBuilder, build_logits_request, decoder_and_source
 from .text.chat_template import Message
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
 from .text.prompts import EncodedPrompt, Prompt, PromptEncoder, dialogue_messages, is_batch
@@ -146,6 +145,13 @@ class RequestOptions(SamplingOptions, total=False):
     grammar: str | Grammar | None
 
 
+_STRUCTURES = {
+    "json_object": "json_object", "json_schema": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark",
+}  # fmt: skip
+"""The options that say what a completion must look like, with the kinds of grammars that they stand for."""
+_NO_PROMPT = EncodedPrompt(())
+
+
 class Model:
     """A model on its device. Close it, or use it as a context manager, to give the device's memory back.
 
@@ -180,15 +186,7 @@ class Model:
             adopted = ops.adopt(array)
             return engine.call(lambda: ops.host(adopted()))
 
-        self._prompts = PromptEncoder(
-            folder,
-            to_host,
-            vocab_size=engine_config.vocab_size,
-            context_length=engine_config.context_length,
-            is_encoder_decoder=engine_config.is_encoder_decoder,
-            max_source_length=engine_config.max_source_length,
-            decoder_start_length=len(engine_config.decoder_start_token_ids),
-        )
+        self._prompts = PromptEncoder(folder, engine_config, to_host)
 
     @property
     def device(self) -> str:
@@ -213,9 +211,15 @@ class Model:
         return self.tokenizer.eos_ids if self._prompts.has_tokenizer else frozenset()
 
     @cached_property
+    def requests(self) -> RequestBuilder:
+        """Makes the engine's requests, for a server or a benchmark that submits them itself."""
+        prompts = self._prompts  # without self, which is freed when dropped
+        return RequestBuilder(self.engine_config, self.eos_ids, lambda: prompts.tokenizer)
+
+    @property
     def grammars(self) -> GrammarCompiler:
         """Compiles grammars for this model's vocabulary; ``CheckpointError`` if the tokenizer's files are missing."""
-        return GrammarCompiler(self.tokenizer, self.engine_config.vocab_size)
+        return self.requests.grammars
 
     def describe(self) -> str:
         """The device in words."""
@@ -393,49 +397,21 @@ class Model:
         given = cast(dict[str, Any], dict(options))
         add_special_tokens = given.pop("add_special_tokens", True)
         require_bool("add_special_tokens", add_special_tokens)
-        served: dict[str, Any] = {}
-        for name in ("priority", "cache_salt", "prompt_logprobs"):
-            if name in given:
-                served[name] = given.pop(name)
-        deadline = given.pop("deadline", None)
+        served = {
+            name: given.pop(name) for name in ("priority", "deadline", "cache_salt", "prompt_logprobs") if name in given
+        }
         grammar = _grammar(given)
-        _check_served(served, deadline, self.engine_config.is_encoder_decoder)
-        served |= {"priority": int(served.get("priority", 0)), "is_streamed": is_streamed}  # NumPy's integers may wrap
         if params is None:
             params = SamplingParams.from_checkpoint(self.generation_config, **given)
         else:
             params = SamplingParams.merged(params, **given)
         params = params.with_seed()  # one for all: their indices make them draw differently
-        encoded = self._prompts.encode_all(prompt, add_special_tokens)
+        wanted = GenerationRequest(_NO_PROMPT, params, grammar=grammar, is_streamed=is_streamed, **served)
+        prompts = self._prompts.encode_all(prompt, add_special_tokens)
         tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
-        if deadline is not None:
-            served["deadline"] = time.perf_counter() + float(deadline)
-        # A grammar counts the space before the first word, which the text of an answer would leave out.
-        return [
-            Completion(
-                self._request(i, p, params, grammar, served),
-                TextStream(tokenizer, params.stop, p.token_ids if p.continues or grammar else ()),
-            )
-            for i, p in enumerate(encoded)
-        ]
-
-    def _request(
-        self,
-        index: int,
-        prompt: EncodedPrompt,
-        params: SamplingParams,
-        grammar: Grammar | None,
-        served: Mapping[str, Any],
-    ) -> Request:
-        """The engine's form of a prompt: tokens to continue, or a source to encode and the decoder's first tokens."""
-        eos_ids = self.eos_ids | prompt.stop_ids
-        params.check_model(self.engine_config.vocab_size, eos_ids)
-        if grammar is not None:
-            served = {**served, "matcher": self.grammars.matcher(grammar, eos_ids)}
-        if not self.engine_config.is_encoder_decoder:
-            return Request(index, prompt.token_ids, params, eos_ids, **served)
-        start = (*self.engine_config.decoder_start_token_ids, *prompt.target)
-        return Request(index, start, params, eos_ids, source_token_ids=prompt.token_ids, **served)
+        requests = self.requests.build(*(replace(wanted, prompt=p) for p in prompts))
+        texts = (TextStream(tokenizer, params.stop, p.before_text(grammar is not None)) for p in prompts)
+        return list(map(Completion, requests, texts))
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:
@@ -445,7 +421,7 @@ class Model:
 
     def logits(
         self,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: Sequence[int] | np.ndarray | EncodedPrompt,
         device: bool = False,
         source: Sequence[int] | np.ndarray | None = None,
         start: int = 0,
@@ -459,11 +435,16 @@ class Model:
         that is a finished CuPy array, which other libraries may take through DLPack and read on any stream. Keep a
         reference until they have read it, because its memory is reused afterwards. ``token_ids`` may be such an array.
 
-        An encoder-decoder needs the ``source`` that its encoder reads, and ``token_ids`` are the decoder's. Raises
-        ``UsageError`` for ids outside the vocabulary, and for too many.
+        An encoder-decoder needs the ``source`` that its encoder reads, and ``token_ids`` are the decoder's. The result
+        of :meth:`encode` stands for both. Raises ``UsageError`` for ids outside the vocabulary, and for too many.
         """
         self._require_open()
         config = self.engine_config
+        if isinstance(token_ids, EncodedPrompt):
+            if source is not None:
+                raise UsageError("logits takes either an encoded prompt, which has its source, or a source")
+            token_ids, read = decoder_and_source(token_ids, config)
+            source = read if config.is_encoder_decoder else None
         ids = self._prompts.validate_token_ids(token_ids)
         if not 0 < len(ids) <= config.context_length:
             raise UsageError(f"logits takes 1 to {config.context_length:,} token ids, not {len(ids):,}")
@@ -494,10 +475,7 @@ class Model:
             except BaseException as error:
                 errors.append(error)
 
-        request = Request(
-            0, token_ids, SamplingParams(seed=0), source_token_ids=source_ids, take_logits=take, logits_start=start,
-            whole_prompt=device, on_update=ended.put,
-        )  # fmt: skip
+        request = build_logits_request(token_ids, source_ids, take, ended.put, start, in_one_piece=device)
         try:
             self._engine.submit([request])
             ended.get()
@@ -523,38 +501,10 @@ def _results(prompt: Any, last_pieces: Sequence[Piece]) -> Result | list[Result]
 
 def _grammar(options: dict[str, Any]) -> Grammar | None:
     """Take what the completion must look like from the options of a call. Raises ``UsageError`` for two of them."""
-    kinds: dict[str, Callable[[Any], Grammar]] = {
-        "json_object": lambda _: Grammar.json_object(),
-        "json_schema": Grammar.json_schema,
-        "regex": Grammar.regex,
-        "choice": Grammar.choice,
-        "grammar": lambda value: value if isinstance(value, Grammar) else Grammar.lark(value),
-    }
-    given = {name: value for name in kinds if (value := options.pop(name, None)) is not None and value is not False}
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} are given, but a completion can follow only one of them")
-    if given.get("json_object", True) is not True:
-        raise UsageError(f"json_object is {given['json_object']!r}, but must be True or False")
-    return next((kinds[name](value) for name, value in given.items()), None)
-
-
-def _check_served(served: Mapping[str, Any], deadline: Any, is_encoder_decoder: bool) -> None:
-    """Raise ``UsageError`` with all wrong values among how a request is to be served."""
-    problems = []
-    if not is_whole(served.get("priority", 0)):
-        problems.append(f"priority is {served['priority']!r}, but must be a whole number")
-    if not isinstance(served.get("cache_salt", ""), str):
-        problems.append(f"cache_salt is {served['cache_salt']!r}, but must be a text")
-    prompt_logprobs = served.get("prompt_logprobs", False)
-    if not isinstance(prompt_logprobs, bool):
-        problems.append(f"prompt_logprobs is {prompt_logprobs!r}, but must be True or False")
-    is_number = isinstance(deadline, Real) and not isinstance(deadline, bool)
-    if deadline is not None and not (is_number and deadline > 0):
-        problems.append(f"deadline is {deadline!r}, but must be seconds, more than 0")
-    if prompt_logprobs is True and is_encoder_decoder:
-        problems.append(
-            "prompt_logprobs is True, but the prompt of this model is read by an encoder, which predicts none of its "
-            "tokens: leave it out"
-        )
-    if problems:
-        raise UsageError("; ".join(problems))
+    given = {name: options.pop(name, None) for name in _STRUCTURES}
+    structure = only_structure([
+        Structure(name, _STRUCTURES[name], value)
+        for name, value in given.items()
+        if value is not None and value is not False
+    ])  # fmt: skip
+    return None if structure is None else structure.grammar()

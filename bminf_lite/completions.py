@@ -1,4 +1,4 @@
-"""Reads what the engine reports of requests and turns tokens into pieces of text, for threads and for asyncio.
+"""Runs requests of this process and yields the pieces of their texts, for threads and for asyncio.
 
 The engine's thread only puts updates in a queue. The text is made in the caller's thread, so a slow caller delays no
 other request, and its queue holds at most the tokens that it asked for.
@@ -22,8 +22,8 @@ class Completion:
     def __init__(self, request: Request, text: TextStream):
         self.request = request
         self.has_ended = False
-        self._text = text
-        self._num_read = 0
+        self._stream = text
+        self._texts: list[str] = []
 
     def read(self, update: Update, every_token: bool) -> list[Piece]:
         """The pieces up to ``update``: one per token, or one for all. The last one has the result.
@@ -36,29 +36,23 @@ class Completion:
             self.has_ended = True
             raise self.request.error
         count = 1 if every_token else max(update.num_tokens, 1)
-        firsts = range(self._num_read, update.num_tokens, count)
+        firsts = range(self._stream.num_tokens, update.num_tokens, count)
         pieces = [self._next_piece(update, count) for _ in firsts if not self.has_ended]
         if update.finish_reason is not None and not self.has_ended:  # it ends without another token
             pieces.append(self._next_piece(update, 0))
         return pieces
 
     def _next_piece(self, update: Update, count: int) -> Piece:
-        tokens = self.request.output_tokens[self._num_read : self._num_read + count].tolist()
-        self._num_read += count
-        last = self._num_read == update.num_tokens and update.finish_reason is not None
-        # The end-of-sequence token has no text, even if the vocabulary gives it one.
-        visible = tokens[:-1] if last and update.finish_reason == "stop" else tokens
-        text, stopped = self._text.push(visible, last=last)
-        if stopped:
-            update = update._replace(num_tokens=self._num_read, finish_reason="stop")
-        if stopped or last:
-            return self._end(update, text, tokens)
-        return Piece(self.request.index, text, tokens)
-
-    def _end(self, update: Update, text: str, token_ids: list[int]) -> Piece:
+        first = self._stream.num_tokens
+        tokens = self.request.output_tokens[first : first + count].tolist()
+        new = self._stream.push(tokens, update.finish_reason if first + count == update.num_tokens else None)
+        self._texts.append(new.text)
+        if new.finish_reason is None:
+            return Piece(self.request.index, new.text, tokens)
         self.has_ended = True
-        result = make_result(update, self._text.text)
-        return Piece(self.request.index, text, token_ids, result.finish_reason, result)
+        ended = update._replace(num_tokens=self._stream.num_tokens, finish_reason=new.finish_reason)
+        result = make_result(ended, "".join(self._texts))
+        return Piece(self.request.index, new.text, tokens, result.finish_reason, result)
 
 
 def run(engine: Engine, completions: Sequence[Completion], every_token: bool) -> Generator[Piece, None, None]:

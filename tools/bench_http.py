@@ -34,9 +34,10 @@ from starlette.types import ASGIApp
 
 import bminf_lite
 from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.request_builder import GenerationRequest
 from bminf_lite.server import http_process
 from bminf_lite.server.app import create_app
-from bminf_lite.server.client import EngineClient, Generation, GenerationRequest
+from bminf_lite.server.client import EngineClient, Generation
 from bminf_lite.server.engine_server import EngineServer
 from bminf_lite.server.event_stream import EventStream, EventStreamResponse
 from bminf_lite.server.security import Guard
@@ -59,8 +60,8 @@ def minimal_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
         wanted = msgspec.json.decode(await request.body())
         prompt = server.prompts.encode(wanted["prompt"])
         params = SamplingParams(max_new_tokens=wanted["max_tokens"])
-        generation = await client.generate(GenerationRequest(list(prompt.token_ids), params))
-        text = TextStream(tokenizer, (), prompt.token_ids)
+        generation = await client.generate(GenerationRequest(prompt, params))
+        text = TextStream(tokenizer, (), prompt.before_text(has_grammar=False))
         return EventStreamResponse(generation, lambda stream: write(stream, generation, text))
 
     app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
@@ -77,8 +78,8 @@ async def write(stream: EventStream, generation: Generation, text: TextStream) -
     """Each output as an event."""
     encode = msgspec.json.Encoder().encode
     async for output in generation:
-        new, _ = text.push(output.token_ids, output.finish_reason is not None)
-        await stream.write(PREFIX + encode(new) + MIDDLE)
+        new = text.push(output.token_ids, output.finish_reason)
+        await stream.write(PREFIX + encode(new.text) + MIDDLE)
     return b"data: [DONE]\n\n"
 
 

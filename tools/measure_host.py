@@ -32,10 +32,11 @@ from bminf_lite.bench.serving import Load, run_load
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.model_runner import ModelRunner, Network
-from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.scheduler import Scheduler
 from bminf_lite.layers.cache import CacheShape
+from bminf_lite.request_builder import GenerationRequest, RequestBuilder
+from bminf_lite.text.prompts import PromptEncoder
 
 VOCAB = 1000
 LARGE_VOCAB = 128_256
@@ -135,9 +136,11 @@ def measure(requests: int, sequences: int, tokens: int) -> tuple[list[float], li
     runner = ModelRunner(cast(Network, NoNetwork()), config, manager)
     scheduler, random = Scheduler(config, manager, runner), np.random.default_rng(0)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=0)
-    for index in range(requests):
-        prompt = random.integers(0, VOCAB, tokens).tolist()
-        request = Request(index=index, prompt_token_ids=prompt, params=params)
+    prompts = PromptEncoder(None, config)
+    wanted = (
+        GenerationRequest(prompts.encode(random.integers(0, VOCAB, tokens).tolist()), params) for _ in range(requests)
+    )
+    for request in RequestBuilder(config, (), lambda: prompts.tokenizer).build(*wanted):
         request.limit_length(config.context_length)
         scheduler.add(request)
     decoding: list[float] = []

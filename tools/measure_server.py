@@ -52,6 +52,7 @@ from bminf_lite.bench.model import random_model, read_shape
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.grammar import Grammar
+from bminf_lite.request_builder import GenerationRequest
 from bminf_lite.server.limits import Limits
 
 NAME = "random"
@@ -189,7 +190,8 @@ class OwnLoad:
     def run(self, load: Load) -> Measured:
         """Run it."""
         measured = Measured(0, [], [], [])
-        requests = [self._request(load, i, p) for i, p in enumerate(load.prompts(self._model.engine_config.vocab_size))]
+        prompts = load.prompts(self._model.engine_config.vocab_size)
+        requests = self._model.requests.build(*(self._request(load, prompt) for prompt in prompts))
         for batch in [[r] for r in requests] if load.one_at_a_time else [requests]:
             left = threading.Semaphore(0)
 
@@ -213,15 +215,14 @@ class OwnLoad:
                 time.sleep(IDLE_SECONDS)
         return measured
 
-    def _request(self, load: Load, index: int, prompt: list[int]) -> Request:
-        model = self._model
-        params = SamplingParams(max_new_tokens=load.outputs, temperature=load.temperature, ignore_eos=True, seed=1)
-        request = Request(
-            index, prompt, params, model.eos_ids, cache_salt=load.salt, is_streamed=load.is_streamed,
-        )  # fmt: skip
-        if load.kind == "schema":
-            request.matcher = model.grammars.matcher(Grammar.json_schema(ITEMS), model.eos_ids)
-        return request
+    def _request(self, load: Load, prompt: list[int]) -> GenerationRequest:
+        return GenerationRequest(
+            self._model.encode(prompt),
+            SamplingParams(max_new_tokens=load.outputs, temperature=load.temperature, ignore_eos=True, seed=1),
+            cache_salt=load.salt,
+            is_streamed=load.is_streamed,
+            grammar=Grammar.json_schema(ITEMS) if load.kind == "schema" else None,
+        )
 
 
 def serve_engine(shape: str, device: str, kv_cache: str, context: int, http_workers: int | None, folder: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,23 +113,22 @@ def generate(
 
 def grammar_of(json_schema: Path | None, regex: str | None, choice: tuple[str, ...]) -> Grammar | None:
     """What the text must look like; ``UsageError`` for a bad grammar, before a model is loaded."""
-    from ..grammar import Grammar, validate
+    from ..grammar import Structure, only_structure, validate
 
-    given: list[Callable[[], Grammar]] = []
-    if json_schema is not None:
-        given.append(lambda: Grammar.json_schema(read_small_file(json_schema).decode()))
-    if regex is not None:
-        given.append(lambda: Grammar.regex(regex))
-    if choice:
-        given.append(lambda: Grammar.choice(choice))
-    if len(given) > 1:
-        raise click.UsageError("Give only one of --json-schema, --regex and --choice.")
-    if not given:
+    given = [
+        Structure("--json-schema", "json_schema", json_schema),
+        Structure("--regex", "regex", regex),
+        Structure("--choice", "choice", choice or None),
+    ]
+    structure = only_structure([structure for structure in given if structure.value is not None])
+    if structure is None:
         return None
-    try:
-        grammar = given[0]()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{json_schema} cannot be read as text: {error}") from error
+    if json_schema is not None:
+        try:
+            structure = structure._replace(value=read_small_file(json_schema).decode())
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{json_schema} cannot be read as text: {error}") from error
+    grammar = structure.grammar()
     validate(grammar)
     return grammar
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..text.json_schema import enforceable
@@ -118,6 +118,41 @@ class Grammar:
     def name(self) -> str:
         """The kind in the words of a message."""
         return NAMES[self.kind]
+
+
+_CONSTRUCTORS: dict[str, Callable[[Any], Grammar]] = {
+    "json_object": lambda _: Grammar.json_object(),
+    "json_schema": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "lark": lambda value: value if isinstance(value, Grammar) else Grammar.lark(value),
+    "choice": Grammar.choice,
+}
+
+
+class Structure(NamedTuple):
+    """What a caller wants a completion to look like: the ``name`` of the option or field, a kind, and its value.
+
+    The value is what the constructor of the kind takes; that of ``json_object`` is True. A grammar of any kind may
+    stand under ``lark``.
+    """
+
+    name: str
+    kind: str
+    value: Any
+
+    def grammar(self) -> Grammar:
+        """The grammar, not validated. Raises ``UsageError`` for a value of the wrong type."""
+        if self.kind == "json_object" and self.value is not True:
+            raise UsageError(f"{self.name} is {self.value!r}, but must be True or False")
+        return _CONSTRUCTORS[self.kind](self.value)
+
+
+def only_structure(structures: Sequence[Structure]) -> Structure | None:
+    """The structure of a completion; None without one. Raises ``UsageError`` for several, by their names."""
+    if len(structures) > 1:
+        names = " and ".join(structure.name for structure in structures)
+        raise UsageError(f"{names} are given, but a completion can follow only one of them: leave out the others")
+    return structures[0] if structures else None
 
 
 def validate(grammar: Grammar) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..text.reasoning import Content, Reasoning, ReasoningParser
+from ..text.text_stream import ScoredToken, TextStream
 from ..text.tool_calls import ArgumentsDelta, CallBegin, CallEnd, ToolCallParser
 from .client import Generation, Output
-from .completion_text import CompletionText, ScoredToken
 from .generating import read
 
 Event = Content | Reasoning | CallBegin | ArgumentsDelta | CallEnd
@@ -36,7 +36,7 @@ class Answer:
 
     def __init__(
         self,
-        completion: CompletionText,
+        completion: TextStream,
         reasoning: ReasoningParser | None = None,
         tools: ToolCallParser | None = None,
         parallel_calls: bool = True,

@@ -15,6 +15,8 @@ from typing import Any, cast
 import msgspec
 
 from ..errors import BminfError, QueueFull, UsageError
+from ..request_builder import GenerationRequest
+from ..text.text_stream import TokenScores
 from .protocol import (
     Admitted,
     Cancel,
@@ -22,10 +24,8 @@ from .protocol import (
     Failed,
     FrameReader,
     FromEngine,
-    GenerationRequest,
     ModelInfo,
     Observed,
-    PromptScore,
     Ready,
     Refused,
     ShutDown,
@@ -39,10 +39,10 @@ from .protocol import (
 from .request_record import RequestRecord
 
 __all__ = [
+    "CompletionFailed",
     "EngineClient",
     "EngineFailure",
     "Generation",
-    "GenerationRequest",
     "ModelInfo",
     "Output",
     "QueueFull",
@@ -56,6 +56,10 @@ class RequestRefused(UsageError):
 
 class EngineFailure(BminfError):
     """The engine has failed or its process has ended: HTTP's 503."""
+
+
+class CompletionFailed(BminfError):
+    """The engine ended a completion with an error."""
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -75,7 +79,7 @@ class Output(msgspec.Struct, frozen=True):
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: str | None = None
-    prompt_logprobs: list[PromptScore | None] | None = None
+    prompt_logprobs: list[TokenScores | None] | None = None
     cached_tokens: int = 0
     error: str | None = None
 
@@ -97,7 +101,7 @@ class _Completion:
         self.logprobs: list[float] | None = None
         self.top_logprobs: list[list[tuple[int, float]]] | None = None
         self.finish_reason: str | None = None
-        self.prompt_logprobs: list[PromptScore | None] | None = None
+        self.prompt_logprobs: list[TokenScores | None] | None = None
         self.cached_tokens = 0
         self.queue_seconds = 0.0
         self.error: str | None = None
@@ -322,7 +326,7 @@ class EngineClient:
                 self._waiting.pop(id, None)
         if record is not None:
             for request in requests:
-                record.add_prompt(len(request.prompt_token_ids), request.n, request.params.max_new_tokens)
+                record.add_prompt(len(request.prompt.token_ids), request.n, request.params.max_new_tokens)
         return generation
 
     async def stats(self) -> Stats:

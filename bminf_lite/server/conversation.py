@@ -9,20 +9,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import UsageError
-from ..grammar import Grammar
+from ..grammar import Grammar, Structure
 from ..grammar.value import specification
 from ..text.chat_template import Message
 from ..text.lark import TokenId, after_reasoning, no_token
 from ..text.prompts import EncodedPrompt
 from ..text.reasoning import ReasoningFormat, ReasoningParser, find_reasoning_format
+from ..text.text_stream import TextStream, TokenTexts
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls import Tool, ToolCallParser, ToolFormat, parameters_of, tool_grammar
 from .answer import Answer
-from .completion_text import CompletionText, TokenTexts
 from .errors import bad_request
 from .generating import checked_grammar, encode, grammar_of, render
 from .schemas.chat import NO_TOOLS, ToolChoice
-from .schemas.sampling import Structure
 from .state import ServerState
 
 
@@ -72,10 +71,9 @@ class PreparedConversation:
 
     def answer(self, stop: Sequence[str], texts: TokenTexts | None = None) -> Answer:
         """A new answer, which ends at one of the texts ``stop``. ``texts`` is given if log-probabilities are wanted."""
-        # A grammar counts the space before the first word, which the text of an answer would leave out.
-        before = self.prompt.token_ids if self.prompt.continues or self.grammar else ()
+        before = self.prompt.before_text(self.grammar is not None)
         return Answer(
-            CompletionText(self.tokenizer, stop, before, texts),
+            TextStream(self.tokenizer, stop, before, texts),
             ReasoningParser(self.reasoning, self.reasoning_is_open) if self.reasoning else None,
             ToolCallParser(self.tools, self.schemas, self.schemas) if self.tools else None,
             self.parallel_calls,
@@ -156,7 +154,7 @@ async def _grammar(
             text += f"\nstructure: {_nested(structure)}"
         return None if text is None else Grammar.lark(text)
 
-    field = "tools" if form is not None else structures[0].field
+    field = "tools" if form is not None else structures[0].name
     try:
         plain = make(no_token)
         if plain is None:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..engine.request import Request
-from .protocol import CompletionOutput, FrameReader, FromEngine, PromptScore, StepOutputs, ToEngine, frame
+from ..text.text_stream import TokenScores
+from .protocol import CompletionOutput, FrameReader, FromEngine, StepOutputs, ToEngine, frame
 
 
 class Completion:
@@ -59,7 +60,7 @@ def _ignore(request: Request) -> None:
     """The ``on_update`` of a request that has ended."""
 
 
-def _prompt_scores(request: Request) -> list[PromptScore | None]:
+def _prompt_scores(request: Request) -> list[TokenScores | None]:
     scores = zip(request.prompt_token_logprobs, request.prompt_top_logprobs, strict=True)
     return [None if value is None or top is None else (value, top) for value, top in scores]
 

@@ -10,29 +10,29 @@ import logging
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from ..engine.core import EngineStats
 from ..engine.request import Request
-from ..errors import BminfError, QueueFull, UsageError
+from ..errors import BminfError, QueueFull
 from ..grammar import Grammar
-from ..grammar.matcher import GrammarCompiler, Matcher
-from ..text.checkpoint_files import load_tokenizer
+from ..grammar.matcher import Matcher
+from ..request_builder import RequestBuilder
+from ..text.prompts import PromptEncoder
 from .engine_connection import Completion, Connection
 from .protocol import (
     Admitted,
     Cancel,
     Failed,
     FromEngine,
-    GenerationRequest,
     ModelInfo,
     Ready,
     Refused,
@@ -92,7 +92,8 @@ class EngineServer:
     ):
         self._engine = engine
         self._info = info
-        self._eos_ids = frozenset(info.eos_ids)
+        self._prompts = prompts = PromptEncoder(None if info.folder is None else Path(info.folder), info)
+        self._builder = RequestBuilder(info, info.eos_ids, lambda: prompts.tokenizer)
         self._on_failure = on_failure
         self._is_ready = False
         self._has_failed = False
@@ -278,18 +279,17 @@ class EngineServer:
         """Submit a request, and return the answer. None with a grammar: a thread that compiles it answers then."""
         if submit.request.grammar is None:
             with self._admission:
-                return self._admit(connection, submit, [None] * submit.request.n)
+                return self._admit(connection, submit)
         connection.compiling.add(submit.first_id)
         self._compilers.submit(self._compile, connection, submit, submit.request.grammar)
         return None
 
     def _compile(self, connection: Connection, submit: Submit, grammar: Grammar) -> None:
         """Admit a request with a grammar, unless it was cancelled meanwhile."""
-        eos_ids = self._eos_ids.union(submit.request.stop_token_ids)
         problem = ""
-        matchers: list[Matcher] = []
+        matchers: list[Matcher | None] = []
         try:
-            matchers = [self._grammars.matcher(grammar, eos_ids) for _ in range(submit.request.n)]
+            matchers = self._builder.matchers(submit.request)
         except BminfError as error:
             problem = str(error)
         except Exception as error:  # of the library; the client must hear of it
@@ -303,20 +303,15 @@ class EngineServer:
             else:
                 connection.send(self._admit(connection, submit, matchers))
 
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        if self._info.folder is None:
-            raise UsageError("a grammar needs a tokenizer, and this model was made without one")
-        vocab_size = self._info.vocab_size
-        return GrammarCompiler(load_tokenizer(self._info.folder, vocab_size), vocab_size)
-
-    def _admit(self, connection: Connection, submit: Submit, matchers: Sequence[Matcher | None]) -> Admitted | Refused:
+    def _admit(
+        self, connection: Connection, submit: Submit, matchers: Sequence[Matcher | None] | None = None
+    ) -> Admitted | Refused:
         """Let a request join the engine's, and return the answer."""
         first_id = submit.first_id
         try:
-            requests = self._requests(submit.request, submit.first_index)
-            for id, request, matcher in zip(count(first_id), requests, matchers, strict=False):
-                request.matcher = matcher
+            wanted = replace(submit.request, prompt=self._prompts.encode(submit.request.prompt))
+            requests = self._builder.build(wanted, first_index=submit.first_index, matchers=matchers)
+            for id, request in zip(count(first_id), requests, strict=False):
                 completion = Completion(connection, id)
                 completion.request = request
                 request.on_update = completion.on_update
@@ -327,33 +322,6 @@ class EngineServer:
                 connection.completions.pop(first_id + index, None)
             return Refused(first_id, str(error), isinstance(error, QueueFull))
         return Admitted(first_id)
-
-    def _requests(self, wanted: GenerationRequest, first_index: int) -> list[Request]:
-        """The engine's form of a request. Raises ``UsageError`` for what does not fit the model."""
-        info, ids = self._info, wanted.prompt_token_ids
-        for tokens in (ids, wanted.target_token_ids):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
-                raise UsageError(f"the prompt has token ids outside the vocabulary of {info.vocab_size:,} tokens")
-        eos_ids = self._eos_ids.union(wanted.stop_token_ids)
-        params = wanted.params.with_seed()
-        params.check_model(info.vocab_size, eos_ids)
-        source: Sequence[int] = ()
-        if info.is_encoder_decoder:
-            source, ids = ids, [*info.decoder_start_token_ids, *wanted.target_token_ids]
-        longest = info.max_source_length if info.is_encoder_decoder else info.context_length - 1
-        if not 0 < len(wanted.prompt_token_ids) <= longest or not 0 < len(ids) < info.context_length:
-            raise UsageError(
-                f"the prompt has {len(wanted.prompt_token_ids):,} tokens, but the model takes 1 to {longest:,}"
-            )
-        deadline = None if wanted.deadline is None else time.perf_counter() + wanted.deadline
-        return [
-            Request(
-                index, ids, params, eos_ids, source, priority=wanted.priority, deadline=deadline,
-                cache_salt=wanted.cache_salt, prompt_logprobs=wanted.prompt_logprobs,
-                num_prompt_top=wanted.num_prompt_top, is_streamed=wanted.is_streamed,
-            )
-            for index in range(first_index, first_index + wanted.n)
-        ]  # fmt: skip
 
     def _cancel(self, connection: Connection, ids: Sequence[int]) -> None:
         with self._admission:

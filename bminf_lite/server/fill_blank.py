@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from ..errors import UsageError
 from ..text.infilling import NO_BLANKS, encode_blanks, fill_spans
-from .completion_text import CompletionFailed
+from .client import CompletionFailed
 from .errors import bad_request
 from .event_stream import cancelled_on_disconnect
 from .generating import check_model, encode, generation_request, sampling_params

@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 
 from ..engine.sampling_params import SamplingParams
 from ..errors import BminfError, CheckpointError, UsageError
-from ..grammar import Grammar, validate
+from ..grammar import Grammar, Structure, only_structure, validate
 from ..grammar.value import MAX_CHECKERS
+from ..request_builder import GenerationRequest
 from ..text.chat_template import Message, template_messages
 from ..text.prompts import EncodedPrompt, Prompt
+from ..text.text_stream import NewText, TextStream
 from ..text.tool_calls import Tool
-from .client import Generation, GenerationRequest, Output
-from .completion_text import CompletionText, NewText
+from .client import CompletionFailed, Generation, Output
 from .errors import ApiError, api_error, bad_request
-from .schemas.sampling import SamplingFields, Structure
+from .schemas.sampling import SamplingFields
 from .state import ServerState
 
 T = TypeVar("T")
@@ -129,24 +130,13 @@ def sampling_params(
     return params if most is None else replace(params, max_new_tokens=min(params.max_new_tokens, most))
 
 
-_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
-    "json_object": lambda _: Grammar.json_object(),
-    "json_schema": Grammar.json_schema,
-    "regex": Grammar.regex,
-    "choice": Grammar.choice,
-    "lark": Grammar.lark,
-}
-
-
 async def grammar_of(structures: Sequence[Structure]) -> Grammar | None:
     """The grammar of a request that asks for a structure."""
-    if not structures:
-        return None
-    if len(structures) > 1:
-        names = " and ".join(structure.field for structure in structures)
-        raise bad_request(f"{names} exclude each other: give one", structures[1].field)
-    structure = structures[0]
-    return await checked_grammar(lambda: _GRAMMARS[structure.kind](structure.value), structure.field)
+    try:
+        structure = only_structure(structures)
+    except UsageError as error:
+        raise bad_request(str(error), structures[1].name) from None
+    return None if structure is None else await checked_grammar(structure.grammar, structure.name)
 
 
 _CHECKS = ThreadPoolExecutor(MAX_CHECKERS, "bminf-lite-checks")
@@ -172,11 +162,10 @@ def generation_request(
     ``prompt_logprobs``: report log-probabilities of the prompt, and so many most likely tokens beside each.
     """
     return GenerationRequest(
-        list(prompt.token_ids),
+        prompt,
         params,
         n,
-        target_token_ids=list(prompt.target),
-        stop_token_ids=sorted(prompt.stop_ids.union(fields.stop_token_ids or ())),
+        stop_token_ids=frozenset(fields.stop_token_ids or ()),
         priority=fields.priority or 0,
         deadline=fields.deadline,
         cache_salt=fields.cache_salt or "",
@@ -194,9 +183,15 @@ def told(error: Exception) -> ApiError:
     return api_error(error)
 
 
-def read(generation: Generation, text: CompletionText, output: Output) -> NewText:
-    """What an output adds to its text. A completion that a stop text ends is cancelled in the engine."""
-    new = text.read(output)
+def read(generation: Generation, text: TextStream, output: Output) -> NewText:
+    """What an output adds to its text, with OpenAI's finish reason at the end: ``stop`` or ``length``.
+
+    A completion that a stop text ends is cancelled in the engine. Raises ``CompletionFailed`` for one that the engine
+    ended with an error.
+    """
+    if output.finish_reason == "error":
+        raise CompletionFailed(output.error or "the engine ended this completion with an error")
+    new = text.push(output.token_ids, output.finish_reason, output.logprobs, output.top_logprobs)
     if new.finish_reason == "stop" and output.finish_reason != "stop":
         generation.stop(output.index)
-    return new
+    return new if new.finish_reason in (None, "stop") else new._replace(finish_reason="length")

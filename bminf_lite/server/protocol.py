@@ -7,47 +7,17 @@ step brings for a connection travels in one :class:`StepOutputs`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from array import array
 from typing import Any
 
 import msgspec
 
 from ..engine.core import EngineStats
-from ..engine.sampling_params import SamplingParams
-from ..grammar import Grammar
+from ..request_builder import GenerationRequest
+from ..text.text_stream import TokenScores
 
 MAX_MESSAGE_BYTES = 1 << 28
 _LENGTH_BYTES = 4
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A prompt in tokens, checked, and how to complete it. Plain values, which travel in a message.
-
-    - ``prompt_token_ids``: what the decoder reads, or the encoder of an encoder-decoder.
-    - ``params``: without ``stop``, because texts are matched where tokens become text. ``n`` completions are drawn.
-    - ``target_token_ids``: tokens with which the decoder of an encoder-decoder begins, after its start tokens.
-    - ``stop_token_ids``: tokens that end a completion, in addition to the model's end-of-sequence tokens.
-    - ``priority``: requests with a higher one go first. ``deadline``: seconds after which the completions end.
-    - ``cache_salt``: only requests with equal ones share cached blocks.
-    - ``prompt_logprobs``: report the log-probability of each prompt token but the first, and the ``num_prompt_top``
-      most likely tokens at its place.
-    - ``grammar``: what the completions must look like.
-    - ``is_streamed``: the client reads the tokens as they come, so prompts must not hold them up.
-    """
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    n: int = 1
-    target_token_ids: list[int] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
-    priority: int = 0
-    deadline: float | None = None
-    cache_salt: str = ""
-    prompt_logprobs: bool = False
-    num_prompt_top: int = 1
-    grammar: Grammar | None = None
-    is_streamed: bool = False
 
 
 # -- from an HTTP process to the engine -------------------------------------------------------------------------------
@@ -122,10 +92,6 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
     queue_full: bool
 
 
-PromptScore = tuple[float, list[tuple[int, float]]]
-"""A prompt token's log-probability, and the most likely tokens at its place with theirs."""
-
-
 class CompletionOutput(msgspec.Struct, array_like=True):
     """What is new of a completion, where it is more than one token: log-probabilities, an end, or several tokens.
 
@@ -138,7 +104,7 @@ class CompletionOutput(msgspec.Struct, array_like=True):
     finish_reason: str | None = None
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    prompt_logprobs: list[PromptScore | None] | None = None
+    prompt_logprobs: list[TokenScores | None] | None = None
     cached_tokens: int = 0
     error: str | None = None
     queue_seconds: float = 0.0
@@ -180,7 +146,15 @@ FromEngine = ModelInfo | Ready | Admitted | Refused | StepOutputs | Stats | Fail
 
 # -- framing ----------------------------------------------------------------------------------------------------------
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _plain(value: Any) -> list[int]:
+    """A prompt's packed token ids as a list."""
+    if isinstance(value, array):
+        return value.tolist()
+    raise NotImplementedError(f"a message cannot hold {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:

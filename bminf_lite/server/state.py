@@ -6,15 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from ..errors import BminfError, UsageError
+from ..errors import BminfError
 from ..text.prompts import PromptEncoder
+from ..text.text_stream import TokenTexts
 from ..text.tokenizer import Tokenizer
 from .client import EngineClient
-from .completion_text import TokenTexts
 from .request_log import RequestLog
 from .request_record import Observer
 from .settings import ServerSettings
@@ -46,12 +43,7 @@ class ServerState:
         info = self.client.info
         return PromptEncoder(
             None if info.folder is None else Path(info.folder),
-            _no_device,
-            vocab_size=info.vocab_size,
-            context_length=info.context_length,
-            is_encoder_decoder=info.is_encoder_decoder,
-            max_source_length=info.max_source_length,
-            decoder_start_length=len(info.decoder_start_token_ids),
+            info,
             template_processes=_TEMPLATE_PROCESSES,
             tool_format_name=self.settings.tool_call_format,
         )
@@ -83,7 +75,3 @@ class ServerState:
     def model_name(self) -> str:
         """The name that responses report."""
         return self.settings.served_model_names[0]
-
-
-def _no_device(array: Any) -> np.ndarray:
-    raise UsageError("a prompt over HTTP is text, token ids or messages")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,8 +43,38 @@ class EncodedPrompt:
     target: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
 
+    def before_text(self, has_grammar: bool) -> Sequence[int]:
+        """The tokens that the completion's text continues; none if it is a text of its own.
+
+        A grammar counts the space before the first word, which a text of its own would leave out.
+        """
+        return self.token_ids if self.continues or has_grammar else ()
+
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message] | EncodedPrompt
+
+
+class PromptLimits(Protocol):
+    """The prompts that a model takes. Lengths are in tokens.
+
+    A sequence has ``context_length`` tokens at most; of an encoder-decoder, that is the decoder's, which starts with
+    ``decoder_start_token_ids``, and the encoder reads ``max_source_length`` at most.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def is_encoder_decoder(self) -> bool: ...
+    @property
+    def max_source_length(self) -> int: ...
+    @property
+    def decoder_start_token_ids(self) -> Sequence[int]: ...
+
+
+def _only_host(array: Any) -> np.ndarray:
+    raise UsageError("a prompt is text, token ids or messages, and no array of a device")
 
 
 @dataclass(eq=False)
@@ -53,18 +83,14 @@ class PromptEncoder:
 
     ``folder`` holds the tokenizer and the chat template, which are read when they are first needed; without a folder,
     prompts are token ids. ``to_host`` copies the array of another library, which may be on a device, into a NumPy
-    array. Lengths are those of the model's configuration, in tokens. ``template_processes`` is how many conversations a
-    chat template may render at a time. ``tool_format_name``, one of ``TOOL_FORMATS``, replaces what the chat template
-    and the vocabulary tell about how the model writes calls of functions.
+    array. ``template_processes`` is how many conversations a chat template may render at a time. ``tool_format_name``,
+    one of ``TOOL_FORMATS``, replaces what the chat template and the vocabulary tell about how the model writes calls of
+    functions.
     """
 
     folder: Path | None
-    to_host: Callable[[Any], np.ndarray]
-    vocab_size: int
-    context_length: int
-    is_encoder_decoder: bool = False
-    max_source_length: int = 0
-    decoder_start_length: int = 0
+    limits: PromptLimits
+    to_host: Callable[[Any], np.ndarray] = _only_host
     template_processes: int = 1
     tool_format_name: str | None = None
     _templates: dict[str, ChatTemplate] = field(default_factory=dict, init=False)
@@ -74,7 +100,7 @@ class PromptEncoder:
         """The checkpoint's tokenizer; ``CheckpointError`` if its files are missing or malformed."""
         if self.folder is None:
             raise UsageError("this model was made without a tokenizer: give prompts as lists of token ids")
-        return load_tokenizer(self.folder, self.vocab_size)
+        return load_tokenizer(self.folder, self.limits.vocab_size)
 
     @cached_property
     def has_tokenizer(self) -> bool:
@@ -91,16 +117,15 @@ class PromptEncoder:
         ids = self.validate_token_ids(encoded.token_ids)
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
-        if not self.is_encoder_decoder:
-            context = self.context_length
+        limits = self.limits
+        context, longest = limits.context_length, limits.max_source_length
+        if not limits.is_encoder_decoder:
             _check_length(ids, context - 1, f"the model's context is {context:,} and a new token must fit")
             return replace(encoded, token_ids=ids, target=())
         target = self.validate_token_ids(encoded.target)
-        _check_length(ids, self.max_source_length, f"the model's encoder reads {self.max_source_length:,} at most")
-        if len(target) + self.decoder_start_length >= self.context_length:
-            raise UsageError(
-                f"the target has {len(target):,} tokens, but the decoder's context is {self.context_length:,}"
-            )
+        _check_length(ids, longest, f"the model's encoder reads {longest:,} at most")
+        if len(target) + len(limits.decoder_start_token_ids) >= context:
+            raise UsageError(f"the target has {len(target):,} tokens, but the decoder's context is {context:,}")
         return replace(encoded, token_ids=ids, target=tuple(target))
 
     def encode_all(self, prompts: Any, add_special_tokens: bool = True) -> list[EncodedPrompt]:
@@ -171,11 +196,11 @@ class PromptEncoder:
         is_array = hasattr(token_ids, "__dlpack__") or hasattr(token_ids, "__cuda_array_interface__")
         if is_array and not isinstance(token_ids, np.ndarray):
             token_ids = self.to_host(token_ids)
-        return validate_token_ids(token_ids, self.vocab_size)
+        return validate_token_ids(token_ids, self.limits.vocab_size)
 
     def _tokenize(self, prompt: Any, add_special_tokens: bool) -> EncodedPrompt:
         """A prompt's tokens, not checked yet: they may be no token ids, or too many."""
-        continues = not self.is_encoder_decoder
+        continues = not self.limits.is_encoder_decoder
         if isinstance(prompt, EncodedPrompt):
             return prompt
         if isinstance(prompt, str):
@@ -184,7 +209,7 @@ class PromptEncoder:
         if not (isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)):
             return EncodedPrompt(prompt, continues)
         check_messages(prompt)
-        ids = self.tokenizer.encode_turns([m.get("content", "") for m in prompt], self.max_source_length)
+        ids = self.tokenizer.encode_turns([m.get("content", "") for m in prompt], self.limits.max_source_length)
         if ids is None:
             ids = self._encode_text(self.render(prompt), add_special_tokens=False)
         return EncodedPrompt(ids, continues=False)
@@ -193,8 +218,8 @@ class PromptEncoder:
         """The tokens of a text; ``CheckpointError`` for a tokenizer whose tokens the model does not have."""
         ids = self.tokenizer.encode(text, add_special_tokens)
         largest = max(ids, default=0)
-        if largest >= self.vocab_size:
-            problem = f"the tokenizer gives the token id {largest}, but the model's largest is {self.vocab_size - 1}"
+        if largest >= (vocab_size := self.limits.vocab_size):
+            problem = f"the tokenizer gives the token id {largest}, but the model's largest is {vocab_size - 1}"
             raise CheckpointError(f"{self.folder}: {problem}; the tokenizer's files must be those of this checkpoint")
         return ids
 

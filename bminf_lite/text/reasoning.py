@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .text_stream import overlap
+from .stop_strings import overlap
 
 
 class Content(NamedTuple):

@@ -1,191 +1,205 @@
-"""The text of a completion while its tokens arrive: tokens to text, up to a stop string."""
+"""The one path from tokens to text: a completion's text up to a stop string, with the log-probabilities of its tokens.
+
+What a completion gives depends on its tokens alone, not on how many of them are pushed at a time.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
+from typing import NamedTuple
 
+from ..errors import CheckpointError
+from .detokenizer import Detokenizer
+from .stop_strings import StopMatcher
 from .tokenizer import Tokenizer
 
-_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_PROMPT_TOKENS = 16
-_UNFINISHED_TOKENS = 8
+KNOWN_TEXTS = 65536
+
+TokenScores = tuple[float, list[tuple[int, float]]]
+"""A token's log-probability, and the most likely tokens at its place with theirs."""
 
 
-class Detokenizer:
-    """Turns tokens into text, one at a time; the pieces joined are the text of all tokens decoded at once.
+class ScoredToken(NamedTuple):
+    """A token's text and log-probability, and the most likely tokens at its place, the likeliest first.
 
-    Text is emitted when no later token can change it. Two things delay it: an unfinished UTF-8 character, and a run of
-    byte tokens (``<0xE2>``), which a decoder turns into text or into U+FFFD as a whole. A token's text also depends
-    on the tokens before it: a SentencePiece decoder drops the space before the first word. Therefore a new token is
-    decoded together with the tokens of the last piece, and the text that it adds is new. Special tokens have no text.
-
-    ``prompt`` holds the ids that the sequence continues: with them the first word keeps the space before it. Each token
-    costs the decoding of a bounded window.
+    The texts of all tokens of a completion, joined, are its text. A token that completes no character has no text, and
+    the one that completes the character has all of it. ``is_end``: it is the end-of-sequence token that ended the
+    completion, which has no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+    text: str
+    logprob: float | None
+    top: list[tuple[str, float]]
+    is_end: bool = False
+
+
+class NewText(NamedTuple):
+    """What tokens add to a completion: text, and the tokens whose text is decided.
+
+    With a ``finish_reason`` the completion has ended: ``stop`` at a stop string, even if more tokens would follow.
+    """
+
+    text: str
+    tokens: list[ScoredToken]
+    finish_reason: str | None
+
+
+class TokenTexts:
+    """The text of single tokens as they are within a text; for the tokens that were not chosen."""
+
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # A decoder looks back a few tokens at most, and a character has four bytes at most.
-        self._emitted = list(islice(filter(self._has_text, reversed(prompt)), _PROMPT_TOKENS))[::-1]
-        self._emitted_text = self._window_text(self._emitted)
-        self._pending: list[int] = []
-        self._try_at = 0
+        self._before: list[int] = []
+        with suppress(CheckpointError):  # a vocabulary without this letter
+            self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._offset = len(tokenizer.decode(self._before))
+        self.text = lru_cache(KNOWN_TEXTS)(self._text)
 
-    def push(self, token_id: int) -> str:
-        """The text that later tokens cannot change; often empty, never part of a character."""
-        if not self._has_text(token_id):
-            return ""
-        self._pending.append(token_id)
-        if len(self._pending) < self._try_at or self._is_byte(token_id):
-            return ""
-        text = self._tokenizer.decode(self._emitted + self._pending)
-        if text.endswith("\ufffd") or len(text) <= len(self._emitted_text):
-            # A run longer than a character's four bytes is rarely text, so it is decoded less and less often.
-            n = len(self._pending)
-            self._try_at = n + 1 + (n // 8 if n >= _UNFINISHED_TOKENS else 0)
-            return ""
-        return self._emit(text)
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether text of tokens so far is held back."""
-        return bool(self._pending)
-
-    def flush(self, token_ids: Sequence[int] = ()) -> str:
-        """The rest of the text, with that of the last tokens, decoded at once. Unfinished characters are U+FFFD."""
-        rest, self._pending = [*self._pending, *token_ids], []
-        return self._tokenizer.decode(self._emitted + rest)[len(self._emitted_text) :] if rest else ""
-
-    def _emit(self, text: str) -> str:
-        new = text[len(self._emitted_text) :]
-        self._emitted, self._pending, self._try_at = self._pending, [], 0
-        self._emitted_text = self._window_text(self._emitted)
-        return new
-
-    def _window_text(self, window: list[int]) -> str:
-        """The text of a window alone; usually it is one token, whose text the tokenizer remembers."""
-        return self._tokenizer.token_text(window[0]) if len(window) == 1 else self._tokenizer.decode(window)
-
-    def _has_text(self, token_id: int) -> bool:
-        return token_id not in self._tokenizer.special_ids and self._tokenizer.id_to_piece(token_id) is not None
-
-    def _is_byte(self, token_id: int) -> bool:
-        if not self._tokenizer.byte_fallback:
-            return False
-        piece = self._tokenizer.id_to_piece(token_id)
-        return piece is not None and _BYTE_PIECE.fullmatch(piece) is not None
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.decode([*self._before, token_id])[self._offset :]
 
 
-class StopMatcher:
-    """Cuts a stream of text before the first of ``stop_strings``.
+class _Waiting:
+    """A token whose text is not given out yet, because later ones may change it or complete a stop string."""
 
-    The first stop string to be complete counts, and of several that end at the same character the longest. The emitted
-    text therefore depends on the text alone, however it is cut into pieces. Text that may be the start of a stop string
-    is held back until the next characters decide.
-    """
+    __slots__ = ("id", "is_end", "logprob", "text", "top")
 
-    def __init__(self, stop_strings: Sequence[str] = ()):
-        self._stops = [(stop, _borders(stop)) for stop in stop_strings]
-        self._matched = [0] * len(self._stops)  # of each stop string, how many characters the text ends with
-        self._held = ""
-        self.found: str | None = None
+    def __init__(self, id: int, text: str, logprob: float | None, top: list[tuple[int, float]], is_end: bool):
+        self.id = id
+        self.text = text
+        self.logprob = logprob
+        self.top = top
+        self.is_end = is_end
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete; ``found`` is that string."""
-        return self.found is not None
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that."""
-        if not self._stops:
-            return text, False
-        if self.stopped:
-            return "", True
-        ends = []
-        for i, (stop, borders) in enumerate(self._stops):
-            self._matched[i], end = _advance(stop, borders, self._matched[i], text)
-            if end:
-                ends.append((end, -len(stop), stop))
-        held = self._held + text
-        if ends:
-            end, _, self.found = min(ends)
-            start, self._held = len(self._held) + end - len(self.found), ""
-            return held[:start], True
-        undecided = max(self._matched)
-        self._held = held[len(held) - undecided :]
-        return held[: len(held) - undecided], False
-
-    def flush(self) -> str:
-        """The text held back, after the last text; empty after a stop string."""
-        text, self._held = self._held, ""
-        return text
-
-
-def _advance(stop: str, borders: Sequence[int], matched: int, text: str) -> tuple[int, int]:
-    """How many characters of ``stop`` a text ends with if it ended with ``matched`` of them before ``text``.
-
-    The second number is where in ``text`` the stop string is complete, 0 if it is not. This is the algorithm of Knuth,
-    Morris and Pratt: each character is looked at about once, also if text and stop strings repeat themselves.
-    """
-    at = 0
-    while at < len(text):
-        if not matched:
-            at = text.find(stop[0], at)
-            if at < 0:
-                return 0, 0
-        while matched and stop[matched] != text[at]:
-            matched = borders[matched - 1]
-        matched += stop[matched] == text[at]
-        at += 1
-        if matched == len(stop):
-            return matched, at
-    return matched, 0
-
-
-@lru_cache(1024)
-def _borders(stop: str) -> list[int]:
-    """Of each prefix of a text, the length of the longest shorter prefix that it ends with."""
-    borders, border = [0], 0
-    for character in stop[1:]:
-        while border and stop[border] != character:
-            border = borders[border - 1]
-        border += stop[border] == character
-        borders.append(border)
-    return borders
-
-
-def overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of ``text`` that is a prefix of ``stop``, but not all of it."""
-    if stop[:1] not in text:
-        return 0
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    def scored(self, texts: TokenTexts) -> ScoredToken:
+        """The token as it is given out."""
+        top = [(self.text if token_id == self.id else texts.text(token_id), value) for token_id, value in self.top]
+        return ScoredToken(self.text, self.logprob, top, self.is_end)
 
 
 class TextStream:
-    """Turns the tokens of one completion into text; the text is empty without a tokenizer.
+    """The text of one completion while its tokens arrive; it is empty without a tokenizer.
 
-    ``prompt`` holds the tokens that the text continues; it is empty for an answer. ``text`` is all text that
-    :meth:`push` has returned.
+    - ``stop``: texts that end the completion and are not part of it.
+    - ``before``: the tokens that the text continues (:meth:`.EncodedPrompt.before_text`); none before an answer.
+    - ``texts``: given if log-probabilities are wanted.
+
+    ``num_tokens`` have been pushed up to the end, the end-of-sequence token and those of a stop string included.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
-        self.text = ""
-        self._detokenizer = Detokenizer(tokenizer, prompt) if tokenizer else None
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str] = (),
+        before: Sequence[int] = (),
+        texts: TokenTexts | None = None,
+    ):
+        self.num_tokens = 0
+        self._detokenizer = Detokenizer(tokenizer, before) if tokenizer else None
         self._matcher = StopMatcher(stop)
+        self._is_plain = not stop and texts is None
+        self._texts = texts
+        self._waiting: list[_Waiting] = []
+        self._num_characters = 0  # given out, of the tokens that wait
 
-    def push(self, tokens: Sequence[int], last: bool) -> tuple[str, bool]:
-        """The text that ``tokens`` add, and whether a stop string ends it.
+    @property
+    def found_stop(self) -> str | None:
+        """The stop string that ended the completion."""
+        return self._matcher.found
 
-        Text is held back while it may be part of a character or of a stop string, unless the tokens are the ``last``.
+    def push(
+        self,
+        token_ids: Sequence[int],
+        finish_reason: str | None = None,
+        logprobs: Sequence[float] | None = None,
+        top_logprobs: Sequence[list[tuple[int, float]]] | None = None,
+    ) -> NewText:
+        """What the next tokens add. Tokens after a stop string are dropped.
+
+        ``finish_reason`` is given with the last tokens, which may be none. ``stop`` says that the last one is an
+        end-of-sequence token, which has no text, even if the vocabulary gives it one. Before the end, text is held back
+        while it may be part of a character or of a stop string. ``logprobs`` and ``top_logprobs`` are as long as
+        ``token_ids``.
         """
         if self._detokenizer is None:
-            return "", False
-        text = self._detokenizer.flush(tokens) if last else "".join(map(self._detokenizer.push, tokens))
-        text, stopped = self._matcher.push(text)
-        if last and not stopped:
-            text += self._matcher.flush()
-        self.text += text
-        return text, stopped
+            self.num_tokens += len(token_ids)
+            return NewText("", [], finish_reason)
+        if self._is_plain:
+            return NewText(self._plain_text(self._detokenizer, token_ids, finish_reason), [], finish_reason)
+        pieces: list[str] = []
+        scored: list[ScoredToken] = []
+        last = len(token_ids) - 1
+        for position, token_id in enumerate(token_ids):
+            is_last = position == last and finish_reason is not None
+            is_end = is_last and finish_reason == "stop"
+            text = "" if is_end else self._detokenizer.push(token_id)
+            self.num_tokens += 1
+            if self._texts is not None:
+                logprob = logprobs[position] if logprobs else None
+                top = top_logprobs[position] if top_logprobs else []
+                self._waiting.append(_Waiting(token_id, text, logprob, top, is_end))
+            pieces.append(self._decide(self._detokenizer, text, is_last))
+            self._give_tokens(self._detokenizer, is_last, scored)
+            if self._matcher.stopped:
+                return NewText("".join(pieces), scored, "stop")
+        if finish_reason is not None and last < 0:
+            pieces.append(self._decide(self._detokenizer, "", True))
+            self._give_tokens(self._detokenizer, True, scored)
+        return NewText("".join(pieces), scored, finish_reason)
+
+    def _plain_text(self, detokenizer: Detokenizer, token_ids: Sequence[int], finish_reason: str | None) -> str:
+        """The text without stop strings: at the end that of all tokens that are left is decoded at once."""
+        self.num_tokens += len(token_ids)
+        if finish_reason is None:
+            return "".join(map(detokenizer.push, token_ids))
+        return detokenizer.flush(token_ids[:-1] if finish_reason == "stop" else token_ids)
+
+    def _decide(self, detokenizer: Detokenizer, text: str, is_last: bool) -> str:
+        """Take the text of the newest token, and return what can be given out now."""
+        if is_last and (rest := detokenizer.flush()):
+            text += rest
+            newest = next((token for token in reversed(self._waiting) if not token.is_end), None)
+            if newest is not None:
+                newest.text += rest
+        given, stopped = self._matcher.push(text)
+        if is_last and not stopped:
+            given += self._matcher.flush()
+        self._num_characters += len(given)
+        return given
+
+    def _give_tokens(self, detokenizer: Detokenizer, is_last: bool, scored: list[ScoredToken]) -> None:
+        """Move the tokens whose text is given out to ``scored``. A stop string cuts or drops those that it is in."""
+        if self._texts is None:
+            return
+        waiting, ends = self._waiting, is_last or self._matcher.stopped
+        decided = len(waiting)
+        if detokenizer.is_undecided and not ends:
+            while decided and not waiting[decided - 1].text:
+                decided -= 1
+        count = 0
+        while count < decided and len(waiting[count].text) <= self._num_characters:
+            self._num_characters -= len(waiting[count].text)
+            scored.append(waiting[count].scored(self._texts))
+            count += 1
+        if ends and count < len(waiting) and self._num_characters:
+            waiting[count].text = waiting[count].text[: self._num_characters]
+            scored.append(waiting[count].scored(self._texts))
+            count = len(waiting)
+        del waiting[:count]
+
+
+def score_prompt(
+    tokenizer: Tokenizer, texts: TokenTexts, token_ids: Sequence[int], scores: Sequence[TokenScores | None]
+) -> list[ScoredToken]:
+    """The tokens of a prompt with their log-probabilities, and the most likely tokens at the place of each."""
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    pieces[-1] += detokenizer.flush()
+    scored = []
+    for token_id, text, score in zip(token_ids, pieces, scores, strict=True):
+        logprob, likely = (None, []) if score is None else score
+        top = [(text if likely_id == token_id else texts.text(likely_id), value) for likely_id, value in likely]
+        scored.append(ScoredToken(text, logprob, top))
+    return scored

@@ -360,6 +360,18 @@ def test_invalid_token_ids_for_logits(ids):
     assert not ops.arrays
 
 
+def test_logits_and_generation_take_what_encode_returns():
+    model = make_model()
+    with model:
+        ids = prompt_of(12)
+        encoded = model.encode(ids)
+        assert np.array_equal(model.logits(encoded), model.logits(ids))
+        assert np.array_equal(model.logits(encoded, start=3), model.logits(ids, start=3))
+        assert model.generate(encoded, max_new_tokens=3).token_ids == model.generate(ids, max_new_tokens=3).token_ids
+        with pytest.raises(UsageError, match="either an encoded prompt"):
+            model.logits(encoded, source=[1])
+
+
 def test_a_token_id_that_only_the_tokenizer_has_does_not_blame_the_prompt(tmp_path):
     folder = tiny_checkpoint.write(tmp_path / "m")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())

@@ -198,7 +198,7 @@ def test_the_text_follows_a_grammar(model: Path, tmp_path: Path) -> None:
     assert generate(model, "hello", "--choice", "yes", "--choice", "no").stdout in ("yes\n", "no\n")
     schema.write_text('{"type": "arra"}')
     for arguments, message in (
-        (["--regex", "a", "--choice", "b"], "Give only one of"),
+        (["--regex", "a", "--choice", "b"], "only one of them"),
         (["--regex", "a("], "unclosed group"),
         (["--json-schema", str(schema)], "Invalid type: arra"),
     ):

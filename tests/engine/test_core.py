@@ -22,7 +22,7 @@ from bminf_lite.completions import Completion, arun, run
 from bminf_lite.engine.core import Engine
 from bminf_lite.engine.request import Request
 from bminf_lite.errors import QueueFull, UsageError
-from bminf_lite.text.text_stream import TextStream
+from bminf_lite.text.text_stream import NewText, TextStream
 
 
 class StubEngine(Engine):
@@ -532,11 +532,9 @@ def test_a_request_joins_while_others_run_and_leaves_when_it_is_done(engine):
 
 
 class StopsAtTheThirdToken(TextStream):
-    pushed = 0
-
-    def push(self, tokens, last):
-        self.pushed += len(tokens)
-        return "", self.pushed == 3
+    def push(self, token_ids, finish_reason=None, logprobs=None, top_logprobs=None):
+        super().push(token_ids)
+        return NewText("", [], "stop" if self.num_tokens == 3 else finish_reason)
 
 
 def test_a_stop_string_cancels_its_request_while_others_of_the_call_go_on(engine):

@@ -69,7 +69,7 @@ def test_the_text_of_allowed_tokens_matches(name):
             assert allowed.max() < len(tokenizer)
             tokens.append(int(rng.choice(allowed)))
             matcher.accept(tokens[-1])
-        text, _ = TextStream(tokenizer, prompt=prompt).push(tokens, last=True)
+        text = TextStream(tokenizer, before=prompt).push(tokens, "stop").text
         assert re.fullmatch(pattern, text), (text, tokens)
         seen.add(text)
     assert len(seen) > 5

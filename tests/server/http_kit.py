@@ -20,7 +20,8 @@ from starlette.types import ASGIApp
 
 import bminf_lite
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.server.client import EngineClient, GenerationRequest
+from bminf_lite.request_builder import GenerationRequest
+from bminf_lite.server.client import EngineClient
 from bminf_lite.server.engine_server import EngineServer
 from bminf_lite.server.errors import ApiError
 from bminf_lite.server.event_stream import EventStream, EventStreamResponse
@@ -29,6 +30,7 @@ from bminf_lite.server.limits import DEFAULT_LIMITS, Limits
 from bminf_lite.server.listener import Address, Listener
 from bminf_lite.server.security import Guard
 from bminf_lite.server.settings import ServerSettings
+from bminf_lite.text.prompts import EncodedPrompt
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 VOCAB_SIZE = 2048
@@ -45,7 +47,7 @@ def tiny_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
 
     async def stream(request: Request) -> Response:
         count = msgspec.json.decode(await request.body())
-        generation = await client.generate(GenerationRequest([1], SamplingParams(max_new_tokens=count)))
+        generation = await client.generate(GenerationRequest(EncodedPrompt([1]), SamplingParams(max_new_tokens=count)))
         padding = b":" * (16 << 10) + b"\n" if request.url.path == "/wide" else b""
 
         async def write(events: EventStream) -> bytes:

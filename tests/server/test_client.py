@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
 
 import pytest
 
@@ -21,9 +22,20 @@ from fake_engine import FakeEngine, fake_info
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import QueueFull
-from bminf_lite.server.client import EngineClient, EngineFailure, GenerationRequest, RequestRefused
+from bminf_lite.request_builder import GenerationRequest
+from bminf_lite.server import generating
+from bminf_lite.server.client import (
+    CompletionFailed,
+    EngineClient,
+    EngineFailure,
+    Generation,
+    Output,
+    RequestRefused,
+)
 from bminf_lite.server.engine_server import EngineServer
 from bminf_lite.server.protocol import Admitted, FrameReader, FromEngine, StepOutputs, Submit, ToEngine, frame
+from bminf_lite.text.prompts import EncodedPrompt
+from bminf_lite.text.text_stream import TextStream
 
 VOCAB_SIZE = 2048
 
@@ -38,7 +50,7 @@ def run(test: Callable[[EngineClient, FakeEngine], Awaitable[None]], **options: 
 
 
 def wanted(tokens: int, n: int = 1, prompt: tuple[int, ...] = (5, 7), **options: object) -> GenerationRequest:
-    return GenerationRequest(list(prompt), SamplingParams(max_new_tokens=tokens, **options), n)
+    return GenerationRequest(EncodedPrompt(list(prompt)), SamplingParams(max_new_tokens=tokens, **options), n)
 
 
 def test_every_token_arrives_once_and_in_order():
@@ -199,9 +211,9 @@ def test_a_cancelled_reader_wakes():
 
 def test_refusals():
     async def test(client: EngineClient, engine: FakeEngine) -> None:
-        with pytest.raises(RequestRefused, match="vocabulary of 2,048"):
+        with pytest.raises(RequestRefused, match="whole number from 0 to 2047"):
             await client.generate(wanted(1, prompt=(VOCAB_SIZE,)))
-        with pytest.raises(RequestRefused, match="takes 1 to 511"):
+        with pytest.raises(RequestRefused, match="too long: it has 512 tokens"):
             await client.generate(wanted(1, prompt=(1,) * 512))
         with pytest.raises(QueueFull, match="may wait"):
             await client.generate(wanted(1), wanted(1, n=10_000))
@@ -276,3 +288,8 @@ def test_an_http_process_hears_that_it_is_to_end(before: bool):
         engine.close()
 
     asyncio.run(main())
+
+
+def test_a_completion_that_the_engine_ends_with_an_error_is_an_error():
+    with pytest.raises(CompletionFailed, match="NaN"):
+        generating.read(cast(Generation, None), TextStream(None), Output(0, [5], finish_reason="error", error="a NaN"))

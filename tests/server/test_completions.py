@@ -253,7 +253,7 @@ def test_the_context_ends_a_completion(demo: LiveServer):
         ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "unclosed"),
         ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "not supported"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "exclude each other"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "only one of them"),
     ],
 )
 def test_a_wrong_value_is_named(fake: LiveServer, wrong: dict[str, Any], param: str, words: str):

@@ -13,8 +13,10 @@ from client_kit import connected, read, until
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.grammar import Grammar
 from bminf_lite.grammar.matcher import GrammarCompiler
+from bminf_lite.request_builder import GenerationRequest
 from bminf_lite.server import generating
-from bminf_lite.server.client import EngineClient, GenerationRequest, RequestRefused
+from bminf_lite.server.client import EngineClient, RequestRefused
+from bminf_lite.text.prompts import EncodedPrompt
 
 
 def test_a_grammar_is_compiled_or_refused_or_forgotten(monkeypatch: pytest.MonkeyPatch):
@@ -27,7 +29,7 @@ def test_a_grammar_is_compiled_or_refused_or_forgotten(monkeypatch: pytest.Monke
             raise ValueError("a fault of the library")
 
     monkeypatch.setattr(GrammarCompiler, "matcher", matcher)
-    plain = GenerationRequest([5, 7], SamplingParams(max_new_tokens=3), 2)
+    plain = GenerationRequest(EncodedPrompt([5, 7]), SamplingParams(max_new_tokens=3), 2)
     constrained = replace(plain, grammar=Grammar.regex("a"))
 
     async def test(client: EngineClient, engine: UnconstrainedEngine) -> None:

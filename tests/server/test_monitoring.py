@@ -24,13 +24,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.request_builder import GenerationRequest
 from bminf_lite.server.client import EngineClient
 from bminf_lite.server.engine_server import EngineServer
-from bminf_lite.server.protocol import GenerationRequest
 from bminf_lite.server.recorder import Recorder
 from bminf_lite.server.request_log import RequestLog
 from bminf_lite.server.request_record import Observer
 from bminf_lite.server.settings import ServerSettings
+from bminf_lite.text.prompts import EncodedPrompt
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_every_process_shows_what_all_have_counted() -> None:
         for client in clients[:2]:
             observer = Observer(64, client.observe)
             record = observer.begin("/v1/completions", "id", NAME)
-            request = GenerationRequest([1], SamplingParams(max_new_tokens=5))
+            request = GenerationRequest(EncodedPrompt([1]), SamplingParams(max_new_tokens=5))
             async with await client.generate(request, record=record) as generation:
                 outputs = [output async for output in generation]
             record.end(200)

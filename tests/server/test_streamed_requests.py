@@ -18,7 +18,8 @@ from fake_engine import FakeEngine, fake_info
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import BminfError
-from bminf_lite.server.client import GenerationRequest, Output
+from bminf_lite.request_builder import GenerationRequest
+from bminf_lite.server.client import Output
 from bminf_lite.server.event_stream import EventStream
 from bminf_lite.server.openai import completions
 from bminf_lite.server.openai.chunks import write_chunks
@@ -27,6 +28,7 @@ from bminf_lite.server.schemas.base import parse
 from bminf_lite.server.schemas.completions import CompletionBody
 from bminf_lite.server.settings import ServerSettings
 from bminf_lite.server.state import ServerState
+from bminf_lite.text.prompts import EncodedPrompt
 
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -111,7 +113,9 @@ def test_chunks_that_were_made_come_before_an_error(has_failed: bool) -> None:
     async def main() -> None:
         engine = FakeEngine(range(100))
         async with connected(engine, fake_info(None, 100)) as client:
-            generation = await client.generate(GenerationRequest([5], SamplingParams(max_new_tokens=7), 3))
+            generation = await client.generate(
+                GenerationRequest(EncodedPrompt([5]), SamplingParams(max_new_tokens=7), 3)
+            )
             await until(lambda: client.num_running == 0)
             if has_failed:
                 client.failure = "no engine"

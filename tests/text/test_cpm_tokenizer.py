@@ -17,7 +17,7 @@ from bminf_lite.errors import CheckpointError
 from bminf_lite.text import cpm_tokenizer
 from bminf_lite.text.checkpoint_files import has_tokenizer, load_tokenizer
 from bminf_lite.text.cpm_tokenizer import Cpm2Tokenizer, EvaTokenizer
-from bminf_lite.text.text_stream import Detokenizer
+from bminf_lite.text.detokenizer import Detokenizer
 from bminf_lite.text.tokenizer import Tokenizer
 
 jieba = pytest.importorskip("jieba")

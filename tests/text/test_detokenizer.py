@@ -11,8 +11,8 @@ import tokenizer_kit
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from bminf_lite.text.detokenizer import Detokenizer
 from bminf_lite.text.json_tokenizer import JsonTokenizer
-from bminf_lite.text.text_stream import Detokenizer
 
 BYTE_LEVEL = JsonTokenizer(tokenizer_kit.byte_level())
 SENTENCEPIECE = JsonTokenizer(tokenizer_kit.sentencepiece_like())

@@ -81,8 +81,8 @@ def test_marks_that_are_special_tokens_reach_the_parsers():
     assert plain.decode(ids) == 'Ça va?Eh bien.f{"a": "é"}'
     stream = TextStream(plain.showing([*form.visible_tokens, *MISTRAL_ARGS.visible_tokens]))
     reasoning, calls = ReasoningParser(form), ToolCallParser(MISTRAL_ARGS, ["f"])
-    parts = [part for i in ids for part in reasoning.push(stream.push([i], False)[0])]
-    parts += reasoning.push(stream.push([], True)[0]) + reasoning.flush()
+    parts = [part for i in ids for part in reasoning.push(stream.push([i]).text)]
+    parts += reasoning.push(stream.push([], "length").text) + reasoning.flush()
     events = [event for part in parts if isinstance(part, Content) for event in calls.push(part.text)] + calls.flush()
     assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == "Ça va?"
     assert "".join(event.text for event in events if isinstance(event, Content)) == "Eh bien."

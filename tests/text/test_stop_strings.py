@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.text.text_stream import StopMatcher
+from bminf_lite.text.stop_strings import StopMatcher
 
 texts = st.text("ab", max_size=30)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)

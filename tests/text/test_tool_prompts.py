@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tool_templates
@@ -46,7 +47,8 @@ CASES = {"with tools": (CONVERSATION, TOOLS), "without": ([*CONVERSATION[:2], *C
 
 
 def encoder(template, **options):
-    prompts = PromptEncoder(None, lambda x: x, 1000, 1000, **options)
+    limits = SimpleNamespace(vocab_size=1000, context_length=1000, is_encoder_decoder=False, max_source_length=0)
+    prompts = PromptEncoder(None, limits, **options)
     prompts.tokenizer = tool_templates.tokenizer(template)
     return prompts
 

@@ -9,10 +9,10 @@ import msgspec
 from starlette.routing import Route
 
 from ...text.reasoning import Content, Reasoning
+from ...text.text_stream import ScoredToken
 from ...text.tool_calls import ArgumentsDelta, CallBegin, CallEnd
 from ..answer import Event, call_number
 from ..client import Generation, Output
-from ..completion_text import ScoredToken
 from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream
 from ..generating import check_count, check_model, generation_request, sampling_params

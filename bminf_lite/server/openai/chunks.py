@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from ...text.text_stream import ScoredToken
 from ..client import Generation, Output
-from ..completion_text import ScoredToken
 from ..errors import ApiError
 from ..event_stream import EventStream
 from ..generating import told

@@ -10,9 +10,9 @@ import msgspec
 from starlette.routing import Route
 
 from ...text.prompts import EncodedPrompt
+from ...text.text_stream import NewText, ScoredToken, TextStream, score_prompt
 from ...text.tokenizer import Tokenizer
 from ..client import Generation, Output
-from ..completion_text import CompletionText, NewText, ScoredToken, score_prompt
 from ..errors import bad_request
 from ..event_stream import EventStream
 from ..generating import check_count, check_model, encode, generation_request, grammar_of, read, sampling_params
@@ -71,9 +71,9 @@ class _Choice:
 
     def __init__(self, completions: _Completions, prompt: EncodedPrompt, echo: str):
         body, tokenizer = completions.body, completions.tokenizer
-        # A grammar counts the space before the first word, which the text of an answer would leave out.
-        continued = prompt.token_ids if prompt.continues or completions.has_grammar else ()
-        self.completion = CompletionText(tokenizer, body.stop, continued, completions.texts)
+        self.completion = TextStream(
+            tokenizer, body.stop, prompt.before_text(completions.has_grammar), completions.texts
+        )
         self.is_empty = body.max_tokens == 0
         self.finish_reason: str | None = None
         self.num_cached = 0

@@ -12,10 +12,10 @@ from starlette.routing import Route
 
 from ...engine.sampling_params import SamplingParams
 from ...text.reasoning import Content, Reasoning
+from ...text.text_stream import ScoredToken
 from ...text.tool_calls import ArgumentsDelta, CallBegin
 from ..answer import Event
 from ..client import Generation
-from ..completion_text import ScoredToken
 from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream
 from ..generating import check_model, generation_request, sampling_params, told

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from ...grammar import Structure
 from .base import Body, invalid, one_of, option
 from .chat import ToolChoice, check_template_variables, check_tool_choice
 from .messages import FunctionName, Parameters
-from .sampling import SamplingFields, Stops, Structure, is_schema
+from .sampling import SamplingFields, Stops, is_schema
 
 
 class TextBlock(Body):

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from ...grammar import Structure
 from .base import Body, invalid, one_of, option, refused
 from .chat import NamedFunction, ToolChoice, Word, check_template_variables, check_tool_choice, kind_of_choice
 from .messages import Content, FunctionName, Parameters, plain_content
-from .sampling import SamplingFields, Structure, is_schema
+from .sampling import SamplingFields, is_schema
 
 STATELESS = "this server keeps no responses: set store to false and send the whole conversation as the input"
 
@@ -219,7 +220,7 @@ class ResponsesBody(SamplingFields):
         if form is None or form.type == "text":
             return []
         field = "text.format" if form.type == "json_object" else "text.format.schema"
-        return [Structure(field, form.type, form.schema_)]
+        return [Structure(field, form.type, True if form.type == "json_object" else form.schema_)]
 
     @property
     def messages(self) -> list[dict[str, Any]]:

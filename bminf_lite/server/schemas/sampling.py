@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ...grammar import Structure
 from .base import Body, invalid, is_text, one_of, option, refused
 
 MAX_STOPS = 64
@@ -154,9 +155,9 @@ class StructureFields(Body):
         schema = None if form is None or form.json_schema is None else form.json_schema.schema_
         is_object = form is not None and form.type == "json_object"
         found = [
-            Structure("response_format", "json_object", "" if is_object else None),
+            Structure("response_format", "json_object", is_object or None),
             Structure("response_format.json_schema.schema", "json_schema", schema),
-            Structure("structured_outputs.json_object", "json_object", "" if vllm.json_object else None),
+            Structure("structured_outputs.json_object", "json_object", vllm.json_object or None),
             Structure("structured_outputs.json", "json_schema", vllm.json_),
             Structure("structured_outputs.regex", "regex", vllm.regex),
             Structure("structured_outputs.choice", "choice", vllm.choice),
@@ -167,11 +168,3 @@ class StructureFields(Body):
             Structure("guided_grammar", "lark", self.guided_grammar),
         ]
         return [structure for structure in found if structure.value is not None]
-
-
-class Structure(NamedTuple):
-    """A structure by its kind, as :class:`bminf_lite.grammar.Grammar` names it, and the field that asks for it."""
-
-    field: str
-    kind: str
-    value: Any

@@ -9,7 +9,7 @@ from collections.abc import Collection, Generator, Mapping
 from typing import Any, NamedTuple
 
 from ..reasoning import Content
-from ..text_stream import overlap
+from ..stop_strings import overlap
 from .formats import CALL_ID, ToolFormat
 from .values import json_of_literal, json_of_parameter
 
