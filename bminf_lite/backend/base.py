@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +24,7 @@ import numpy as np
 from .attention import attend, cached
 from .blas_threads import blas_threads
 from .calibration import CalibrationOps
+from .communicator import Communicator, OneRank
 from .functions import ACTIVATIONS, normalise, rotate, silently, soft_capped, softmax, stored
 from .quantization import (
     HostWeight,
@@ -50,6 +53,10 @@ class Weight:
     ``values`` holds fp32 weights, or int8 codes as fp32 numbers (exact, and BLAS multiplies them) with ``scale`` fp32
     ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``. ``outliers`` are input
     columns of an int8 weight that stay float. ``rotation`` is the block of its inputs' transform, see :mod:`.rotation`.
+
+    The columns are ``groups`` equal runs. A product is the sum of the products of the groups, in their order in fp32,
+    and dynamic activations have a scale per token and group. Under tensor parallelism a rank holds one group of a
+    matrix that reads what the ranks have computed, so a weight with ``tp_size`` groups defines what the ranks compute.
     """
 
     values: np.ndarray
@@ -58,10 +65,16 @@ class Weight:
     dynamic: bool
     outliers: OutlierColumns | None = None
     rotation: int = 1
+    groups: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape
+
+    def columns(self, columns: slice) -> Weight:
+        """Some columns, without a bias, for inputs that are rotated already."""
+        outliers = None if self.outliers is None else self.outliers.within(columns)
+        return Weight(self.values[:, columns], self.scale, None, self.dynamic, outliers)
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +102,8 @@ class Backend:
         self.activation_dtype = np.dtype(activation_dtype)
         self.placement = Placement()
         """Where a model's weights live; set before the model is built."""
+        self.communicator: Communicator = OneRank()
+        """The other ranks of a divided model; set before the model is built, which then loads this rank's part."""
 
     # -- arrays ---------------------------------------------------------------------------------------------------
 
@@ -274,6 +289,22 @@ class Backend:
         ``residual`` may be overwritten with the result, and ``x`` with the product if the weight is square.
         """
         residual += self.linear(x, weight)
+        return residual
+
+    @silently
+    def all_reduce_add(self, partial: Array, bias: Array = None, residual: Array = None) -> Array:
+        """The sum of the ranks' products, as if one rank had computed the whole: fp32 ``[T, out]``.
+
+        ``partial`` is fp32 ``[T, out]``, ``linear`` of this rank's columns, and may be overwritten. ``bias``, fp32
+        ``[out]``, is added to the sum. With a ``residual``, fp32 ``[T, out]``, the result is ``residual`` plus the sum
+        rounded to the activation type, as :meth:`linear_add` adds it; ``residual`` may be overwritten with it.
+        """
+        y = self.communicator.all_reduce_add(partial)
+        if bias is not None:
+            y = y + bias
+        if residual is None:
+            return y
+        residual += self._round(y)
         return residual
 
     @silently
@@ -492,15 +523,23 @@ class Backend:
     def _matmul(self, x: Array, weight: Weight) -> Array:
         if weight.rotation > 1:
             x = rotated(x, weight.rotation)
-        if weight.outliers is None:
-            y = self._matmul_without_outliers(x, weight)
+        if weight.groups == 1:
+            y = self._product(x, weight)
         else:
-            index = weight.outliers.index
-            kept = self._round(x[:, index]).astype(np.float32) @ weight.outliers.values.T
-            rest = np.array(x)
-            rest[:, index] = 0
-            y = self._matmul_without_outliers(rest, weight) + kept
+            width = weight.shape[1] // weight.groups
+            groups = [slice(g * width, (g + 1) * width) for g in range(weight.groups)]
+            y = reduce(add, (self._product(x[:, group], weight.columns(group)) for group in groups))
         return y if weight.bias is None else y + weight.bias
+
+    def _product(self, x: Array, weight: Weight) -> Array:
+        """The product of one group of columns, without rotation and bias."""
+        if weight.outliers is None:
+            return self._matmul_without_outliers(x, weight)
+        index = weight.outliers.index
+        kept = self._round(x[:, index]).astype(np.float32) @ weight.outliers.values.T
+        rest = np.array(x)
+        rest[:, index] = 0
+        return self._matmul_without_outliers(rest, weight) + kept
 
     def _matmul_without_outliers(self, x: Array, weight: Weight) -> Array:
         with blas_threads.for_product(x.shape[0], *weight.values.T.shape):

@@ -9,7 +9,7 @@ subnormal fp16 number has fewer bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,13 @@ class OutlierColumns:
 
     index: np.ndarray
     values: np.ndarray
+
+    def within(self, columns: slice) -> OutlierColumns | None:
+        """Those of some columns of the weight, counted from the first of these; None if there are none."""
+        found = (self.index >= columns.start) & (self.index < columns.stop)
+        if not found.any():
+            return None
+        return OutlierColumns(self.index[found] - np.int32(columns.start), self.values[:, found])
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,22 @@ class Int8Weight:
 
 HostWeight = np.ndarray | Int8Weight
 """A weight matrix ``[out, in]`` as a checkpoint gives it: float (fp32, fp16, bf16) or int8."""
+
+
+def weight_columns(weight: HostWeight, columns: slice) -> HostWeight:
+    """Some columns of a matrix, ``[out, n]``. An int8 matrix keeps the scales of its rows.
+
+    Raises ``ValueError`` if ``columns`` divide a block of the input's rotation.
+    """
+    if not isinstance(weight, Int8Weight):
+        return weight[:, columns]
+    if any(edge % weight.rotation for edge in (columns.start, columns.stop)):
+        raise ValueError(
+            f"columns {columns.start} to {columns.stop} divide a block of {weight.rotation} inputs that are rotated "
+            "together"
+        )
+    outliers = None if weight.outliers is None else weight.outliers.within(columns)
+    return replace(weight, codes=weight.codes[:, columns], outliers=outliers)
 
 
 def exact_scales(row_max: np.ndarray) -> np.ndarray:

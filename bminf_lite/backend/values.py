@@ -225,6 +225,10 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         assert self.bias is None or self.softcap is None
 
+    def shard(self, tp_size: int) -> AttentionSpec:
+        """The attention of one of ``tp_size`` ranks, which divide the heads; ``bias`` already has the rank's heads."""
+        return replace(self, heads=self.heads // tp_size, kv_heads=self.kv_heads // tp_size)
+
     @property
     def qkv_features(self) -> int:
         """Width of the fused query, key, value projection."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache
-from .linear import Linear
+from .linear import Linear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Attention:
     ops: Backend
     spec: AttentionSpec
     qkv: Linear
-    o: Linear
+    o: RowParallelLinear
 
     def attend(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
         """The heads' outputs ``[T, heads * head_dim]``, which ``o`` reads; with ``only_last`` those of last tokens."""
@@ -37,7 +37,7 @@ class EncoderAttention:
     ops: Backend
     spec: AttentionSpec
     qkv: Linear
-    o: Linear
+    o: RowParallelLinear
 
     def add_to(self, residual: Array, x: Array, batch: ForwardBatch) -> Array:
         return self.o.add_to(residual, self.ops.encoder_attention(self.qkv(x), self.spec, batch))
@@ -55,7 +55,7 @@ class CrossAttention:
     spec: AttentionSpec
     q: Linear
     kv: Linear
-    o: Linear
+    o: RowParallelLinear
 
     def fill_cache(self, source: Array, cache: LayerCache, batch: ForwardBatch) -> None:
         """Store keys and values of the encoder's output ``[T, features]`` for a step's sources."""

@@ -52,7 +52,7 @@ class KVCache:
 
     ``num_blocks`` gives the blocks of each group of layers, the null block included. ``source`` holds the encoded
     sources, which the decoder of an encoder-decoder reads beside its own tokens; it has one group. The pools of a group
-    can grow to ``max_blocks`` of it, at the same addresses.
+    can grow to ``max_blocks`` of it, at the same addresses. Of several ranks, each keeps its part of the heads.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KVCache:
             for index in range(shape.layers):
                 group = shape.group_of(index)
                 layer = ops.layer_cache(
-                    self.num_blocks[group], shape.kv_heads, shape.head_dim,
+                    self.num_blocks[group], shape.kv_heads // ops.communicator.tp_size, shape.head_dim,
                     int8=shape.int8, max_blocks=max_blocks[group] if max_blocks else None,
                 )  # fmt: skip
                 layer.group = group

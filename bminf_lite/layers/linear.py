@@ -1,13 +1,22 @@
-"""Linear layers: ``y = x W^T + b``. Matrices that read the same input are stacked into one."""
+"""Linear layers: ``y = x W^T + b``. Matrices that read the same input are stacked into one.
+
+Under tensor parallelism (https://arxiv.org/abs/1909.08053) a rank computes some outputs of a
+:class:`ColumnParallelLinear`, and a :class:`RowParallelLinear` reads these and adds the products of all ranks. The
+names are those of matrices ``[in, out]``, as the paper has them. Other layers are the same on all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..backend.base import Backend
+from ..backend.communicator import Communicator, shard
+from ..backend.quantization import HostWeight, weight_columns
 from ..backend.values import Array
-from ..errors import CheckpointError
-from .loading import Weights
+from ..errors import CheckpointError, UsageError
+from .loading import RowTransform, TransformedWeights, Weights
 
 
 class Linear:
@@ -37,3 +46,71 @@ class Linear:
     def add_to(self, residual: Array, x: Array) -> Array:
         """``residual + self(x)``, fp32 ``[T, out]``; ``residual`` may be overwritten."""
         return self.ops.linear_add(x, self.weight, residual)
+
+
+class ColumnParallelLinear(Linear):
+    """Such a layer whose outputs are divided among the ranks.
+
+    ``sections`` are the widths of parts of the outputs, such as queries, keys and values. A rank has its share of each
+    section, so that it gets whole heads. There is a section for each of ``names``, or all are in one matrix.
+    """
+
+    def __init__(
+        self, ops: Backend, weights: Weights, names: Sequence[str], sections: Sequence[int], bias: bool = False
+    ):
+        if ops.communicator.tp_size > 1:
+            weights = TransformedWeights(weights, rows_of_rank(names, sections, ops.communicator))
+        super().__init__(ops, weights, names, bias)
+
+
+class RowParallelLinear:
+    """The layer ``name`` whose inputs are divided among the ranks: it adds their products, in the order of the ranks.
+
+    A rank quantizes its own inputs, so w8a8 has a scale for each rank's columns. The result is defined by the whole
+    matrix with ``tp_size`` groups of columns; see :class:`.base.Weight`.
+    """
+
+    def __init__(self, ops: Backend, weights: Weights, name: str, bias: bool = False):
+        self.ops = ops
+        self.is_partial = ops.communicator.tp_size > 1
+        own = ColumnsOfRank(weights, ops.communicator) if self.is_partial else weights
+        self.product = Linear(ops, own, [name], bias and not self.is_partial)
+        self.bias = ops.vector(weights.vector(f"{name}.bias")) if bias and self.is_partial else None
+
+    def fp32(self, x: Array) -> Array:
+        """``[T, in]`` -> fp32 ``[T, out]``."""
+        y = self.product.fp32(x)
+        return self.ops.all_reduce_add(y, self.bias) if self.is_partial else y
+
+    def add_to(self, residual: Array, x: Array) -> Array:
+        """``residual + self(x)``, fp32 ``[T, out]``; ``residual`` may be overwritten."""
+        if not self.is_partial:
+            return self.product.add_to(residual, x)
+        return self.ops.all_reduce_add(self.product.fp32(x), self.bias, residual)
+
+
+class ColumnsOfRank:
+    """``weights`` whose matrices have the columns of one rank."""
+
+    def __init__(self, weights: Weights, ranks: Communicator):
+        self.weights = weights
+        self.ranks = ranks
+
+    def weight(self, name: str) -> HostWeight:
+        whole = self.weights.weight(name)
+        try:
+            return weight_columns(whole, shard(whole.shape[1], self.ranks))
+        except ValueError as error:
+            raise UsageError(f"{name} cannot be divided among {self.ranks.tp_size} ranks: {error}") from error
+
+    def vector(self, name: str) -> np.ndarray:
+        return self.weights.vector(name)
+
+
+def rows_of_rank(names: Sequence[str], sections: Sequence[int], ranks: Communicator) -> dict[str, RowTransform]:
+    """The rows of matrices that a rank has: its share of each section."""
+    if len(names) == len(sections):
+        return {name: RowTransform(shard(width, ranks)) for name, width in zip(names, sections, strict=True)}
+    (name,) = names
+    parts = np.split(np.arange(sum(sections)), np.cumsum(sections)[:-1])
+    return {name: RowTransform(np.concatenate([part[shard(len(part), ranks)] for part in parts]))}

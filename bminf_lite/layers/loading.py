@@ -25,10 +25,11 @@ class Weights(Protocol):
 class RowTransform:
     """A change of a tensor's rows, which are a layer's outputs: their ``order``, int ``[out]``, and ``factors``.
 
-    ``factors`` is one number, or fp32 ``[out]`` in the new order. None leaves the rows as they are.
+    ``order`` may name a part of the rows, also as a slice. ``factors`` is one number, or fp32 ``[out]`` in the new
+    order. None leaves the rows as they are.
     """
 
-    order: np.ndarray | None = None
+    order: np.ndarray | slice | None = None
     factors: np.ndarray | float | None = None
 
     def apply(self, values: np.ndarray) -> np.ndarray:

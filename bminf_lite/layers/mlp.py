@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..backend.base import Backend
 from ..backend.values import Array
-from .linear import Linear
+from .linear import Linear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class GatedMLP:
     ops: Backend
     activation: str
     gate_up: Linear
-    down: Linear
+    down: RowParallelLinear
 
     def hidden(self, x: Array) -> Array:
         """``f(gate(x)) * up(x)``, which ``down`` reads."""
@@ -36,7 +36,7 @@ class MLP:
     ops: Backend
     activation: str
     up: Linear
-    down: Linear
+    down: RowParallelLinear
 
     def hidden(self, x: Array) -> Array:
         """``f(up(x))``, which ``down`` reads."""

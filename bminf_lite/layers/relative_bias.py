@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.communicator import shard
 from ..backend.values import RelativeBias
 from .loading import Weights
 
@@ -18,8 +19,12 @@ from .loading import Weights
 def load_relative_bias(
     ops: Backend, weights: Weights, name: str, bidirectional: bool, max_distance: int
 ) -> RelativeBias:
-    """The bias whose table is ``{name}.weight`` ``[buckets, heads]``, by distance instead of bucket."""
+    """The bias whose table is ``{name}.weight`` ``[buckets, heads]``, by distance instead of bucket.
+
+    Of several ranks, each has its part of the heads.
+    """
     table = np.asarray(weights.vector(f"{name}.weight"), np.float32)
+    table = table[:, shard(table.shape[1], ops.communicator)]
     distances = np.arange(-max_distance, max_distance + 1)
     values = table[relative_position_bucket(distances, bidirectional, len(table), max_distance)]
     return RelativeBias(ops.array(np.ascontiguousarray(values.T)), max_distance)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
-from .linear import Linear
+from .linear import Linear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class AttentionWithWholeNorms:
     ops: Backend
     spec: AttentionSpec
     qkv: Linear
-    o: Linear
+    o: RowParallelLinear
     q_norm: Norm
     k_norm: Norm
 

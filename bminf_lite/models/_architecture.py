@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..backend.base import Backend
+from ..errors import UsageError
 from ..layers.loading import Weights
 from ._config import ModelConfig
 from ._decoder import Decoder
@@ -29,5 +30,14 @@ class Architecture:
     network: Callable[[Any], Decoder | EncoderDecoder]
 
     def Model(self, config: ModelConfig, weights: Weights, ops: Backend) -> Decoder | EncoderDecoder:
-        """The whole model on the device of ``ops``."""
+        """The model on the device of ``ops``, or the part of it that the rank of ``ops`` has.
+
+        Raises ``UsageError``, with every reason, if the model cannot be divided among the ranks.
+        """
+        tp_size = ops.communicator.tp_size
+        if problems := config.tp_problems(tp_size):
+            raise UsageError(
+                f"the model cannot be divided among {tp_size} ranks: {'; '.join(problems)}. The number of ranks must "
+                f"divide {config.max_tp_size}"
+            )
         return self.network(self.ModelBuilder(config, weights, ops))

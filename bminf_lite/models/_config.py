@@ -6,6 +6,7 @@ its value, and the default. The architecture's ``parse`` checks what a table can
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -74,6 +75,21 @@ class ModelConfig(ABC):
     def shared_norm_vectors(self) -> int:
         """Vectors of those norms, of all layers that decode, which two products apply: each normalises for itself."""
         return 0
+
+    @property
+    def _divided(self) -> dict[str, int]:
+        """What the ranks of a model divide, by name."""
+        kv_heads, inner = self.cache_shape.kv_heads, self.intermediate_size
+        return {"heads": self.heads, "key-value heads": kv_heads, "hidden units of a feed-forward layer": inner}
+
+    @property
+    def max_tp_size(self) -> int:
+        """The most ranks among which the model can be divided; other numbers of ranks divide this one."""
+        return math.gcd(*self._divided.values())
+
+    def tp_problems(self, tp_size: int) -> list[str]:
+        """Why the model cannot be divided among ``tp_size`` ranks; empty if it can."""
+        return [f"{count:,} {name} are not divisible by it" for name, count in self._divided.items() if count % tp_size]
 
     @property
     def max_source_length(self) -> int:

@@ -7,6 +7,7 @@ the encoded source through cross-attention, whose keys and values are computed o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Rel
 from ..layers.attention import Attention, CrossAttention, EncoderAttention
 from ..layers.cache import CacheShape, KVCache
 from ..layers.embedding import Embedding
-from ..layers.linear import Linear
+from ..layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..layers.loading import Weights
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import NormLayer, rms_norm
@@ -225,8 +226,16 @@ class BlockParts:
     ops: Backend
     block: str
 
-    def linear(self, *names: str) -> Linear:
-        return Linear(self.ops, self.weights, [f"{self.block}.{name}" for name in names])
+    def heads_of(self, *names: str, count: int) -> Linear:
+        """The matrices, or the one, of ``count`` kinds of heads, such as those of queries, keys and values."""
+        width = self.config.heads * self.config.head_dim
+        return ColumnParallelLinear(self.ops, self.weights, self._named(names), [width] * count)
+
+    def row_parallel(self, name: str) -> RowParallelLinear:
+        return RowParallelLinear(self.ops, self.weights, f"{self.block}.{name}")
+
+    def _named(self, names: Sequence[str]) -> list[str]:
+        return [f"{self.block}.{name}" for name in names]
 
     def norm(self, name: str) -> NormLayer:
         return rms_norm(self.ops, self.weights, f"{self.block}.{name}", self.config.norm_eps)
@@ -234,12 +243,14 @@ class BlockParts:
     def attention(self, bias: RelativeBias | None) -> AttentionSpec:
         """Attention with a key and value head for each query head."""
         config = self.config
-        return AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale, bias=bias)
+        spec = AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale, bias=bias)
+        return spec.shard(self.ops.communicator.tp_size)
 
     def mlp(self, name: str) -> GatedMLP | MLP:
         kind = GatedMLP if self.config.gated else MLP
-        inner = self.linear(*(f"{name}.{part}" for part in self.config.inner))
-        return kind(self.ops, self.config.activation, inner, self.linear(f"{name}.wo"))
+        names = self._named([f"{name}.{part}" for part in self.config.inner])
+        inner = ColumnParallelLinear(self.ops, self.weights, names, [self.config.intermediate_size] * len(names))
+        return kind(self.ops, self.config.activation, inner, self.row_parallel(f"{name}.wo"))
 
 
 class EncoderBlock:
@@ -250,7 +261,7 @@ class EncoderBlock:
         parts = BlockParts(config, weights, ops, f"{stack.blocks}.{layer}")
         self.self_norm = parts.norm(stack.self_norm)
         self.attention = EncoderAttention(
-            ops, parts.attention(bias), parts.linear(*stack.qkv), parts.linear(stack.self_out)
+            ops, parts.attention(bias), parts.heads_of(*stack.qkv, count=3), parts.row_parallel(stack.self_out)
         )
         self.mlp_norm = parts.norm(stack.mlp_norm)
         self.mlp = parts.mlp(stack.mlp)
@@ -268,11 +279,14 @@ class DecoderBlock:
         assert cross is not None
         parts = BlockParts(config, weights, ops, f"{stack.blocks}.{layer}")
         self.self_norm = parts.norm(stack.self_norm)
-        self.attention = Attention(ops, parts.attention(bias), parts.linear(*stack.qkv), parts.linear(stack.self_out))
+        self.attention = Attention(
+            ops, parts.attention(bias), parts.heads_of(*stack.qkv, count=3), parts.row_parallel(stack.self_out)
+        )
         self.cross_norm = parts.norm(cross.norm)
         self.cross_attention = CrossAttention(
-            ops, parts.attention(None), parts.linear(cross.q), parts.linear(*cross.kv), parts.linear(cross.out)
-        )
+            ops, parts.attention(None), parts.heads_of(cross.q, count=1), parts.heads_of(*cross.kv, count=2),
+            parts.row_parallel(cross.out),
+        )  # fmt: skip
         self.mlp_norm = parts.norm(stack.mlp_norm)
         self.mlp = parts.mlp(stack.mlp)
 

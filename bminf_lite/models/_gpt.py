@@ -17,7 +17,7 @@ from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Nor
 from ..layers.attention import Attention
 from ..layers.cache import CacheShape
 from ..layers.embedding import Embedding, PositionEmbedding
-from ..layers.linear import Linear
+from ..layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..layers.loading import RowTransform, TransformedWeights, Weights
 from ..layers.mlp import MLP
 from ..layers.norm import NormLayer, layer_norm
@@ -93,6 +93,11 @@ class Config(ModelConfig):
         return 1 if self.multi_query else self.heads
 
     @property
+    def qkv_features(self) -> tuple[int, int, int]:
+        """Widths of query, key and value."""
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+
+    @property
     def is_projected(self) -> bool:
         """Whether projections lie between the embedding and the layers."""
         return self.embedding_size != self.hidden_size
@@ -129,10 +134,8 @@ def spec(config: Config) -> Spec:
         block = f"{names.layers}.{layer}"
         attention_out, up, down = (f"{block}.{name}" for name in (names.attention_out, names.up, names.down))
         qkv = [f"{block}.{name}" for name in names.qkv]
-        qkv_width = (config.heads + 2 * config.kv_heads) * config.head_dim
-        qkv_tensors = [
-            linear(name, (qkv_width // len(qkv), hidden), config.attention_bias, names.transposed) for name in qkv
-        ]
+        qkv_width = sum(config.qkv_features) // len(qkv)
+        qkv_tensors = [linear(name, (qkv_width, hidden), config.attention_bias, names.transposed) for name in qkv]
         up_tensors = linear(up, (inner, hidden), config.mlp_bias, names.transposed)
         norms = [norm_tensors(f"{block}.{name}", config) for name in (names.attention_norm, names.mlp_norm)]
         for part in qkv_tensors:
@@ -189,17 +192,20 @@ class Block:
         self.norm_first, self.parallel = config.norm_first, config.parallel
         rows, qkv = qkv_rows(config), [f"{name}.{n}" for n in names.qkv]
         qkv_weights = weights if rows is None else TransformedWeights(weights, {qkv[0]: RowTransform(rows)})
+        attention_spec = AttentionSpec(
+            config.heads, config.kv_heads, config.head_dim, config.score_scale(layer), rope=rope
+        )
         self.attention = Attention(
             ops,
-            AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.score_scale(layer), rope=rope),
-            Linear(ops, qkv_weights, qkv, config.attention_bias),
-            Linear(ops, weights, [f"{name}.{names.attention_out}"], config.attention_bias),
+            attention_spec.shard(ops.communicator.tp_size),
+            ColumnParallelLinear(ops, qkv_weights, qkv, config.qkv_features, config.attention_bias),
+            RowParallelLinear(ops, weights, f"{name}.{names.attention_out}", config.attention_bias),
         )
         self.mlp = MLP(
             ops,
             config.activation,
-            Linear(ops, weights, [f"{name}.{names.up}"], config.mlp_bias),
-            Linear(ops, weights, [f"{name}.{names.down}"], config.mlp_bias),
+            ColumnParallelLinear(ops, weights, [f"{name}.{names.up}"], [config.intermediate_size], config.mlp_bias),
+            RowParallelLinear(ops, weights, f"{name}.{names.down}", config.mlp_bias),
         )
         self.attention_norm = make_norm(config, weights, ops, f"{name}.{names.attention_norm}")
         self.mlp_norm = make_norm(config, weights, ops, f"{name}.{names.mlp_norm}")

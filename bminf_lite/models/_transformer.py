@@ -15,11 +15,12 @@ from enum import Enum
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.communicator import shard
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, LinearBias, Rope
 from ..layers.attention import Attention
 from ..layers.cache import CacheShape
 from ..layers.embedding import Embedding, NormedEmbedding
-from ..layers.linear import Linear
+from ..layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..layers.loading import RowTransform, TransformedWeights, Weights
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import NormLayer, layer_norm, rms_norm
@@ -143,6 +144,16 @@ class Config(ModelConfig):
         if not self.parallel or self.names.mlp_norm is not None:
             return 0
         return self.layers * (1 if self.norm_kind is NormKind.RMS else 2)
+
+    @property
+    def max_tp_size(self) -> int:
+        return 1 if self.qk_norm is QueryKeyNorm.WHOLE else super().max_tp_size
+
+    def tp_problems(self, tp_size: int) -> list[str]:
+        problems = super().tp_problems(tp_size)
+        if tp_size > 1 and self.qk_norm is QueryKeyNorm.WHOLE:
+            problems.append("queries and keys are normalised over all heads, of which a rank has a part")
+        return problems
 
     @property
     def query_features(self) -> int:
@@ -405,16 +416,18 @@ class Block:
             k_norm=k_norm.norm if k_norm and of_head else None,
             bias=alibi,
             softcap=config.attention_softcap,
-        )
-        o = Linear(ops, changed, [f"{block}.{names.attention_out}"], config.o_bias)
-        qkv = Linear(ops, changed, [f"{block}.{name}" for name in names.qkv], config.qkv_bias)
+        ).shard(ops.communicator.tp_size)
+        qkv_names, mlp_names = ([f"{block}.{name}" for name in part] for part in (names.qkv, names.mlp_in))
+        inner = (config.intermediate_size,) * (2 if config.gated else 1)
+        o = RowParallelLinear(ops, changed, f"{block}.{names.attention_out}", config.o_bias)
+        qkv = ColumnParallelLinear(ops, changed, qkv_names, config.qkv_features, config.qkv_bias)
         self.attention: Attention | AttentionWithWholeNorms
         if config.qk_norm is QueryKeyNorm.WHOLE and q_norm and k_norm:
             self.attention = AttentionWithWholeNorms(ops, attention_spec, qkv, o, q_norm.norm, k_norm.norm)
         else:
             self.attention = Attention(ops, attention_spec, qkv, o)
-        mlp_in = Linear(ops, changed, [f"{block}.{name}" for name in names.mlp_in], config.mlp_bias)
-        mlp_out = Linear(ops, changed, [f"{block}.{names.mlp_out}"], config.mlp_bias)
+        mlp_in = ColumnParallelLinear(ops, changed, mlp_names, inner, config.mlp_bias)
+        mlp_out = RowParallelLinear(ops, changed, f"{block}.{names.mlp_out}", config.mlp_bias)
         self.mlp = (GatedMLP if config.gated else MLP)(ops, config.activation, mlp_in, mlp_out)
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
@@ -460,7 +473,8 @@ class ModelBuilder:
         self.weights = weights
         self.ops = ops
         self.ropes = {rotary: rotary.rope(ops, config.head_dim) for rotary in dict.fromkeys(config.rotary) if rotary}
-        self.alibi = LinearBias(ops.vector(np.array(config.alibi_slopes))) if config.alibi_slopes else None
+        slopes = np.array(config.alibi_slopes)[shard(len(config.alibi_slopes), ops.communicator)]
+        self.alibi = LinearBias(ops.vector(slopes)) if config.alibi_slopes else None
 
     def embed(self) -> Embedding | NormedEmbedding:
         names = self.config.names

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import float64_operations as model
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from random_values import (
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.communicator import OneRank
 from bminf_lite.backend.functions import ACTIVATIONS
 
 
@@ -208,6 +212,45 @@ def test_linear_add(backend, seed, rows, width, outputs, kind, function):
     assert y.dtype == np.float32
     added, terms = y.astype(np.float64) - residual, product.terms + np.abs(residual)
     assert_close(added, product.value, "linear_add", backend.activation_dtype, terms)
+
+
+@dataclass(frozen=True)
+class TwinRank:
+    """A rank whose other rank has the same product."""
+
+    tp_rank: int = 0
+    tp_size: int = 2
+
+    def all_reduce_add(self, x: Any) -> Any:
+        return x + x
+
+
+@PRODUCTS
+def test_all_reduce_add(backend, seed, rows, width, outputs, kind, function):
+    """With one rank it is ``linear_add``, for w8a8 bit for bit; with a twin, the product counts twice."""
+    product = Product(backend, seed, rows, width, [outputs], kind)
+    residual = product.rng.standard_normal((rows, outputs)).astype(np.float32)
+    bias = product.rng.standard_normal(outputs).astype(np.float32)
+    x, weight = backend.array(product.x), backend.weight(product.parts)
+    found, sums = [], []
+    for ranks in (OneRank(), TwinRank()):
+        backend.communicator = ranks
+        try:
+            y = backend.all_reduce_add(
+                backend.linear(x, weight, fp32=True), backend.vector(bias), backend.array(residual)
+            )
+            found.append(backend.host(y).copy())
+            sums.append(backend.host(backend.all_reduce_add(backend.linear(x, weight, fp32=True))).copy())
+        finally:
+            backend.communicator = OneRank()
+    whole = backend.linear_add(x, backend.weight(product.parts, [bias]), backend.array(residual))
+    if kind == "w8a8":
+        np.testing.assert_array_equal(found[0], backend.host(whole))
+    for y, total, count in zip(found, sums, (1, 2), strict=True):
+        assert y.dtype == total.dtype == np.float32
+        value, terms = count * product.value + bias, count * product.terms + np.abs(bias) + np.abs(residual)
+        assert_close(y.astype(np.float64) - residual, value, "linear_add", backend.activation_dtype, terms)
+        assert_close(total, count * product.value, "linear, float sum", np.float32, count * product.terms)
 
 
 @PRODUCTS

@@ -279,6 +279,19 @@ class CudaBackend(Backend):
                 pending = self._int8_matmul(codes, weight)
         return ResidualStream(target.values, pending)
 
+    def all_reduce_add(self, partial: Array, bias: Array = None, residual: Array = None) -> Array:
+        with self.arrays.current():
+            y = self.communicator.all_reduce_add(self.materializer.materialize(partial))
+            if bias is not None:
+                y = y + bias
+            if residual is None:
+                return y
+        target = self.materializer.as_residual(residual)
+        self.materializer.flush_residual(target)
+        with self.arrays.current():
+            target.values += y.astype(np.float16)
+        return ResidualStream(target.values)
+
     def _reusable_input(self, x: Array, weight: Weight) -> cp.ndarray | None:
         """``x`` if the values to add to the residual stream can be written over it, else None.
 
