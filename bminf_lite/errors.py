@@ -11,6 +11,8 @@ from numbers import Integral
 from typing import Any
 
 MAX_LISTED = 40
+MAX_LINE = 5_000
+"""Characters of a line of a message: more than a path may have. A value of a file may have millions."""
 
 
 def listed(title: object, problems: Sequence[str]) -> str:
@@ -28,8 +30,23 @@ def listed(title: object, problems: Sequence[str]) -> str:
     return "\n".join([f"{title}: {len(problems):,} problems", *lines])
 
 
+def shortened(text: str) -> str:
+    """``text`` without the middle of lines longer than :data:`MAX_LINE`."""
+    if len(text) <= MAX_LINE:
+        return text
+    half = MAX_LINE // 2
+    lines = text.split("\n")
+    return "\n".join(
+        line if len(line) <= MAX_LINE else f"{line[:half]} ... {len(line) - 2 * half:,} characters ... {line[-half:]}"
+        for line in lines
+    )
+
+
 class BminfError(Exception):
-    """The base class of this package's exceptions."""
+    """The base class of this package's exceptions. Long lines of a message are :func:`shortened`."""
+
+    def __init__(self, *args: object):
+        super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class CheckpointError(BminfError):

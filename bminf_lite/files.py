@@ -7,16 +7,21 @@ content goes into a temporary file of the same folder, which takes its name when
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from .errors import BminfError, UsageError
 
 MAX_TEXT_BYTES = 1 << 28
 """The most bytes of a JSON or text file of a checkpoint; the largest vocabularies take a tenth of it."""
+MAX_JSON_VALUES = 1 << 21
+"""The most values in a JSON file that Python parses, which takes about a microsecond and 100 bytes for each."""
 MAX_THREADS = 16
 """More threads would wait for the disk."""
 
@@ -31,19 +36,33 @@ def expand(path: str | Path, what: str = "path") -> Path:
         raise UsageError(f"{what} is {str(path)!r}: {error}") from error
 
 
-def read_small_file(path: Path) -> bytes:
-    """The content of a regular file. Raises ``OSError``, also for a device or a pipe and for a file of absurd size."""
+def read_small_file(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
+    """The content of a regular file of at most ``most`` bytes. Raises ``OSError``, also for a device or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(0, "it is not a regular file", str(path))
-        if status.st_size > MAX_TEXT_BYTES:
-            raise OSError(0, f"it has {status.st_size:,} bytes, and {MAX_TEXT_BYTES:,} are allowed", str(path))
+        if status.st_size > most:
+            raise OSError(0, f"it has {status.st_size:,} bytes, and {most:,} are allowed", str(path))
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+            return file.read(most)
     finally:
         os.close(descriptor)
+
+
+def parse_json(content: bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value in a JSON file; ``ValueError`` if it is none, nests too deeply, or has too many values.
+
+    Commas and brackets in texts count as values too.
+    """
+    count = sum(map(content.count, (b",", b"[", b"{")))
+    if count > MAX_JSON_VALUES:
+        raise ValueError(f"it has up to {count:,} values, and {MAX_JSON_VALUES:,} are allowed")
+    try:
+        return json.loads(content.decode("utf-8"), object_pairs_hook=object_pairs_hook)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
 
 
 def read_file_or_pipe(path: Path) -> bytes:

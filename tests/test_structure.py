@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "gguf_files": {"errors"},
     "engine": {"grammar", "layers", "backend", "errors"},
     "quantize": {"models", "layers", "backend", "checkpoint", "errors"},
-    "checkpoint": {"models", "gguf_files", "backend", "errors", "files"},
+    "checkpoint": {"models", "gguf_files", "backend", "worker_process", "errors", "files"},
     "models": {"layers", "backend", "errors"},
     "layers": {"backend", "errors"},
     "backend": {"cuda", "memory", "errors"},

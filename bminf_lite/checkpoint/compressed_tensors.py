@@ -26,7 +26,6 @@ So such a checkpoint has the ``quantization_status`` :data:`TRANSFORMED_STATUS`,
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +34,7 @@ import numpy as np
 
 from ..backend.rotation import MAX_ROTATION, is_rotation
 from ..errors import checkpoint_error
+from .name_patterns import NO_TARGETS, NameMatcher, Targets, pattern_problems
 from .recipe import Scheme
 
 INT8_FORMATS = ("int-quantized", "naive-quantized")
@@ -42,6 +42,9 @@ PACKED_FORMAT = "pack-quantized"
 OUTLIER_FORMAT = "bminf-lite-outlier-columns-1"
 """The number is the format's version."""
 CONV1D_FORMAT = "bminf-lite-conv1d-1"
+LINEAR = "Linear"
+"""The class that stands for all linear layers among targets."""
+MAX_GROUPS = 1_000
 TRANSFORMED_STATUS = "compressed; apply transform_config"
 READ_FORMATS = (*INT8_FORMATS, PACKED_FORMAT, OUTLIER_FORMAT, CONV1D_FORMAT)
 OUTLIERS = (".outlier_columns", ".outlier_weight")
@@ -56,7 +59,7 @@ class ConfigGroup:
     ``conv1d``: the layers are those that unquantized checkpoints store ``[in, out]``.
     """
 
-    targets: tuple[str, ...]
+    targets: Targets
     packed: bool
     dynamic: bool
     conv1d: bool = False
@@ -67,27 +70,32 @@ class InputTransform:
     """Layers whose inputs are rotated in blocks of ``block`` elements; ``name`` is the group's."""
 
     name: str
-    targets: tuple[str, ...]
-    ignore: tuple[str, ...]
+    targets: Targets
+    ignore: Targets
     block: int
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Which layers of a checkpoint are quantized, and how; ``outliers`` counts their columns that stay fp16."""
+    """Which layers of a checkpoint are quantized, and how; ``outliers`` counts their columns that stay fp16.
+
+    ``matcher`` knows the patterns of all targets. Methods raise :class:`CheckpointError` for patterns that take too
+    long.
+    """
 
     groups: tuple[ConfigGroup, ...]
-    ignore: tuple[str, ...] = ()
+    ignore: Targets = NO_TARGETS
     outliers: Mapping[str, int] = field(default_factory=dict)
     transforms: tuple[InputTransform, ...] = ()
+    matcher: NameMatcher = field(default_factory=NameMatcher, compare=False)
 
     def transforms_of(self, module: str) -> list[InputTransform]:
         """The transforms of a linear layer's input; more than one cannot be run."""
         return [
             transform
             for transform in self.transforms
-            if ("Linear" in transform.targets or any(_matches(target, module) for target in transform.targets))
-            and not any(_matches(target, module) for target in transform.ignore)
+            if (LINEAR in transform.targets.names or self.matcher.matches(transform.targets, module))
+            and not self.matcher.matches(transform.ignore, module)
         ]
 
     def rotation_of(self, module: str) -> int:
@@ -99,15 +107,11 @@ class QuantizationConfig:
 
         A target that names the layer has precedence over one that names its class, as in the format's other readers.
         """
-        if any(_matches(target, module) for target in self.ignore):
+        if self.matcher.matches(self.ignore, module):
             return None
-        by_name = (group for group in self.groups if any(_matches(target, module) for target in group.targets))
-        by_class = (group for group in self.groups if "Linear" in group.targets)
+        by_name = (group for group in self.groups if self.matcher.matches(group.targets, module))
+        by_class = (group for group in self.groups if LINEAR in group.targets.names)
         return next(by_name, None) or next(by_class, None)
-
-
-def _matches(target: str, module: str) -> bool:
-    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
 
 
 def parse_quantization(config: Mapping[str, Any], source: object) -> QuantizationConfig | None:
@@ -139,6 +143,9 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
     if not isinstance(raw_groups, dict) or not raw_groups:
         problems.append(f"quantization_config.config_groups must name at least one group, not {raw_groups!r}")
         raw_groups = {}
+    if len(raw_groups) > MAX_GROUPS:
+        problems.append(f"quantization_config.config_groups has {len(raw_groups):,} groups; {MAX_GROUPS:,} can be read")
+        raw_groups = {}
     for name, group in raw_groups.items():
         found = _parse_group(f"quantization_config.config_groups.{name}", group, raw.get("format"))
         if isinstance(found, ConfigGroup):
@@ -152,7 +159,10 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
         problems.append(f"quantization_config.outlier_columns must map layers to numbers of columns, not {outliers!r}")
     if problems:
         raise checkpoint_error(source, problems)
-    return QuantizationConfig(tuple(groups), tuple(ignore), outliers, tuple(transforms))
+    ignored = Targets(ignore)
+    targets = [ignored, *(g.targets for g in groups), *(t for of in transforms for t in (of.targets, of.ignore))]
+    matcher = NameMatcher((pattern for some in targets for pattern in some.patterns), source)
+    return QuantizationConfig(tuple(groups), ignored, outliers, tuple(transforms), matcher)
 
 
 def _parse_transforms(raw: object) -> tuple[list[InputTransform], list[str]]:
@@ -163,6 +173,8 @@ def _parse_transforms(raw: object) -> tuple[list[InputTransform], list[str]]:
     groups = raw.get("config_groups") if isinstance(raw, dict) else None
     if not isinstance(groups, dict):
         return [], [f"{where} must hold an object config_groups, not {raw!r}"]
+    if len(groups) > MAX_GROUPS:
+        return [], [f"{where}.config_groups has {len(groups):,} groups; {MAX_GROUPS:,} can be read"]
     transforms, problems = [], []
     for name, group in groups.items():
         place = f"{where}.config_groups.{name}"
@@ -186,7 +198,7 @@ def _parse_transforms(raw: object) -> tuple[list[InputTransform], list[str]]:
             problems += _target_problems(f"{place}.apply.targets", targets)
             problems += _target_problems(f"{place}.apply.ignore", ignore)
             if not problems:
-                transforms.append(InputTransform(name, tuple(targets), tuple(ignore), block))
+                transforms.append(InputTransform(name, Targets(targets), Targets(ignore), block))
     return transforms, problems
 
 
@@ -212,20 +224,13 @@ def _parse_group(where: str, group: object, default_format: object) -> ConfigGro
         problems.append(f"{where}.output_activations is set; quantized outputs cannot be run")
     if problems or not isinstance(targets, list):
         return problems
-    return ConfigGroup(tuple(targets), layout == PACKED_FORMAT, inputs is not None, layout == CONV1D_FORMAT)
+    return ConfigGroup(Targets(targets), layout == PACKED_FORMAT, inputs is not None, layout == CONV1D_FORMAT)
 
 
 def _target_problems(where: str, targets: object) -> list[str]:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         return [f"{where} must be a list of names, not {targets!r}"]
-    problems = []
-    for target in targets:
-        if target.startswith("re:"):
-            try:
-                re.compile(target[3:])
-            except re.error as error:
-                problems.append(f"{where}: {target!r} is not a regular expression ({error})")
-    return problems
+    return [f"{where}: {problem}" for problem in pattern_problems(targets)]
 
 
 def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[str]) -> list[str]:

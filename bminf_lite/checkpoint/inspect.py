@@ -50,11 +50,17 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if found is None:
         return None
     groups = [
-        {"targets": list(group.targets), "packed": group.packed, "activations": "int8" if group.dynamic else "float"}
+        {
+            "targets": list(group.targets.listed),
+            "packed": group.packed,
+            "activations": "int8" if group.dynamic else "float",
+        }
         for group in found.groups
     ]
-    transforms = [{"targets": list(t.targets), "ignore": list(t.ignore), "block": t.block} for t in found.transforms]
-    return {"groups": groups, "ignore": list(found.ignore), "input_rotations": transforms}
+    transforms = [
+        {"targets": list(t.targets.listed), "ignore": list(t.ignore.listed), "block": t.block} for t in found.transforms
+    ]
+    return {"groups": groups, "ignore": list(found.ignore.listed), "input_rotations": transforms}
 
 
 def _describe(checkpoint: Checkpoint, name: str) -> dict[str, Any]:

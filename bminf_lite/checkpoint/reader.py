@@ -12,7 +12,6 @@ wrong with the files in one error.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ import numpy as np
 from ..backend.quantization import HostWeight, Int8Weight, OutlierColumns
 from ..backend.stored_matrix import StoredMatrix
 from ..errors import CheckpointError, checkpoint_error
-from ..files import expand, read_small_file
+from ..files import expand, parse_json, read_small_file
 from ..gguf_files.header import find_gguf
 from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
@@ -34,6 +33,11 @@ from .manifest import DAMAGED_MANIFEST, FORMAT_VERSIONS, MANIFEST_FILE, file_rec
 from .safetensors_file import SafetensorsFile
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 from .torch_file import TorchFile
+
+MAX_CONFIG_BYTES = 1 << 24
+"""Of a file of settings; published ones have some thousand bytes."""
+MAX_LIST_BYTES = 1 << 27
+"""Of a file that lists tensors, at about 100 bytes (an index) or 500 bytes (a manifest) for each."""
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 """Where the weights are: the first of these that exists, or the shards of its ``.index.json``."""
@@ -66,7 +70,7 @@ class Checkpoint:
         self.tensors: Mapping[str, TensorInfo] = {k: v for file in files for k, v in file.tensors.items()}
         self._name_in_file = {name: name for name in self.tensors}
         self.generation_config = generation_config or _read_optional(path / "generation_config.json")
-        self.manifest = _read_optional(path / MANIFEST_FILE)
+        self.manifest = _read_optional(path / MANIFEST_FILE, MAX_LIST_BYTES)
         _check_manifest(path, self.manifest, files)
         self._checksums = self.manifest.get("checked_when_loaded") or {}
         self._derived: dict[str, DerivedTensor] = {}
@@ -264,23 +268,23 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; raises :class:`CheckpointError` if it does not exist or is something else."""
+def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON file of at most ``most`` bytes that holds an object; raises :class:`CheckpointError` for anything else."""
     try:
-        value = json.loads(read_small_file(path).decode("utf-8"))
+        value = parse_json(read_small_file(path, most))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: does not exist; copy it from the model's original folder") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path}: is not valid JSON ({error}); download or export it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
 
 
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+def _read_optional(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    return read_json(path, most) if path.exists() else {}
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
@@ -305,7 +309,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any], files: Sequence[Ten
 
 def _read_index(path: Path) -> dict[str, str]:
     """``weight_map`` of an index: tensor name -> file name, each a plain name inside the folder."""
-    weight_map = read_json(path).get("weight_map")
+    weight_map = read_json(path, MAX_LIST_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must map tensor names to files, not {weight_map!r}")
     problems = []

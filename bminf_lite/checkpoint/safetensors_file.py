@@ -7,16 +7,21 @@ name neither tensor nor value. A test compares both readers.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, checkpoint_error
+from ..files import parse_json
 from .tensor_file import DTYPES, TensorFile, TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's bound on the header."""
+MAX_NAME = 1_000
+"""Characters of a tensor's name."""
+MAX_DIMENSIONS = 32
+MAX_TENSORS = 1 << 17
+"""The most tensors in a file. The largest mixtures of experts have as many in all of their files."""
 
 
 class SafetensorsFile(TensorFile):
@@ -47,15 +52,21 @@ def _parse_header(path: Path, text: bytes, data_start: int, file_size: int) -> d
             result[name] = value
         return result
 
+    if text.count(b"{") > MAX_TENSORS + 2:  # the header itself and its metadata are objects too
+        problem = f"the header describes about {text.count(b'{'):,} tensors, and {MAX_TENSORS:,} are allowed"
+        raise CheckpointError(f"{path}: {problem}; split the file, or export it again")
     try:
-        header = json.loads(text.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text, unique)
+    except ValueError as error:
         raise CheckpointError(f"{path}: the header is not valid JSON ({error}); the file is damaged") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object; the file is damaged")
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
+        if len(name) > MAX_NAME:
+            problems.append(f"has a tensor whose name has {len(name):,} characters, and {MAX_NAME:,} are allowed")
+            continue
         info = _parse_entry(entry, path, data_start)
         if isinstance(info, str):
             problems.append(f"tensor {name!r}: {info}")
@@ -75,7 +86,7 @@ def _parse_entry(entry: object, path: Path, data_start: int) -> TensorInfo | str
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         return f"dtype {dtype!r} is not one of {', '.join(DTYPES)}"
-    if not _sizes(shape):
+    if not _sizes(shape) or len(shape) > MAX_DIMENSIONS:
         return f"shape {shape!r} is not a list of sizes"
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"data_offsets {offsets!r} is not a range"
@@ -87,7 +98,7 @@ def _parse_entry(entry: object, path: Path, data_start: int) -> TensorInfo | str
 
 
 def _sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in value)
 
 
 def _layout_problems(tensors: dict[str, TensorInfo], data_start: int, file_size: int) -> list[str]:

@@ -12,7 +12,7 @@ from ..files import expand, linkable_root, thread_count
 from .checksum import FileChecksums, FileRecord
 from .manifest import MANIFEST_FILE, file_records
 from .opened_model import open_model
-from .reader import read_json
+from .reader import MAX_LIST_BYTES, read_json
 
 Progress = Callable[[int, int, str], None]
 """Called with the bytes that are checked, their total and the name of a file."""
@@ -33,7 +33,9 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
     is missing, has changed or is a link that leads out, and for a folder without checksums.
     """
     path = expand(path)
-    manifest = read_json(path / MANIFEST_FILE) if path.is_dir() and (path / MANIFEST_FILE).is_file() else {}
+    manifest = (
+        read_json(path / MANIFEST_FILE, MAX_LIST_BYTES) if path.is_dir() and (path / MANIFEST_FILE).is_file() else {}
+    )
     recorded = file_records(manifest, path / MANIFEST_FILE)
     if not recorded:
         problem = f"has no checksums: {MANIFEST_FILE}, which migration writes, is missing or of an earlier version"

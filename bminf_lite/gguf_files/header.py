@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..errors import CheckpointError
+from ..errors import CheckpointError, checkpoint_error
+from .header_file import HeaderFile, HeaderProblem
 
 INSTALL = "pip install 'bminf-lite[gguf]'"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -97,15 +97,25 @@ def _read_part(path: Path, modified: int) -> GgufHeader:
     except ImportError:
         raise CheckpointError(f"{path}: reading GGUF needs the package gguf: {INSTALL}") from None
     try:
-        with np.errstate(over="ignore"):  # of offsets, which are checked when the tensors are opened
-            reader = gguf.GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {}
-        for tensor in reader.tensors:
-            shape = tuple(int(size) for size in reversed(tensor.shape))
-            offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
-            tensors[tensor.name] = GgufTensor(path, shape, tensor.tensor_type.name, offset, nbytes)
-    except Exception as error:  # the package checks little, so a damaged file raises anything
-        problem = f"is no GGUF file that the package gguf can read ({type(error).__name__}: {error})"
-        raise CheckpointError(f"{path}: {problem}; download it again") from error
-    return GgufHeader((path,), metadata, tensors)
+        header = HeaderFile(path)
+    except HeaderProblem as error:
+        raise CheckpointError(f"{path}: is no GGUF file that can be read: {error}; download it again") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    tensors, problems = {}, []
+    for name, entry in header.tensors.items():
+        try:
+            kind = gguf.GGMLQuantizationType(entry.type_number)
+        except ValueError:
+            problems.append(f"tensor {name!r} has type {entry.type_number}, which the package gguf does not know")
+            continue
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        count = math.prod(entry.shape)
+        if count % block_size or (entry.shape and entry.shape[-1] % block_size):
+            problems.append(f"tensor {name!r} {list(entry.shape)} has no whole blocks of {block_size} ({kind.name})")
+            continue
+        nbytes = count // block_size * block_bytes
+        tensors[name] = GgufTensor(path, entry.shape, kind.name, header.data_start + entry.offset, nbytes)
+    if problems:
+        raise checkpoint_error(path, problems, "download it again, or upgrade the package gguf")
+    return GgufHeader((path,), header.metadata, tensors)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bminf_lite.checkpoint.compressed_tensors import ConfigGroup, parse_quantization, quantization_config
+from bminf_lite.checkpoint.name_patterns import Targets
 from bminf_lite.checkpoint.recipe import Scheme
 from bminf_lite.errors import CheckpointError
 
@@ -52,7 +53,7 @@ R4 = ("transform_config", "config_groups", "R4")
 def test_a_published_configuration() -> None:
     for key in ("quantization_config", "compression_config"):
         parsed = parse_quantization({key: PUBLISHED}, "config.json")
-        assert parsed is not None and parsed.groups == (ConfigGroup(("Linear",), packed=False, dynamic=True),)
+        assert parsed is not None and parsed.groups == (ConfigGroup(Targets(["Linear"]), packed=False, dynamic=True),)
         assert parsed.group_of("lm_head") is None
         assert parsed.group_of("model.layers.0.mlp.up_proj") is parsed.groups[0]
     assert parse_quantization({}, "config.json") is None

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,30 @@ def test_a_home_folder_is_expanded_and_other_types_are_refused(
     open_checkpoint(f"~/{folder.name}").close()
     with pytest.raises(UsageError, match="path is 3, but must be the path of a folder"):
         open_checkpoint(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("config.json", b'{"x": [' + b"1," * (1 << 21) + b"1]}", "values, and 2,097,152 are allowed"),
+        ("config.json", b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nests too deeply"),
+        ("config.json", b'{"x": ' + b"1" * 5_000 + b"}", "is not valid JSON"),
+        ("config.json", b" " * (1 << 24) + b"{}", "it has 16,777,218 bytes, and 16,777,216 are allowed"),
+        ("generation_config.json", b'{"x":' + b"{" * 100_000, "is not valid JSON"),
+        ("bminf_lite.json", b'{"files": [' + b"0," * (1 << 21) + b"0]}", "values, and 2,097,152 are allowed"),
+        ("model.safetensors.index.json", b'{"x":' + b"[" * 100_000, "is not valid JSON"),
+    ],
+)  # fmt: skip
+def test_json_files_have_a_budget(make_checkpoint: MakeCheckpoint, name: str, content: bytes, problem: str) -> None:
+    folder = make_checkpoint(shards=2)
+    (folder / name).write_bytes(content)
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=rf"{name}.*{problem}"):
+        open_checkpoint(folder)
+    assert time.process_time() - start < 3
+
+
+def test_a_value_of_a_file_does_not_fill_the_screen(make_checkpoint: MakeCheckpoint) -> None:
+    with pytest.raises(CheckpointError, match=r"characters \.\.\.") as caught:
+        open_model(make_checkpoint(num_attention_heads=[1] * 100_000))
+    assert len(str(caught.value)) < 6_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,28 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "preadv", cut_and_read)
     with pytest.raises(CheckpointError, match="changed since it was opened"):
         file.read("a")
+
+
+def test_time_and_memory_are_bounded(tmp_path: Path) -> None:
+    """A header of 1.5 million tensors without bytes took 23 s."""
+    entries = b",".join(b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % i for i in range(1_500_000))
+    start = time.process_time()
+    path = write(tmp_path / "x.safetensors", b"{" + entries + b"}")
+    assert "describes about 1,500,001 tensors, and 131,072 are allowed" in message(path)
+    assert time.process_time() - start < 5  # most of it is writing the file
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ({"x" * 1001: entry(0, 0)}, "a tensor whose name has 1,001 characters, and 1,000 are allowed"),
+        ({"x": entry(0, 0, shape=[1 << 63])}, "is not a list of sizes"),
+        ({"x": entry(0, 0, shape=[1] * 33)}, "is not a list of sizes"),
+        ({"x": entry(0, 0, shape=[10**4000] * 30)}, "is not a list of sizes"),
+        (b'{"x":{"dtype":"U8","shape":[' + b"1," * (1 << 21) + b"1]}}", "values, and 2,097,152 are allowed"),
+        (b'{"x":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}", "it nests too deeply"),
+    ],
+)  # fmt: skip
+def test_absurd_entries_are_refused(tmp_path: Path, header: Any, problem: str) -> None:
+    found = message(write(tmp_path / "x.safetensors", header))
+    assert problem in found and len(found) < 10_000
