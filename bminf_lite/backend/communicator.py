@@ -11,13 +11,21 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from .values import Array
 
+T = TypeVar("T")
+
 WAIT_SECONDS = 600.0
-"""How long a simulated rank waits for the others: longer than any layer takes, so that one that failed is noticed."""
+"""How long a simulated rank waits for the others: longer than any layer takes, so that one that hangs is noticed."""
+
+
+class RankFailed(RuntimeError):
+    """Another rank has failed, so this one cannot go on."""
 
 
 class Communicator(Protocol):
@@ -34,8 +42,15 @@ class Communicator(Protocol):
     def all_reduce_add(self, x: Array) -> Array:
         """The sum of all ranks' ``x``, fp32 of one shape, added in the order of the ranks: ``(x0 + x1) + x2``.
 
-        Every rank calls this at the same places, and gets the same bits. ``x`` may be overwritten.
+        Every rank calls this at the same places, and gets the same bits. ``x`` may be overwritten. Raises
+        :class:`RankFailed` once a rank has called :meth:`abort`.
         """
+
+    def abort(self) -> None:
+        """Let no rank wait for this one, because it has failed."""
+
+    def reset(self) -> None:
+        """Begin anew after :meth:`abort`. No rank may be waiting, and one calls this for all."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,12 @@ class OneRank:
 
     def all_reduce_add(self, x: Array) -> Array:
         return x
+
+    def abort(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
 
 
 @dataclass
@@ -61,35 +82,80 @@ class _Meeting:
         self.arrays = [None] * self.tp_size
         self.barrier = threading.Barrier(self.tp_size, timeout=WAIT_SECONDS)
 
+    def wait(self) -> None:
+        """Wait until all ranks are here."""
+        try:
+            self.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise RankFailed("another rank has failed") from error
+
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """A rank that is a thread of this process. Its arrays are NumPy's.
-
-    If one rank :meth:`leaves <leave>`, waiting ranks and those that come later raise ``BrokenBarrierError``.
-    """
+    """A rank that is a thread of this process. Its arrays are NumPy's."""
 
     tp_rank: int
     tp_size: int
     _meeting: _Meeting
 
     def all_reduce_add(self, x: Array) -> Array:
-        meeting = self._meeting
-        meeting.arrays[self.tp_rank] = x
-        meeting.barrier.wait()
-        total = functools.reduce(operator.add, meeting.arrays)  # a new array, because the others read these
-        meeting.barrier.wait()
+        self._meeting.arrays[self.tp_rank] = x
+        self._meeting.wait()
+        total = functools.reduce(operator.add, self._meeting.arrays)  # a new array, because the others read these
+        self._meeting.wait()
         return total
 
-    def leave(self) -> None:
-        """Let no rank wait for this one, because it has failed."""
+    def abort(self) -> None:
         self._meeting.barrier.abort()
+
+    def reset(self) -> None:
+        self._meeting.barrier.reset()
 
 
 def simulated_ranks(tp_size: int) -> list[SimulatedRank]:
     """The connections of ``tp_size`` ranks, each for a thread."""
     meeting = _Meeting(tp_size)
     return [SimulatedRank(rank, tp_size, meeting) for rank in range(tp_size)]
+
+
+class RankThreads:
+    """Does the work of all ranks at once: the first one's in the caller's thread, that of each other in its own.
+
+    ``make_current`` has a function for each rank, which its own thread calls before its first work.
+    """
+
+    def __init__(self, ranks: Sequence[Communicator], make_current: Sequence[Callable[[], None]]):
+        self.ranks = ranks
+        self._threads = [ThreadPoolExecutor(1, "rank", initializer=start) for start in make_current[1:]]
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """``work`` of each rank's number. If one fails, the others are stopped, and its error is raised."""
+
+        def guarded(rank: int) -> T:
+            try:
+                return work(rank)
+            except BaseException:
+                self.ranks[rank].abort()
+                raise
+
+        others = [thread.submit(guarded, rank) for rank, thread in enumerate(self._threads, 1)]
+        errors: list[BaseException] = []
+        results: list[T] = []
+        try:
+            results.append(guarded(0))
+        except BaseException as failure:
+            errors.append(failure)
+        wait(others)
+        errors += [error for other in others if (error := other.exception()) is not None]
+        if errors:
+            self.ranks[0].reset()
+            raise next((error for error in errors if not isinstance(error, RankFailed)), errors[0])
+        return results + [other.result() for other in others]
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 def shard(count: int, ranks: Communicator) -> slice:

@@ -224,6 +224,12 @@ class TwinRank:
     def all_reduce_add(self, x: Any) -> Any:
         return x + x
 
+    def abort(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
 
 @PRODUCTS
 def test_all_reduce_add(backend, seed, rows, width, outputs, kind, function):

@@ -6,9 +6,8 @@ columns as there are ranks.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from tiny_models import (
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.communicator import OneRank, SimulatedRank, shard, simulated_ranks
+from bminf_lite.backend.communicator import Communicator, OneRank, RankThreads, shard, simulated_ranks
 from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.quantization import HostWeight, OutlierColumns, quantize_weight
 from bminf_lite.backend.rotation import rotated
@@ -71,23 +70,11 @@ each_case = pytest.mark.parametrize(
 )
 
 
-def on_ranks(ranks: Sequence[SimulatedRank], work: Callable[[SimulatedRank], T]) -> list[T]:
-    """Do the work of all ranks at once. A rank that fails leaves, and its error is raised."""
-
-    def of(rank: SimulatedRank) -> T:
-        try:
-            return work(rank)
-        except BaseException:
-            rank.leave()
-            raise
-
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        done = [threads.submit(of, rank) for rank in ranks]
-        errors = [error for future in done if (error := future.exception()) is not None]
-        for error in errors:
-            if not isinstance(error, threading.BrokenBarrierError):
-                raise error
-        return [future.result() for future in done]
+def on_ranks(ranks: Sequence[Communicator], work: Callable[[int], T]) -> list[T]:
+    """The work of all ranks at once."""
+    threads = RankThreads(ranks, [lambda: None] * len(ranks))
+    with closing(threads):
+        return threads.run(work)
 
 
 class Divided:
@@ -98,22 +85,22 @@ class Divided:
     ):
         self.ranks = simulated_ranks(tp_size)
 
-        def build(rank: SimulatedRank) -> TinyModel:
+        def build(rank: int) -> TinyModel:
             ops = Backend(dtype or np.float32)
-            ops.communicator = rank
+            ops.communicator = self.ranks[rank]
             return tiny_model(ops, config, weights, slots=2, int8_cache=int8_cache)
 
         self.models = on_ranks(self.ranks, build)
 
     def run(self, *rows: Sequence[int], **options: Any) -> np.ndarray:
-        logits = on_ranks(self.ranks, lambda rank: self.models[rank.tp_rank].run(*rows, **options))
+        logits = on_ranks(self.ranks, lambda rank: self.models[rank].run(*rows, **options))
         for others in logits[1:]:
             np.testing.assert_array_equal(others, logits[0], "every rank has the same logits")
         return logits[0]
 
     def read(self, *sources: Sequence[int]) -> None:
-        def read(rank: SimulatedRank) -> None:
-            model = self.models[rank.tp_rank]
+        def read(rank: int) -> None:
+            model = self.models[rank]
             assert isinstance(model, TinyEncoderDecoder)
             model.read(*sources)
 
@@ -255,7 +242,8 @@ def test_which_families_can_be_divided(family: str) -> None:
 def test_a_rank_holds_its_part() -> None:
     """Each rank has half of the matrices of a layer, and half of the heads of the cache."""
     config, sizes = LLAMA | {"intermediate_size": 512, "hidden_size": 512}, []
-    for rank in (OneRank(), simulated_ranks(TP_SIZE)[1]):
+    ranks: list[Communicator] = [OneRank(), simulated_ranks(TP_SIZE)[1]]
+    for rank in ranks:
         meta = MetaBackend()
         meta.communicator = rank
         models.find(config).Model(parse(config), RandomWeights(config, 1, quantized=True), meta)
@@ -267,19 +255,28 @@ def test_a_rank_holds_its_part() -> None:
 
 def test_sums_are_in_the_order_of_the_ranks() -> None:
     values = [np.float32(x) for x in (1e8, 1.0, -1e8, 3.0)]
-    sums = on_ranks(simulated_ranks(4), lambda rank: rank.all_reduce_add(np.full((2, 3), values[rank.tp_rank])))
+    ranks = simulated_ranks(4)
+    sums = on_ranks(ranks, lambda rank: ranks[rank].all_reduce_add(np.full((2, 3), values[rank])))
     expected = ((values[0] + values[1]) + values[2]) + values[3]
     assert expected == 3 and all((total == expected).all() for total in sums)
 
 
-def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
-    def work(rank: SimulatedRank) -> None:
-        if rank.tp_rank == 1:
-            raise MemoryError("no room")
-        rank.all_reduce_add(np.zeros(1, np.float32))
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_fails_stops_the_others(failing: int) -> None:
+    """Its own error is raised. Later work begins anew, and gets nothing of what failed."""
+    ranks = simulated_ranks(3)
 
-    with pytest.raises(MemoryError, match="no room"):
-        on_ranks(simulated_ranks(3), work)
+    def work(rank: int, fails: bool) -> float:
+        if fails and rank == failing:
+            raise MemoryError("no room")
+        return float(ranks[rank].all_reduce_add(np.float32(10 if fails else 1)))
+
+    threads = RankThreads(ranks, [lambda: None] * 3)
+    with closing(threads):
+        for _ in range(3):
+            with pytest.raises(MemoryError, match="no room"):
+                threads.run(lambda rank: work(rank, True))
+            assert threads.run(lambda rank: work(rank, False)) == [3.0] * 3
 
 
 def test_shards_are_runs_of_equal_length() -> None:
