@@ -36,7 +36,7 @@ from .quantization import (
     stack_outliers,
 )
 from .rotation import rotated
-from .sampling import NULL_ROW, SamplerState, score
+from .sampling import SamplerState, score
 from .sampling import sample as sample_tokens
 from .values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement
 
@@ -453,21 +453,14 @@ class Backend:
             out[rows] = self._attend(self._round(heads[rows]), keys, values, replace(spec, bias=None), causal=False)
         return self._round(out.reshape(q.shape))
 
-    def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
-        """Choose the next token of each sequence of a step, as :mod:`.sampling` defines it, from fp32 ``[B, vocab]``.
+    def sample(self, logits: Array, sampler: SamplerState) -> Array:
+        """Choose the next token of each row of a step, as :mod:`.sampling` defines it, from fp32 ``[B, vocab]``.
 
         Returns int32 ``[2, B]``, or ``[2 + 2 * MAX_LOGPROBS, B]`` in the variant ``FULL``: what ``Choice.packed`` says.
         Row 0 holds the tokens (-1 where no token can be chosen), row 1 the bits of their fp32 log-probabilities. The
-        sampler's state advances. A decoding ``batch`` is changed in place to the next one: its ``tokens`` are the
-        chosen tokens (0 for -1), and its ``context_lens`` grow by one; where the sampler's row is ``NULL_ROW``, both
-        stay.
+        sampler's state advances by the tokens that its sequences get.
         """
-        choice = sample_tokens(logits, sampler)
-        if batch is not None:
-            used = sampler.rows != NULL_ROW
-            batch.tokens[used] = np.maximum(choice.tokens, 0)[used]
-            batch.context_lens[used] += 1
-        return choice.packed()
+        return sample_tokens(logits, sampler).packed()
 
     def insert_last_tokens(self, tokens: Array, sampler: SamplerState) -> None:
         """Replace -1 among a step's first tokens by the newest token of its sequence, in place.

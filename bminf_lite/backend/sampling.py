@@ -23,6 +23,11 @@ vocabulary's size alone.
 
 A draw depends on the logits and on the sequence's own row of the table, never on its place in the step or on the rest
 of the batch: the generator is keyed by the seed, the sequence and its step.
+
+A step may check drafts, tokens that a sequence is expected to generate. Then the sequence has a row of logits behind its
+newest token and one behind each draft, and each row chooses as if the drafts before it had been generated: ``step`` has
+advanced by their number, the penalties count them, and the row has a mask of its own. The drafts that equal the choices
+are accepted, up to the first that differs. So the accepted choices are the tokens that the sequence gets without drafts.
 """
 
 from __future__ import annotations
@@ -99,14 +104,19 @@ class SamplerState:
     """Sampling parameters and progress of up to ``R - 1`` sequences, and which of them take part in a step.
 
     Arrays are those of any device. ``table`` is int32 ``[R, ROW_WORDS]``, a :data:`ROW` for each sequence; row
-    ``NULL_ROW`` belongs to none. ``rows`` is int32 ``[B]``: the rows of a step's sequences, each at most once, or
-    ``NULL_ROW`` where a sequence only pads the step. ``variant`` bounds what these rows need.
+    ``NULL_ROW`` belongs to none. ``rows`` is int32 ``[B]``: the rows of a step's sequences, or ``NULL_ROW``
+    where a sequence only pads the step. Without drafts, each occurs at most once. ``variant`` bounds what these rows need.
 
     The other arrays may be None while no row needs them. ``bias`` is int32 ``[R, 2, MAX_LOGIT_BIAS]``: for each row of
     ``table`` the ids of tokens, ascending, and the bits of what is added to their logits, fp32. ``counts`` is int32
     ``[C, V]``: how often each token was generated, plus ``PROMPT_FLAG`` where the prompt holds it. ``masks`` is uint32
     ``[M, ceil(V / 32)]``: token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set. A row of the table names
     its row of ``counts`` and of ``masks``, so that only sequences that need one take its memory.
+
+    A step that checks drafts has ``offsets`` and ``drafts``, int32 ``[B]``; else both are None. Then a sequence has one or
+    more consecutive rows with the offsets 0, 1, 2, ..., and the same entry of ``rows``. A row with the offset ``j > 0``
+    follows the draft ``drafts[b]``, and those of the ``j - 1`` rows before it that have drafts. Its mask is the ``j``-th
+    behind the one that the table names.
 
     ``sample`` changes ``table`` and ``counts`` in place. Nothing of a step's geometry depends on their contents, so a
     captured step stays valid while rows are written.
@@ -118,6 +128,8 @@ class SamplerState:
     bias: Array = None
     counts: Array = None
     masks: Array = None
+    offsets: Array = None
+    drafts: Array = None
 
     @property
     def columns(self) -> np.ndarray:
@@ -127,8 +139,15 @@ class SamplerState:
 
     def map(self, function: Callable[[Array], Array]) -> SamplerState:
         """The state with ``function`` applied to each of its arrays: to copy them, or to move them to a device."""
-        names = [n for n in ("table", "rows", "bias", "counts", "masks") if getattr(self, n) is not None]
-        return replace(self, **{name: function(getattr(self, name)) for name in names})
+        names = ("table", "rows", "bias", "counts", "masks", "offsets", "drafts")
+        return replace(self, **{n: function(getattr(self, n)) for n in names if getattr(self, n) is not None})
+
+    def drafts_before(self, row: int) -> np.ndarray:
+        """The drafts that row ``row`` of a step follows, in order. For NumPy arrays."""
+        if self.drafts is None:
+            return np.zeros(0, np.int32)
+        drafts: np.ndarray = self.drafts[row - self.offsets[row] + 1 : row + 1]
+        return drafts
 
 
 @dataclass(frozen=True)
@@ -266,14 +285,16 @@ def state_of(sequences: Sequence[SequenceSampling], vocab_size: int) -> SamplerS
 
 
 def sample(logits: np.ndarray, state: SamplerState) -> Choice:
-    """The next token of each sequence of a step, from fp32 logits ``[B, V]``.
+    """The next token of each row of a step, from fp32 logits ``[B, V]``.
 
     A row from which no token can be chosen (a NaN among its logits, or a maximum of +inf or -inf after step 1) gives
     the token -1 and the log-probability NaN. A row that is ``NULL_ROW`` gives the same, and nothing of it changes.
-    Advances ``step`` and ``last_token`` of the others, and counts the chosen tokens in ``state.counts``.
+    Advances ``step`` and ``last_token`` of the others, and counts the chosen tokens in ``state.counts``: of a sequence
+    with drafts, the tokens of the rows up to the first whose choice is not the next row's draft.
     """
     columns, used = state.columns, state.rows != NULL_ROW
     own = columns[state.rows]
+    steps = own["step"] if state.offsets is None else own["step"] + state.offsets
     with np.errstate(over="ignore", invalid="ignore"):
         x = adjust(logits, state)
         largest = x.max(axis=1)
@@ -282,35 +303,68 @@ def sample(logits: np.ndarray, state: SamplerState) -> Choice:
         drawn = np.flatnonzero(valid & (own["temperature"] > 0))
         if drawn.size:
             w = weights(x[drawn], largest[drawn], own["temperature"][drawn])
-            uniform = random_words(own["seed"][drawn], own["sequence"][drawn], own["step"][drawn])
+            uniform = random_words(own["seed"][drawn], own["sequence"][drawn], steps[drawn])
             for i, b in enumerate(drawn):
                 keep(w[i], x[b], int(own["top_k"][b]), float(own["top_p"][b]), float(own["min_p"][b]))
                 tokens[b] = draw(w[i], int(uniform[i]))
         choice = report(logits, tokens, own["num_logprobs"])
-    columns["step"][state.rows[used]] += 1
-    columns["last_token"][state.rows[used]] = np.maximum(tokens, 0)[used]
-    counted = valid & (own["count_row"] >= 0)
-    if counted.any():
-        state.counts[own["count_row"][counted], tokens[counted]] += 1
+    commit(tokens, state)
     return choice if state.variant == SamplerVariant.FULL else Choice(choice.tokens, choice.logprobs)
+
+
+def commit(tokens: np.ndarray, state: SamplerState) -> None:
+    """Advance the table and the counts by what a step has chosen, ``tokens`` int32 ``[B]``, -1 for none."""
+    accepted = accepted_rows(tokens, state)
+    rows = state.rows[accepted]
+    np.add.at(state.columns["step"], rows, 1)
+    state.columns["last_token"][rows] = np.maximum(tokens[accepted], 0)  # the last of equal rows stays
+    count_rows = state.columns["count_row"][rows]
+    counted = (tokens[accepted] >= 0) & (count_rows >= 0)
+    if counted.any():
+        np.add.at(state.counts, (count_rows[counted], tokens[accepted][counted]), 1)
+
+
+def accepted_rows(tokens: np.ndarray, state: SamplerState) -> np.ndarray:
+    """The numbers of the rows of a step whose ``tokens`` int32 ``[B]`` the sequences get, ascending.
+
+    A row without drafts before it is accepted, and a row behind a draft if the row before it is and has chosen that
+    draft. Rows that are ``NULL_ROW`` are not.
+    """
+    used = state.rows != NULL_ROW
+    if state.offsets is None:
+        return np.flatnonzero(used)
+    accepted = np.zeros(len(tokens), bool)
+    for b in np.flatnonzero(used):
+        accepted[b] = state.offsets[b] == 0 or (accepted[b - 1] and tokens[b - 1] == state.drafts[b])
+    return np.flatnonzero(accepted)
+
+
+def num_accepted(tokens: Sequence[int], drafts: Sequence[int]) -> int:
+    """How many leading ``drafts`` equal the ``tokens`` that were chosen at their places."""
+    return next((i for i, (token, draft) in enumerate(zip(tokens, drafts, strict=False)) if token != draft), len(drafts))
 
 
 def adjust(logits: np.ndarray, state: SamplerState) -> np.ndarray:
     """Step 1: fp32 ``[B, V]``; the logits themselves if nothing changes them."""
     own = state.columns[state.rows]
-    early = own["step"] < own["min_tokens"]
+    offsets = np.zeros(len(own), np.int32) if state.offsets is None else state.offsets
+    early = own["step"] + offsets < own["min_tokens"]
     changed = (own["num_bias"] > 0) | (own["count_row"] >= 0) | (own["mask_row"] >= 0) | early
     if not changed.any():
         return logits
     adjusted = logits.copy()
-    for x, row, parameters, is_early in zip(adjusted, state.rows, own, early, strict=True):
+    for b, (x, row, parameters, is_early) in enumerate(zip(adjusted, state.rows, own, early, strict=True)):
         if parameters["num_bias"] > 0:
             tokens, bits = state.bias[row, :, : parameters["num_bias"]]
             x[tokens] += bits.view(np.float32)
         if parameters["count_row"] >= 0:
-            penalise(x, state.counts[parameters["count_row"]], parameters)
+            counts = state.counts[parameters["count_row"]]
+            if offsets[b]:
+                counts = counts + np.bincount(state.drafts_before(b), minlength=x.size).astype(np.int32)
+            penalise(x, counts, parameters)
         if parameters["mask_row"] >= 0:
-            bits = np.unpackbits(state.masks[parameters["mask_row"]].view(np.uint8), count=x.size, bitorder="little")
+            mask = state.masks[parameters["mask_row"] + offsets[b]]
+            bits = np.unpackbits(mask.view(np.uint8), count=x.size, bitorder="little")
             forbid(x, np.flatnonzero(bits == 0))
         if is_early:
             forbid(x, parameters["end_tokens"][parameters["end_tokens"] >= 0])

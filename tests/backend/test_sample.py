@@ -12,7 +12,7 @@ import pytest
 from checked import repeats
 from hypothesis import given
 from hypothesis import strategies as st
-from random_values import SEEDS, make_batch, random_sampler
+from random_values import SEEDS, random_sampler
 from tolerances import assert_close
 
 from bminf_lite.backend import sampling
@@ -47,10 +47,9 @@ def padded(backend: Backend, logits: np.ndarray) -> Any:
 def check_sample(backend: Backend, draws: list[np.ndarray], state: SamplerState) -> None:
     """Draw once from each of several logits: tokens equal, log-probabilities close, state and step advanced alike."""
     expected_state, device_state, count = state.map(np.copy), state.map(backend.array), len(draws[0])
-    batch, used = make_batch(backend, [1] * count, [7] * count), state.rows != NULL_ROW
-    for i, logits in enumerate(draws):
-        before, (tokens, logprobs, *top) = backend.host(batch.tokens).copy(), sampling.sample(logits, expected_state)
-        result = backend.host(backend.sample(padded(backend, logits), device_state, batch)).copy()
+    for logits in draws:
+        tokens, logprobs, *top = sampling.sample(logits, expected_state)
+        result = backend.host(backend.sample(padded(backend, logits), device_state)).copy()
         assert result.dtype == np.int32 and result.shape == (2 + 2 * MAX_LOGPROBS * (top[0] is not None), count)
         found = Choice.unpack(result)
         np.testing.assert_array_equal(found.tokens, tokens)
@@ -61,8 +60,6 @@ def check_sample(backend: Backend, draws: list[np.ndarray], state: SamplerState)
             assert_close(found.top_logprobs, top[1], "logprob", np.float32, 1 + spread[:, None])
             same = (found.top_tokens == tokens[:, None]) & (tokens >= 0)[:, None]
             np.testing.assert_array_equal(found.top_logprobs[same], found.logprobs[same.any(axis=1)])
-        np.testing.assert_array_equal(backend.host(batch.tokens), np.where(used, np.maximum(tokens, 0), before))
-        np.testing.assert_array_equal(backend.host(batch.context_lens), 7 + (i + 1) * used)
     np.testing.assert_array_equal(backend.host(device_state.table), expected_state.table)
     if state.counts is not None:
         np.testing.assert_array_equal(backend.host(device_state.counts), expected_state.counts)
@@ -91,15 +88,56 @@ def test_sample_that_is_known_to_be_greedy(backend, seed, count, vocab):
     check_sample(backend, [logits] * 3, dataclasses.replace(state, variant=SamplerVariant.GREEDY))
 
 
-def test_sample_without_a_step(backend):
-    """As after a prefill: the state advances all the same."""
-    rng = np.random.default_rng(0)
-    logits, state = rng.standard_normal((3, 50)).astype(np.float32), random_sampler(rng, 3, 50, True)
-    expected_state, device_state = state.map(np.copy), state.map(backend.array)
-    tokens = sampling.sample(logits, expected_state).tokens
-    result = backend.host(backend.sample(backend.array(logits), device_state))
-    np.testing.assert_array_equal(result[0], tokens)
-    np.testing.assert_array_equal(backend.host(device_state.table), expected_state.table)
+def plain_choices(state: SamplerState, row: int, logits: np.ndarray) -> list[Choice]:
+    """The choices of a sequence in steps without drafts, the ``j``-th with the ``j``-th mask behind the table's."""
+    choices, own = [], state.columns[row]
+    own_mask = own["mask_row"].copy()
+    for j in range(len(logits)):
+        own["mask_row"] = -1 if own_mask < 0 else own_mask + j
+        alone = dataclasses.replace(state, rows=np.array([row], np.int32))
+        choices.append(sampling.sample(logits[j : j + 1], alone))
+        if choices[-1].tokens[0] < 0:
+            break
+    own["mask_row"] = own_mask
+    return choices
+
+
+@given(SEEDS, st.integers(1, 4), VOCABULARIES, st.booleans())
+def test_drafts_get_the_tokens_of_steps_without_drafts(backend, seed, count, vocab, full):
+    """Drafts are right for a while, then wrong. Tokens, log-probabilities and the state are those of plain steps."""
+    rng, most = np.random.default_rng(seed), 4
+    state = random_sampler(rng, count, vocab, full)
+    if state.masks is not None:
+        masks = rng.integers(0, 2**32, (len(state.masks) * (most + 1), state.masks.shape[1]), np.uint32)
+        state = dataclasses.replace(state, masks=masks | np.uint32(1))
+        state.columns["mask_row"][state.columns["mask_row"] > 0] *= most + 1
+    before, plain = state.map(np.copy), state
+    logits, rows, offsets, drafts, expected = [], [], [], [], []
+    for row in state.rows.tolist():
+        num_drafts = 0 if row == NULL_ROW else int(rng.integers(0, most + 1))
+        num_right = num_drafts if vocab == 1 else int(rng.integers(0, num_drafts + 1))
+        own = np.rint(rng.standard_normal((num_drafts + 1, vocab)) * 2).astype(np.float32)
+        choices = [] if row == NULL_ROW else plain_choices(plain, row, own[: num_right + 1])
+        tokens = [int(choice.tokens[0]) for choice in choices]
+        right = tokens[:num_right] if min(tokens, default=0) >= 0 else tokens[:-1]
+        wrong = [(tokens[-1] + 1) % vocab] * (num_drafts - len(right)) if tokens else []
+        expected += [(len(rows) + j, choice) for j, choice in enumerate(choices)]
+        logits.append(own)
+        drafts += [0, *right, *wrong]
+        rows += [row] * (num_drafts + 1)
+        offsets += range(num_drafts + 1)
+    in_step = (np.array(x, np.int32) for x in (rows, offsets, drafts))
+    checked = dataclasses.replace(before, **dict(zip(("rows", "offsets", "drafts"), in_step, strict=True)))
+    device_state = checked.map(backend.array)
+    found = Choice.unpack(backend.host(backend.sample(padded(backend, np.concatenate(logits)), device_state)))
+    for place, choice in expected:
+        assert found.tokens[place] == choice.tokens[0]
+        assert_close(found.logprobs[place], choice.logprobs[0], "logprob", np.float32, 12)
+        if choice.top_tokens is not None:
+            np.testing.assert_array_equal(found.top_tokens[place], choice.top_tokens[0])
+    np.testing.assert_array_equal(backend.host(device_state.table), plain.table)
+    if plain.counts is not None:
+        np.testing.assert_array_equal(backend.host(device_state.counts), plain.counts)
 
 
 @given(SEEDS, st.integers(1, 40), st.sampled_from([31, 256, 2500]))

@@ -579,22 +579,21 @@ class CudaBackend(Backend):
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
-    def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
+    def sample(self, logits: Array, sampler: SamplerState) -> Array:
         logits = self.arrays.padded(logits)
         rows, vocab = logits.shape
         variant = sampler.variant
         greedy, adjusted, full = variant == variant.GREEDY, variant >= variant.ADJUST, variant == variant.FULL
-        arrays = sampler.rows, sampler.table, sampler.bias, sampler.counts, sampler.masks
+        step_arrays = sampler.rows, sampler.offsets, sampler.drafts
+        arrays = *step_arrays, sampler.table, sampler.bias, sampler.counts, sampler.masks
         scratch = self._sampler_scratch(rows, vocab, greedy)
         result = self.arrays.empty((2 + 2 * MAX_LOGPROBS * full, rows), np.int32)
-        tokens, context_lens = (batch.tokens.data.ptr, batch.context_lens.data.ptr) if batch is not None else (0, 0)
         self.kernels.sampler.launch(
             logits.data.ptr, pitch_of(logits), rows, vocab, [address(x) for x in arrays], result.data.ptr,
-            tokens, context_lens, scratch.data.ptr, self.stream.ptr, greedy, adjusted, full,
+            scratch.data.ptr, self.stream.ptr, greedy, adjusted, full,
         )  # fmt: skip
         if adjusted:
             self._sampled.record(self.stream)
-        self.kernels.end_step()
         return result
 
     def insert_last_tokens(self, tokens: Array, sampler: SamplerState) -> None:

@@ -12,6 +12,7 @@ from bminf_lite.backend.sampling import (
     SamplerState,
     SamplerVariant,
     adjust,
+    commit,
     report,
     sample,
     score,
@@ -32,10 +33,13 @@ def state_of(call: Call) -> SamplerState:
     vocab, full, rows = call.vocab, bool(call.number("ADJUSTED")), call.vector("rows", batch_of(call), np.int32)
     call.require(bool((rows >= 0).all()), "a row is negative")
     used = rows[rows != NULL_ROW]
-    call.require(len(set(used.tolist())) == len(used), "two sequences share a row")
+    offsets, drafts = (call.vector(n, batch_of(call), np.int32) if call.offsets else None for n in ("offsets", "drafts"))
+    firsts = used if offsets is None else rows[(rows != NULL_ROW) & (offsets == 0)]
+    call.require(len(set(firsts.tolist())) == len(firsts), "two sequences share a row")
     size = int(rows.max()) + 1
     table = call.rows("table", size, ROW_WORDS, ROW_WORDS, np.int32, 128)
-    state = SamplerState(table, rows, SamplerVariant.FULL if full else SamplerVariant.DRAW)
+    variant = SamplerVariant.FULL if full else SamplerVariant.DRAW
+    state = SamplerState(table, rows, variant, offsets=offsets, drafts=drafts)
     own = state.columns[rows]
     changed = (own["num_bias"] > 0) | (own["count_row"] >= 0) | (own["mask_row"] >= 0) | (own["num_logprobs"] > 0)
     call.require(full or not (changed | (own["step"] < own["min_tokens"])).any(), "a row needs the variant FULL")
@@ -43,7 +47,7 @@ def state_of(call: Call) -> SamplerState:
         state.bias = call.tensor("bias", (size, 2, MAX_LOGIT_BIAS), np.int32)
     if (count_rows := int(own["count_row"].max()) + 1) > 0:
         state.counts = call.vector("counts", count_rows * vocab, np.int32).reshape(-1, vocab)
-    if (mask_rows := int(own["mask_row"].max()) + 1) > 0:
+    if (mask_rows := int(own["mask_row"].max()) + 1 + (0 if offsets is None else int(offsets.max()))) > 0:
         words = -(-vocab // 32)
         state.masks = call.vector("masks", mask_rows * words, np.uint32).reshape(-1, words)
     return state
@@ -77,19 +81,17 @@ def result_rows(call: Call, rows: int) -> np.ndarray:
 
 
 def finish(call: Call, logits: np.ndarray, state: SamplerState, sequences: np.ndarray) -> None:
-    """Choose tokens for some sequences, and write all that follows from that."""
+    """Choose tokens for some rows, and write all that follows from that; with drafts, their commit follows later."""
     if not sequences.size:
         return
-    choice = sample(np.array(logits[sequences]), SamplerState(
-        state.table, state.rows[sequences], state.variant, state.bias, state.counts, state.masks
-    ))  # fmt: skip
     result = result_rows(call, 2)
-    result[0, sequences], result[1, sequences] = choice.tokens, choice.logprobs.view(np.int32)
-    used = sequences[state.rows[sequences] != NULL_ROW]
-    if call.tokens:
-        call.vector("tokens", batch_of(call), np.int32)[used] = np.maximum(result[0, used], 0)
-    if call.context_lens:
-        call.vector("context_lens", batch_of(call), np.int32)[used] += 1
+    if state.offsets is None:
+        own = SamplerState(state.table, state.rows[sequences], state.variant, state.bias, state.counts, state.masks)
+        choice = sample(np.array(logits[sequences]), own)
+        result[0, sequences], result[1, sequences] = choice.tokens, choice.logprobs.view(np.int32)
+        return
+    choice = sample(np.array(logits), state.map(np.copy))
+    result[0, sequences], result[1, sequences] = choice.tokens[sequences], choice.logprobs.view(np.int32)[sequences]
 
 
 @model
@@ -152,3 +154,16 @@ def insert_last_tokens(call: Call) -> None:
     table = call.rows("table", int(rows.max()) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
     newest = SamplerState(table, rows, SamplerVariant.FULL).columns["last_token"][rows]
     tokens[...] = np.where(tokens < 0, newest, tokens)
+
+
+@model
+def commit_drafts(call: Call) -> None:
+    call.require(call.threads >= call.batch, "blocks are missing")
+    choice, rows, offsets, drafts = (
+        call.vector(name, call.batch, np.int32) for name in ("choice", "rows", "offsets", "drafts")
+    )
+    table = call.rows("table", int(rows.max()) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
+    state = SamplerState(table, rows, SamplerVariant.FULL, offsets=offsets, drafts=drafts)
+    if (count_rows := int(state.columns["count_row"][rows].max()) + 1) > 0:
+        state.counts = call.vector("counts", count_rows * call.vocab, np.int32).reshape(-1, call.vocab)
+    commit(choice, state)

@@ -18,6 +18,7 @@
 //
 //   token_logprobs      log-probabilities of given tokens and of the most likely ones
 //   insert_last_tokens  the tokens that a step chose, as the input of the next
+//   commit_drafts       updates the sequences of a step that checks drafts by what they get
 //
 // The scratch memory must be zero before the first launch; the counters in it are zero again after each.
 #include "sampling/sample.cuh"
@@ -193,6 +194,25 @@ __global__ void __launch_bounds__(THREADS)
     launch_dependent_grids();
     const int i = blockIdx.x * THREADS + threadIdx.x;
     if (i < count && tokens[i] < 0) tokens[i] = table[rows[i]].last_token;
+}
+
+// Updates the sequences of a step of `batch` rows that checks drafts: a thread for each row without drafts before it. A
+// sequence gets the choices of its rows up to the first that is not the next row's draft.
+__global__ void __launch_bounds__(THREADS) commit_drafts(
+    const int* choice, const int* rows, const int* offsets, const int* drafts, SamplerRow* table, int* counts,
+    int vocab, int batch) {
+    wait_on_dependent_grids();
+    launch_dependent_grids();
+    const int first = blockIdx.x * THREADS + threadIdx.x;
+    if (first >= batch || offsets[first] != 0 || rows[first] == NULL_ROW) return;
+    SamplerRow& row = table[rows[first]];
+    int end = first, token;
+    do {
+        token = choice[end++];
+        if (token >= 0 && counts && row.count_row >= 0) ++counts[size_t(row.count_row) * vocab + token];
+    } while (end < batch && offsets[end] != 0 && token == drafts[end]);
+    row.step += end - first;
+    row.last_token = max(token, 0);
 }
 
 // ---- in which buckets top-k and top-p end ------------------------------------------------------------------------
@@ -480,7 +500,7 @@ __global__ void __launch_bounds__(THREADS, ADJUSTED ? 2 : 3) draw_token(const Ar
     const Sum over_row = sum_over_block(weight);
     unsigned rest;
     const SamplerRow& sequence = a.table[table_row];
-    const unsigned word = random_word(sequence.seed, sequence.sequence, sequence.step);
+    const unsigned word = random_word(sequence.seed, sequence.sequence, sequence.step + a.offset());
     u64 position = scaled_down(word, over_row.total, rest);
     if (over_row.before <= position && position < over_row.before + weight) {
         int chunk = begin;

@@ -64,23 +64,27 @@ struct MaxLogSumExp {
     float top, sum;
 };
 
-// The parameters of all kernels. logits: [B, pitch]; rows: [B], each sequence's row of table; table, bias, counts and
-// masks as in SamplerState; result: [2 or 2 + 2 * MAX_LOGPROBS, result_pitch], as Choice.packed says; tokens and
-// context_lens: [B]. Pointers that nothing needs may be null.
+// The parameters of all kernels. logits: [B, pitch]; rows: [B], each sequence's row of table; offsets and drafts: [B],
+// null in a step without drafts; table, bias, counts and masks as in SamplerState; result: [2 or 2 + 2 * MAX_LOGPROBS,
+// result_pitch], as Choice.packed says; tokens: [B], what token_logprobs scores. Pointers that nothing needs may be
+// null.
 struct Arguments {
     const float* logits;
-    const int* rows;
+    const int *rows, *offsets, *drafts;
     SamplerRow* table;
     const int* bias;
     int* counts;
     const unsigned* masks;
-    int *result, *tokens, *context_lens;
+    int* result;
+    const int* tokens;
     char* scratch;
     u64 scratch_pitch;
     int vocab, pitch, chunks, result_pitch;
 
     // The row of table of this block's sequence.
     __device__ int table_row() const { return rows[blockIdx.y]; }
+    // How many drafts this block's row follows.
+    __device__ int offset() const { return offsets ? offsets[blockIdx.y] : 0; }
     // The sequence's part of the scratch, scratch_pitch bytes from that of the next: in this order
     __device__ char* own_scratch() const { return scratch + blockIdx.y * scratch_pitch; }
     __device__ Row& row() const { return *reinterpret_cast<Row*>(own_scratch()); }
@@ -181,6 +185,7 @@ __device__ __forceinline__ float forbidden(float x) { return x < INF_F ? -INF_F 
 // Step 1 of the definition for the ids from `first` on.
 __device__ __forceinline__ void adjust(const Arguments& a, int table_row, int first, float (&x)[EACH]) {
     const SamplerRow& row = a.table[table_row];
+    const int offset = a.offset();
     if (row.num_bias > 0) {
         const int* const ids = a.bias + size_t(table_row) * 2 * MAX_LOGIT_BIAS;
         int entry = 0, end = row.num_bias;  // of the first id that is not before `first`
@@ -202,17 +207,20 @@ __device__ __forceinline__ void adjust(const Arguments& a, int table_row, int fi
         const int* const counts = a.counts + size_t(row.count_row) * a.vocab;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (first + i < a.vocab)
+            if (first + i < a.vocab) {
+                int count = counts[first + i];
+                for (int back = 0; back < offset; ++back) count += a.drafts[blockIdx.y - back] == first + i;
                 x[i] = penalised(
-                    x[i], counts[first + i], row.repetition_penalty, row.presence_penalty, row.frequency_penalty);
+                    x[i], count, row.repetition_penalty, row.presence_penalty, row.frequency_penalty);
+            }
     }
     if (row.mask_row >= 0 && first < a.vocab) {
-        const unsigned word = a.masks[size_t(row.mask_row) * ((a.vocab + 31) / 32) + first / 32] >> first % 32;
+        const unsigned word = a.masks[size_t(row.mask_row + offset) * ((a.vocab + 31) / 32) + first / 32] >> first % 32;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
             if (!(word >> i & 1)) x[i] = forbidden(x[i]);
     }
-    if (row.step < row.min_tokens)
+    if (row.step + offset < row.min_tokens)
         for (int entry = 0; entry < MAX_END_TOKENS; ++entry)
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
@@ -295,18 +303,16 @@ __device__ __forceinline__ void write_choice(const Arguments& a, int token, floa
     a.result[a.result_pitch + blockIdx.y] = __float_as_int(logprob);
 }
 
-// Writes the choice of a sequence and updates its state: counts, step, last_token, tokens and context_lens. Called by
-// one thread. Atomics whose result is unused do not stall it.
+// Writes the choice of a row, and in a step without drafts updates the sequence's state: counts, step, last_token. Called
+// by one thread. Atomics whose result is unused do not stall it.
 __device__ __forceinline__ void finish_row(const Arguments& a, int table_row, int token, float top, float log_sum) {
     SamplerRow& row = a.table[table_row];
     float logprob = NAN_F;
-    if (token >= 0) {
-        logprob = log_probability(a.logits[size_t(blockIdx.y) * a.pitch + token], top, log_sum);
-        if (a.counts && row.count_row >= 0) atomicAdd(&a.counts[size_t(row.count_row) * a.vocab + token], 1);
-    }
+    if (token >= 0) logprob = log_probability(a.logits[size_t(blockIdx.y) * a.pitch + token], top, log_sum);
     write_choice(a, token, logprob);
+    if (a.offsets) return;  // commit_drafts updates it
+    if (token >= 0 && a.counts && row.count_row >= 0)
+        atomicAdd(&a.counts[size_t(row.count_row) * a.vocab + token], 1);
     atomicAdd(&row.step, 1);
     row.last_token = max(token, 0);
-    if (a.tokens) a.tokens[blockIdx.y] = max(token, 0);
-    if (a.context_lens) atomicAdd(&a.context_lens[blockIdx.y], 1);
 }

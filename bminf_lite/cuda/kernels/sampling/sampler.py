@@ -1,7 +1,7 @@
 """Sampling on the GPU: the same tokens as :mod:`bminf_lite.backend.sampling`, without a round trip to the host.
 
-Greedy sampling takes one launch, drawing takes four, and the most likely tokens a fifth. A launch covers all rows,
-which may mix what they need. Launches may be captured into a graph.
+Greedy sampling takes one launch, drawing takes four, the most likely tokens one more, and so do drafts. A launch covers
+all rows, which may mix what they need. Launches may be captured into a graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..sources import SOURCES
 SOURCE = "sampling/sample.cu"
 DRAWING = ("best_token", "histogram", "cut_tail", "draw_token")
 """Each with and without ADJUSTED: whether biases, penalties and masks may change logits."""
-OTHERS = ("top_logprobs", "token_logprobs", "insert_last_tokens")
+OTHERS = ("top_logprobs", "token_logprobs", "insert_last_tokens", "commit_drafts")
 PART_BYTES = 16 * CHUNK // PART
 """Bytes of scratch for the parts of a chunk."""
 BLOCK_CHUNKS = THREADS // 32 * PART // CHUNK
@@ -66,6 +66,10 @@ class Sampler:
     def _insert_last_tokens(self) -> Kernel:
         return self._module.kernel("insert_last_tokens")
 
+    @functools.cached_property
+    def _commit_drafts(self) -> Kernel:
+        return self._module.kernel("commit_drafts")
+
     @staticmethod
     def scratch_bytes(batch: int, vocab: int, greedy: bool) -> int:
         """Bytes of scratch for :meth:`launch`, at an address that is a multiple of 16.
@@ -77,35 +81,37 @@ class Sampler:
 
     def launch(
         self, logits: int, pitch: int, batch: int, vocab: int, state: Sequence[int], result: int,
-        tokens: int, context_lens: int, scratch: int, stream: int, greedy: bool, adjusted: bool,
-        full: bool,
+        scratch: int, stream: int, greedy: bool, adjusted: bool, full: bool,
     ) -> None:  # fmt: skip
-        """Choose the next token of each sequence and advance the state; every array is given by its address on the GPU.
+        """Choose the next token of each row and advance the state; every array is given by its address on the GPU.
 
         ``logits`` is fp32 ``[batch, vocab]`` with rows ``pitch`` elements apart, a multiple of 4, the first at a
         multiple of 16 bytes; ``batch`` up to 65,535, ``vocab`` up to :data:`MAX_VOCAB`. ``state`` holds ``rows``,
-        ``table``, ``bias``, ``counts`` and ``masks`` of a ``SamplerState``, 0 for None. ``result`` int32 gets what
-        ``Choice.packed`` says. Unless they are 0, ``tokens`` int32 ``[batch]`` gets the tokens too, with 0 for -1, and
-        ``context_lens`` int32 ``[batch]`` grows by one, but neither for the null row.
+        ``offsets``, ``drafts``, ``table``, ``bias``, ``counts`` and ``masks`` of a ``SamplerState``, 0 for None.
+        ``result`` int32 gets what ``Choice.packed`` says.
 
         ``greedy``: every temperature is 0. ``adjusted``: something changes logits. ``full``: ``adjusted``, and rows
         report most likely tokens.
         """
-        assert len(state) == 5 and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
+        assert len(state) == 7 and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
         chunks, scratch_pitch = _chunks(vocab), _scratch_pitch(vocab, greedy)
-        rows, at_once = state[0], batch if greedy else ROWS_AT_ONCE
+        per_row, at_once = state[:3], batch if greedy else ROWS_AT_ONCE
         kernels = self._adjusted if adjusted else self._plain[:1] if greedy else self._plain
         kernels = (*kernels, self._top_logprobs) if full else kernels
         for start in range(0, batch, at_once):
             count, words = min(at_once, batch - start), 4 * start
             arguments = (
-                logits + words * pitch, rows + words, *state[1:], result + words, tokens and tokens + words,
-                context_lens and context_lens + words, scratch, scratch_pitch, vocab, pitch, chunks, batch,
+                logits + words * pitch, *(x and x + words for x in per_row), *state[3:], result + words, 0,
+                scratch, scratch_pitch, vocab, pitch, chunks, batch,
             )  # fmt: skip
             for i, kernel in enumerate(kernels):
                 grid = (-(-chunks // BLOCK_CHUNKS) if i == 0 else chunks, count)
                 moved = 4 * count * vocab
                 kernel(grid, THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
+        rows, offsets, drafts, table, _, counts, _ = state
+        if offsets:
+            arguments = result, rows, offsets, drafts, table, counts, vocab, batch
+            self._commit_drafts(-(-batch // THREADS), THREADS, arguments, stream=stream, dependent=True)
 
     def launch_token_logprobs(
         self, logits: int, pitch: int, batch: int, vocab: int, tokens: int, result: int, scratch: int, stream: int
@@ -116,7 +122,8 @@ class Sampler:
         """
         assert pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (pitch, vocab)
         chunks, scratch_pitch = _chunks(vocab), _scratch_pitch(vocab, greedy=True)
-        arguments = (logits, 0, 0, 0, 0, 0, result, tokens, 0, scratch, scratch_pitch, vocab, pitch, chunks, batch)
+        state = (0,) * 7
+        arguments = (logits, *state, result, tokens, scratch, scratch_pitch, vocab, pitch, chunks, batch)
         moved = 4 * batch * vocab
         grid = (-(-chunks // BLOCK_CHUNKS), batch)
         self._token_logprobs(grid, THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
