@@ -18,7 +18,8 @@ from .checkpoint.opened_model import open_model
 from .completions import Completion, arun, run
 from .engine.config import EngineConfig
 from .engine.core import Engine, EngineStats, closed_error
-from .engine.model_runner import ModelRunner, Network
+from .engine.executor import Network
+from .engine.model_runner import ModelRunner
 from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
@@ -178,7 +179,7 @@ class Model:
         self.ops = ops = network.ops
         self._configured_eos_ids = eos_ids
         self._engine = engine = Engine(
-            engine_config, lambda blocks: ModelRunner(network, engine_config, blocks), ops.make_current
+            engine_config, lambda blocks: ModelRunner([network], engine_config, blocks), ops.make_current
         )
         self._finalizer = weakref.finalize(self, engine.close, timeout=FINALIZER_SECONDS)
 

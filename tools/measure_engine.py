@@ -29,7 +29,7 @@ from bminf_lite.bench.model import BenchModel, random_model, read_shape
 from bminf_lite.bench.runner import Workload, make_profiler, run_tests
 from bminf_lite.bench.serving import Load, run_load
 from bminf_lite.engine.core import Launched
-from bminf_lite.engine.scheduler import Step, StepResult
+from bminf_lite.engine.step import Step, StepResult
 from bminf_lite.grammar.matcher import GrammarCompiler
 
 Part = Callable[[Model, "StepLog"], dict[str, Any]]
@@ -58,14 +58,15 @@ class StepLog:
 
     def watch(self, runner: Any) -> None:
         """Record the steps of a ``ModelRunner`` from now on."""
-        launch, captured_step = runner.launch, runner._captured_step
+        launch, build = runner.launch, runner.builder.build
 
-        def find(inputs: Any) -> Any:
-            self.is_captured = True
-            return captured_step(inputs)
+        def build_and_note(step: Step) -> Any:
+            plan = build(step)
+            self.is_captured = plan.is_captured
+            return plan
 
         def launch_and_log(step: Step) -> Launched:
-            self.is_captured, start = False, time.perf_counter()
+            start = time.perf_counter()
             launched = launch(step)
             kind = "decode" if not step.pieces else "mixed" if step.num_decodes else "prompts"
             kind += " captured" if self.is_captured else " eager"
@@ -74,7 +75,7 @@ class StepLog:
             self.launch_seconds[kind] += time.perf_counter() - start
             return LoggedStep(launched, step, kind, self)
 
-        runner.launch, runner._captured_step = launch_and_log, find
+        runner.launch, runner.builder.build = launch_and_log, build_and_note
 
     def clear(self) -> None:
         """Forget all steps."""
@@ -344,7 +345,7 @@ def main(arguments: list[str] | None = None, decoded: Mapping[int, Workload] = D
         warm = time.perf_counter()
         runner = model._engine._runner
         assert runner is not None
-        captured = len(runner._captured)  # type: ignore[attr-defined]
+        captured = len(runner.executors[0].captured)  # type: ignore[attr-defined]
         log = StepLog()
         log.watch(runner)
         config_facts = {"max_num_seqs": engine_config.max_num_seqs, "num_blocks": engine_config.num_blocks}
@@ -356,7 +357,7 @@ def main(arguments: list[str] | None = None, decoded: Mapping[int, Workload] = D
             result = parts[name](model, log)
             result |= {"part_s": round(time.perf_counter() - begin, 1), "steps": log.table()}
             print(json.dumps({"part": name, **result}), flush=True)
-        added = len(runner._captured) - captured  # type: ignore[attr-defined]
+        added = len(runner.executors[0].captured) - captured  # type: ignore[attr-defined]
         print(json.dumps({"captured after the warm-up": added, "memory": ops.memory()}), flush=True)
 
 

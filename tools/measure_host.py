@@ -31,7 +31,8 @@ from bminf_lite.backend.values import BLOCK_SIZE
 from bminf_lite.bench.serving import Load, run_load
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
-from bminf_lite.engine.model_runner import ModelRunner, Network
+from bminf_lite.engine.executor import Network
+from bminf_lite.engine.model_runner import ModelRunner
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.scheduler import Scheduler
 from bminf_lite.layers.cache import CacheShape
@@ -64,7 +65,7 @@ class NoDevice(CpuBackend):
     def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
         return NoLogits
 
-    def sample(self, logits: Any, sampler: Any, batch: Any = None) -> Any:
+    def sample(self, logits: Any, sampler: Any) -> Any:
         self._free_at = max(self._free_at, time.perf_counter()) + self.step_seconds
         self.busy_seconds += self.step_seconds
         return np.full((2, len(sampler.rows)), 7, np.int32)
@@ -78,7 +79,7 @@ class NoDevice(CpuBackend):
 
         return wait
 
-    def insert_last_tokens(self, tokens: Any, sampler: Any) -> None:
+    def write_step(self, target: Any, values: Any, num_tokens: int, sampler: Any) -> None:
         pass
 
 
@@ -133,7 +134,7 @@ def measure(requests: int, sequences: int, tokens: int) -> tuple[list[float], li
     """Seconds of the steps that decode alone, and of those with prompts, while ``requests`` are served."""
     config = make_config(sequences, tokens)
     manager = BlockManager(config.cache_shape.groups, config.num_blocks, 0, max_piece=config.max_num_batched_tokens)
-    runner = ModelRunner(cast(Network, NoNetwork()), config, manager)
+    runner = ModelRunner([cast(Network, NoNetwork())], config, manager)
     scheduler, random = Scheduler(config, manager, runner), np.random.default_rng(0)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=0)
     prompts = PromptEncoder(None, config)

@@ -14,6 +14,7 @@ Shapes: ``T`` tokens of a step, of ``B`` sequences; see :class:`~bminf_lite.back
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -161,6 +162,14 @@ class Backend:
         ``work`` must do the same operations on the same arrays at each call, and return the same arrays.
         """
         return work
+
+    @contextmanager
+    def step(self, batch: ForwardBatch) -> Iterator[None]:
+        """The operations of one model on a batch; a backend that defers values forgets them at the end.
+
+        Steps may be nested, as those of a second model are in the step of the first.
+        """
+        yield
 
     def make_current(self) -> None:
         """Let the calling thread use the device; each thread that does so calls this once."""
@@ -471,6 +480,14 @@ class Backend:
         count = min(len(tokens), len(sampler.rows))
         newest = sampler.columns["last_token"][sampler.rows[:count]]
         tokens[:count] = np.where(tokens[:count] < 0, newest, tokens[:count])
+
+    def write_step(self, target: Array, values: np.ndarray, num_tokens: int, sampler: SamplerState) -> None:
+        """:meth:`write` the integers of a step, then :meth:`insert_last_tokens` into the first ``num_tokens`` of them.
+
+        ``target`` and ``values`` are int32 ``[n]``, and hold ``sampler.rows`` too.
+        """
+        self.write(target, values)
+        self.insert_last_tokens(target[:num_tokens], sampler)
 
     def token_logprobs(self, logits: Array, tokens: Array) -> Array:
         """The log-softmax of each row of ``logits`` at its token, and the largest: fp32 ``[n, vocab]``, int32 ``[n]``.

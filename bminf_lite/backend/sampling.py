@@ -24,10 +24,11 @@ vocabulary's size alone.
 A draw depends on the logits and on the sequence's own row of the table, never on its place in the step or on the rest
 of the batch: the generator is keyed by the seed, the sequence and its step.
 
-A step may check drafts, tokens that a sequence is expected to generate. Then the sequence has a row of logits behind its
-newest token and one behind each draft, and each row chooses as if the drafts before it had been generated: ``step`` has
-advanced by their number, the penalties count them, and the row has a mask of its own. The drafts that equal the choices
-are accepted, up to the first that differs. So the accepted choices are the tokens that the sequence gets without drafts.
+A step may check drafts, tokens that a sequence is expected to generate. Then the sequence has a row of logits behind
+its newest token and one behind each draft, and each row chooses as if the drafts before it had been generated: ``step``
+has advanced by their number, the penalties count them, and the row has a mask of its own. The drafts that equal the
+choices are accepted, up to the first that differs. So the accepted choices are the tokens that the sequence gets
+without drafts.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class SamplerState:
     """Sampling parameters and progress of up to ``R - 1`` sequences, and which of them take part in a step.
 
     Arrays are those of any device. ``table`` is int32 ``[R, ROW_WORDS]``, a :data:`ROW` for each sequence; row
-    ``NULL_ROW`` belongs to none. ``rows`` is int32 ``[B]``: the rows of a step's sequences, or ``NULL_ROW``
-    where a sequence only pads the step. Without drafts, each occurs at most once. ``variant`` bounds what these rows need.
+    ``NULL_ROW`` belongs to none. ``rows`` is int32 ``[B]``: the rows of a step's sequences, or ``NULL_ROW`` where a
+    sequence only pads the step. Without drafts, each occurs at most once. ``variant`` bounds what these rows need.
 
     The other arrays may be None while no row needs them. ``bias`` is int32 ``[R, 2, MAX_LOGIT_BIAS]``: for each row of
     ``table`` the ids of tokens, ascending, and the bits of what is added to their logits, fp32. ``counts`` is int32
@@ -113,10 +114,10 @@ class SamplerState:
     ``[M, ceil(V / 32)]``: token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set. A row of the table names
     its row of ``counts`` and of ``masks``, so that only sequences that need one take its memory.
 
-    A step that checks drafts has ``offsets`` and ``drafts``, int32 ``[B]``; else both are None. Then a sequence has one or
-    more consecutive rows with the offsets 0, 1, 2, ..., and the same entry of ``rows``. A row with the offset ``j > 0``
-    follows the draft ``drafts[b]``, and those of the ``j - 1`` rows before it that have drafts. Its mask is the ``j``-th
-    behind the one that the table names.
+    A step that checks drafts has ``offsets`` and ``drafts``, int32 ``[B]``; else both are None. Then a sequence has one
+    or more consecutive rows with the offsets 0, 1, 2, ..., and the same entry of ``rows``. A row with the offset ``j >
+    0`` follows the draft ``drafts[b]``, and those of the ``j - 1`` rows before it that have drafts. Its mask is the
+    ``j``-th behind the one that the table names.
 
     ``sample`` changes ``table`` and ``counts`` in place. Nothing of a step's geometry depends on their contents, so a
     captured step stays valid while rows are written.
@@ -341,7 +342,9 @@ def accepted_rows(tokens: np.ndarray, state: SamplerState) -> np.ndarray:
 
 def num_accepted(tokens: Sequence[int], drafts: Sequence[int]) -> int:
     """How many leading ``drafts`` equal the ``tokens`` that were chosen at their places."""
-    return next((i for i, (token, draft) in enumerate(zip(tokens, drafts, strict=False)) if token != draft), len(drafts))
+    return next(
+        (i for i, (token, draft) in enumerate(zip(tokens, drafts, strict=False)) if token != draft), len(drafts)
+    )
 
 
 def adjust(logits: np.ndarray, state: SamplerState) -> np.ndarray:

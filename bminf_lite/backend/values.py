@@ -45,7 +45,8 @@ class ForwardBatch:
     source. ``logit_rows`` int32 ``[L]`` are the tokens whose logits are wanted; None stands for the last token of each
     sequence. If these are the only ones and some sequence has several tokens, ``last_positions`` int32 ``[B]`` has the
     position of each sequence's last token, 0 for a sequence without tokens: then the last layer computes no other rows
-    behind its keys and values.
+    behind its keys and values. In a step that ``has_drafts``, a sequence may stand for a draft: it has the table of the
+    sequence before it, and its token follows that sequence's token.
 
     A step may be padded: with sequences without tokens, and with tokens behind those of the last sequence. What is
     computed of such tokens changes nothing else.
@@ -59,6 +60,7 @@ class ForwardBatch:
     max_query_len: int
     max_context_len: int
     num_decodes: int = 0
+    has_drafts: bool = False
     logit_rows: Array = None
     source_tables: Array = None
     source_lens: Array = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..backend.values import BLOCK_SIZE, Array, ForwardBatch, sequential_tables
 from ..engine.sampling_params import SamplingParams, sampler_state
 from ..engine.source_encoder import EncoderDecoder, SourceEncoder
 from ..engine.step_arrays import CapturedStep, StepInputs, StepSize
+from ..engine.step_builder import NO_TOKEN
 from ..errors import BminfError
 from ..layers.cache import KVCache, blocks_for
 from .model import BenchModel
@@ -47,14 +49,14 @@ class Session:
             self.source_table = sequential_tables(batch, capacity)
             network = cast(EncoderDecoder, bench_model.network)
             self.encoder = SourceEncoder(network, source, engine_config.max_num_batched_tokens)
-        self._sampler = self._greedy(batch)
-        self._step: ForwardBatch | None = None
-        self._forward: Callable[[], Array] | None = None
+        self._decoding: CapturedStep | None = None
+        self._inputs: StepInputs
+        self._sampler: SamplerState
         self._prefills: dict[int, CapturedStep] = {}
 
     def close(self) -> None:
         """Free the memory; nothing can be run afterwards."""
-        self._forward = None
+        self._decoding = None
         self._prefills.clear()
         if self.encoder is not None:
             self.encoder.close()
@@ -190,46 +192,61 @@ class Session:
 
     def prepare_decode(self, past: int) -> None:
         """Make random tokens at position ``past`` the next step's input. A captured graph stays valid."""
-        tokens = self.tokens((self.batch,))
-        if self._step is None:
-            self._step = self._packed(tokens[:, None], [past] * self.batch, list(range(self.batch)))
-            self._step.max_context_len = self.table.shape[1] * BLOCK_SIZE
-        self.ops.assign(self._step.tokens, tokens)
-        self.ops.assign(self._step.context_lens, np.full(self.batch, past, np.int32))
-        # The next results take the memory of these: so many are in use at a time.
+        if self._decoding is None:
+            self._inputs = inputs = self._decode_inputs()
+            self._decoding = CapturedStep(self.ops, inputs, lambda b: self.bench_model.network(b, self.cache))
+            self._sampler = replace(self._greedy(self.batch), rows=self._decoding.arrays.rows)
+        self._inputs.tokens[:] = self.tokens((self.batch,))
+        self._inputs.context_lens[:] = past
+        # The next results take the memory of these, which are as many as are in use at a time.
         marks = np.full((2, self.batch), UNWRITTEN, np.int32)
         unwritten = [self.ops.array(marks) for _ in range(self.ops.max_steps_in_flight + 2)]
         del unwritten
 
+    def _decode_inputs(self) -> StepInputs:
+        """The integers of a decode step as the engine builds them, but for tokens and lengths."""
+        size = StepSize(self.batch, 0, 0, self.table.shape[1] * BLOCK_SIZE)
+        widths = [self.table.shape[1]] * len(self.cache.num_blocks)
+        inputs = StepInputs(size, widths, 0 if self.source_table is None else self.source_table.shape[1])
+        inputs.cu_seqlens[:] = np.arange(self.batch + 1)
+        inputs.rows[:] = np.arange(1, self.batch + 1)
+        for table in inputs.tables:
+            table[:] = self.table
+        if self.source_table is not None:
+            inputs.source_table[:] = self.source_table
+            inputs.source_lens[:] = self.source_len
+        return inputs
+
     def set_max_context_len(self, tokens: int) -> None:
         """Let eager steps from now on assume at most ``tokens`` tokens in the cache, instead of its capacity."""
-        assert self._step is not None
-        self._step.max_context_len = tokens
+        assert self._decoding is not None
+        self._decoding.arrays.batch.max_context_len = tokens
 
     def decode_eagerly(self) -> Array:
         """One step without a graph."""
-        return self._sample(self._logits())
+        assert self._decoding is not None
+        batch = self._decoding.arrays.batch
+        return self._decode_step(lambda: self.bench_model.network(batch, self.cache))
 
     def decode(self, count: int) -> list[np.ndarray]:
         """``count`` steps as the engine runs them, with the most steps in flight that the backend allows."""
-        if self._forward is None:
-            self._forward = self.ops.capture(self._logits)
+        assert self._decoding is not None
         results: list[np.ndarray] = []
         in_flight: deque[Callable[[], np.ndarray]] = deque()
         for _ in range(count):
-            in_flight.append(self.ops.fetch(self._sample(self._forward())))
+            in_flight.append(self.ops.fetch(self._decode_step(self._decoding.forward)))
             if len(in_flight) > self.ops.max_steps_in_flight:
                 results.append(in_flight.popleft()())
         return results + [result() for result in in_flight]
 
-    def _logits(self) -> Array:
-        assert self._step is not None
-        return self.bench_model.network(self._step, self.cache)
-
-    def _sample(self, logits: Array) -> Array:
-        """Choose the next tokens, which become the step's input."""
-        assert self._step is not None
-        return self.ops.sample(logits, self._sampler, self._step)
+    def _decode_step(self, forward: Callable[[], Array]) -> Array:
+        """Run the model and choose the next tokens, which the next step finds in the sampler's table."""
+        assert self._decoding is not None
+        self._decoding.arrays.write_step(self._inputs, self._sampler)
+        chosen = self.ops.sample(forward(), self._sampler)
+        self._inputs.tokens[:] = NO_TOKEN
+        self._inputs.context_lens += 1
+        return chosen
 
 
 def chunks(batch: int, tokens: int, chunk: int) -> Iterator[list[tuple[int, int, int]]]:

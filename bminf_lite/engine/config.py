@@ -20,6 +20,8 @@ class EngineConfig:
     - ``max_num_mixed_tokens``: prompt tokens of a step that also decodes sequences whose tokens are streamed. It
       bounds the time between two tokens of a stream while others' prompts are processed. If more prompts wait than
       streams, it is multiplied by prompts per stream, rounded up.
+    - ``num_draft_tokens``: drafts of a request that a step checks, at most; 0 for none.
+    - ``max_num_draft_rows``: rows of a step that checks drafts, at most: the newest tokens of its requests, and drafts.
     - ``max_logit_rows``: prompt tokens of a step whose logits are computed, for log-probabilities of prompts.
     - ``max_queue``: requests that may wait.
     - ``prefix_cache``: whether blocks of earlier prompts are reused.
@@ -35,6 +37,8 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_mixed_tokens: int = 256
+    num_draft_tokens: int = 0
+    max_num_draft_rows: int = 64
     max_logit_rows: int = 256
     max_queue: int = 65536
     prefix_cache: bool = True

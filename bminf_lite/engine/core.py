@@ -25,8 +25,10 @@ from ..backend.values import BLOCK_SIZE
 from ..errors import BminfError, QueueFull, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
+from .drafts import NgramDrafter
 from .request import Request
-from .scheduler import Rows, Scheduler, Step, StepResult
+from .scheduler import Rows, Scheduler
+from .step import Step, StepResult
 
 T = TypeVar("T")
 
@@ -72,7 +74,7 @@ class EngineStats:
 
     Blocks are those of the group of layers that has the fewest available: ``blocks_used`` are held by requests,
     ``blocks_cached`` are held by none and may be reused, ``blocks_free`` are the rest. ``cached_tokens`` of
-    ``prompt_tokens`` came from the cache.
+    ``prompt_tokens`` came from the cache, and ``accepted_tokens`` of ``draft_tokens`` were accepted.
     """
 
     waiting: int
@@ -84,6 +86,8 @@ class EngineStats:
     preemptions: int
     prompt_tokens: int
     cached_tokens: int
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Engine:
@@ -197,6 +201,8 @@ class Engine:
             preemptions=scheduler.num_preemptions if scheduler else 0,
             prompt_tokens=scheduler.num_prompt_tokens if scheduler else 0,
             cached_tokens=scheduler.num_cached_tokens if scheduler else 0,
+            draft_tokens=scheduler.num_draft_tokens if scheduler else 0,
+            accepted_tokens=scheduler.num_accepted_tokens if scheduler else 0,
         )
 
     def after_steps(self, function: Callable[[], None]) -> None:
@@ -292,7 +298,8 @@ class Engine:
         """The scheduler and the runner, which are made when they are first needed."""
         if self._runner is None or self._scheduler is None:
             self._runner = self._make_runner(self.blocks)
-            self._scheduler = Scheduler(self.config, self.blocks, self._runner)
+            drafter = NgramDrafter() if self.config.num_draft_tokens else None
+            self._scheduler = Scheduler(self.config, self.blocks, self._runner, drafter)
         return self._scheduler, self._runner
 
     def _has_requests(self) -> bool:

@@ -42,7 +42,8 @@ class Request:
     exception in ``error``. Times are those of ``time.perf_counter``.
 
     ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
-    chosen by launched steps that the host has not fetched; ``num_computed_tokens`` are in the cache, or a launched step
+    chosen by launched steps that the host has not fetched, each at least one token; a step that checks
+    ``draft_tokens`` may bring as many more. ``num_computed_tokens`` are in the cache, or a launched step
     puts them there; ``num_cached_tokens`` were there when the request started. ``max_length`` bounds the tokens of
     prompt and completion together. ``output_tokens`` and ``logprobs`` are arrays, because the garbage collector visits
     each item of a list.
@@ -79,6 +80,7 @@ class Request:
     num_known_tokens: int = 0
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    draft_tokens: Sequence[int] = ()
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     arrival_time: float = field(default_factory=time.perf_counter)
@@ -133,10 +135,9 @@ class Request:
         ignored = self.params.ignore_eos and self.matcher is None
         return bool(self.output_tokens) and self.output_tokens[-1] in self.eos_ids and not ignored
 
-    @property
-    def holds_back_end(self) -> bool:
-        """Whether an end-of-sequence token may come next only if the grammar allows nothing else."""
-        return self.params.ignore_eos or len(self.output_tokens) < self.params.min_tokens
+    def holds_back_end(self, num_drafts: int) -> bool:
+        """Whether an end-of-sequence token may come behind some drafts only if the grammar allows nothing else."""
+        return self.params.ignore_eos or len(self.output_tokens) + num_drafts < self.params.min_tokens
 
     def token_ids(self, start: int, stop: int) -> Sequence[int]:
         """The known tokens at positions ``start`` to ``stop``."""

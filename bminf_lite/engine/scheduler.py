@@ -6,10 +6,14 @@ of every sequence that decodes, and pieces of prompts up to a budget of tokens. 
 preempted: it gives its blocks back, waits again, and recomputes its tokens. It is one of the lowest priority that was
 preempted least often, and of these the youngest.
 
+A :class:`.Drafter` may guess tokens that follow a request's newest one. A step that computes no prompt checks them: it
+samples behind each, and :meth:`Scheduler.commit` keeps those that equal the choices.
+
 The host may be ahead of the device: a request's newest token is pending until the step that chooses it is fetched, and
-the next step is planned without knowing it. Blocks are taken before a step is launched, so no step runs out of them.
-A block that is given back may still be written by a launched step. This is harmless: the device runs steps in order,
-and a block's next holder writes it in a later step.
+the next step is planned without knowing it. How many tokens a step with drafts brings is not known either, so its
+requests take part in no step before it is fetched. Blocks are taken before a step is launched, so no step runs out of
+them. A block that is given back may still be written by a launched step. This is harmless: the device runs steps in
+order, and a block's next holder writes it in a later step.
 """
 
 from __future__ import annotations
@@ -23,103 +27,18 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..backend.sampling import Choice, TokenScores
+from ..backend.sampling import Choice, TokenScores, num_accepted
 from ..errors import BminfError, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
+from .drafts import Drafter
 from .request import Request
+from .step import ScheduledTokens, Step, StepResult
 
 ORDER = attrgetter("order")
 Copies = list[tuple[Request, Sequence[tuple[int, int]]]]
 MAX_PASSED = 32
 """Requests that others may pass at a time because they wait for a block that is being computed."""
-
-
-class ScheduledTokens(NamedTuple):
-    """Tokens ``start`` to ``start + num_tokens`` of a request. ``samples``: the step chooses the token that follows."""
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
-
-    @property
-    def stop(self) -> int:
-        """The position behind the last token."""
-        return self.start + self.num_tokens
-
-    @property
-    def num_scored(self) -> int:
-        """How many prompt tokens, from ``start + 1`` on, the step computes log-probabilities of."""
-        if not self.request.prompt_logprobs:
-            return 0
-        return max(min(self.stop, len(self.request.prompt_token_ids) - 1) - self.start, 0)
-
-    @property
-    def needs_more_logits(self) -> bool:
-        """Whether logits beside those to sample from are needed."""
-        request = self.request
-        return (request.prompt_logprobs or request.take_logits is not None) and self.num_scored + self.num_taken > 0
-
-    @property
-    def num_taken(self) -> int:
-        """How many of the last tokens have logits that the request takes."""
-        if self.request.take_logits is None:
-            return 0
-        return max(min(self.stop - self.request.logits_start, self.num_tokens), 0)
-
-
-@dataclass(frozen=True)
-class Step:
-    """The tokens of a step.
-
-    Each of the requests ``decoding`` has its newest token, at its one of ``positions``, and samples the next. Behind
-    them are ``singles``, tokens that do not sample, and ``pieces`` of several tokens. The sources of the requests
-    ``sources`` are encoded before the step, and the ``copies`` of :class:`.Admission` are made, in order.
-
-    Most sequences of most steps decode. They have no object of their own for the garbage collector to visit.
-    """
-
-    decoding: Sequence[Request] = ()
-    positions: Sequence[int] = ()
-    singles: Sequence[ScheduledTokens] = ()
-    pieces: Sequence[ScheduledTokens] = ()
-    sources: Sequence[Request] = ()
-    copies: Sequence[tuple[Request, Sequence[tuple[int, int]]]] = ()
-
-    @property
-    def others(self) -> list[ScheduledTokens]:
-        """The tokens behind those of the requests that decode."""
-        return [*self.singles, *self.pieces]
-
-    @property
-    def requests(self) -> list[Request]:
-        """The requests of all tokens, in order."""
-        return [*self.decoding, *(part.request for part in self.others)]
-
-    @property
-    def num_decodes(self) -> int:
-        """Sequences with one token, whose attention is that of decoding."""
-        return len(self.decoding) + len(self.singles)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """The tokens of all pieces."""
-        return sum(part.num_tokens for part in self.pieces)
-
-
-class StepResult(NamedTuple):
-    """What a step chose and scored.
-
-    ``chosen`` is int32 as ``Backend.sample`` returns it, for the parts that sample. ``prompt_scores`` is int32 as
-    ``Backend.token_logprobs`` returns it, for the prompt tokens that the parts score. If one of their requests wants
-    more than the most likely token, ``prompt_top`` has what ``Backend.sample`` returns of their logits in the variant
-    ``FULL``.
-    """
-
-    chosen: np.ndarray
-    prompt_scores: np.ndarray
-    prompt_top: np.ndarray | None = None
 
 
 class Refusal(NamedTuple):
@@ -131,14 +50,14 @@ class Refusal(NamedTuple):
 
 
 class Rows(Protocol):
-    """The rows of the sampler, from 1 on; see :class:`.SamplerTable`."""
+    """The rows of the sampler, from 1 on; see :class:`.SamplerRows`."""
 
     def has_room(self, request: Request) -> bool:
         """Whether :meth:`add` finds a row."""
         ...
 
     def add(self, request: Request) -> int:
-        """Give a request a row and write its parameters there for the steps that are launched from now on."""
+        """Give a request a row, with its parameters for the steps that are launched from now on."""
         ...
 
     def remove(self, row: int) -> None:
@@ -153,8 +72,9 @@ class Rows(Protocol):
 class Scheduler:
     """Requests in two states: ``waiting`` and ``running``, both in order."""
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager, rows: Rows):
+    def __init__(self, config: EngineConfig, blocks: BlockManager, rows: Rows, drafter: Drafter | None = None):
         self.config = config
+        self.drafter = drafter
         self.blocks = blocks
         self.rows = rows
         self.waiting: list[Request] = []
@@ -162,6 +82,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self._launched: Sequence[Request] = ()
         self._encoded: Sequence[Request] = ()
         self._with_deadline: dict[Request, float] = {}
@@ -198,6 +120,7 @@ class Scheduler:
         """Forget every request and the contents of the cache, after an error at any point of a step."""
         for request in self.running:
             request.row = 0
+            self._forget_drafts(request)
         self.running, self.waiting = [], []
         self.rows.clear()
         self.blocks.clear()
@@ -214,8 +137,11 @@ class Scheduler:
         prompts = []
         for request in list(self.running):
             count = request.num_uncomputed_tokens
+            if request.draft_tokens:
+                continue  # they are being checked
             if count == 1 and request.row > 0:
-                self._plan(request, 1, plan)
+                if not self._waits_to_draft(request):
+                    self._plan(request, 1, plan)
             elif count > 1:
                 prompts.append(request)
         config = self.config
@@ -231,27 +157,100 @@ class Scheduler:
         copies: Copies = []
         if self.waiting and self.num_preemptions == preemptions and not self._is_refused(self.waiting[0]):
             self._admit(plan, budget, sources, copies)
-        return self._step(plan, sources, copies) if plan else None
+        if not plan:
+            return None
+        drafts = self._draft(plan) if self.drafter is not None else {}
+        return self._step(plan, drafts, sources, copies)
 
-    def _step(self, plan: dict[Request, int], sources: list[Request], copies: Copies) -> Step:
-        """The step with so many tokens of each request of ``plan``, which count as computed from now on."""
+    def _step(
+        self, plan: dict[Request, int], drafts: dict[Request, Sequence[int]], sources: list[Request], copies: Copies
+    ) -> Step:
+        """The step with the tokens of ``plan``, whose numbers count as computed from now on, and the ``drafts``."""
         decoding: list[Request] = []
         positions: list[int] = []
+        offsets: list[int] = []
+        checked: list[int] = []
         singles: list[ScheduledTokens] = []
         pieces: list[ScheduledTokens] = []
         for request, count in plan.items():
             start, num_tokens = request.num_computed_tokens, request.num_tokens
             samples = start + count == num_tokens < request.max_length
             if count == 1 and samples:
-                decoding.append(request)
-                positions.append(start)
+                guesses = drafts.get(request, ())
+                decoding += [request] * (1 + len(guesses))
+                positions += range(start, start + 1 + len(guesses))
+                if drafts:
+                    offsets += range(1 + len(guesses))
+                    checked += [0, *guesses]
+                    request.draft_tokens = guesses
             else:
                 (pieces if count > 1 else singles).append(ScheduledTokens(request, start, count, samples))
             request.num_computed_tokens = start + count
             request.num_pending_tokens += samples
         pieces.sort(key=lambda part: not part.samples)
         self._launched, self._encoded = list(plan), sources
-        return Step(decoding, positions, singles, pieces, sources, copies)
+        return Step(decoding, positions, offsets, checked, singles, pieces, sources, copies)
+
+    # -- drafts -------------------------------------------------------------------------------------------------------
+
+    def _draft(self, plan: dict[Request, int]) -> dict[Request, Sequence[int]]:
+        """Drafts for the requests of a planned step, with room in the cache; none for a step that computes prompts.
+
+        A step has at most ``max_num_draft_rows`` rows with them, and no request is preempted for one.
+        """
+        assert self.drafter is not None
+        found: dict[Request, Sequence[int]] = {}
+        rows = min(self.config.max_num_draft_rows, self.config.max_num_batched_tokens) - len(plan)
+        if any(count > 1 for count in plan.values()):
+            return found
+        for request in plan:
+            most = min(self.config.num_draft_tokens, rows, request.max_length - request.num_tokens - 1)
+            drafts = self._propose(request, most) if most > 0 else ()
+            if drafts and self._has_room_for_drafts(request, len(drafts)):
+                found[request] = drafts
+                rows -= len(drafts)
+                self.num_draft_tokens += len(drafts)
+        return found
+
+    def _propose(self, request: Request, most: int) -> Sequence[int]:
+        """Up to ``most`` drafts behind the newest token of a request. If that is pending, it must be the first guess.
+
+        Drafts behind an end-of-sequence token, and those that a grammar forbids, are left out.
+        """
+        assert self.drafter is not None
+        drafts = list(self.drafter.propose(request, request.num_pending_tokens + most))[request.num_pending_tokens :]
+        ends = (i for i, token in enumerate(drafts) if token in request.eos_ids)
+        drafts = drafts[: next(ends, len(drafts))]
+        if request.matcher is not None and drafts:
+            drafts = drafts[: request.matcher.num_allowed(drafts)]
+        return drafts
+
+    def _waits_to_draft(self, request: Request) -> bool:
+        """Whether a request with a grammar waits for its pending token: without it, the grammar can't check drafts."""
+        if self.drafter is None or request.matcher is None or not request.num_pending_tokens:
+            return False
+        return len(self.drafter.propose(request, 2)) > 1
+
+    def _has_room_for_drafts(self, request: Request, count: int) -> bool:
+        """Take blocks for drafts, unless the running requests may need them next."""
+        assert request.blocks is not None
+        computed, needed = request.num_computed_tokens, self.blocks.blocks_for(count)
+        if any(pool.num_available < len(self.running) + needed for pool in self.blocks.pools):
+            return False
+        return self.blocks.extend(request.blocks, computed, computed + 1 + count)
+
+    def commit(self, request: Request, num_accepted_tokens: int) -> None:
+        """Keep what a step has computed of the accepted drafts of a request, and forget the others."""
+        self.num_accepted_tokens += num_accepted_tokens
+        request.draft_tokens = ()
+        if request.row > 0:  # it was not preempted
+            request.num_computed_tokens += num_accepted_tokens
+
+    def _forget_drafts(self, request: Request) -> None:
+        if self.drafter is not None:
+            self.drafter.forget(request)
+
+    # -- blocks and admission -----------------------------------------------------------------------------------------
 
     def _plan(self, request: Request, count: int, plan: dict[Request, int]) -> None:
         """Plan ``count`` tokens of a running request. If blocks run out, others are preempted, or this one itself."""
@@ -384,33 +383,44 @@ class Scheduler:
         """
         updated: list[Request] = []
         choice = Choice.unpack(result.chosen)
-        chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
+        tokens, logprobs = choice.tokens.tolist(), choice.logprobs.tolist()
         scores = _scores(result)
         prompt_top = None if result.prompt_top is None else Choice.unpack(result.prompt_top)
-        for request in step.decoding:
-            place, (token, logprob) = next(chosen)
+        place = 0
+        while place < len(step.decoding):
+            request, first, last = step.decoding[place], place, place
+            place += 1
+            while place < len(step.offsets) and step.offsets[place]:
+                place += 1
+            if place > first + 1:
+                accepted = num_accepted(tokens[first:place], step.drafts[first + 1 : place])
+                last += accepted
+                self.commit(request, accepted)
             request.num_pending_tokens -= 1
             if request.finish_reason is None:
-                self._record(request, choice, place, token, logprob)
                 updated.append(request)
+            for row in range(first, last + 1):
+                if request.finish_reason is None:
+                    self._record(request, choice, row, tokens[row], logprobs[row])
         for part in step.others:
             request = part.request
             if request.prompt_logprobs:
                 for position in range(part.start + 1, part.start + 1 + part.num_scored):
-                    row, (logprob, best, best_logprob) = next(scores)
+                    scored, (logprob, best, best_logprob) = next(scores)
                     request.prompt_token_logprobs[position] = logprob
                     request.prompt_top_logprobs[position] = (
-                        prompt_top.most_likely(row, request.num_prompt_top)
+                        prompt_top.most_likely(scored, request.num_prompt_top)
                         if request.num_prompt_top > 1 and prompt_top is not None
                         else [(best, best_logprob)]
                     )
+            row = place
             if part.samples:
-                place, (token, logprob) = next(chosen)
+                place += 1
                 request.num_pending_tokens -= 1
             if request.finish_reason is not None:
                 continue
             if part.samples:
-                self._record(request, choice, place, token, logprob)
+                self._record(request, choice, row, tokens[row], logprobs[row])
             elif part.stop >= request.max_length:
                 self.end(request, "length")
             else:
@@ -420,14 +430,14 @@ class Scheduler:
             self._launched = self._encoded = ()  # an idle engine keeps no request
         return updated
 
-    def _record(self, request: Request, choice: Choice, place: int, token: int, logprob: float) -> None:
-        """Give a request the token that a step chose in row ``place``; it may end the request."""
+    def _record(self, request: Request, choice: Choice, row: int, token: int, logprob: float) -> None:
+        """Give a request the token that a step chose in ``row``; it may end the request."""
         if token < 0:
             self.end(request, "error", _no_token(request))
             assert request.blocks is not None
             self.blocks.discard(request.blocks)  # its keys and values may hold a NaN
             return
-        top = choice.most_likely(place, request.params.logprobs) if request.params.logprobs else ()
+        top = choice.most_likely(row, request.params.logprobs) if request.params.logprobs else ()
         try:
             request.append_token(token, logprob, top)
         except UsageError as error:  # of the request's grammar
@@ -457,6 +467,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Remove a request from the state in which it is."""
         self._with_deadline.pop(request, None)
+        self._forget_drafts(request)
         if request.row > 0:
             self._stop_running(request)
             return

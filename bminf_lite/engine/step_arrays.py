@@ -16,6 +16,7 @@ from math import prod
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.sampling import SamplerState
 from ..backend.values import BLOCK_SIZE, Array, ForwardBatch
 
 ALIGNMENT = 32
@@ -29,13 +30,15 @@ class StepSize:
     """What a captured step depends on.
 
     ``decodes`` sequences have one new token each, the ``prompts`` sequences behind them ``prompt_tokens`` in all. No
-    sequence has more than ``max_context_len`` tokens after the step.
+    sequence has more than ``max_context_len`` tokens after the step. In a step that ``has_drafts``, each draft counts
+    as a sequence.
     """
 
     decodes: int
     prompts: int
     prompt_tokens: int
     max_context_len: int
+    has_drafts: bool = False
 
     @property
     def sequences(self) -> int:
@@ -54,14 +57,17 @@ class StepSize:
             and self.prompts <= other.prompts
             and self.prompt_tokens <= other.prompt_tokens
             and self.max_context_len <= other.max_context_len
+            and self.has_drafts == other.has_drafts
         )
 
 
-def captured_sizes(ops: Backend, lengths: Sequence[int], max_num_seqs: int, max_num_tokens: int) -> list[StepSize]:
+def captured_sizes(
+    ops: Backend, lengths: Sequence[int], max_num_seqs: int, max_num_tokens: int, max_num_draft_rows: int = 0
+) -> list[StepSize]:
     """The sizes of captured steps, ascending: a step is padded to the first that it fits.
 
     ``lengths`` are the bounds of lengths. Steps with prompts have at most ``max_num_tokens`` tokens, and do without the
-    shortest bound if there are others.
+    shortest bound if there are others. Steps that check drafts have up to ``max_num_draft_rows`` rows, 0 for none.
     """
     sizes = [StepSize(n, 0, 0, length) for n in _up_to(ops.decode_sizes, max_num_seqs) for length in lengths]
     for tokens in ops.prompt_sizes:
@@ -69,6 +75,9 @@ def captured_sizes(ops: Backend, lengths: Sequence[int], max_num_seqs: int, max_
         for decodes in (0, *_up_to(ops.mixed_decode_sizes, max_num_seqs)):
             if decodes + tokens <= max_num_tokens:
                 sizes += [StepSize(decodes, prompts, tokens, length) for length in lengths[1:] or lengths]
+    if max_num_draft_rows:
+        rows = _up_to(ops.decode_sizes, max_num_draft_rows)
+        sizes += [StepSize(n, 0, 0, length, has_drafts=True) for n in rows if n > 1 for length in lengths]
     return sizes
 
 
@@ -82,7 +91,8 @@ class StepInputs:
 
     - ``tokens`` ``[T]``, ``cu_seqlens`` ``[B + 1]``, ``context_lens`` ``[B]``, ``logit_rows``, with ``only_last``
       ``last_positions`` ``[B]``, and ``tables``, of ``widths``, are those of a :class:`ForwardBatch`.
-    - ``rows`` ``[B]`` are the rows of the sampler, 0 for a sequence that does not sample.
+    - ``rows`` ``[B]`` are the rows of the sampler, 0 for a sequence that does not sample. In a step that has drafts,
+      ``offsets`` and ``drafts`` ``[B]`` are those of a :class:`SamplerState`.
     - ``targets`` are the tokens whose log-probabilities are wanted, for the last of ``logit_rows``.
     - With a ``source_width``, ``source_lens`` ``[B]`` and ``source_table`` ``[B, source_width]``.
 
@@ -93,17 +103,19 @@ class StepInputs:
         self, size: StepSize, widths: Sequence[int], source_width: int = 0, num_logits: int = 0, num_targets: int = 0,
         only_last: bool = False,
     ):  # fmt: skip
-        count, has_source = size.sequences, source_width > 0
+        count, has_source, num_checked = size.sequences, source_width > 0, size.sequences * size.has_drafts
         self.size = size
         self.num_groups = len(widths)
         vectors = (
-            size.tokens, count + 1, count, count, num_logits, num_targets, count * only_last, count * has_source
+            size.tokens, count + 1, count, count, num_checked, num_checked, num_logits, num_targets, count * only_last,
+            count * has_source,
         )  # fmt: skip
         self.shapes = [*((n,) for n in vectors), *((count, w) for w in widths), (count * has_source, source_width)]
         self.packed = np.zeros(sum(_pitch(shape) for shape in self.shapes), np.int32)
         arrays = split(self.packed, self.shapes)
-        self.tokens, self.cu_seqlens, self.context_lens, self.rows, self.logit_rows, self.targets = arrays[:6]
-        self.last_positions, self.source_lens, *self.tables, self.source_table = arrays[6:]
+        self.tokens, self.cu_seqlens, self.context_lens, self.rows, self.offsets, self.drafts = arrays[:6]
+        self.logit_rows, self.targets, self.last_positions, self.source_lens = arrays[6:10]
+        *self.tables, self.source_table = arrays[10:]
 
 
 def _pitch(shape: Sequence[int]) -> int:
@@ -120,7 +132,7 @@ def split(packed: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 
 class StepArrays:
-    """The integers of a step on the device, as the ``batch`` that a model runs, ``rows`` and ``targets``.
+    """The integers of a step on the device: a model's ``batch``, ``rows``, ``offsets``, ``drafts`` and ``targets``.
 
     They lie in ``packed``, int32, as :meth:`write` copies them there; their shapes are those of ``inputs``.
     ``max_query_len`` is a bound of the new tokens of a sequence.
@@ -130,9 +142,11 @@ class StepArrays:
         self._ops = ops
         self._packed = packed
         arrays, size = split(self._packed, inputs.shapes), inputs.size
-        tokens, cu_seqlens, context_lens, self.rows, logit_rows, self.targets = arrays[:6]
-        last_positions, source_lens, *tables = arrays[6:]
+        tokens, cu_seqlens, context_lens, self.rows = arrays[:4]
+        offsets, drafts, logit_rows, self.targets, last_positions, source_lens, *tables = arrays[4:]
         has_source = len(source_lens) > 0
+        self.offsets: Array = offsets if size.has_drafts else None
+        self.drafts: Array = drafts if size.has_drafts else None
         self.batch = ForwardBatch(
             tokens=tokens,
             cu_seqlens=cu_seqlens,
@@ -142,6 +156,7 @@ class StepArrays:
             max_query_len=max_query_len,
             max_context_len=size.max_context_len,
             num_decodes=size.decodes,
+            has_drafts=size.has_drafts,
             logit_rows=logit_rows if len(logit_rows) else None,
             last_positions=last_positions if len(last_positions) else None,
             source_tables=tables[-1] if has_source else None,
@@ -152,6 +167,10 @@ class StepArrays:
     def write(self, inputs: StepInputs) -> None:
         """Set the integers for the work that is started from now on."""
         self._ops.write(self._packed, inputs.packed)
+
+    def write_step(self, inputs: StepInputs, sampler: SamplerState) -> None:
+        """The same for a step whose sampler has its ``rows``; a token of -1 is the newest one of its sequence there."""
+        self._ops.write_step(self._packed, inputs.packed, inputs.size.decodes, sampler)
 
 
 class CapturedStep:

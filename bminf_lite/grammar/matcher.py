@@ -64,6 +64,30 @@ class Matcher:
         elif not self.library_matcher.consume_token(token):
             raise UsageError(_message(self.grammar, self.library_matcher))
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of the leading ``tokens``, none of which ends the completion, may follow those taken."""
+        self.take_newest()
+        allowed: int = self.library_matcher.validate_tokens(list(tokens))
+        return allowed
+
+    def take_newest(self) -> None:
+        """Let the library's matcher take the newest token."""
+        if self.newest is not None:
+            self.library_matcher.consume_token(self.newest)
+            self.newest = None
+
+    def fill_masks_behind(self, tokens: Sequence[int], masks: np.ndarray) -> None:
+        """Write the mask behind each of ``tokens``, which may follow those taken, to ``masks`` uint32 ``[n, words]``.
+
+        The state stays: the tokens are not taken.
+        """
+        self.take_newest()
+        nbytes = masks.strides[0]
+        for i, token in enumerate(tokens):
+            self.library_matcher.consume_token(token)
+            self.library_matcher.unsafe_compute_mask_ptr(masks.ctypes.data + i * nbytes, nbytes)
+        self.library_matcher.rollback(len(tokens))
+
     def hold_back_end(self, mask: np.ndarray) -> None:
         """Forbid the end in a mask uint32 ``[words]``, unless nothing else is allowed."""
         before = [(word, mask[word]) for word in self._end_bits]

@@ -71,10 +71,11 @@ class Decoder:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
         """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``."""
-        residual, last = self.embed(batch), self.config.layers - 1
-        only_last = batch.last_positions is not None and not all_logits
-        for i, (block, layer_cache) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            residual = block(residual, layer_cache, batch, only_last and i == last)
-        if not all_logits and not only_last:
-            residual = self.ops.last_tokens(residual, batch)
-        return self.output(residual)
+        with self.ops.step(batch):
+            residual, last = self.embed(batch), self.config.layers - 1
+            only_last = batch.last_positions is not None and not all_logits
+            for i, (block, layer_cache) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+                residual = block(residual, layer_cache, batch, only_last and i == last)
+            if not all_logits and not only_last:
+                residual = self.ops.last_tokens(residual, batch)
+            return self.output(residual)

@@ -359,9 +359,10 @@ class EncoderDecoder:
 
     def encode_to_cache(self, batch: ForwardBatch, source: KVCache) -> None:
         """Encode whole sources, and store their keys and values for each layer of the decoder in their blocks."""
-        output = self.encode(batch)
-        for block, cache in zip(self.decoder, source.layers, strict=True):
-            block.cross_attention.fill_cache(output, cache, batch)
+        with self.ops.step(batch):
+            output = self.encode(batch)
+            for block, cache in zip(self.decoder, source.layers, strict=True):
+                block.cross_attention.fill_cache(output, cache, batch)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
         """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``.
@@ -370,9 +371,10 @@ class EncoderDecoder:
         """
         source = cache.source
         assert source is not None
-        residual = self.embed(batch)
-        for block, layer, source_layer in zip(self.decoder, cache.layers, source.layers, strict=True):
-            residual = block(residual, layer, source_layer, batch)
-        if not all_logits:
-            residual = self.ops.last_tokens(residual, batch)
-        return self.output(residual)
+        with self.ops.step(batch):
+            residual = self.embed(batch)
+            for block, layer, source_layer in zip(self.decoder, cache.layers, source.layers, strict=True):
+                residual = block(residual, layer, source_layer, batch)
+            if not all_logits:
+                residual = self.ops.last_tokens(residual, batch)
+            return self.output(residual)

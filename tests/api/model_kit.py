@@ -112,10 +112,10 @@ class WatchedBackend(RowwiseBackend):
         assert int(np.diff(batch.cu_seqlens).max()) <= batch.max_query_len
         return super().encoder_attention(qkv, spec, batch)
 
-    def sample(self, logits: Any, sampler: Any, batch: Any = None) -> Any:
+    def sample(self, logits: Any, sampler: Any) -> Any:
         self.samples += 1
         self.interrupt()
-        return super().sample(logits, sampler, batch)
+        return super().sample(logits, sampler)
 
     @property
     def memory_is_free(self) -> bool:

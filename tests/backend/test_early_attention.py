@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from random_values import forbid_reading, make_batch
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import AttentionSpec, ForwardBatch, LayerCache, sequential_tables
+from bminf_lite.cuda.kernels.launcher import StepContext
 from bminf_lite.cuda.runtime.kernel import Kernel
 
 SPEC = AttentionSpec(4, 2, 16, 0.25)
@@ -37,7 +40,9 @@ class Chain:
     def step(self, context_len: int) -> ForwardBatch:
         return make_batch(self.backend, [1], [context_len], TABLE)
 
-    def embeds(self) -> None:
+    def begins(self) -> None:
+        """A new step, whose first kernel is launched."""
+        self.backend.kernels.step = StepContext()
         self.backend.embed(self.backend.array(np.zeros(1, np.int32)), self.table)
 
     def attends_early(self, cache: LayerCache, context_len: int) -> bool:
@@ -46,16 +51,17 @@ class Chain:
 
 
 @pytest.fixture
-def chain(cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Chain:
-    cuda_backend.kernels.end_step()
-    return Chain(cuda_backend, monkeypatch)
+def chain(cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chain]:
+    with cuda_backend.kernels.in_step():  # which restores the context afterwards
+        cuda_backend.kernels.step = StepContext(in_step=False)
+        yield Chain(cuda_backend, monkeypatch)
 
 
 @pytest.mark.gpu
 def test_once_for_each_cache_of_a_step(chain):
     first, second = chain.cache(), chain.cache()
     for context_len in range(2):
-        chain.embeds()
+        chain.begins()
         assert chain.attends_early(first, 2 * context_len)
         assert chain.attends_early(second, 2 * context_len)
         assert not chain.attends_early(first, 2 * context_len + 1)
@@ -65,15 +71,15 @@ def test_once_for_each_cache_of_a_step(chain):
 def test_not_outside_of_a_step(chain):
     cache = chain.cache()
     assert not chain.attends_early(cache, 0)
-    chain.embeds()
-    chain.backend.kernels.end_step()
+    chain.begins()
+    chain.backend.kernels.step = StepContext(in_step=False)
     assert not chain.attends_early(cache, 1)
 
 
 @pytest.mark.gpu
 def test_not_behind_a_prefill_of_the_same_step(chain):
     cache = chain.cache()
-    chain.embeds()
+    chain.begins()
     rows = chain.backend.array(np.ones((3, SPEC.qkv_features), np.float16))
     chain.backend.attention(rows, SPEC, cache, make_batch(chain.backend, [3], [0], TABLE))
     assert not chain.attends_early(cache, 3)

@@ -17,7 +17,8 @@ from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.engine.scheduler import ScheduledTokens, Scheduler, Step, StepResult
+from bminf_lite.engine.scheduler import Scheduler
+from bminf_lite.engine.step import ScheduledTokens, Step, StepResult
 from bminf_lite.layers.cache import CacheShape
 
 VOCAB = 50

@@ -51,7 +51,7 @@ def test_the_same_bits_as_eager_steps(cuda_backend: Backend, config, int8, monke
     engine_config = replace(model.engine_config, cache_shape=shape, prefix_cache=False)
     with_graphs = Model(model.network, engine_config)
     with_graphs.warm_up()
-    steps = with_graphs._engine._runner._captured
+    steps = with_graphs._engine._runner.executors[0].captured
     assert {(bool(s.decodes), bool(s.prompts)) for s in steps} == {(True, False), (False, True), (True, True)}
     graphs = [step.forward.graph for step in steps.values()]
     replays = watch_replays(monkeypatch)
@@ -78,7 +78,7 @@ def test_a_step_without_memory_for_its_graph_runs_operation_by_operation(cuda_ba
     model = Model(made.network, made.engine_config)
     model.warm_up()
     assert bits(serve(model)) == captured
-    assert not any(step.forward.graph for step in model._engine._runner._captured.values())
+    assert not any(step.forward.graph for step in model._engine._runner.executors[0].captured.values())
 
 
 def test_no_kernel_is_loaded_after_a_warm_up(new_cuda_backend: Backend, monkeypatch):

@@ -152,15 +152,15 @@ def test_a_dead_end_fails_that_request_alone(model):
 
 def test_an_error_of_the_sampler_reaches_everyone(model, monkeypatch):
     """Also those whose last token came with the step before."""
-    write = ModelRunner._write_masks
+    write = ModelRunner._masks
     calls = iter(range(100))
 
-    def failing(self: ModelRunner, requests: Any) -> None:
+    def failing(self: ModelRunner, requests: Any) -> Any:
         if next(calls) == 3:
             raise MemoryError("no room")
-        write(self, requests)
+        return write(self, requests)
 
-    monkeypatch.setattr(ModelRunner, "_write_masks", failing)
+    monkeypatch.setattr(ModelRunner, "_masks", failing)
     ends, fails = run_all(model, [make_request(None, 1, max_new_tokens=3), make_request(NUMBER)])
     assert ends.finish_reason == "length" and isinstance(fails.error, MemoryError)
     monkeypatch.undo()
@@ -219,13 +219,13 @@ def test_captured_and_eager_steps_give_the_same_bits(cuda_backend, monkeypatch):
 
     model = make_model(cuda_backend, quantized=True, vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=1)
     captured = [serve(model) for _ in range(2)]
-    sizes = model._engine._runner._captured
+    sizes = model._engine._runner.executors[0].captured
     assert any(step.forward.graph is not None for step in sizes.values())
     monkeypatch.setattr(cuda_backend, "decode_sizes", ())
     monkeypatch.setattr(cuda_backend, "prompt_sizes", ())
     model = Model(model.network, model.engine_config)
     eager = serve(model)
-    assert not model._engine._runner._captured
+    assert not model._engine._runner.executors[0].captured
     alone = [
         run(model, [make_request(g, i, max_new_tokens=25, **options)])[0].output_token_ids
         for i, (g, options) in enumerate(requests)

@@ -122,7 +122,7 @@ def test_preempted_requests_continue_as_if_nothing_had_happened(kind):
 
 def test_captured_steps_serve_any_sequences(monkeypatch):
     """Two sizes and three lengths, and a dozen with prompts: no more captures, whatever requests come."""
-    monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (64, 96))
+    monkeypatch.setattr("bminf_lite.engine.step_builder.CAPTURED_LENGTHS", (64, 96))
     ops, captures = WatchedBackend(1, (2, 6), (16, 150)), []
     drawn = [(1 + 17 * i % 90, i % 3, 3 + 11 * i % 60, {"temperature": 0.8 * (i % 2)}, True) for i in range(24)]
     with tiny(ops=ops, max_batch=5) as model:
@@ -137,7 +137,7 @@ def test_captured_steps_serve_any_sequences(monkeypatch):
 
 @pytest.mark.slow
 def test_a_thousand_ragged_requests_capture_nothing_after_a_warm_up(monkeypatch):
-    monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (64,))
+    monkeypatch.setattr("bminf_lite.engine.step_builder.CAPTURED_LENGTHS", (64,))
     ops = WatchedBackend(1, (2, 8, 16), (16, 64))
     with tiny(ops=ops, max_batch=16, chunk=128, num_blocks=60) as model:
         model.warm_up()
@@ -159,8 +159,8 @@ T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "vocab_size": 61
 
 @pytest.mark.parametrize("config", [{}, T5], ids=["decoder", "encoder-decoder"])
 def test_after_a_warm_up_nothing_is_captured_or_allocated(config, monkeypatch):
-    monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (4, 24))
-    monkeypatch.setattr("bminf_lite.engine.model_runner.FIRST_BLOCKS", 2)
+    monkeypatch.setattr("bminf_lite.engine.step_builder.CAPTURED_LENGTHS", (4, 24))
+    monkeypatch.setattr("bminf_lite.engine.executor.FIRST_BLOCKS", 2)
     ops = WatchedBackend(1, (2, 6), (5,))
     model = make_model(ops, max_batch=6, chunk=9, **config)
     model.warm_up()
@@ -409,7 +409,7 @@ class FullBackend(WatchedBackend):
 
 
 def test_out_of_memory_leaves_a_usable_model(monkeypatch):
-    monkeypatch.setattr("bminf_lite.engine.model_runner.FIRST_BLOCKS", 3)
+    monkeypatch.setattr("bminf_lite.engine.executor.FIRST_BLOCKS", 3)
     ops = FullBackend(max_steps_in_flight=1)
     model = make_model(ops)
     with pytest.raises(OutOfMemory, match=r"no room for the key-value cache: 64 bytes.* max_batch"):
@@ -457,10 +457,10 @@ def test_closing_a_stream_early_gives_its_blocks_back():
 
 def test_nan_logits_are_an_error_of_their_request_that_names_the_position():
     class Broken(WatchedBackend):
-        def sample(self, logits, sampler, batch=None):
+        def sample(self, logits, sampler):
             broken = logits.copy()
             broken[0] *= np.nan if self.samples == 3 else 1
-            return super().sample(broken, sampler, batch)
+            return super().sample(broken, sampler)
 
     model = make_model(Broken())
     bad, good = request(0, prompt_of(5), max_new_tokens=12), request(1, prompt_of(6), max_new_tokens=12)

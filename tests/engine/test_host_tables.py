@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_runner import make_request
 
-from bminf_lite.engine.model_runner import HostTables
+from bminf_lite.engine.step_builder import HostTables
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2)), max_size=40))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.backend.sampling import NULL_ROW, SamplerVariant, state_of
+from bminf_lite.backend.sampling import NULL_ROW, SamplerVariant, SequenceSampling, state_of
+from bminf_lite.engine.sampler_rows import SamplerRows, TableSize
 from bminf_lite.engine.sampler_table import SamplerTable
 from bminf_lite.engine.sampling_params import SamplingParams, sequence_sampling
 
@@ -33,11 +34,24 @@ def mask_of(name: int, step: int) -> np.ndarray:
     return words | np.uint32(1 << 20)
 
 
-def write_masks(table: SamplerTable, masks: dict[int, np.ndarray]) -> None:
-    def fill(target: np.ndarray, places: list[int]) -> None:
-        target[places] = list(masks.values())
+class Table:
+    """The rows on the host and the table on a device, written at once."""
 
-    table.write_masks(list(masks), fill)
+    def __init__(self, ops: Backend, max_num_seqs: int, **limits: int):
+        size = TableSize(max_num_seqs, VOCAB, **limits)
+        self.rows, self.device = SamplerRows(size), SamplerTable(ops, size)
+        self.has_room, self.remove, self.variant = self.rows.has_room, self.rows.remove, self.rows.variant
+
+    def add(self, sequence: SequenceSampling, masked: bool = False) -> int:
+        row = self.rows.add(sequence, masked)
+        self.device.write(self.rows.take_writes())
+        return row
+
+    def write_masks(self, masks: dict[int, np.ndarray]) -> None:
+        def fill(target: np.ndarray, places: list[int]) -> None:
+            target[places] = list(masks.values())
+
+        self.device.write_masks(self.rows.fill_masks(list(masks), fill))
 
 
 def make_sequence(name: int, generated: list[int]):
@@ -65,7 +79,7 @@ def ops(request):
 @given(st.data())
 def test_sequences_that_come_and_go_choose_what_they_choose_alone(ops, data):
     """They join and leave at any step, are preempted and come back, and steps are padded with the null row."""
-    table, width = SamplerTable(ops, 4, VOCAB, max_penalized=2, max_masked=2), 6
+    table, width = Table(ops, 4, max_penalized=2, max_masked=2), 6
     rows = ops.array(np.zeros(width, np.int32))
     running: dict[int, tuple[int, bool]] = {}
     generated: dict[int, list[int]] = {}
@@ -83,9 +97,9 @@ def test_sequences_that_come_and_go_choose_what_they_choose_alone(ops, data):
         order = data.draw(st.permutations([*running, *[None] * (width - len(running))]))
         index = np.array([NULL_ROW if n is None else running[n][0] for n in order], np.int32)
         ops.write(rows, index)
-        write_masks(table, {row: mask_of(n, len(generated[n])) for n, (row, masked) in running.items() if masked})
+        table.write_masks({row: mask_of(n, len(generated[n])) for n, (row, masked) in running.items() if masked})
         logits = np.stack([np.full(VOCAB, np.nan) if n is None else logits_of(n, len(generated[n])) for n in order])
-        state = table.state(rows, table.variant(index.tolist()))
+        state = table.device.state(rows, table.variant(index.tolist()))
         packed = ops.host(ops.sample(ops.array(logits.astype(np.float32)), state))
         for b, name in enumerate(order):
             if name is not None:
@@ -101,22 +115,22 @@ def test_sequences_that_come_and_go_choose_what_they_choose_alone(ops, data):
 
 def test_what_changes_logits_is_allocated_once():
     ops = CpuBackend()
-    table = SamplerTable(ops, 3, VOCAB)
+    table = Table(ops, 3)
     rows = ops.array(np.zeros(2, np.int32))
     greedy = table.add(make_sequence(0, [])[1])
-    before = table.state(rows, table.variant([greedy, NULL_ROW]))
+    before = table.device.state(rows, table.variant([greedy, NULL_ROW]))
     assert before.variant == SamplerVariant.GREEDY and before.counts is None
     penalized = table.add(make_sequence(2, [])[1])
-    full = table.state(rows, table.variant([greedy, penalized]))
+    full = table.device.state(rows, table.variant([greedy, penalized]))
     assert full.variant == SamplerVariant.ADJUST and full.table is before.table
     masked = table.add(make_sequence(0, [])[1], masked=True)
-    again = table.state(rows, table.variant([masked]))
+    again = table.device.state(rows, table.variant([masked]))
     assert again.variant == SamplerVariant.ADJUST
     assert again.counts is full.counts and again.masks is full.masks and again.bias is full.bias
 
 
 def test_rows_counts_and_masks_are_bounded_and_given_back():
-    table = SamplerTable(CpuBackend(), 3, VOCAB, max_penalized=1, max_masked=1)
+    table = Table(CpuBackend(), 3, max_penalized=1, max_masked=1)
     plain, penalized = make_sequence(0, [])[1], make_sequence(2, [])[1]
     row = table.add(penalized, masked=True)
     assert not table.has_room(penalized=True) and not table.has_room(masked=True) and table.has_room()

@@ -154,4 +154,4 @@ def test_streamed_layers_are_not_captured(
 
 def captured_encodings(model: Model) -> list[Any]:
     runner: Any = model._engine._runner
-    return list(runner.encoder._captured.values())
+    return list(runner.executors[0].encoder._captured.values())

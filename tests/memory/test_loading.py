@@ -18,7 +18,7 @@ from bminf_lite import backend
 from bminf_lite import placement as planning
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.values import BLOCK_SIZE
-from bminf_lite.engine.model_runner import FIRST_BLOCKS
+from bminf_lite.engine.executor import FIRST_BLOCKS
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 from bminf_lite.memory.planner import Machine, plan_memory
 

@@ -228,12 +228,16 @@ def test_repeated_decoding_equals_decoding_anew(cuda_backend: Backend, golden: G
         batch, sampler, logits = start_decoding(model, golden.tokens[:5], golden.tokens[7:18])
 
         def decode(model=model, batch=batch, sampler=sampler):
-            return model.backend.sample(model.network(batch, model.cache), sampler, batch)
+            model.backend.insert_last_tokens(batch.tokens, sampler)
+            return model.backend.sample(model.network(batch, model.cache), sampler)
 
         work = model.backend.capture(decode) if tokens is repeated else decode
-        result = model.backend.sample(model.backend.array(logits), sampler, batch)
-        for _ in range(12):
+        result = model.backend.sample(model.backend.array(logits), sampler)
+        context_lens = model.backend.host(batch.context_lens).copy()
+        for step in range(12):
             tokens.append(model.backend.host(result)[0].tolist())
+            model.backend.assign(batch.tokens, np.full(len(context_lens), -1, np.int32))
+            model.backend.assign(batch.context_lens, context_lens + 1 + step)
             result = work()
     assert repeated == anew
 

@@ -9,7 +9,8 @@ and writes the codes for the second. For that, an operation may return a deferre
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -155,6 +156,11 @@ class CudaBackend(Backend):
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         return CapturedGraph(self.graph_memory, self.arrays, work, lambda: self.loader.streamed_bytes)
+
+    @contextmanager
+    def step(self, batch: ForwardBatch) -> Iterator[None]:
+        with self.kernels.in_step():
+            yield
 
     def make_current(self) -> None:
         self.device.make_current()
@@ -455,7 +461,7 @@ class CudaBackend(Backend):
 
     def embed(self, tokens: Array, table: Array, scale: float = 1.0) -> Array:
         out = self.arrays.rows(len(tokens), table.shape[1], np.float32)
-        self.kernels.rows.embed(self.kernels.begin_step(), tokens, table, out, scale)
+        self.kernels.rows.embed(self.kernels.step, tokens, table, out, scale)
         return ResidualStream(out)
 
     def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
@@ -531,6 +537,8 @@ class CudaBackend(Backend):
         if decodes is not None:
             qkv, count = self.materializer.to_half(qkv), decodes.batch_size
             table = decodes.block_tables[cache.group]
+            if batch.has_drafts:  # whose tokens see those of the rows before them
+                self.launches.store_heads(qkv, spec, cache, decodes, table)
             self.launches.decode(qkv[:count], spec, cache, decodes, table, out[:count])
         if prompts is not None:
             table = prompts.block_tables[cache.group]
@@ -601,6 +609,20 @@ class CudaBackend(Backend):
         if count:
             addresses = tokens.data.ptr, sampler.rows.data.ptr, sampler.table.data.ptr
             self.kernels.sampler.launch_insert_last_tokens(*addresses, count, self.stream.ptr)
+
+    def write_step(self, target: Array, values: np.ndarray, num_tokens: int, sampler: SamplerState) -> None:
+        if values.nbytes > WRITE_KERNEL_MAX_BYTES:
+            super().write_step(target, values, num_tokens, sampler)
+            return
+        rows = (sampler.rows.data.ptr - target.data.ptr) // 4
+        assert 0 <= rows < target.size, "the sampler's rows are not among the step's integers"
+
+        def copy(to: int, source: int, nbytes: int) -> None:
+            self.kernels.sampler.launch_write_step(
+                source, to, nbytes // 4, num_tokens, rows, sampler.table.data.ptr, self.stream.ptr
+            )
+
+        self.arrays.write(target, values, copy=copy)
 
     def token_logprobs(self, logits: Array, tokens: Array) -> Array:
         logits = self.arrays.padded(logits)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import cupy as cp
 
 from ...cuda.kernels.attention.copy_blocks import CopyBlocks
@@ -21,7 +24,7 @@ from .deferred import DeferredGate, DeferredMatmul, QuantizedActivations, nbytes
 
 
 class Kernels:
-    """The launchers. ``step`` is the context of the present step; it is replaced when a step begins and ends."""
+    """The launchers. ``step`` is the context of the present step, or of work outside of steps."""
 
     def __init__(self, device: Device, stream: cp.cuda.Stream):
         launcher = Launcher(device, stream.ptr)
@@ -41,14 +44,14 @@ class Kernels:
         self.gptq = GPTQKernels(launcher)
         self.step = StepContext(in_step=False)
 
-    def begin_step(self) -> StepContext:
-        """The context of a new step, before its first kernel, ``embed``."""
-        self.step = StepContext()
-        return self.step
-
-    def end_step(self) -> None:
-        """End the step: later launches are outside a step."""
-        self.step = StepContext(in_step=False)
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Launch the kernels of a step, of which ``embed`` is the first; then the context is what it was before."""
+        outer, self.step = self.step, StepContext()
+        try:
+            yield
+        finally:
+            self.step = outer
 
     def nbytes_moved(self, *values: cp.ndarray | QuantizedActivations | DeferredMatmul | DeferredGate | None) -> int:
         """Bytes of what a kernel reads and writes, for an observer of the device; 0 without one."""

@@ -6,8 +6,6 @@ read the changed values.
 
 from __future__ import annotations
 
-import weakref
-
 import cupy as cp
 import numpy as np
 
@@ -37,7 +35,6 @@ class Materializer:
     def __init__(self, arrays: Arrays, kernels: Kernels) -> None:
         self.arrays = arrays
         self.kernels = kernels
-        self._residuals: weakref.WeakValueDictionary[int, ResidualStream] = weakref.WeakValueDictionary()
 
     def transform(self, x: Array, out: cp.ndarray | QuantizedActivations, rotation: int = 1) -> None:
         """Write ``x``, deferred or not, as codes or as fp16 or fp32 values.
@@ -93,7 +90,8 @@ class Materializer:
         if isinstance(x, ResidualStream):
             return x
         values = self.arrays.padded(self.materialize(x))
-        return self._residuals.setdefault(values.data.ptr, ResidualStream(values))
+        found: ResidualStream = self.kernels.step.streams.setdefault(values.data.ptr, ResidualStream(values))
+        return found
 
     def dequantize(self, product: DeferredMatmul, dtype: type) -> cp.ndarray:
         """The product, scaled and with its bias, as padded rows of fp16 or fp32."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from typing import Any
 
 from ..runtime.driver import Device, DeviceAttribute
 from ..runtime.kernel import Dimensions, Kernel
@@ -13,19 +14,22 @@ from .sources import load
 class StepContext:
     """The state that launches of one step depend on. It is made when a step begins and dropped when it ends.
 
+    ``streams`` are the step's residual streams by the address of their values, of which deferred norms are known.
+
     ``one_block_per_sm`` says whether the last kernel has one block on each SM. The context also records the caches that
     the step has written. A dependent kernel may read a cache before its predecessor has ended if the step has not
     written that cache. The first kernel, ``embed``, waits for all earlier steps before it lets any other start. Outside
     a step, no cache counts as unwritten.
     """
 
-    __slots__ = ("_complete", "_last_read", "_written_caches", "one_block_per_sm")
+    __slots__ = ("_complete", "_last_read", "_written_caches", "one_block_per_sm", "streams")
 
     def __init__(self, in_step: bool = True) -> None:
         self.one_block_per_sm = False
         self._written_caches: set[int] | None = set() if in_step else None
         self._last_read: weakref.ref[object] | None = None  # weak: a step may end later than what it computed with
         self._complete: weakref.ref[object] | None = None
+        self.streams: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def is_unwritten(self, cache: int, writes: bool) -> bool:
         """Whether the step has not written the cache at this address; ``writes``: the next kernel writes it."""

@@ -41,7 +41,7 @@ def main(profile: str, shape: str, limit: str, kv_cache: str) -> None:
     config, rng = bench_model.engine_config, np.random.default_rng(0)
     model = Model(bench_model.network, config)
     model.warm_up()
-    steps = model._engine._runner._captured.values()  # type: ignore[union-attr]
+    steps = model._engine._runner.executors[0].captured.values()  # type: ignore[union-attr]
     longest = 400 if config.is_encoder_decoder else min(config.context_length - 40, 64 * min(config.num_blocks) - 140)
     lengths = rng.integers(1, min(longest, LONGEST), min(2 * config.max_num_seqs + 3, 60))
     prompts = [rng.integers(5, 1000, length).tolist() for length in lengths]

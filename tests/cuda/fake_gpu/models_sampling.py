@@ -33,7 +33,9 @@ def state_of(call: Call) -> SamplerState:
     vocab, full, rows = call.vocab, bool(call.number("ADJUSTED")), call.vector("rows", batch_of(call), np.int32)
     call.require(bool((rows >= 0).all()), "a row is negative")
     used = rows[rows != NULL_ROW]
-    offsets, drafts = (call.vector(n, batch_of(call), np.int32) if call.offsets else None for n in ("offsets", "drafts"))
+    offsets, drafts = (
+        call.vector(n, batch_of(call), np.int32) if call.offsets else None for n in ("offsets", "drafts")
+    )
     firsts = used if offsets is None else rows[(rows != NULL_ROW) & (offsets == 0)]
     call.require(len(set(firsts.tolist())) == len(firsts), "two sequences share a row")
     size = int(rows.max()) + 1
@@ -154,6 +156,17 @@ def insert_last_tokens(call: Call) -> None:
     table = call.rows("table", int(rows.max()) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
     newest = SamplerState(table, rows, SamplerVariant.FULL).columns["last_token"][rows]
     tokens[...] = np.where(tokens < 0, newest, tokens)
+
+
+@model
+def write_step(call: Call) -> None:
+    call.require(call.threads >= call.count, "blocks are missing")
+    source, target = (call.vector(name, call.count, np.int32) for name in ("from", "to"))
+    rows = source[call.rows_offset : call.rows_offset + call.num_tokens]
+    table = call.rows("table", int(rows.max(initial=0)) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
+    newest = SamplerState(table, rows, SamplerVariant.FULL).columns["last_token"][rows]
+    target[...] = source
+    target[: call.num_tokens] = np.where(source[: call.num_tokens] < 0, newest, source[: call.num_tokens])
 
 
 @model

@@ -18,6 +18,7 @@
 //
 //   token_logprobs      log-probabilities of given tokens and of the most likely ones
 //   insert_last_tokens  the tokens that a step chose, as the input of the next
+//   write_step          both in one: the integers of a step from host memory, with the tokens that the last step chose
 //   commit_drafts       updates the sequences of a step that checks drafts by what they get
 //
 // The scratch memory must be zero before the first launch; the counters in it are zero again after each.
@@ -194,6 +195,20 @@ __global__ void __launch_bounds__(THREADS)
     launch_dependent_grids();
     const int i = blockIdx.x * THREADS + threadIdx.x;
     if (i < count && tokens[i] < 0) tokens[i] = table[rows[i]].last_token;
+}
+
+// to[i] = from[i] for i < count, or for i < num_tokens the newest token of the sequence in row
+// from[rows_offset + i], if from[i] // is -1. No kernel changes `from`, memory of the host, so it is read before the wait. The next kernel does not start
+// early: those behind it may read `to` before they wait.
+__global__ void __launch_bounds__(THREADS)
+    write_step(const int* from, int* to, int count, int num_tokens, int rows_offset, const SamplerRow* table) {
+    const int i = blockIdx.x * THREADS + threadIdx.x;
+    int word = i < count ? *static_cast<const volatile int*>(from + i) : 0;
+    const bool is_unknown = i < num_tokens && word < 0;
+    const int row = is_unknown ? *static_cast<const volatile int*>(from + rows_offset + i) : NULL_ROW;
+    wait_on_dependent_grids();
+    if (is_unknown) word = table[row].last_token;
+    if (i < count) to[i] = word;
 }
 
 // Updates the sequences of a step of `batch` rows that checks drafts: a thread for each row without drafts before it. A

@@ -22,7 +22,7 @@ from ..sources import SOURCES
 SOURCE = "sampling/sample.cu"
 DRAWING = ("best_token", "histogram", "cut_tail", "draw_token")
 """Each with and without ADJUSTED: whether biases, penalties and masks may change logits."""
-OTHERS = ("top_logprobs", "token_logprobs", "insert_last_tokens", "commit_drafts")
+OTHERS = ("top_logprobs", "token_logprobs", "insert_last_tokens", "write_step", "commit_drafts")
 PART_BYTES = 16 * CHUNK // PART
 """Bytes of scratch for the parts of a chunk."""
 BLOCK_CHUNKS = THREADS // 32 * PART // CHUNK
@@ -65,6 +65,10 @@ class Sampler:
     @functools.cached_property
     def _insert_last_tokens(self) -> Kernel:
         return self._module.kernel("insert_last_tokens")
+
+    @functools.cached_property
+    def _write_step(self) -> Kernel:
+        return self._module.kernel("write_step")
 
     @functools.cached_property
     def _commit_drafts(self) -> Kernel:
@@ -133,6 +137,16 @@ class Sampler:
         self._insert_last_tokens(
             -(-count // THREADS), THREADS, (tokens, rows, table, count), stream=stream, dependent=True
         )
+
+    def launch_write_step(
+        self, source: int, target: int, count: int, num_tokens: int, rows: int, table: int, stream: int
+    ) -> None:
+        """Copy ``count`` int32 from host memory, and do to the first ``num_tokens`` what the launcher above does.
+
+        Their rows of the table begin at ``source[rows]``.
+        """
+        arguments = source, target, count, num_tokens, rows, table
+        self._write_step(-(-count // THREADS), THREADS, arguments, stream=stream, dependent=True)
 
 
 def _chunks(vocab: int) -> int:

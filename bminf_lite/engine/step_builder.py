@@ -1,0 +1,266 @@
+"""Turns a planned step into a :class:`StepPlan`: plain arrays and numbers, all that an executor needs to run it.
+
+The builder knows the requests and no device. It keeps block tables up to date, chooses the captured size that a step is
+padded to, and collects what is written to the sampler's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from ..backend.base import Backend
+from ..backend.sampling import SamplerVariant, SequenceSampling
+from ..backend.values import BLOCK_SIZE, NULL_BLOCK
+from ..grammar.matcher import MaskRow, fill_masks
+from ..layers.cache import blocks_for
+from .block_manager import BlockManager, SequenceBlocks
+from .config import EngineConfig
+from .request import Request
+from .sampler_rows import MaskWrite, RowWrite, SamplerRows, TableSize
+from .sampling_params import sequence_sampling
+from .step import Step
+from .step_arrays import StepInputs, StepSize, captured_sizes
+
+CAPTURED_LENGTHS = (1024, 4096, 16384)
+"""Bounds of the lengths of sequences for which steps are captured, beside the model's context; in tokens."""
+NO_TOKEN = -1
+"""Stands for a token that the host does not know: the newest of its sequence, which the sampler holds."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What an executor runs, on every rank the same.
+
+    - ``inputs``: the integers of the step. If it ``is_captured``, they are padded to the size of a captured step.
+    - ``max_query_len``: the most new tokens of a sequence, if it is not captured.
+    - ``samples``: whether any token is chosen, in the ``variant``.
+    - ``num_taken``: rows of logits, the last ones, that requests take.
+    - ``wants_top``: whether the scored prompt tokens report the most likely tokens.
+
+    Before the step, the pools of each group of the cache get at least ``num_blocks`` blocks, and those of the sources
+    ``num_source_blocks``. Then ``rows`` of the sampler are written, the ``sources`` are encoded into the blocks of
+    ``source_tables``, and each of ``copies`` has a pair of blocks for each group, of which the second gets the contents
+    of the first.
+    """
+
+    inputs: StepInputs
+    is_captured: bool
+    max_query_len: int
+    samples: bool
+    variant: SamplerVariant
+    num_taken: int = 0
+    wants_top: bool = False
+    num_blocks: Sequence[int] = ()
+    num_source_blocks: int = 0
+    rows: Sequence[RowWrite] = ()
+    sources: Sequence[Sequence[int]] = ()
+    source_tables: Sequence[Sequence[int]] = ()
+    copies: Sequence[Sequence[tuple[int, int]]] = ()
+
+
+class HostTables:
+    """The block tables of a group by row, int32 ``[rows, width]`` on the host, kept up to date without a rebuild."""
+
+    def __init__(self, rows: int, width: int):
+        self.array = np.zeros((rows, width), np.int32)
+        self._owners = [(-1, 0)] * rows
+        self._lengths = [0] * rows
+        self._firsts = [0] * rows
+
+    def update(self, request: Request, table: Sequence[int]) -> None:
+        """Copy what is new in the table of a request: blocks at its end, and those that its window has passed."""
+        row, owner, length = request.row, (request.arrival, request.num_preemptions), len(table)
+        if self._owners[row] != owner:
+            self.array[row] = NULL_BLOCK
+            self._owners[row], self._lengths[row], self._firsts[row] = owner, 0, 0
+        if self._lengths[row] != length:
+            self.array[row, self._lengths[row] : length] = table[self._lengths[row] :]
+            self._lengths[row] = length
+        while self._firsts[row] < length and table[self._firsts[row]] == NULL_BLOCK:
+            self.array[row, self._firsts[row]] = NULL_BLOCK
+            self._firsts[row] += 1
+
+
+class StepBuilder:
+    """Builds the steps of a scheduler that plans with ``blocks``, for a backend with the captured sizes of ``ops``."""
+
+    def __init__(self, ops: Backend, config: EngineConfig, blocks: BlockManager):
+        self.config = config
+        self.blocks = blocks
+        self.table_size = TableSize(config.max_num_seqs, config.vocab_size, config.num_draft_tokens)
+        self.rows = SamplerRows(self.table_size)
+        width, rows = blocks_for(config.context_length), config.max_num_seqs + 1
+        self._tables = [HostTables(rows, width) for _ in config.num_blocks]
+        self._source_tables = HostTables(rows, blocks_for(config.max_source_length))
+        lengths = [*(n for n in CAPTURED_LENGTHS if n < config.context_length), config.context_length]
+        self.sizes = captured_sizes(
+            ops, lengths, config.max_num_seqs, config.max_num_batched_tokens,
+            config.max_num_draft_rows if config.num_draft_tokens else 0,
+        )  # fmt: skip
+        self._prompt_sizes = [size for size in self.sizes if size.prompts]
+
+    # -- rows of the sampler ------------------------------------------------------------------------------------------
+
+    def has_room(self, request: Request) -> bool:
+        """Whether the sampler has a free row, and what else the request's parameters need."""
+        return self.rows.has_room(request.params.penalizes, request.matcher is not None)
+
+    def add(self, request: Request) -> int:
+        """Give a request a row of the sampler."""
+        return self.rows.add(_sampling(request), request.matcher is not None)
+
+    def masks(self, requests: Sequence[Request]) -> MaskWrite | None:
+        """The masks of requests with grammars for the next sampler, except for those that have ended meanwhile.
+
+        A request whose drafts the step checks has a mask behind each of them too.
+        """
+        live = [r for r in dict.fromkeys(requests) if r.finish_reason is None]
+
+        def fill(masks: np.ndarray, places: Sequence[int]) -> None:
+            pairs = [(r, r.matcher, place) for r, place in zip(live, places, strict=True) if r.matcher]
+            fill_masks(masks, [MaskRow(matcher, place, r.holds_back_end(0)) for r, matcher, place in pairs])
+            for request, matcher, place in pairs:
+                drafts = request.draft_tokens
+                behind = masks[place + 1 : place + 1 + len(drafts)]
+                matcher.fill_masks_behind(drafts, behind)
+                for count, mask in enumerate(behind, start=1):
+                    if request.holds_back_end(count):
+                        matcher.hold_back_end(mask)
+
+        return self.rows.fill_masks([r.row for r in live], fill)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def build(self, step: Step) -> StepPlan:
+        """The plan of a step, which is launched before the next one is built."""
+        for request, _ in step.copies:
+            self._update_tables(request)  # it may begin with one token in the middle of a block
+        others, sampled = step.others, step.sampled
+        longest = max(step.positions, default=0) + 1
+        exact = StepSize(
+            step.num_decodes,
+            len(step.pieces),
+            step.num_prompt_tokens,
+            max(longest, *(p.stop for p in others)) if others else longest,
+            has_drafts=bool(step.drafts),
+        )
+        size = None
+        if not any(p.needs_more_logits for p in others):
+            sizes = self._prompt_sizes if step.pieces else self.sizes
+            size = next((size for size in sizes if exact.fits(size)), None)
+        pool = self.blocks.source_pool
+        return StepPlan(
+            self._inputs(step, exact) if size is None else self._captured_inputs(step, size),
+            is_captured=size is not None,
+            max_query_len=max((p.num_tokens for p in step.pieces), default=1),
+            samples=bool(sampled),
+            variant=self.rows.variant([r.row for r in sampled]),
+            num_taken=sum(p.num_taken for p in others),
+            wants_top=any(p.num_scored and p.request.num_prompt_top > 1 for p in others),
+            num_blocks=[pool.highest + 1 for pool in self.blocks.pools],
+            num_source_blocks=pool.highest + 1 if pool is not None else 0,
+            rows=self.rows.take_writes(),
+            sources=[r.source_token_ids for r in step.sources],
+            source_tables=[_blocks(r).source_table for r in step.sources],
+            copies=[pairs for _, pairs in step.copies],
+        )
+
+    def empty_inputs(self, size: StepSize) -> StepInputs:
+        """The integers of a captured step of padding alone."""
+        return self._captured_inputs(Step(), size)
+
+    def _captured_inputs(self, step: Step, size: StepSize) -> StepInputs:
+        """The integers of a step that is padded to ``size``; tables are as wide as its longest sequences need."""
+        widths = [blocks_for(size.max_context_len)] * len(self._tables)
+        source_width = blocks_for(self.config.max_source_length) if self.blocks.source_pool is not None else 0
+        only_last = size.prompts > 0
+        inputs = StepInputs(size, widths, source_width, only_last * size.sequences, only_last=only_last)
+        self._fill(inputs, step)
+        return inputs
+
+    def _inputs(self, step: Step, size: StepSize) -> StepInputs:
+        """The integers of a step of exactly ``size``. Its logits are those to sample from, to score, and to hand out.
+
+        To sample, each sequence has a row of logits; a step of decoding sequences alone has no others. Each has a row
+        too where no other logits are wanted, because the last layer computes the last tokens without the others.
+        """
+        requests, others = step.requests, step.others
+        samples = bool(step.decoding) or any(p.samples for p in others)
+        widths = [max(len(_blocks(r).tables[group]) for r in requests) for group in range(len(self._tables))]
+        source_width = blocks_for(max(len(r.source_token_ids) for r in requests))
+        starts = [*accumulate((p.num_tokens for p in others), initial=len(step.decoding))]
+        scored = [range(start, start + p.num_scored) for p, start in zip(others, starts[:-1], strict=True)]
+        taken = [range(end - p.num_taken, end) for p, end in zip(others, starts[1:], strict=True)]
+        more = [row for rows in (*scored, *taken) for row in rows]
+        own = size.sequences if samples or not more else 0
+        only_last = size.prompts > 0 and not more
+        num_logits = own + len(more) if size.prompts or more else 0
+        inputs = StepInputs(size, widths, source_width, num_logits, sum(map(len, scored)), only_last)
+        self._fill(inputs, step)
+        if more:
+            inputs.logit_rows[own:] = more
+        if len(inputs.targets):
+            targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p in others]
+            inputs.targets[:] = np.concatenate(targets)
+        return inputs
+
+    def _fill(self, inputs: StepInputs, step: Step) -> None:
+        """Write the integers of the parts. Prompts lie behind the padding of the decoding sequences."""
+        size, num_decodes = inputs.size, step.num_decodes
+        requests, others, decoding = step.requests, step.others, len(step.decoding)
+        places = np.arange(len(requests))
+        places[num_decodes:] += size.decodes - num_decodes
+        tokens = [
+            request.token_ids(position, position + 1)[0] if position < request.num_known_tokens else NO_TOKEN
+            for request, position in zip(step.decoding, step.positions, strict=True)
+        ]
+        for part in others:
+            tokens += part.request.token_ids(part.start, part.stop)
+        inputs.tokens[:num_decodes] = tokens[:num_decodes]
+        inputs.tokens[size.decodes : size.decodes + len(tokens) - num_decodes] = tokens[num_decodes:]
+        if size.has_drafts:
+            inputs.offsets[:decoding], inputs.drafts[:decoding] = step.offsets, step.drafts
+            rows = np.flatnonzero(inputs.offsets)
+            inputs.tokens[rows] = inputs.drafts[rows]
+        inputs.cu_seqlens[: size.decodes] = np.arange(size.decodes)
+        begins = [*accumulate((p.num_tokens for p in step.pieces), initial=size.decodes)]
+        inputs.cu_seqlens[size.decodes :] = begins[-1]
+        inputs.cu_seqlens[size.decodes : size.decodes + len(begins)] = begins
+        if len(inputs.logit_rows) >= size.sequences:
+            inputs.logit_rows[: size.sequences] = np.maximum(inputs.cu_seqlens[1:] - 1, 0)
+        if len(inputs.last_positions):
+            inputs.last_positions[places] = [*step.positions, *(p.stop - 1 for p in others)]
+        table_rows = [r.row for r in requests]
+        inputs.context_lens[places] = [*step.positions, *(p.start for p in others)]
+        inputs.rows[places] = [*table_rows[:decoding], *(p.request.row if p.samples else 0 for p in others)]
+        changed = [p.request for p in others if p.num_tokens > 1 or p.start % BLOCK_SIZE == 0]  # what takes new blocks
+        changed += [r for r, i in zip(step.decoding, step.positions, strict=True) if i % BLOCK_SIZE == 0]
+        for request in changed:
+            self._update_tables(request)
+        for host, table in zip(self._tables, inputs.tables, strict=True):
+            table[places] = host.array[table_rows, : table.shape[1]]
+        if len(inputs.source_lens):
+            inputs.source_lens[places] = [len(r.source_token_ids) for r in requests]
+            inputs.source_table[places] = self._source_tables.array[table_rows, : inputs.source_table.shape[1]]
+
+    def _update_tables(self, request: Request) -> None:
+        blocks = _blocks(request)
+        for host, table in zip(self._tables, blocks.tables, strict=True):
+            host.update(request, table)
+        self._source_tables.update(request, blocks.source_table)
+
+
+def _sampling(request: Request) -> SequenceSampling:
+    params = request.params
+    if request.matcher is not None and params.min_tokens:
+        params = replace(params, min_tokens=0)  # its mask holds the end back
+    return sequence_sampling(params, request.index, request.prompt_token_ids, request.output_token_ids, request.eos_ids)
+
+
+def _blocks(request: Request) -> SequenceBlocks:
+    assert request.blocks is not None
+    return request.blocks
