@@ -45,6 +45,8 @@ MAX_BATCH = 1 << 16
 """The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
 MAX_BATCHED_TOKENS = 1 << 16
 """The bound of ``max_num_batched_tokens``."""
+MAX_DRAFT_TOKENS = 16
+"""The bound of ``num_draft_tokens``: a sequence with a grammar has a bit mask for each."""
 FINALIZER_SECONDS = 5.0
 """How long the end of a model that was not closed waits for its engine.
 
@@ -63,6 +65,7 @@ def load(
     prefix_cache: bool = True,
     max_queue: int = EngineConfig.max_queue,
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
+    num_draft_tokens: int = EngineConfig.num_draft_tokens,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
@@ -82,6 +85,9 @@ def load(
     - ``max_num_batched_tokens``: the most tokens of a step, up to 65,536, or fewer where memory is short; a longer
       prompt takes several steps. With more, prompts are a few percent faster, and a request waits longer for the step
       before it; see docs/scheduling.md.
+    - ``num_draft_tokens``: the most guesses of a request's next tokens that a step checks, up to
+      :data:`MAX_DRAFT_TOKENS`; 0 for none. They are what followed the request's last tokens where these occurred
+      before, so they help completions that repeat their prompt. A token is the one that the request gets without them.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
@@ -89,6 +95,7 @@ def load(
     require_whole("context", 1 if context is None else context)
     require_whole("max_queue", max_queue)
     require_whole("max_num_batched_tokens", max_num_batched_tokens, MAX_BATCHED_TOKENS)
+    require_whole("num_draft_tokens", num_draft_tokens, MAX_DRAFT_TOKENS, least=0)
     require_bool("check", check)
     require_bool("prefix_cache", prefix_cache)
     int8 = is_int8_cache(kv_cache)
@@ -110,7 +117,9 @@ def load(
             ops.close()
             raise
         engine_config = make_engine_config(config, cache_shape, plan, max_batch, max_num_batched_tokens)
-        engine_config = replace(engine_config, prefix_cache=prefix_cache, max_queue=max_queue)
+        engine_config = replace(
+            engine_config, prefix_cache=prefix_cache, max_queue=max_queue, num_draft_tokens=num_draft_tokens
+        )
         return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, opened.eos_ids)
 
 

@@ -70,10 +70,10 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def require_whole(name: str, value: Any, most: int | None = None) -> None:
-    """Raise ``UsageError`` unless an argument is a whole number from 1 to ``most``."""
-    if not is_whole(value) or value < 1 or (most is not None and value > most):
-        wanted = "1 or more" if most is None else f"1 to {most:,}"
+def require_whole(name: str, value: Any, most: int | None = None, least: int = 1) -> None:
+    """Raise ``UsageError`` unless an argument is a whole number from ``least`` to ``most``."""
+    if not is_whole(value) or value < least or (most is not None and value > most):
+        wanted = f"{least} or more" if most is None else f"{least} to {most:,}"
         raise UsageError(f"{name} is {value!r}, but must be a whole number, {wanted}")
 
 

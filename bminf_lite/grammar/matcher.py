@@ -58,8 +58,8 @@ class Matcher:
         Raises ``UsageError`` for an end that the grammar does not allow. A mask allows one where no token can come
         next, or if a limit was reached.
         """
+        self.take_newest()  # several drafts may have been accepted
         if token not in self._eos_ids:
-            assert self.newest is None, "each token needs a mask"
             self.newest = token
         elif not self.library_matcher.consume_token(token):
             raise UsageError(_message(self.grammar, self.library_matcher))

@@ -121,6 +121,43 @@ def test_preempted(arena):
     assert model.stats().preemptions > 0
 
 
+class KnowingDrafter:
+    """Proposes what the tasks get alone, with a wrong token now and then."""
+
+    def __init__(self, expected: dict[int, list[int]]):
+        self.expected = expected
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        known = len(request.output_tokens)
+        right = self.expected[request.index][known : known + count]
+        return [(token + (known + 3 * i) % 5 // 4) % VOCAB_SIZE for i, token in enumerate(right)]
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+@pytest.mark.parametrize("drafter", ["n-gram", "knowing"])
+@pytest.mark.parametrize("num_blocks", [None, 9], ids=["", "preempted"])
+def test_with_drafts(arena, drafter, num_blocks, monkeypatch):
+    """Greedy and drawn, with penalties and grammars, while others are cancelled."""
+    if drafter == "knowing":
+        expected = {task.index: arena.expected[task].output_token_ids for task in arena.tasks}
+        monkeypatch.setattr("bminf_lite.engine.core.NgramDrafter", lambda: KnowingDrafter(expected))
+    limits = {"num_draft_tokens": 4, "max_num_draft_rows": 64, "prefix_cache": False}
+    model = arena.with_limits(**limits, **({} if num_blocks is None else {"num_blocks": (num_blocks,)}))
+    cancelled = [replace(task, index=1000 + task.index).request() for task in arena.tasks[::5]]
+    for request in cancelled if drafter == "n-gram" else ():
+        request.on_update = lambda r: model._engine.cancel([r]) if len(r.output_tokens) > 2 else None
+    if drafter == "n-gram":
+        model._engine.submit(cancelled)
+    arena.serve(model, arena.tasks)
+    for task in arena.tasks[:6]:
+        arena.serve(model, [task])
+    stats = model.stats()
+    assert stats.draft_tokens > stats.accepted_tokens > (200 if drafter == "knowing" else 0)
+    assert (stats.preemptions > 0) == (num_blocks is not None)
+
+
 def test_a_prompt_that_is_the_output_of_another_request(arena):
     """A token that was decoded is now read as part of a prompt, in part from the cache that decoding has written."""
     model = arena.with_limits()

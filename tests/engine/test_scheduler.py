@@ -290,10 +290,12 @@ class Histories(RuleBasedStateMachine):
     arrivals = 0
 
     @initialize(
-        kind=st.sampled_from(sorted(KINDS)), blocks=st.integers(9, 14), seqs=st.integers(1, 5), ahead=st.integers(0, 3)
-    )
-    def start(self, kind: str, blocks: int, seqs: int, ahead: int) -> None:
-        self.driver = Driver(make_config(blocks, max_num_seqs=seqs, **KINDS[kind]), ahead)
+        kind=st.sampled_from(sorted(KINDS)), blocks=st.integers(9, 14), seqs=st.integers(1, 5),
+        ahead=st.integers(0, 3), drafts=st.integers(0, 4),
+    )  # fmt: skip
+    def start(self, kind: str, blocks: int, seqs: int, ahead: int, drafts: int) -> None:
+        limits = {"max_num_seqs": seqs, "num_draft_tokens": drafts, **KINDS[kind]}
+        self.driver = Driver(make_config(blocks, **limits), ahead)
 
     @rule(
         length=st.integers(1, 20), family=st.integers(0, 2), new=st.integers(1, 14), eos=st.booleans(),
@@ -351,6 +353,28 @@ def test_ten_thousand_arrivals():
         run_state_machine_as_test(
             Histories, settings=settings(max_examples=200, stateful_step_count=60, deadline=None, derandomize=False)
         )
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_drafts_bring_several_tokens_a_step(ahead):
+    driver = Driver(make_config(40, num_draft_tokens=3), ahead)
+    driver.add(make_request(prompt(5), 24))
+    driver.run()
+    driver.check_results()
+    scheduler = driver.scheduler
+    assert len(driver.runner.steps) < 18
+    assert 0 < scheduler.num_accepted_tokens < scheduler.num_draft_tokens
+
+
+def test_the_rows_of_a_step_with_drafts_are_bounded():
+    driver = Driver(make_config(60, num_draft_tokens=4, max_num_draft_rows=7))
+    for i in range(4):
+        driver.add(make_request(prompt(3, i), 20))
+    driver.run()
+    driver.check_results()
+    rows = [len(step.decoding) for step in driver.runner.steps if step.drafts]
+    assert max(rows) == 7
+    assert all(not step.pieces for step in driver.runner.steps if step.drafts)
 
 
 def test_a_request_that_has_ended_is_not_kept_until_its_deadline():
