@@ -160,6 +160,7 @@ class Executor:
                         cache.grow(group, count)
         if sizes:
             self.table.allocate()
+            self.table.write_null_row()
         inputs = sorted(sizes, key=lambda values: values.size.tokens, reverse=True)
         steps = [self._captured_step(values) for values in inputs]
         for run in range(RUNS_TO_CAPTURE):  # the last one captures, when it is known what the largest step needs

@@ -20,6 +20,7 @@ from ..backend.base import Backend
 from ..backend.sampling import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    NULL_ROW,
     ROW_WORDS,
     SamplerState,
     SamplerVariant,
@@ -52,6 +53,10 @@ class SamplerTable:
         )
         ops.complete(self._state.masks)  # so that masks are written after these zeros
         self._is_allocated = True
+
+    def write_null_row(self) -> None:
+        """Write the row that pads steps as it is, so that a backend loads what writes rows."""
+        self.ops.write(self._state.table[NULL_ROW], neutral_rows(1).view(np.int32))
 
     def write(self, writes: Sequence[RowWrite]) -> None:
         """Write rows for the work that is started from now on. Raises ``MemoryError`` where :meth:`allocate` does."""

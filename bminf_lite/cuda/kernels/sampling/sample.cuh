@@ -84,7 +84,8 @@ struct Arguments {
     // The row of table of this block's sequence.
     __device__ int table_row() const { return rows[blockIdx.y]; }
     // How many drafts this block's row follows.
-    __device__ int offset() const { return offsets ? offsets[blockIdx.y] : 0; }
+    // It is read where it is used, which takes fewer registers.
+    __device__ int offset() const { return offsets ? static_cast<const volatile int*>(offsets)[blockIdx.y] : 0; }
     // The sequence's part of the scratch, scratch_pitch bytes from that of the next: in this order
     __device__ char* own_scratch() const { return scratch + blockIdx.y * scratch_pitch; }
     __device__ Row& row() const { return *reinterpret_cast<Row*>(own_scratch()); }
@@ -182,10 +183,21 @@ struct ThreadLogits {
 // -inf for a forbidden token; a logit that makes the row unusable stays.
 __device__ __forceinline__ float forbidden(float x) { return x < INF_F ? -INF_F : x; }
 
+// How often each of the EACH ids from `first` on is among the drafts that this block's row follows, a byte for each.
+__device__ __forceinline__ unsigned drafts_before(const Arguments& a, int first) {
+    unsigned drafted = 0;
+#pragma unroll 1
+    for (int row = blockIdx.y, end = row - a.offset(); row > end; --row) {
+        const unsigned place = a.drafts[row] - first;
+        if (place < EACH) drafted += 1u << 8 * place;
+    }
+    return drafted;
+}
+
 // Step 1 of the definition for the ids from `first` on.
 __device__ __forceinline__ void adjust(const Arguments& a, int table_row, int first, float (&x)[EACH]) {
     const SamplerRow& row = a.table[table_row];
-    const int offset = a.offset();
+    static_assert(EACH <= 4, "drafted has 4 bytes");
     if (row.num_bias > 0) {
         const int* const ids = a.bias + size_t(table_row) * 2 * MAX_LOGIT_BIAS;
         int entry = 0, end = row.num_bias;  // of the first id that is not before `first`
@@ -205,22 +217,23 @@ __device__ __forceinline__ void adjust(const Arguments& a, int table_row, int fi
     }
     if (row.count_row >= 0) {
         const int* const counts = a.counts + size_t(row.count_row) * a.vocab;
+        unsigned drafted = 0;  // how often each id is a draft before this row, a byte for each
+        if (a.offsets) drafted = drafts_before(a, first);
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (first + i < a.vocab) {
-                int count = counts[first + i];
-                for (int back = 0; back < offset; ++back) count += a.drafts[blockIdx.y - back] == first + i;
+            if (first + i < a.vocab)
                 x[i] = penalised(
-                    x[i], count, row.repetition_penalty, row.presence_penalty, row.frequency_penalty);
-            }
+                    x[i], counts[first + i] + (drafted >> 8 * i & 255), row.repetition_penalty, row.presence_penalty,
+                    row.frequency_penalty);
     }
     if (row.mask_row >= 0 && first < a.vocab) {
-        const unsigned word = a.masks[size_t(row.mask_row + offset) * ((a.vocab + 31) / 32) + first / 32] >> first % 32;
+        const unsigned word = a.masks[unsigned(row.mask_row + a.offset()) * ((a.vocab + 31u) / 32) + first / 32] >> first % 32;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
             if (!(word >> i & 1)) x[i] = forbidden(x[i]);
     }
-    if (row.step + offset < row.min_tokens)
+    if (row.step + a.offset() < row.min_tokens)
+#pragma unroll 1
         for (int entry = 0; entry < MAX_END_TOKENS; ++entry)
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
