@@ -55,8 +55,7 @@ class NoDevice(CpuBackend):
     """A backend whose models compute nothing, in ``step_seconds``, and choose the same token always."""
 
     decode_sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    prompt_sizes = (128, 256, 512)
-    mixed_decode_sizes = (16, 64)
+    mixed_sizes = tuple((decodes, tokens) for tokens in (128, 256, 512) for decodes in (0, 16, 64))
     max_steps_in_flight = 1
     step_seconds = 0.0
     busy_seconds = 0.0

@@ -92,12 +92,10 @@ class Backend:
     """How many decode steps the host may launch before it reads the result of the first."""
     decode_sizes: tuple[int, ...] = ()
     """Numbers of sequences, ascending, to which decode steps are padded so that few are captured; none: no padding."""
-    mixed_decode_sizes: tuple[int, ...] = ()
-    """The same for the decoding sequences of steps that also process prompts."""
-    prompt_sizes: tuple[int, ...] = ()
-    """Numbers of prompt tokens, ascending, to which such steps are padded. Steps with more are not captured."""
+    mixed_sizes: tuple[tuple[int, int], ...] = ()
+    """The same for steps that process prompts: decoding sequences and prompt tokens. Larger steps are not captured."""
     source_sizes: tuple[int, ...] = ()
-    """The same for the tokens of sources that an encoder reads."""
+    """Numbers of tokens, ascending, to which the sources that an encoder reads are padded."""
 
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)

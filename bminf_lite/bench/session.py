@@ -100,7 +100,7 @@ class Session:
     def captures_prefill(self, count: int) -> bool:
         """Whether the engine captures a step with ``count`` prompt tokens of each sequence."""
         most = self.bench_model.engine_config.max_num_batched_tokens
-        return self.batch * count <= min(max(self.ops.prompt_sizes, default=0), most)
+        return self.batch * count <= min(max((tokens for _, tokens in self.ops.mixed_sizes), default=0), most)
 
     def prepare_prefill(self, count: int, past: int = 0) -> Callable[[], list[np.ndarray]]:
         """Prepare ``count`` random prompt tokens for each sequence after ``past`` tokens, in the engine's chunks.

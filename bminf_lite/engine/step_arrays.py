@@ -22,7 +22,11 @@ from ..backend.values import BLOCK_SIZE, Array, ForwardBatch
 ALIGNMENT = 32
 """Arrays of a step's integers begin at multiples of this many."""
 TOKENS_PER_PROMPT = 16
-"""A captured step has room for one prompt for each of so many prompt tokens."""
+"""A captured step has room for one prompt for each ``TOKENS_PER_PROMPT`` prompt tokens."""
+FEW_SEQUENCES = 8
+"""Sequences that leave multiprocessors idle, unless attention divides the context of each between several blocks."""
+DRAFT_ROWS = (4, 8, 16, 32, 64, 128, 256)
+"""Rows of captured steps that check drafts."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +68,24 @@ class StepSize:
 def captured_sizes(
     ops: Backend, lengths: Sequence[int], max_num_seqs: int, max_num_tokens: int, max_num_draft_rows: int = 0
 ) -> list[StepSize]:
-    """The sizes of captured steps, ascending: a step is padded to the first that it fits.
+    """The sizes of captured steps: a step is padded to the first that it fits.
 
-    ``lengths`` are the bounds of lengths. Steps with prompts have at most ``max_num_tokens`` tokens, and do without the
-    shortest bound if there are others. Steps that check drafts have up to ``max_num_draft_rows`` rows, 0 for none.
+    ``lengths`` are bounds of lengths, ascending. Attention of up to :data:`FEW_SEQUENCES` sequences is divided between
+    blocks as the bound says, so these have all bounds; more have the first and the last. Steps with prompts have the
+    last, and at most ``max_num_tokens`` tokens. Steps that check drafts have up to ``max_num_draft_rows`` rows, 0 for
+    none.
     """
-    sizes = [StepSize(n, 0, 0, length) for n in _up_to(ops.decode_sizes, max_num_seqs) for length in lengths]
-    for tokens in ops.prompt_sizes:
-        prompts = min(max(tokens // TOKENS_PER_PROMPT, 1), max_num_seqs)
-        for decodes in (0, *_up_to(ops.mixed_decode_sizes, max_num_seqs)):
-            if decodes + tokens <= max_num_tokens:
-                sizes += [StepSize(decodes, prompts, tokens, length) for length in lengths[1:] or lengths]
-    if max_num_draft_rows:
-        rows = _up_to(ops.decode_sizes, max_num_draft_rows)
-        sizes += [StepSize(n, 0, 0, length, has_drafts=True) for n in rows if n > 1 for length in lengths]
+    ends = [*dict.fromkeys((lengths[0], lengths[-1]))]
+    decodes = _up_to(ops.decode_sizes, max_num_seqs)
+    sizes = [StepSize(n, 0, 0, length) for n in decodes for length in (lengths if n <= FEW_SEQUENCES else ends)]
+    most = next((n for n, _ in sorted(ops.mixed_sizes) if n >= max_num_seqs), max_num_seqs)
+    for count, tokens in sorted(ops.mixed_sizes, key=sum):
+        if count <= most and count + tokens <= max_num_tokens:
+            prompts = min(max(tokens // TOKENS_PER_PROMPT, 1), max_num_seqs)
+            sizes.append(StepSize(count, prompts, tokens, lengths[-1]))
+    for rows in DRAFT_ROWS if decodes else ():
+        if rows < 2 * max_num_draft_rows:
+            sizes += [StepSize(rows, 0, 0, length, has_drafts=True) for length in ends]
     return sizes
 
 

@@ -68,8 +68,7 @@ class _HookedBackend:
     """
 
     decode_sizes: tuple[int, ...] = ()
-    mixed_decode_sizes: tuple[int, ...] = ()
-    prompt_sizes: tuple[int, ...] = ()
+    mixed_sizes: tuple[tuple[int, int], ...] = ()
 
     def __init__(
         self,

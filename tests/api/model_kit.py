@@ -68,8 +68,8 @@ class WatchedBackend(RowwiseBackend):
         source_sizes: tuple[int, ...] = (),
     ):
         super().__init__()
-        self.decode_sizes = self.mixed_decode_sizes = decode_sizes
-        self.prompt_sizes = prompt_sizes
+        self.decode_sizes = decode_sizes
+        self.mixed_sizes = tuple((decodes, tokens) for tokens in prompt_sizes for decodes in (0, *decode_sizes))
         self.source_sizes = source_sizes
         self.max_steps_in_flight = max_steps_in_flight
         self.arrays: list[weakref.ref[np.ndarray]] = []

@@ -58,7 +58,7 @@ def test_the_same_bits_as_eager_steps(cuda_backend: Backend, config, int8, monke
     captured = serve(with_graphs)
     assert None not in graphs and len(steps) == len(graphs) and len(replays) >= 6
     monkeypatch.setattr(cuda_backend, "decode_sizes", ())
-    monkeypatch.setattr(cuda_backend, "prompt_sizes", ())
+    monkeypatch.setattr(cuda_backend, "mixed_sizes", ())
     eager = serve(Model(model.network, engine_config))
     for one, other in zip(captured, eager, strict=True):
         assert one.output_token_ids == other.output_token_ids

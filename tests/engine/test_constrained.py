@@ -222,7 +222,7 @@ def test_captured_and_eager_steps_give_the_same_bits(cuda_backend, monkeypatch):
     sizes = model._engine._runner.executors[0].captured
     assert any(step.forward.graph is not None for step in sizes.values())
     monkeypatch.setattr(cuda_backend, "decode_sizes", ())
-    monkeypatch.setattr(cuda_backend, "prompt_sizes", ())
+    monkeypatch.setattr(cuda_backend, "mixed_sizes", ())
     model = Model(model.network, model.engine_config)
     eager = serve(model)
     assert not model._engine._runner.executors[0].captured
