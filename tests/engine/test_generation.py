@@ -121,7 +121,7 @@ def test_preempted_requests_continue_as_if_nothing_had_happened(kind):
 
 
 def test_captured_steps_serve_any_sequences(monkeypatch):
-    """Two sizes and three lengths, and a dozen with prompts: no more captures, whatever requests come."""
+    """Two sizes and three lengths, and six with prompts: no more captures, whatever requests come."""
     monkeypatch.setattr("bminf_lite.engine.step_builder.CAPTURED_LENGTHS", (64, 96))
     ops, captures = WatchedBackend(1, (2, 6), (16, 150)), []
     drawn = [(1 + 17 * i % 90, i % 3, 3 + 11 * i % 60, {"temperature": 0.8 * (i % 2)}, True) for i in range(24)]
@@ -130,7 +130,7 @@ def test_captured_steps_serve_any_sequences(monkeypatch):
             requests = make_requests(drawn)
             run(model, requests)
             captures.append(ops.captures)
-    assert 6 <= captures[0] <= captures[1] <= 2 * 3 + 2 * 3 * 2 and ops.samples > 8 * captures[1]
+    assert 5 <= captures[0] <= captures[1] <= 2 * 3 + 2 * 3 and ops.samples > 8 * captures[1]
     for found, alone in zip(requests, run(ALONE["full", False], make_requests(drawn)), strict=True):
         check_equal(found, alone)
 
@@ -165,7 +165,9 @@ def test_after_a_warm_up_nothing_is_captured_or_allocated(config, monkeypatch):
     model = make_model(ops, max_batch=6, chunk=9, **config)
     model.warm_up()
     captures, arrays = ops.captures, len(ops.arrays)
-    assert captures == 2 * 3 + 2, "for each length; 6 and 5 tokens exceed a step, and prompts have the last length alone"
+    assert captures == 2 * 3 + 2, (
+        "for each length; 6 and 5 tokens exceed a step, and prompts have the last length alone"
+    )
     options = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.7, "seed": 1, "repetition_penalty": 1.2}
     found = model.generate([prompt_of(3 + 5 * i) for i in range(9)], **options)
     assert (ops.captures, len(ops.arrays)) == (captures, arrays)
