@@ -65,7 +65,7 @@ def large_vocabulary(size: int = SIZE) -> JsonTokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END])
-    return JsonTokenizer(backend, eos_token=END)
+    return JsonTokenizer(backend, {"eos_token": END})
 
 
 def steps(compiler: GrammarCompiler, ends: frozenset[int], size: int, count: int) -> Iterator[tuple[float, float]]:

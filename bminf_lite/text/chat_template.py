@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import LifoQueue
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import CheckpointError, UsageError
@@ -37,7 +38,7 @@ class ChatLimits:
 
 
 class ChatTemplate:
-    """A checkpoint's chat template: its ``source``, and the special tokens that it may insert, as text.
+    """A checkpoint's chat template: its ``source``, and the ``special_tokens`` that it may insert, as texts by name.
 
     Renders as many conversations at a time as it may have ``processes``; more wait. Thread-safe. Raises
     ``CheckpointError`` if the source is too large; other faults are found when it renders.
@@ -46,15 +47,14 @@ class ChatTemplate:
     def __init__(
         self,
         source: str,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
         limits: ChatLimits = ChatLimits(),
         processes: int = 1,
     ):
         if len(source) > limits.source:
             raise CheckpointError(f"the chat template has {len(source):,} characters; {limits.source:,} are allowed")
         self._source = source
-        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._special_tokens = dict(special_tokens)
         self._limits = limits
         self._free: LifoQueue[WorkerProcess | None] = LifoQueue()
         for _ in range(processes):
@@ -77,7 +77,7 @@ class ChatTemplate:
         template that fails or exceeds a limit.
         """
         check_messages(messages)
-        variables = {"documents": None, **self._tokens, **variables, "tools": tools or None}
+        variables = {"documents": None, **self._special_tokens, **variables, "tools": tools or None}
         variables |= {"messages": _as_in_transformers(messages), "add_generation_prompt": add_generation_prompt}
         try:
             request = json.dumps(variables)

@@ -63,6 +63,7 @@ class CpmTokenizer(Tokenizer):
             raise CheckpointError(f"the vocabulary has no {' and no '.join(missing)}; it is not that of {self.NAME}")
         self.unk_id = self.ids["<unk>"]
         self.eos_token = self.END
+        self.special_tokens = {"eos_token": self.END}
         self.eos_ids = frozenset([self.ids[self.END]])
         self.special_ids = frozenset(i for i, piece in enumerate(self.pieces) if SPECIAL.fullmatch(piece))
         self.sentinels = numbered_ids("<s_{}>", self.ids.get)

@@ -1,25 +1,29 @@
 """The tokenizer in a ``tokenizer.json``, the file of Hugging Face's ``tokenizers`` library, or in GPT-2's older files.
 
-Its post-processor says which special tokens frame a prompt. ``tokenizer_config.json`` and ``special_tokens_map.json``
-name the special tokens, and the first or ``chat_template.jinja`` holds the chat template, or ``chat_template.json`` in
-older multimodal folders; a checkpoint may have another one for conversations with tools.
+Its post-processor says which special tokens frame a prompt. The files beside it name special tokens and add others
+(:mod:`.tokenizer_settings`). ``chat_template.jinja`` or ``tokenizer_config.json`` holds the chat template, or
+``chat_template.json`` in older multimodal folders; a checkpoint may have another one for conversations with tools.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from ..errors import CheckpointError
 from ..files import read_small_file
 from .tokenizer import Tokenizer, numbered_ids
+from .tokenizer_classes import GENERIC, LLAMA, TokenizerClass, tokenizer_class
+from .tokenizer_pipeline import is_byte_level as has_byte_level
+from .tokenizer_pipeline import with_prefix_space, with_tokens, without_added_tokens_beyond
+from .tokenizer_settings import TokenizerFiles, TokenizerSettings, read_settings
 
 _NEEDS_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 _NEEDS_CONVERSION = (*_NEEDS_SENTENCEPIECE, "tekken.json", "vocab.json", "vocab.txt")
@@ -27,18 +31,17 @@ _BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
 _BYTE_LEVEL_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _BYTE_LEVEL_MODELS = ("gpt2", "opt")
 """The models whose ``vocab.json`` and ``merges.txt`` are GPT-2's kind where no file names the tokenizer's class."""
-_END_OF_TEXT = "<|endoftext|>"
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _TEMPLATE_FILES = {_DEFAULT: "chat_template.jinja", _TOOL_USE: "additional_chat_templates/tool_use.jinja"}
 _PROCESSOR_TEMPLATE = "chat_template.json"
-NO_TEMPLATES: Mapping[str, str] = MappingProxyType({})
+NO_TEXTS: Mapping[str, str] = MappingProxyType({})
 
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer of the ``tokenizers`` library.
 
-    ``add_bos_token`` frames a prompt with the BOS token if the library's tokenizer adds no tokens itself: the
-    post-processor of DeepSeek Coder adds none, and its configuration does.
+    ``special_tokens`` are the texts of its special tokens by name, of which ``bos_token`` and ``eos_token`` mean the
+    same everywhere. ``adds_bos`` and ``adds_eos`` frame a prompt if the library's tokenizer adds no tokens itself.
     """
 
     FILE: ClassVar[str] = "tokenizer.json"
@@ -46,25 +49,27 @@ class JsonTokenizer(Tokenizer):
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
-        add_bos_token: bool = False,
-        chat_templates: Mapping[str, str] = NO_TEMPLATES,
+        special_tokens: Mapping[str, str] = NO_TEXTS,
+        chat_templates: Mapping[str, str] = NO_TEXTS,
+        adds_bos: bool = False,
+        adds_eos: bool = False,
     ):
         super().__init__()
         # The settings of training, which a tokenizer.json may carry, would silently cut or pad prompts.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self.bos_token = bos_token
-        self.eos_token = eos_token
+        self.special_tokens = special_tokens
+        self.bos_token = special_tokens.get("bos_token") or None
+        self.eos_token = special_tokens.get("eos_token") or None
         self.chat_template = chat_templates.get(_DEFAULT)
         self.tool_chat_template = chat_templates.get(_TOOL_USE, self.chat_template)
-        self.bos_id = None if bos_token is None else backend.token_to_id(bos_token)
-        eos_id = None if eos_token is None else backend.token_to_id(eos_token)
+        self.bos_id = None if self.bos_token is None else backend.token_to_id(self.bos_token)
+        eos_id = None if self.eos_token is None else backend.token_to_id(self.eos_token)
         self.eos_ids = frozenset() if eos_id is None else frozenset([eos_id])
-        prepends_bos = add_bos_token and backend.num_special_tokens_to_add(is_pair=False) == 0
-        self._prefix_ids = [self.bos_id] if prepends_bos and self.bos_id is not None else []
+        frames = backend.num_special_tokens_to_add(is_pair=False) == 0
+        self._prefix_ids = [self.bos_id] if frames and adds_bos and self.bos_id is not None else []
+        self._suffix_ids = [eos_id] if frames and adds_eos and eos_id is not None else []
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.sentinels = numbered_ids("<extra_id_{}>", backend.token_to_id)  # T5's
@@ -74,12 +79,15 @@ class JsonTokenizer(Tokenizer):
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> JsonTokenizer:
         """See :func:`.checkpoint_files.load_tokenizer`."""
-        config = _read_json(folder / "tokenizer_config.json")
-        names = {**_read_json(folder / "special_tokens_map.json"), **config}
-        backend = _load_backend(folder)
-        if not (folder / cls.FILE).is_file() and backend.token_to_id(_END_OF_TEXT) is not None:
-            names = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, **names}  # GPT2Tokenizer's defaults
-        return cls._make(backend, names, config, _chat_templates(folder, config), folder, vocab_size)
+        files = _read_files(folder)
+        backend, has_pipeline = _load_backend(folder), (folder / cls.FILE).is_file()
+        config = _read_json(folder / "config.json")
+        declared = files.config.get("tokenizer_class") or config.get("tokenizer_class")
+        kind = tokenizer_class(config.get("model_type"), declared)
+        if kind is GENERIC and not has_pipeline:
+            kind = tokenizer_class(None, _BYTE_LEVEL_CLASSES[0])
+        settings = _settings(files, backend, kind, has_pipeline)
+        return cls._make(backend, settings, _chat_templates(folder, files.config), folder, vocab_size)
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str], path: Path, vocab_size: int) -> JsonTokenizer:
@@ -87,36 +95,39 @@ class JsonTokenizer(Tokenizer):
         with _library_errors(f"{path}: holds a vocabulary that the tokenizers library cannot read"):
             backend = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
         config = json.loads(texts["tokenizer_config.json"])
-        return cls._make(backend, config, config, _named_templates(config, path), path, vocab_size)
+        settings = _settings(TokenizerFiles(path, config, {}, {}), backend, GENERIC, has_pipeline=True)
+        return cls._make(backend, settings, _named_templates(config, path), path, vocab_size)
 
     @classmethod
     def _make(
         cls,
         backend: tokenizers.Tokenizer,
-        names: Mapping[str, Any],
-        config: Mapping[str, Any],
+        settings: TokenizerSettings,
         templates: Mapping[str, str],
         folder: Path,
         vocab_size: int,
     ) -> JsonTokenizer:
-        """Check that the special tokens in ``names`` are in the vocabulary, and that it fits the embedding.
+        """Apply the settings, and check that special tokens are in the vocabulary, and that it fits the embedding.
 
         Added tokens without a row in the embedding are left out: a text model may have the tokenizer of a multimodal
         one (Gemma 3 1B), or a token for padding that was added later.
         """
-        special = {name: _token_text(folder, name, names.get(name)) for name in ("bos_token", "eos_token")}
-        with _library_errors(f"{folder}: a special token is no text"):
-            problems = [
-                f"{name} {text!r} is not in the tokenizer's vocabulary"
-                for name, text in special.items()
-                if text is not None and backend.token_to_id(text) is None
-            ]
-        options: dict[str, Any] = {
-            **special, "add_bos_token": config.get("add_bos_token") is True, "chat_templates": templates,
-        }  # fmt: skip
-        tokenizer = cls(backend, **options)
-        if len(tokenizer) > vocab_size > max(backend.get_vocab(with_added_tokens=False).values(), default=-1):
-            tokenizer = cls(_without_added_tokens_beyond(backend, vocab_size, special.values()), **options)
+        special = settings.special_tokens
+        with _library_errors(f"{folder}: the files beside tokenizer.json do not fit it"):
+            backend = with_tokens(backend, settings.stated, settings.further, vocab_size)
+            if settings.prefix_space is not None:
+                backend = with_prefix_space(backend, settings.prefix_space, settings.is_legacy)
+        framing = {name: text for name in ("bos_token", "eos_token") if (text := special.get(name))}
+        problems = [
+            f"{name} {text!r} is not in the tokenizer's vocabulary"
+            for name, text in framing.items()
+            if backend.token_to_id(text) is None
+        ]
+        used = max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
+        if used < vocab_size <= max(backend.get_added_tokens_decoder(), default=-1):
+            backend = without_added_tokens_beyond(backend, vocab_size, framing.values())
+        backend.encode_special_tokens = settings.splits_special_tokens
+        tokenizer = cls(backend, special, templates, settings.adds_bos, settings.adds_eos)
         if len(tokenizer) > vocab_size:
             problems.append(
                 f"the tokenizer has ids up to {len(tokenizer) - 1}, but the embedding only {vocab_size} rows; "
@@ -146,7 +157,7 @@ class JsonTokenizer(Tokenizer):
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with _library_errors("tokenizer.json has no tokens for this prompt"):
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return [*self._prefix_ids, *ids] if add_special_tokens else ids
+        return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
 
     def _decode(self, ids: list[int]) -> str:
         # Not the library's own skipping: from version 0.23.1 on it leaves out added tokens that are normalized.
@@ -196,29 +207,27 @@ def is_byte_level(folder: Path) -> bool:
 
 def _byte_level_backend(folder: Path) -> tokenizers.Tokenizer:
     """GPT-2's tokenizer, whose pieces are strings of bytes, from ``vocab.json`` and ``merges.txt``."""
-    config = _read_json(folder / "tokenizer_config.json")
-    names = {**_read_json(folder / "special_tokens_map.json"), **config}
     with _library_errors(f"{folder}: vocab.json and merges.txt are no tokenizer that the tokenizers library can read"):
         backend = tokenizers.Tokenizer(models.BPE.from_file(*(str(folder / name) for name in _BYTE_LEVEL_FILES)))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=config.get("add_prefix_space") is True)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
-        added = sorted(_read_json(folder / "added_tokens.json").items(), key=lambda item: item[1])
-        backend.add_tokens([AddedToken(text, normalized=False) for text, _ in added])
-        special = [
-            _token_text(folder, key, names.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")
-        ]
-        known = [text for text in (*special, _END_OF_TEXT) if text and backend.token_to_id(text) is not None]
-        backend.add_special_tokens(list(dict.fromkeys(known)))
     return backend
 
 
-def _without_added_tokens_beyond(
-    backend: tokenizers.Tokenizer, rows: int, kept: Collection[str | None]
-) -> tokenizers.Tokenizer:
-    """``backend`` without the added tokens whose ids are ``rows`` or more, but for those in ``kept``."""
-    content = json.loads(backend.to_str())
-    content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < rows or t["content"] in kept]
-    return tokenizers.Tokenizer.from_str(json.dumps(content))
+def _read_files(folder: Path) -> TokenizerFiles:
+    """The files beside ``tokenizer.json``."""
+    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    return TokenizerFiles(folder, *(_read_json(folder / name) for name in names))
+
+
+def _settings(
+    files: TokenizerFiles, backend: tokenizers.Tokenizer, kind: TokenizerClass, has_pipeline: bool
+) -> TokenizerSettings:
+    """The settings in the files for a backend. A byte-level pipeline is never that of LLaMA's class."""
+    if kind is LLAMA and has_byte_level(backend):
+        kind = TokenizerClass(frames=True)
+    with _library_errors(f"{files.folder}: a special token cannot be used"):
+        return read_settings(files, backend, kind, has_pipeline)
 
 
 @contextmanager
@@ -227,7 +236,7 @@ def _library_errors(message: str) -> Iterator[None]:
     try:
         yield
     except BaseException as e:
-        if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError)):
+        if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError, CheckpointError)):
             raise
         raise CheckpointError(f"{message}: {e}") from e
 
@@ -245,14 +254,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, but holds {type(value).__name__}")
     return value
-
-
-def _token_text(folder: Path, name: str, value: Any) -> str | None:
-    """The text of a special token, which is a string or an object with a ``content``; None if it is empty."""
-    text = value.get("content") if isinstance(value, dict) else value
-    if text is not None and not isinstance(text, str):
-        raise CheckpointError(f"{folder}: {name} is {value!r}, but must be text or an object whose content is text")
-    return text or None
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
+from types import MappingProxyType
 
 from ..errors import UsageError
 
@@ -16,6 +17,7 @@ class Tokenizer(ABC):
     """A checkpoint's tokenizer. Attributes that a vocabulary does not have are ``None`` or empty.
 
     - ``bos_token``, ``eos_token``: the special tokens as text; ``bos_id``, ``eos_ids``: their ids.
+    - ``special_tokens``: the texts of special tokens by name, such as ``pad_token``, for chat templates.
     - ``special_ids``: all tokens without text.
     - ``chat_template``: the source of the checkpoint's chat template; ``tool_chat_template``: of that for conversations
       with tools, which may be the same.
@@ -28,6 +30,7 @@ class Tokenizer(ABC):
     eos_token: str | None = None
     bos_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
+    special_tokens: Mapping[str, str] = MappingProxyType({})
     special_ids: frozenset[int] = frozenset()
     chat_template: str | None = None
     tool_chat_template: str | None = None

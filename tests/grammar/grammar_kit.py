@@ -24,7 +24,7 @@ def make_tokenizer() -> JsonTokenizer:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     backend.decoder = decoders.Metaspace(prepend_scheme="never")
     backend.add_special_tokens(["<unk>", "</s>"])
-    return JsonTokenizer(backend, eos_token="</s>")
+    return JsonTokenizer(backend, special_tokens={"eos_token": "</s>"})
 
 
 def make_compiler() -> GrammarCompiler:

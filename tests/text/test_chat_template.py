@@ -52,7 +52,7 @@ TEMPLATES = {"chatml": CHATML, "instruct": INSTRUCT, "features": FEATURES}
 
 
 def render(source, messages=MESSAGES, **options):
-    return ChatTemplate(source, "<s>", "</s>").render(messages, **options)
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages, **options)
 
 
 def test_a_conversation_becomes_a_prompt():

@@ -56,13 +56,17 @@ def test_the_post_processor_frames_a_prompt(tmp_path):
 
 @pytest.mark.parametrize("add", [True, False, None])
 @pytest.mark.parametrize("processor", [None, processors.ByteLevel()])
-def test_without_a_frame_in_the_post_processor_the_configuration_decides(tmp_path, add, processor):
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "PreTrainedTokenizerFast", None])
+def test_without_a_frame_in_the_post_processor_the_configuration_decides(tmp_path, add, processor, name):
+    """For classes whose configuration frames prompts: DeepSeek Coder has LLaMA's, and byte-level pieces."""
     backend = tokenizer_kit.byte_level()
     if processor is not None:
         backend.post_processor = processor
-    tokenizer = load_tokenizer(write(tmp_path, backend, {**CONFIG, "add_bos_token": add}), 1000)
-    assert (tokenizer.encode("a")[0] == tokenizer.bos_id) is (add is True)
-    assert tokenizer.bos_id not in tokenizer.encode("a", add_special_tokens=False)
+    config = {**CONFIG, "add_bos_token": add, "add_eos_token": add, "tokenizer_class": name}
+    tokenizer = load_tokenizer(write(tmp_path, backend, config), 1000)
+    framed = add is True and name == "LlamaTokenizerFast"
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    assert tokenizer.encode("a") == ([tokenizer.bos_id, *plain, *tokenizer.eos_ids] if framed else plain)
 
 
 def test_settings_of_training_do_not_cut_or_pad_a_prompt(tmp_path):

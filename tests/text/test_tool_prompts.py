@@ -43,6 +43,7 @@ CONVERSATION = [
     {"role": "assistant", "content": "Sunny.", "reasoning_content": "It said so."},
     {"role": "user", "content": "Thanks"},
 ]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CASES = {"with tools": (CONVERSATION, TOOLS), "without": ([*CONVERSATION[:2], *CONVERSATION[4:]], None)}
 
 
@@ -71,7 +72,7 @@ def test_templates_with_tools_render_as_in_transformers(name, case, variables):
     messages = template_messages(messages)
     options = {"add_generation_prompt": True, **variables}
     expected = reference.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-    assert ChatTemplate(tool_templates.ALL[name], "<s>", "</s>").render(messages, tools=tools, **options) == expected
+    assert ChatTemplate(tool_templates.ALL[name], SPECIAL).render(messages, tools=tools, **options) == expected
 
 
 @pytest.mark.parametrize("name", tool_templates.ALL)

@@ -282,4 +282,4 @@ def tokenizer(template: str | None = None) -> JsonTokenizer:
     backend = tokenizer_kit.byte_level()
     backend.add_special_tokens(SPECIAL)
     backend.add_tokens([AddedToken(token, normalized=False) for token in TEXTUAL])
-    return JsonTokenizer(backend, "<s>", "</s>", chat_templates={"default": template} if template else {})
+    return JsonTokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, {"default": template} if template else {})

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ...text.prompts import PromptEncoder
+from ...text.tokenizer_settings import NAMES
 from .base import Body, invalid, option, refused
 from .messages import ChatMessage, Tool
 from .sampling import SamplingFields, Stops, StreamOptions, StructureFields
@@ -16,7 +17,7 @@ from .sampling import SamplingFields, Stops, StreamOptions, StructureFields
 TEMPLATE_REFUSED = "templates in requests are not accepted, because they are programs: the checkpoint's is used"
 RESERVED = frozenset({
     *inspect.signature(PromptEncoder.render).parameters, "documents", "continue_final_message", "chat_template",
-    "bos_token", "eos_token",
+    *NAMES,
 })  # fmt: skip
 """Variables of a template that a request sets otherwise, or not at all."""
 
