@@ -187,9 +187,7 @@ class PromptEncoder:
             remedy = "give a plain prompt instead of messages (bminf-lite generate without --chat)"
             raise UsageError(f"this checkpoint has no chat template: {remedy}")
         if source not in self._templates:
-            self._templates[source] = ChatTemplate(
-                source, tokenizer.special_tokens, processes=self.template_processes
-            )
+            self._templates[source] = ChatTemplate(source, tokenizer.special_tokens, processes=self.template_processes)
         return self._templates[source]
 
     def validate_token_ids(self, token_ids: Any) -> array[int]:

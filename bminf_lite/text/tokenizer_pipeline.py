@@ -151,4 +151,4 @@ def _set_prefix(content: dict[str, Any], adds: bool, scheme: str) -> None:
 
 
 def _strips_prefix(step: Mapping[str, Any]) -> bool:
-    return step["type"] == "Strip" and step["content"] == " " and step["start"] == 1 and step["stop"] == 0
+    return (step["type"], step.get("content"), step.get("start"), step.get("stop")) == ("Strip", " ", 1, 0)

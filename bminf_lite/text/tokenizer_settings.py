@@ -36,8 +36,8 @@ class TokenizerSettings:
     - ``special_tokens``: texts by name (``bos_token``, ``image_token``, ...). Chat templates may use them.
     - ``stated``: added tokens by the ids that a file states for them.
     - ``further``: special tokens for which no file states an id.
-    - ``prefix_space``: begin a text with a space, or None to do as ``tokenizer.json`` says. ``is_legacy``: SentencePiece
-      pipelines begin each part of a text between special tokens with it, not only the first.
+    - ``prefix_space``: begin a text with a space, or None to do as ``tokenizer.json`` says. ``is_legacy``: a pipeline
+      of SentencePiece begins each part of a text between special tokens with it, not only the first.
     - ``splits_special_tokens``: text that spells a special token is plain text.
     - ``adds_bos``, ``adds_eos``: frame a prompt where the post-processor does not.
     """
@@ -85,7 +85,8 @@ def read_settings(
     if has_list:
         stated = _added_tokens_decoder(config["added_tokens_decoder"], problems)
     else:
-        stated = _added_tokens(files.added_tokens, known, names | {token.content for token in extra}, problems)
+        special = {token.content for token in extra} | {named[name].content for name in NAMES if name in named}
+        stated = _added_tokens(files.added_tokens, known, special, problems)
         stated |= {i: t for i, t in backend.get_added_tokens_decoder().items() if t.content in names and not t.special}
     flags = {
         name: _flag(config, name, problems)
@@ -93,8 +94,9 @@ def read_settings(
     }
     if problems:
         raise CheckpointError(f"{files.folder}: {'; '.join(problems)}")
+    kept = names | {token.content for token in known.values() if token.special}  # what is special remains so
     for token in stated.values():
-        token.special = token.special or token.content in names
+        token.special = token.special or token.content in kept
     listed = known.keys() | {token.content for token in stated.values()}
     further = {t.content: t for t in (*named.values(), *extra) if t.content and t.content not in listed}
     prefix = flags["add_prefix_space"] if kind.has_prefix_option else None
@@ -113,10 +115,10 @@ def read_settings(
 
 def _merged(config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with what ``special_tokens_map.json`` says in its place."""
-    merged = {**config, **special_tokens_map}
-    lists = [config.get("extra_special_tokens"), special_tokens_map.get("extra_special_tokens")]
-    if all(isinstance(tokens, list) for tokens in lists):
-        merged["extra_special_tokens"] = [*lists[0], *lists[1]]
+    merged = {**config, **special_tokens_map, **{name: v for name, v in config.items() if _is_own_name(name, v)}}
+    first, second = config.get("extra_special_tokens"), special_tokens_map.get("extra_special_tokens")
+    if isinstance(first, list) and isinstance(second, list):
+        merged["extra_special_tokens"] = [*first, *second]
     if config.get("additional_special_tokens"):
         merged["additional_special_tokens"] = config["additional_special_tokens"]
     return merged
@@ -155,7 +157,7 @@ def _named_tokens(config: Mapping[str, Any], problems: list[str]) -> dict[str, A
     """The special tokens by name: those that any tokenizer may have, and the model's own (``image_token``, ...)."""
     own = config.get("extra_special_tokens")
     values: dict[str, Any] = {name: config[name] for name in NAMES if config.get(name) is not None}
-    values |= {name: text for name, text in config.items() if name.endswith("_token") and isinstance(text, str)}
+    values |= {name: value for name, value in config.items() if _is_own_name(name, value)}
     values |= own if isinstance(own, dict) else {}
     found = {name: _special_token(value, name, problems) for name, value in values.items()}
     return {name: token for name, token in found.items() if token is not None}
@@ -170,6 +172,12 @@ def _extra_tokens(config: Mapping[str, Any], problems: list[str]) -> list[AddedT
     tokens = value if isinstance(value, list) else []
     found = [_special_token(token, f"{field}[{i}]", problems) for i, token in enumerate(tokens)]
     return [token for token in found if token is not None]
+
+
+def _is_own_name(name: str, value: Any) -> bool:
+    """Whether a key is the model's own name of a special token. Flags such as ``add_bos_token`` end like it."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return name.endswith("_token") and name not in NAMES and isinstance(text, str)
 
 
 def _special_token(value: Any, where: str, problems: list[str]) -> AddedToken | None:
