@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ..backend.communicator import RankThreads
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .executor import ExecutedStep, Executor, Network
@@ -15,7 +15,6 @@ from .sampler_rows import MaskWrite
 from .step import Step, StepResult
 from .step_builder import StepBuilder
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -50,7 +49,7 @@ class ModelRunner:
     """The builder of steps and the executors of all ranks, for a scheduler that plans with ``blocks``.
 
     ``networks`` has the model's part of each rank; a model on one device is the only one. Each rank but the first has a
-    thread of its own, because ranks wait for each other within a step.
+    thread of its own, because ranks wait for each other within a step. An error of any rank is raised.
 
     Raises ``OutOfMemory`` where memory does not suffice. :meth:`close` gives the memory back even while a traceback
     refers to the runner.
@@ -61,7 +60,8 @@ class ModelRunner:
         self.max_steps_in_flight = ops.max_steps_in_flight
         self.builder = StepBuilder(ops, config, blocks)
         self.executors: list[Executor] = []
-        self._threads = [ThreadPoolExecutor(1, "bminf-lite-rank") for _ in networks[1:]]
+        backends = [network.ops for network in networks]
+        self._ranks = RankThreads([ops.communicator for ops in backends], [ops.make_current for ops in backends])
         try:
             for network in networks:
                 self.executors.append(Executor(network, config, self.builder.table_size))
@@ -73,8 +73,7 @@ class ModelRunner:
         """Give the memory of caches and captured steps back; nothing can be run afterwards."""
         for executor in self.executors:
             executor.close()
-        for thread in self._threads:
-            thread.shutdown(wait=False, cancel_futures=True)
+        self._ranks.close()
 
     # -- rows of the sampler ------------------------------------------------------------------------------------------
 
@@ -103,12 +102,12 @@ class ModelRunner:
         (:meth:`LaunchedStep.sample`).
         """
         plan = self.builder.build(step)
-        executed = self._on_ranks(lambda executor, _: executor.execute(plan), self.executors)
+        executed = self._on_ranks(lambda rank: self.executors[rank].execute(plan))
         constrained = [r for r in step.sampled if r.matcher is not None]
 
         def sample() -> None:
             masks = self._masks(constrained)
-            self._on_ranks(lambda executor, own: executor.sample(own, masks), executed)
+            self._on_ranks(lambda rank: self.executors[rank].sample(executed[rank], masks))
 
         launched = LaunchedStep(executed, sample if plan.samples else None)
         if all(r.num_pending_tokens == 1 for r in constrained):  # this step's
@@ -127,13 +126,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Take all memory of the caches, load what steps may need, and capture steps and encodings of every size."""
         inputs = [self.builder.empty_inputs(size) for size in self.builder.sizes]
-        self._on_ranks(lambda executor, _: executor.warm_up(inputs), self.executors)
+        self._on_ranks(lambda rank: self.executors[rank].warm_up(inputs))
 
-    def _on_ranks(self, work: Callable[[Executor, T], S], values: Sequence[T]) -> list[S]:
-        """``work`` for the executor and the value of every rank, at the same time; an error of any rank is raised."""
-        others = [
-            thread.submit(work, executor, value)
-            for thread, executor, value in zip(self._threads, self.executors[1:], values[1:], strict=True)
-        ]
-        first = work(self.executors[0], values[0])
-        return [first, *(other.result() for other in others)]
+    def _on_ranks(self, work: Callable[[int], T]) -> list[T]:
+        """``work`` of the number of every rank, all at once."""
+        return [work(0)] if len(self.executors) == 1 else self._ranks.run(work)

@@ -60,7 +60,7 @@ T = TypeVar("T")
 DECODE_SIZES = (
     *(1, 2, 4, 8, 16, 32, 48, 56, 64, 96, 112, 128), *(192, 224, 256), *range(320, 513, 64), *range(640, 1025, 128)
 )  # fmt: skip
-"""Numbers of sequences of captured decode steps: products take new tiles behind them, so padding costs less than 1 %."""
+"""Numbers of sequences of captured decode steps. Products take new tiles behind them: padding costs less than 1 %."""
 MIXED_SIZES = tuple(
     (decodes, tokens)
     for decodes, sizes in {
@@ -69,9 +69,7 @@ MIXED_SIZES = tuple(
     }.items()
     for tokens in sizes
 )  # fmt: skip
-"""Decoding sequences and prompt tokens of captured steps. The host launches the kernels of a larger step faster than the
-device runs them.
-"""
+"""Decoding sequences and prompt tokens of captured steps. The host launches larger steps faster than they run."""
 SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 """Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
 WRITE_KERNEL_MAX_BYTES = 64 << 10
