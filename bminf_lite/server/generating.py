@@ -16,7 +16,7 @@ from ..errors import BminfError, CheckpointError, UsageError
 from ..grammar import Grammar, Structure, only_structure, validate
 from ..grammar.value import MAX_CHECKERS
 from ..request_builder import GenerationRequest
-from ..text.chat_template import Message, template_messages
+from ..text.chat_template import Message, content_text, template_messages
 from ..text.prompts import EncodedPrompt, Prompt
 from ..text.text_stream import NewText, TextStream
 from ..text.tool_calls import Tool
@@ -93,12 +93,12 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
 
     Many templates refuse others.
     """
-    system = [message["content"] for message in messages if message["role"] == "system"]
+    system = [content_text(message) for message in messages if message["role"] == "system"]
     merged: list[Message] = [{"role": "system", "content": "\n\n".join(system)}] if system else []
     others = (message for message in messages if message["role"] != "system")
     for is_user, group in groupby(others, lambda message: message["role"] == "user"):
         turn = list(group)
-        merged += [{**turn[-1], "content": "\n\n".join(m["content"] for m in turn)}] if is_user else turn
+        merged += [{**turn[-1], "content": "\n\n".join(map(content_text, turn))}] if is_user and turn[1:] else turn
     return merged
 
 

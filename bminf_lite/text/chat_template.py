@@ -73,6 +73,9 @@ class ChatTemplate:
         ``tools`` are in OpenAI's form, and templates expect the arguments of earlier calls as objects
         (:func:`template_messages`). ``variables`` are passed to the template: ``enable_thinking``, ...
 
+        A content may be a list of parts of text. A template that loops over parts gets the list, and another a text; a
+        template that knows nothing but lists gets one for a text too.
+
         Raises ``UsageError`` for messages that are malformed or that the template refuses, ``CheckpointError`` for a
         template that fails or exceeds a limit.
         """
@@ -102,36 +105,45 @@ class ChatTemplate:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise ``UsageError`` for a value that is not a conversation; it lists the invalid messages by number."""
+    """Raise ``UsageError`` for a value that is not a conversation; it lists the invalid messages by number.
+
+    A content may have parts, but only of text: no model here reads others.
+    """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise UsageError('messages must be a list of {"role": ..., "content": ...} objects, one at least')
     wrong = [i for i, m in enumerate(messages) if not (isinstance(m, dict) and isinstance(m.get("role"), str))]
     if wrong:
         raise UsageError(f"each message must be an object whose role is text; not so: {', '.join(map(str, wrong))}")
+    for number, message in enumerate(messages):
+        for part in _parts(message):
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise UsageError(f"messages[{number}].content has a part of type {kind!r}: only text is supported")
+
+
+def content_text(message: Message) -> str:
+    """The text of a message's content, whose parts are lines if it is a list."""
+    parts = _parts(message)
+    return "\n".join(part["text"] for part in parts) if parts else message.get("content") or ""
+
+
+def _parts(message: Message) -> Sequence[Any]:
+    content = message.get("content")
+    return content if isinstance(content, (list, tuple)) else ()
 
 
 def template_messages(messages: Sequence[Message]) -> list[Message]:
     """OpenAI's messages in the form that chat templates read.
 
-    A content in parts becomes their text, a line each, and the arguments of calls, which are JSON text, become
-    objects; arguments that are no JSON object remain text. Raises ``UsageError`` for a part that is no text.
+    The arguments of calls, which are JSON text, become objects; arguments that are no JSON object remain text. Raises
+    ``UsageError`` for a part of a content that is no text.
     """
     check_messages(messages)
-    return [_template_message(message, i) for i, message in enumerate(messages)]
-
-
-def _template_message(message: Message, number: int) -> Message:
-    message = dict(message)
-    if isinstance(content := message.get("content"), (list, tuple)):
-        parts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
-        other = next((part for part in parts if not isinstance(part.get("text"), str)), None)
-        if other is not None:
-            kind = other.get("type")
-            raise UsageError(f"messages[{number}].content has a part of type {kind!r}: only text is supported")
-        message["content"] = "\n".join(part["text"] for part in parts)
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_template_call(call) for call in calls]
-    return message
+    return [
+        {**message, "tool_calls": [_template_call(call) for call in calls]}
+        if (calls := message.get("tool_calls")) else dict(message)
+        for message in messages
+    ]  # fmt: skip
 
 
 def _template_call(call: Any) -> Any:

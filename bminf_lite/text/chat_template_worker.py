@@ -19,12 +19,15 @@ class RenderError(Exception):
 
 def start(setup: dict[str, Any]) -> Callable[[Any], dict[str, str]]:
     environment = make_environment()
-    template = None
+    template, form = None, TEXT
 
     def reply(variables: Any) -> dict[str, str]:
-        nonlocal template
+        nonlocal template, form
         try:
-            template = template or environment.from_string(setup["source"])
+            if template is None:
+                form = content_form(environment.parse(setup["source"]))
+                template = environment.from_string(setup["source"])
+            variables["messages"] = [with_content(message, form) for message in variables["messages"]]
             return {"text": render(template, variables, setup["output"])}
         except RenderError as e:
             return {"refused": str(e)}
@@ -48,6 +51,88 @@ def render(template: Any, variables: dict[str, Any], limit: int) -> str:
             raise ValueError(f"the prompt has more than {limit:,} characters")
         pieces.append(piece)
     return "".join(pieces)
+
+
+TEXT, PARTS, ONLY_PARTS = "text", "parts", "only parts"
+"""What a template takes as the content of a message: a text, also a list of parts, or only such a list."""
+LIST_FILTERS = frozenset(["default", "d", "list", "reject", "rejectattr", "reverse", "select", "selectattr", "sort"])
+"""Filters whose result has the parts that they are given."""
+
+
+def with_content(message: dict[str, Any], form: str) -> dict[str, Any]:
+    """A message in the form that a template takes. The texts of several parts become lines."""
+    content = message.get("content")
+    if isinstance(content, list) and form == TEXT:
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    if isinstance(content, str) and content and form == ONLY_PARTS:
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return message
+
+
+def content_form(source: Any) -> str:
+    """What a template takes, from its syntax tree: one that loops over contents, or reads parts of them, takes lists.
+
+    A template that never asks whether a content is a string takes nothing else. vLLM finds lists in this way too.
+    """
+    from jinja2 import nodes
+
+    is_content = ContentExpressions(source)
+    loops = (loop.iter for loop in source.find_all(nodes.For))
+    chosen = (f.node for f in source.find_all(nodes.Filter) if f.name in ("selectattr", "rejectattr", "map"))
+    first = (
+        item.node.node
+        for item in source.find_all((nodes.Getattr, nodes.Getitem))
+        if isinstance(item.node, nodes.Getitem) and isinstance(getattr(item.node.arg, "value", None), int)
+    )
+    if not any(node is not None and is_content(node) for found in (loops, chosen, first) for node in found):
+        return TEXT
+    asked = (test.node for test in source.find_all(nodes.Test) if test.name == "string")
+    return PARTS if any(map(is_content, asked)) else ONLY_PARTS
+
+
+class ContentExpressions:
+    """Tells which expressions of a template are the content of a message, or some of its parts.
+
+    Variables and parameters of macros that get a content are contents too.
+    """
+
+    def __init__(self, source: Any):
+        from jinja2 import nodes
+
+        self._nodes = nodes
+        self._names: set[str] = set()
+        macros = {macro.name: macro for macro in source.find_all(nodes.Macro)}
+        found = -1
+        while found < len(self._names):
+            found = len(self._names)
+            for assignment in source.find_all(nodes.Assign):
+                if isinstance(assignment.target, nodes.Name) and self(assignment.node):
+                    self._names.add(assignment.target.name)
+            for call in source.find_all(nodes.Call):
+                macro = macros.get(getattr(call.node, "name", None))
+                if macro is not None:
+                    self._names.update(p.name for p, given in zip(macro.args, call.args, strict=False) if self(given))
+                    self._names.update(given.key for given in call.kwargs if self(given.value))
+
+    def __call__(self, node: Any) -> bool:
+        nodes = self._nodes
+        if isinstance(node, nodes.Name):
+            return node.name in self._names
+        if isinstance(node, nodes.Getattr):
+            return bool(node.attr == "content")
+        if isinstance(node, nodes.Getitem):
+            is_slice = isinstance(node.arg, nodes.Slice)
+            return self(node.node) if is_slice else getattr(node.arg, "value", None) == "content"
+        if isinstance(node, nodes.Filter):
+            return node.name in LIST_FILTERS and node.node is not None and self(node.node)
+        if isinstance(node, nodes.Call):
+            is_get = isinstance(node.node, nodes.Getattr) and node.node.attr == "get"
+            return is_get and bool(node.args) and getattr(node.args[0], "value", None) == "content"
+        if isinstance(node, nodes.CondExpr):
+            return self(node.expr1) or (node.expr2 is not None and self(node.expr2))
+        if isinstance(node, (nodes.Or, nodes.And)):
+            return self(node.left) or self(node.right)
+        return False
 
 
 def make_environment() -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CheckpointError, UsageError, is_whole, listed
-from .chat_template import ChatTemplate, Message, check_messages
+from .chat_template import ChatTemplate, Message, check_messages, content_text
 from .checkpoint_files import has_tokenizer, load_tokenizer
 from .tokenizer import Tokenizer
 from .tool_calls import (
@@ -208,7 +208,7 @@ class PromptEncoder:
         if not (isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)):
             return EncodedPrompt(prompt, continues)
         check_messages(prompt)
-        ids = self.tokenizer.encode_turns([m.get("content", "") for m in prompt], self.limits.max_source_length)
+        ids = self.tokenizer.encode_turns([content_text(m) for m in prompt], self.limits.max_source_length)
         if ids is None:
             ids = self._encode_text(self.render(prompt), add_special_tokens=False)
         return EncodedPrompt(ids, continues=False)

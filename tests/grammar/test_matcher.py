@@ -39,15 +39,18 @@ def masks_of(matchers: list[Matcher], vocab_size: int, *, held: bool = False) ->
     return bits[:, :vocab_size]
 
 
+ENDS = {"eos_token": "</s>"}
+
+
 def vocabularies() -> dict[str, tuple[Tokenizer, str, str]]:
     """Tokenizers of each kind, with a regex that their tokens can write, and a text that precedes it."""
     first = ["<unk>", "<eod>", "<sep>", "<s_0>"]
     return {
-        "byte level": (JsonTokenizer(tokenizer_kit.byte_level(), special_tokens={"eos_token": "</s>"}), "[a-zé你🙂 ]{4,12}!", "hello"),
+        "byte level": (JsonTokenizer(tokenizer_kit.byte_level(), ENDS), "[a-zé你🙂 ]{4,12}!", "hello"),
         "byte fallback": (
-            JsonTokenizer(tokenizer_kit.sentencepiece_like(), special_tokens={"eos_token": "</s>"}), "( |the|cat|é|漢){3,8}\n?", "the cat",
+            JsonTokenizer(tokenizer_kit.sentencepiece_like(), ENDS), "( |the|cat|é|漢){3,8}\n?", "the cat",
         ),
-        "T5": (JsonTokenizer(tokenizer_kit.metaspace(), special_tokens={"eos_token": "</s>"}), "[sé theca]{3,12}", "the cat"),
+        "T5": (JsonTokenizer(tokenizer_kit.metaspace(), ENDS), "[sé theca]{3,12}", "the cat"),
         "CPM-1": (Cpm1Tokenizer([*first, *WORDS], lambda text: []), "( ?[abc12]){3,9}\n你好", ""),
         "CPM-2": (Cpm2Tokenizer([*first, *WORDS]), "( ?[abc12]){3,9}\n你好", ""),
         "EVA": (EvaTokenizer([*first, *WORDS]), r"\{[abc12你]{2,9}:\}", ""),

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.server.settings import ServerSettings
+from bminf_lite.text.prompts import PromptEncoder
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -566,3 +567,18 @@ def test_a_client_that_goes_away_ends_its_request(chat_folder, stream: bool):
             assert num_requests() == 0
     finally:
         server.close()
+
+
+def test_a_template_that_reads_parts_gets_them(tmp_path: Path):
+    """The same prompt as the library's."""
+    template = "{% for m in messages %}<{{ m.role }}>{% for c in m.content %}{{ c.text }}|{% endfor %}{% endfor %}"
+    folder = api_kit.folder_with_template(tmp_path / "model", template)
+    library = PromptEncoder(folder, api_kit.info_of(folder))
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]
+    with contextlib.closing(api_kit.scripted_server(folder, "x")) as server:
+        for content, text in ((parts, "<user>One|Two|"), ("One", "<user>One|")):
+            messages = [{"role": "user", "content": content}]
+            tokens = api_kit.TOKENIZER.encode(text, add_special_tokens=False)
+            assert list(library.encode(messages).token_ids) == tokens
+            assert server.json("/tokenize", {"messages": messages})["tokens"] == tokens
+            assert server.json(PATH, {"messages": messages})["usage"]["prompt_tokens"] == len(tokens)

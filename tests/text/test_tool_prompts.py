@@ -11,7 +11,7 @@ import pytest
 import tool_templates
 
 from bminf_lite.errors import UsageError
-from bminf_lite.text.chat_template import ChatTemplate, template_messages
+from bminf_lite.text.chat_template import ChatTemplate, content_text, template_messages
 from bminf_lite.text.prompts import PromptEncoder
 from bminf_lite.text.tool_calls import (
     GENERIC,
@@ -69,7 +69,7 @@ def test_templates_with_tools_render_as_in_transformers(name, case, variables):
     messages, tools = CASES[case]
     if name == "generic":
         messages, tools = messages[-1:], None
-    messages = template_messages(messages)
+    messages = [{**m, "content": content_text(m)} for m in template_messages(messages)]
     options = {"add_generation_prompt": True, **variables}
     expected = reference.apply_chat_template(messages, tools=tools, tokenize=False, **options)
     assert ChatTemplate(tool_templates.ALL[name], SPECIAL).render(messages, tools=tools, **options) == expected
@@ -101,7 +101,8 @@ def test_forms_of_other_checkpoints():
 
 def test_messages_of_the_api_become_those_of_templates():
     found = template_messages(CONVERSATION)
-    assert found[1]["content"] == "How is the weather\nthere?"
+    assert found[1]["content"] == CONVERSATION[1]["content"]
+    assert content_text(found[1]) == "How is the weather\nthere?"
     assert found[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Orléans"}
     assert CONVERSATION[2]["tool_calls"][0]["function"]["arguments"] == '{"city": "Orléans"}', "not changed"
     odd = [

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..chat_template import Message
+from ..chat_template import Message, content_text
 from .formats import GENERIC, Tool
 
 _INSTRUCTIONS = """\
@@ -37,15 +37,15 @@ def generic_messages(messages: Sequence[Message], tools: Sequence[Tool], has_sys
         text = generic_instructions(tools)
         first, rest = messages[0], messages[1:]
         if first["role"] == "system":
-            text = f"{first.get('content') or ''}\n\n{text}".lstrip()
+            text = f"{content_text(first)}\n\n{text}".lstrip()
             messages = rest
         if has_system or not messages:
             result.append({"role": "system", "content": text})
         else:
             first, rest = messages[0], messages[1:]
-            messages = [{**first, "content": f"{text}\n\n{first.get('content') or ''}"}, *rest]
+            messages = [{**first, "content": f"{text}\n\n{content_text(first)}"}, *rest]
     for i, message in enumerate(messages):
-        content = message.get("content") or ""
+        content = content_text(message)
         if message["role"] == "tool":
             text = f"<tool_response>\n{content}\n</tool_response>"
             if i and messages[i - 1]["role"] == "tool":
