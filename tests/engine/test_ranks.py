@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from model_kit import CONFIG, RandomWeights, RowwiseBackend, make_model, prompt_of, request, run
+from test_tensor_parallel import row_parallel
+from tiny_models import case_without_golden
 
 from bminf_lite import models
 from bminf_lite.api import Model
@@ -20,22 +22,23 @@ from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError
 
 TP_SIZE = 2
+CPM2 = case_without_golden("cpm2", num_heads=4).config
 LLAMA: dict[str, Any] = CONFIG | {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 class Divided:
     """An engine over two ranks, used as a model is by ``model_kit.run``."""
 
-    def __init__(self, quantized: bool, **limits: Any):
-        parsed = models.find(LLAMA).parse(LLAMA)
-        weights = RandomWeights(LLAMA, 7, quantized)
+    def __init__(self, quantized: bool, model: dict[str, Any] = LLAMA, **limits: Any):
+        parsed = models.find(model).parse(model)
+        weights = RandomWeights(model, 7, quantized)
         self.backends: list[Backend] = []
         for rank in simulated_ranks(TP_SIZE):
             ops = RowwiseBackend()
             ops.communicator = rank
             self.backends.append(ops)
-        networks = [models.find(LLAMA).Model(parsed, weights, ops) for ops in self.backends]
-        with make_model(RowwiseBackend(), quantized=quantized, **LLAMA) as whole:
+        networks = [models.find(model).Model(parsed, weights, ops) for ops in self.backends]
+        with make_model(RowwiseBackend(), quantized=quantized, **model) as whole:
             config = replace(whole.engine_config, **limits)
         self._engine = Engine(config, lambda blocks: ModelRunner(networks, config, blocks))
 
@@ -71,6 +74,25 @@ def test_requests_get_what_they_get_alone_on_the_same_ranks(divided, drafts):
             assert found.output_token_ids == one.output_token_ids
             np.testing.assert_array_equal(found.logprobs, one.logprobs)
         assert together._engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("config", [LLAMA, CPM2], ids=["llama", "cpm2"])
+def test_w8a8_is_the_undivided_model_with_groups_of_columns(divided, config):
+    """The definition of ranks, bit for bit, as the engine serves it: with a decoder, and with sources to encode."""
+    source = prompt_of(9) if config is CPM2 else []
+    with make_model(RowwiseBackend(), quantized=True, **config) as whole:
+        for layer in row_parallel(whole.network):
+            layer.product.weight = replace(layer.product.weight, groups=TP_SIZE)
+        pair = (whole, divided(True, model=config))
+        both = [run(model, [with_source(one, source) for one in requests()]) for model in pair]
+    for one, other in zip(*both, strict=True):
+        assert one.output_token_ids == other.output_token_ids
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def with_source(one: Request, source: list[int]) -> Request:
+    """The same request behind a source."""
+    return Request(one.index, one.prompt_token_ids, one.params, one.eos_ids, source)
 
 
 def test_float_tokens_are_those_of_the_undivided_model(divided):
