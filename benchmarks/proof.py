@@ -181,9 +181,10 @@ def main() -> int:
     compares = commands.add_parser("compare", help="print what differs; exit with 1 if a promise is broken")
     compares.add_argument("before", type=Path)
     compares.add_argument("after", type=Path)
-    compares.add_argument("--promised", default="w8a8", help="recipes whose bits must be equal")
+    compares.add_argument("--promised", default="w8a8", help="recipes whose bits must be equal in both trees")
+    compares.add_argument("--invariant", default="w8a8", help="recipes whose requests get alone what they get together")
     compares.set_defaults(
-        do=lambda arguments: compare(arguments.before, arguments.after, arguments.promised.split(","))
+        do=lambda a: compare(a.before, a.after, a.promised.split(","), a.invariant.split(",")),
     )
     arguments = parser.parse_args()
     return int(arguments.do(arguments))

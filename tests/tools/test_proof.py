@@ -49,6 +49,10 @@ def test_bits(tmp_path: Path) -> None:
     assert code == 1 and "other logprobs  BROKEN" in printed
     code, printed = compare_with(tmp_path, results, "--promised", "float")
     assert code == 0 and "other logprobs" in printed
+    row["alone_is_together"] = False
+    code, printed = compare_with(tmp_path, results, "--promised", "float")
+    assert code == 1 and "alone it gets other bits than together  BROKEN" in printed
+    assert compare_with(tmp_path, results, "--promised", "float", "--invariant", "float")[0] == 0
 
 
 def test_speeds_and_sizes_have_bounds(tmp_path: Path) -> None:
