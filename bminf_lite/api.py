@@ -360,6 +360,8 @@ class Model:
             raise UsageError("stop texts do not apply to blanks, which end where the next one begins")
         if not self.engine_config.is_encoder_decoder:
             raise UsageError(NO_BLANKS)
+        if isinstance(text, str):
+            self._prompts.check_length(text)
         blanked = encode_blanks(self.tokenizer, text)
         return blanked.fillings(self.tokenizer, self.generate(blanked.prompt, **options).token_ids, self.eos_ids)
 

@@ -14,12 +14,14 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import BminfError, UsageError
 
 MAX_TEXT_BYTES = 1 << 28
 """The most bytes of a JSON or text file of a checkpoint; the largest vocabularies take a tenth of it."""
+MAX_FILE_BYTES = 1 << 30
+"""The most bytes of a file of texts or prompts, all of which is in memory."""
 MAX_JSON_VALUES = 1 << 21
 """The most values in a JSON file that Python parses, which takes about a microsecond and 100 bytes for each."""
 MAX_THREADS = 16
@@ -51,14 +53,22 @@ def read_small_file(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
         os.close(descriptor)
 
 
-def parse_json(content: bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value in a JSON file; ``ValueError`` if it is none, nests too deeply, or has too many values.
+class TooManyValues(ValueError):
+    """A JSON file has more values than may be."""
+
+
+def parse_json(
+    content: bytes,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    most: int = MAX_JSON_VALUES,
+) -> Any:
+    """The value in a JSON file; ``ValueError`` if it is none, nests too deeply, or has more than ``most`` values.
 
     Commas and brackets in texts count as values too.
     """
     count = sum(map(content.count, (b",", b"[", b"{")))
-    if count > MAX_JSON_VALUES:
-        raise ValueError(f"it has up to {count:,} values, and {MAX_JSON_VALUES:,} are allowed")
+    if count > most:
+        raise TooManyValues(f"it has up to {count:,} values, and {most:,} are allowed")
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=object_pairs_hook)
     except RecursionError:
@@ -66,11 +76,19 @@ def parse_json(content: bytes, object_pairs_hook: Callable[[list[tuple[str, Any]
 
 
 def read_file_or_pipe(path: Path) -> bytes:
-    """The content of a file or a pipe of any size. Raises ``OSError``, also for a device, which may be endless."""
+    """The content of a file or a pipe. Raises ``OSError``, also for a device, and for more than 1 GiB."""
     with open(path, "rb") as file:
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
             raise OSError(0, "it is a device", str(path))
-        return file.read()
+        return read_at_most(file, MAX_FILE_BYTES, str(path))
+
+
+def read_at_most(file: BinaryIO, most: int, name: str) -> bytes:
+    """All that ``file``, called ``name``, holds; ``OSError`` for more than ``most`` bytes, of which no more is read."""
+    content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(0, f"it has more than {most:,} bytes", name)
+    return content
 
 
 def write_file(path: Path, content: bytes, *, sync: bool = True) -> None:

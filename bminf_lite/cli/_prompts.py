@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..files import read_file_or_pipe
+from ..files import read_at_most, read_file_or_pipe
 from ..text.jsonl import decode_utf8, parse_lines
 
 if TYPE_CHECKING:
     from ..text.chat_template import Message
+
+
+MAX_PROMPT_BYTES = 1 << 26
+"""Of a prompt on stdin: more than any context holds."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,16 @@ class Prompt:
 
 
 def read_stdin() -> Prompt:
-    """All of stdin as one prompt, without its last newline. ``UsageError`` if it is closed or not UTF-8."""
+    """All of stdin as one prompt, without its last newline.
+
+    Raises ``UsageError`` if it is closed, is not UTF-8 or has more than :data:`MAX_PROMPT_BYTES`.
+    """
     require_stdin()
-    return Prompt(decode_utf8(sys.stdin.buffer.read(), "stdin").removesuffix("\n"))
+    try:
+        content = read_at_most(sys.stdin.buffer, MAX_PROMPT_BYTES, "stdin")
+    except OSError as error:
+        raise UsageError(f"stdin cannot be read: {error.strerror}; give a shorter prompt") from None
+    return Prompt(decode_utf8(content, "stdin").removesuffix("\n"))
 
 
 def require_stdin() -> None:

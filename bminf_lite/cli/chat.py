@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PROMPT = "> "
 CLEAR = "/clear"
+MAX_LINE = 1 << 24
+"""Characters of a line from a file or a pipe: more than any context holds."""
 
 
 @click.command()
@@ -136,6 +138,19 @@ class Dialogue:
             return prompt
 
 
+def _piped_line() -> str:
+    """The next line of stdin, of which at most :data:`MAX_LINE` characters are kept. Raises ``EOFError`` at the end."""
+    line = sys.stdin.readline(MAX_LINE)
+    if not line:
+        raise EOFError
+    if len(line) == MAX_LINE and not line.endswith("\n"):
+        click.echo(f"error: a line has more than {MAX_LINE:,} characters; the rest of it is left out", err=True)
+        rest = line
+        while rest and not rest.endswith("\n"):
+            rest = sys.stdin.readline(MAX_LINE)
+    return line
+
+
 def run_dialogue(dialogue: Dialogue) -> None:
     """Read and answer lines until the end of the input."""
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -146,7 +161,7 @@ def run_dialogue(dialogue: Dialogue) -> None:
             import readline  # noqa: F401, line editing and history for input()
     while True:
         try:
-            line = input(PROMPT if at_terminal else "").strip()
+            line = (input(PROMPT) if at_terminal else _piped_line()).strip()
         except EOFError:
             if at_terminal:
                 click.echo(err=True)

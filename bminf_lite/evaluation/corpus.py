@@ -20,6 +20,7 @@ from ..models import ModelConfig
 from ..quantize.stages import split_for_encoder_decoder
 from ..text.checkpoint_files import load_tokenizer
 from ..text.jsonl import decode_utf8, parse_lines
+from ..text.long_text import encode_document
 from ..text.tokenizer import Tokenizer
 
 DEFAULT_WINDOW = 1024
@@ -73,7 +74,7 @@ def _text_of(value: dict[str, Any], number: int) -> str:
 
 def encode_texts(texts: Iterable[str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """The tokens of each document, int32, framed by the tokenizer's special tokens as a prompt is."""
-    return [np.array(tokenizer.encode(text), np.int32) for text in texts]
+    return [encode_document(tokenizer, text) for text in texts]
 
 
 def windows_for(

@@ -14,7 +14,7 @@ from ..text.infilling import NO_BLANKS, encode_blanks, fill_spans
 from .client import CompletionFailed
 from .errors import bad_request
 from .event_stream import cancelled_on_disconnect
-from .generating import check_model, encode, generation_request, sampling_params
+from .generating import check_model, encode, generation_request, run_briefly, sampling_params
 from .health import json_response
 from .openai.chunks import Usage
 from .recorder import record_of
@@ -34,7 +34,8 @@ def routes(server: ServerState) -> list[Route]:
         try:
             if not info.is_encoder_decoder:
                 raise UsageError(NO_BLANKS)
-            blanked = encode_blanks(tokenizer, body.text)
+            server.prompts.check_length(body.text)
+            blanked = await run_briefly(lambda: encode_blanks(tokenizer, body.text), len(body.text))
         except UsageError as error:
             raise bad_request(str(error), "text") from None
         prompt = await encode(server, blanked.prompt, "text")

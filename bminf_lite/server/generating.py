@@ -55,10 +55,18 @@ async def run_briefly(work: Callable[[], T], length: int) -> T:
     return work() if length <= SHORT_TEXT else await asyncio.to_thread(work)
 
 
+def text_length(prompt: Prompt) -> int:
+    """The characters of a prompt that are to be tokenized: of a text, or of the messages of a dialogue."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    is_dialogue = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+    return sum(len(str(message.get("content") or "")) for message in prompt) if is_dialogue else 0  # type: ignore
+
+
 async def encode(server: ServerState, prompt: Prompt, field: str, add_special_tokens: bool = True) -> EncodedPrompt:
     """The tokens of a prompt, which stands in ``field``."""
-    length = len(prompt) if isinstance(prompt, str) else 0
-    if length and length > (most := server.max_characters):
+    length = text_length(prompt)
+    if isinstance(prompt, str) and length > (most := server.max_characters):
         problem = f"it has {length:,} characters, but {most:,} of the longest tokens fill the model's context"
         raise bad_request(f"the prompt is too long: {problem}; shorten it", field, _TOO_LONG)
     try:

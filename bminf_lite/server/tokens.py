@@ -29,8 +29,16 @@ def routes(server: ServerState) -> list[Route]:
             tools = [plain_tool(tool.function) for tool in body.tools or ()]
             variables = {"add_generation_prompt": body.add_generation_prompt is not False}
             text = await render(server, messages, tools, field, {**(body.chat_template_kwargs or {}), **variables})
-        tokenizer = server.prompts.tokenizer
-        ids = await run_briefly(lambda: tokenizer.encode(text or "", special), len(text or ""))
+        tokenizer, given = server.prompts.tokenizer, text or ""
+
+        def encode() -> list[int]:
+            server.prompts.check_length(given)
+            return tokenizer.encode(given, special)
+
+        try:
+            ids = await run_briefly(encode, len(given))
+        except UsageError as error:
+            raise bad_request(f"{field}: {error}", field) from None
         result = {"count": len(ids), "max_model_len": server.client.info.context_length, "tokens": ids}
         if body.return_token_strs:
             result["token_strs"] = [tokenizer.id_to_piece(i) or "" for i in ids]
@@ -39,6 +47,11 @@ def routes(server: ServerState) -> list[Route]:
     async def detokenize(request: Request) -> Response:
         body = parse(DetokenizeBody, await request.body())
         check_model(server, body.model)
+        info = server.client.info
+        most = max(info.context_length, info.max_source_length)
+        if len(body.tokens) > most:
+            problem = f"it has {len(body.tokens):,} tokens, but the model's context has {most:,}"
+            raise bad_request(f"tokens: {problem}; decode parts of it", "tokens")
         try:
             text = await run_briefly(lambda: server.prompts.tokenizer.decode(body.tokens), len(body.tokens))
         except UsageError as error:

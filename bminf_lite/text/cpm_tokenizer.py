@@ -218,6 +218,8 @@ class EvaTokenizer(WordListTokenizer):
         separator = self.ids[self.END]
         ids = self.encode(turns[-1])
         for turn in reversed(turns[:-1]):
+            if len(turn) > longest * self._longest:  # it need not be tokenized to tell
+                break
             before = [*self.encode(turn, add_special_tokens=False), separator]
             if len(before) + len(ids) > longest:
                 break

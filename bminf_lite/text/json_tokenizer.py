@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from ..errors import CheckpointError
 from ..files import read_small_file
 from .tokenizer import Tokenizer, numbered_ids
+from .tokenizer_budget import check_budget, check_tokens
 from .tokenizer_classes import GENERIC, LLAMA, TokenizerClass, tokenizer_class
 from .tokenizer_pipeline import is_byte_level as has_byte_level
 from .tokenizer_pipeline import with_prefix_space, with_tokens, without_added_tokens_beyond
@@ -35,6 +36,13 @@ _DEFAULT, _TOOL_USE = "default", "tool_use"
 _TEMPLATE_FILES = {_DEFAULT: "chat_template.jinja", _TOOL_USE: "additional_chat_templates/tool_use.jinja"}
 _PROCESSOR_TEMPLATE = "chat_template.json"
 NO_TEXTS: Mapping[str, str] = MappingProxyType({})
+
+
+LONG_TEXT = 4096
+"""Characters, or tokens, from which the library is called so that it leaves the interpreter's lock to other threads.
+
+For a single text it keeps the lock, 5 s for 4 MB; for a list of texts it does not.
+"""
 
 
 class JsonTokenizer(Tokenizer):
@@ -71,7 +79,9 @@ class JsonTokenizer(Tokenizer):
         self._prefix_ids = [self.bos_id] if frames and adds_bos and self.bos_id is not None else []
         self._suffix_ids = [eos_id] if frames and adds_eos and eos_id is not None else []
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        check_tokens(vocabulary, "tokenizer.json")
+        self._size = 1 + max(vocabulary.values(), default=-1)
         self.sentinels = numbered_ids("<extra_id_{}>", backend.token_to_id)  # T5's
         decoder = backend.decoder
         self.byte_fallback = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()  # its JSON
@@ -92,6 +102,7 @@ class JsonTokenizer(Tokenizer):
     @classmethod
     def from_texts(cls, texts: Mapping[str, str], path: Path, vocab_size: int) -> JsonTokenizer:
         """A tokenizer from the texts of ``tokenizer.json`` and ``tokenizer_config.json``, which came from ``path``."""
+        check_budget(texts["tokenizer.json"].encode(errors="replace"), path)
         with _library_errors(f"{path}: holds a vocabulary that the tokenizers library cannot read"):
             backend = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
         config = json.loads(texts["tokenizer_config.json"])
@@ -156,13 +167,19 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with _library_errors("tokenizer.json has no tokens for this prompt"):
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) > LONG_TEXT:
+                [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            else:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
 
     def _decode(self, ids: list[int]) -> str:
         # Not the library's own skipping: from version 0.23.1 on it leaves out added tokens that are normalized.
         visible = [i for i in ids if i not in self.special_ids]
         try:  # entering a context manager takes as long as decoding a token
+            if len(visible) > LONG_TEXT:
+                return self._backend.decode_batch([visible], skip_special_tokens=False)[0]
             return self._backend.decode(visible, skip_special_tokens=False)
         except BaseException:
             with _library_errors("tokenizer.json cannot turn these tokens into text"):
@@ -191,8 +208,13 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             f'{needed} installed: python -c "from transformers import AutoTokenizer; '
             f'AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"'
         )
+    try:
+        content = read_small_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    check_budget(content, path)
     with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
-        return tokenizers.Tokenizer.from_buffer(read_small_file(path))  # not from_file: its paths must be UTF-8
+        return tokenizers.Tokenizer.from_buffer(content)  # not from_file: its paths must be UTF-8
 
 
 def is_byte_level(folder: Path) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import CheckpointError, UsageError, is_whole, listed
 from .chat_template import ChatTemplate, Message, check_messages, content_text
 from .checkpoint_files import has_tokenizer, load_tokenizer
+from .long_text import check_length
 from .tokenizer import Tokenizer
 from .tool_calls import (
     Tool,
@@ -208,13 +209,23 @@ class PromptEncoder:
         if not (isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)):
             return EncodedPrompt(prompt, continues)
         check_messages(prompt)
+        self.check_length(content_text(prompt[-1]))
         ids = self.tokenizer.encode_turns([content_text(m) for m in prompt], self.limits.max_source_length)
         if ids is None:
             ids = self._encode_text(self.render(prompt), add_special_tokens=False)
         return EncodedPrompt(ids, continues=False)
 
+    def check_length(self, text: str) -> None:
+        """Raise ``UsageError`` for a text that has far more tokens than the model takes, without tokenizing all of it.
+
+        See :func:`.long_text.check_length`.
+        """
+        limits = self.limits
+        check_length(self.tokenizer, text, limits.max_source_length or limits.context_length)
+
     def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         """The tokens of a text; ``CheckpointError`` for a tokenizer whose tokens the model does not have."""
+        self.check_length(text)
         ids = self.tokenizer.encode(text, add_special_tokens)
         largest = max(ids, default=0)
         if largest >= (vocab_size := self.limits.vocab_size):

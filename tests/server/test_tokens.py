@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import api_kit
@@ -119,3 +121,67 @@ def test_an_encoder_decoder_completes(cpm2):
     assert echoed == "今天天气" + expected.text
     response = server.post("/v1/completions", body | {"echo": True, "logprobs": 1})
     assert response.status_code == 400 and response.json()["error"]["param"] == "echo"
+
+
+LONG = "Return the list. " * 600_000
+"""10 MB: 27 s of one process, which nobody could use meanwhile, and 3 GB of memory."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": LONG}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * 1025}, "tokens"),
+        ("/v1/completions", {"model": NAME, "prompt": LONG}, "prompt"),
+        ("/v1/chat/completions", {"model": NAME, "messages": [{"role": "user", "content": LONG}]}, "messages"),
+    ],
+)
+def test_a_text_far_beyond_the_context_is_refused_at_once(
+    fake: LiveServer, path: str, body: dict[str, object], param: str
+):
+    start = time.process_time()  # of this process, whose threads serve
+    answer = fake.http.post(path, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert "too long" in answer.text or "the model's context has 1,024" in answer.text
+    assert time.process_time() - start < 10
+
+
+def test_others_are_served_while_a_long_text_is_tokenized(fake: LiveServer):
+    """A text that passes the bound, of 250,000 characters, in many requests at a time."""
+    text = ("Return the list of names, please. " * 10_000)[:250_000]
+    with ThreadPoolExecutor(4) as pool:
+        long = [pool.submit(fake.http.post, "/tokenize", json={"prompt": text}, timeout=120) for _ in range(8)]
+        delays = []
+        while not all(future.done() for future in long):
+            start = time.perf_counter()
+            assert fake.json("/tokenize", {"prompt": "Hi"})["count"] > 0
+            delays.append(time.perf_counter() - start)
+        counts = {future.result().json()["count"] for future in long}
+    assert counts == {len(TOKENIZER.encode(text))}
+    assert sorted(delays)[len(delays) // 2] < 0.5  # of 0.2 s for each long text, if they had the interpreter's lock
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", r'{"prompt": "a\ud800"}', "prompt"),
+        ("/tokenize", r'{"prompt": "\uDFFF"}', "prompt"),
+        ("/v1/completions", r'{"model": "x", "prompt": ["ok", "\udc00b"]}', "prompt[1]"),
+        ("/v1/completions", r'{"model": "x", "prompt": "ok", "stop": "\ud83d"}', "stop"),
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": "\ud83d!"}]}', "messages[0].content"),
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "c\ud83d": ""}]}', "messages[0]"),
+        ("/tokenize", r'{"\ud83d": 1}', None),
+    ],
+)
+def test_half_of_a_surrogate_pair_names_the_field(fake: LiveServer, path: str, body: str, param: str | None):
+    answer = fake.http.post(path, content=body.encode(), headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param
+    assert error["message"].startswith(f"{param or 'the body'}: has half of a surrogate pair")
+
+
+def test_a_whole_surrogate_pair_is_a_character(fake: LiveServer):
+    headers = {"content-type": "application/json"}
+    answer = fake.http.post("/tokenize", content=rb'{"prompt": "\ud83d\ude00"}', headers=headers)
+    assert answer.json()["tokens"] == TOKENIZER.encode("\U0001f600")

@@ -7,6 +7,7 @@ are strict: a number in quotes is wrong. The bounds of sampling parameters are t
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -47,6 +48,9 @@ def parse(body_type: type[T], body: bytes) -> T:
     try:
         value = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if (field := _field_with_surrogate(body)) is not None:
+            problem = "has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+            raise bad_request(f"{field or 'the body'}: {problem}", field or None) from None
         raise bad_request(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise _too_deep() from None
@@ -56,6 +60,32 @@ def parse(body_type: type[T], body: bytes) -> T:
         return body_type.model_validate(value)
     except ValidationError as error:
         raise validation_error(error, value) from None
+
+
+def _field_with_surrogate(body: bytes) -> str | None:
+    """The first text in a body that has half of a surrogate pair, as in :func:`_field_name`; None if there is none.
+
+    Such a body is JSON for Python, but not for msgspec, which says only that the data was truncated.
+    """
+    if b"\\ud" not in body.lower():
+        return None
+    try:
+        level: list[tuple[str, Any]] = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return None
+    for _ in range(MAX_DEPTH):
+        below: list[tuple[str, Any]] = []
+        for name, value in level:
+            if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+                return name
+            if isinstance(value, dict):
+                below += [(f"{name}.{key}" if name else key, item) for key, item in value.items()]
+                if any("\ud800" <= c <= "\udfff" for key in value for c in key):
+                    return name
+            elif isinstance(value, list):
+                below += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        level = below
+    return None
 
 
 def validation_error(error: ValidationError, value: Any) -> ApiError:
