@@ -104,8 +104,8 @@ def load(
         checkpoint, config = opened.checkpoint, opened.config
         ops = backend.create(device, memory_limit)
         try:
-            cache_shape = replace(config.cache_shape, int8=int8)
-            KVCache.for_sequences(ops, cache_shape, 1, 1).close()  # raises now if the backend cannot have such a cache
+            cache_layout = config.cache_layout.with_int8(int8)
+            KVCache.for_sequences(ops, cache_layout, 1, 1).close()  # raises now if the backend cannot have such a cache
             plan = plan_placement(
                 ops, opened.spec, lambda: checkpoint_requirements(opened, kv_cache=kv_cache), context,
                 max_num_batched_tokens,
@@ -116,7 +116,7 @@ def load(
         except BaseException:
             ops.close()
             raise
-        engine_config = make_engine_config(config, cache_shape, plan, max_batch, max_num_batched_tokens)
+        engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens)
         engine_config = replace(
             engine_config, prefix_cache=prefix_cache, max_queue=max_queue, num_draft_tokens=num_draft_tokens
         )
@@ -238,7 +238,7 @@ class Model:
     def __repr__(self) -> str:
         config = self.engine_config
         name = "a model without a folder" if self.folder is None else str(self.folder)
-        layers, vocab = config.cache_shape.layers, config.vocab_size
+        layers, vocab = len(config.cache_layout.layers), config.vocab_size
         kind = "encoder-decoder, " if config.is_encoder_decoder else ""
         facts = f"{kind}{layers} layers, {vocab:,} tokens in the vocabulary, context of {config.context_length:,}"
         return f"<bminf_lite.Model {name}: {facts}, {f'on {self.device}' if self._finalizer.alive else 'closed'}>"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from .backend.base import Backend
 from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
+from .backend.values import AllTokens
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
@@ -23,7 +23,7 @@ from .cuda.kernels.arrays import HEAD_PAD, round_up
 from .engine.config import EngineConfig
 from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
-from .layers.cache import CacheShape
+from .layers.cache import CacheLayout, KeyValues
 from .memory.cache_memory import CacheGroup, block_bytes, cache_blocks
 from .memory.machine import available_memory, machine_of
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
@@ -136,7 +136,7 @@ def plan_placement(
 
 
 def make_engine_config(
-    config: ModelConfig, cache_shape: CacheShape, plan: MemoryPlan | None, max_num_seqs: int | None = None,
+    config: ModelConfig, cache_layout: CacheLayout, plan: MemoryPlan | None, max_num_seqs: int | None = None,
     max_chunk: int = CHUNK,
 ) -> EngineConfig:  # fmt: skip
     """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``.
@@ -148,7 +148,7 @@ def make_engine_config(
     chunk, logit_rows = max_chunk, EngineConfig.max_logit_rows
     if plan is None:
         max_num_seqs = max_num_seqs or EngineConfig.max_num_seqs
-        room, groups = (available_memory() or CPU_CACHE) // 4, cache_groups(config, cache_shape, itemsize=4)
+        room, groups = (available_memory() or CPU_CACHE) // 4, cache_groups(config, cache_layout, itemsize=4)
         blocks = cache_blocks(groups, config.context_length, chunk, room, max_num_seqs)
     else:
         max_num_seqs = max_num_seqs or plan.max_num_seqs
@@ -158,7 +158,7 @@ def make_engine_config(
     return EngineConfig(
         config.context_length,
         config.vocab_size,
-        cache_shape,
+        cache_layout,
         tuple(num_blocks),
         num_source_blocks,
         max_num_seqs,
@@ -170,15 +170,18 @@ def make_engine_config(
     )
 
 
-def cache_groups(config: ModelConfig, shape: CacheShape, itemsize: int = 2) -> tuple[CacheGroup, ...]:
+def cache_groups(config: ModelConfig, layout: CacheLayout, itemsize: int = 2) -> tuple[CacheGroup, ...]:
     """The memory of each group of layers, that of the sources of an encoder-decoder last.
 
     Heads are padded as on a GPU. ``itemsize`` is that of the activation type.
     """
-    arrays = block_bytes(shape.kv_heads, round_up(shape.head_dim, HEAD_PAD), shape.int8, itemsize)
-    groups = [CacheGroup(shape.layers_of(group), arrays, window) for group, window in enumerate(shape.groups)]
+
+    def arrays(layers: Sequence[KeyValues]) -> list[tuple[int, ...]]:
+        return [block_bytes(x.kv_heads, round_up(x.head_dim, HEAD_PAD), x.int8, itemsize) for x in layers]
+
+    groups = [CacheGroup.of(arrays(layout.layers_of(i)), kept) for i, kept in enumerate(layout.groups)]
     if config.is_encoder_decoder:
-        groups.append(CacheGroup(shape.layers, arrays, max_tokens=config.max_source_length))
+        groups.append(CacheGroup.of(arrays(layout.layers), AllTokens(config.max_source_length)))
     return tuple(groups)
 
 
@@ -208,7 +211,7 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
     meta = MetaBackend()
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
-    cache = cache_groups(config, replace(config.cache_shape, int8=is_int8_cache(kv_cache)))
+    cache = cache_groups(config, config.cache_layout.with_int8(is_int8_cache(kv_cache)))
     return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),
@@ -231,8 +234,8 @@ def _decode_work(
     """
     sizes = {name: math.prod(spec.parameters[name].shape) for name in spec.source_readers}
     source_bytes = sum(size * (2 if scheme_of(name) is Scheme.FLOAT else 1) for name, size in sizes.items())
-    attentions = sum(group.layers for group in cache)
-    sources = sum(group.layers for group in cache if group.max_tokens is not None)
+    attentions = sum(group.num_layers for group in cache)
+    sources = cache[-1].num_layers if config.is_encoder_decoder else 0
     return DecodeWork(
         matrix_bytes=sum(meta.layer_bytes[-1]) + meta.non_layer_bytes - meta.table_bytes - source_bytes,
         launches=meta.layer_products[-1] - sources + attentions,

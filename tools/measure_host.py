@@ -35,7 +35,7 @@ from bminf_lite.engine.executor import Network
 from bminf_lite.engine.model_runner import ModelRunner
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.scheduler import Scheduler
-from bminf_lite.layers.cache import CacheShape
+from bminf_lite.layers.cache import CacheLayout
 from bminf_lite.request_builder import GenerationRequest, RequestBuilder
 from bminf_lite.text.prompts import PromptEncoder
 
@@ -96,7 +96,7 @@ def measure_turns(cached: int, new: int, step_seconds: float, turns: int = 60) -
     """Seconds from a call to its first token, without its step, each after a pause; the first ten are left out."""
     network, rng = NoNetwork(), np.random.default_rng(0)
     blocks = 4 * (cached + new) // BLOCK_SIZE + 64
-    config = EngineConfig(cached + 2048, LARGE_VOCAB, CacheShape(layers=1, kv_heads=1, head_dim=2), (blocks,), 0, 16)
+    config = EngineConfig(cached + 2048, LARGE_VOCAB, CacheLayout.uniform(1, kv_heads=1, head_dim=2), (blocks,), 0, 16)
     seconds = []
     with Model(cast(Network, network), config, eos_ids=frozenset()) as model:
         model.warm_up()
@@ -115,7 +115,7 @@ def measure_turns(cached: int, new: int, step_seconds: float, turns: int = 60) -
 
 def make_config(sequences: int, tokens: int) -> EngineConfig:
     """An engine with room for ``sequences`` of ``tokens`` prompt tokens and as many new ones."""
-    shape, blocks = CacheShape(layers=1, kv_heads=1, head_dim=2), 1 + sequences * (2 * tokens // BLOCK_SIZE + 2)
+    shape, blocks = CacheLayout.uniform(1, kv_heads=1, head_dim=2), 1 + sequences * (2 * tokens // BLOCK_SIZE + 2)
     return EngineConfig(8192, VOCAB, shape, (blocks,), 0, sequences, max_num_batched_tokens=2048)
 
 
@@ -132,7 +132,7 @@ def measure_calls(requests: int, sequences: int, tokens: int, step_seconds: floa
 def measure(requests: int, sequences: int, tokens: int) -> tuple[list[float], list[float]]:
     """Seconds of the steps that decode alone, and of those with prompts, while ``requests`` are served."""
     config = make_config(sequences, tokens)
-    manager = BlockManager(config.cache_shape.groups, config.num_blocks, 0, max_piece=config.max_num_batched_tokens)
+    manager = BlockManager(config.cache_layout.groups, config.num_blocks, 0, max_piece=config.max_num_batched_tokens)
     runner = ModelRunner([cast(Network, NoNetwork())], config, manager)
     scheduler, random = Scheduler(config, manager, runner), np.random.default_rng(0)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=0)

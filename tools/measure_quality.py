@@ -142,7 +142,7 @@ def logits(folder: Path, windows: Sequence[Window], activations: type) -> list[n
     with open_model(folder) as model, np.errstate(all="ignore"):
         network = model.architecture.Model(model.config, model.weights(), ops)
         for window in windows:
-            cache = KVCache.for_sequences(ops, model.config.cache_shape, 1, len(window.tokens))
+            cache = KVCache.for_sequences(ops, model.config.cache_layout, 1, len(window.tokens))
             tables = cache.tables(1, len(window.tokens))
             batch = ForwardBatch.packed(ops.array, [window.tokens], block_tables=tables)
             found.append(np.array(network(batch, cache, all_logits=True))[:-1])

@@ -35,9 +35,9 @@ class ForwardBatch:
     ``tokens`` is int32 ``[T]``. Sequence ``b`` owns ``tokens[cu_seqlens[b]:cu_seqlens[b + 1]]`` (``cu_seqlens`` is
     int32 ``[B + 1]``), and ``context_lens[b]`` of its tokens are in the cache before the step (int32 ``[B]``).
 
-    ``block_tables`` has a table int32 ``[B, W]`` for each group of layers (see ``CacheShape``): token ``p`` of sequence
-    ``b`` lies in block ``table[b, p // BLOCK_SIZE]``. The sources of an encoder-decoder have ``source_tables``, a
-    table of the same form, and ``source_lens``, int32 ``[B]``.
+    ``block_tables`` has a table int32 ``[B, W]`` for each group of layers (see ``CacheLayout``): token ``p`` of
+    sequence ``b`` lies in block ``table[b, p // BLOCK_SIZE]``. The sources of an encoder-decoder have
+    ``source_tables``, a table of the same form, and ``source_lens``, int32 ``[B]``.
 
     The other numbers are known on the host: ``batch_size`` is ``B``; ``num_decodes`` says how many sequences, which
     come first, have one new token each; ``max_query_len`` is the largest number of new tokens of a sequence;
@@ -235,6 +235,50 @@ class AttentionSpec:
     def qkv_features(self) -> int:
         """Width of the fused query, key, value projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class AllTokens:
+    """What a layer keeps if every token sees all tokens before it, of which there are at most ``max_tokens``."""
+
+    max_tokens: int | None = None
+    keeps_all = True
+
+    def first_visible(self, position: int) -> int:
+        """The first token that a token at ``position`` sees. Those before it are not needed any more."""
+        return 0
+
+    def tokens_read(self, num_tokens: int) -> int:
+        """How many of ``num_tokens`` tokens the last one sees."""
+        return num_tokens if self.max_tokens is None else min(num_tokens, self.max_tokens)
+
+    def most_blocks(self, num_tokens: int, max_piece: int, block_size: int = BLOCK_SIZE) -> int:
+        """The most blocks that a sequence of ``num_tokens`` tokens holds at once.
+
+        Steps compute up to ``max_piece`` of its tokens, which have their blocks before passed ones are given back.
+        """
+        return -(-self.tokens_read(num_tokens) // block_size)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a layer keeps if a token sees the last ``size`` tokens, itself included. Methods are :class:`AllTokens`'."""
+
+    size: int
+    keeps_all = False
+
+    def first_visible(self, position: int) -> int:
+        return max(position - self.size + 1, 0)
+
+    def tokens_read(self, num_tokens: int) -> int:
+        return min(num_tokens, self.size)
+
+    def most_blocks(self, num_tokens: int, max_piece: int, block_size: int = BLOCK_SIZE) -> int:
+        return min(-(-num_tokens // block_size), -(-(self.size + max_piece) // block_size) + 1)
+
+
+Retention = AllTokens | Window
+"""Which tokens of a sequence a layer keeps."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -70,7 +70,7 @@ class BenchModel:
 
     def cache_bytes(self, tokens: float) -> float:
         """Bytes of the keys and values of ``tokens`` tokens of one sequence."""
-        return tokens * self.engine_config.cache_shape.bytes_per_token(self.ops.activation_dtype.itemsize)
+        return tokens * self.engine_config.cache_layout.bytes_per_token(self.ops.activation_dtype.itemsize)
 
 
 def random_model(
@@ -121,8 +121,8 @@ def _build(
     counted = CountingWeights(weights)
     network = model.architecture.Model(config, counted, ops)
     int8 = kv_cache == "int8"
-    cache_shape = replace(config.cache_shape, int8=int8)
-    engine_config = make_engine_config(config, cache_shape, plan, max_batch, max_num_batched_tokens)
+    cache_layout = config.cache_layout.with_int8(int8)
+    engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens)
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
     return BenchModel(f"{name}, int8 cache" if int8 else name, network, engine_config, parameters, counted.nbytes, plan)
 

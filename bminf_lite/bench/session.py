@@ -38,7 +38,7 @@ class Session:
         engine_config = bench_model.engine_config
         self.start = engine_config.decoder_start_token_ids or (0,)
         room = capacity + (len(self.start) if engine_config.is_encoder_decoder else 0)
-        shape = engine_config.cache_shape
+        shape = engine_config.cache_layout
         self.cache = KVCache.for_sequences(self.ops, shape, batch, room)
         self.table = sequential_tables(batch, room)
         self.source_table: np.ndarray | None = None

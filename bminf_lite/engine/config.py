@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layers.cache import CacheShape
+from ..layers.cache import CacheLayout
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class EngineConfig:
     """The limits of a model and of the engine; lengths are in tokens.
 
     - ``context_length``: prompt and completion of one sequence together. For an encoder-decoder, the decoder's tokens.
-    - ``num_blocks``: blocks of the key-value cache for each group of ``cache_shape``, the null block included;
+    - ``num_blocks``: blocks of the key-value cache for each group of ``cache_layout``, the null block included;
       ``num_source_blocks``: those of the sources of an encoder-decoder.
     - ``max_num_seqs``: sequences that take part in one step.
     - ``max_num_batched_tokens``: tokens of a step; a longer prompt is cut into pieces. A step has room for one prompt
@@ -31,7 +31,7 @@ class EngineConfig:
 
     context_length: int
     vocab_size: int
-    cache_shape: CacheShape
+    cache_layout: CacheLayout
     num_blocks: tuple[int, ...]
     num_source_blocks: int = 0
     max_num_seqs: int = 256

@@ -106,7 +106,7 @@ class Engine:
     ):
         self.config = config
         self.blocks = BlockManager(
-            config.cache_shape.groups, config.num_blocks, config.num_source_blocks,
+            config.cache_layout.groups, config.num_blocks, config.num_source_blocks,
             max_piece=config.max_num_batched_tokens, prefix_cache=config.prefix_cache, block_size=block_size,
         )  # fmt: skip
         self._make_runner = make_runner

@@ -179,7 +179,7 @@ class Executor:
 
     def _pools(self, max_blocks: Sequence[int]) -> KVCache:
         first = [min(n, FIRST_BLOCKS) for n in max_blocks]
-        return KVCache(self.ops, self.config.cache_shape, first, max_blocks)
+        return KVCache(self.ops, self.config.cache_layout, first, max_blocks)
 
     def _grow(self, plan: StepPlan) -> None:
         """Enlarge the caches, by half at least, if the plan needs a block beyond them."""

@@ -1,50 +1,80 @@
-"""The key-value cache of a whole model: a pool of blocks of tokens for each layer."""
+"""What the layers of a model keep of the tokens that they have seen, and the memory in which a device keeps it.
+
+Each layer states a layout. Layouts with equal retention form a group, whose layers share block tables: what one of them
+keeps of a token lies in the block of the same number in each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import BLOCK_SIZE, NULL_BLOCK, LayerCache, sequential_tables
+from ..backend.values import BLOCK_SIZE, NULL_BLOCK, AllTokens, LayerCache, Retention, Window, sequential_tables
 
 
 @dataclass(frozen=True)
-class CacheShape:
-    """The shape of a token's keys and values. With ``int8`` they are codes, with an fp16 scale per head and token.
+class KeyValues:
+    """A layer with ``kv_heads`` heads of keys and values, each of ``head_dim`` elements, for each token.
 
-    ``windows`` has an entry for each layer, unless no layer has a window: how many tokens the layer sees, or None for
-    all. Layers with equal windows form a group, whose layers share block tables.
+    With ``int8`` they are codes, with an fp16 scale per head and token. With a ``window`` the layer sees that many
+    tokens.
     """
 
-    layers: int
     kv_heads: int
     head_dim: int
     int8: bool = False
-    windows: tuple[int | None, ...] = ()
+    window: int | None = None
 
     @property
-    def groups(self) -> tuple[int | None, ...]:
-        """The window of each group of layers, in order of their first layers."""
-        return tuple(dict.fromkeys(self.windows)) or (None,)
+    def retention(self) -> Retention:
+        """Which tokens are kept."""
+        return AllTokens() if self.window is None else Window(self.window)
+
+    def bytes_per_token(self, itemsize: int = 2) -> int:
+        """Bytes that one token takes; ``itemsize`` is that of the activation type."""
+        return 2 * self.kv_heads * (self.head_dim + 2 if self.int8 else self.head_dim * itemsize)
+
+    def make(self, ops: Backend, num_blocks: int, max_blocks: int | None) -> LayerCache:
+        """The layer's memory on a device, which can grow to ``max_blocks`` blocks. A rank has its part of the heads."""
+        heads = self.kv_heads // ops.communicator.tp_size
+        return ops.layer_cache(num_blocks, heads, self.head_dim, int8=self.int8, max_blocks=max_blocks)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The layouts of a model's layers, in order."""
+
+    layers: tuple[KeyValues, ...]
+
+    @classmethod
+    def uniform(cls, layers: int, kv_heads: int, head_dim: int, windows: Sequence[int | None] = ()) -> CacheLayout:
+        """Layers with equal heads; ``windows`` has an entry for each, or none if no layer has a window."""
+        return cls(tuple(KeyValues(kv_heads, head_dim, window=w) for w in windows or (None,) * layers))
+
+    @property
+    def groups(self) -> tuple[Retention, ...]:
+        """The retention of each group of layers, in order of their first layers."""
+        return tuple(dict.fromkeys(layer.retention for layer in self.layers))
 
     def group_of(self, layer: int) -> int:
         """The group of a layer, as an index of :attr:`groups`."""
-        return self.groups.index(self.windows[layer]) if self.windows else 0
+        return self.groups.index(self.layers[layer].retention)
 
-    def layers_of(self, group: int) -> int:
-        """How many layers a group has."""
-        return sum(self.group_of(layer) == group for layer in range(self.layers))
+    def layers_of(self, group: int) -> tuple[KeyValues, ...]:
+        """The layouts of a group."""
+        retention = self.groups[group]
+        return tuple(layer for layer in self.layers if layer.retention == retention)
 
-    def bytes_per_layer_token(self, itemsize: int = 2) -> int:
-        """Bytes that one token takes in one layer; ``itemsize`` is that of the activation type."""
-        return 2 * self.kv_heads * (self.head_dim + 2 if self.int8 else self.head_dim * itemsize)
+    def with_int8(self, int8: bool = True) -> CacheLayout:
+        """The same layers with keys and values in int8, or not."""
+        return CacheLayout(tuple(replace(layer, int8=int8) for layer in self.layers))
 
     def bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes that one token of one sequence takes in all layers."""
-        return self.layers * self.bytes_per_layer_token(itemsize)
+        return sum(layer.bytes_per_token(itemsize) for layer in self.layers)
 
 
 class KVCache:
@@ -52,24 +82,22 @@ class KVCache:
 
     ``num_blocks`` gives the blocks of each group of layers, the null block included. ``source`` holds the encoded
     sources, which the decoder of an encoder-decoder reads beside its own tokens; it has one group. The pools of a group
-    can grow to ``max_blocks`` of it, at the same addresses. Of several ranks, each keeps its part of the heads.
+    can grow to ``max_blocks`` of it, at the same addresses.
     """
 
     def __init__(
-        self, ops: Backend, shape: CacheShape, num_blocks: Sequence[int], max_blocks: Sequence[int] | None = None
+        self, ops: Backend, layout: CacheLayout, num_blocks: Sequence[int], max_blocks: Sequence[int] | None = None
     ):
         self.ops = ops
-        self.shape = shape
+        self.layout = layout
         self.num_blocks = list(num_blocks)
         self.layers: list[LayerCache] = []
         self.source: KVCache | None = None
+        groups = layout.groups
         try:
-            for index in range(shape.layers):
-                group = shape.group_of(index)
-                layer = ops.layer_cache(
-                    self.num_blocks[group], shape.kv_heads // ops.communicator.tp_size, shape.head_dim,
-                    int8=shape.int8, max_blocks=max_blocks[group] if max_blocks else None,
-                )  # fmt: skip
+            for own in layout.layers:
+                group = groups.index(own.retention)
+                layer = own.make(ops, self.num_blocks[group], max_blocks[group] if max_blocks else None)
                 layer.group = group
                 self.layers.append(layer)
                 self._clear_null_block(layer)
@@ -84,10 +112,10 @@ class KVCache:
             self.ops.assign(null_block, np.zeros(null_block.shape, null_block.dtype))
 
     @classmethod
-    def for_sequences(cls, ops: Backend, shape: CacheShape, sequences: int, tokens: int) -> KVCache:
+    def for_sequences(cls, ops: Backend, layout: CacheLayout, sequences: int, tokens: int) -> KVCache:
         """A cache with the blocks of :meth:`tables`, for ``sequences`` sequences of up to ``tokens`` tokens."""
         count = 1 + sequential_tables(sequences, tokens).size
-        return cls(ops, shape, [count] * len(shape.groups))
+        return cls(ops, layout, [count] * len(layout.groups))
 
     def tables(self, sequences: int, tokens: int) -> list[np.ndarray]:
         """For each group a block table int32 ``[sequences, W]`` that gives every sequence blocks of its own."""

@@ -1,17 +1,18 @@
 """The device memory of a key-value cache, in bytes.
 
-Layers with equal windows form a group. A layer has several arrays of as many blocks as the pool of its group: keys,
-values, and in an int8 cache their scales. They lie one behind the other. If one page would hold them, they are
+Layers that keep the same tokens form a group. A layer has several arrays of as many blocks as the pool of its group:
+keys, values, and in an int8 cache their scales. They lie one behind the other. If one page would hold them, they are
 allocated at once; otherwise pages are mapped as they grow, so a layer takes whole pages.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..backend.values import BLOCK_SIZE
+from ..backend.values import BLOCK_SIZE, Retention
 from .arena import ALIGNMENT
 
 PAGE_BYTES = 2 << 20
@@ -48,43 +49,45 @@ def block_bytes(kv_heads: int, head_dim: int, int8: bool, itemsize: int = 2) -> 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """``layers`` layers, each with an array for each of ``block_bytes``, which are the bytes of a block in that array.
+    """Layers that share block tables, and what they keep.
 
-    The layers see the last ``window`` tokens, or all tokens if it is None. ``max_tokens`` bounds the tokens of an
-    encoder-decoder's source; None for other groups, which the context bounds.
+    ``layers`` has pairs of the bytes of a block in each array of a layer, and how many layers have such arrays.
     """
 
-    layers: int
-    block_bytes: tuple[int, ...]
-    window: int | None = None
-    max_tokens: int | None = None
+    layers: tuple[tuple[tuple[int, ...], int], ...]
+    retention: Retention
+
+    @classmethod
+    def of(cls, layers: Iterable[tuple[int, ...]], retention: Retention) -> CacheGroup:
+        """The group of layers that have these arrays each."""
+        return cls(tuple(Counter(layers).items()), retention)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the group has."""
+        return sum(count for _, count in self.layers)
 
     @property
     def is_int8(self) -> bool:
         """Whether the arrays hold codes and their scales."""
-        return len(self.block_bytes) > 2
+        return any(len(arrays) > 2 for arrays, _ in self.layers)
 
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes in all layers."""
-        return self.layers * sum(self.block_bytes) // BLOCK_SIZE
+        return sum(count * sum(arrays) for arrays, count in self.layers) // BLOCK_SIZE
 
     def tokens_read(self, context: int) -> int:
         """Tokens that the last one of ``context`` tokens sees."""
-        return min(bound for bound in (context, self.window, self.max_tokens) if bound is not None)
+        return self.retention.tokens_read(context)
 
     def blocks(self, context: int, piece: int) -> int:
-        """The most blocks that a sequence of ``context`` tokens holds at once.
-
-        Steps compute up to ``piece`` tokens of it, which need their blocks before those that a window has passed are
-        given back.
-        """
-        blocks = -(-min(context, self.max_tokens or context) // BLOCK_SIZE)
-        return blocks if self.window is None else min(blocks, -(-(self.window + piece) // BLOCK_SIZE) + 1)
+        """The most blocks that a sequence of ``context`` tokens holds at once, if steps compute ``piece`` of them."""
+        return self.retention.most_blocks(context, piece)
 
     def nbytes(self, num_blocks: int) -> int:
         """The memory of pools of ``num_blocks`` blocks."""
-        return self.layers * layer_bytes(self.block_bytes, num_blocks)
+        return sum(count * layer_bytes(arrays, num_blocks) for arrays, count in self.layers)
 
 
 def cache_blocks(

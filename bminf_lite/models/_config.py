@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from ..errors import CheckpointError, listed
-from ..layers.cache import CacheShape
+from ..layers.cache import CacheLayout
 
 MAX_LAYERS = 4096
 MAX_HEAD_DIM = 1024
@@ -68,7 +68,7 @@ class ModelConfig(ABC):
 
     @property
     @abstractmethod
-    def cache_shape(self) -> CacheShape:
+    def cache_layout(self) -> CacheLayout:
         """The keys and values of a token, and in an encoder-decoder of a token of its source."""
 
     @property
@@ -79,7 +79,7 @@ class ModelConfig(ABC):
     @property
     def _divided(self) -> dict[str, int]:
         """What the ranks of a model divide, by name."""
-        kv_heads, inner = self.cache_shape.kv_heads, self.intermediate_size
+        kv_heads, inner = math.gcd(*(x.kv_heads for x in self.cache_layout.layers)), self.intermediate_size
         return {"heads": self.heads, "key-value heads": kv_heads, "hidden units of a feed-forward layer": inner}
 
     @property

@@ -14,7 +14,7 @@ from typing import ClassVar
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, RelativeBias
 from ..layers.attention import Attention, CrossAttention, EncoderAttention
-from ..layers.cache import CacheShape, KVCache
+from ..layers.cache import CacheLayout, KVCache
 from ..layers.embedding import Embedding
 from ..layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..layers.loading import Weights
@@ -125,8 +125,8 @@ class Config(ModelConfig):
         return ("wi_0", "wi_1") if self.gated else ("wi",)
 
     @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape(self.layers, self.heads, self.head_dim)
+    def cache_layout(self) -> CacheLayout:
+        return CacheLayout.uniform(self.layers, self.heads, self.head_dim)
 
 
 def check_buckets(read: ConfigReader) -> None:

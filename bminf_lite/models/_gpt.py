@@ -15,7 +15,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Rope
 from ..layers.attention import Attention
-from ..layers.cache import CacheShape
+from ..layers.cache import CacheLayout
 from ..layers.embedding import Embedding, PositionEmbedding
 from ..layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..layers.loading import RowTransform, TransformedWeights, Weights
@@ -103,8 +103,8 @@ class Config(ModelConfig):
         return self.embedding_size != self.hidden_size
 
     @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape(self.layers, self.kv_heads, self.head_dim)
+    def cache_layout(self) -> CacheLayout:
+        return CacheLayout.uniform(self.layers, self.kv_heads, self.head_dim)
 
     def score_scale(self, layer: int) -> float:
         scale = self.head_dim**-0.5 if self.scale_scores else 1.0

@@ -18,7 +18,7 @@ from ..backend.base import Backend
 from ..backend.communicator import shard
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, LinearBias, Rope
 from ..layers.attention import Attention
-from ..layers.cache import CacheShape
+from ..layers.cache import CacheLayout
 from ..layers.embedding import Embedding, NormedEmbedding
 from ..layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..layers.loading import RowTransform, TransformedWeights, Weights
@@ -135,9 +135,8 @@ class Config(ModelConfig):
     fused_rows: Callable[[Config], np.ndarray] | None = None
 
     @property
-    def cache_shape(self) -> CacheShape:
-        windows = self.windows if any(self.windows) else ()
-        return CacheShape(self.layers, self.kv_heads, self.head_dim, windows=windows)
+    def cache_layout(self) -> CacheLayout:
+        return CacheLayout.uniform(self.layers, self.kv_heads, self.head_dim, self.windows)
 
     @property
     def shared_norm_vectors(self) -> int:

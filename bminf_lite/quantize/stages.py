@@ -15,7 +15,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch, LayerCache, sequential_tables
-from ..layers.cache import CacheShape, KVCache
+from ..layers.cache import CacheLayout, KVCache
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class LayerwiseModel:
         self.builder = builder
         self.ops = ops
         self.output: Callable[[], Callable[[Array], Array]] = builder.output
-        shape = config.cache_shape
-        self._shape = CacheShape(1, shape.kv_heads, shape.head_dim, int8_cache)
+        self._layouts = [CacheLayout((x,)) for x in config.cache_layout.with_int8(int8_cache).layers]
         self._encoders: int = config.encoder_layers if config.is_encoder_decoder else 0
         kind = "decoder layer" if self._encoders else "layer"
         self.names = [f"encoder layer {i}" for i in range(self._encoders)]
@@ -84,21 +83,23 @@ class LayerwiseModel:
         layer = index - self._encoders
         block = self.builder.block(layer)
         if not self._encoders:
-            return lambda state, batch: HiddenState(self._decode(block, state.residual, self._step(batch.sequences)))
-        return self._with_source(block) if layer else self._first_with_source(block)
+            return lambda state, batch: HiddenState(
+                self._decode(block, layer, state.residual, self._step(batch.sequences))
+            )
+        return self._with_source(block, layer) if layer else self._first_with_source(block)
 
     def _first_with_source(self, block: Any) -> LayerFn:
-        norm, embed, rest = self.builder.encoder_norm(), self.builder.embed(), self._with_source(block)
+        norm, embed, rest = self.builder.encoder_norm(), self.builder.embed(), self._with_source(block, 0)
 
         def run(state: HiddenState, batch: SequenceBatch) -> HiddenState:
             return rest(HiddenState(embed(self._step(batch.sequences)), norm(state.residual)), batch)
 
         return run
 
-    def _with_source(self, block: Any) -> LayerFn:
+    def _with_source(self, block: Any, layer: int) -> LayerFn:
         def run(state: HiddenState, batch: SequenceBatch) -> HiddenState:
             count, lengths = len(batch.sources), [len(tokens) for tokens in batch.sources]
-            with closing(KVCache.for_sequences(self.ops, self._shape, count, max(lengths))) as source:
+            with closing(KVCache.for_sequences(self.ops, self._layouts[layer], count, max(lengths))) as source:
                 sources = replace(self._step(batch.sources), source_tables=self._table(count, max(lengths)))
                 block.cross_attention.fill_cache(state.encoded, source.layers[0], sources)
                 lens = self.ops.array(np.array(lengths, np.int32))
@@ -106,13 +107,13 @@ class LayerwiseModel:
                     self._step(batch.sequences),
                     source_tables=sources.source_tables, source_lens=lens, max_source_len=max(lengths),
                 )  # fmt: skip
-                return HiddenState(self._decode(block, state.residual, step, source.layers[0]), state.encoded)
+                return HiddenState(self._decode(block, layer, state.residual, step, source.layers[0]), state.encoded)
 
         return run
 
-    def _decode(self, block: Any, residual: Array, step: ForwardBatch, *source: LayerCache) -> Array:
+    def _decode(self, block: Any, layer: int, residual: Array, step: ForwardBatch, *source: LayerCache) -> Array:
         count, longest = step.batch_size, step.max_query_len
-        with closing(KVCache.for_sequences(self.ops, self._shape, count, longest)) as cache:
+        with closing(KVCache.for_sequences(self.ops, self._layouts[layer], count, longest)) as cache:
             return block(residual, cache.layers[0], *source, replace(step, block_tables=(self._table(count, longest),)))
 
     def _table(self, sequences: int, tokens: int) -> Array:

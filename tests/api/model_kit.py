@@ -139,7 +139,7 @@ def make_model(
     architecture = models.find(full)
     parsed = architecture.parse(full)
     network = architecture.Model(parsed, RandomWeights(full, 7, quantized), ops or WatchedBackend())
-    engine_config = make_engine_config(parsed, parsed.cache_shape, None, max_batch)
+    engine_config = make_engine_config(parsed, parsed.cache_layout, None, max_batch)
     if num_blocks is not None:
         engine_config = replace(engine_config, num_blocks=(num_blocks,) * len(engine_config.num_blocks))
     return Model(network, replace(engine_config, max_num_batched_tokens=chunk, **limits), eos_ids=eos_ids)

@@ -127,7 +127,7 @@ def test_same_bits_as_in_turn(
         with monkeypatch.context() as patch:
             if not early:
                 patch.setattr(StepContext, "reads", lambda step, stream: False)
-            cache, logits = KVCache.for_sequences(cuda_backend, limits.cache_shape, 1, 64), []
+            cache, logits = KVCache.for_sequences(cuda_backend, limits.cache_layout, 1, 64), []
             for token in range(8):
                 batch = make_batch(cuda_backend, [1], [token], sequential_tables(1, 64), np.array([token]))
                 logits.append(cuda_backend.host(model.network(batch, cache)))

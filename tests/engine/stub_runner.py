@@ -19,7 +19,7 @@ from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.scheduler import Scheduler
 from bminf_lite.engine.step import ScheduledTokens, Step, StepResult
-from bminf_lite.layers.cache import CacheShape
+from bminf_lite.layers.cache import CacheLayout
 
 VOCAB = 50
 SIZE = 4
@@ -30,6 +30,11 @@ def parts_of(step: Step) -> list[ScheduledTokens]:
     """All tokens of a step in order; the first ``num_decodes`` parts have one each."""
     pairs = zip(step.decoding, step.positions, strict=True)
     return [*(ScheduledTokens(request, position, 1, True) for request, position in pairs), *step.others]
+
+
+def windows_of(blocks: BlockManager) -> list[int | None]:
+    """The window of each group."""
+    return [getattr(group.retention, "size", None) for group in blocks.groups]
 
 
 def visible(tokens: np.ndarray, window: int | None) -> np.ndarray:
@@ -137,7 +142,7 @@ class StubRunner:
     def _follows(self, request: Request, stop: int) -> int:
         """The token behind the first ``stop`` ones."""
         seen = [self._read(self.sources, request.blocks.source_table, 0, len(request.source_token_ids))]
-        for pool, table, window in zip(self.pools, request.blocks.tables, self.blocks.windows, strict=True):
+        for pool, table, window in zip(self.pools, request.blocks.tables, windows_of(self.blocks), strict=True):
             seen.append(self._read(pool, table, max(stop - window, 0) if window else 0, stop))
         return next_token(seen)
 
@@ -190,14 +195,14 @@ def make_config(
 ) -> EngineConfig:
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_num_mixed_tokens": 6, "max_logit_rows": 5}
     return EngineConfig(
-        context_length=32, vocab_size=VOCAB, cache_shape=CacheShape(len(windows), 1, 1, windows=tuple(windows)),
+        context_length=32, vocab_size=VOCAB, cache_layout=CacheLayout.uniform(len(windows), 1, 1, windows),
         num_blocks=(blocks,) * len(windows), num_source_blocks=source_blocks, **(defaults | limits),
     )  # fmt: skip
 
 
 def make_blocks(config: EngineConfig) -> BlockManager:
     return BlockManager(
-        config.cache_shape.groups, config.num_blocks, config.num_source_blocks,
+        config.cache_layout.groups, config.num_blocks, config.num_source_blocks,
         max_piece=config.max_num_batched_tokens, prefix_cache=config.prefix_cache, block_size=SIZE,
     )  # fmt: skip
 
@@ -219,7 +224,7 @@ class Driver:
     def __post_init__(self) -> None:
         self.blocks = make_blocks(self.config)
         self.runner = StubRunner(self.blocks, self.config, self.max_steps_in_flight)
-        oracle = Oracle(self.blocks.windows, self.config.context_length)
+        oracle = Oracle(windows_of(self.blocks), self.config.context_length)
         self.scheduler = Scheduler(
             self.config, self.blocks, self.runner, oracle if self.config.num_draft_tokens else None
         )
@@ -276,7 +281,7 @@ class Driver:
     def check_results(self) -> None:
         """Each result is that of the request alone, or its beginning if the request was cancelled."""
         for request in self.requests:
-            tokens, scores = alone(request, self.blocks.windows, self.config.context_length)
+            tokens, scores = alone(request, windows_of(self.blocks), self.config.context_length)
             if request.finish_reason in ("stop", "length", "context"):
                 assert request.output_token_ids == tokens
                 if request.prompt_logprobs:

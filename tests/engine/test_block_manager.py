@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bminf_lite.backend.values import AllTokens, Window
 from bminf_lite.engine.block_manager import Admission, BlockManager, SequenceBlocks
 from bminf_lite.engine.prefix_index import RUN_BLOCKS, append_keys, block_key, root_key
 from bminf_lite.memory.cache_memory import CacheGroup, block_bytes
@@ -18,7 +19,8 @@ SIZE = 4
 
 
 def manager(blocks: int = 20, windows: tuple[int | None, ...] = (None,), **options) -> BlockManager:
-    return BlockManager(windows, [blocks] * len(windows), max_piece=8, block_size=SIZE, **options)
+    kept = [AllTokens() if window is None else Window(window) for window in windows]
+    return BlockManager(kept, [blocks] * len(windows), max_piece=8, block_size=SIZE, **options)
 
 
 def tokens(count: int, first: int = 0) -> list[int]:
@@ -159,9 +161,9 @@ def test_admission_is_whole_or_not_at_all():
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_cache_takes_little_more_than_the_tokens_need(int8):
     """256 ragged sequences of 100 to 4,000 tokens at once, of the 8B shape: blocks and pages in 2 % more."""
-    group = CacheGroup(32, block_bytes(kv_heads=8, head_dim=128, int8=int8))
+    group = CacheGroup.of([block_bytes(kv_heads=8, head_dim=128, int8=int8)] * 32, AllTokens())
     lengths = np.random.default_rng(0).integers(100, 4001, 256).tolist()
-    blocks = BlockManager((None,), [20_000], max_piece=2048)
+    blocks = BlockManager([AllTokens()], [20_000], max_piece=2048)
     for length in lengths:
         sequence = blocks.new_sequence()
         assert blocks.admit(sequence, length // 2, 2048) is not None
@@ -199,7 +201,7 @@ def test_a_window_needs_only_the_blocks_that_the_next_token_sees():
 
 
 def test_a_source_is_shared_as_a_whole():
-    blocks = BlockManager([None], [9], 9, max_piece=8, block_size=SIZE)
+    blocks = BlockManager([AllTokens()], [9], 9, max_piece=8, block_size=SIZE)
     first, _ = start(blocks, [1], source=tokens(10))
     blocks.enter_source(first)
     second = blocks.new_sequence("", tokens(10))

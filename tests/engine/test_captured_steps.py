@@ -47,8 +47,8 @@ def watch_replays(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 @pytest.mark.parametrize("config", [LLAMA, GPT, MISTRAL], ids=["rotary", "learned positions", "window"])
 def test_the_same_bits_as_eager_steps(cuda_backend: Backend, config, int8, monkeypatch):
     model = make_model(cuda_backend, quantized=True, max_batch=8, num_blocks=40, chunk=100, **config)
-    shape = replace(model.engine_config.cache_shape, int8=int8)
-    engine_config = replace(model.engine_config, cache_shape=shape, prefix_cache=False)
+    shape = model.engine_config.cache_layout.with_int8(int8)
+    engine_config = replace(model.engine_config, cache_layout=shape, prefix_cache=False)
     with_graphs = Model(model.network, engine_config)
     with_graphs.warm_up()
     steps = with_graphs._engine._runner.executors[0].captured

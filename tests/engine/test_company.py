@@ -55,7 +55,7 @@ class Arena:
     def __init__(self, ops: Backend, count: int, quantized: bool, int8_cache: bool = False):
         self.model = make_model(ops, quantized=quantized, max_batch=16, **CONFIG)
         if int8_cache:
-            self.model = self.with_limits(cache_shape=replace(self.model.engine_config.cache_shape, int8=True))
+            self.model = self.with_limits(cache_layout=self.model.engine_config.cache_layout.with_int8(True))
         rng = np.random.default_rng(5)
         families = [rng.integers(0, 61, 400) for _ in range(4)]
         self.tasks = [

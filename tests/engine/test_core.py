@@ -16,7 +16,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 
 import pytest
-from stub_runner import SIZE, StubRunner, alone, make_config, make_request
+from stub_runner import SIZE, StubRunner, alone, make_config, make_request, windows_of
 
 from bminf_lite.completions import Completion, arun, run
 from bminf_lite.engine.core import Engine
@@ -47,7 +47,7 @@ class StubEngine(Engine):
 
     def check(self, request: Request) -> None:
         """The result is that of the request alone."""
-        tokens, _ = alone(request, self.blocks.windows, self.config.context_length)
+        tokens, _ = alone(request, windows_of(self.blocks), self.config.context_length)
         assert request.output_token_ids == tokens and request.finish_reason in ("stop", "length", "context")
 
     def wait_until_idle(self) -> None:

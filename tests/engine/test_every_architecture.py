@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,7 @@ def config_of(golden: Golden) -> dict[str, Any]:
 
 def kinds_of_layers(golden: Golden) -> tuple[bool, int]:
     """Whether a golden has sliding windows, and how many groups of layers."""
-    groups = models.find(golden.config).parse(golden.config).cache_shape.groups
+    groups = models.find(golden.config).parse(golden.config).cache_layout.groups
     return "sliding_window" in golden.config, len(groups)
 
 
@@ -131,10 +130,10 @@ def serve(model: Model, requests: Sequence[Request]) -> None:
 def check(alone_ops: Backend, ops: Backend, config: dict[str, Any], *, quantized: bool, int8_cache: bool) -> None:
     """Serve a scenario on ``ops``, and compare its results with those of each request alone on ``alone_ops``."""
     parsed = models.find(config).parse(config)
-    shape = replace(parsed.cache_shape, int8=int8_cache)
+    shape = parsed.cache_layout.with_int8(int8_cache)
     scenario = Scenario(parsed.vocab_size, parsed.is_encoder_decoder)
     requests = scenario.requests
-    limits = {"cache_shape": shape, "prefix_cache": False}
+    limits = {"cache_layout": shape, "prefix_cache": False}
     model = make_model(alone_ops, quantized=quantized, limits=limits, **config)
     with closing(model._engine):  # model.close() would close the backend, which other tests use
         alone = {i: run(model, [anew(requests[i])])[0] for i in (FIRST, SAMPLED, LAST)}
@@ -143,7 +142,7 @@ def check(alone_ops: Backend, ops: Backend, config: dict[str, Any], *, quantized
     assert all(len(set(r.logprobs)) > 0.9 * len(r.logprobs) for r in alone.values()), "repetition would hide errors"
 
     cached: list[int] = []
-    limits = {"cache_shape": shape, "num_source_blocks": NUM_SOURCE_BLOCKS * parsed.is_encoder_decoder}
+    limits = {"cache_layout": shape, "num_source_blocks": NUM_SOURCE_BLOCKS * parsed.is_encoder_decoder}
     model = make_model(ops, quantized=quantized, max_batch=3, num_blocks=NUM_BLOCKS, chunk=48, limits=limits, **config)
     with closing(model._engine):
         for order in ROUNDS:

@@ -35,8 +35,8 @@ def tiny(kind: str = "full", ops: WatchedBackend | None = None, int8: bool = Fal
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}  # fmt: skip
     config = {"model_type": "llama"} | base | KINDS[kind]
     model = make_model(ops, **options, **config)
-    shape = replace(model.engine_config.cache_shape, int8=int8)
-    return Model(model.network, replace(model.engine_config, cache_shape=shape), eos_ids=model.eos_ids)
+    shape = model.engine_config.cache_layout.with_int8(int8)
+    return Model(model.network, replace(model.engine_config, cache_layout=shape), eos_ids=model.eos_ids)
 
 
 ALONE = {(kind, int8): tiny(kind, int8=int8) for kind in KINDS for int8 in (False, True)}

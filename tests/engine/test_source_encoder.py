@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ NUM_BLOCKS = 12
 def make_encoder(ops: Backend, int8: bool = False, chunk: int = 2048) -> SourceEncoder:
     """An encoder of a small w8a8 model, whose cache holds ones where nothing is written."""
     model = make_model(ops, quantized=True, **CONFIG)
-    cache = KVCache(ops, replace(model.engine_config.cache_shape, int8=int8), [NUM_BLOCKS])
+    cache = KVCache(ops, model.engine_config.cache_layout.with_int8(int8), [NUM_BLOCKS])
     for layer in cache.layers:
         for array in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
             if array is not None:

@@ -12,13 +12,13 @@ from model_kit import make_model, prompt_of, request, run
 from bminf_lite.api import Model
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.quantization import LARGEST_HEAD_SCALE, quantize_heads
-from bminf_lite.layers.cache import CacheShape, KVCache
+from bminf_lite.layers.cache import CacheLayout, KVCache
 
 
 def int8_model(**config: object) -> Model:
     model = make_model(quantized=True, **config)  # type: ignore[arg-type]
     return Model(
-        model.network, replace(model.engine_config, cache_shape=replace(model.engine_config.cache_shape, int8=True))
+        model.network, replace(model.engine_config, cache_layout=model.engine_config.cache_layout.with_int8(True))
     )
 
 
@@ -60,12 +60,12 @@ def test_a_batch_gives_each_row_what_it_gets_alone() -> None:
 
 
 def test_it_takes_about_half() -> None:
-    shape = CacheShape(32, 8, 128)
-    assert replace(shape, int8=True).bytes_per_token() / shape.bytes_per_token() == 130 / 256
+    shape = CacheLayout.uniform(32, 8, 128)
+    assert shape.with_int8().bytes_per_token() / shape.bytes_per_token() == 130 / 256
     ops = CpuBackend()
-    cache = KVCache(ops, replace(shape, layers=1, int8=True), [4])
+    cache = KVCache(ops, CacheLayout.uniform(1, 8, 128).with_int8(), [4])
     (layer,) = cache.layers
     arrays = layer.keys, layer.values, layer.key_scales, layer.value_scales
-    assert sum(a.nbytes for a in arrays) == 256 * replace(shape, layers=1, int8=True).bytes_per_token()
+    assert sum(a.nbytes for a in arrays) == 256 * CacheLayout.uniform(1, 8, 128).with_int8().bytes_per_token()
     cache.close()
     assert layer.keys is layer.values is layer.key_scales is layer.value_scales is None

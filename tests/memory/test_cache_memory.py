@@ -8,17 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bminf_lite.backend.values import AllTokens, Retention, Window
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.memory.cache_memory import BALANCED_CONTEXT, PAGE_BYTES, CacheGroup, cache_blocks, layer_bytes
 
 windows = st.none() | st.integers(1, 4096)
 groups = st.builds(
     CacheGroup,
-    layers=st.integers(1, 40),
-    block_bytes=st.lists(st.integers(1, 1 << 18), min_size=2, max_size=4).map(tuple),
-    window=windows,
-    max_tokens=st.none() | st.integers(1, 4096),
-)
+    layers=st.lists(
+        st.tuples(st.lists(st.integers(1, 1 << 18), min_size=2, max_size=4).map(tuple), st.integers(1, 40)),
+        min_size=1, max_size=2,
+    ).map(tuple),
+    retention=st.builds(AllTokens, st.none() | st.integers(1, 4096)) | st.builds(Window, st.integers(1, 4096)),
+)  # fmt: skip
+
+
+def retention(window: int | None, most: int | None = None) -> Retention:
+    return AllTokens(most) if window is None else Window(window)
 
 
 @given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4), st.integers(1, 100))
@@ -32,9 +38,10 @@ def test_a_layer_takes_what_it_needs_up_to_a_page_and_whole_pages_beyond(items: 
 def test_a_sequence_fits_into_the_blocks_of_its_group_and_into_no_fewer(
     window: int | None, tokens: int, piece: int
 ) -> None:
-    blocks = CacheGroup(1, (1,), window).blocks(tokens, piece)
-    assert BlockManager([window], [1 + blocks], max_piece=piece).shortage(tokens) is None
-    assert BlockManager([window], [blocks], max_piece=piece).shortage(tokens) is not None
+    kept = retention(window)
+    blocks = CacheGroup.of([(1,)], kept).blocks(tokens, piece)
+    assert BlockManager([kept], [1 + blocks], max_piece=piece).shortage(tokens) is None
+    assert BlockManager([kept], [blocks], max_piece=piece).shortage(tokens) is not None
 
 
 @given(st.lists(groups, min_size=1, max_size=3), st.integers(1, 10_000), st.integers(1, 2048), st.integers(0, 1 << 36))
@@ -64,6 +71,6 @@ def cache_bytes(groups: list[CacheGroup], blocks: Sequence[int]) -> int:
     return sum(group.nbytes(count) for group, count in zip(groups, blocks, strict=True))
 
 
-@pytest.mark.parametrize(("window", "most", "expected"), [(None, None, 100), (30, None, 30), (None, 7, 7), (30, 7, 7)])
+@pytest.mark.parametrize(("window", "most", "expected"), [(None, None, 100), (30, None, 30), (None, 7, 7)])
 def test_a_token_reads_no_more_than_its_window(window: int | None, most: int | None, expected: int) -> None:
-    assert CacheGroup(1, (1,), window, most).tokens_read(100) == expected
+    assert CacheGroup.of([(1,)], retention(window, most)).tokens_read(100) == expected

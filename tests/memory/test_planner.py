@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.backend.values import BLOCK_SIZE
+from bminf_lite.backend.values import BLOCK_SIZE, AllTokens, Window
 from bminf_lite.bench.model import read_shape
 from bminf_lite.checkpoint.opened_model import describe_model
 from bminf_lite.engine.block_manager import BlockManager
@@ -37,18 +37,19 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 MIB = 1 << 20
 EIGHT_B = MemoryRequirements(
     (208 * MIB,) * 32, 1600 * MIB, 1000 * MIB, DecodeWork(7156 * MIB, 160, 64, 2_000_000),
-    (CacheGroup(32, (128 << 10,) * 2),), 180_000, 2_000_000, 8192,
+    (CacheGroup.of([(128 << 10,) * 2] * 32, AllTokens()),), 180_000, 2_000_000, 8192,
 )  # fmt: skip
 """About the shape of an 8B model in int8."""
 
 layer_counts = st.integers(1, 100)
 cache_groups = st.builds(
     CacheGroup,
-    layers=st.integers(1, 40),
-    block_bytes=st.lists(st.integers(1, 1 << 18), min_size=2, max_size=4).map(tuple),
-    window=st.none() | st.integers(1, 8192),
-    max_tokens=st.none() | st.integers(1, 8192),
-)
+    layers=st.lists(
+        st.tuples(st.lists(st.integers(1, 1 << 18), min_size=2, max_size=4).map(tuple), st.integers(1, 40)),
+        min_size=1, max_size=2,
+    ).map(tuple),
+    retention=st.builds(AllTokens, st.none() | st.integers(1, 8192)) | st.builds(Window, st.integers(1, 8192)),
+)  # fmt: skip
 requirement_sets = st.builds(
     MemoryRequirements,
     layers=st.lists(st.integers(1, 1000).map(lambda n: n * MIB), min_size=1, max_size=40).map(tuple),
@@ -151,10 +152,10 @@ def test_so_many_sequences_fit_at_once_and_no_more(
 def test_the_engine_holds_as_many_sequences_as_the_plan_says(shape: str, gib: int) -> None:
     parsed = describe_model(read_shape(shape)).config
     plan = plan_memory(requirements_of(CONFIGS / f"{shape}.json"), Machine(gib << 30))
-    config = make_engine_config(parsed, parsed.cache_shape, plan)
+    config = make_engine_config(parsed, parsed.cache_layout, plan)
     for tokens in plan.lengths:
         blocks = BlockManager(
-            config.cache_shape.groups, config.num_blocks, config.num_source_blocks,
+            config.cache_layout.groups, config.num_blocks, config.num_source_blocks,
             max_piece=config.max_num_batched_tokens, prefix_cache=False,
         )  # fmt: skip
         source = [0] * min(tokens, config.max_source_length)

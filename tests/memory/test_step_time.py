@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bminf_lite.backend.values import AllTokens
 from bminf_lite.memory.cache_memory import CacheGroup
 from bminf_lite.memory.planner import Machine, plan_memory
 from bminf_lite.memory.step_time import DecodeWork, tiled_rows
@@ -113,7 +114,7 @@ def test_a_plan_meets_measurements(shape: str, context: int, batch: int, kv_cach
 def test_more_work_takes_longer_and_more_sequences_are_faster_together(
     work: DecodeWork, context: int, batch: int, blocks: tuple[int, ...]
 ) -> None:
-    cache = [CacheGroup(2, blocks)]
+    cache = [CacheGroup.of([blocks] * 2, AllTokens())]
 
     def seconds(context: int, batch: int) -> float:
         return work.seconds(cache, context, batch, 4e12)

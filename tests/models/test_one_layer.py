@@ -37,13 +37,13 @@ class Sequences:
         self.counts = [COUNTS[i] for i in chosen]
         self.table, self.source = sequential_tables(count, max(COUNTS) + 1), {}
         self.tokens = [random_tokens(i) for i in chosen]
-        self.cache = KVCache.for_sequences(self.ops, limits.cache_shape, count, max(COUNTS) + 1)
+        self.cache = KVCache.for_sequences(self.ops, limits.cache_layout, count, max(COUNTS) + 1)
         if limits.is_encoder_decoder:
             self._read([SOURCES[i] for i in chosen], chosen)
 
     def _read(self, lengths: list[int], chosen: list[int]) -> None:
         limits = self.bench_model.engine_config
-        source = KVCache.for_sequences(self.ops, limits.cache_shape, len(lengths), max(lengths))
+        source = KVCache.for_sequences(self.ops, limits.cache_layout, len(lengths), max(lengths))
         table = sequential_tables(len(lengths), max(lengths))
         tokens = np.concatenate([random_tokens(100 + i)[:n] for i, n in zip(chosen, lengths, strict=True)])
         batch = make_batch(self.ops, lengths, [0] * len(lengths), tokens=tokens, source_tables=table)

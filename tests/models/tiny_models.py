@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -201,14 +201,14 @@ class TinyModel:
         self.backend = backend
         self.config = architecture.parse(config)
         self.network = architecture.Model(self.config, weights, backend)
-        self.cache_shape = replace(self.config.cache_shape, int8=int8_cache)
+        self.cache_layout = self.config.cache_layout.with_int8(int8_cache)
         self.slots = slots
         self.clear()
 
     def clear(self) -> None:
         """Forget every sequence."""
         self.context_lens = [0] * self.slots
-        self.cache = KVCache.for_sequences(self.backend, self.cache_shape, self.slots, CAPACITY)
+        self.cache = KVCache.for_sequences(self.backend, self.cache_layout, self.slots, CAPACITY)
         self.table = sequential_tables(self.slots, CAPACITY)
 
     def source_arguments(self, slots: list[int]) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class TinyEncoderDecoder(TinyModel):
 
     def clear(self) -> None:
         super().clear()
-        self.cache.source = KVCache.for_sequences(self.backend, self.cache_shape, self.slots, CAPACITY)
+        self.cache.source = KVCache.for_sequences(self.backend, self.cache_layout, self.slots, CAPACITY)
         self.source_lens = [0] * self.slots
 
     def source_arguments(self, slots: list[int]) -> dict[str, Any]:

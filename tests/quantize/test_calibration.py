@@ -56,7 +56,7 @@ def test_inputs_are_those_of_the_whole_model(source: Path, batch_tokens: int, mo
         hooks = LinearHooks(ops, model.weights(), keep)
         network = model.architecture.Model(config, hooks.weights, hooks.ops)
         for sample in SAMPLES:
-            cache = KVCache.for_sequences(ops, config.cache_shape, 1, len(sample))
+            cache = KVCache.for_sequences(ops, config.cache_layout, 1, len(sample))
             step = make_batch(ops, [len(sample)], [0], sequential_tables(1, len(sample)), sample)
             network(step, cache, all_logits=True)
     found = inputs(observations(source, ops))

@@ -57,7 +57,7 @@ def network_logits(model: OpenedModel, ids: np.ndarray, dtype: type) -> np.ndarr
     ops = Backend(dtype)
     with np.errstate(all="ignore"):
         network = model.architecture.Model(model.config, model.weights(), ops)
-        shape = model.config.cache_shape
+        shape = model.config.cache_layout
         cache = KVCache.for_sequences(ops, shape, 1, len(ids))
         batch = ForwardBatch.packed(ops.array, [ids], block_tables=cache.tables(1, len(ids)))
         return np.array(network(batch, cache, all_logits=True))

@@ -80,11 +80,11 @@ def run(name: str, config: dict[str, Any]) -> None:
     limits, network = bench_model.engine_config, bench_model.network
     context = min(2048, limits.context_length)
     for count, new, context_len in steps(context):
-        cache = KVCache.for_sequences(ops, limits.cache_shape, count, context)
+        cache = KVCache.for_sequences(ops, limits.cache_layout, count, context)
         if limits.is_encoder_decoder:
-            cache.source = KVCache.for_sequences(ops, limits.cache_shape, count, SOURCE)
+            cache.source = KVCache.for_sequences(ops, limits.cache_layout, count, SOURCE)
             network.encode_to_cache(batch_of(ops, count, SOURCE, 0, context), cache.source)  # type: ignore[attr-defined]
-        network(batch_of(ops, count, new, context_len, context, len(limits.cache_shape.groups)), cache)
+        network(batch_of(ops, count, new, context_len, context, len(limits.cache_layout.groups)), cache)
         cache.close()
     ops.close()
 
