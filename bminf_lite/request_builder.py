@@ -95,6 +95,16 @@ class RequestBuilder:
         grammar, eos_ids = wanted.grammar, self._eos_ids_of(wanted)
         return [None if grammar is None else self.grammars.matcher(grammar, eos_ids) for _ in range(wanted.n)]
 
+    def kept_matchers(self, wanted: GenerationRequest) -> list[Matcher | None] | None:
+        """As :meth:`matchers`, if the grammar is compiled already; else None, after some microseconds."""
+        if wanted.grammar is None or "grammars" not in vars(self):
+            return None if wanted.grammar else [None] * wanted.n
+        eos_ids = self._eos_ids_of(wanted)
+        first = self.grammars.kept_matcher(wanted.grammar, eos_ids)
+        if first is None:
+            return None
+        return [first, *(self.grammars.kept_matcher(wanted.grammar, eos_ids) for _ in range(wanted.n - 1))]
+
     def build(
         self, *requests: GenerationRequest, first_index: int = 0, matchers: Sequence[Matcher | None] | None = None
     ) -> list[Request]:

@@ -46,6 +46,10 @@ class WorkerProcess:
         """Whether it can take requests."""
         return self._end.alive and self._process.poll() is None
 
+    def kill(self) -> None:
+        """End the process, from any thread; a request that it works on fails."""
+        self._process.kill()
+
     def ask(self, request: str, seconds: float) -> dict[str, str]:
         """The reply to one request, or ``{"failed": ...}``.
 

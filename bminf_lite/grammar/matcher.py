@@ -193,6 +193,18 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
             return lexer.matcher(grammar, eos_ids)
 
+    def kept_matcher(self, grammar: Grammar, eos_ids: frozenset[int]) -> Matcher | None:
+        """A matcher of a grammar that is compiled, however many completions follow it; None if it is not.
+
+        Takes microseconds.
+        """
+        with self._lock:
+            lexers = self._compiled.get((grammar, eos_ids))
+            if not lexers:
+                return None
+            self._compiled.move_to_end((grammar, eos_ids))
+            return min(lexers, key=lambda lexer: len(lexer.matchers)).matcher(grammar, eos_ids)
+
     @staticmethod
     def _least_used(lexers: Sequence[_Lexer]) -> _Lexer | None:
         """The lexer for another completion; None if a new one is wanted."""

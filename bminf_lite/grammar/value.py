@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,8 @@ MAX_CHOICES = 5_000
 CHECK_SECONDS = 5.0
 CHECK_BYTES = 1 << 30
 MAX_CHECKERS = 4
+MAX_KEPT = 256
+"""Grammars whose form is kept."""
 LIMITS: dict[str, Any] = {"max_grammar_size": 200_000, "max_lexer_states": 50_000, "verbose_errors": False}
 """llguidance's limits on time and memory that differ from its defaults."""
 WHITESPACE = r"\x20|\r?\n(\x20{0,24}|\t{0,8})"
@@ -155,23 +157,69 @@ def only_structure(structures: Sequence[Structure]) -> Structure | None:
     return structures[0] if structures else None
 
 
-def validate(grammar: Grammar) -> None:
+class Check:
+    """A check that another thread may end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._worker: WorkerProcess | None = None
+
+    def cancel(self) -> None:
+        """End the check, or do not let it begin; a check that has ended is not changed."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._worker is not None:
+                self._worker.kill()
+
+    def ask(self, worker: WorkerProcess, request: str) -> dict[str, str]:
+        """The reply of a process, which ends if this check is cancelled."""
+        with self._lock:
+            if self._is_cancelled:
+                return {"failed": "was given up"}
+            self._worker = worker
+        try:
+            return worker.ask(request, CHECK_SECONDS)
+        finally:
+            with self._lock:
+                self._worker = None
+
+
+def validate(grammar: Grammar, check: Check | None = None) -> None:
     """Check a grammar without a model. Raises ``UsageError`` that says what is wrong and where.
 
     Takes milliseconds, and :data:`CHECK_SECONDS` at most; the interpreter is free meanwhile. Whether a vocabulary has
-    the characters that the grammar needs is found later, when it is compiled for that vocabulary.
+    the characters that the grammar needs is found later, when it is compiled for that vocabulary. ``check`` ends it.
     """
-    specification(grammar)
+    specification(grammar, check)
 
 
-@lru_cache(maxsize=256)
-def specification(grammar: Grammar) -> str:
-    """A grammar in llguidance's form, after the check of :func:`validate`."""
+def is_kept(grammar: Grammar) -> bool:
+    """Whether a grammar was found good, so that :func:`specification` takes no time."""
+    with _kept_lock:
+        return grammar in _kept
+
+
+def specification(grammar: Grammar, check: Check | None = None) -> str:
+    """A grammar in llguidance's form, after the check of :func:`validate`. Those of :data:`MAX_KEPT` are kept."""
+    with _kept_lock:
+        if grammar in _kept:
+            _kept.move_to_end(grammar)
+            return _kept[grammar]
+    found = _check(grammar, check or Check())
+    with _kept_lock:
+        _kept[grammar] = found
+        while len(_kept) > MAX_KEPT:
+            _kept.popitem(last=False)
+    return found
+
+
+def _check(grammar: Grammar, check: Check) -> str:
     if find_spec("llguidance") is None:
         raise UsageError(
             f"a {grammar.name} for the output needs the package llguidance: pip install 'bminf-lite[grammar]'"
         )
-    reply = _checkers.ask(json.dumps({"kind": grammar.kind, "text": grammar.text}))
+    reply = _checkers.ask(json.dumps({"kind": grammar.kind, "text": grammar.text}), check)
     if "failed" in reply:
         raise UsageError(f"the {grammar.name} is too complex: checking it {reply['failed']}. Simplify it")
     if "problem" in reply:
@@ -186,7 +234,7 @@ class _Checkers:
         self._free = threading.BoundedSemaphore(MAX_CHECKERS)
         self._idle: list[WorkerProcess] = []
 
-    def ask(self, request: str) -> dict[str, str]:
+    def ask(self, request: str, check: Check) -> dict[str, str]:
         with self._free:
             worker = self._idle.pop() if self._idle else None
             if worker is None or not worker.alive:
@@ -195,13 +243,15 @@ class _Checkers:
                 }  # fmt: skip
                 worker = WorkerProcess(CHECK_WORKER, setup)
             try:
-                return worker.ask(request, CHECK_SECONDS)
+                return check.ask(worker, request)
             finally:
                 if worker.alive:
                     self._idle.append(worker)
 
 
 _checkers = _Checkers()
+_kept: OrderedDict[Grammar, str] = OrderedDict()
+_kept_lock = threading.Lock()
 
 
 def _object(text: str) -> dict[str, Any] | None:

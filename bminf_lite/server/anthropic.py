@@ -16,7 +16,7 @@ from ..text.tool_calls import ArgumentsDelta, CallBegin
 from .answer import Event
 from .client import Generation
 from .conversation import Conversation, PreparedConversation, prepare
-from .event_stream import EventStream
+from .event_stream import EventStream, unless_disconnected
 from .generating import generation_request, sampling_params, told
 from .health import json_response
 from .openai.chunks import sse
@@ -37,20 +37,22 @@ def routes(server: ServerState) -> list[Route]:
     async def messages(request: Request) -> Response:
         body = parse(CreateMessageBody, await request.body())
         params = sampling_params(server, body, body.max_tokens, "max_tokens")
-        prepared = await prepare(server, _conversation(body))
+        record = record_of(request)
+        prepared = await unless_disconnected(request, prepare(server, _conversation(body), record.client))
         wanted = generation_request(
             server, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
         )
         work = _Message(
             body,
-            await server.client.generate(wanted, record=record_of(request)),
+            await server.client.generate(wanted, record=record),
             prepared,
             body.model or server.model_name,
         )
         return await respond(work, request, body.stream)
 
     async def count_tokens(request: Request) -> Response:
-        prepared = await prepare(server, _conversation(parse(MessagesBody, await request.body())))
+        conversation = _conversation(parse(MessagesBody, await request.body()))
+        prepared = await unless_disconnected(request, prepare(server, conversation, record_of(request).client))
         return json_response({"input_tokens": len(prepared.prompt.token_ids)})
 
     return [

@@ -29,8 +29,9 @@ def create_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
     modules = (completions, chat, responses, anthropic, tokens, fill_blank, page, health, monitoring)
     routes = [route for module in modules for route in module.routes(server)]
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
+    by_key = bool(settings.security.key_digests)
     guarded = Guard(app, settings.security, settings.limits)
-    return Recorder(guarded, server.observer, server.model_name, (route.path for route in routes))
+    return Recorder(guarded, server.observer, server.model_name, (route.path for route in routes), by_key)
 
 
 async def _error(request: Request, error: Exception) -> Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -314,20 +314,27 @@ class EngineClient:
         for request in requests:
             admission = self._waiting[next_id] = self.loop.create_future()
             admissions.append(admission)
-            self.send(Submit(next_id, next_id - first_id, request))
+            self.send(Submit(next_id, next_id - first_id, request, "" if record is None else record.client))
             next_id += request.n
         try:
             await asyncio.gather(*admissions)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                self._record(requests, record)
             generation.cancel()
             raise
         finally:
             for id in range(first_id, next_id):
                 self._waiting.pop(id, None)
+        self._record(requests, record)
+        return generation
+
+    @staticmethod
+    def _record(requests: Sequence[GenerationRequest], record: RequestRecord | None) -> None:
+        """Count requests that the engine has got."""
         if record is not None:
             for request in requests:
                 record.add_prompt(len(request.prompt.token_ids), request.n, request.params.max_new_tokens)
-        return generation
 
     async def stats(self) -> Stats:
         """What the engine does now, and what all HTTP processes have counted. Raises ``EngineFailure``."""

@@ -85,13 +85,13 @@ class PreparedConversation:
         return self.tools.new_call_id()
 
 
-async def prepare(server: ServerState, conversation: Conversation) -> PreparedConversation:
-    """Render and tokenize a conversation, and make the grammar of the answer. Raises ``ApiError`` 400."""
+async def prepare(server: ServerState, conversation: Conversation, client: str) -> PreparedConversation:
+    """Render and tokenize a conversation of ``client``, and make the answer's grammar. Raises ``ApiError`` 400."""
     tokenizer, tools = server.prompts.tokenizer, conversation.callable_tools
     form = server.prompts.tool_format if tools else None
     reasoning = find_reasoning_format(tokenizer.tool_chat_template if tools else tokenizer.chat_template)
     prompt, is_open = await _prompt(server, conversation, reasoning)
-    grammar = await _grammar(conversation, form, tokenizer, reasoning, is_open)
+    grammar = await _grammar(server, client, conversation, form, tokenizer, reasoning, is_open)
     shown = (*(form.visible_tokens if form else ()), *(reasoning.visible_tokens if reasoning else ()))
     return PreparedConversation(
         prompt,
@@ -125,6 +125,8 @@ async def _prompt(
 
 
 async def _grammar(
+    server: ServerState,
+    client: str,
     conversation: Conversation,
     form: ToolFormat | None,
     tokenizer: Tokenizer,
@@ -136,7 +138,7 @@ async def _grammar(
     It is validated without ids of tokens, which mean nothing without the vocabulary.
     """
     choice, structures = conversation.choice, conversation.structures
-    structure = await grammar_of(structures)
+    structure = await grammar_of(server, structures, client)
     if form is None and (structure is None or reasoning is None):
         return structure
 
@@ -159,7 +161,7 @@ async def _grammar(
         plain = make(no_token)
         if plain is None:
             return None
-        await checked_grammar(lambda: plain, field)
+        await checked_grammar(server, lambda: plain, field, client)
         return make(tokenizer.piece_to_id)
     except UsageError as error:
         raise bad_request(f"{field}: {error}", field) from None

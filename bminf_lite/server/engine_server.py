@@ -28,6 +28,7 @@ from ..grammar.matcher import Matcher
 from ..request_builder import RequestBuilder
 from ..text.prompts import PromptEncoder
 from .engine_connection import Completion, Connection
+from .fair_turns import FairTurns
 from .protocol import (
     Admitted,
     Cancel,
@@ -46,6 +47,8 @@ from .protocol import (
 _READ_BYTES = 1 << 18
 _READ_ROUNDS = 4
 """How often sockets are read, while there is something to read, before what was read is handled."""
+COMPILERS = 2
+"""Grammars that are compiled at a time, one for each client."""
 _BREAKS_OFF = "a connection to an HTTP process is closed, because of an error"
 
 _log = logging.getLogger(__name__)
@@ -105,7 +108,8 @@ class EngineServer:
         self._wake_writer.setblocking(False)
         self._is_closing = False
         self._admission = threading.Lock()  # of requests, which two threads admit and cancel
-        self._compilers = ThreadPoolExecutor(1, "bminf-lite-grammars")
+        self._turns: FairTurns[tuple[Connection, Submit]] = FairTurns(COMPILERS, COMPILERS - 1)
+        self._compilers = ThreadPoolExecutor(COMPILERS, "bminf-lite-grammars")
         self._thread = threading.Thread(target=self._run, name="bminf-lite-connections", daemon=True)
         self._thread.start()
         engine.after_steps(self._after_step)
@@ -280,9 +284,27 @@ class EngineServer:
         if submit.request.grammar is None:
             with self._admission:
                 return self._admit(connection, submit)
+        if not self._turns.is_idle and (matchers := self._builder.kept_matchers(submit.request)) is not None:
+            with self._admission:
+                return self._admit(connection, submit, matchers)
         connection.compiling.add(submit.first_id)
-        self._compilers.submit(self._compile, connection, submit, submit.request.grammar)
+        self._turns.add(submit.client, (connection, submit))
+        self._start_compiling()
         return None
+
+    def _start_compiling(self) -> None:
+        while (started := self._turns.start()) is not None:
+            client, (connection, submit) = started
+            with suppress(RuntimeError):  # the server is closing
+                self._compilers.submit(self._take_turn, client, connection, submit)
+
+    def _take_turn(self, client: str, connection: Connection, submit: Submit) -> None:
+        try:
+            if submit.first_id in connection.compiling and submit.request.grammar is not None:
+                self._compile(connection, submit, submit.request.grammar)
+        finally:
+            self._turns.end(client)
+            self._start_compiling()
 
     def _compile(self, connection: Connection, submit: Submit, grammar: Grammar) -> None:
         """Admit a request with a grammar, unless it was cancelled meanwhile."""

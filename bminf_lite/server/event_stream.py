@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .client import Generation
+
+T = TypeVar("T")
 
 RAW_SEND = "bminf_lite.send"
 """The key of a scope under which the outermost application leaves the server's own ``send``.
@@ -74,7 +77,31 @@ async def cancelled_on_disconnect(receive: Receive, generation: Generation) -> A
         raise ClientDisconnect
 
 
-async def _watch(receive: Receive, generation: Generation) -> None:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client goes away. The request's body must be read.
+
+    Raises ``ClientDisconnect`` if the client has gone before.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _watch(receive: Receive, generation: Generation) -> None:
+    await _gone(receive)
     generation.cancel()

@@ -6,15 +6,13 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, TypeVar
 
 from ..engine.sampling_params import SamplingParams
 from ..errors import BminfError, CheckpointError, UsageError
-from ..grammar import Grammar, Structure, only_structure, validate
-from ..grammar.value import MAX_CHECKERS
+from ..grammar import Grammar, Structure, only_structure
 from ..request_builder import GenerationRequest
 from ..text.chat_template import Message, content_text, template_messages
 from ..text.prompts import EncodedPrompt, Prompt
@@ -138,24 +136,20 @@ def sampling_params(
     return params if most is None else replace(params, max_new_tokens=min(params.max_new_tokens, most))
 
 
-async def grammar_of(structures: Sequence[Structure]) -> Grammar | None:
-    """The grammar of a request that asks for a structure."""
+async def grammar_of(server: ServerState, structures: Sequence[Structure], client: str) -> Grammar | None:
+    """The grammar of a request of ``client`` that asks for a structure."""
     try:
         structure = only_structure(structures)
     except UsageError as error:
         raise bad_request(str(error), structures[1].name) from None
-    return None if structure is None else await checked_grammar(structure.grammar, structure.name)
+    return None if structure is None else await checked_grammar(server, structure.grammar, structure.name, client)
 
 
-_CHECKS = ThreadPoolExecutor(MAX_CHECKERS, "bminf-lite-checks")
-"""Its threads are not those that render templates, so grammars that take long do not hold up conversations."""
-
-
-async def checked_grammar(make: Callable[[], Grammar], field: str) -> Grammar:
-    """A grammar that was validated, in a thread because that may take seconds. Errors name the ``field``."""
+async def checked_grammar(server: ServerState, make: Callable[[], Grammar], field: str, client: str) -> Grammar:
+    """A grammar that was validated for a client, which may take seconds. Errors name the ``field``."""
     try:
         grammar = make()
-        await asyncio.get_running_loop().run_in_executor(_CHECKS, validate, grammar)
+        await server.grammar_checks.validate(grammar, client)
     except UsageError as error:
         raise bad_request(f"{field}: {error}", field) from None
     return grammar

@@ -27,11 +27,13 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Run a request, whose completions have the ids ``first_id`` to ``first_id + n - 1``.
 
     They draw as the sequences ``first_index`` to ``first_index + n - 1``, so that equal seeds draw differently.
+    Grammars of one ``client`` take turns with those of others.
     """
 
     first_id: int
     first_index: int
     request: GenerationRequest
+    client: str = ""
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):

@@ -25,13 +25,17 @@ def record_of(request: Request) -> RequestRecord:
 
 
 class Recorder:
-    """An ASGI application around another, which records its POST requests and those that are refused."""
+    """An ASGI application around another, which records its POST requests and those that are refused.
 
-    def __init__(self, app: ASGIApp, observer: Observer, model: str, paths: Iterable[str]):
+    Clients are told apart by their keys if ``by_key``, because each needs one, else by their addresses.
+    """
+
+    def __init__(self, app: ASGIApp, observer: Observer, model: str, paths: Iterable[str], by_key: bool = False):
         self._app = app
         self._observer = observer
         self._model = model
         self._paths = frozenset(paths)
+        self._by_key = by_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Record a request, and pass it on."""
@@ -40,7 +44,9 @@ class Recorder:
             return
         path = path_of(scope)
         route = path if path in self._paths else "unknown"  # what a client makes up does not go into a log
-        record = scope[_RECORD] = self._observer.begin(route, secrets.token_hex(16), self._model)
+        record = scope[_RECORD] = self._observer.begin(
+            route, secrets.token_hex(16), self._model, self._client_of(scope)
+        )
         status = CLIENT_CLOSED_REQUEST
 
         async def send_with_id(message: Message) -> None:
@@ -55,3 +61,9 @@ class Recorder:
             await self._app(scope, receive, send_with_id)
         finally:
             record.end(status)
+
+    def _client_of(self, scope: Scope) -> str:
+        if self._by_key:
+            headers = dict(scope["headers"])
+            return (headers.get(b"authorization") or headers.get(b"x-api-key") or b"").decode("latin-1")
+        return scope["client"][0] if scope.get("client") else ""

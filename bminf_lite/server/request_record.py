@@ -32,9 +32,9 @@ class Observer:
         self._log = log
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, route: str, request_id: str, model: str) -> RequestRecord:
-        """A request has arrived."""
-        return RequestRecord(self, route, request_id, model)
+    def begin(self, route: str, request_id: str, model: str, client: str = "") -> RequestRecord:
+        """A request of ``client`` has arrived."""
+        return RequestRecord(self, route, request_id, model, client)
 
     def counted(self) -> None:
         """Something was counted: send it soon."""
@@ -82,15 +82,19 @@ class _Completion:
 
 
 class RequestRecord:
-    """One HTTP request: its prompts, and ``n`` completions of each, which are numbered in order."""
+    """One HTTP request: its prompts, and ``n`` completions of each, which are numbered in order.
 
-    __slots__ = ("_completions", "_ended", "_observer", "_prompt_tokens", "_start", "_time", "cached_tokens", "model",
-                 "request_id", "route")  # fmt: skip
+    ``client`` tells whose requests take turns with others'. It is not logged.
+    """
 
-    def __init__(self, observer: Observer, route: str, request_id: str, model: str):
+    __slots__ = ("_completions", "_ended", "_observer", "_prompt_tokens", "_start", "_time", "cached_tokens", "client",
+                 "model", "request_id", "route")  # fmt: skip
+
+    def __init__(self, observer: Observer, route: str, request_id: str, model: str, client: str = ""):
         self.route = route
         self.request_id = request_id
         self.model = model
+        self.client = client
         self.cached_tokens = 0
         self._observer = observer
         self._completions: list[_Completion] = []

@@ -12,6 +12,7 @@ from ..text.prompts import PromptEncoder
 from ..text.text_stream import TokenTexts
 from ..text.tokenizer import Tokenizer
 from .client import EngineClient
+from .grammar_checks import GrammarChecks
 from .request_log import RequestLog
 from .request_record import Observer
 from .settings import ServerSettings
@@ -47,6 +48,11 @@ class ServerState:
             template_processes=_TEMPLATE_PROCESSES,
             tool_format_name=self.settings.tool_call_format,
         )
+
+    @cached_property
+    def grammar_checks(self) -> GrammarChecks:
+        """The checks of grammars in requests."""
+        return GrammarChecks()
 
     @cached_property
     def token_texts(self) -> TokenTexts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .client import Generation
-from .event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
+from .event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect, unless_disconnected
 from .health import json_response
 from .recorder import record_of
 from .request_record import RequestRecord
@@ -49,13 +49,13 @@ def generating_route(
     path: str,
     server: ServerState,
     body_type: type[B],
-    prepare: Callable[[ServerState, B, RequestRecord], Awaitable[Work]],
+    prepare: Callable[[ServerState, B, RequestRecord], Coroutine[Any, Any, Work]],
 ) -> Route:
     """A POST route that parses a body, lets ``prepare`` check and submit it, and responds with the work it returns."""
 
     async def handle(request: Request) -> Response:
         body = parse(body_type, await request.body())
-        work = await prepare(server, body, record_of(request))
+        work = await unless_disconnected(request, prepare(server, body, record_of(request)))
         return await respond(work, request, body.stream)
 
     return Route(path, handle, methods=["POST"])

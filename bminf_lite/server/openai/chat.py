@@ -48,7 +48,7 @@ async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -
         body.separate_reasoning is not False,
         bool(body.continue_final_message),
     )
-    prepared = await prepare(server, conversation)
+    prepared = await prepare(server, conversation, record.client)
     request = generation_request(
         server, prepared.prompt, params, body, body.n or 1, grammar=prepared.grammar, is_streamed=body.stream
     )

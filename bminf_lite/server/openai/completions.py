@@ -49,7 +49,7 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     logprobs = 0 if drawn > n and body.logprobs is None else body.logprobs
     params = sampling_params(server, body, max(max_tokens, 1), "max_tokens", logprobs)
-    grammar = await grammar_of(body.structures)
+    grammar = await grammar_of(server, body.structures, record.client)
     special = body.add_special_tokens is not False
     encoded = []
     for i, prompt in enumerate(prompts):

@@ -50,7 +50,7 @@ async def _prepare(server: ServerState, body: ResponsesBody, record: RequestReco
         body.parallel_tool_calls is not False,
         field="input",
     )
-    prepared = await prepare(server, conversation)
+    prepared = await prepare(server, conversation, record.client)
     request = generation_request(
         server, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
     )
