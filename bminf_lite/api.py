@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -24,6 +25,7 @@ from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
 from .errors import UsageError, is_whole, require_bool, require_whole
+from .generation_config import not_obeyed_text
 from .grammar import Grammar, Structure, only_structure
 from .grammar.matcher import GrammarCompiler
 from .layers.cache import KVCache
@@ -102,6 +104,8 @@ def load(
     backend.check_device(device, memory_limit)
     with open_model(path) as opened:
         checkpoint, config = opened.checkpoint, opened.config
+        if not_obeyed := not_obeyed_text(opened.generation_config):
+            warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
         ops = backend.create(device, memory_limit)
         try:
             cache_layout = config.cache_layout.with_int8(int8)
@@ -120,7 +124,7 @@ def load(
         engine_config = replace(
             engine_config, prefix_cache=prefix_cache, max_queue=max_queue, num_draft_tokens=num_draft_tokens
         )
-        return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, opened.eos_ids)
+        return Model(network, engine_config, checkpoint.path, opened.generation_config, opened.eos_ids)
 
 
 class RequestOptions(SamplingOptions, total=False):

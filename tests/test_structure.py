@@ -31,8 +31,8 @@ MAY_IMPORT = {
         "api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files",
     },
     "api": {
-        "completions", "request_builder", "placement", "engine", "grammar", "text", "models", "layers", "backend",
-        "checkpoint", "memory", "errors", "files",
+        "completions", "generation_config", "request_builder", "placement", "engine", "grammar", "text", "models",
+        "layers", "backend", "checkpoint", "memory", "errors", "files",
     },
     "converters": {"checkpoint", "errors", "files"},
     "migration": {"bench", "models", "evaluation", "quantize", "text", "backend", "checkpoint", "errors", "files"},
@@ -46,9 +46,9 @@ MAY_IMPORT = {
     "grammar": {"text", "worker_process", "errors", "files"},
     "text": {"gguf_files", "worker_process", "errors", "files"},
     "gguf_files": {"errors"},
-    "engine": {"grammar", "layers", "backend", "errors"},
+    "engine": {"generation_config", "grammar", "layers", "backend", "errors"},
     "quantize": {"models", "layers", "backend", "checkpoint", "errors"},
-    "checkpoint": {"models", "gguf_files", "backend", "worker_process", "errors", "files"},
+    "checkpoint": {"generation_config", "models", "gguf_files", "backend", "worker_process", "errors", "files"},
     "models": {"layers", "backend", "errors"},
     "layers": {"backend", "errors"},
     "backend": {"cuda", "memory", "errors"},
@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "worker_process": {"errors"},
     "files": {"errors"},
+    "generation_config": {"errors"},
     "errors": set(),
 }  # fmt: skip
 """By part of the package: what it may import beside itself. ``""`` is ``bminf_lite/__init__.py``, the public API."""

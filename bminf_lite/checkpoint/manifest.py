@@ -91,8 +91,8 @@ class MigrationReport:
     ``[in, out]`` and the result as int8. ``rotated_offline`` says what is rotated in the weights. ``calibration`` holds
     a calibration's decisions, and ``cost`` the measured distance from the source. ``skipped`` lists the source's files
     that were not copied, each with the reason. ``left_out`` names the parts of a multimodal model, such as
-    ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of a GGUF file. Prints as a
-    summary of a few lines.
+    ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of a GGUF file.
+    ``not_obeyed`` says what of ``generation_config.json`` generation does not do. Prints as a summary of a few lines.
     """
 
     recipe: Recipe
@@ -110,6 +110,7 @@ class MigrationReport:
     late_rotations: Mapping[str, int] = field(default_factory=dict)
     rotated_offline: tuple[str, ...] = ()
     dequantized: tuple[str, ...] = ()
+    not_obeyed: str = ""
 
     def __str__(self) -> str:
         before, after = self.bytes_before, self.bytes_after
@@ -138,6 +139,8 @@ class MigrationReport:
             lines.append(f"{len(self.late)} matrices are stored [in, out], stay float in the file and run as {schemes}")
         if self.only_bminf_lite:
             lines.append(f"only bminf-lite opens the result: {self.only_bminf_lite}")
+        if self.not_obeyed:
+            lines.append(self.not_obeyed)
         return "\n".join([*lines, *(f"not copied: {text}" for text in self.skipped)])
 
     def __repr__(self) -> str:

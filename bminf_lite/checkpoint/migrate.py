@@ -29,6 +29,7 @@ from typing import Any
 
 from ..errors import CheckpointError, UsageError, checkpoint_error
 from ..files import expand, linkable_root, thread_count
+from ..generation_config import not_obeyed_text
 from ..models.spec import GatedProduct, Parameter, Role, Spec
 from .checksum import FileRecord
 from .compressed_tensors import quantization_config
@@ -121,6 +122,7 @@ def migrate(
             skipped=tuple(skipped), left_out=tuple(model.left_out()),
             late_rotations={name: block for name, block in late_rotations.items() if block > 1},
             rotated_offline=rotated_offline, dequantized=tuple(dequantized),
+            not_obeyed=not_obeyed_text(model.generation_config),
         )  # fmt: skip
         if dry_run:
             return report

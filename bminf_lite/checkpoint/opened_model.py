@@ -18,7 +18,8 @@ import numpy as np
 from .. import models
 from ..backend.quantization import HostWeight, quantize_weight
 from ..backend.rotation import is_rotation, rotated
-from ..errors import CheckpointError, checkpoint_error
+from ..errors import CheckpointError, checkpoint_error, is_whole
+from ..generation_config import normalized
 from ..models import Architecture, ModelConfig
 from ..models.spec import Parameter, Role, Spec
 from .compressed_tensors import QUANTIZATION_SUFFIXES, QuantizationConfig, packed_width
@@ -72,12 +73,16 @@ class OpenedModel:
     """An open checkpoint whose tensors are those of ``description``. A context manager that closes its files.
 
     ``path`` is the folder; ``architecture``, ``config`` and ``spec`` are those of the description. ``eos_ids`` are the
-    tokens that end a completion by the configuration, or None where it names none.
+    tokens that end a completion by the configuration, or None where it names none. ``generation_config`` is that of the
+    checkpoint, see :func:`.generation_config.normalized`.
     """
 
     def __init__(self, checkpoint: Checkpoint, description: ModelDescription, eos_ids: frozenset[int] | None):
         self.checkpoint = checkpoint
         self.eos_ids = eos_ids
+        config = description.config
+        starts = len(config.decoder_start_token_ids)
+        self.generation_config = normalized(checkpoint.generation_config, config.vocab_size, eos_ids or (), starts)
         self.description = description
         self.path = checkpoint.path
         self.architecture = description.architecture
@@ -116,7 +121,7 @@ def open_model(path: str | Path) -> OpenedModel:
     """
     checkpoint = open_checkpoint(path)
     try:
-        description = describe_model(checkpoint.config, checkpoint.path)
+        description = _with_decoder_start(checkpoint, describe_model(checkpoint.config, checkpoint.path))
         checkpoint.rename(description.spec.aliases)
         description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
         spec = description.spec
@@ -131,6 +136,21 @@ def open_model(path: str | Path) -> OpenedModel:
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _with_decoder_start(checkpoint: Checkpoint, description: ModelDescription) -> ModelDescription:
+    """The description with the decoder's start token of ``generation_config.json``, which precedes ``config.json``.
+
+    Raises ``CheckpointError`` for a value that is no token id.
+    """
+    start, vocab_size = checkpoint.generation_config.get("decoder_start_token_id"), description.config.vocab_size
+    if start is None or not description.config.is_encoder_decoder:
+        return description
+    if not is_whole(start) or not 0 <= start < vocab_size:
+        problem = f"decoder_start_token_id is {start!r}, but must be a token id from 0 to {vocab_size - 1}"
+        raise CheckpointError(f"{checkpoint.path}/generation_config.json: {problem}")
+    checkpoint.config = {**checkpoint.config, "decoder_start_token_id": start}
+    return describe_model(checkpoint.config, checkpoint.path)
 
 
 def _resolve_ties(checkpoint: Checkpoint, spec: Spec) -> Spec:

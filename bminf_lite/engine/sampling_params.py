@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,6 +27,7 @@ from ..backend.sampling import (
     state_of,
 )
 from ..errors import CheckpointError, UsageError
+from ..generation_config import sampling_defaults, unsupported
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,7 +80,10 @@ class SamplingParams:
     - ``ignore_eos``: continue after an end-of-sequence token.
     - ``min_tokens``: end-of-sequence tokens are not chosen before so many tokens are generated; at most
       ``max_new_tokens``. It has no effect with ``ignore_eos``.
-    - ``logit_bias``: numbers from -100 to 100 that are added to the logits of some tokens, by token id; up to 300.
+    - ``logit_bias``: numbers from -100 to 100 that are added to the logits of some tokens, by token id; up to 300. A
+      bias of -inf forbids a token.
+    - ``begin_suppress_tokens``: token ids that are not chosen first; up to 15. With ``min_tokens`` over 1 they can only
+      be end-of-sequence tokens.
     - ``logprobs``: report the log-probability of each token, and of so many most likely tokens beside it (0 to 20);
       ``None`` reports nothing. They are those of the model, before temperature, penalties and filters.
     """
@@ -97,12 +102,15 @@ class SamplingParams:
     min_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
+    begin_suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         elif isinstance(self.stop, Sequence):
             object.__setattr__(self, "stop", tuple(self.stop))
+        if isinstance(self.begin_suppress_tokens, Sequence) and not isinstance(self.begin_suppress_tokens, str):
+            object.__setattr__(self, "begin_suppress_tokens", tuple(self.begin_suppress_tokens))
         problems = [
             p for name, default in _DEFAULTS.items() if (p := _changed_problem(name, default, getattr(self, name)))
         ]
@@ -122,18 +130,19 @@ class SamplingParams:
         """The defaults of a checkpoint's ``generation_config.json``, replaced by ``overrides`` that are not ``None``.
 
         As in transformers, the temperature is 0 unless the file says ``"do_sample": true``, and then it is 1 unless the
-        file gives another. Raises ``CheckpointError`` for invalid values in the file (values that an override replaces
-        are not checked), ``UsageError`` for an override that is unknown or out of range.
+        file gives another. What the file forbids stays forbidden. Raises ``CheckpointError`` for invalid values in the
+        file (values that an override replaces are not checked) and for fields of it that would change the tokens and
+        cannot be obeyed (:func:`.generation_config.unsupported`), ``UsageError`` for an override that is unknown or out
+        of range.
         """
         given = {name: value for name, value in overrides.items() if value is not None}
         if unknown := [name for name in overrides if name not in _DEFAULTS]:
             raise UsageError("; ".join(map(_unknown_option, unknown)))
-        defaults = {
-            name: generation_config[name]
-            for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-            if generation_config.get(name) is not None and name not in given
-        }
-        problems = [p for name, value in defaults.items() if (p := field_problem(name, value))]
+        found, problems = sampling_defaults(generation_config)
+        defaults = {name: value for name, value in found.items() if name not in given or name == "logit_bias"}
+        for name, value in defaults.items():
+            if problem := field_problem(name, value):
+                problems.append(problem.replace(name, _IN_FILE.get(name, name), 1))
         do_sample = generation_config.get("do_sample")
         if do_sample not in (True, False, None):
             problems.append(f"do_sample is {do_sample!r}, but must be true or false")
@@ -143,7 +152,21 @@ class SamplingParams:
             )
         if "temperature" not in given:
             defaults["temperature"] = defaults.get("temperature", 1.0) if do_sample else 0.0
-        return cls(**(defaults | given))
+        values = defaults | given
+        if isinstance(bias := given.get("logit_bias"), Mapping):
+            file_bias = defaults.get("logit_bias", {})
+            forbidden = {token: value for token, value in file_bias.items() if value == -math.inf}
+            values["logit_bias"] = {**file_bias, **bias, **forbidden}
+        if _is_whole(length := values.get("max_new_tokens", cls.max_new_tokens)) and "min_tokens" not in given:
+            values["min_tokens"] = min(values.get("min_tokens", 0), length)
+        draws = values["temperature"] != 0
+        refused = [field.text for field in unsupported(generation_config) if draws or not field.draws]
+        if refused:
+            raise CheckpointError(
+                f"generation_config.json: {'; '.join(refused)}: this would change the tokens, and cannot be done here. "
+                "Remove it from the file, or give SamplingParams, which replace the file"
+            )
+        return cls(**values)
 
     def merged(self, **overrides: Unpack[SamplingOptions]) -> SamplingParams:
         """These parameters, replaced by ``overrides`` that are not ``None``; ``UsageError`` for values out of range."""
@@ -178,8 +201,32 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, but the model has {len(eos_ids)} end-of-sequence tokens, and "
                 f"min_tokens can hold back {MAX_END_TOKENS}: set min_tokens to 0, or use ignore_eos"
             )
+        if largest := [token for token in self.begin_suppress_tokens if token >= vocab_size]:
+            raise UsageError(
+                f"begin_suppress_tokens has the token {largest[0]}, but the model's tokens are 0 to {vocab_size - 1}"
+            )
+        if self.begin_suppress_tokens and self.held_back(eos_ids) is None:
+            raise UsageError(
+                f"begin_suppress_tokens has tokens that end no completion, and min_tokens is {self.min_tokens}: give "
+                f"min_tokens of at most 1 with them, and at most {MAX_END_TOKENS} of them with end-of-sequence tokens"
+            )
+
+    def held_back(self, eos_ids: Collection[int]) -> tuple[int, list[int]] | None:
+        """How many of the first tokens must not be some ids, and these ids; None for no token, and for too many ids."""
+        count = 0 if self.ignore_eos else self.min_tokens
+        ends, first = set(eos_ids) if count else set(), set(self.begin_suppress_tokens)
+        held = sorted(ends | first)
+        if not (count or first) or len(held) > MAX_END_TOKENS or (count > 1 and not first <= ends):
+            return None
+        return max(count, 1), held
 
 
+_IN_FILE = {
+    "min_tokens": "min_new_tokens",
+    "stop": "stop_strings",
+    "logit_bias": "the bias by sequence_bias, bad_words_ids and suppress_tokens",
+}
+"""Where ``generation_config.json`` has fields under other names."""
 _DEFAULTS: dict[str, Any] = {f.name: {} if f.name == "logit_bias" else f.default for f in fields(SamplingParams)}
 
 
@@ -199,6 +246,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool | None
     min_tokens: int | None
     logit_bias: Mapping[int, float] | None
+    begin_suppress_tokens: Sequence[int] | None
     logprobs: int | None
 
 
@@ -224,9 +272,9 @@ def sequence_sampling(
     values: dict[str, Any] = {name: getattr(params, name) for name in _COLUMNS}
     values |= {"sequence": sequence, "step": len(generated), "last_token": generated[-1] if generated else 0}
     values["num_logprobs"] = params.logprobs or 0
-    if params.min_tokens and not params.ignore_eos:
-        values["min_tokens"] = params.min_tokens
-        values["end_tokens"] = [*sorted(eos_ids), *[-1] * (MAX_END_TOKENS - len(eos_ids))]
+    if held_back := params.held_back(eos_ids):
+        values["min_tokens"], held = held_back
+        values["end_tokens"] = [*held, *[-1] * (MAX_END_TOKENS - len(held))]
     row = np.array(tuple((_NEUTRAL | values).values()), ROW)[()]  # several times as fast as a row's columns one by one
     bias = sorted(params.logit_bias.items())
     return SequenceSampling(row, bias, params.penalizes, prompt, generated)
@@ -274,6 +322,9 @@ def field_problem(name: str, value: Any) -> str | None:
         wanted = "a text or several, none of them empty"
     elif name == "logit_bias":
         return _bias_problem(value)
+    elif name == "begin_suppress_tokens":
+        valid = isinstance(value, tuple) and len(value) <= MAX_END_TOKENS and all(map(_is_token, value))
+        wanted = f"a list of token ids, {MAX_END_TOKENS} at most"
     else:
         valid, wanted = isinstance(value, bool), "True or False"
     return None if valid else f"{name} is {value!r}, but must be {wanted}"
@@ -291,11 +342,16 @@ def _bias_problem(value: Any) -> str | None:
     if len(value) > MAX_LOGIT_BIAS:
         return f"logit_bias has {len(value)} entries, but may have {MAX_LOGIT_BIAS}: leave out those that matter least"
     for token, bias in value.items():
-        if not (_is_whole(token) and 0 <= token <= INT32_MAX):
+        if not _is_token(token):
             return f"logit_bias has the token {token!r}, but token ids must be whole numbers, 0 or more"
-        if not (_is_number(bias) and -MAX_BIAS <= bias <= MAX_BIAS):
-            return f"logit_bias of token {token} is {bias!r}, but must be a number from {-MAX_BIAS} to {MAX_BIAS}"
+        if not (_is_number(bias) and (-MAX_BIAS <= bias <= MAX_BIAS or bias == -math.inf)):
+            wanted = f"a number from {-MAX_BIAS} to {MAX_BIAS}, or -inf"
+            return f"logit_bias of token {token} is {bias!r}, but must be {wanted}"
     return None
+
+
+def _is_token(value: Any) -> bool:
+    return _is_whole(value) and 0 <= value <= INT32_MAX
 
 
 def _is_whole(value: Any) -> bool:

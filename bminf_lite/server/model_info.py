@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from ..api import Model
+from ..engine.sampling_params import SamplingParams
 from .protocol import ModelInfo
 
 
 def model_info(model: Model) -> ModelInfo:
-    """The facts of a model, as they travel to HTTP processes."""
+    """The facts of a model, as they travel to HTTP processes.
+
+    Raises ``CheckpointError`` for a ``generation_config.json`` that no request could obey.
+    """
+    SamplingParams.from_checkpoint(model.generation_config)
     config = model.engine_config
     return ModelInfo(
         folder=None if model.folder is None else str(model.folder.absolute()),

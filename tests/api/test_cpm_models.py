@@ -146,7 +146,11 @@ def test_unsupported_conversations(cpm2: Model, eva: Model) -> None:
     with pytest.raises(UsageError, match="chat template"):
         cpm2.dialogue(["你好"])
     with pytest.raises(UsageError, match="must be text"):
-        eva.generate([{"role": "user", "content": [{"type": "text", "text": "x"}]}])
+        eva.generate([{"role": "user", "content": 3}])
+    with pytest.raises(UsageError, match="only text is supported"):
+        eva.generate([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    parts = [{"role": "user", "content": [{"type": "text", "text": "你好"}]}]
+    assert eva.encode(parts) == eva.encode([{"role": "user", "content": "你好"}])
 
 
 def test_cpm1_generates(tmp_path: Path) -> None:

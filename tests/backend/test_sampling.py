@@ -131,7 +131,8 @@ def test_generated_tokens_are_counted_beside_the_prompt():
 def test_biases_masks_and_min_tokens_equal_their_formulas(logits, data):
     """A bias is added before penalties; what is forbidden cannot be chosen whatever its logit, bias and penalty."""
     vocab = logits.size
-    bias = data.draw(st.dictionaries(st.integers(0, vocab - 1), st.floats(-100, 100, width=32), max_size=vocab))
+    amounts = st.floats(-100, 100, width=32) | st.just(-np.inf)
+    bias = data.draw(st.dictionaries(st.integers(0, vocab - 1), amounts, max_size=vocab))
     allowed = np.array(data.draw(st.lists(st.booleans(), min_size=vocab, max_size=vocab)))
     ends = data.draw(st.sets(st.integers(0, vocab - 1), max_size=15))
     step, least = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))

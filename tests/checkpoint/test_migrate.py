@@ -163,6 +163,15 @@ def test_what_is_carried_along(make_checkpoint: MakeCheckpoint, tmp_path: Path) 
     assert config == json.loads((source / "config.json").read_text())
 
 
+def test_what_generation_does_not_obey_is_named(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = make_checkpoint()
+    named = "generation_config.json: not obeyed here: num_beams is 4 (there is no beam search); max_time is 3"
+    for values, text in (({"num_beams": 4, "typical_p": 0.9, "max_time": 3}, named), ({"top_k": 3}, "")):
+        (source / "generation_config.json").write_text(json.dumps(values))
+        report = migrate(source, tmp_path / "out", "w8a16", dry_run=True)
+        assert report.not_obeyed == text and text in str(report)
+
+
 def test_fields_of_a_configuration_that_strict_json_lacks_are_kept(
     make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:

@@ -202,3 +202,37 @@ def test_a_bad_configuration_is_reported_with_its_folder(make_checkpoint: MakeCh
         folder = make_checkpoint(key, random_tensors(CONFIG), **{key: value})
         with pytest.raises(CheckpointError, match=rf"^{folder}/config\.json: {key}"):
             open_model(folder)
+
+
+T5 = {
+    "model_type": "t5", "vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2,
+    "decoder_start_token_id": 3,
+}  # fmt: skip
+
+
+def test_the_generation_config_s_decoder_start_precedes(tmp_path: Path) -> None:
+    folder = save(tmp_path / "t5", T5, random_tensors(T5))
+    for values, start in (({}, 3), ({"decoder_start_token_id": 7}, 7), ({"decoder_start_token_id": None}, 3)):
+        (folder / "generation_config.json").write_text(json.dumps(values))
+        with open_model(folder) as model:
+            assert model.config.decoder_start_token_ids == (start,) and not model.left_out()
+    (folder / "generation_config.json").write_text('{"decoder_start_token_id": 7}')
+    migrate(folder, tmp_path / "out", "w8a16")
+    with open_model(tmp_path / "out") as model:
+        assert model.config.decoder_start_token_ids == (7,)
+
+
+@pytest.mark.parametrize("start", [-1, 40, True, "0", [7], 1.0])
+def test_a_decoder_start_must_be_a_token(tmp_path: Path, start: Any) -> None:
+    folder = save(tmp_path / "t5", T5, random_tensors(T5))
+    (folder / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": start}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: decoder_start_token_id is .* from 0 to 39"):
+        open_model(folder)
+
+
+def test_a_decoder_alone_needs_no_start(make_checkpoint: MakeCheckpoint) -> None:
+    """Some files have one for another library."""
+    folder = make_checkpoint()
+    (folder / "generation_config.json").write_text('{"decoder_start_token_id": 7}')
+    with open_model(folder) as model:
+        assert model.config.decoder_start_token_ids == () and "decoder_start_token_id" not in model.checkpoint.config

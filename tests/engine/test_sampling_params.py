@@ -33,7 +33,20 @@ WRONG = {
     "stop": ["", ("a", ""), (1,), None, 3, b"x"],
     "ignore_eos": [1, None, "no"],
     "min_tokens": [-1, 1.0, True, None, 2**31, 129],
-    "logit_bias": [None, [(1, 2)], {-1: 1}, {1.0: 1}, {True: 1}, {"1": 1}, {1: 101}, {1: NAN}, {1: None}, {1: True}],
+    "logit_bias": [
+        None,
+        [(1, 2)],
+        {-1: 1},
+        {1.0: 1},
+        {True: 1},
+        {"1": 1},
+        {1: 101},
+        {1: INF},
+        {1: NAN},
+        {1: None},
+        {1: True},
+    ],
+    "begin_suppress_tokens": [None, 3, "3", (-1,), (True,), (1.0,), (2**31,), tuple(range(16))],
     "logprobs": [-1, 21, True, False, 1.0, "5"],
 }
 
@@ -43,7 +56,7 @@ def test_an_invalid_value_is_reported(name):
     for value in WRONG[name]:
         with pytest.raises(UsageError, match=name) as error:
             SamplingParams(**{name: value})
-        assert f"{name} is {value!r}" in str(error.value) or name in ("stop", "logit_bias")
+        assert f"{name} is {value!r}" in str(error.value) or name in ("stop", "logit_bias", "begin_suppress_tokens")
 
 
 def test_all_invalid_values_are_reported_at_once():
@@ -138,6 +151,78 @@ def test_nonsense_in_the_file_is_reported_unless_replaced():
     assert SamplingParams.from_checkpoint({"top_p": 7}, top_p=0.5).top_p == 0.5
 
 
+def test_the_file_s_minimum_is_bounded_by_the_completion_s_length():
+    config = {"min_new_tokens": 50}
+    assert SamplingParams.from_checkpoint(config).min_tokens == 50
+    assert SamplingParams.from_checkpoint(config, max_new_tokens=7).min_tokens == 7
+    assert SamplingParams.from_checkpoint(config, min_tokens=3).min_tokens == 3
+    with pytest.raises(UsageError, match="min_tokens is 9, but must be at most max_new_tokens"):
+        SamplingParams.from_checkpoint(config, min_tokens=9, max_new_tokens=7)
+
+
+def test_what_the_file_forbids_stays_forbidden():
+    config = {"suppress_tokens": [1, 2], "bad_words_ids": [[3]], "sequence_bias": [[[4], 2.0], [[5], 3.0]]}
+    assert SamplingParams.from_checkpoint(config).logit_bias == {1: -INF, 2: -INF, 3: -INF, 4: 2.0, 5: 3.0}
+    given = SamplingParams.from_checkpoint(config, logit_bias={1: 9, 4: 1, 6: 1}).logit_bias
+    assert given == {1: -INF, 2: -INF, 3: -INF, 4: 1.0, 5: 3.0, 6: 1.0}
+    assert SamplingParams.from_checkpoint({"stop_strings": ["a", "b"]}).stop == ("a", "b")
+    assert SamplingParams.from_checkpoint({"stop_strings": "a"}, stop="c").stop == ("c",)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"suppress_tokens": 3}, "suppress_tokens is 3, but must be a list of token ids"),
+        ({"suppress_tokens": ["a"]}, "suppress_tokens is"),
+        ({"suppress_tokens": list(range(301))}, "suppress_tokens has 301 entries, but may have 300"),
+        ({"bad_words_ids": [3]}, "bad_words_ids has 3, but must have lists"),
+        ({"bad_words_ids": {}}, "bad_words_ids is {}, but must be a list"),
+        ({"sequence_bias": [[[1], "a"]]}, r"sequence_bias has \[\[1\], 'a'\], but must have pairs"),
+        ({"sequence_bias": [[[1], -1000.0]]}, "sequence_bias.* of token 1 is -1000.0, but must be a number from -100"),
+        ({"begin_suppress_tokens": "x"}, "begin_suppress_tokens is 'x', but must be a list of token ids, 15 at most"),
+        ({"begin_suppress_tokens": list(range(16))}, "begin_suppress_tokens is .* 15 at most"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1, but must be a whole number"),
+        ({"stop_strings": [3]}, "stop_strings is"),
+        ({"num_beams": "a"}, "num_beams is 'a' .there is no beam search."),
+        ({"no_repeat_ngram_size": "a"}, "no_repeat_ngram_size is 'a'"),
+    ],
+)
+def test_nonsense_about_forbidden_tokens_is_reported(config, words):
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{words}"):
+        SamplingParams.from_checkpoint(config)
+
+
+def test_filters_that_do_not_exist_matter_only_where_tokens_are_drawn():
+    config = {"typical_p": 0.5}
+    assert SamplingParams.from_checkpoint(config).temperature == 0
+    assert SamplingParams.from_checkpoint(config | {"do_sample": True}, temperature=0).temperature == 0
+    for drawn in (config | {"do_sample": True}, config):
+        with pytest.raises(CheckpointError, match=r"typical_p is 0\.5 .*SamplingParams"):
+            SamplingParams.from_checkpoint(drawn, temperature=0.7)
+
+
+def test_tokens_that_may_not_come_first_share_a_row_with_the_ends():
+    def held(ends=(7,), **options):
+        return sequence_sampling(SamplingParams(seed=0, **options), 0, eos_ids=ends).row[["min_tokens", "end_tokens"]]
+
+    count, ids = held(begin_suppress_tokens=[3, 5])
+    assert count == 1 and ids.tolist() == [3, 5, *[-1] * 13]
+    count, ids = held(begin_suppress_tokens=[3, 5], min_tokens=1)
+    assert count == 1 and ids.tolist() == [3, 5, 7, *[-1] * 12]
+    count, ids = held(begin_suppress_tokens=[7], min_tokens=4)
+    assert count == 4 and ids.tolist() == [7, *[-1] * 14]
+    count, ids = held(begin_suppress_tokens=[3], min_tokens=4, ignore_eos=True)
+    assert count == 1 and ids.tolist() == [3, *[-1] * 14]
+    for options in (
+        {"begin_suppress_tokens": [3], "min_tokens": 2},
+        {"begin_suppress_tokens": list(range(15)), "min_tokens": 1},
+    ):
+        with pytest.raises(UsageError, match="begin_suppress_tokens has tokens that end no completion"):
+            SamplingParams(**options).check_model(100, [70])
+    with pytest.raises(UsageError, match="begin_suppress_tokens has the token 100, but the model's tokens are 0 to 99"):
+        SamplingParams(begin_suppress_tokens=[100]).check_model(100, [70])
+
+
 def test_an_unknown_option_names_the_nearest():
     with pytest.raises(UsageError, match=r"'temprature'.*'temperature'.*'maxnewtokens'.*'max_new_tokens'"):
         SamplingParams.from_checkpoint({}, temprature=1, maxnewtokens=None)
@@ -186,6 +271,8 @@ def test_a_sequence_goes_on_after_what_it_has_generated():
         ({"presence_penalty": 0.1}, "ADJUST"),
         ({"logit_bias": {1: 1}}, "ADJUST"),
         ({"min_tokens": 1}, "ADJUST"),
+        ({"begin_suppress_tokens": [1]}, "ADJUST"),
+        ({"begin_suppress_tokens": [1], "min_tokens": 1, "ignore_eos": True}, "ADJUST"),
         ({"min_tokens": 1, "ignore_eos": True}, "GREEDY"),
         ({"logprobs": 1}, "FULL"),
         ({"logprobs": 1, "logit_bias": {1: 1}}, "FULL"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bminf_lite
-from bminf_lite.errors import UsageError
+from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.server.settings import ServerSettings
 
 PATH = "/v1/completions"
@@ -315,3 +315,20 @@ def test_infinite_log_probabilities_are_numbers(fake: LiveServer):
     from bminf_lite.server.openai.chunks import finite
 
     assert finite(-math.inf) == -9999.0 and finite(-1.5) == -1.5
+
+
+def test_a_model_whose_generation_config_cannot_be_obeyed_is_not_served(demo_model: bminf_lite.Model, monkeypatch):
+    """It would refuse every request."""
+    monkeypatch.setattr(demo_model, "generation_config", {"num_beams": 4})
+    with pytest.raises(CheckpointError, match="num_beams is 4"):
+        model_server(demo_model)
+
+
+def test_what_the_generation_config_forbids_is_not_written(demo_model: bminf_lite.Model, monkeypatch):
+    first = demo_model.generate("Return the", max_new_tokens=1, temperature=0).token_ids[0]
+    monkeypatch.setattr(demo_model, "generation_config", {"suppress_tokens": [first]})
+    body = {"prompt": "Return the", "max_tokens": 1, "temperature": 0, "logprobs": 1, "logit_bias": {str(first): 5}}
+    with closing(model_server(demo_model)) as server:
+        choice = server.json(PATH, body)["choices"][0]
+    likeliest, written = choice["logprobs"]["top_logprobs"][0]
+    assert choice["text"] == written != likeliest
