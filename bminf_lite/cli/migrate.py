@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,10 @@ import click
 
 from ..errors import UsageError
 from ._options import OUTPUT, PATH, device_option, progress_callback, size_text
+from ._progress import shown
 
 if TYPE_CHECKING:
-    from ..checkpoint.manifest import TensorReport
+    from ..checkpoint.manifest import MigrationReport, TensorReport
 
 
 @click.command()
@@ -75,8 +77,6 @@ def migrate(
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl --target-divergence 1e-3
     """
-    from tqdm import tqdm
-
     from ..bench.plot import check_target, save_trade
     from ..migration.migrate import migrate as run
 
@@ -84,17 +84,12 @@ def migrate(
         if target_divergence is None:
             raise UsageError("--plot draws the trade of --target-divergence; give that too")
         check_target(plot)
-    with (
-        tqdm(unit=" steps", desc="calibrating", disable=None if calibrate else True, leave=False) as calibration,
-        tqdm(unit="B", unit_scale=True, desc="migrating", disable=None, leave=False, delay=0.1) as migration,
-        tqdm(unit=" layers", desc="measuring", disable=None if calibrate else True, leave=False, delay=0.1) as cost,
-    ):
-        report = run(
-            source, out, recipe, calibrate=calibrate, samples=samples, max_divergence=max_divergence,
-            target_divergence=target_divergence, offline_only=offline_only, device=device, force=force,
-            dry_run=dry_run, portable=portable, progress=progress_callback(migration),
-            calibration_progress=progress_callback(calibration), cost_progress=progress_callback(cost),
-        )  # fmt: skip
+    work = partial(
+        run, source, out, recipe, calibrate=calibrate, samples=samples, max_divergence=max_divergence,
+        target_divergence=target_divergence, offline_only=offline_only, device=device, force=force,
+        dry_run=dry_run, portable=portable,
+    )  # fmt: skip
+    report = _with_progress(work, calibrates=calibrate is not None, has_target=target_divergence is not None)
     if dry_run:
         click.echo("\n".join(tensor_lines(report.tensors)))
     if report.calibration:
@@ -106,6 +101,19 @@ def migrate(
         if plot and trade:
             save_trade(trade, plot)
             click.echo(f"wrote {plot}")
+
+
+def _with_progress(work: Callable[..., MigrationReport], calibrates: bool, has_target: bool) -> MigrationReport:
+    """Migrate, and show how far it is."""
+    from tqdm import tqdm
+
+    if calibrates:
+        with shown(has_target) as progress:
+            return work(
+                progress=progress.writing, calibration_progress=progress.calibration, cost_progress=progress.measuring
+            )
+    with tqdm(unit="B", unit_scale=True, desc="migrating", disable=None, leave=False, delay=0.1) as bar:
+        return work(progress=progress_callback(bar))
 
 
 def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
