@@ -1,17 +1,37 @@
-"""uvicorn's HTTP protocol with the bounds that it does not have: on headers, on time, and on connections."""
+"""uvicorn's HTTP protocol with the bounds that it does not have: on headers, on time, and on connections.
+
+It also answers requests of HTTP/1.0 and requests that ask for an upgrade as HTTP demands.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from .errors import ApiError
+from .http_parser import RequestParser
 from .limits import Limits
 
 _ANSWER_SECONDS = 1.0
 """How long the answer to a refused connection may take to leave."""
+
+
+class _UnchunkedCycle(RequestResponseCycle):
+    """A request of HTTP/1.0 and its answer. An answer without a length ends with the connection (RFC 9112, 6.1)."""
+
+    _is_unframed = False
+
+    async def send(self, message: Any) -> None:
+        """Send the start of the answer, or a part of its body."""
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._is_unframed = b"content-length" not in names
+            self.chunked_encoding = False if self._is_unframed else None
+        elif self._is_unframed:
+            self.expected_content_length = len(message.get("body", b""))  # of this part: uvicorn counts
+        await super().send(message)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -25,6 +45,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
+        self.parser: Any = RequestParser(self)
         self._header_bytes = 0
         self._is_reading_headers = True
         self._request_timer: asyncio.TimerHandle | None = None
@@ -70,7 +91,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_reading_headers = False
         self._header_bytes = 0
         self._watch_request(self.limits.body_seconds, "the request's body")
+        is_new = self.parser.get_http_version() != "1.0"
+        self.expect_100_continue &= is_new  # a client of HTTP/1.0 would take it for the answer
         super().on_headers_complete()
+        if not is_new:
+            self.cycle.__class__ = _UnchunkedCycle  # its task has not begun
 
     def on_body(self, body: bytes) -> None:
         """Part of a body, unless the request was refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 import time
@@ -281,3 +282,68 @@ def test_an_answer_that_has_begun_gets_no_second_one():
         answer += read_all(connection)
         assert answer.count(b"HTTP/1.1") == 1
         until(lambda: is_idle(server))
+
+
+H2C = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+CHUNKED = (
+    b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n%stransfer-encoding: chunked\r\n\r\n"
+    b'4\r\n"two\r\n7;ext=1\r\n chunks\r\n1\r\n"\r\n0\r\ntrailer: x\r\n\r\n'
+)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20], ids="{} bytes at a time".format)
+@pytest.mark.parametrize(
+    "upgrade",
+    [H2C, "connection: upgrade\r\nupgrade: TLS/1.2\r\n", "Upgrade: websocket\r\nConnection: keep-alive, Upgrade\r\n"],
+    ids=["h2c", "TLS", "websocket"],
+)
+def test_a_wish_to_upgrade_changes_no_answer(small, upgrade, size):
+    """RFC 9110, section 7.8. The requests of a connection, as many clients send them one after another."""
+
+    def requests(wish: str) -> bytes:
+        last = post("/echo", b'"the last"', "connection: close\r\n")
+        get = f"GET /echo HTTP/1.1\r\nhost: localhost\r\n{wish}\r\n".encode()
+        return b"".join(
+            [post("/echo", b'"a length"', wish), CHUNKED % wish.encode(), get, post("/stream", b"3", wish), get, last]
+        )
+
+    data = requests(upgrade)
+    with small.connect() as connection:
+        for start in range(0, len(data), size):
+            connection.sendall(data[start : start + size])
+        answer = read_all(connection)
+    assert comparable(answer) == comparable(small.ask(requests("")))
+    assert answer.count(b"HTTP/1.1 200") == 6 and b'"two chunks"' in answer and b'"the last"' in answer
+
+
+def comparable(answer: bytes) -> bytes:
+    """An answer without what differs between two of them: the time, the id, and how events are cut into chunks."""
+    return re.sub(rb"(?mi)^(date|x-request-id): .*\r\n|^[0-9a-f]+\r\n|^\r\n", b"", answer)
+
+
+@pytest.mark.parametrize("rest", [b"", b'"five"' * 10])
+def test_a_wish_to_upgrade_with_wrong_framing_is_no_request(hasty, rest):
+    """What follows is the body that the headers promise, and nothing else."""
+    head = f"POST /echo HTTP/1.1\r\nhost: localhost\r\n{H2C}".encode()
+    answer = hasty.ask(head + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n" + rest)
+    assert status(answer) == 400
+
+
+def test_a_tunnel_is_refused(small):
+    assert status(small.ask(b"CONNECT example.org:443 HTTP/1.1\r\nhost: example.org:443\r\n\r\n")) == 400
+    assert status(small.ask(b"CONNECT /echo HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")) == 405
+
+
+def test_a_stream_to_http_1_0_ends_with_the_connection(small):
+    """RFC 9112, section 6.1: such a client would take the sizes of chunks for text."""
+    body = b"5"
+    head = b"POST /stream HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n%scontent-length: %d\r\n\r\n"
+    expected = small.post("/stream", body).partition(b"\r\n\r\n")[2]
+    for more in (b"", b"connection: keep-alive\r\n", b"expect: 100-continue\r\n", H2C.encode()):
+        answer = small.ask(head % (more, len(body)) + body)
+        headers, _, events = answer.partition(b"\r\n\r\n")
+        assert status(answer) == 200 and b"chunked" not in headers.lower() and b"connection: close" in headers.lower()
+        assert events.count(b"data: ") == 5 and events == comparable(expected)
+    echo = small.ask(b'POST /echo HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: 6\r\n\r\n"text"')
+    assert echo.endswith(b'\r\n\r\n"text"') and b"content-length: 6" in echo
+    assert status(small.ask(b"HEAD /echo HTTP/1.0\r\n\r\n")) in (200, 405)
