@@ -110,18 +110,15 @@ async def _prompt(
 ) -> tuple[EncodedPrompt, bool]:
     """The prompt, and whether the answer begins within reasoning."""
     messages, tools, continues = conversation.messages, conversation.callable_tools, conversation.continues_last
-    if server.prompts.tokenizer.chat_template is None and not tools:  # models of dialogues have no template
+    if server.prompts.tokenizer.chat_template is None and not tools and not continues:  # models of dialogues
         return await encode(server, messages, conversation.field), False
-    variables = {**conversation.variables, "add_generation_prompt": not continues}
+    variables = {**conversation.variables, "continue_final_message": continues}
     text = await render(server, messages, tools, conversation.field, variables)
-    if continues:
-        last = text_of(messages[-1]).strip()
-        end = text.rfind(last)
-        if not last or end < 0:
-            raise bad_request("the last message cannot be continued: the prompt has no text of it", conversation.field)
-        text = text[: end + len(last)]
     encoded = await encode(server, text, conversation.field, add_special_tokens=False)
-    return replace(encoded, continues=continues), reasoning is not None and reasoning.is_open_after(text)
+    is_open = reasoning is not None and (
+        reasoning.is_open_after(text) or (continues and reasoning.is_open_in(text_of(messages[-1])))
+    )
+    return replace(encoded, continues=continues), is_open
 
 
 async def _grammar(

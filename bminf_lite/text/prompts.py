@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -157,14 +158,36 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         *,
         tools: Sequence[Tool] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """A conversation as text; see :meth:`.ChatTemplate.render`. ``UsageError`` if there is no chat template.
 
         If :attr:`tool_format` is generic, the template gets messages that describe ``tools``, calls and their results
-        in words; see :func:`.generic_messages`.
+        in words; see :func:`.generic_messages`. With ``continue_final_message`` the text ends where the content of the
+        last message does, with its white space; that message must be the assistant's, and have no calls.
         """
         check_messages(messages)
+        if not continue_final_message:
+            return self._render(messages, add_generation_prompt, tools, variables)
+        if messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+            raise UsageError("the last message cannot be continued: it must be one of the assistant, without calls")
+        # A text that nothing else has is found where the template puts the end of the content. The content itself may
+        # also stand elsewhere, in the template's own marks for example.
+        mark = f"end{secrets.token_hex(16)}"
+        text = self._render([*messages[:-1], _with_mark(messages[-1], mark)], False, tools, variables)
+        start, found, _ = text.rpartition(mark)
+        if not found:
+            raise UsageError("the last message cannot be continued: the chat template does not write it as it is")
+        return start
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Tool] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
         template = self._template(with_tools=bool(tools))
         uses_tools = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
         if not uses_tools or not self.tool_format.is_generic:
@@ -232,6 +255,17 @@ class PromptEncoder:
             problem = f"the tokenizer gives the token id {largest}, but the model's largest is {vocab_size - 1}"
             raise CheckpointError(f"{self.folder}: {problem}; the tokenizer's files must be those of this checkpoint")
         return ids
+
+
+def _with_mark(message: Message, mark: str) -> Message:
+    """A message whose content, a text or a list of parts, ends with ``mark``."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    *before, last = content
+    is_text = isinstance(last, dict) and isinstance(last.get("text"), str)
+    ending = [{**last, "text": last["text"] + mark}] if is_text else [last, {"type": "text", "text": mark}]
+    return {**message, "content": [*before, *ending]}
 
 
 def is_batch(prompt: Any) -> bool:

@@ -37,6 +37,10 @@ class ReasoningFormat:
         """Whether a prompt ends inside a block of reasoning: many templates open it for the model."""
         return prompt.rstrip().endswith(self.begin)
 
+    def is_open_in(self, answer: str) -> bool:
+        """Whether an answer so far ends inside its block of reasoning."""
+        return answer.lstrip().startswith(self.begin) and self.end not in answer
+
 
 REASONING_FORMATS = {
     form.name: form

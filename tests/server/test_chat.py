@@ -174,6 +174,25 @@ def test_continuing_the_last_message(scripted: LiveServer):
     assert whole["choices"][0]["message"]["content"] == " list"
 
 
+@pytest.mark.parametrize("content", ["<", "user", "Hi", ">Hi\n<", "I ", "I\n\n"])
+def test_an_answer_that_has_begun_is_continued_with_its_white_space(scripted: LiveServer, content: str):
+    """Also if its text stands elsewhere in the prompt, in the template's own marks for example."""
+    scripted.says("go on")
+    messages = [*HI, {"role": "assistant", "content": content}]
+    expected = len(api_kit.TOKENIZER.encode(f"<user>Hi\n<assistant>{content}", add_special_tokens=False))
+    whole = scripted.json(PATH, {"messages": messages, "continue_final_message": True})
+    assert whole["usage"]["prompt_tokens"] == expected
+    usage = scripted.json("/v1/messages", {"messages": messages, "max_tokens": 4})["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == expected
+
+
+def test_a_message_with_calls_is_not_continued(scripted: LiveServer):
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [*HI, {"role": "assistant", "content": "x", "tool_calls": [call]}]
+    response = scripted.post(PATH, {"messages": messages, "continue_final_message": True})
+    assert response.status_code == 400 and "cannot be continued" in response.json()["error"]["message"]
+
+
 # -- tools ------------------------------------------------------------------------------------------------------------
 
 
