@@ -15,7 +15,8 @@ from ..text.chat_template import Message
 from ..text.lark import TokenId, after_reasoning, no_token
 from ..text.prompts import EncodedPrompt
 from ..text.reasoning import ReasoningFormat, ReasoningParser, find_reasoning_format
-from ..text.text_stream import TextStream, TokenTexts
+from ..text.text_stream import TextStream
+from ..text.token_bytes import TokenTexts
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls import Tool, ToolCallParser, ToolFormat, parameters_of, tool_grammar
 from .answer import Answer

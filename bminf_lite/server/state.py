@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import BminfError
 from ..text.prompts import PromptEncoder
-from ..text.text_stream import TokenTexts
+from ..text.token_bytes import TokenTexts
 from ..text.tokenizer import Tokenizer
 from .client import EngineClient
 from .grammar_checks import GrammarChecks

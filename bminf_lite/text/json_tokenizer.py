@@ -84,7 +84,9 @@ class JsonTokenizer(Tokenizer):
         self._size = 1 + max(vocabulary.values(), default=-1)
         self.sentinels = numbered_ids("<extra_id_{}>", backend.token_to_id)  # T5's
         decoder = backend.decoder
-        self.byte_fallback = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()  # its JSON
+        decoder_json = b"" if decoder is None else decoder.__getstate__()
+        self.byte_fallback = b'"ByteFallback"' in decoder_json
+        self.byte_level = b'"ByteLevel"' in decoder_json
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> JsonTokenizer:

@@ -11,10 +11,11 @@ class StopMatcher:
 
     The first stop string to be complete counts, and of several that end at the same character the longest. The emitted
     text therefore depends on the text alone, however it is cut into pieces. Text that may be the start of a stop string
-    is held back until the next characters decide.
+    is held back until the next characters decide. With ``keeps_stop`` the stream is cut behind the stop string.
     """
 
-    def __init__(self, stop_strings: Sequence[str] = ()):
+    def __init__(self, stop_strings: Sequence[str] = (), keeps_stop: bool = False):
+        self._keeps_stop = keeps_stop
         self._stops = [(stop, _borders(stop)) for stop in stop_strings]
         self._matched = [0] * len(self._stops)  # of each stop string, how many characters the text ends with
         self._held = ""
@@ -39,8 +40,8 @@ class StopMatcher:
         held = self._held + text
         if ends:
             end, _, self.found = min(ends)
-            start, self._held = len(self._held) + end - len(self.found), ""
-            return held[:start], True
+            end, self._held = len(self._held) + end, ""
+            return held[: end if self._keeps_stop else end - len(self.found)], True
         undecided = max(self._matched)
         self._held = held[len(held) - undecided :]
         return held[: len(held) - undecided], False

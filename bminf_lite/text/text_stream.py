@@ -6,32 +6,38 @@ What a completion gives depends on its tokens alone, not on how many of them are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import lru_cache
 from typing import NamedTuple
 
-from ..errors import CheckpointError
 from .detokenizer import Detokenizer
 from .stop_strings import StopMatcher
+from .token_bytes import TokenTexts, shared_bytes
 from .tokenizer import Tokenizer
-
-KNOWN_TEXTS = 65536
 
 TokenScores = tuple[float, list[tuple[int, float]]]
 """A token's log-probability, and the most likely tokens at its place with theirs."""
+
+
+class LikelyToken(NamedTuple):
+    """One of the most likely tokens at a place. Its text tells it from the others (:meth:`.TokenTexts.label`)."""
+
+    text: str
+    logprob: float
+    bytes: bytes
 
 
 class ScoredToken(NamedTuple):
     """A token's text and log-probability, and the most likely tokens at its place, the likeliest first.
 
     The texts of all tokens of a completion, joined, are its text. A token that completes no character has no text, and
-    the one that completes the character has all of it. ``is_end``: it is the end-of-sequence token that ended the
-    completion, which has no text.
+    the one that completes the character has all of it. The ``bytes`` are the token's own, so those of all tokens,
+    joined, are the text too. If the token is one of the most likely, it has the same text there. ``is_end``: it is the
+    end-of-sequence token that ended the completion, which has no text.
     """
 
     text: str
     logprob: float | None
-    top: list[tuple[str, float]]
+    top: list[LikelyToken]
+    bytes: bytes
     is_end: bool = False
 
 
@@ -46,37 +52,34 @@ class NewText(NamedTuple):
     finish_reason: str | None
 
 
-class TokenTexts:
-    """The text of single tokens as they are within a text; for the tokens that were not chosen."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._before: list[int] = []
-        with suppress(CheckpointError):  # a vocabulary without this letter
-            self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
-        self._offset = len(tokenizer.decode(self._before))
-        self.text = lru_cache(KNOWN_TEXTS)(self._text)
-
-    def _text(self, token_id: int) -> str:
-        return self._tokenizer.decode([*self._before, token_id])[self._offset :]
-
-
 class _Waiting:
     """A token whose text is not given out yet, because later ones may change it or complete a stop string."""
 
     __slots__ = ("id", "is_end", "logprob", "text", "top")
 
-    def __init__(self, id: int, text: str, logprob: float | None, top: list[tuple[int, float]], is_end: bool):
+    def __init__(
+        self, id: int, text: str, logprob: float | None, top: Sequence[tuple[int, float]], is_end: bool = False
+    ):
         self.id = id
         self.text = text
         self.logprob = logprob
         self.top = top
         self.is_end = is_end
 
-    def scored(self, texts: TokenTexts) -> ScoredToken:
-        """The token as it is given out."""
-        top = [(self.text if token_id == self.id else texts.text(token_id), value) for token_id, value in self.top]
-        return ScoredToken(self.text, self.logprob, top, self.is_end)
+    def scored(self, texts: TokenTexts, text: str, data: bytes) -> ScoredToken:
+        """The token as it is given out, with a text and bytes."""
+        likely = [
+            LikelyToken(text, value, data) if i == self.id else LikelyToken(texts.label(i), value, texts.label_bytes(i))
+            for i, value in self.top
+        ]
+        return ScoredToken(text, self.logprob, likely, data, self.is_end and not text)
+
+
+def _scored(texts: TokenTexts, tokens: Sequence[_Waiting], given: str) -> list[ScoredToken]:
+    """Tokens of which the last one has the text of all, as they are given out with the beginning ``given`` of it."""
+    parts = shared_bytes([texts.bytes(token.id) for token in tokens], tokens[-1].text, given)
+    visible = [""] * (len(tokens) - 1) + [given]
+    return [token.scored(texts, text, part) for token, text, part in zip(tokens, visible, parts, strict=True)]
 
 
 class TextStream:
@@ -85,6 +88,7 @@ class TextStream:
     - ``stop``: texts that end the completion and are not part of it.
     - ``before``: the tokens that the text continues (:meth:`.EncodedPrompt.before_text`); none before an answer.
     - ``texts``: given if log-probabilities are wanted.
+    - ``keeps_stop``: the text includes what ended it, a stop string or the text of a token.
 
     ``num_tokens`` have been pushed up to the end, the end-of-sequence token and those of a stop string included.
     """
@@ -95,10 +99,12 @@ class TextStream:
         stop: Sequence[str] = (),
         before: Sequence[int] = (),
         texts: TokenTexts | None = None,
+        keeps_stop: bool = False,
     ):
         self.num_tokens = 0
         self._detokenizer = Detokenizer(tokenizer, before) if tokenizer else None
-        self._matcher = StopMatcher(stop)
+        self._matcher = StopMatcher(stop, keeps_stop)
+        self._keeps_stop = keeps_stop
         self._is_plain = not stop and texts is None
         self._texts = texts
         self._waiting: list[_Waiting] = []
@@ -134,7 +140,7 @@ class TextStream:
         for position, token_id in enumerate(token_ids):
             is_last = position == last and finish_reason is not None
             is_end = is_last and finish_reason == "stop"
-            text = "" if is_end else self._detokenizer.push(token_id)
+            text = "" if is_end and not self._keeps_stop else self._detokenizer.push(token_id)
             self.num_tokens += 1
             if self._texts is not None:
                 logprob = logprobs[position] if logprobs else None
@@ -154,15 +160,15 @@ class TextStream:
         self.num_tokens += len(token_ids)
         if finish_reason is None:
             return "".join(map(detokenizer.push, token_ids))
-        return detokenizer.flush(token_ids[:-1] if finish_reason == "stop" else token_ids)
+        return detokenizer.flush(token_ids[:-1] if finish_reason == "stop" and not self._keeps_stop else token_ids)
 
     def _decide(self, detokenizer: Detokenizer, text: str, is_last: bool) -> str:
         """Take the text of the newest token, and return what can be given out now."""
         if is_last and (rest := detokenizer.flush()):
             text += rest
-            newest = next((token for token in reversed(self._waiting) if not token.is_end), None)
-            if newest is not None:
-                newest.text += rest
+            ended = [token for token in self._waiting if self._keeps_stop or not token.is_end]
+            if ended:
+                ended[-1].text += rest
         given, stopped = self._matcher.push(text)
         if is_last and not stopped:
             given += self._matcher.flush()
@@ -170,24 +176,25 @@ class TextStream:
         return given
 
     def _give_tokens(self, detokenizer: Detokenizer, is_last: bool, scored: list[ScoredToken]) -> None:
-        """Move the tokens whose text is given out to ``scored``. A stop string cuts or drops those that it is in."""
+        """Move the tokens whose text is given out to ``scored``. A stop string cuts or drops those that it is in.
+
+        A token that completes no character goes with the one that does.
+        """
         if self._texts is None:
             return
-        waiting, ends = self._waiting, is_last or self._matcher.stopped
-        decided = len(waiting)
-        if detokenizer.is_undecided and not ends:
-            while decided and not waiting[decided - 1].text:
-                decided -= 1
-        count = 0
-        while count < decided and len(waiting[count].text) <= self._num_characters:
-            self._num_characters -= len(waiting[count].text)
-            scored.append(waiting[count].scored(self._texts))
-            count += 1
-        if ends and count < len(waiting) and self._num_characters:
-            waiting[count].text = waiting[count].text[: self._num_characters]
-            scored.append(waiting[count].scored(self._texts))
-            count = len(waiting)
-        del waiting[:count]
+        waiting, stopped = self._waiting, self._matcher.stopped
+        first = 0
+        while first < len(waiting):
+            last = next((i for i in range(first, len(waiting)) if waiting[i].text), len(waiting) - 1)
+            given = waiting[last].text[: self._num_characters]
+            if not given and (stopped or (detokenizer.is_undecided and not is_last)):
+                break
+            if len(given) < len(waiting[last].text) and not stopped:
+                break
+            scored += _scored(self._texts, waiting[first : last + 1], given)
+            self._num_characters -= len(given)
+            first = last + 1
+        del waiting[: len(waiting) if stopped else first]
 
 
 def score_prompt(
@@ -197,9 +204,11 @@ def score_prompt(
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.push(token_id) for token_id in token_ids]
     pieces[-1] += detokenizer.flush()
-    scored = []
+    scored: list[ScoredToken] = []
+    waiting: list[_Waiting] = []
     for token_id, text, score in zip(token_ids, pieces, scores, strict=True):
-        logprob, likely = (None, []) if score is None else score
-        top = [(text if likely_id == token_id else texts.text(likely_id), value) for likely_id, value in likely]
-        scored.append(ScoredToken(text, logprob, top))
-    return scored
+        waiting.append(_Waiting(token_id, text, *(score or (None, []))))
+        if text:
+            scored += _scored(texts, waiting, text)
+            waiting = []
+    return scored + (_scored(texts, waiting, "") if waiting else [])

@@ -21,7 +21,8 @@ class Tokenizer(ABC):
     - ``special_ids``: all tokens without text.
     - ``chat_template``: the source of the checkpoint's chat template; ``tool_chat_template``: of that for conversations
       with tools, which may be the same.
-    - ``byte_fallback``: tokens such as ``<0xE2>`` stand for single bytes.
+    - ``byte_fallback``: tokens such as ``<0xE2>`` stand for single bytes. ``byte_level``: each character of a token as
+      the vocabulary spells it stands for a byte, in GPT-2's way.
     - ``sentinels``: the tokens that stand for missing parts of a text, in order.
     - ``target_ids``: for an encoder-decoder, the tokens after the start token with which its decoder continues a text.
     """
@@ -35,6 +36,7 @@ class Tokenizer(ABC):
     chat_template: str | None = None
     tool_chat_template: str | None = None
     byte_fallback: bool = False
+    byte_level: bool = False
     sentinels: Sequence[int] = ()
     target_ids: tuple[int, ...] = ()
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import bminf_lite
 from bminf_lite.text.checkpoint_files import load_tokenizer
-from bminf_lite.text.text_stream import NewText, ScoredToken, TextStream, TokenTexts
+from bminf_lite.text.text_stream import NewText, ScoredToken, TextStream
+from bminf_lite.text.token_bytes import TokenTexts
 
 VOCAB_SIZE = 2048
 END = 0
@@ -68,8 +69,8 @@ def test_the_chosen_token_has_its_text_among_the_most_likely():
     word = TOKENIZER.encode("Return the", add_special_tokens=False)
     new = stream.push(word, "length", [-1.0, -2.0], [[(word[0], -1.0)], [(word[1], -2.0), (word[0], -3.0)]])
     assert new.tokens == [
-        ScoredToken("Return", -1.0, [("Return", -1.0)]),
-        ScoredToken(" the", -2.0, [(" the", -2.0), ("Return", -3.0)]),
+        ScoredToken("Return", -1.0, [("Return", -1.0, b"Return")], b"Return"),
+        ScoredToken(" the", -2.0, [(" the", -2.0, b" the"), ("Return", -3.0, b"Return")], b" the"),
     ]
 
 

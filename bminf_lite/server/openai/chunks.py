@@ -114,10 +114,10 @@ def finite(logprob: float) -> float:
 
 def scored_token(token: ScoredToken) -> dict[str, Any]:
     """A token of a chat's ``logprobs``."""
-    item = _item(token.text, 0.0 if token.logprob is None else token.logprob)
-    item["top_logprobs"] = [_item(text, logprob) for text, logprob in token.top]
+    item = _item(token.text, 0.0 if token.logprob is None else token.logprob, token.bytes)
+    item["top_logprobs"] = [_item(*likely) for likely in token.top]
     return item
 
 
-def _item(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode(errors="replace"))}
+def _item(text: str, logprob: float, data: bytes) -> dict[str, Any]:
+    return {"token": text, "logprob": finite(logprob), "bytes": list(data)}

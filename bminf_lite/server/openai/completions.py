@@ -122,7 +122,7 @@ def _most_likely(token: ScoredToken) -> dict[str, float] | None:
     if token.logprob is None:
         return None
     found: dict[str, float] = {}
-    for text, logprob in (*token.top, (token.text, token.logprob)):
+    for text, logprob in (*((likely.text, likely.logprob) for likely in token.top), (token.text, token.logprob)):
         found[text] = max(finite(logprob), found.get(text, finite(logprob)))
     return found
 
