@@ -35,6 +35,8 @@ class Conversation:
     - ``parallel_calls``: the answer may call several functions.
     - ``separates_reasoning``: reasoning is no part of the answer's text.
     - ``continues_last``: the answer continues the last message, which is the assistant's.
+    - ``has_generation_prompt``: the prompt ends where an answer begins, unless it continues the last message.
+    - ``add_special_tokens``: the template's text is framed as a plain prompt is.
     """
 
     messages: Sequence[Message]
@@ -45,6 +47,8 @@ class Conversation:
     parallel_calls: bool = True
     separates_reasoning: bool = True
     continues_last: bool = False
+    has_generation_prompt: bool = True
+    add_special_tokens: bool = False
     field: str = "messages"
 
     @property
@@ -70,11 +74,14 @@ class PreparedConversation:
     reasoning_is_open: bool
     parallel_calls: bool
 
-    def answer(self, stop: Sequence[str], texts: TokenTexts | None = None) -> Answer:
-        """A new answer, which ends at one of the texts ``stop``. ``texts`` is given if log-probabilities are wanted."""
+    def answer(self, stop: Sequence[str], texts: TokenTexts | None = None, keeps_stop: bool | None = False) -> Answer:
+        """A new answer, which ends at one of the texts ``stop``, and includes it with ``keeps_stop``.
+
+        ``texts`` is given if log-probabilities are wanted.
+        """
         before = self.prompt.before_text(self.grammar is not None)
         return Answer(
-            TextStream(self.tokenizer, stop, before, texts),
+            TextStream(self.tokenizer, stop, before, texts, bool(keeps_stop)),
             ReasoningParser(self.reasoning, self.reasoning_is_open) if self.reasoning else None,
             ToolCallParser(self.tools, self.schemas, self.schemas) if self.tools else None,
             self.parallel_calls,
@@ -111,11 +118,16 @@ async def _prompt(
 ) -> tuple[EncodedPrompt, bool]:
     """The prompt, and whether the answer begins within reasoning."""
     messages, tools, continues = conversation.messages, conversation.callable_tools, conversation.continues_last
-    if server.prompts.tokenizer.chat_template is None and not tools and not continues:  # models of dialogues
+    is_plain = not tools and not continues and conversation.has_generation_prompt
+    if server.prompts.tokenizer.chat_template is None and is_plain:  # models of dialogues have no template
         return await encode(server, messages, conversation.field), False
-    variables = {**conversation.variables, "continue_final_message": continues}
+    variables = {
+        **conversation.variables,
+        "continue_final_message": continues,
+        "add_generation_prompt": conversation.has_generation_prompt,
+    }
     text = await render(server, messages, tools, conversation.field, variables)
-    encoded = await encode(server, text, conversation.field, add_special_tokens=False)
+    encoded = await encode(server, text, conversation.field, conversation.add_special_tokens)
     is_open = reasoning is not None and (
         reasoning.is_open_after(text) or (continues and reasoning.is_open_in(text_of(messages[-1])))
     )

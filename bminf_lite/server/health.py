@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 def routes(server: ServerState) -> list[Route]:
     """``/health``, ``/health/live``, ``/health/ready``, ``/version`` and ``/v1/models``."""
     started = int(time.time())
+    started_text = datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
     async def live(request: Request) -> Response:
         """200 unless the engine has failed."""
@@ -46,11 +48,14 @@ def routes(server: ServerState) -> list[Route]:
         length = server.client.info.context_length
         return {
             "id": name, "object": "model", "created": started, "owned_by": "bminf-lite", "root": server.model_name,
-            "parent": None, "max_model_len": length,
+            "parent": None, "max_model_len": length, "type": "model", "display_name": name, "created_at": started_text,
         }  # fmt: skip
 
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [model(n) for n in server.settings.served_model_names]})
+        """OpenAI's list and Anthropic's at once: their fields have different names."""
+        names = server.settings.served_model_names
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return json_response({"object": "list", "data": [model(name) for name in names], **ends})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]

@@ -263,9 +263,7 @@ def _with_mark(message: Message, mark: str) -> Message:
     if isinstance(content, str):
         return {**message, "content": content + mark}
     *before, last = content
-    is_text = isinstance(last, dict) and isinstance(last.get("text"), str)
-    ending = [{**last, "text": last["text"] + mark}] if is_text else [last, {"type": "text", "text": mark}]
-    return {**message, "content": [*before, *ending]}
+    return {**message, "content": [*before, {**last, "text": last["text"] + mark}]}
 
 
 def is_batch(prompt: Any) -> bool:

@@ -194,6 +194,12 @@ def test_anthropic_messages(anthropic):
         assert stream.get_final_message().usage.output_tokens == 8
 
 
+def test_anthropic_models(anthropic):
+    (model,) = anthropic.models.list()
+    assert model.type == "model" and model.display_name == model.id and model.created_at.year >= 2026
+    assert anthropic.models.retrieve(model.id) == model
+
+
 def test_anthropic_tools(anthropic):
     tool = {"name": "weather", "description": "The weather", "input_schema": WEATHER}
     options = {

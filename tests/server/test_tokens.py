@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import api_kit
@@ -60,6 +61,10 @@ def test_models(fake: LiveServer):
     answer = fake.http.get("/v1/models").json()
     assert answer["object"] == "list" and answer["data"][0]["id"] == NAME
     assert answer["data"][0]["max_model_len"] == 1024
+    assert answer["data"][0]["type"] == "model" and answer["data"][0]["display_name"] == NAME  # Anthropic's
+    created = datetime.fromisoformat(answer["data"][0]["created_at"])
+    assert created.timestamp() == answer["data"][0]["created"] and created.tzinfo is not None
+    assert (answer["has_more"], answer["first_id"], answer["last_id"]) == (False, NAME, NAME)
     assert fake.http.get(f"/v1/models/{NAME}").json() == answer["data"][0]
     assert fake.http.get("/v1/models/other").status_code == 404
 

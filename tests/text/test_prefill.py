@@ -95,8 +95,7 @@ def test_content_in_parts():
     parts = [{"type": "text", "text": "end"}, {"type": "text", "text": "the end "}]
     prompts = encoder(source)
     assert prompts.render([answer(parts)], continue_final_message=True) == "<assistant>[end][the end "
-    others = [{"type": "image"}]
-    assert prompts.render([answer(others)], continue_final_message=True) == "<assistant>[]["
+    assert prompts.render([answer([])], continue_final_message=True) == "<assistant>["
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -
         body.parallel_tool_calls is not False,
         body.separate_reasoning is not False,
         bool(body.continue_final_message),
+        body.add_generation_prompt is not False,
+        bool(body.add_special_tokens),
     )
     prepared = await prepare(server, conversation, record.client)
     request = generation_request(
@@ -63,7 +65,7 @@ class _Chat:
         self._body = body
         self._prepared = prepared
         texts = server.token_texts if body.logprobs else None
-        self._answers = [prepared.answer(body.stop, texts) for _ in range(body.n or 1)]
+        self._answers = [prepared.answer(body.stop, texts, body.include_stop_str_in_output) for _ in range(body.n or 1)]
         self._shows_reasoning = body.include_reasoning is not False
         self._head = head("chatcmpl", "chat.completion", body.model or server.model_name)
 

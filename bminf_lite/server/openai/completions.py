@@ -71,9 +71,9 @@ class _Choice:
 
     def __init__(self, completions: _Completions, prompt: EncodedPrompt, echo: str):
         body, tokenizer = completions.body, completions.tokenizer
-        self.completion = TextStream(
-            tokenizer, body.stop, prompt.before_text(completions.has_grammar), completions.texts
-        )
+        before = prompt.before_text(completions.has_grammar)
+        keeps_stop = bool(body.include_stop_str_in_output)
+        self.completion = TextStream(tokenizer, body.stop, before, completions.texts, keeps_stop)
         self.is_empty = body.max_tokens == 0
         self.finish_reason: str | None = None
         self.num_cached = 0

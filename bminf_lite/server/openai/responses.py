@@ -186,7 +186,8 @@ class _Response:
         self.generation = generation
         self._body = body
         self._prepared = prepared
-        self._answer = prepared.answer((), server.token_texts if body.wants_logprobs else None)
+        texts = server.token_texts if body.wants_logprobs else None
+        self._answer = prepared.answer((), texts, body.include_stop_str_in_output)
         self._items = _Items(prepared, body.wants_logprobs)
         self._head = {
             "id": f"resp_{secrets.token_hex(16)}",
@@ -203,7 +204,7 @@ class _Response:
             "store": False,
             "temperature": params.temperature,
             "text": {"format": _format(body)},
-            "tool_choice": _dump(body.tool_choice) if body.tool_choice is not None else body.choice.mode,
+            "tool_choice": "auto" if body.tool_choice is None else _dump(body.tool_choice),
             "tools": [_dump(tool) for tool in body.functions],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,

@@ -12,7 +12,7 @@ from ...grammar import Structure
 from .base import Body, invalid, one_of, option
 from .chat import ToolChoice, check_template_variables, check_tool_choice
 from .messages import FunctionName, Parameters
-from .sampling import SamplingFields, Stops, is_schema
+from .sampling import SamplingFields, SchemaField, Stops, format_structure
 
 
 class TextBlock(Body):
@@ -191,7 +191,13 @@ class OutputFormat(Body):
     """A JSON schema that the answer must have."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[Any, one_of(is_schema, wanted="a JSON schema, which is an object"), Field(alias="schema")]
+    schema_: SchemaField
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> OutputFormat:
+        if self.schema_ is None:
+            raise invalid("the type json_schema needs a schema")
+        return self
 
 
 class OutputConfig(Body):
@@ -201,7 +207,10 @@ class OutputConfig(Body):
 
 
 class MessagesBody(SamplingFields):
-    """See https://docs.anthropic.com/en/api/messages. The model may have any name."""
+    """See https://docs.anthropic.com/en/api/messages. The model may have any name.
+
+    ``output_format`` is the name of ``output_config.format`` in the beta of structured outputs.
+    """
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
@@ -210,6 +219,7 @@ class MessagesBody(SamplingFields):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -236,8 +246,16 @@ class MessagesBody(SamplingFields):
     @property
     def structures(self) -> list[Structure]:
         """The structure that the answer must have: none or one."""
-        form = None if self.output_config is None else self.output_config.format
-        return [] if form is None else [Structure("output_config.format.schema", "json_schema", form.schema_)]
+        formats = {
+            "output_config.format": None if self.output_config is None else self.output_config.format,
+            "output_format": self.output_format,
+        }
+        return [
+            structure
+            for field, form in formats.items()
+            if form is not None
+            for structure in format_structure(field, form.type, None, form.schema_)
+        ]
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -168,11 +168,11 @@ def option(name: str, field: str | None = None) -> AfterValidator:
     return AfterValidator(check)
 
 
-def refused(reason: str) -> BeforeValidator:
-    """Refuse a field, with the reason or what to do instead."""
+def refused(reason: str, *neutral: Any) -> BeforeValidator:
+    """Refuse a field, with the reason or what to do instead, unless its value is one of ``neutral``."""
 
     def check(value: Any) -> Any:
-        if value is not None:
+        if value is not None and value not in neutral:
             raise invalid(reason)
         return value
 

@@ -110,9 +110,11 @@ def check_template_variables(variables: dict[str, Any] | None) -> None:
 class ChatBody(SamplingFields, StructureFields):
     """See https://platform.openai.com/docs/api-reference/chat/create.
 
-    Of vLLM and SGLang: ``chat_template_kwargs`` are variables of the chat template, ``continue_final_message``
-    continues the last message, ``separate_reasoning`` (true by default) takes reasoning out of the content, and without
-    ``include_reasoning`` (true by default) the response has none. ``reasoning_effort`` is a variable of the template.
+    Of vLLM and SGLang: ``chat_template_kwargs`` are variables of the chat template, and so are ``documents``;
+    ``continue_final_message`` continues the last message, and without ``add_generation_prompt`` (true by default) the
+    prompt ends with it; ``add_special_tokens`` frames the template's text as a plain prompt. ``separate_reasoning``
+    (true by default) takes reasoning out of the content, and without ``include_reasoning`` (true by default) the
+    response has none. ``reasoning_effort`` is a variable of the template.
     """
 
     model: str | None = None
@@ -133,6 +135,14 @@ class ChatBody(SamplingFields, StructureFields):
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    echo: Annotated[Any, refused("is not supported here: /v1/completions has it", False)] = None
+    best_of: Annotated[Any, refused("is not supported here: /v1/completions has it", 1)] = None
+    modalities: Annotated[Any, refused("only text is supported", ["text"])] = None
+    audio: Annotated[Any, refused("only text is supported")] = None
+    web_search_options: Annotated[Any, refused("is not supported: the server searches nothing")] = None
     chat_template: Annotated[Any, refused(TEMPLATE_REFUSED)] = None
     functions: Annotated[Any, refused("functions is not supported: use tools")] = None
     function_call: Annotated[Any, refused("function_call is not supported: use tool_choice")] = None
@@ -143,6 +153,8 @@ class ChatBody(SamplingFields, StructureFields):
             raise invalid("top_logprobs needs logprobs to be true")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise invalid("continue_final_message needs a last message of the assistant")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid("add_generation_prompt and continue_final_message are true, but exclude each other")
         check_template_variables(self.chat_template_kwargs)
         check_tool_choice(self.choice, [tool.function.name for tool in self.tools or []])
         return self
@@ -151,7 +163,8 @@ class ChatBody(SamplingFields, StructureFields):
     def template_variables(self) -> dict[str, object]:
         """The variables of the chat template that the request sets."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
+        documents = {} if self.documents is None else {"documents": self.documents}
+        return {**effort, **documents, **(self.chat_template_kwargs or {})}
 
     @property
     def choice(self) -> ToolChoice:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Tag, model_validator
 
 from ...grammar import Structure
-from .base import Body, invalid, one_of, option, refused
+from .base import Body, invalid, option, refused
 from .chat import NamedFunction, ToolChoice, Word, check_template_variables, check_tool_choice, kind_of_choice
 from .messages import Content, FunctionName, Parameters, plain_content
-from .sampling import SamplingFields, is_schema
+from .sampling import SamplingFields, SchemaField, format_structure
 
 STATELESS = "this server keeps no responses: set store to false and send the whole conversation as the input"
 
@@ -138,13 +138,15 @@ class TextFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: Annotated[Any, one_of(is_schema, wanted="a JSON schema, which is an object"), Field(alias="schema")] = None
+    schema_: SchemaField = None
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> TextFormat:
         if self.type == "json_schema" and self.schema_ is None:
             raise invalid("the type json_schema needs a schema")
+        if self.type == "text" and self.schema_ is not None:
+            raise invalid("a schema needs the type json_schema or json_object")
         return self
 
 
@@ -217,10 +219,7 @@ class ResponsesBody(SamplingFields):
     def structures(self) -> list[Structure]:
         """The structure that the text must have: none or one."""
         form = None if self.text is None else self.text.format
-        if form is None or form.type == "text":
-            return []
-        field = "text.format" if form.type == "json_object" else "text.format.schema"
-        return [Structure(field, form.type, True if form.type == "json_object" else form.schema_)]
+        return [] if form is None else format_structure("text.format", form.type, None, form.schema_)
 
     @property
     def messages(self) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ...grammar import Structure
 from .base import Body, invalid, is_text, one_of, option, refused
+from .unsupported import UnsupportedFields
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
@@ -50,10 +51,11 @@ def _stops(value: Any) -> Any:
 Stops = Annotated[list[str], BeforeValidator(_stops)]
 
 
-class SamplingFields(Body):
+class SamplingFields(UnsupportedFields):
     """The engine's sampling parameters under OpenAI's and vLLM's names; ``None`` is the checkpoint's default.
 
-    ``deadline``: seconds after which a completion ends. ``stop_token_ids``: tokens that end it and have no text.
+    ``deadline``: seconds after which a completion ends. ``stop_token_ids``: tokens that end it. What ends a completion
+    is part of its text only with ``include_stop_str_in_output``.
     """
 
     temperature: Annotated[float | None, option("temperature")] = None
@@ -71,6 +73,7 @@ class SamplingFields(Body):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     deadline: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
+    include_stop_str_in_output: bool | None = None
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -101,17 +104,44 @@ class JsonSchemaFormat(Body):
     schema_: Annotated[Any, one_of(is_schema, wanted="a JSON schema, which is an object"), Field(alias="schema")]
 
 
+SchemaField = Annotated[Any, one_of(is_schema, wanted="a JSON schema, which is an object"), Field(alias="schema")]
+
+
+def format_structure(field: str, kind: str, nested: Any, schema: Any) -> list[Structure]:
+    """What a format of the type ``kind`` asks for: none or one structure.
+
+    ``nested`` is the schema in its ``json_schema``, ``schema`` the one beside its type. llama.cpp, Together and
+    Fireworks take the latter for the type ``json_object`` too.
+    """
+    if nested is not None:
+        return [Structure(f"{field}.json_schema.schema", "json_schema", nested)]
+    if schema is not None:
+        return [Structure(f"{field}.schema", "json_schema", schema)]
+    return [Structure(field, "json_object", True)] if kind == "json_object" else []
+
+
 class ResponseFormat(Body):
     """``text``, ``json_object``, or ``json_schema`` with a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: SchemaField = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise invalid("the type json_schema needs a json_schema with a schema")
+        if self.json_schema is not None and (self.type != "json_schema" or self.schema_ is not None):
+            raise invalid("a json_schema needs the type json_schema, and no other schema beside it")
+        if self.type == "text" and self.schema_ is not None:
+            raise invalid("a schema needs the type json_schema or json_object")
         return self
+
+    @property
+    def structures(self) -> list[Structure]:
+        """What it asks for: none or one structure."""
+        nested = None if self.json_schema is None else self.json_schema.schema_
+        return format_structure("response_format", self.type, nested, self.schema_)
 
 
 class StructuredOutputs(Body):
@@ -124,6 +154,11 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     structural_tag: Annotated[
         Any, refused("structural_tag is not supported: use json, regex, choice, grammar or json_object")
+    ] = None
+    whitespace_pattern: Annotated[Any, refused("is not supported: white space in JSON is limited anyway")] = None
+    disable_any_whitespace: Annotated[Any, refused("is not supported: JSON may have some white space", False)] = None
+    disable_additional_properties: Annotated[
+        Any, refused("is not supported: say additionalProperties in the schema", False)
     ] = None
 
     @model_validator(mode="after")
@@ -151,12 +186,8 @@ class StructureFields(Body):
     def structures(self) -> list[Structure]:
         """The structures that the fields ask for; more than one is an error."""
         vllm = self.structured_outputs or _NO_STRUCTURE
-        form = self.response_format
-        schema = None if form is None or form.json_schema is None else form.json_schema.schema_
-        is_object = form is not None and form.type == "json_object"
         found = [
-            Structure("response_format", "json_object", is_object or None),
-            Structure("response_format.json_schema.schema", "json_schema", schema),
+            *([] if self.response_format is None else self.response_format.structures),
             Structure("structured_outputs.json_object", "json_object", vllm.json_object or None),
             Structure("structured_outputs.json", "json_schema", vllm.json_),
             Structure("structured_outputs.regex", "regex", vllm.regex),

@@ -43,6 +43,10 @@ class DetokenizeBody(Body):
 class FillBlankBody(SamplingFields):
     """A text with ``<span>`` for each blank."""
 
+    include_stop_str_in_output: Annotated[Any, refused("is not supported: a blank ends where the next one begins")] = (
+        None
+    )
+
     model: str | None = None
     text: str
     max_tokens: Annotated[int | None, option("max_new_tokens", "max_tokens")] = None
