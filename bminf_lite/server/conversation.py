@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UsageError
 from ..grammar import Grammar, Structure
 from ..grammar.value import specification
-from ..text.chat_template import Message
+from ..text.chat_template import Message, content_text
 from ..text.lark import TokenId, after_reasoning, no_token
 from ..text.prompts import EncodedPrompt
 from ..text.reasoning import ReasoningFormat, ReasoningParser, find_reasoning_format
@@ -129,7 +129,7 @@ async def _prompt(
     text = await render(server, messages, tools, conversation.field, variables)
     encoded = await encode(server, text, conversation.field, conversation.add_special_tokens)
     is_open = reasoning is not None and (
-        reasoning.is_open_after(text) or (continues and reasoning.is_open_in(text_of(messages[-1])))
+        reasoning.is_open_after(text) or (continues and reasoning.is_open_in(content_text(messages[-1])))
     )
     return replace(encoded, continues=continues), is_open
 
@@ -183,9 +183,3 @@ def _nested(grammar: Grammar) -> str:
     parts = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
     schema, lark = parts.get("json_schema"), parts.get("lark_grammar")
     return f"%lark {{\n{lark}\n}}" if schema is None else f"%json {json.dumps(schema)}"
-
-
-def text_of(message: Message) -> str:
-    """The text of a message's content, which is a text or a list of parts of text."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
