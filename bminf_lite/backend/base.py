@@ -27,19 +27,12 @@ from .blas_threads import blas_threads
 from .calibration import CalibrationOps
 from .communicator import Communicator, OneRank
 from .functions import ACTIVATIONS, normalise, rotate, silently, soft_capped, softmax, stored
-from .quantization import (
-    HostWeight,
-    OutlierColumns,
-    int8_parts,
-    quantize_heads,
-    quantize_rows,
-    stack_biases,
-    stack_outliers,
-)
+from .quantization import HostWeight, int8_parts, quantize_heads, quantize_rows, stack_biases, stack_outliers
 from .rotation import rotated
 from .sampling import SamplerState, score
 from .sampling import sample as sample_tokens
-from .values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement
+from .side_products import Adapter, SideProduct, added
+from .values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement, ProductEpilogue
 
 T = TypeVar("T")
 
@@ -52,8 +45,8 @@ class Weight:
     """A weight matrix ``[out, in]`` on the device.
 
     ``values`` holds fp32 weights, or int8 codes as fp32 numbers (exact, and BLAS multiplies them) with ``scale`` fp32
-    ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``. ``outliers`` are input
-    columns of an int8 weight that stay float. ``rotation`` is the block of its inputs' transform, see :mod:`.rotation`.
+    ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``. ``side_products`` are added
+    to its product. ``rotation`` is the block of its inputs' transform, see :mod:`.rotation`.
 
     The columns are ``groups`` equal runs. A product is the sum of the products of the groups, in their order in fp32,
     and dynamic activations have a scale per token and group. Under tensor parallelism a rank holds one group of a
@@ -64,7 +57,7 @@ class Weight:
     scale: np.ndarray | None
     bias: np.ndarray | None
     dynamic: bool
-    outliers: OutlierColumns | None = None
+    side_products: tuple[SideProduct, ...] = ()
     rotation: int = 1
     groups: int = 1
 
@@ -73,9 +66,10 @@ class Weight:
         return self.values.shape
 
     def columns(self, columns: slice) -> Weight:
-        """Some columns, without a bias, for inputs that are rotated already."""
-        outliers = None if self.outliers is None else self.outliers.within(columns)
-        return Weight(self.values[:, columns], self.scale, None, self.dynamic, outliers)
+        """Some columns, without a bias; they divide no block of the rotation."""
+        found = (side.within(columns) for side in self.side_products)
+        side_products = tuple(side for side in found if side is not None)
+        return Weight(self.values[:, columns], self.scale, None, self.dynamic, side_products, self.rotation)
 
     @property
     def nbytes(self) -> int:
@@ -199,10 +193,21 @@ class Backend:
         if quantized := int8_parts(parts):
             codes = np.concatenate([p.codes for p in quantized]).astype(np.float32)
             scale = np.concatenate([p.scale.astype(np.float32) for p in quantized])
-            first = quantized[0]
-            return Weight(codes, scale, bias, first.dynamic, stack_outliers(quantized), first.rotation)
+            first, outliers = quantized[0], stack_outliers(quantized)
+            side_products = () if outliers is None else (outliers,)
+            return Weight(codes, scale, bias, first.dynamic, side_products, first.rotation)
         values = np.concatenate([self._round(np.asarray(p).astype(np.float32)) for p in parts])
         return Weight(values.astype(np.float32), None, bias, False)
+
+    @silently
+    def adapted(self, weight: Weight, adapter: Adapter) -> Weight:
+        """``weight`` with one more side product, ``adapter`` rounded to the activation type. They share the matrix.
+
+        Raises ``ValueError`` if the adapter's shapes do not fit the weight's.
+        """
+        adapter.check(weight.shape)
+        a, b = (self._round(np.asarray(x).astype(np.float32)).astype(np.float32) for x in (adapter.a, adapter.b))
+        return replace(weight, side_products=(*weight.side_products, Adapter(a, b, adapter.scale)))
 
     @silently
     def table(self, values: np.ndarray) -> Array:
@@ -274,29 +279,57 @@ class Backend:
         """The exact product ``x @ w.T`` of int8 codes: ``[T, K]``, ``[N, K]`` -> int32 ``[T, N]``; K up to 131,071."""
         return exact_int_matmul(x.astype(np.float32), w.astype(np.float32)).astype(np.int32)
 
-    def linear(self, x: Array, weight: Weight, fp32: bool = False, out: Array = None) -> Array:
-        """``x @ weight.T + bias``: ``[T, in]`` -> ``[T, out]`` in the activation type, or in ``fp32``.
-
-        For an int8 weight with dynamic activations, ``x`` is quantized per token and ``y = s_x * (s_w * fp32(acc))`` in
-        fp32; then the bias is added and the result rounded. For an int8 weight without, ``y = s_w * sum(code * x)``.
-        The inputs of outlier columns count as zeros in both. The product of those columns, in the activation type and
-        summed in fp32, is added before the bias. An int8 weight may have a rotation: then ``x`` is first transformed as
-        :func:`.rotation.rotated` says, and for float activations rounded to the activation type.
-
-        The result is written to ``out`` if given, of that shape and type. ``out`` may be ``x`` if the weight is square,
-        because the product reads a copy of ``x`` in int8.
-        """
-        y = self._matmul(x, weight)
-        return stored(y if fp32 else self._round(y), out)
-
     @silently
-    def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:
+    def product(
+        self,
+        x: Array,
+        weight: Weight,
+        epilogue: ProductEpilogue = ProductEpilogue.STORE,
+        activation: str | None = None,
+        target: Array = None,
+    ) -> Array:
+        """``epilogue`` of ``x @ weight.T``: ``[T, in]`` -> ``[T, out]``, or ``[T, out / 2]`` of a gate.
+
+        The product with the matrix comes in fp32. For an int8 weight with dynamic activations, ``x`` is quantized per
+        token and ``y = s_x * (s_w * fp32(acc))``. For an int8 weight without, ``y = s_w * sum(code * x)``. An int8
+        weight may have a rotation: then ``x`` is first transformed as :func:`.rotation.rotated` says, and for float
+        activations rounded to the activation type. The weight's side products are added to it (:mod:`.side_products`),
+        and then the bias. :class:`ProductEpilogue` says what becomes of the sum.
+
+        ``activation`` names the function of ``GATE`` and ``ACTIVATE``, one of :data:`ACTIVATIONS`. ``target`` is the
+        residual stream of ``ADD``, fp32 ``[T, out]``, which may be overwritten with the result. A stored product is
+        written to ``target`` if given, of its shape and type.
+        """
+        y = self._sums(x, weight)
+        if epilogue is ProductEpilogue.STORE_FP32:
+            return stored(y, target)
+        y = self._round(y)
+        if epilogue is ProductEpilogue.STORE:
+            return stored(y, target)
+        if epilogue is ProductEpilogue.ADD:
+            target += y
+            return target
+        assert activation is not None
+        function, y = ACTIVATIONS[activation], y.astype(np.float32)
+        if epilogue is ProductEpilogue.ACTIVATE:
+            return self._round(function(y))
+        gate, up = np.split(y, 2, axis=-1)
+        return self._round(function(gate) * up)
+
+    def linear(self, x: Array, weight: Any, fp32: bool = False, out: Array = None) -> Array:
+        """``x @ weight.T + bias``, see :meth:`product`: ``[T, in]`` -> ``[T, out]`` in the activation type, or fp32.
+
+        ``weight`` is this backend's, here and in the operations that follow, which are products under other names.
+        The result is written to ``out`` if given, of that shape and type. ``out`` may be ``x`` if the weight is square.
+        """
+        return self.product(x, weight, ProductEpilogue.STORE_FP32 if fp32 else ProductEpilogue.STORE, target=out)
+
+    def linear_add(self, x: Array, weight: Any, residual: Array) -> Array:
         """``residual + linear(x, weight)``, fp32 ``[T, out]``.
 
         ``residual`` may be overwritten with the result, and ``x`` with the product if the weight is square.
         """
-        residual += self.linear(x, weight)
-        return residual
+        return self.product(x, weight, ProductEpilogue.ADD, target=residual)
 
     @silently
     def all_reduce_add(self, partial: Array, bias: Array = None, residual: Array = None) -> Array:
@@ -314,21 +347,19 @@ class Backend:
         residual += self._round(y)
         return residual
 
-    @silently
-    def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:
+    def gated_linear(self, x: Array, weight: Any, activation: str) -> Array:
         """``f(gate) * up`` where ``[gate, up] = linear(x, weight)``: ``[T, in]`` -> ``[T, out / 2]``.
 
         ``activation`` names ``f``, one of :data:`ACTIVATIONS`, which is computed in fp32.
         """
-        gate, up = np.split(self.linear(x, weight).astype(np.float32), 2, axis=-1)
-        return self._round(ACTIVATIONS[activation](gate) * up)
+        return self.product(x, weight, ProductEpilogue.GATE, activation)
 
-    def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:
+    def activated_linear(self, x: Array, weight: Any, activation: str) -> Array:
         """``f(linear(x, weight))``: ``[T, in]`` -> ``[T, out]``.
 
         ``activation`` names ``f``, one of :data:`ACTIVATIONS`, which is computed in fp32.
         """
-        return self._round(ACTIVATIONS[activation](self.linear(x, weight).astype(np.float32)))
+        return self.product(x, weight, ProductEpilogue.ACTIVATE, activation)
 
     # -- around the products --------------------------------------------------------------------------------------
 
@@ -528,28 +559,29 @@ class Backend:
         )  # fmt: skip
 
     @silently
-    def _matmul(self, x: Array, weight: Weight) -> Array:
-        if weight.rotation > 1:
-            x = rotated(x, weight.rotation)
+    def _sums(self, x: Array, weight: Weight) -> Array:
+        """``x @ weight.T`` with its side products and its bias, fp32 ``[T, out]``."""
         if weight.groups == 1:
-            y = self._product(x, weight)
+            y = self._columns_product(x, weight)
         else:
             width = weight.shape[1] // weight.groups
             groups = [slice(g * width, (g + 1) * width) for g in range(weight.groups)]
-            y = reduce(add, (self._product(x[:, group], weight.columns(group)) for group in groups))
+            y = reduce(add, (self._columns_product(x[:, group], weight.columns(group)) for group in groups))
         return y if weight.bias is None else y + weight.bias
 
-    def _product(self, x: Array, weight: Weight) -> Array:
-        """The product of one group of columns, without rotation and bias."""
-        if weight.outliers is None:
-            return self._matmul_without_outliers(x, weight)
-        index = weight.outliers.index
-        kept = self._round(x[:, index]).astype(np.float32) @ weight.outliers.values.T
-        rest = np.array(x)
-        rest[:, index] = 0
-        return self._matmul_without_outliers(rest, weight) + kept
+    def _columns_product(self, x: Array, weight: Weight) -> Array:
+        """The product of one group of columns with its side products."""
+        rest = x
+        for side in weight.side_products:
+            rest = side.remaining(rest)
+        y = self._matrix_product(rest, weight)
+        for side in weight.side_products:
+            y = added(y, side.inputs(x, self._round).astype(np.float32) @ side.values.T)
+        return y
 
-    def _matmul_without_outliers(self, x: Array, weight: Weight) -> Array:
+    def _matrix_product(self, x: Array, weight: Weight) -> Array:
+        if weight.rotation > 1:
+            x = rotated(x, weight.rotation)
         with blas_threads.for_product(x.shape[0], *weight.values.T.shape):
             if weight.scale is None:
                 return x.astype(np.float32) @ weight.values.T

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .side_products import OutlierColumns as OutlierColumns
+
 FP16_SMALLEST_NORMAL = float(np.finfo(np.float16).tiny)
 FP16_LARGEST = float(np.finfo(np.float16).max)
 CODE_MAX = 127
@@ -20,24 +22,6 @@ LARGEST_HEAD_SCALE = np.float16(515.5)
 """The largest scale of a head of the cache: 127 times the next larger fp16 number is infinite in fp16."""
 BLOCK_ELEMENTS = 1 << 18
 """1 MiB of fp32: a block, its ratios and its codes together fit the L2 cache of a core."""
-
-
-@dataclass(frozen=True)
-class OutlierColumns:
-    """Input columns of an int8 weight that stay fp16, because their large inputs would cost the others precision.
-
-    ``index`` is int32 ``[n]``, ascending; ``values`` is fp16 ``[out, n]``. The weight's codes are zero there.
-    """
-
-    index: np.ndarray
-    values: np.ndarray
-
-    def within(self, columns: slice) -> OutlierColumns | None:
-        """Those of some columns of the weight, counted from the first of these; None if there are none."""
-        found = (self.index >= columns.start) & (self.index < columns.stop)
-        if not found.any():
-            return None
-        return OutlierColumns(self.index[found] - np.int32(columns.start), self.values[:, found])
 
 
 @dataclass(frozen=True)

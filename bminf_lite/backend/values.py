@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,21 @@ SEGMENT = 1024
 """Keys of a segment, within which attention sums in one order; segments are merged in order of position."""
 NULL_BLOCK = 0
 """The block that no sequence owns. Tables name it where a sequence has no block."""
+
+
+class ProductEpilogue(Enum):
+    """What becomes of a product ``y``, fp32 ``[T, out]`` with its bias.
+
+    ``STORE`` rounds it to the activation type, ``STORE_FP32`` does not. The others round it first: ``ADD`` adds it to
+    the residual stream in fp32; ``GATE`` gives ``f(gate) * up`` of its halves ``[gate, up]``; ``ACTIVATE`` gives
+    ``f(y)``. ``f`` is computed in fp32, and its result is rounded.
+    """
+
+    STORE = "store"
+    STORE_FP32 = "store fp32"
+    ADD = "add"
+    GATE = "gate"
+    ACTIVATE = "activate"
 
 
 @dataclass

@@ -42,6 +42,12 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
         64 * FP32, FP16 + 2 * FP32,
         "products of fp16 numbers are exact in fp32; sums as above; one rounding to fp16", FP16_FLOOR,
     ),
+    ("adapter", np.float32): Tolerance(64 * FP32, 2 * FP32, "two sums as in linear, the first scaled; additions"),
+    ("adapter", np.float16): Tolerance(
+        FP16 + 64 * FP32, 2 * FP32,
+        "a last bit of fp32 may round an input of the second sum the other way to fp16; sums and additions as above",
+        FP16_FLOOR,
+    ),
     ("linear_add", np.float32): Tolerance(64 * FP32, 2 * FP32, "the product as in linear, and one addition"),
     ("linear_add", np.float16): Tolerance(
         64 * FP32, FP16 + 2 * FP32,

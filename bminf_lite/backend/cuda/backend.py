@@ -1,9 +1,8 @@
 """One NVIDIA GPU: the operations of :mod:`bminf_lite.backend.base`, each by kernels whose results must equal it.
 
-Work goes to one stream, and memory comes from one arena. A step with a single token uses gemv kernels, which normalise
-and quantize their input. Products of a few rows, or of many if the GPU has a kernel for them, have a fused epilogue.
-cublasLt computes all other products into int32 sums, and one kernel between two products reads the sums of the first
-and writes the codes for the second. For that, an operation may return a deferred value (see :mod:`.deferred`).
+Work goes to one stream, and memory comes from one arena. :mod:`.products` chooses the kernel of a product. Some leave
+int32 sums, which the kernel before the next product reads while it writes the codes for that. For this an operation may
+return a deferred value (see :mod:`.deferred`).
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ from typing import Any, TypeVar
 import cupy as cp
 import numpy as np
 
-from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, is_padded, pitch_of, round_up
+from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, pitch_of, round_up
 from ...cuda.kernels.attention.heads import head_pitch_of
-from ...cuda.kernels.constants import ACTIVATIONS, AttentionMask, Epilogue
+from ...cuda.kernels.constants import AttentionMask, Epilogue
 from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
 from ...cuda.kernels.gemm.fgemm import FloatGemm
 from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.gemm.plans import kinds_for, row_major_first
-from ...cuda.kernels.gemv import gemv
-from ...cuda.kernels.rowwise.rows import ROW
 from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
@@ -35,25 +32,20 @@ from ..base import Backend
 from ..calibration import CalibrationOps
 from ..quantization import HostWeight
 from ..sampling import MAX_LOGPROBS, SamplerState
-from ..values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
+from ..side_products import Adapter
+from ..values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm, ProductEpilogue
 from .arrays import Arrays, ZeroedScratch
 from .attention import AttentionLaunches
 from .calibration import CudaCalibrationOps
-from .deferred import (
-    DeferredGate,
-    DeferredMatmul,
-    DeferredNorm,
-    NormAddend,
-    QuantizedActivations,
-    ResidualStream,
-    Weight,
-    row_source,
-)
+from .deferred import DeferredNorm, NormAddend, QuantizedActivations, ResidualStream, Weight
+from .float_products import FloatGemmProducts, GemvFloatProducts
 from .fused import FusedGemms
 from .graph_capture import CapturedGraph, GraphMemory
+from .int8_products import FusedProducts, GemvProducts, InputCodes, SumProducts
 from .kernels import Kernels
 from .layer_caches import LayerCaches, copies_of_blocks
-from .materialize import STALE, Materializer
+from .materialize import Materializer
+from .products import Product, ProductResults, Products
 from .weight_loader import Loader
 
 T = TypeVar("T")
@@ -74,8 +66,14 @@ SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 """Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
 WRITE_KERNEL_MAX_BYTES = 64 << 10
 """Up to so many bytes a kernel reads them from host memory: other work is not delayed by a turn of the copy engine."""
-GEMV_FLOAT_MAX_ROWS = 4
-"""Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
+KERNEL_EPILOGUES = {
+    ProductEpilogue.STORE: Epilogue.TO_HALF,
+    ProductEpilogue.STORE_FP32: Epilogue.TO_FLOAT,
+    ProductEpilogue.ADD: Epilogue.ADD,
+    ProductEpilogue.GATE: Epilogue.GATED,
+    ProductEpilogue.ACTIVATE: Epilogue.ACTIVATED,
+}
+"""The epilogues of kernels that store activations in fp16."""
 
 
 class CudaBackend(Backend):
@@ -103,6 +101,7 @@ class CudaBackend(Backend):
             )
             self.float_gemm = FloatGemm(matmul_context)
         self.fused = FusedGemms(self.int8_gemm, self.arrays)
+        self.products = self._products()
         self.loader = Loader(self.arena, self.arrays, self.kernels, self.int8_gemm)
         self.graph_memory = GraphMemory(self.arena)
         self.scratch = ZeroedScratch(self.arrays, self.arena)
@@ -110,6 +109,19 @@ class CudaBackend(Backend):
         self.launches = AttentionLaunches(self.arrays, self.kernels, self.materializer, self.scratch, self.arena.limit)
         self._copies = cp.cuda.Stream(non_blocking=True)  # of write_for_sampler, beside a model that computes
         self._sampled = cp.cuda.Event(disable_timing=True)  # behind the last sampler, which may read what is copied
+
+    def _products(self) -> Products:
+        """The kernels of products: the first that supports a product computes it."""
+        results = ProductResults(self.materializer)
+        codes = InputCodes(self.materializer, in_one_block=self.fused.scaled_gemm.supported)
+        kernels = (
+            GemvProducts(results),
+            FusedProducts(results, codes, self.fused),
+            SumProducts(results, codes),
+            GemvFloatProducts(results),
+            FloatGemmProducts(results, self.float_gemm),
+        )
+        return Products(results, kernels)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -191,6 +203,9 @@ class CudaBackend(Backend):
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:  # type: ignore[override]
         return self.loader.weight(parts, biases)
 
+    def adapted(self, weight: Weight, adapter: Adapter) -> Weight:  # type: ignore[override]
+        return self.loader.adapted(weight, adapter)
+
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         return self.loader.blocks(build, count, self.placement)
 
@@ -231,63 +246,22 @@ class CudaBackend(Backend):
         with self.arrays.current():
             return self.int8_gemm.matmul(x, w, transpose_b=True)
 
-    def linear(self, x: Array, weight: Weight, fp32: bool = False, out: Array = None) -> Array:  # type: ignore[override]
-        if out is not None:
-            return self._linear_into(x, weight, out)
-        if weight.outliers is not None:
-            return self._with_outliers(x, weight, np.float32 if fp32 else np.float16)
-        if self._uses_gemv(x, weight) and not (fp32 and weight.is_half):
-            out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
-            self._gemv(x, weight, out, Epilogue.TO_FLOAT if fp32 else Epilogue.TO_HALF)
-            return out
-        if weight.plan is None:
-            out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
-            return self._float_matmul(x, weight, out)
-        codes = self._codes(x, weight)
-        epilogue = Epilogue.TO_FLOAT if fp32 else Epilogue.TO_HALF
-        if self.fused.supports(codes, weight, epilogue):
-            out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
-            self.fused.multiply(codes, weight, out, epilogue)
-            return out
-        product = self._int8_matmul(codes, weight)
-        return self.materializer.dequantize(product, np.float32) if fp32 else product
-
-    def _linear_into(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
-        """``linear`` into an existing array. It may be ``x``, because ``out`` is written after ``x`` was read."""
-        assert out.shape == (x.shape[0], weight.out_features)
-        if self._uses_gemv(x, weight) or weight.outliers is not None or not is_padded(out):
-            with self.arrays.current():
-                out[...] = self.materializer.materialize(self.linear(x, weight, fp32=out.dtype == np.float32))
-        elif weight.plan is None:
-            self._float_matmul(x, weight, out)
-        else:
-            codes, epilogue = self._codes(x, weight), Epilogue.TO_FLOAT if out.dtype == np.float32 else Epilogue.TO_HALF
-            if self.fused.supports(codes, weight, epilogue):
-                self.fused.multiply(codes, weight, out, epilogue)
-            else:
-                product = self._int8_matmul(codes, weight)
-                self.materializer.write_product(product, out)
-        return out
-
-    def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
-        target, pending = self.materializer.as_residual(residual), None
-        self.kernels.step.reads(None)
-        if self._uses_gemv(x, weight):
-            self.materializer.flush_residual(target)
-            self._gemv(x, weight, target.values, Epilogue.ADD)
-        elif weight.plan is None or weight.outliers is not None:
-            values = self.linear(x, weight, out=self._reusable_input(x, weight))
-            self.materializer.flush_residual(target)
-            with self.arrays.current():
-                target.values += values
-        else:
-            codes = self._codes(x, weight)
-            self.materializer.flush_residual(target)
-            if self.fused.supports(codes, weight, Epilogue.ADD):
-                self.fused.multiply(codes, weight, target.values, Epilogue.ADD)
-            else:
-                pending = self._int8_matmul(codes, weight)
-        return ResidualStream(target.values, pending)
+    def product(  # type: ignore[override]
+        self,
+        x: Array,
+        weight: Weight,
+        epilogue: ProductEpilogue = ProductEpilogue.STORE,
+        activation: str | None = None,
+        target: Array = None,
+    ) -> Array:
+        kind = KERNEL_EPILOGUES[epilogue]
+        if kind is Epilogue.ADD:
+            target = self.materializer.as_residual(target)
+            self.kernels.step.reads(None)
+        elif target is not None:
+            assert target.shape == (x.shape[0], weight.out_features)
+            kind = Epilogue.TO_FLOAT if target.dtype == np.float32 else Epilogue.TO_HALF
+        return self.products.run(Product(x, weight, kind, activation, target))
 
     def all_reduce_add(self, partial: Array, bias: Array = None, residual: Array = None) -> Array:
         with self.arrays.current():
@@ -301,165 +275,6 @@ class CudaBackend(Backend):
         with self.arrays.current():
             target.values += y.astype(np.float16)
         return ResidualStream(target.values)
-
-    def _reusable_input(self, x: Array, weight: Weight) -> cp.ndarray | None:
-        """``x`` if the values to add to the residual stream can be written over it, else None.
-
-        An int8 product adds them itself, or leaves int32 sums to the next norm, which are larger than its input.
-        """
-        finished = weight.plan is None and weight.outliers is None and x.shape[1] == weight.out_features
-        return x if finished and isinstance(x, cp.ndarray) and x.dtype == np.float16 else None
-
-    def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
-        if self._uses_gemv(x, weight):
-            out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
-            self._gemv(x, weight, out, Epilogue.GATED, ACTIVATIONS[activation])
-            return out
-        if weight.plan is None or weight.outliers is not None:
-            return DeferredGate(self.linear(x, weight), activation)
-        codes = self._codes(x, weight)
-        if self.fused.supports(codes, weight, Epilogue.GATED):
-            out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
-            self.fused.multiply(codes, weight, out, Epilogue.GATED, ACTIVATIONS[activation])
-            return out
-        return DeferredGate(self._int8_matmul(codes, weight), activation)
-
-    def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
-        out = self.arrays.rows(x.shape[0], weight.out_features, np.float16)
-        if self._uses_gemv(x, weight):
-            self._gemv(x, weight, out, Epilogue.ACTIVATED, ACTIVATIONS[activation])
-        elif weight.plan is None or weight.outliers is not None:
-            self._activate(self.linear(x, weight), out, activation)
-        elif self.fused.supports(codes := self._codes(x, weight), weight, Epilogue.ACTIVATED):
-            self.fused.multiply(codes, weight, out, Epilogue.ACTIVATED, ACTIVATIONS[activation])
-        else:
-            self._activate(self._int8_matmul(codes, weight), out, activation)
-        return out
-
-    def _activate(self, x: cp.ndarray | DeferredMatmul, out: cp.ndarray, activation: str) -> None:
-        self.kernels.pointwise.activate(
-            self.kernels.step, row_source(x), out, ACTIVATIONS[activation], self.kernels.nbytes_moved(x, out)
-        )
-
-    def _uses_gemv(self, x: Array, weight: Weight) -> bool:
-        """Whether gemv kernels support ``x``.
-
-        They take few rows in fp16, or a norm of a stream without a pending product. The kernel for int8 weights also
-        takes the stream itself, and adds a pending norm to it.
-        """
-        if x.shape[0] > (GEMV_FLOAT_MAX_ROWS if weight.plan is None else 1):
-            return False
-        if weight.pitch > gemv.MAX_WIDTH or not weight.is_row_major or weight.outliers is not None:
-            return False
-        if weight.rotation > 1 and (weight.plan is None or isinstance(x, DeferredNorm)):
-            return False
-        if isinstance(x, DeferredNorm):
-            if weight.pitch > gemv.MAX_FUSED_NORM_WIDTH:
-                return False
-            return x.values is None and not isinstance(x.residual.pending, DeferredMatmul)
-        if isinstance(x, ResidualStream):
-            fits = weight.pitch <= gemv.MAX_FUSED_NORM_WIDTH and weight.rotation == 1
-            return fits and weight.plan is not None and not isinstance(x.pending, DeferredMatmul)
-        return isinstance(x, cp.ndarray) and x.dtype == np.float16
-
-    def _gemv(self, x: Array, weight: Weight, out: cp.ndarray, epilogue: int, activation: int = 0) -> None:
-        norm, addend, early = None, None, False
-        if isinstance(x, DeferredNorm):
-            assert not x.stale, STALE
-            x.used, norm, x = True, x.norm, x.residual
-        if isinstance(x, ResidualStream):
-            stream, x = x, x.values
-            addend = self._addend(stream, norm, weight)
-            early = self.kernels.step.reads(stream)
-        arguments = self.kernels.step, self.arrays.padded(x), norm, weight, out, epilogue, activation
-        if weight.plan is None:
-            self.kernels.gemv_float.launch(*arguments)
-        else:
-            self.kernels.gemv.launch(*arguments, weight.rotation, addend, early)
-
-    def _addend(self, stream: ResidualStream, norm: Norm | None, weight: Weight) -> gemv.Addend | None:
-        """The pending norm of the stream if the kernel can add it, with a new array for the stream's values.
-
-        Otherwise it is added by a kernel of its own.
-        """
-        pending = stream.pending
-        if not isinstance(pending, NormAddend):
-            return None
-        centers = pending.norm.center or (norm is not None and norm.center)
-        if weight.plan is None or centers or weight.pitch > gemv.MAX_FUSED_SUM_WIDTH:
-            self.materializer.materialize(stream)
-            return None
-        stream.values = self.arrays.rows(1, pending.values.shape[1], np.float32)
-        stream.pending = None
-        return gemv.Addend(pending.values, pending.norm, stream.values)
-
-    def _codes(self, x: Array, weight: Weight) -> QuantizedActivations:
-        """``x`` quantized, as the weight's plan lays activations out, after the weight's rotation."""
-        assert weight.plan is not None
-        layout = weight.plan.activation(x.shape[0])
-        norm = x if isinstance(x, DeferredNorm) and x.used and weight.rotation == 1 else None
-        if norm is not None and norm.codes is not None and norm.codes.layout == layout:
-            return norm.codes
-        codes = self._allocate_codes(layout)
-        self.materializer.transform(x, codes, weight.rotation)
-        if norm is not None:
-            norm.codes = codes
-        return codes
-
-    def _allocate_codes(self, layout: Layout) -> QuantizedActivations:
-        """Codes and scales, in one block if the GPU has the fused kernel for many rows.
-
-        Elsewhere deferred sums keep the scales alive, and one block would keep the codes too.
-        """
-        nbytes, scale_bytes = layout.nbytes, 4 * layout.rows
-        if not self.fused.scaled_gemm.supported:
-            return QuantizedActivations(layout, self.arrays.memory(nbytes), self.arrays.memory(scale_bytes))
-        memory = self.arrays.memory(nbytes + scale_bytes)
-        return QuantizedActivations(layout, memory, memory + nbytes)
-
-    def _int8_matmul(self, codes: QuantizedActivations, weight: Weight) -> DeferredMatmul:
-        plan, rows = weight.plan, codes.layout.rows
-        assert plan is not None
-        result = plan.result(rows)
-        acc = self.arrays.empty((result.size,), np.int32)
-        plan.run(acc.data.ptr, weight.matrix.data.ptr, codes.values.ptr, rows, self.stream.ptr)
-        return DeferredMatmul(acc, result, codes.scales, weight)
-
-    def _float_matmul(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
-        """A product with float activations into ``out``.
-
-        fp32 results of an fp16 weight, mostly logits, are summed without splits: in one order for any number of rows.
-        """
-        rows, (n, k) = x.shape[0], weight.matrix.shape
-        logits = weight.is_half and out.dtype == np.float32
-        values = self.materializer.to_half(x, weight.rotation)
-        data = weight.matrix
-        if data.dtype == np.int8:
-            data = self.arrays.empty((n, k), np.float16)
-            self.kernels.rows.int8_to_half(self.kernels.step, weight.matrix, data)
-        is_result = logits and weight.bias is None and pitch_of(out) == n
-        acc = out if is_result else self.arrays.empty((rows, n), np.float32)
-        self.float_gemm.linear(
-            acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32,
-            split_k=not logits,
-        )  # fmt: skip
-        if is_result:
-            return out
-        self.kernels.rows.dequantize(self.kernels.step, acc, ROW, n, 0, weight.scale, weight.bias, out)
-        return out
-
-    def _with_outliers(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
-        """The product of the other columns in fp32, plus the product of the outlier columns."""
-        assert weight.outliers is not None
-        values, count = self.arrays.padded(self.materializer.materialize(x)), len(weight.outliers.index)
-        rest = self.arrays.rows(values.shape[0], values.shape[1], values.dtype)
-        kept = self.arrays.empty((values.shape[0], count), np.float16)
-        pointwise = self.kernels.pointwise
-        pointwise.split_columns(self.kernels.step, values, weight.outliers.index, rest, kept)
-        sums = self.materializer.materialize(self.linear(rest, replace(weight, bias=None, outliers=None), fp32=True))
-        out = self.arrays.rows(values.shape[0], weight.out_features, dtype)
-        pointwise.add_columns(self.kernels.step, sums, kept, weight.outliers.values, weight.bias, out)
-        return out
 
     # -- around the products -------------------------------------------------------------------------------------------
 

@@ -93,10 +93,11 @@ class CudaCalibrationOps(CalibrationOps):
             half = self._empty_or_zeros(round_up(n, PAD), round_up(k, PAD), n, k, np.float16)
             self.kernels.to_half(matrix, half)
             return Weight(half, None, None, n, k, half.shape[1])
-        kept = None
+        side_products: tuple[Outliers, ...] = ()
         if outliers is not None:
             kept = Outliers(self.arrays.upload(outliers), self.arrays.rows(len(outliers), n, np.float16))
             self.kernels.take_columns(matrix, self._factors(factors), kept.index, kept.values)
+            side_products = (kept,)
             factors = np.ones(k, np.float32) if factors is None else np.array(factors)
             factors[outliers] = 0
         if rotation > 1:
@@ -108,7 +109,7 @@ class CudaCalibrationOps(CalibrationOps):
         if plan is not None and not plan.layouts.is_row_major:
             with self.arrays.current():
                 codes = plan.pack_weight(codes[:n, :k])
-        return Weight(codes, scale, None, n, k, pitch, plan, kept, rotation)
+        return Weight(codes, scale, None, n, k, pitch, plan, side_products, rotation)
 
     def squares(self, got: Array, expected: Array) -> tuple[np.ndarray, np.ndarray]:
         got, expected = (self.arrays.padded(self.materialize(x)) for x in (got, expected))

@@ -8,7 +8,8 @@ The next operation's kernel computes it while reading, which saves a pass over m
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import cupy as cp
 
@@ -32,6 +33,30 @@ class Outliers:
     index: cp.ndarray
     values: cp.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.index.nbytes + self.values.nbytes)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An adapter (:class:`~bminf_lite.backend.side_products.Adapter`): ``down`` is an fp16 weight ``[rank, in]``.
+
+    ``scale`` is fp32 ``[rank]``, and ``values`` fp16 ``[rank, out]``; rows of ``values`` are padded.
+    """
+
+    down: Weight
+    scale: cp.ndarray
+    values: cp.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.down.nbytes + int(self.scale.nbytes + self.values.nbytes)
+
+
+SideProduct = Outliers | LowRank
+"""What is added to a weight's product: inputs fp16 ``[T, n]`` times ``values`` ``[n, out]``."""
+
 
 @dataclass(eq=False, slots=True)
 class QuantizedActivations:
@@ -51,8 +76,8 @@ class Weight:
     """A weight matrix on the GPU, ``[out_features, in_features]``.
 
     ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
-    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``outliers`` are columns beside
-    an int8 weight. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`.
+    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``side_products`` are added to the
+    product. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`.
     """
 
     matrix: cp.ndarray
@@ -62,7 +87,7 @@ class Weight:
     in_features: int
     pitch: int
     plan: GemmPlan | None = None
-    outliers: Outliers | None = None
+    side_products: tuple[SideProduct, ...] = ()
     rotation: int = 1
 
     @property
@@ -72,8 +97,13 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
-        arrays = [self.matrix, self.scale, self.bias, None if self.outliers is None else self.outliers.values]
-        return sum(int(x.nbytes) for x in arrays if x is not None)
+        parts = (self.matrix, self.scale, self.bias, *self.side_products)
+        return sum(int(part.nbytes) for part in parts if part is not None)
+
+    @cached_property
+    def alone(self) -> Weight:
+        """The matrix without what is added to its product: side products and bias."""
+        return replace(self, bias=None, side_products=())
 
     @property
     def is_half(self) -> bool:

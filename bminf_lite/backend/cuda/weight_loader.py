@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import cupy as cp
@@ -18,10 +19,11 @@ from ...memory.staging import Staging
 from ...memory.streaming import StreamedBlocks
 from ..quantization import HostWeight, Int8Weight, int8_parts, stack_biases, stack_outliers
 from ..random_matrix import RandomMatrix
+from ..side_products import Adapter
 from ..stored_matrix import StoredMatrix
 from ..values import Array, Placement
 from .arrays import Allocator, Arrays
-from .deferred import Outliers, Weight
+from .deferred import LowRank, Outliers, Weight
 from .kernels import Kernels
 from .streamed_weights import PinnedBuffers, SlotLink, host_table
 
@@ -72,7 +74,7 @@ class Loader:
             if not quantized:
                 values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
                 return Weight(self._stack(values, padded, np.float16, self._matrices), None, bias, n, k, padded[1])
-            outliers = self._outliers(quantized)
+            side_products = self._outliers(quantized)
             scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
             codes = [p.codes for p in quantized]
             plan = self.int8_gemm.plan(n, k) if quantized[0].dynamic else None
@@ -88,15 +90,25 @@ class Loader:
                     with self.arrays.within(self._matrices):
                         data = self.arrays.empty(packed.shape, np.int8)
                     data[...] = packed
-            return Weight(data, scale, bias, n, k, padded[1], plan, outliers, quantized[0].rotation)
+            return Weight(data, scale, bias, n, k, padded[1], plan, side_products, quantized[0].rotation)
 
-    def _outliers(self, parts: Sequence[Int8Weight]) -> Outliers | None:
+    def adapted(self, weight: Weight, adapter: Adapter) -> Weight:
+        """See :meth:`Backend.adapted`."""
+        adapter.check(weight.shape)
+        rank, k = adapter.a.shape
+        with self._uploading(), np.errstate(over="ignore"):
+            shape = round_up(rank, PAD), round_up(k, PAD)
+            down = Weight(self._stack([adapter.a], shape, np.float16, self.arena), None, None, rank, k, shape[1])
+            scale = self.arrays.vector(np.full(rank, adapter.scale, np.float32))
+            low_rank = LowRank(down, scale, self._padded_rows(_transposed_half(adapter.b)))
+        return replace(weight, side_products=(*weight.side_products, low_rank))
+
+    def _outliers(self, parts: Sequence[Int8Weight]) -> tuple[Outliers, ...]:
         stacked = stack_outliers(parts)
         if stacked is None:
-            return None
-        values = np.ascontiguousarray(stacked.values.T.astype(np.float16))
-        columns = self._padded_rows(values)
-        return Outliers(self.arrays.upload(stacked.index.astype(np.int32)), columns)
+            return ()
+        values = self._padded_rows(_transposed_half(stacked.values))
+        return (Outliers(self.arrays.upload(stacked.index.astype(np.int32)), values),)
 
     def matrix(self, values: Any) -> FloatMatrix:
         """A float matrix from the host or a file, in its own type."""
@@ -213,3 +225,8 @@ class Loader:
             uploads = PinnedBuffers(self.arrays.device, self.arrays.stream)
             self._staging = Staging(uploads, uploads.buffers)
         return self._staging
+
+
+def _transposed_half(values: np.ndarray) -> np.ndarray:
+    """A host matrix ``[out, n]`` as fp16 ``[n, out]``."""
+    return np.ascontiguousarray(np.asarray(values).T.astype(np.float16))

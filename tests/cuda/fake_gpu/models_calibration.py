@@ -8,6 +8,7 @@ import numpy as np
 from bminf_lite.backend.gptq import round_block
 from bminf_lite.backend.quantization import CODE_MAX, exact_scales, fits_fp16
 from bminf_lite.backend.rotation import rotated
+from bminf_lite.backend.side_products import added
 from bminf_lite.cuda.kernels.constants import GPTQ_BLOCK, GPTQ_ROOT_BLOCK
 
 from .launching import Call, model
@@ -154,11 +155,12 @@ def split_columns(call: Call) -> None:
 
 
 @model
-def add_columns(call: Call) -> None:
+def add_side_product(call: Call) -> None:
     rows, n, columns = rows_of(call), call.n, call.columns
     call.require(call.launch.shared >= 4 * columns, "too little shared memory")
-    kept = call.rows("kept", rows, columns, columns, np.float16, align=0).astype(F32)
+    call.require(call.launch.grid[1] * call.launch.block >= n, "blocks are missing")
+    inputs = call.rows("inputs", rows, call.inputs_pitch, columns, np.float16, align=0).astype(F32)
     weight = call.rows("weight", columns, call.pitch, n, np.float16, align=0).astype(F32)
-    y = call.rows("sums", rows, call.sums_pitch, n, F32, align=0) + kept @ weight
+    y = added(call.rows("sums", rows, call.sums_pitch, n, F32, align=0), inputs @ weight)
     y = y + call.vector("bias", n, F32) if call.bias else y
     call.rows("out", rows, call.out_pitch, n, TYPES[call.template["T"]], align=0)[...] = y

@@ -1,6 +1,6 @@
-"""Elementwise kernels: activations, positions, soft-caps, outlier columns, random matrices, a step's integers.
+"""Elementwise kernels: activations, positions, soft-caps, side products, random matrices, a step's integers.
 
-These are the launchers of ``pointwise.cu``, ``outliers.cu`` and ``random.cu``.
+These are the launchers of ``pointwise.cu``, ``side_products.cu`` and ``random.cu``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PointwiseKernels:
     """Kernels whose elements do not depend on each other."""
 
     source = "rowwise/pointwise.cu"
-    outliers_source = "rowwise/outliers.cu"
+    side_products_source = "rowwise/side_products.cu"
     random_source = "rowwise/random.cu"
 
     def __init__(self, launcher: Launcher) -> None:
@@ -36,7 +36,8 @@ class PointwiseKernels:
         yield KernelFamily(cls.source, "soft_cap")
         yield KernelFamily(cls.source, "write_words")
         yield from (
-            KernelFamily(cls.outliers_source, n, (("__half", "float"),)) for n in ("split_columns", "add_columns")
+            KernelFamily(cls.side_products_source, name, (("__half", "float"),))
+            for name in ("split_columns", "add_side_product")
         )
         yield KernelFamily(cls.random_source, "fill_random", (("bminf::int8", "__half"),))
 
@@ -79,23 +80,26 @@ class PointwiseKernels:
         """Rows of ``x`` to ``rest`` with zeros in the columns ``index``, and those to ``kept``, fp16, dense."""
         kind = "__half" if x.itemsize == 2 else "float"
         self._launcher.launch(
-            step, self.outliers_source, f"split_columns<{kind}>", len(x), 256,
+            step, self.side_products_source, f"split_columns<{kind}>", len(x), 256,
             (x.data.ptr, pitch_of(x), index.data.ptr, kept.shape[1], rest.data.ptr, pitch_of(rest),
              kept.data.ptr, x.shape[1]),
             bytes_moved=nbytes_of(x, rest, kept),
         )  # fmt: skip
 
-    def add_columns(
-        self, step: StepContext, sums: cp.ndarray, kept: cp.ndarray, weight: cp.ndarray, bias: cp.ndarray | None,
+    def add_side_product(
+        self, step: StepContext, sums: cp.ndarray, inputs: cp.ndarray, weight: cp.ndarray, bias: cp.ndarray | None,
         out: cp.ndarray,
     ) -> None:  # fmt: skip
-        """``sums`` fp32 plus ``kept`` ``[rows, columns]`` times ``weight`` fp16 ``[columns, n]``, plus the bias."""
-        kind, (rows, n), columns = "__half" if out.itemsize == 2 else "float", out.shape, kept.shape[1]
+        """``sums`` fp32 plus ``inputs`` fp16 ``[rows, columns]`` times ``weight`` fp16 ``[columns, n]``, plus the bias.
+
+        Where the product is zero, it is not added. ``out``, fp16 or fp32, may be ``sums``.
+        """
+        kind, (rows, n), columns = "__half" if out.itemsize == 2 else "float", out.shape, inputs.shape[1]
         self._launcher.launch(
-            step, self.outliers_source, f"add_columns<{kind}>", (rows, ceil_div(n, 256)), 256,
-            (sums.data.ptr, pitch_of(sums), kept.data.ptr, columns, weight.data.ptr, pitch_of(weight), address(bias),
-             out.data.ptr, pitch_of(out), n),
-            shared=4 * columns, bytes_moved=nbytes_of(sums, kept, weight, out),
+            step, self.side_products_source, f"add_side_product<{kind}>", (rows, ceil_div(n, 256)), 256,
+            (sums.data.ptr, pitch_of(sums), inputs.data.ptr, pitch_of(inputs), columns, weight.data.ptr,
+             pitch_of(weight), address(bias), out.data.ptr, pitch_of(out), n),
+            shared=4 * columns, bytes_moved=nbytes_of(sums, inputs, weight, out),
         )  # fmt: skip
 
     def fill_random(self, out: cp.ndarray, seed: int) -> None:

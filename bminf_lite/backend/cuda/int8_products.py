@@ -1,0 +1,147 @@
+"""Products of int8 weights whose activations are quantized, see :class:`.products.ProductKernel`.
+
+All of them give the same bits. One row takes ``gemv``, which normalises and quantizes its input. A few rows, or many if
+the GPU has a kernel for them, take a kernel with an epilogue. cublasLt computes all others into int32 sums.
+"""
+
+from __future__ import annotations
+
+import cupy as cp
+import numpy as np
+
+from ...cuda.kernels.constants import Epilogue
+from ...cuda.kernels.gemm.layouts import Layout
+from ...cuda.kernels.gemv import gemv
+from ..values import Array, Norm
+from .deferred import DeferredMatmul, DeferredNorm, NormAddend, QuantizedActivations, ResidualStream, Weight
+from .fused import FusedGemms
+from .materialize import STALE, Materializer
+from .products import Product, ProductResults
+
+
+class InputCodes:
+    """Quantizes the inputs of products. ``in_one_block``: codes and scales share a block of memory.
+
+    They do if the GPU has the fused kernel for many rows. Elsewhere deferred sums keep the scales alive, and one block
+    would keep the codes too.
+    """
+
+    def __init__(self, materializer: Materializer, in_one_block: bool) -> None:
+        self.materializer = materializer
+        self.in_one_block = in_one_block
+
+    def of(self, product: Product) -> QuantizedActivations:
+        """``x`` quantized, as the weight's plan lays activations out, after the weight's rotation."""
+        if product.codes is not None:
+            return product.codes
+        product.codes = codes = self._quantized(product.x, product.weight)
+        return codes
+
+    def _quantized(self, x: Array, weight: Weight) -> QuantizedActivations:
+        assert weight.plan is not None
+        layout = weight.plan.activation(x.shape[0])
+        norm = x if isinstance(x, DeferredNorm) and x.used and weight.rotation == 1 else None
+        if norm is not None and norm.codes is not None and norm.codes.layout == layout:
+            return norm.codes
+        codes = self._allocate(layout)
+        self.materializer.transform(x, codes, weight.rotation)
+        if norm is not None:
+            norm.codes = codes
+        return codes
+
+    def _allocate(self, layout: Layout) -> QuantizedActivations:
+        memory, nbytes, scale_bytes = self.materializer.arrays.memory, layout.nbytes, 4 * layout.rows
+        if not self.in_one_block:
+            return QuantizedActivations(layout, memory(nbytes), memory(scale_bytes))
+        block = memory(nbytes + scale_bytes)
+        return QuantizedActivations(layout, block, block + nbytes)
+
+
+class GemvProducts:
+    """One row: fp16, a norm of the residual stream, or the stream itself, to which it adds a pending norm."""
+
+    def __init__(self, results: ProductResults) -> None:
+        self.results = results
+
+    def supports(self, product: Product) -> bool:
+        x, weight = product.x, product.weight
+        if x.shape[0] > 1 or weight.plan is None or weight.pitch > gemv.MAX_WIDTH or not weight.is_row_major:
+            return False
+        stream = product.stream
+        if stream is None:
+            return isinstance(x, cp.ndarray) and x.dtype == np.float16
+        fits = weight.pitch <= gemv.MAX_FUSED_NORM_WIDTH and weight.rotation == 1
+        return fits and not isinstance(stream.pending, DeferredMatmul) and stream is not product.target
+
+    def run(self, product: Product) -> Array:
+        results, weight, x = self.results, product.weight, product.x
+        out, kernels = results.place(product, reads_input=True), results.kernels
+        norm, addend, early = None, None, False
+        if isinstance(x, DeferredNorm):
+            assert not x.stale, STALE
+            x.used, norm, x = True, x.norm, x.residual
+        if isinstance(x, ResidualStream):
+            stream, x = x, x.values
+            addend = self._addend(stream, norm, weight)
+            early = kernels.step.reads(stream)
+        kernels.gemv.launch(
+            kernels.step, results.arrays.padded(x), norm, weight, out, product.epilogue, product.function,
+            weight.rotation, addend, early,
+        )  # fmt: skip
+        return results.placed(product, out)
+
+    def _addend(self, stream: ResidualStream, norm: Norm | None, weight: Weight) -> gemv.Addend | None:
+        """The pending norm of the stream if the kernel can add it, with a new array for the stream's values.
+
+        Otherwise it is added by a kernel of its own.
+        """
+        pending = stream.pending
+        if not isinstance(pending, NormAddend):
+            return None
+        centers = pending.norm.center or (norm is not None and norm.center)
+        if centers or weight.pitch > gemv.MAX_FUSED_SUM_WIDTH:
+            self.results.materializer.materialize(stream)
+            return None
+        stream.values = self.results.arrays.rows(1, pending.values.shape[1], np.float32)
+        stream.pending = None
+        return gemv.Addend(pending.values, pending.norm, stream.values)
+
+
+class FusedProducts:
+    """Rows that a kernel with an epilogue takes."""
+
+    def __init__(self, results: ProductResults, codes: InputCodes, gemms: FusedGemms) -> None:
+        self.results = results
+        self.codes = codes
+        self.gemms = gemms
+
+    def supports(self, product: Product) -> bool:
+        weight = product.weight
+        return weight.plan is not None and self.gemms.supports(self.codes.of(product), weight, product.epilogue)
+
+    def run(self, product: Product) -> Array:
+        out = self.results.place(product)
+        self.gemms.multiply(self.codes.of(product), product.weight, out, product.epilogue, product.function)
+        return self.results.placed(product, out)
+
+
+class SumProducts:
+    """Any rows, into int32 sums, which the next kernel scales while it reads them."""
+
+    def __init__(self, results: ProductResults, codes: InputCodes) -> None:
+        self.results = results
+        self.codes = codes
+
+    def supports(self, product: Product) -> bool:
+        return product.weight.plan is not None
+
+    def run(self, product: Product) -> Array:
+        codes, results, weight = self.codes.of(product), self.results, product.weight
+        assert weight.plan is not None
+        if product.epilogue is Epilogue.ADD:  # before, so that the memory of pending sums is free for these
+            results.materializer.flush_residual(product.target)
+        rows, arrays = codes.layout.rows, results.arrays
+        layout = weight.plan.result(rows)
+        acc = arrays.empty((layout.size,), np.int32)
+        weight.plan.run(acc.data.ptr, weight.matrix.data.ptr, codes.values.ptr, rows, arrays.stream.ptr)
+        return results.finish(product, DeferredMatmul(acc, layout, codes.scales, weight))
