@@ -17,6 +17,7 @@ from random_values import norm_on, random_int8, random_norm, random_rows
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight, OutlierColumns
+from bminf_lite.backend.side_products import Adapter
 from bminf_lite.backend.values import Norm
 
 pytestmark = pytest.mark.gpu
@@ -249,6 +250,15 @@ def test_products_with_outlier_columns(cuda_backend, dtype):
         return [ops.linear(y, weight), ops.linear_add(y, weight, ops.array(before))]
 
     check(cuda_backend, Case(random_rows(rng, ROWS, width, dtype), weight, run))
+
+
+def test_products_with_an_adapter(cuda_backend, request):
+    if request.config.getoption("--fake-gpu"):
+        pytest.skip("BLAS has its own order for each shape")
+    rng, width = np.random.default_rng(4), 1024
+    a, b = rng.standard_normal((8, width)).astype(np.float16), rng.standard_normal((256, 8)).astype(np.float16)
+    weight = cuda_backend.adapted(cuda_backend.weight([random_int8(rng, 256, width, True)]), Adapter(a, b, 0.25))
+    check(cuda_backend, Case(random_rows(rng, ROWS, width, np.float16), weight, products))
 
 
 @pytest.mark.repeats
