@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ def build(config: Mapping[str, Any], weights: RandomWeights, ops: Backend) -> An
 def counted_and_allocated(config: Mapping[str, Any], weights: RandomWeights, backend: Any) -> tuple[int, int]:
     meta = MetaBackend()
     build(config, weights, meta)
+    gc.collect()  # what earlier tests left would otherwise be freed between the two readings
     before = backend.arena.used
     model = build(config, weights, backend)
     allocated = backend.arena.used - before
