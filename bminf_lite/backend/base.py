@@ -200,14 +200,14 @@ class Backend:
         return Weight(values.astype(np.float32), None, bias, False)
 
     @silently
-    def adapted(self, weight: Weight, adapter: Adapter) -> Weight:
-        """``weight`` with one more side product, ``adapter`` rounded to the activation type. They share the matrix.
+    def adapted(self, base: Weight, adapter: Adapter) -> Weight:
+        """The weight ``base`` with one more side product, ``adapter`` rounded to the activation type.
 
-        Raises ``ValueError`` if the adapter's shapes do not fit the weight's.
+        Both share the matrix. Raises ``ValueError`` if the adapter's shapes do not fit the weight's.
         """
-        adapter.check(weight.shape)
+        adapter.check(base.shape)
         a, b = (self._round(np.asarray(x).astype(np.float32)).astype(np.float32) for x in (adapter.a, adapter.b))
-        return replace(weight, side_products=(*weight.side_products, Adapter(a, b, adapter.scale)))
+        return replace(base, side_products=(*base.side_products, Adapter(a, b, adapter.scale)))
 
     @silently
     def table(self, values: np.ndarray) -> Array:

@@ -14,12 +14,13 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight
+from ..backend.side_products import Adapter
 from ..backend.values import Array
 from .loading import Weights
 
 T = TypeVar("T")
 
-PRODUCTS = {"linear", "linear_add", "gated_linear", "activated_linear"}
+PRODUCTS = {"product", "linear", "linear_add", "gated_linear", "activated_linear"}
 """The backend's operations that multiply an activation ``x`` by a ``weight``."""
 
 
@@ -96,6 +97,12 @@ class _HookedBackend:
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """``work`` itself: replaying a graph would not call the observer."""
         return work
+
+    def adapted(self, base: Any, adapter: Adapter) -> Any:
+        """The backend's weight, which is made of the tensors of ``base``."""
+        weight = self._ops.adapted(base, adapter)
+        self._tensors[id(weight)] = self._tensors[id(base)]
+        return weight
 
     def weight(self, parts: Sequence[HostWeight], *args: Any, **kwargs: Any) -> Any:
         """The backend's weight, remembered with the tensors that were read since the weight before it."""

@@ -39,8 +39,8 @@ class RowwiseBackend(Backend):
     code of a cache is nearly halfway between two, so may the tokens that follow.
     """
 
-    def _matmul_without_outliers(self, x: Any, weight: Any) -> Any:
-        product = super()._matmul_without_outliers
+    def _matrix_product(self, x: Any, weight: Any) -> Any:
+        product = super()._matrix_product
         is_exact = weight.scale is not None and weight.dynamic
         return product(x, weight) if is_exact else product(x[:, None], weight)[:, 0]
 

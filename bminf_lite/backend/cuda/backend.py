@@ -203,8 +203,8 @@ class CudaBackend(Backend):
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:  # type: ignore[override]
         return self.loader.weight(parts, biases)
 
-    def adapted(self, weight: Weight, adapter: Adapter) -> Weight:  # type: ignore[override]
-        return self.loader.adapted(weight, adapter)
+    def adapted(self, base: Weight, adapter: Adapter) -> Weight:  # type: ignore[override]
+        return self.loader.adapted(base, adapter)
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         return self.loader.blocks(build, count, self.placement)

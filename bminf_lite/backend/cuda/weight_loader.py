@@ -92,16 +92,16 @@ class Loader:
                     data[...] = packed
             return Weight(data, scale, bias, n, k, padded[1], plan, side_products, quantized[0].rotation)
 
-    def adapted(self, weight: Weight, adapter: Adapter) -> Weight:
+    def adapted(self, base: Weight, adapter: Adapter) -> Weight:
         """See :meth:`Backend.adapted`."""
-        adapter.check(weight.shape)
+        adapter.check(base.shape)
         rank, k = adapter.a.shape
         with self._uploading(), np.errstate(over="ignore"):
             shape = round_up(rank, PAD), round_up(k, PAD)
             down = Weight(self._stack([adapter.a], shape, np.float16, self.arena), None, None, rank, k, shape[1])
             scale = self.arrays.vector(np.full(rank, adapter.scale, np.float32))
             low_rank = LowRank(down, scale, self._padded_rows(_transposed_half(adapter.b)))
-        return replace(weight, side_products=(*weight.side_products, low_rank))
+        return replace(base, side_products=(*base.side_products, low_rank))
 
     def _outliers(self, parts: Sequence[Int8Weight]) -> tuple[Outliers, ...]:
         stacked = stack_outliers(parts)
