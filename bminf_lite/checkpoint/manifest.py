@@ -5,7 +5,7 @@
 - ``format_version``, the tool's version and the recipe;
 - ``tied_head``, the scheme for a head without a tensor of its own, or null;
 - ``quantized_when_loaded``, by name the schemes of matrices that stay float and ``[in, out]`` in the file, and
-  ``rotated_when_loaded``, the blocks in which these rotate their input;
+  ``rotated_when_loaded``, the blocks in which these, and a head without a tensor of its own, rotate their input;
 - ``rotated_offline``, what was rotated in the weights (see :mod:`.offline_rotation`);
 - ``left_out``, the parts of a multimodal source that are not its text model;
 - ``dequantized``, the quantized types of a GGUF source;
@@ -87,7 +87,7 @@ class MigrationReport:
 
     ``tied_head`` is the scheme for a head without a tensor of its own, or None; ``late`` holds the schemes, by name, of
     matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
-    ``late_rotations`` are the blocks in which those rotate their input. ``conv1d`` are matrices that the source stores
+    ``late_rotations`` are the blocks in which these rotate their input. ``conv1d`` are matrices that the source stores
     ``[in, out]`` and the result as int8. ``rotated_offline`` says what is rotated in the weights. ``calibration`` holds
     a calibration's decisions, and ``cost`` the measured distance from the source. ``skipped`` lists the source's files
     that were not copied, each with the reason. ``left_out`` names the parts of a multimodal model, such as

@@ -116,7 +116,8 @@ def migrate(
         estimated = tuple(map(_estimate_report, tasks))
         files = tuple(FileRecord(file.name, file.stat().st_size, "") for file in checkpoint.files())
         copied, skipped = _files_to_copy(checkpoint.path)
-        late_rotations = {name: rewrites[name].rotation or 1 for name in schemes.late if name in rewrites}
+        late = [name for name in (*schemes.late, *model.spec.tied) if name in rewrites]
+        late_rotations = {name: rewrites[name].rotation or 1 for name in late}
         report = MigrationReport(
             chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late, conv1d=schemes.conv1d,
             skipped=tuple(skipped), left_out=tuple(model.left_out()),
@@ -171,7 +172,7 @@ def _is_quantized(spec: Spec, recipe: Recipe, name: str) -> bool:
 
 def _rotations(spec: Spec, recipe: Recipe) -> dict[str, WeightRewrite]:
     """The rotations of a recipe without a calibration, by tensor name."""
-    blocks = {name: recipe.rotation_of(spec, name) for name in spec.rotatable}
+    blocks = {name: recipe.rotation_of(spec, name) for name in spec.parameters}
     return {name: WeightRewrite(rotation=block) for name, block in blocks.items() if block > 1}
 
 

@@ -251,9 +251,10 @@ class CheckpointWeights:
         return self.checkpoint.tensors[name].dtype == "I8"
 
     def _rotations(self, blocks: Mapping[str, Any]) -> dict[str, int]:
-        """The blocks in which matrices that are stored ``[in, out]`` rotate their input, by name."""
+        """The blocks in which matrices that are quantized when they are loaded rotate their input, by name."""
         for name, block in blocks.items():
-            if not is_rotation(block) or name not in self.late or self.spec.parameters[name].shape[0] % block:
+            is_late = name in self.late or name in self.spec.tied
+            if not is_late or not is_rotation(block) or _in_features(self.spec.parameters[name]) % block:
                 problem = f"rotated_when_loaded[{name!r}] is {block!r}, which is no block of such a matrix's inputs"
                 raise CheckpointError(f"{self.checkpoint.path / MANIFEST_FILE}: {problem}")
         return dict(blocks)
@@ -265,6 +266,10 @@ class CheckpointWeights:
         except ValueError:
             where = self.checkpoint.path / MANIFEST_FILE
             raise CheckpointError(f"{where}: {key} is {value!r}, which is no scheme") from None
+
+
+def _in_features(parameter: Parameter) -> int:
+    return parameter.shape[0 if parameter.transposed else -1]
 
 
 @dataclass(frozen=True)
@@ -352,7 +357,7 @@ def _transform_problems(
     names = ", ".join(transform.name for transform in transforms)
     if len(transforms) > 1:
         yield f"{module}: several groups of transform_config ({names}) transform its input; one can be run"
-    group, inputs = quantization.group_of(module), parameter.shape[0 if parameter.transposed else -1]
+    group, inputs = quantization.group_of(module), _in_features(parameter)
     if is_tied or group is None or group.conv1d != parameter.transposed:
         yield f"{module}: stays float, and transform_config ({names}) transforms its input; int8 layers can be run so"
     if module in quantization.outliers:

@@ -10,10 +10,12 @@ Each decision is one of
 
 A tied head has no tensor of its own; it is quantized with ``head``'s scheme when the checkpoint is loaded.
 
-``rotation = N``, a power of two up to 256, makes the second matrices of feed-forward layers rotate their input in
-blocks of up to N elements where they are w8a8 (see :mod:`bminf_lite.backend.rotation`). Other readers must apply the
-result's ``transform_config``. ``offline_rotation = true`` folds rotations of the residual stream and of value heads
-into the weights (see :mod:`.offline_rotation`), which other readers do not notice.
+``rotation = N``, a power of two up to 256, makes int8 matrices rotate their input in blocks of up to N elements (see
+:mod:`bminf_lite.backend.rotation`). ``rotated_inputs`` says which: ``feed-forward``, the default, are the second
+matrices of feed-forward layers where they are w8a8; ``all`` are all int8 matrices, the head included. Other readers
+must apply the result's ``transform_config``. ``offline_rotation = true`` folds rotations of the residual stream and of
+value heads into the weights (see :mod:`.offline_rotation`), which other readers do not notice. A recipe that rotates
+all inputs leaves the weights as they are, because it rotates the same activations, after the gain of their norm.
 
 A recipe with a table ``[calibration]`` needs a text to calibrate on; the keys of the table are the fields of
 :class:`CalibrationSettings`.
@@ -44,6 +46,7 @@ else:
 OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
     "name": (str, "text"), "description": (str, "text"), "rules": (dict, "a table"), "calibration": (dict, "a table"),
     "rotation": (int, "a whole number"), "offline_rotation": (bool, "true or false"),
+    "rotated_inputs": (str, "text"),
 }  # fmt: skip
 """The keys of a recipe beside ``linear`` and ``head``, and the types of their values."""
 
@@ -54,6 +57,13 @@ class Scheme(str, Enum):
     W8A8 = "w8a8"
     W8A16 = "w8a16"
     FLOAT = "float"
+
+
+class RotatedInputs(str, Enum):
+    """The matrices whose input a recipe with a ``rotation`` rotates."""
+
+    FEED_FORWARD = "feed-forward"
+    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,8 @@ class Recipe:
     """Decisions for every weight matrix. ``rules`` maps patterns of tensor names to schemes, first match first.
 
     ``calibration`` is None for a recipe that needs no text. ``rotation`` is the largest block in which inputs are
-    rotated; 1 is none. ``offline_rotation`` rotates the residual stream and value heads in the weights.
+    rotated; 1 is none. ``rotated_inputs`` are the matrices whose inputs these are. ``offline_rotation`` rotates the
+    residual stream and value heads in the weights.
     """
 
     name: str
@@ -89,6 +100,7 @@ class Recipe:
     calibration: CalibrationSettings | None = None
     rotation: int = 1
     offline_rotation: bool = False
+    rotated_inputs: RotatedInputs = RotatedInputs.FEED_FORWARD
 
     def scheme_of(self, tensor: str, is_head: bool = False) -> Scheme:
         """The decision for a tensor, by its full name (``model.layers.0.mlp.up_proj.weight``)."""
@@ -98,12 +110,17 @@ class Recipe:
     def rotation_of(self, spec: Spec, tensor: str) -> int:
         """The block in which a matrix of ``spec`` rotates its input: the largest allowed one that divides its width.
 
-        1, no rotation, for a matrix that is not w8a8 or not in ``spec.rotatable``.
+        1, no rotation, for a matrix that stays float or that is not among :attr:`rotated_inputs`.
         """
         parameter = spec.parameters[tensor]
-        if tensor not in spec.rotatable or self.scheme_of(tensor, parameter.role is Role.HEAD) is not Scheme.W8A8:
+        if parameter.role not in (Role.LINEAR, Role.HEAD):
             return 1
-        return rotation_of(parameter.shape[0 if parameter.transposed else 1], self.rotation)
+        scheme = self.scheme_of(tensor, parameter.role is Role.HEAD)
+        if self.rotated_inputs is RotatedInputs.ALL:
+            rotates = scheme is not Scheme.FLOAT
+        else:
+            rotates = tensor in spec.rotatable and scheme is Scheme.W8A8
+        return rotation_of(parameter.shape[0 if parameter.transposed else 1], self.rotation) if rotates else 1
 
     def check_patterns(self, tensors: Iterable[str]) -> None:
         """Raise :class:`UsageError` for every pattern that matches none of ``tensors``."""
@@ -124,6 +141,8 @@ class Recipe:
         }
         result |= {"rotation": self.rotation} if self.rotation > 1 else {}
         result |= {"offline_rotation": True} if self.offline_rotation else {}
+        if self.rotated_inputs is not RotatedInputs.FEED_FORWARD:
+            result["rotated_inputs"] = self.rotated_inputs.value
         return result | ({"calibration": asdict(self.calibration)} if self.calibration else {})
 
 
@@ -174,6 +193,11 @@ def parse_recipe(text: str, source: str) -> Recipe:
             problems.append(f"calibration.{key} is {calibration[key]!r}, not {what}")
     if not is_rotation(raw.get("rotation", 1)):
         problems.append(f"rotation is {raw['rotation']!r}, not a power of two from 1 to {MAX_ROTATION}")
+    scopes = [scope.value for scope in RotatedInputs]
+    if "rotated_inputs" in raw and raw["rotated_inputs"] not in scopes:
+        problems.append(f"rotated_inputs is {raw['rotated_inputs']!r}, not one of {', '.join(scopes)}")
+    if raw.get("rotated_inputs") == RotatedInputs.ALL and raw.get("offline_rotation"):
+        problems.append("rotated_inputs = 'all' rotates what offline_rotation rotates: choose one")
     if calibration.get("outlier_columns") and not calibration.get("max_error"):
         problems.append("calibration.outlier_columns needs calibration.max_error, above which products get them")
     if problems:
@@ -187,6 +211,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
         CalibrationSettings(**calibration) if "calibration" in raw else None,
         raw.get("rotation", 1),
         raw.get("offline_rotation", False),
+        RotatedInputs(raw.get("rotated_inputs", RotatedInputs.FEED_FORWARD)),
     )
 
 

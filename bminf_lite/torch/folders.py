@@ -24,13 +24,13 @@ from ..checkpoint.compressed_tensors import pack, packed_width, quantization_con
 from ..checkpoint.manifest import MANIFEST_FILE, MigrationReport, TensorReport
 from ..checkpoint.opened_model import CheckpointWeights, describe_model, open_model
 from ..checkpoint.output_folder import output_folder
-from ..checkpoint.recipe import Recipe, Scheme
+from ..checkpoint.recipe import Recipe, RotatedInputs, Scheme
 from ..checkpoint.tensor_file import DTYPES
 from ..checkpoint.writer import SHARD_BYTES, CheckpointWriter, TensorDeclaration, write_json
 from ..errors import CheckpointError, UsageError
 from ..files import expand, thread_count
 from ..models.spec import Parameter, Role, Spec
-from . import streaming
+from . import ops, streaming
 from .linear import Int8Linear
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model", "chat_template*")
@@ -188,7 +188,8 @@ def save_pretrained(
     running = {f"{module}.weight": Scheme.W8A8 if layer.dynamic else Scheme.W8A16 for module, layer in layers.items()}
     tied = next((name for name in spec.tied if spec.parameters[name].role is Role.HEAD), None)
     late_schemes = {name: running[name] for name, p in spec.parameters.items() if p.transposed and name in running}
-    late_rotations = {n: block for n in late_schemes if (block := layers[n.removesuffix(".weight")].rotation) > 1}
+    late = [*late_schemes, *([tied] if tied in running else [])]
+    late_rotations = {n: block for n in late if (block := layers[n.removesuffix(".weight")].rotation) > 1}
     tied_scheme = None if tied is None else running.get(tied, Scheme.FLOAT)
     rotations = {module: layer.rotation for module, layer in layers.items() if layer.rotation > 1}
     if not set(schemes.values()) <= {Scheme.FLOAT}:
@@ -215,7 +216,8 @@ def _check_tied(head: Int8Linear, name: str, owner: nn.Module, attribute: str) -
     for first in range(0, len(weight), TIED_ROWS):
         rows = slice(first, first + TIED_ROWS)
         scale = head.scale[rows, None].to(weight.device)
-        if ((scale * head.codes[rows].to(weight.device) - weight[rows].float()).abs() > scale).any():
+        expected = ops.rotated(weight[rows].float(), head.rotation)
+        if ((scale * head.codes[rows].to(weight.device) - expected).abs() > scale).any():
             raise UsageError(
                 f"the embedding was trained after {name} had been quantized from it, and the folder has one matrix for "
                 f"both; save the state_dict by torch.save, or train with the head float (skip) or the embedding frozen"
@@ -259,7 +261,9 @@ def _recipe_of(manifest: Any) -> Recipe | None:
     if not isinstance(manifest, dict):
         return None
     rules = {pattern: Scheme(scheme) for pattern, scheme in manifest.get("rules", {}).items()}
-    rotations = {key: manifest[key] for key in ("rotation", "offline_rotation") if key in manifest}
+    rotations: dict[str, Any] = {key: manifest[key] for key in ("rotation", "offline_rotation") if key in manifest}
+    if "rotated_inputs" in manifest:
+        rotations["rotated_inputs"] = RotatedInputs(manifest["rotated_inputs"])
     return Recipe(manifest["name"], Scheme(manifest["linear"]), Scheme(manifest["head"]), rules, **rotations)
 
 

@@ -53,6 +53,11 @@ def test_patterns_that_match_nothing() -> None:
         ('linear = "w8a8"\nhead = "w8a8"\nrotation = 48', ["rotation is 48, not a power of two from 1 to 256"]),
         ('linear = "w8a8"\nhead = "w8a8"\nrotation = true', ["rotation is True, not a power of two"]),
         ('linear = "w8a8"\nhead = "w8a8"\nrotation = "64"', ["rotation must be a whole number, not '64'"]),
+        ('linear = "w8a8"\nhead = "w8a8"\nrotated_inputs = "some"', ["rotated_inputs is 'some', not one of feed-forward"]),
+        (
+            'linear = "w8a8"\nhead = "w8a8"\noffline_rotation = true\nrotated_inputs = "all"',
+            ["rotates what offline_rotation rotates"],
+        ),
         (CALIBRATED + "outlier_columns = 4", ["needs calibration.max_error"]),
         (CALIBRATED + "outlier_columns = -1", ["not a whole number from 0 to 256"]),
         (
@@ -72,7 +77,8 @@ def test_mistakes_are_all_told(tmp_path: Path, text: str, expected: list[str]) -
 
 def test_unknown_and_unreadable_recipes(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"'int4' is neither built in \(auto, w8a16, w8a8, w8a8-rotate, w8a8-smooth\) nor a file"
+        UsageError,
+        match=r"'int4' is neither built in \(auto, w8a16, w8a8, w8a8-rotate, w8a8-rotate-all, w8a8-smooth\) nor a file",
     ):
         load_recipe("int4")
     (tmp_path / "x.toml").write_bytes(b"\xff")

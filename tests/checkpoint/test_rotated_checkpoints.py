@@ -15,13 +15,14 @@ from tiny_checkpoint import tensors as random_tensors
 from tiny_checkpoints import CONFIG, MakeCheckpoint
 
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
-from bminf_lite.backend.rotation import rotated
+from bminf_lite.backend.rotation import rotated, rotation_of
 from bminf_lite.checkpoint.inspect import inspect
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import Recipe, Scheme, load_recipe
 from bminf_lite.cli.inspect import quantization_text
 from bminf_lite.errors import CheckpointError
+from bminf_lite.models.spec import Role
 
 ONLINE = dataclasses.replace(load_recipe("w8a8-rotate"), offline_rotation=False)
 WIDE = {"intermediate_size": 192}
@@ -75,6 +76,45 @@ def test_a_block_divides_the_width_and_rules_go_first(make_checkpoint: MakeCheck
     with open_model(tmp_path / "out") as model:
         found = [model.weights().weight(f"model.layers.{i}.mlp.down_proj.weight") for i in (0, 1)]
     assert [(w.rotation, w.dynamic) for w in found if isinstance(w, Int8Weight)] == [(8, True), (1, False)]
+
+
+@pytest.mark.parametrize("linear", [Scheme.W8A8, Scheme.W8A16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_inputs_of_all_int8_matrices_are_rotated(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, linear: Scheme, tied: bool
+) -> None:
+    """Also that of a tied head, which is quantized when it is loaded; what stays float keeps its input."""
+    recipe = dataclasses.replace(
+        load_recipe("w8a8-rotate-all"), linear=linear, rules={"model.layers.0.self_attn.*": Scheme.FLOAT}
+    )
+    source = make_checkpoint(tie_word_embeddings=tied, **WIDE)
+    report = migrate(source, tmp_path / "out", recipe)
+    assert report.late_rotations == ({"lm_head.weight": 16} if tied else {}) and report.rotated_offline == ()
+    with open_model(source) as before, open_model(tmp_path / "out") as after:
+        for name, parameter in before.spec.parameters.items():
+            if parameter.role not in (Role.LINEAR, Role.HEAD):
+                continue
+            weight, got = np.asarray(before.weights().weight(name)), after.weights().weight(name)
+            if "layers.0.self_attn" in name:
+                assert not isinstance(got, Int8Weight)
+                continue
+            block = rotation_of(parameter.shape[1], 256)
+            expected = quantize_weight(rotated(weight, block))
+            assert isinstance(got, Int8Weight) and got.rotation == block > 1
+            assert got.dynamic == (name == "lm_head.weight" or linear is Scheme.W8A8)
+            np.testing.assert_array_equal(got.codes, expected.codes)
+
+
+@pytest.mark.parametrize("blocks", [{"lm_head.weight": 48}, {"lm_head.weight": 512}, {"model.norm.weight": 16}])
+def test_a_manifest_with_blocks_that_cannot_be(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, blocks: dict[str, int]
+) -> None:
+    out = tmp_path / "out"
+    migrate(make_checkpoint(tie_word_embeddings=True), out, "w8a8-rotate-all")
+    manifest = json.loads((out / "bminf_lite.json").read_text())
+    (out / "bminf_lite.json").write_text(json.dumps(manifest | {"rotated_when_loaded": blocks}))
+    with open_model(out) as model, pytest.raises(CheckpointError, match="no block of such a matrix's inputs"):
+        model.weights()
 
 
 def test_checkpoints_of_others_are_read(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -427,11 +427,11 @@ def test_every_architecture_is_opened_and_saved(tmp_path, golden):
 BUNDLED = Path(str(resources.files("bminf_lite.demo_model")))
 
 
-@pytest.mark.parametrize("offline_only", [False, True])
+@pytest.mark.parametrize("rotates", ["offline only", "feed-forward", "all"])
 @pytest.mark.parametrize("config", [tiny_checkpoint.CONFIG, TIED, GPT2, None], ids=["llama", "tied", "gpt2", "bundled"])
-def test_a_rotated_folder_runs_and_is_written_again(tmp_path, config, offline_only):
-    recipe = load_recipe("w8a8-rotate")
-    if offline_only:
+def test_a_rotated_folder_runs_and_is_written_again(tmp_path, config, rotates):
+    recipe = load_recipe("w8a8-rotate-all" if rotates == "all" else "w8a8-rotate")
+    if rotates == "offline only":
         if config is GPT2:
             pytest.skip("its weights alone rotate nothing")
         recipe = offline_part(recipe)
@@ -439,7 +439,9 @@ def test_a_rotated_folder_runs_and_is_written_again(tmp_path, config, offline_on
     migrate(source, tmp_path / "migrated", recipe)
     model = from_migrated(tmp_path / "migrated", dtype=torch.float32)
     blocks = {name: m.rotation for name, m in model.named_modules() if isinstance(m, Int8Linear) and m.rotation > 1}
-    assert len(blocks) == (0 if offline_only else model.config.num_hidden_layers)
+    layers = sum(isinstance(m, Int8Linear) for m in model.modules())
+    expected_blocks = {"offline only": 0, "feed-forward": model.config.num_hidden_layers, "all": layers}
+    assert len(blocks) == expected_blocks[rotates]
     model.save_pretrained(tmp_path / "saved")
     found, expected = logits(model)[0].double().numpy(), engine_logits(tmp_path / "migrated")
     assert np.linalg.norm(found - expected) < 3e-2 * np.linalg.norm(expected)
@@ -450,6 +452,7 @@ def test_a_rotated_folder_runs_and_is_written_again(tmp_path, config, offline_on
         for key in ("recipe", "tied_head", "rotated_offline"):
             assert saved.manifest.get(key) == migrated.manifest.get(key)
         if config is not GPT2:  # whose matrices of another layout are written as floats
+            assert saved.manifest.get("rotated_when_loaded") == migrated.manifest.get("rotated_when_loaded")
             assert saved.config.get("quantization_config") == migrated.config.get("quantization_config")
             assert {n: t.dtype for n, t in saved.tensors.items()} == {n: t.dtype for n, t in migrated.tensors.items()}
 

@@ -12,6 +12,7 @@ from tiny_models import one_of_each_architecture as each
 
 import bminf_lite
 from bminf_lite.backend.quantization import Int8Weight
+from bminf_lite.backend.rotation import MAX_ROTATION, rotation_of
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.models.spec import Fold, Role
 from bminf_lite.quantize.smoothing import expand_channels, fold_factors, reduce_channels
@@ -117,6 +118,20 @@ def test_inputs_of_the_second_matrix_of_a_feed_forward_layer_are_rotated(golden:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("golden", ALL)
+def test_inputs_of_all_matrices_are_rotated(golden: Golden, tmp_path: Path) -> None:
+    """Wherever an architecture has one: the float model's logits come out, for the rounding of int8."""
+    source = golden.save(tmp_path / "source", RandomWeights(golden.config, golden.seed).tensors)
+    bminf_lite.migrate(source, tmp_path / "out", "w8a8-rotate-all")
+    with open_model(tmp_path / "out") as model:
+        weights = model.weights()
+        for name in matrices(golden):
+            weight = weights.weight(name)
+            assert isinstance(weight, Int8Weight) and weight.rotation == rotation_of(weight.shape[1], MAX_ROTATION)
+    assert migrated_error(golden, tmp_path / "out") < 0.1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("golden", each(), ids=lambda golden: golden.config["model_type"])
 def test_the_divergence_of_an_assignment_is_about_what_is_expected(golden: Golden, tmp_path: Path) -> None:
     """Each product's own divergence, times what an option saves of its error, summed."""
@@ -129,12 +144,13 @@ def test_the_divergence_of_an_assignment_is_about_what_is_expected(golden: Golde
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["w8a8-rotate", "w8a8-rotate-all"])
 @pytest.mark.parametrize("golden", each(), ids=lambda golden: golden.config["model_type"])
-def test_a_gpu_runs_rotated_models(golden: Golden, tmp_path: Path) -> None:
+def test_a_gpu_runs_rotated_models(golden: Golden, recipe: str, tmp_path: Path) -> None:
     source = golden.save(tmp_path / "source", RandomWeights(golden.config, golden.seed).tensors)
     ids = random_tokens(7, 600, golden.config["vocab_size"])
     costs = [
-        bminf_lite.migrate(source, tmp_path / device, "w8a8-rotate", calibrate=ids, device=device).cost
+        bminf_lite.migrate(source, tmp_path / device, recipe, calibrate=ids, device=device).cost
         for device in ("cpu", "cuda")
     ]
     assert costs[1]["kl"] == pytest.approx(costs[0]["kl"], rel=0.3, abs=KL_OF_ROUNDING)
