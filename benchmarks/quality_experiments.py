@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.checkpoint.offline_rotation import stream_rotation
-from bminf_lite.text.checkpoint_files import load_tokenizer
 from bminf_lite.checkpoint.opened_model import open_model
+from bminf_lite.text.checkpoint_files import load_tokenizer
 
 WINDOW = 512
 HEAD_ROWS = 64
@@ -157,12 +157,16 @@ def orthogonal(features: int) -> tuple[Callable[[torch.Tensor], torch.Tensor], C
 
 @dataclass
 class Model:
-    """A float model with replaceable products; ``expected`` are the float model's ``log p``, fp32 ``[n, vocab]``."""
+    """A float model with replaceable products; ``expected`` are the float model's ``log p``, fp32 ``[n, vocab]``.
+
+    ``has_stream``: its residual stream can be rotated in the weights.
+    """
 
     network: torch.nn.Module
     linears: Sequence[RoundedLinear]
     head: RoundedLinear
     windows: Sequence[torch.Tensor]
+    has_stream: bool
     expected: list[torch.Tensor] = field(default_factory=list)
 
     @torch.inference_mode()
@@ -210,7 +214,8 @@ def load(path: Path, texts: Sequence[Path], tokens: int) -> Model:
                     linears.append(RoundedLinear(child, kind_of(name), gain, config.head_dim))
                     setattr(part, name, linears[-1])
     head = RoundedLinear(network.lm_head, "head", network.model.norm.weight.data + offset, 0)
-    model = Model(network, linears, head, windows)
+    has_stream = not hasattr(network.model.layers[0], "post_feedforward_layernorm")
+    model = Model(network, linears, head, windows, has_stream)
     model.expected = list(model.log_probabilities())
     return model
 
@@ -273,6 +278,8 @@ def main() -> None:
     print(f"{args.model.name}, {sum(len(w) - 1 for w in model.windows):,} tokens\n\n| | divergence | ratio | s |")
     print("|---|---|---|---|")
     for name, setting in experiments().items():
+        if any(rounding.stream for rounding in setting.values()) and not model.has_stream:
+            continue
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in args.only):
             start = time.perf_counter()
             divergence, ratio = model.measure(setting)

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("source", metavar="SOURCE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-rotate|w8a8-smooth|auto|FILE",
+@click.option("--recipe", default="w8a8", show_default=True,
+              metavar="w8a8|w8a16|w8a8-rotate|w8a8-rotate-all|w8a8-smooth|auto|FILE",
               help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 after rotations that spread "
                    "outliers, of which that of down projections' input must be supported by other readers "
-                   "(w8a8-rotate); w8a8 with outliers moved into the weights (w8a8-smooth); that, with float "
-                   "activations where int8 is too coarse (auto); or a TOML file.")  # fmt: skip
+                   "(w8a8-rotate); w8a8 after rotations of every product's input (w8a8-rotate-all); w8a8 with outliers "
+                   "moved into the weights (w8a8-smooth); that, with float activations where int8 is too coarse "
+                   "(auto); or a TOML file.")  # fmt: skip
 @click.option("--calibrate", type=PATH, metavar="FILE",
               help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.')  # fmt: skip
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,

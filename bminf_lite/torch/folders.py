@@ -188,8 +188,8 @@ def save_pretrained(
     running = {f"{module}.weight": Scheme.W8A8 if layer.dynamic else Scheme.W8A16 for module, layer in layers.items()}
     tied = next((name for name in spec.tied if spec.parameters[name].role is Role.HEAD), None)
     late_schemes = {name: running[name] for name, p in spec.parameters.items() if p.transposed and name in running}
-    late = [*late_schemes, *([tied] if tied in running else [])]
-    late_rotations = {n: block for n in late if (block := layers[n.removesuffix(".weight")].rotation) > 1}
+    quantized_late = [*late_schemes, *([tied] if tied is not None and tied in running else [])]
+    late_rotations = {n: block for n in quantized_late if (block := layers[n.removesuffix(".weight")].rotation) > 1}
     tied_scheme = None if tied is None else running.get(tied, Scheme.FLOAT)
     rotations = {module: layer.rotation for module, layer in layers.items() if layer.rotation > 1}
     if not set(schemes.values()) <= {Scheme.FLOAT}:

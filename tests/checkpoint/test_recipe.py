@@ -53,7 +53,10 @@ def test_patterns_that_match_nothing() -> None:
         ('linear = "w8a8"\nhead = "w8a8"\nrotation = 48', ["rotation is 48, not a power of two from 1 to 256"]),
         ('linear = "w8a8"\nhead = "w8a8"\nrotation = true', ["rotation is True, not a power of two"]),
         ('linear = "w8a8"\nhead = "w8a8"\nrotation = "64"', ["rotation must be a whole number, not '64'"]),
-        ('linear = "w8a8"\nhead = "w8a8"\nrotated_inputs = "some"', ["rotated_inputs is 'some', not one of feed-forward"]),
+        (
+            'linear = "w8a8"\nhead = "w8a8"\nrotated_inputs = "some"',
+            ["rotated_inputs is 'some', not one of feed-forward"],
+        ),
         (
             'linear = "w8a8"\nhead = "w8a8"\noffline_rotation = true\nrotated_inputs = "all"',
             ["rotates what offline_rotation rotates"],
