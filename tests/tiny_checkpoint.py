@@ -37,7 +37,10 @@ WORDS = "the quick brown fox jumps over the lazy dog and runs away "
 
 
 def tensors(config: dict[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Random tensors for ``config``, tied ones left out: weights about ``1/sqrt(in)``, norms about 1."""
+    """Random tensors for ``config``, tied ones left out: weights about ``1/sqrt(in)``, norms about 1.
+
+    Embeddings have values of fp16, which a migration keeps.
+    """
     architecture = architectures.find(config)
     spec = architecture.spec(architecture.parse(config))
     generator = np.random.default_rng(seed)
@@ -48,6 +51,8 @@ def tensors(config: dict[str, Any], seed: int = 0, dtype: Any = np.float32) -> d
             values = 0.1 * values + (0 if name.endswith("bias") else 1)
         else:
             values /= np.float32(np.sqrt(parameter.shape[-1]))
+        if parameter.role is Role.EMBEDDING:
+            values = values.astype(np.float16).astype(np.float32)
         if name not in spec.tied:
             result[name] = values.astype(dtype)
     return result

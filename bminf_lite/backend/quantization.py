@@ -88,6 +88,15 @@ def fits_fp16(scale: np.ndarray) -> bool:
     return bool(((scale >= FP16_SMALLEST_NORMAL) & (scale <= FP16_LARGEST)).all())
 
 
+def rows_fit_fp16(rows: np.ndarray) -> bool:
+    """Whether fp16 holds each of these rows, fp32 ``[n, features]``, with an error of 2^-11 of its largest value.
+
+    So it is where that is a normal number of fp16, or zero. False for a NaN.
+    """
+    largest = row_maxima(rows)
+    return bool(((largest == 0) | ((largest >= FP16_SMALLEST_NORMAL) & (largest <= FP16_LARGEST))).all())
+
+
 def weight_scales(row_max: np.ndarray) -> np.ndarray:
     """The scales of a weight as they are stored, fp32 ``[out]`` -> fp16 ``[out]``, or fp32 if any does not fit fp16."""
     scale = exact_scales(row_max)

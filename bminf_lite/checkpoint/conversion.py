@@ -44,13 +44,19 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class ConversionTask:
-    """A tensor of the source, and how it is converted. ``transposed``: from ``[in, out]`` to ``[out, in]``."""
+    """A tensor of the source, and how it is converted.
+
+    ``transposed``: from ``[in, out]`` to ``[out, in]``. ``narrowed``: a float tensor from fp32 to fp16. ``repeats``: a
+    task before it has the same tensor of the file, as a tied head that becomes a matrix of its own.
+    """
 
     name: str
     info: TensorInfo
     scheme: Scheme
     rewrite: WeightRewrite = NO_REWRITE
     transposed: bool = False
+    narrowed: bool = False
+    repeats: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +85,7 @@ class ConversionTask:
     def outputs(self) -> dict[str, TensorDeclaration]:
         """The tensors to be written; scales have the widest type that they may get."""
         if self.scheme is Scheme.FLOAT:
-            return {self.name: TensorDeclaration(self.info.dtype, self.info.shape)}
+            return {self.name: TensorDeclaration("F16" if self.narrowed else self.info.dtype, self.info.shape)}
         rows, columns = self.shape
         others = {self.scale_name: TensorDeclaration("F32", (rows, 1))}
         if self.rewrite.outliers is not None:
@@ -230,7 +236,7 @@ class Converter:
         if task.scheme is Scheme.FLOAT:
             if parts[0].checksum:
                 self.checksums[task.name] = parts[0].checksum
-            return tensor_report(task, task.info.nbytes)
+            return tensor_report(task, task.nbytes)
         if any(part.needs_fp32_scale for part in parts):
             parts = [part for _, part in self._convert_all(_blocks(task, fp32_scale=True))]
         scale, signal, noise = (np.concatenate([getattr(p, f) for p in parts]) for f in ("scale", "signal", "noise"))
@@ -291,7 +297,9 @@ class Converter:
         finite = np.isfinite(values)
         if not finite.all():
             return ConvertedBlock(bad_row=block.start + int(np.argmin(finite.all(axis=1))))
-        self.writer.write(block.task.name, values, block.start * block.task.row_bytes)
+        if block.task.narrowed:
+            values = values.astype(np.float16)
+        self.writer.write(block.task.name, values, block.start * block.task.result_row_bytes)
         whole = block.nbytes == block.task.info.nbytes
         return ConvertedBlock(checksum=array_checksum(values) if whole else "")
 
@@ -380,7 +388,8 @@ def _blocks(task: ConversionTask, fp32_scale: bool = False) -> Iterator[RowBlock
 
 def tensor_report(task: ConversionTask, size: int, *per_row: np.ndarray) -> TensorReport:
     """The report of a tensor of ``size`` bytes; ``per_row`` are its scales, signal and noise."""
-    report = TensorReport(task.name, task.info.shape, task.info.dtype, task.scheme, task.info.nbytes, size)
+    before = 0 if task.repeats else task.info.stored_bytes or task.info.nbytes
+    report = TensorReport(task.name, task.info.shape, task.info.dtype, task.scheme, before, size)
     if not per_row or per_row[0].size == 0:
         return report
     scale, signal, noise = (array.astype(np.float64) for array in per_row)

@@ -35,7 +35,8 @@ class DerivedTensor:
 def info_as(info: TensorInfo, dtype: str) -> TensorInfo:
     """``info`` with another type of values."""
     nbytes = int(np.prod(info.shape)) * DTYPES[dtype].itemsize
-    return replace(info, dtype=dtype, nbytes=nbytes, stored_as=info.stored_as or info.dtype)
+    stored_bytes = info.stored_bytes or info.nbytes
+    return replace(info, dtype=dtype, nbytes=nbytes, stored_as=info.stored_as or info.dtype, stored_bytes=stored_bytes)
 
 
 @dataclass

@@ -71,7 +71,9 @@ class GgufFile(TensorFile):
             if tensor.offset + tensor.nbytes > self.nbytes:
                 raise CheckpointError(f"{self.path}: ends before tensor {name!r}; it is truncated: download it again")
             stored_as = "" if tensor.type == stored.dtype else tensor.type
-            infos[name] = TensorInfo(stored.dtype, stored.shape, self.path, tensor.offset, nbytes, stored_as)
+            infos[name] = TensorInfo(
+                stored.dtype, stored.shape, self.path, tensor.offset, nbytes, stored_as, tensor.nbytes
+            )
         return infos
 
     def read_tensor(self, name: str, buffer: memoryview, offset: int = 0) -> None:

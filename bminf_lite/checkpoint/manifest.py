@@ -59,13 +59,20 @@ def file_records(manifest: Mapping[str, Any], source: object) -> list[FileRecord
     return records
 
 
+def ratio_text(before: int, after: int) -> str:
+    """``2.45 times smaller``, or ``1.20 times larger``: of a source that is smaller than int8, as many GGUF files."""
+    smaller = before >= after
+    ratio = max(before, after) / max(min(before, after), 1)
+    return f"{ratio:.2f} times {'smaller' if smaller else 'larger'}"
+
+
 @dataclass(frozen=True)
 class TensorReport:
     """The migration of one tensor.
 
     ``snr_db`` is the signal-to-noise ratio of the int8 tensor, ``10 log10(sum w^2 / sum (w - scale * code)^2)``, and
     ``worst_row`` the row where it is smallest. They are None for tensors that stay float, for a dry run, and for an
-    infinite ratio. Sizes are in bytes, scales included.
+    infinite ratio. Sizes are in bytes, scales included; ``bytes_before`` is that in the source's file.
     """
 
     name: str
@@ -116,7 +123,7 @@ class MigrationReport:
         before, after = self.bytes_before, self.bytes_after
         lines = [
             f"recipe {self.recipe.name}: {len(self.tensors)} tensors, {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB "
-            f"({before / after:.2f} times smaller)"
+            f"({ratio_text(before, after)})"
         ]
         measured = [tensor for tensor in self.tensors if tensor.snr_db is not None]
         if measured:

@@ -2,8 +2,9 @@
 
 The source is read once, tensor by tensor and block by block (see :mod:`.conversion`), so memory does not grow with the
 model. The result appears complete or not at all (see :mod:`.output_folder`). Embeddings, norms, biases
-and the matrices that the recipe leaves float are copied bit for bit in the source's type. A tied head, which has no
-tensor of its own, is quantized when the checkpoint is loaded.
+and the matrices that the recipe leaves float are copied bit for bit in the source's type. But fp32 embeddings become
+fp16, the type in which the engine keeps them on a GPU: in fp32 they would be half of many int8 models. A tied head,
+which has no tensor of its own, is quantized when the checkpoint is loaded.
 
 A recipe may rotate the model in its weights first (see :mod:`.offline_rotation`), and gated products that fp16 cannot
 hold are scaled (see :mod:`.fp16_range`).
@@ -27,6 +28,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ..backend.quantization import rows_fit_fp16, rows_per_block
 from ..errors import CheckpointError, UsageError, checkpoint_error
 from ..files import expand, linkable_root, thread_count
 from ..generation_config import not_obeyed_text
@@ -112,7 +116,7 @@ def migrate(
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
         rewrites = calibrated.rewrites if chosen.calibration else _rotations(model.spec, chosen)
         schemes = SchemeChoice.of(model.spec, chosen, rewrites, portable)
-        tasks = _make_tasks(checkpoint, schemes, rewrites)
+        tasks = _make_tasks(checkpoint, schemes, rewrites, _narrowed(model))
         estimated = tuple(map(_estimate_report, tasks))
         files = tuple(FileRecord(file.name, file.stat().st_size, "") for file in checkpoint.files())
         copied, skipped = _files_to_copy(checkpoint.path)
@@ -152,7 +156,11 @@ def _check_source(model: OpenedModel, recipe: Recipe, portable: bool) -> list[Co
     if checkpoint.quantization is not None:
         remedy = "migrate the fp32, fp16 or bf16 checkpoint that it was made from"
         raise CheckpointError(f"{checkpoint.path}: is quantized already (quantization_config); {remedy}")
-    return _make_tasks(checkpoint, SchemeChoice.of(model.spec, recipe, portable=portable), {})
+    tables = frozenset(
+        name for name, p in model.spec.parameters.items()
+        if p.role is Role.EMBEDDING and name in checkpoint.tensors and checkpoint.tensors[name].dtype == "F32"
+    )  # fmt: skip
+    return _make_tasks(checkpoint, SchemeChoice.of(model.spec, recipe, portable=portable), {}, tables)
 
 
 def _offline_rotations(model: OpenedModel, recipe: Recipe) -> tuple[str, ...]:
@@ -223,10 +231,32 @@ class SchemeChoice:
         return None if name is None else self.running[name]
 
 
+def _narrowed(model: OpenedModel) -> frozenset[str]:
+    """The fp32 embeddings that are stored as fp16, the type in which the engine keeps them on a GPU.
+
+    Others have a row that fp16 cannot hold with its full precision.
+    """
+    tensors = model.checkpoint.tensors
+    names = [name for name, p in model.spec.parameters.items() if p.role is Role.EMBEDDING and name in tensors]
+    return frozenset(n for n in names if tensors[n].dtype == "F32" and _fits_fp16(model.checkpoint, n))
+
+
+def _fits_fp16(checkpoint: Checkpoint, name: str) -> bool:
+    table = checkpoint.stored_float(name)
+    step = rows_per_block(table.shape[-1])
+    return all(rows_fit_fp16(np.asarray(table[i : i + step])) for i in range(0, table.shape[0], step))
+
+
 def _make_tasks(
-    checkpoint: Checkpoint, schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]
+    checkpoint: Checkpoint,
+    schemes: SchemeChoice,
+    rewrites: Mapping[str, WeightRewrite],
+    narrowed: frozenset[str] = frozenset(),
 ) -> list[ConversionTask]:
-    """The conversion of each tensor, in the order in which the source stores them."""
+    """The conversion of each tensor, in the order in which the source stores them.
+
+    Those in ``narrowed`` are fp32 in the source and fp16 in the result.
+    """
     spec, stored = schemes.spec, schemes.stored
     wide = [
         f"tensor {name!r} {list(spec.parameters[name].shape)}: w8a8 allows {MAX_IN_FEATURES:,} inputs at most"
@@ -243,11 +273,17 @@ def _make_tasks(
             stored.get(name, Scheme.FLOAT),
             rewrites.get(name, NO_REWRITE),
             transposed=name in conv1d,
+            narrowed=name in narrowed,
         )
         for name in spec.parameters
         if name not in spec.tied
     ]
-    return sorted(tasks, key=lambda task: (task.info.file, task.info.offset))
+    tasks.sort(key=lambda task: (task.info.file, task.info.offset))
+    places = [(task.info.file, task.info.offset, task.info.shape) for task in tasks]
+    return [
+        replace(task, repeats=i > 0 and task.info.nbytes > 0 and places[i] == places[i - 1])
+        for i, task in enumerate(tasks)
+    ]
 
 
 def _in_features(parameter: Parameter) -> int:

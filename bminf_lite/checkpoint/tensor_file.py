@@ -45,7 +45,8 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 class TensorInfo:
     """A tensor of a file: ``nbytes`` is the size of its values, which begin ``offset`` bytes into ``file``.
 
-    ``stored_as`` names the type in the file if values are converted to ``dtype`` while they are read.
+    ``stored_as`` names the type in the file if values are converted to ``dtype`` while they are read, and then
+    ``stored_bytes`` is their size there.
     """
 
     dtype: str
@@ -54,6 +55,7 @@ class TensorInfo:
     offset: int
     nbytes: int
     stored_as: str = ""
+    stored_bytes: int = 0
 
 
 class TensorFile(ABC):

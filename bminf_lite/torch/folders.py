@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..backend.quantization import Int8Weight, fits_fp16
+from ..backend.quantization import Int8Weight, fits_fp16, rows_fit_fp16
 from ..checkpoint.checksum import FileChecksums
 from ..checkpoint.compressed_tensors import pack, packed_width, quantization_config
 from ..checkpoint.manifest import MANIFEST_FILE, MigrationReport, TensorReport
@@ -181,6 +181,8 @@ def save_pretrained(
         if layer is None:
             owner, attribute = owner_of(model, names[name])
             arrays[name] = _array(owner.get_parameter(attribute))
+            if parameter.role is Role.EMBEDDING and arrays[name].dtype == np.float32 and rows_fit_fp16(arrays[name]):
+                arrays[name] = arrays[name].astype(np.float16)  # as migration does
         elif parameter.transposed:
             arrays[name] = _array(layer.dequantize().t())
         else:

@@ -29,6 +29,7 @@ from bminf_lite.checkpoint.opened_model import describe_model, open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import Recipe, Scheme
 from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.models.spec import Role
 
 RULES = {"*.down_proj.weight": Scheme.W8A16, "model.layers.1.mlp*": Scheme.FLOAT}
 MIXED = Recipe("mixed", Scheme.W8A8, Scheme.FLOAT, RULES)
@@ -36,7 +37,7 @@ LINEAR = "model.layers.0.mlp.up_proj.weight"
 
 
 def expect_migrated(source: Path, out: Path, recipe: Recipe) -> None:
-    """``out`` holds what the definition makes of ``source``, and everything else bit for bit."""
+    """``out`` holds what the definition makes of ``source``, fp32 embeddings in fp16, and everything else as it is."""
     with open_checkpoint(source) as before, open_model(out) as after:
         spec = after.spec
         schemes = {
@@ -54,6 +55,8 @@ def expect_migrated(source: Path, out: Path, recipe: Recipe) -> None:
             stored = before.read(name)
             if scheme is Scheme.FLOAT:
                 got = after.checkpoint.read(name)
+                if spec.parameters[name].role is Role.EMBEDDING and stored.dtype == np.float32:
+                    stored = stored.astype(np.float16)
                 assert got.dtype == stored.dtype and got.tobytes() == stored.tobytes()
                 continue
             got = after.checkpoint.weight(name)
@@ -77,6 +80,35 @@ def test_output_is_what_the_definition_says(
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1 or tied
     expect_migrated(source, tmp_path / "out", report.recipe)
     assert report.tied_head == (report.recipe.head if tied else None)
+
+
+@pytest.mark.parametrize(
+    ("row", "narrowed"),
+    [
+        (lambda row: row * 0, True), (lambda row: row * 1e-3, True), (lambda row: row * 1e4, True),
+        (lambda row: row * 1e-6, False), (lambda row: row * 1e6, False), (lambda row: row + 0.1, True),
+    ],
+)  # fmt: skip
+def test_an_fp32_embedding_is_fp16_where_that_has_full_precision(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Any, narrowed: bool
+) -> None:
+    """In whichever block the row is that fp16 cannot hold; a GPU has the same table from both."""
+    monkeypatch.setattr(quantization, "BLOCK_ELEMENTS", 40)
+    tensors = random_tensors(CONFIG)
+    table = tensors["model.embed_tokens.weight"]
+    table[-2] = row(table[-2])
+    source = make_checkpoint(tensors=tensors)
+    report = migrate(source, tmp_path / "out")
+    with open_model(tmp_path / "out") as model:
+        stored = model.checkpoint.read("model.embed_tokens.weight")
+    assert stored.dtype == (np.float16 if narrowed else np.float32)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(stored.astype(np.float16), table.astype(np.float16))
+    error = np.abs(stored.astype(np.float32) - table)
+    assert (error <= 2.0**-11 * np.abs(table).max(axis=1, keepdims=True)).all()
+    (tensor,) = (t for t in report.tensors if t.name == "model.embed_tokens.weight")
+    assert (tensor.bytes_before, tensor.bytes_after) == (table.nbytes, stored.nbytes)
+    assert migrate(source, tmp_path / "dry", dry_run=True).bytes_after == report.bytes_after
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])

@@ -32,7 +32,7 @@ def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = run_demo(monkeypatch, "cpu")
     assert re.search(r"before +13\.1 MB", result.stdout)
-    assert re.search(r"after +4\.9 MB", result.stdout)
+    assert re.search(r"after +3\.8 MB", result.stdout)
     assert module.PROMPT in result.stdout
     assert re.search(r"\d+ tokens, \d+ tokens per second", result.stdout)
     int8, plain = (float(re.search(rf"{name} +([\d.]+)", result.stdout)[1]) for name in ("int8", "float"))  # type: ignore[index]
