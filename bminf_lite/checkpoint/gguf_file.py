@@ -19,20 +19,17 @@ import numpy as np
 from .. import models
 from ..errors import CheckpointError
 from ..gguf_files.architectures import (
-    FACTORS,
     config_json,
     generation_config,
     is_transposed,
     offset,
     row_order,
     tensor_names,
+    tensors_in_config,
 )
 from ..gguf_files.header import GgufHeader, GgufTensor, read_header
 from ..gguf_files.tokenizer import tokenizer_files
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
-
-LEFT_OUT = (FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that are part of the configuration here."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +152,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     names = tensor_names(header, architecture.spec(architecture.parse(config)).parameters)
     by_file: dict[Path, dict[str, StoredTensor]] = {part: {} for part in header.paths}
     known = {file_name: name for name, file_name in names.items()}
+    left_out = tensors_in_config(header)
     for file_name, tensor in header.tensors.items():
-        if file_name in LEFT_OUT:
+        if file_name in left_out:
             continue
         name = known.get(file_name, file_name)  # an unknown one is reported as unexpected
         try:

@@ -13,6 +13,8 @@ import numpy as np
 
 from ..errors import CheckpointError, checkpoint_error
 from .header import GgufHeader
+from .rope import FACTORS, LONG_FACTORS, rope_scaling, shortest, small_tensor
+from .unread import ReadHeader, unread_problems
 
 COMMON = {
     "embedding_length": "hidden_size",
@@ -37,8 +39,6 @@ GPT_NAMES = {
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
 REQUIRED = ("embedding_length", "block_count", "attention.head_count", "context_length")
-FACTORS = "rope_freqs.weight"
-"""The tensor with a divisor for each rotary frequency, in place of LLaMA 3's formula."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Converted:
     ``fixed`` are values that the converter drops because all models have them. ``permuted``: the rows of query and key
     of each head alternate between its halves, as in Meta's LLaMA. ``grouped_qkv``: query, key and value of a fused
     matrix are one after another instead of head by head. ``norm_offset``: 1 is added to the weights of norms.
-    ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``. ``further`` adds to the
-    configuration.
+    ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``. ``required`` are further keys
+    that a file must have. ``further`` adds to the configuration.
     """
 
     model_type: str
@@ -59,15 +59,22 @@ class Converted:
     grouped_qkv: bool = False
     norm_offset: bool = False
     transposed: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
     further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
 
 
 def config_json(header: GgufHeader) -> dict[str, Any]:
-    """The ``config.json`` of the model. Raises :class:`CheckpointError` for an unknown architecture."""
+    """The ``config.json`` of the model.
+
+    Raises :class:`CheckpointError` for an unknown architecture, and for metadata that would change the results and are
+    not read.
+    """
     known = converted(header)
+    header = ReadHeader(header.paths, header.metadata, header.tensors)
     if header.of_model("expert_count"):
         raise CheckpointError(f"{header.path}: is a mixture of experts, which this version does not run")
-    missing = [f"{header.architecture}.{key}" for key in REQUIRED if header.of_model(key) is None]
+    required = [*REQUIRED, *(key for key in known.keys if key.endswith("epsilon") or key in known.required)]
+    missing = [f"{header.architecture}.{key}" for key in required if header.of_model(key) is None]
     missing += [] if "token_embd.weight" in header.tensors else ["the tensor token_embd.weight"]
     if missing:
         raise checkpoint_error(header.path, [f"lacks {name}" for name in missing], "export the model again")
@@ -77,18 +84,53 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         if value is not None:
-            config[name] = _shortest(value) if isinstance(value, float) else value
+            config[name] = shortest(value) if isinstance(value, float) else value
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     for key, name in (("bos", "bos_token_id"), ("eos", "eos_token_id")):
         if (token := header.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[name] = token
-    scaling = _rope_scaling(header)
+    _set_defaults(header, known, config)
+    scaling = rope_scaling(header, config) if "rope.freq_base" in known.keys else None
     if scaling:
         config["rope_scaling"] = scaling
     if known.further:
         known.further(header, config)
+    problems = unread_problems(header, config)
+    if problems:
+        raise checkpoint_error(header.path, problems, "migrate the model's Hugging Face folder instead")
     return config
+
+
+_FACTORS_OF_1 = ("logit_scale", "embedding_scale", "residual_scale")
+
+
+def _set_defaults(header: GgufHeader, known: Converted, config: dict[str, Any]) -> None:
+    """What llama.cpp takes for keys that the file does not have, where Hugging Face takes something else."""
+
+    def is_absent(key: str) -> bool:
+        return key in known.keys and not header.of_model(key)
+
+    head_dim = config.get("head_dim") or header.of_model("embedding_length") // _first(config[_heads_name(known)])
+    if is_absent("rope.freq_base"):
+        config[known.keys["rope.freq_base"]] = 10000.0
+    if is_absent("attention.head_count_kv"):
+        config[known.keys["attention.head_count_kv"]] = config[_heads_name(known)]
+    if is_absent("attention.key_length"):
+        config[known.keys["attention.key_length"]] = head_dim
+    if is_absent("attention.scale"):
+        config[known.keys["attention.scale"]] = head_dim**-0.5
+    config.update({known.keys[key]: 1.0 for key in _FACTORS_OF_1 if is_absent(key)})
+
+
+def _heads_name(known: Converted) -> str:
+    return known.keys["attention.head_count"]
+
+
+def tensors_in_config(header: GgufHeader) -> tuple[str, ...]:
+    """The tensors of the file that :func:`config_json` reads, and that Hugging Face's files do not have."""
+    known = converted(header)
+    return (*((FACTORS,) if "rope.freq_base" in known.keys else ()), *(LONG_FACTORS if known.further is _phi3 else ()))
 
 
 def generation_config(header: GgufHeader) -> dict[str, Any]:
@@ -151,47 +193,15 @@ def _first(value: Any) -> int:
     return int(value[0] if isinstance(value, list) else value)
 
 
-def _shortest(value: float) -> float:
-    """The shortest number that is the same in fp32: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
-def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
-    """``rope_scaling``: factors per frequency, linear, or YaRN."""
-    if FACTORS in header.tensors:
-        factors = [_shortest(x) for x in small_tensor(header, FACTORS)]
-        original = header.of_model("rope.scaling.original_context_length", header.of_model("context_length"))
-        longrope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-        return longrope | {"factor": 1.0, "original_max_position_embeddings": original}
-    kind, factor = header.of_model("rope.scaling.type"), header.of_model("rope.scaling.factor")
-    if kind not in ("linear", "yarn") or factor is None:
-        return None
-    found = {"rope_type": kind, "factor": _shortest(factor)}
-    if kind == "yarn":
-        found["original_max_position_embeddings"] = header.of_model("rope.scaling.original_context_length")
-        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if (value := header.of_model(f"rope.scaling.{key}")) is not None:
-                found[name] = _shortest(value)
-    return found
-
-
-def small_tensor(header: GgufHeader, name: str) -> np.ndarray:
-    """An fp32 vector of the file."""
-    tensor = header.tensors[name]
-    if tensor.type != "F32":
-        raise CheckpointError(f"{tensor.path}: tensor {name!r} is {tensor.type}, not F32")
-    with open(tensor.path, "rb") as file:
-        file.seek(tensor.offset)
-        return np.frombuffer(file.read(tensor.nbytes), "<f4")
-
-
 # -- what single architectures add ------------------------------------------------------------------------------------
 
 
 def _llama(header: GgufHeader, config: dict[str, Any]) -> None:
-    config.setdefault("head_dim", header.of_model("rope.dimension_count"))
-    if config["head_dim"] is None:
-        del config["head_dim"]
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    rotated = header.of_model("rope.dimension_count", config.get("head_dim", head_dim))
+    if "partial_rotary_factor" not in config and rotated != config.setdefault("head_dim", rotated):
+        problem = f"rotates {rotated} of {config['head_dim']} elements of each head (rope.dimension_count)"
+        raise CheckpointError(f"{header.path}: {problem}, which llama.cpp does not run either")
     _biases(header, config)
 
 
@@ -209,13 +219,15 @@ def _partial(header: GgufHeader, config: dict[str, Any]) -> None:
 
 def _phi3(header: GgufHeader, config: dict[str, Any]) -> None:
     _partial(header, config)
-    names = [f"rope_factors_{name}.weight" for name in ("short", "long")]
-    if all(name in header.tensors for name in names):
-        short, long = ([_shortest(x) for x in small_tensor(header, name)] for name in names)
+    if all(name in header.tensors for name in LONG_FACTORS):
+        if header.of_model("rope.scaling.factor", 1) not in (0, 1):
+            problem = "has rope.scaling.factor beside LongRoPE's factors, which are not combined here"
+            raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+        short, long = ([shortest(x) for x in small_tensor(header, name)] for name in LONG_FACTORS)
         config["rope_scaling"] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         factor = header.of_model("rope.scaling.attn_factor")
         if factor is not None:
-            config["rope_scaling"]["attention_factor"] = _shortest(factor)
+            config["rope_scaling"]["attention_factor"] = shortest(factor)
     original = header.of_model("rope.scaling.original_context_length", config["max_position_embeddings"])
     config["original_max_position_embeddings"] = original
 
@@ -313,8 +325,14 @@ def _ministral3(header: GgufHeader, config: dict[str, Any]) -> None:
     if "rope_scaling" not in config or multiplier is None or beta is None:
         problem = "lacks the numbers of YaRN (rope.scaling.*) or attention.temperature_scale"
         raise CheckpointError(f"{header.path}: {problem}; export the model again")
+    if header.of_model("rope.scaling.attn_factor", 1.0) == 1:
+        config["rope_scaling"].pop("attention_factor", None)  # it follows from these
+    original = config["rope_scaling"].get("original_max_position_embeddings")
+    if (length := header.of_model("attention.temperature_length", original)) != original:
+        problem = f"attention.temperature_length is {length}, not the original context of {original}"
+        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
     config["rope_scaling"] |= {
-        "mscale": 1.0, "mscale_all_dim": _shortest(multiplier), "llama_4_scaling_beta": _shortest(beta),
+        "mscale": 1.0, "mscale_all_dim": shortest(multiplier), "llama_4_scaling_beta": shortest(beta),
     }  # fmt: skip
 
 
@@ -347,7 +365,8 @@ TABLE: dict[str, Converted] = {
         "cohere", COMMON | EPSILON | {"logit_scale": "logit_scale"}, {}
     ),
     "cohere2": Converted(
-        "cohere2", COMMON | WINDOW | EPSILON | {"logit_scale": "logit_scale"}, {}
+        "cohere2", COMMON | WINDOW | EPSILON | {"logit_scale": "logit_scale"}, {},
+        required=("attention.sliding_window",),
     ),
     "smollm3": Converted("smollm3", COMMON | RMS, {"no_rope_layer_interval": 4}, permuted=True, further=_biases),
     "nemotron": Converted(
@@ -400,6 +419,7 @@ TABLE: dict[str, Converted] = {
         COMMON | EPSILON | {"use_parallel_residual": "use_parallel_residual"},
         {},
         grouped_qkv=True,
+        required=("use_parallel_residual",),
         further=_gpt_neox,
     ),
     "gpt2": Converted("gpt2", GPT_NAMES, {}, transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
