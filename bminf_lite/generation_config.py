@@ -92,8 +92,8 @@ def not_obeyed_text(config: Mapping[str, Any]) -> str:
     return f"generation_config.json: not obeyed here: {'; '.join(found)}" if found else ""
 
 
-_NAMED = ("max_time", "num_return_sequences")
-"""Fields that change no token, but what a call returns."""
+_NAMED = ("max_time", "num_return_sequences", "penalty_last_n")
+"""Fields that change what a call returns, but no token, or tokens far behind: of a GGUF file, ``penalty_last_n``."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,8 @@ _RULES = (
     _Rule("typical_p", _is(1), "top_k, top_p and min_p are the filters", draws=True),
     _Rule("top_h", _never, "top_k, top_p and min_p are the filters", draws=True),
     _Rule("epsilon_cutoff", _is(0), "top_k, top_p and min_p are the filters", draws=True),
+    _Rule("xtc_probability", _is(0), "top_k, top_p and min_p are the filters", draws=True),
+    _Rule("mirostat", _is(0), "top_k, top_p and min_p are the filters", draws=True),
     _Rule("eta_cutoff", _is(0), "top_k, top_p and min_p are the filters", draws=True),
 )
 

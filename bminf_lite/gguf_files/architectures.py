@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import CheckpointError, checkpoint_error
 from .header import GgufHeader
 from .rope import FACTORS, LONG_FACTORS, rope_scaling, shortest, small_tensor
+from .special_tokens import end_ids
 from .unread import ReadHeader, unread_problems
 
 COMMON = {
@@ -38,6 +39,17 @@ GPT_NAMES = {
     "context_length": "n_positions",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "penalty_last_n",
+    "xtc_probability": "xtc_probability",
+    "mirostat": "mirostat",
+}
+"""Recommendations for sampling, ``general.sampling.{key}``, and their names in a ``generation_config.json``."""
 REQUIRED = ("embedding_length", "block_count", "attention.head_count", "context_length")
 
 
@@ -134,10 +146,17 @@ def tensors_in_config(header: GgufHeader) -> tuple[str, ...]:
 
 
 def generation_config(header: GgufHeader) -> dict[str, Any]:
-    """The tokens that end a text: the end of the text, and of a turn in a dialogue."""
-    ids = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    found = list(dict.fromkeys(token for token in ids if token is not None))
-    return {"eos_token_id": found} if found else {}
+    """The tokens that end a text, and how to draw tokens, as a ``generation_config.json`` says it."""
+    ids, metadata = end_ids(header), header.metadata
+    found: dict[str, Any] = {"eos_token_id": ids} if ids else {}
+    for key, name in SAMPLING.items():
+        if (value := metadata.get(f"general.sampling.{key}")) is not None:
+            found[name] = shortest(value) if isinstance(value, float) else value
+    if found.get("temperature"):
+        found["do_sample"] = True
+    else:
+        found.pop("temperature", None)
+    return found
 
 
 def converted(header: GgufHeader) -> Converted:

@@ -20,6 +20,7 @@ FACTORS = "rope_freqs.weight"
 """The tensor with a divisor for each rotary frequency, in place of LLaMA 3's formula."""
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 """The tensors of LongRoPE."""
+_ONLY_YARN = tuple(f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier"))
 _TYPES = ("none", "linear", "yarn", "longrope")
 
 
@@ -38,6 +39,9 @@ def rope_scaling(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any] |
         if FACTORS in header.tensors:
             raise _error(header, f"has YaRN (rope.scaling.type) and the tensor {FACTORS}, which are not combined here")
         return _yarn(header, factor, attention)
+    for name in _ONLY_YARN:
+        header.of_model(name)  # without an effect
+    attention *= _number(header, "rope.scaling.yarn_attn_factor", 1.0)
     if kind == "none":
         factor = 1.0
     if FACTORS not in header.tensors and attention == 1:

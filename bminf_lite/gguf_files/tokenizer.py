@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import tokenizers
@@ -17,9 +18,15 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from ..errors import CheckpointError
 from .header import GgufHeader
+from .special_tokens import NAMES, is_control, named_ids, vocabulary
 
-CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens: those without text, and those that are found in a text before anything else."""
+USER_DEFINED = 4
+"""The type of tokens that are found in a text before anything else."""
+REPEATED_TOKENS = "repeated_tokens"
+"""A key of ``tokenizer_config.json``: the ids of tokens whose text a later token has too, each with the later id."""
+_STRIPPING = ("phi-3", "phi3")
+"""Names of models whose control tokens take the white space behind them; a file does not say so, llama.cpp knows it."""
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -72,24 +79,27 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
     Raises :class:`CheckpointError` if the file has no vocabulary, or one of another kind.
     """
     metadata = header.metadata
-    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    kind, (tokens, types) = metadata.get("tokenizer.ggml.model"), vocabulary(header)
+    if not tokens:
         raise CheckpointError(f"{header.path}: holds no vocabulary (tokenizer.ggml.tokens); give prompts as token ids")
     makers = {"llama": _sentencepiece, "gpt2": _byte_level}
     if kind not in makers:
         problem = f"tokenizer.ggml.model is {kind!r}, not one of {', '.join(makers)}"
         raise CheckpointError(f"{header.path}: {problem}; give prompts as token ids, or add a tokenizer.json")
     backend, adds_bos = makers[kind](header, tokens)
-    types = metadata.get("tokenizer.ggml.token_type") or []
-    for token, token_type in zip(tokens, types, strict=False):
-        if token_type == CONTROL:
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == USER_DEFINED:
+    strips = any(name in str(metadata.get("general.name", "")).lower() for name in _STRIPPING)
+    for token, token_type in zip_longest(tokens, types):
+        if token and is_control(token, token_type):
+            rstrip = strips and token not in _NOT_STRIPPED
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False, rstrip=rstrip)])
+        elif token and token_type == USER_DEFINED:
             backend.add_tokens([AddedToken(token, normalized=False)])
-    names = {name: _token(metadata, tokens, name) for name in ("bos", "eos", "unknown")}
-    _frame(backend, metadata, names, adds_bos)
+    named = {name: tokens[i] for name, i in named_ids(header).items()}
+    _frame(header, backend, named, adds_bos)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {"bos_token": names["bos"], "eos_token": names["eos"], "unk_token": names["unknown"]}
+    config |= {theirs: named.get(name) for name, theirs in NAMES.items()}
+    if repeated := _repeated(tokens):
+        config[REPEATED_TOKENS] = repeated
     keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
     templates = [{"name": name, "template": metadata[key]} for name, key in keys.items() if key in metadata]
     if templates:
@@ -98,31 +108,41 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
     return {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config, ensure_ascii=False)}
 
 
-def _token(metadata: Any, tokens: Sequence[str], name: str) -> str | None:
-    index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+def _ids(tokens: Sequence[str]) -> dict[str, int]:
+    """The id of each text. Of equal tokens the last counts, as in llama.cpp; empty ones are found in no text."""
+    return {token: index for index, token in enumerate(tokens) if token}
 
 
-def _frame(backend: tokenizers.Tokenizer, metadata: Any, names: dict[str, str | None], adds_bos: bool) -> None:
+def _repeated(tokens: Sequence[str]) -> dict[str, int]:
+    """Of each token whose text a later one has too, the id of that one, which is the same in a decoded text."""
+    ids = _ids(tokens)
+    return {str(index): ids[token] for index, token in enumerate(tokens) if token and ids[token] != index}
+
+
+def _frame(header: GgufHeader, backend: tokenizers.Tokenizer, named: dict[str, str], adds_bos: bool) -> None:
     """A post-processor that puts the begin-of-text and end-of-text tokens around a prompt, if the file says so."""
+    metadata = header.metadata
     framing = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", adds_bos),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
-    used = {kind: names[kind] for kind, added in framing.items() if added and names[kind] is not None}
+    used = {kind: named[kind] for kind, added in framing.items() if added and kind in named}
+    if missing := [kind for kind, added in framing.items() if added and kind not in named]:
+        problem = f"has tokenizer.ggml.add_{missing[0]}_token, and no tokenizer.ggml.{missing[0]}_token_id"
+        raise CheckpointError(f"{header.path}: {problem}; export the model again")
     if used:
         parts = [used.get("bos"), "$A", used.get("eos")]
-        special = [(token, backend.token_to_id(token)) for token in used.values() if token is not None]
+        special = [(token, backend.token_to_id(token)) for token in used.values()]
         single = [part for part in parts if part is not None]
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
 
 
-def _sentencepiece(header: GgufHeader, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
     scores = header.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise CheckpointError(f"{header.path}: tokenizer.ggml.scores does not have a number for each token")
-    ids = {token: index for index, token in enumerate(tokens)}
-    unknown = _token(header.metadata, tokens, "unknown")
+    ids, unknown_id = _ids(tokens), named_ids(header).get("unknown")
+    unknown = None if unknown_id is None else tokens[unknown_id]
     model = models.BPE(ids, merges_of(ids, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
     prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
@@ -144,7 +164,7 @@ def merges_of(ids: dict[str, int], scores: Sequence[float]) -> list[tuple[str, s
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _byte_level(header: GgufHeader, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
     name = header.metadata.get("tokenizer.ggml.pre", "gpt-2")
     name = "gpt-2" if name == "default" else name
     if name not in WORDS:
@@ -152,7 +172,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> tuple[tokenizers.Token
         raise CheckpointError(f"{header.path}: {problem}; give prompts as token ids, or add a tokenizer.json")
     words = WORDS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in header.metadata.get("tokenizer.ggml.merges") or []]
-    ids = {token: index for index, token in enumerate(tokens)}
+    ids = _ids(tokens)
     backend = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=words.ignores_merges))
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in words.expressions]
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

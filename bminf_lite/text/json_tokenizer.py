@@ -50,6 +50,7 @@ class JsonTokenizer(Tokenizer):
 
     ``special_tokens`` are the texts of its special tokens by name, of which ``bos_token`` and ``eos_token`` mean the
     same everywhere. ``adds_bos`` and ``adds_eos`` frame a prompt if the library's tokenizer adds no tokens itself.
+    ``repeated`` are ids of tokens that the backend does not have, each with the id of the token that has its text.
     """
 
     FILE: ClassVar[str] = "tokenizer.json"
@@ -61,6 +62,7 @@ class JsonTokenizer(Tokenizer):
         chat_templates: Mapping[str, str] = NO_TEXTS,
         adds_bos: bool = False,
         adds_eos: bool = False,
+        repeated: Mapping[int, int] = MappingProxyType({}),
     ):
         super().__init__()
         # The settings of training, which a tokenizer.json may carry, would silently cut or pad prompts.
@@ -78,10 +80,12 @@ class JsonTokenizer(Tokenizer):
         frames = backend.num_special_tokens_to_add(is_pair=False) == 0
         self._prefix_ids = [self.bos_id] if frames and adds_bos and self.bos_id is not None else []
         self._suffix_ids = [eos_id] if frames and adds_eos and eos_id is not None else []
-        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(special_ids | {i for i, same in repeated.items() if same in special_ids})
+        self._repeated = repeated
         vocabulary = backend.get_vocab(with_added_tokens=True)
         check_tokens(vocabulary, "tokenizer.json")
-        self._size = 1 + max(vocabulary.values(), default=-1)
+        self._size = 1 + max([*vocabulary.values(), *repeated], default=-1)
         self.sentinels = numbered_ids("<extra_id_{}>", backend.token_to_id)  # T5's
         decoder = backend.decoder
         decoder_json = b"" if decoder is None else decoder.__getstate__()
@@ -140,7 +144,8 @@ class JsonTokenizer(Tokenizer):
         if used < vocab_size <= max(backend.get_added_tokens_decoder(), default=-1):
             backend = without_added_tokens_beyond(backend, vocab_size, framing.values())
         backend.encode_special_tokens = settings.splits_special_tokens
-        tokenizer = cls(backend, special, templates, settings.adds_bos, settings.adds_eos)
+        repeated = settings.repeated_tokens
+        tokenizer = cls(backend, special, templates, settings.adds_bos, settings.adds_eos, repeated)
         if len(tokenizer) > vocab_size:
             problems.append(
                 f"the tokenizer has ids up to {len(tokenizer) - 1}, but the embedding only {vocab_size} rows; "
@@ -154,7 +159,7 @@ class JsonTokenizer(Tokenizer):
         return self._size
 
     def id_to_piece(self, token_id: int) -> str | None:
-        return self._backend.id_to_token(token_id)
+        return self._backend.id_to_token(self._repeated.get(token_id, token_id))
 
     def piece_to_id(self, piece: str) -> int | None:
         return self._backend.token_to_id(piece)
@@ -179,6 +184,8 @@ class JsonTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         # Not the library's own skipping: from version 0.23.1 on it leaves out added tokens that are normalized.
         visible = [i for i in ids if i not in self.special_ids]
+        if self._repeated:
+            visible = [self._repeated.get(i, i) for i in visible]
         try:  # entering a context manager takes as long as decoding a token
             if len(visible) > LONG_TEXT:
                 return self._backend.decode_batch([visible], skip_special_tokens=False)[0]

@@ -20,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ..errors import CheckpointError
+from ..gguf_files.tokenizer import REPEATED_TOKENS
 from .tokenizer_classes import TokenizerClass
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -40,6 +41,8 @@ class TokenizerSettings:
       of SentencePiece begins each part of a text between special tokens with it, not only the first.
     - ``splits_special_tokens``: text that spells a special token is plain text.
     - ``adds_bos``, ``adds_eos``: frame a prompt where the post-processor does not.
+    - ``repeated_tokens``: ids of tokens whose text another token has too, each with the id of that one. A vocabulary of
+      GGUF may have such tokens.
     """
 
     special_tokens: Mapping[str, str]
@@ -50,6 +53,7 @@ class TokenizerSettings:
     splits_special_tokens: bool
     adds_bos: bool
     adds_eos: bool
+    repeated_tokens: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ def read_settings(
         name: _flag(config, name, problems)
         for name in ("add_prefix_space", "legacy", "split_special_tokens", "add_bos_token", "add_eos_token")
     }
+    repeated = _repeated_tokens(config.get(REPEATED_TOKENS), problems)
     if problems:
         raise CheckpointError(f"{files.folder}: {'; '.join(problems)}")
     kept = names | {token.content for token in known.values() if token.special}  # what is special remains so
@@ -110,6 +115,7 @@ def read_settings(
         splits_special_tokens=flags["split_special_tokens"] is True,
         adds_bos=frames and flags["add_bos_token"] is True,
         adds_eos=frames and flags["add_eos_token"] is True,
+        repeated_tokens=repeated,
     )
 
 
@@ -205,6 +211,19 @@ def _is_utf8(text: str, where: str, problems: list[str]) -> bool:
         problems.append(f"{where} is {text!r}, which cannot be written as UTF-8")
         return False
     return True
+
+
+def _repeated_tokens(value: Any, problems: list[str]) -> dict[int, int]:
+    if value is None:
+        return {}
+    is_valid = isinstance(value, dict) and all(
+        key.isascii() and key.isdigit() and isinstance(i, int) and 0 <= i <= MAX_ID >= int(key[:11])
+        for key, i in value.items()
+    )
+    if not is_valid:
+        problems.append(f"{_CONFIG}: {REPEATED_TOKENS} must map token ids to token ids")
+        return {}
+    return {int(key): index for key, index in value.items()}
 
 
 def _flag(config: Mapping[str, Any], name: str, problems: list[str]) -> bool | None:

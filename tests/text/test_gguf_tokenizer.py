@@ -17,6 +17,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from bminf_lite.errors import CheckpointError
 from bminf_lite.gguf_files.header import GgufHeader
 from bminf_lite.gguf_files.tokenizer import LLAMA3, WORDS, tokenizer_files
+from bminf_lite.text.checkpoint_files import load_tokenizer
 from bminf_lite.text.json_tokenizer import JsonTokenizer
 
 CORPUS = [
@@ -123,7 +124,7 @@ def test_merges_of_bytes(pre: str, expression: str | None) -> None:
 
 def test_llama_3_starts_with_its_token_unless_the_file_says_otherwise() -> None:
     tokens = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    common = of("ggml", model="gpt2", tokens=tokens, merges=[], token_type=[CONTROL], bos_token_id=0)
+    common = of("ggml", model="gpt2", tokens=tokens, merges=[], token_type=[CONTROL, *[NORMAL] * 256], bos_token_id=0)
     assert load(header(**common, **of("ggml", pre="llama-bpe"))).encode("a")[0] == 0
     assert load(header(**common, **of("ggml", pre="qwen2"))).encode("a")[0] != 0
     assert load(header(**common, **of("ggml", pre="qwen2", add_bos_token=True))).encode("a")[0] == 0
@@ -149,3 +150,79 @@ def test_every_expression_keeps_the_text(name: str) -> None:
 def test_an_unknown_vocabulary_is_refused(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         tokenizer_files(header(**metadata))
+
+
+# -- vocabularies that are not in order -------------------------------------------------------------------------------
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def bytes_with(*tokens: str, types: dict[str, int] | None = None, **ids: Any) -> GgufHeader:
+    """A vocabulary of bytes, and then ``tokens``."""
+    listed = [*ALPHABET, *tokens]
+    kinds = [(types or {}).get(token, NORMAL) for token in listed]
+    return header(**of("ggml", model="gpt2", tokens=listed, merges=[], token_type=kinds, **ids))
+
+
+def test_tokens_with_the_same_text_have_it_all(tmp_path: Path) -> None:
+    """The last of them is found in a text, as in llama.cpp. A migrated folder keeps them."""
+    found = bytes_with("<x>", "<y>", "<x>", "a", types={"<x>": CONTROL, "<y>": CONTROL})
+    first, last = len(ALPHABET), len(ALPHABET) + 2
+    tokenizer = load(found)
+    for name, content in tokenizer_files(found).items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    for loaded in (tokenizer, load_tokenizer(tmp_path, 1000)):
+        assert len(loaded) == last + 2 and loaded.encode("<x>a") == [last, last + 1]
+        assert loaded.id_to_piece(first) == loaded.id_to_piece(last) == "<x>"
+        assert {first, last} <= loaded.special_ids
+        assert loaded.decode([ALPHABET.index("a"), last + 1, first, ALPHABET.index("b")]) == "aab"
+
+
+def test_an_empty_token_has_no_text() -> None:
+    tokenizer = load(bytes_with("", "<x>", types={"": CONTROL, "<x>": CONTROL}))
+    assert tokenizer.id_to_piece(len(ALPHABET)) is None and tokenizer.encode("a<x>")[-1] == len(ALPHABET) + 1
+    assert tokenizer.decode([len(ALPHABET), ALPHABET.index("a")]) == "a"
+
+
+def test_special_tokens_have_the_names_that_templates_use() -> None:
+    names = {"bos": 0, "eos": 1, "unknown": 2, "padding": 3, "seperator": 4, "mask": 5}
+    tokenizer = load(bytes_with(**{f"{name}_token_id": i for name, i in names.items()}))
+    used = ("bos", "eos", "unk", "pad", "sep", "mask")
+    assert tokenizer.special_tokens == {f"{name}_token": ALPHABET[i] for i, name in enumerate(used)}
+
+
+def test_tokens_that_end_a_turn_have_no_text_whatever_their_type() -> None:
+    tokenizer = load(bytes_with("<|im_end|>", "<tool>", types={"<tool>": 4}))
+    assert tokenizer.encode("<|im_end|><tool>") == [len(ALPHABET), len(ALPHABET) + 1]
+    assert tokenizer.decode([len(ALPHABET), len(ALPHABET) + 1]) == "<tool>"
+
+
+@pytest.mark.parametrize(("name", "text"), [("Phi-3 mini", "b"), ("phi3", "b"), ("Qwen", " b")])
+def test_phi_3_s_control_tokens_take_the_space_behind_them(name: str, text: str) -> None:
+    found = bytes_with("<|user|>", "<s>", types={"<|user|>": CONTROL, "<s>": CONTROL})
+    found = GgufHeader(found.paths, {**found.metadata, "general.name": name}, {})
+    tokenizer = load(found)
+    assert tokenizer.decode(tokenizer.encode("<|user|> b")) == text
+    assert tokenizer.decode(tokenizer.encode("<s> b")) == " b"
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (bytes_with(bos_token_id=999), r"bos_token_id is 999, but the vocabulary has 256 tokens"),
+        (bytes_with(add_bos_token=True), r"add_bos_token, and no tokenizer\.ggml\.bos_token_id"),
+        (bytes_with(add_eos_token=True), r"add_eos_token, and no tokenizer\.ggml\.eos_token_id"),
+        (header(**of("ggml", model="gpt2", tokens=["a"], token_type=[1, 1])), "token_type does not have a number for"),
+        (header(**of("ggml", model="gpt2", tokens=["a", 3])), "must be a list of texts"),
+    ],
+)
+def test_metadata_that_contradict_each_other_are_refused(found: GgufHeader, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer_files(found)
+
+
+def test_sentencepiece_has_its_own_special_tokens_where_a_file_names_none() -> None:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a"]
+    types = [2, CONTROL, CONTROL, *[BYTE] * 256, NORMAL, NORMAL]
+    tokenizer = load(header(**of("ggml", model="llama", tokens=tokens, token_type=types, scores=[0.0] * len(tokens))))
+    assert tokenizer.encode("a")[0] == tokenizer.bos_id == 1 and tokenizer.eos_ids == {2}
