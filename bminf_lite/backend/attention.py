@@ -4,6 +4,9 @@ The result of a query depends on its own sequence alone: not on the other querie
 shared between processors. Keys are therefore taken in tiles and segments at fixed positions. Within a segment the tiles
 are summed in order, relative to the largest score so far (online softmax, https://arxiv.org/abs/1805.02867); each
 segment starts anew, and the segments are merged in order. So different processors may take different segments.
+
+BLAS chooses the order of a sum by the shapes of a product. So every product here has one shape: the heads of one query
+that share keys, and one tile of keys, which is filled up with zeros.
 """
 
 from __future__ import annotations
@@ -79,13 +82,13 @@ def attend(
     n, heads, head_dim = q.shape
     kv_heads, total, _ = keys.shape
     group = heads // kv_heads
-    rows = q.reshape(n, kv_heads, group, head_dim).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-    rows = rows.astype(np.float32)
+    rows = np.ascontiguousarray(q.reshape(n, kv_heads, group, head_dim).swapaxes(0, 1), np.float32)
     query = context_len + np.arange(n)[:, None]
 
     def scores_of(first: int, last: int) -> np.ndarray:
         """Scores to the base 2 of a range of keys, ``[kv_heads, rows, keys]``; -inf where a query does not see one."""
-        found: np.ndarray = rows @ keys[:, first:last].astype(np.float32).swapaxes(1, 2)
+        tiles = [products(rows, _tile(keys[:, :last], at, tile).swapaxes(1, 2)) for at in range(first, last, tile)]
+        found = np.concatenate(tiles, axis=-1)[..., : last - first].swapaxes(1, 2).reshape(kv_heads, -1, last - first)
         if softcap is None:
             found = found * np.float32(np.float32(scale) * LOG2_E)
         else:
@@ -102,7 +105,7 @@ def attend(
     merged: PartialResult | None = None
     for first in range(0, total, segment):
         last = min(first + segment, total)
-        part = segment_result(scores_of(first, last), values[:, first:last], tile, weight_dtype)
+        part = segment_result(scores_of(first, last), values[:, first:last], group, tile, weight_dtype)
         merged = part if merged is None else merge(merged, part)
     if merged is None:
         return np.zeros((n, heads, head_dim), np.float32)
@@ -118,10 +121,27 @@ def biases(bias: RelativeBias | LinearBias, distance: np.ndarray) -> np.ndarray:
     return np.asarray(bias.values)[:, clipped + bias.max_distance]
 
 
+def products(rows: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """``[kv_heads, n, group, K]`` times ``[kv_heads, K, N]``, a product for each of the ``n`` queries."""
+    found: np.ndarray = rows @ matrix[:, None]
+    return found
+
+
+def _tile(values: np.ndarray, first: int, tile: int) -> np.ndarray:
+    """``tile`` keys or values from the ``first`` on, fp32 ``[kv_heads, tile, head_dim]``, zeros behind the last."""
+    part = values[:, first : first + tile]
+    found = np.zeros((part.shape[0], tile, part.shape[2]), np.float32)
+    found[:, : part.shape[1]] = part
+    return found
+
+
 def segment_result(
-    scores: np.ndarray, values: np.ndarray, tile: int, weight_dtype: np.typing.DTypeLike
+    scores: np.ndarray, values: np.ndarray, group: int, tile: int, weight_dtype: np.typing.DTypeLike
 ) -> PartialResult:
-    """The result of one segment: ``scores`` ``[kv_heads, rows, keys]``, ``values`` ``[kv_heads, keys, head_dim]``."""
+    """The result of one segment: ``scores`` ``[kv_heads, rows, keys]``, ``values`` ``[kv_heads, keys, head_dim]``.
+
+    The rows are those of each of ``group`` heads, all queries of the first and so on.
+    """
     kv_heads, rows, count = scores.shape
     top = np.full((kv_heads, rows), -np.inf, np.float32)
     lanes = np.zeros((kv_heads, rows, LANES), np.float32)
@@ -134,8 +154,11 @@ def segment_result(
         padded = np.zeros((kv_heads, rows, num_parts * LANES), np.float32)
         padded[..., : part.shape[-1]] = weights
         lanes = lanes * factor[..., None] + padded.reshape(kv_heads, rows, num_parts, LANES).sum(axis=2)
-        rounded = weights.astype(weight_dtype).astype(np.float32)
-        out = out * factor[..., None] + rounded @ values[:, first : first + tile].astype(np.float32)
+        rounded = np.zeros((kv_heads, rows // group, group, tile), np.float32)
+        by_group = weights.astype(weight_dtype).reshape(kv_heads, group, rows // group, part.shape[-1])
+        rounded[..., : part.shape[-1]] = by_group.swapaxes(1, 2)
+        added = products(rounded, _tile(values, first, tile))
+        out = out * factor[..., None] + added.swapaxes(1, 2).reshape(out.shape)
         top = new_top
     while lanes.shape[-1] > 1:  # neighbours first
         lanes = lanes[..., ::2] + lanes[..., 1::2]

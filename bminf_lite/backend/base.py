@@ -26,7 +26,7 @@ from .attention import attend, cached
 from .blas_threads import blas_threads
 from .calibration import CalibrationOps
 from .communicator import Communicator, OneRank
-from .functions import ACTIVATIONS, normalise, rotate, silently, soft_capped, softmax, stored
+from .functions import ACTIVATIONS, normalise, product_by_row, rotate, silently, soft_capped, softmax, stored
 from .quantization import HostWeight, int8_parts, quantize_heads, quantize_rows, stack_biases, stack_outliers
 from .rotation import rotated
 from .sampling import SamplerState, score
@@ -36,6 +36,8 @@ from .values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, 
 
 T = TypeVar("T")
 
+FEW_ROWS = 4
+"""Float products of up to this many rows are computed by row, which takes BLAS no longer for so few."""
 EXACT_IN_FP32 = 1024
 """Products of int8 codes summed over this many terms stay below 2**24, so fp32 arithmetic is exact."""
 
@@ -576,20 +578,21 @@ class Backend:
             rest = side.remaining(rest)
         y = self._matrix_product(rest, weight)
         for side in weight.side_products:
-            y = added(y, side.inputs(x, self._round).astype(np.float32) @ side.values.T)
+            y = added(y, product_by_row(side.inputs(x, self._round).astype(np.float32), side.values.T))
         return y
 
     def _matrix_product(self, x: Array, weight: Weight) -> Array:
         if weight.rotation > 1:
             x = rotated(x, weight.rotation)
+        product = product_by_row if x.shape[0] <= FEW_ROWS else np.matmul
         with blas_threads.for_product(x.shape[0], *weight.values.T.shape):
             if weight.scale is None:
-                return x.astype(np.float32) @ weight.values.T
+                return product(x.astype(np.float32), weight.values.T)
             if weight.dynamic:
                 codes, scale = self.quantize(x)
                 acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
                 return scale[:, None] * (weight.scale * acc)
-            return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
+            return weight.scale * product(self._round(x).astype(np.float32), weight.values.T)
 
 
 def exact_int_matmul(x: Array, w: Array) -> Array:

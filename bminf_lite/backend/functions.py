@@ -67,6 +67,12 @@ def soft_capped(x: np.ndarray, cap: float) -> np.ndarray:
     return y
 
 
+def product_by_row(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """``x @ matrix``, computed row by row: BLAS chooses the order of a sum by all shapes, the number of rows too."""
+    found: np.ndarray = (x[:, None] @ matrix)[:, 0]
+    return found
+
+
 def stored(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     """``result``, copied into ``out`` if given."""
     if out is None:

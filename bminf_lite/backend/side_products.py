@@ -13,6 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
+from .functions import product_by_row
+
 Rounding = Callable[[np.ndarray], np.ndarray]
 """Rounds to the activation type."""
 
@@ -77,7 +79,7 @@ class Adapter:
         return self.b
 
     def inputs(self, x: np.ndarray, rounded: Rounding) -> np.ndarray:
-        return rounded(np.float32(self.scale) * (rounded(x).astype(np.float32) @ self.a.T))
+        return rounded(np.float32(self.scale) * product_by_row(rounded(x).astype(np.float32), self.a.T))
 
     def remaining(self, x: np.ndarray) -> np.ndarray:
         return x

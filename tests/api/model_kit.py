@@ -33,28 +33,16 @@ CONFIG = {
 
 
 class RowwiseBackend(Backend):
-    """Computes each row by itself, so that its bits do not depend on the other rows of a step.
+    """Computes float products row by row, so that the bits of a row do not depend on the other rows of a step.
 
     BLAS sums by shape: the last bits of a row differ with the number of rows, and where two tokens nearly tie, or a
-    code of a cache is nearly halfway between two, so may the tokens that follow.
+    code of a cache is nearly halfway between two, so may the tokens that follow. Attention and w8a8 do so anyway.
     """
 
     def _matrix_product(self, x: Any, weight: Any) -> Any:
         product = super()._matrix_product
         is_exact = weight.scale is not None and weight.dynamic
         return product(x, weight) if is_exact else product(x[:, None], weight)[:, 0]
-
-    def _attend(
-        self, q: Any, keys: Any, values: Any, spec: Any, context_len: int = 0, window: int | None = None,
-        causal: bool = True,
-    ) -> Any:  # fmt: skip
-        rows = []
-        for i in range(len(q)):
-            seen = context_len + i + 1 if causal else keys.shape[1]
-            rows.append(
-                super()._attend(q[i : i + 1], keys[:, :seen], values[:, :seen], spec, context_len + i, window, causal)
-            )
-        return np.concatenate(rows)
 
 
 class WatchedBackend(RowwiseBackend):

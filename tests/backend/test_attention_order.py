@@ -37,7 +37,7 @@ def test_any_tiles_and_segments_give_attention(seed: int, keys: int, queries: in
 
 @given(SEEDS, st.integers(1, 70), st.integers(1, 40), st.data())
 def test_queries_in_one_piece_and_in_several(seed: int, keys: int, queries: int, data: st.DataObject) -> None:
-    """In fp32 the sums of a matrix product depend on its shape, so this holds within the tolerance."""
+    """The bits of a query depend neither on the other queries of a call nor on later keys."""
     queries = min(queries, keys)
     q, k, v = random_heads(np.random.default_rng(seed), queries, keys)
     slopes = LinearBias(np.linspace(0.1, 1, KV_HEADS * GROUP, dtype=np.float32))
@@ -50,7 +50,7 @@ def test_queries_in_one_piece_and_in_several(seed: int, keys: int, queries: int,
     parts = [attend(q[cut:], k, v, 0.4, seen, **options)]
     if cut:
         parts.insert(0, attend(q[:cut], k[:, :seen], v[:, :seen], 0.4, keys - queries, **options))
-    assert_close(np.concatenate(parts), whole, "attention", np.float32, np.abs(v).max())
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
 @given(SEEDS, st.integers(1, 40), st.integers(0, 60))
@@ -81,8 +81,8 @@ def test_a_soft_cap_bounds_the_ratio_of_weights() -> None:
 def test_an_empty_side_leaves_the_other_unchanged(seed: int, keys: int) -> None:
     rng = np.random.default_rng(seed)
     scores, values = rng.standard_normal((1, 4, keys)).astype(np.float32), rng.standard_normal((1, keys, 5))
-    part = segment_result(scores, values.astype(np.float32), 8, np.float32)
-    empty = segment_result(np.full_like(scores, -np.inf), values.astype(np.float32), 8, np.float32)
+    part = segment_result(scores, values.astype(np.float32), 2, 8, np.float32)
+    empty = segment_result(np.full_like(scores, -np.inf), values.astype(np.float32), 2, 8, np.float32)
     for merged in (merge(empty, part), merge(part, empty)):
         for name in PartialResult.__dataclass_fields__:
             np.testing.assert_array_equal(getattr(merged, name), getattr(part, name))

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from model_kit import CONFIG, WatchedBackend, make_model, prompt_of, request, run
 
 from bminf_lite.api import Model
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError, OutOfMemory, UsageError
 
@@ -29,8 +31,8 @@ MIXED_FIRST = ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in
 """A mixed model has layers of both kinds."""
 
 
-def tiny(kind: str = "full", ops: WatchedBackend | None = None, int8: bool = False, **options: Any) -> Model:
-    """A float model."""
+def tiny(kind: str = "full", ops: Backend | None = None, int8: bool = False, **options: Any) -> Model:
+    """A float model, or a quantized one."""
     base = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}  # fmt: skip
     config = {"model_type": "llama"} | base | KINDS[kind]
@@ -40,6 +42,11 @@ def tiny(kind: str = "full", ops: WatchedBackend | None = None, int8: bool = Fal
 
 
 ALONE = {(kind, int8): tiny(kind, int8=int8) for kind in KINDS for int8 in (False, True)}
+CPU_ALONE = {
+    (kind, int8): tiny(kind, CpuBackend(), int8, quantized=True, limits={"prefix_cache": False}, max_batch=1)
+    for kind in KINDS
+    for int8 in (False, True)
+}
 EXACT = make_model(quantized=True)
 FLOAT = make_model()
 
@@ -102,6 +109,23 @@ def test_together_or_alone_is_the_same(kind, int8, drawn, max_batch, ahead, chun
             check_equal(found, alone)
     model.close()
     assert ops.memory_is_free
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["fp32 cache", "int8 cache"])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=6)
+@given(drawn=REQUESTS, chunk=st.sampled_from([7, 64, 300]), max_batch=st.integers(1, 4))
+def test_w8a8_on_a_cpu_is_the_same_behind_cached_prefixes(kind, int8, drawn, chunk, max_batch):
+    """Without what makes other models independent of a step here. Of up to four sequences, also their logits are."""
+    expected = run(CPU_ALONE[kind, int8], make_requests(drawn))
+    with tiny(kind, CpuBackend(), int8, quantized=True, max_batch=max_batch, chunk=chunk) as model:
+        for _ in range(2):
+            for found, alone in zip(run(model, make_requests(drawn)), expected, strict=True):
+                check_equal(found, alone)
+        prompt = prompt_of(200, 0)
+        cached = model.logits(prompt, start=len(prompt) - 3)  # of up to four rows, which are computed by row
+    with tiny(kind, CpuBackend(), int8, quantized=True) as fresh:
+        np.testing.assert_array_equal(cached, fresh.logits(prompt, start=len(prompt) - 3))
 
 
 @pytest.mark.parametrize("kind", MIXED_FIRST)
