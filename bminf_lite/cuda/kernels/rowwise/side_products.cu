@@ -28,10 +28,10 @@ __global__ void __launch_bounds__(256) split_columns(
     }
 }
 
-// out = sums + inputs @ weight + bias in fp32; a product of zero is not added, so that the sum keeps the sign of a zero.
-// sums: fp32 [rows, n], the product with the matrix, which may be `out`; inputs: fp16 [rows, inputs_pitch]; weight: fp16
-// [columns, pitch]; bias: fp32 [n] or null. The grid is (rows, blocks of 256 outputs). Dynamic shared memory: `columns`
-// floats.
+// out = sums + inputs @ weight + bias in fp32; a product of zero is not added, so that the sum keeps the sign of a
+// zero. sums: fp32 [rows, n], the product with the matrix, which may be `out`; inputs: fp16 [rows, inputs_pitch];
+// weight: fp16 [columns, pitch]; bias: fp32 [n] or null. The grid is (rows, blocks of 256 outputs). Dynamic shared
+// memory: `columns` floats.
 template <class T>
 __global__ void __launch_bounds__(256) add_side_product(
     const float* sums, long long sums_pitch, const __half* inputs, long long inputs_pitch, int columns,
@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(256) add_side_product(
     launch_dependent_grids();
     wait_on_dependent_grids();
     const long long row = blockIdx.x;
-    for (int j = threadIdx.x; j < columns; j += blockDim.x) row_inputs[j] = __half2float(inputs[row * inputs_pitch + j]);
+    for (int j = threadIdx.x; j < columns; j += blockDim.x)
+        row_inputs[j] = __half2float(inputs[row * inputs_pitch + j]);
     __syncthreads();
     const int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= n) return;

@@ -197,9 +197,9 @@ __global__ void __launch_bounds__(THREADS)
     if (i < count && tokens[i] < 0) tokens[i] = table[rows[i]].last_token;
 }
 
-// to[i] = from[i] for i < count, or for i < num_tokens the newest token of the sequence in row
-// from[rows_offset + i], if from[i] // is -1. No kernel changes `from`, memory of the host, so it is read before the wait. The next kernel does not start
-// early: those behind it may read `to` before they wait.
+// to[i] = from[i] for i < count. For i < num_tokens a -1 is replaced by the newest token of the sequence in row
+// from[rows_offset + i]. No kernel changes `from`, memory of the host, so it is read before the wait. The next kernel
+// does not start early: those behind it may read `to` before they wait.
 __global__ void __launch_bounds__(THREADS)
     write_step(const int* from, int* to, int count, int num_tokens, int rows_offset, const SamplerRow* table) {
     const int i = blockIdx.x * THREADS + threadIdx.x;

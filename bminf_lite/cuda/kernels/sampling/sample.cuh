@@ -227,7 +227,8 @@ __device__ __forceinline__ void adjust(const Arguments& a, int table_row, int fi
                     row.frequency_penalty);
     }
     if (row.mask_row >= 0 && first < a.vocab) {
-        const unsigned word = a.masks[unsigned(row.mask_row + a.offset()) * ((a.vocab + 31u) / 32) + first / 32] >> first % 32;
+        const unsigned word =
+            a.masks[unsigned(row.mask_row + a.offset()) * ((a.vocab + 31u) / 32) + first / 32] >> first % 32;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
             if (!(word >> i & 1)) x[i] = forbidden(x[i]);
@@ -316,16 +317,15 @@ __device__ __forceinline__ void write_choice(const Arguments& a, int token, floa
     a.result[a.result_pitch + blockIdx.y] = __float_as_int(logprob);
 }
 
-// Writes the choice of a row, and in a step without drafts updates the sequence's state: counts, step, last_token. Called
-// by one thread. Atomics whose result is unused do not stall it.
+// Writes the choice of a row, and in a step without drafts updates the sequence's state: counts, step, last_token.
+// Called by one thread. Atomics whose result is unused do not stall it.
 __device__ __forceinline__ void finish_row(const Arguments& a, int table_row, int token, float top, float log_sum) {
     SamplerRow& row = a.table[table_row];
     float logprob = NAN_F;
     if (token >= 0) logprob = log_probability(a.logits[size_t(blockIdx.y) * a.pitch + token], top, log_sum);
     write_choice(a, token, logprob);
     if (a.offsets) return;  // commit_drafts updates it
-    if (token >= 0 && a.counts && row.count_row >= 0)
-        atomicAdd(&a.counts[size_t(row.count_row) * a.vocab + token], 1);
+    if (token >= 0 && a.counts && row.count_row >= 0) atomicAdd(&a.counts[size_t(row.count_row) * a.vocab + token], 1);
     atomicAdd(&row.step, 1);
     row.last_token = max(token, 0);
 }
