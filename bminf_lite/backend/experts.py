@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .expert_values import ExpertActivation
 from .functions import ACTIVATIONS, silently
 from .quantization import quantize_rows
 from .rotation import rotated
@@ -46,39 +47,6 @@ class ExpertWeights:
     @property
     def in_features(self) -> int:
         return int(self.values.shape[2])
-
-
-@dataclass(frozen=True)
-class ExpertActivation:
-    """What stands between the two products of an expert, computed in fp32.
-
-    ``function`` is one of :data:`.functions.ACTIVATIONS`. If ``gated`` the first product gives a gate and up, and the
-    result is ``f(gate) * up``; else it is ``f`` of the product. With a ``limit`` (gpt-oss), the gate is at most that,
-    up is within it, and the result is ``gate * sigmoid(alpha * gate) * (up + 1)`` whatever the ``function``.
-    """
-
-    function: str = "silu"
-    gated: bool = True
-    limit: float | None = None
-    alpha: float = 1.702
-
-    def __post_init__(self) -> None:
-        assert self.function in ACTIVATIONS and (self.gated or self.limit is None)
-
-    @silently
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        """fp32 ``[P, 2 * features]``, gate and then up, or ``[P, features]`` -> fp32 ``[P, features]``."""
-        if not self.gated:
-            return ACTIVATIONS[self.function](x)
-        gate, up = np.split(x, 2, axis=1)
-        if self.limit is None:
-            product: np.ndarray = ACTIVATIONS[self.function](gate) * up
-            return product
-        limit = np.float32(self.limit)
-        gate = np.where(gate > limit, limit, gate)
-        up = np.where(up > limit, limit, np.where(up < -limit, -limit, up))
-        y: np.ndarray = gate / (np.float32(1) + np.exp(np.float32(-self.alpha) * gate)) * (up + np.float32(1))
-        return y
 
 
 @dataclass(frozen=True)
@@ -116,10 +84,28 @@ def experts_forward(
     experts, pairs = topk_ids.ravel(), np.repeat(x, topk_ids.shape[1], axis=0)
     factors = topk_weights.ravel() if layer.scales_input else None
     product = rounded(expert_linear(pairs, experts, layer.hidden, factors, dtype), dtype)
-    hidden = rounded(layer.activation(product.astype(np.float32)), dtype)
+    hidden = rounded(activated(product.astype(np.float32), layer.activation), dtype)
     results = rounded(expert_linear(hidden, experts, layer.down, None, dtype), dtype)
     weights = np.ones_like(topk_weights) if layer.scales_input else topk_weights
     return weighted_sum(results.astype(np.float32).reshape(*topk_ids.shape, -1), weights)
+
+
+@silently
+def activated(x: np.ndarray, activation: ExpertActivation) -> np.ndarray:
+    """fp32 ``[P, 2 * features]``, gate and then up, or ``[P, features]`` -> fp32 ``[P, features]``."""
+    function = ACTIVATIONS[activation.function]
+    if not activation.gated:
+        return function(x)
+    gate, up = np.split(x, 2, axis=1)
+    if activation.limit is None:
+        product: np.ndarray = function(gate) * up
+        return product
+    limit = np.float32(activation.limit)
+    gate = np.where(gate > limit, limit, gate)
+    up = np.where(up > limit, limit, np.where(up < -limit, -limit, up))
+    power = np.exp(np.float32(-activation.alpha) * gate)
+    y: np.ndarray = gate / (np.float32(1) + power) * (up + np.float32(1))
+    return y
 
 
 @silently

@@ -14,14 +14,16 @@ the same weights. So each fp32 operation here rounds on its own, sums have one o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-
 import ml_dtypes
 import numpy as np
 
+from .expert_values import GroupScore, MaskedScore, RouterSpec, Score
 from .functions import silently
 
+WEIGHT_DTYPES = {
+    "float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}  # fmt: skip
+"""The dtypes of the types that weights can be rounded to."""
 LANES = 32
 """Partial sums of a softmax's denominator: expert ``e`` belongs to part ``e % LANES``."""
 MAX_EXPONENT = np.float32(87)
@@ -35,107 +37,6 @@ EXP_COEFFICIENTS = tuple(
     for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 )
 """``(exp(r) - 1 - r) / r^2`` for ``|r| <= ln(2) / 2``, highest power first: those of the Cephes library's ``expf``."""
-
-
-class Score(Enum):
-    """What the logits of a token become."""
-
-    SOFTMAX = 0
-    """The softmax over all experts."""
-    SIGMOID = 1
-    """The sigmoid of each."""
-    SOFTMAX_OF_CHOSEN = 2
-    """The softmax over the chosen experts. They are chosen by their logits."""
-
-
-class GroupScore(Enum):
-    """By what groups of experts are ranked."""
-
-    TOP_TWO = 0
-    """The sum of the two largest scores of a group."""
-    MAX = 1
-    """The largest score."""
-
-
-class MaskedScore(Enum):
-    """What the scores of experts outside the best groups count as when experts are ranked."""
-
-    MINUS_INFINITY = 0
-    ZERO = 1
-    """An expert outside the best groups is chosen before one inside them whose score is negative."""
-
-
-WEIGHT_TYPES: dict[str, np.dtype] = {
-    "float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}  # fmt: skip
-"""Types that weights can be rounded to, by their names in ``config.json``."""
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """How a model's router makes weights of logits, see the module's docstring.
-
-    ``renormalise`` divides the chosen scores by ``max(sum + epsilon, min_sum)``; ``scale`` multiplies the result. With
-    ``num_groups`` above 1 the experts are divided into groups of neighbours, of which the ``top_groups`` best by
-    ``group_score`` take part; the others' scores count as ``masked``. ``weight_type`` is what weights are rounded to at
-    the end, for a model whose own code casts them to its type. ``scales_input``: the weights multiply the experts'
-    inputs, not their results (Llama 4).
-
-    Raises ``ValueError`` that lists all contradictions.
-    """
-
-    num_experts: int
-    top_k: int
-    score: Score = Score.SOFTMAX
-    renormalise: bool = False
-    epsilon: float = 0.0
-    min_sum: float = 0.0
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: GroupScore = GroupScore.TOP_TWO
-    masked: MaskedScore = MaskedScore.MINUS_INFINITY
-    weight_type: str = "float32"
-    scales_input: bool = False
-
-    def __post_init__(self) -> None:
-        if problems := self._problems():
-            raise ValueError(f"this router cannot choose experts: {'; '.join(problems)}")
-
-    def _problems(self) -> list[str]:
-        found = []
-        if not 1 <= self.top_k <= self.num_experts:
-            found.append(
-                f"{self.top_k} experts a token must be between 1 and the number of experts, {self.num_experts}"
-            )
-        if not 1 <= self.top_groups <= self.num_groups:
-            found.append(
-                f"{self.top_groups} groups a token must be between 1 and the number of groups, {self.num_groups}"
-            )
-        elif self.num_experts % self.num_groups:
-            found.append(f"{self.num_experts} experts cannot be divided into {self.num_groups} groups")
-        else:
-            if self.has_groups and self.group_size * self.top_groups < self.top_k:
-                found.append(
-                    f"{self.top_groups} groups of {self.group_size} experts do not hold the {self.top_k} of a token"
-                )
-            if self.has_groups and self.group_score is GroupScore.TOP_TWO and self.group_size < 2:
-                found.append("groups of one expert have no two largest scores")
-            if self.has_groups and self.score is Score.SOFTMAX_OF_CHOSEN:
-                found.append("a softmax over the chosen experts has no scores to rank groups by")
-        if self.weight_type not in WEIGHT_TYPES:
-            found.append(f"weights of type {self.weight_type!r}; known are {', '.join(WEIGHT_TYPES)}")
-        return found
-
-    @property
-    def has_groups(self) -> bool:
-        """Whether some experts do not take part."""
-        return self.top_groups < self.num_groups
-
-    @property
-    def group_size(self) -> int:
-        """Experts of a group."""
-        return self.num_experts // self.num_groups
 
 
 @silently
@@ -167,7 +68,7 @@ def route(
     weights = weights * np.float32(spec.scale)
     if expert_scale is not None:
         weights = weights * expert_scale[ids]
-    return ids, weights.astype(WEIGHT_TYPES[spec.weight_type]).astype(np.float32)
+    return ids, weights.astype(WEIGHT_DTYPES[spec.weight_type]).astype(np.float32)
 
 
 def ranking_keys(scores: np.ndarray) -> np.ndarray:

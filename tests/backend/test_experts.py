@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.expert_values import ExpertActivation
 from bminf_lite.backend.experts import (
-    ExpertActivation,
     ExpertLayer,
     ExpertWeights,
+    activated,
     expert_linear,
     experts_forward,
     sort_by_expert,
@@ -149,9 +150,9 @@ def test_gpt_oss_s_activation() -> None:
     gate, up = np.split(x, 2, axis=1)
     gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
     expected = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
-    found = ExpertActivation(limit=7.0)(x.astype(np.float32))
+    found = activated(x.astype(np.float32), ExpertActivation(limit=7.0))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert np.isnan(ExpertActivation(limit=7.0)(np.full((1, 2), np.nan, np.float32))).all()
+    assert np.isnan(activated(np.full((1, 2), np.nan, np.float32), ExpertActivation(limit=7.0))).all()
 
 
 @pytest.mark.parametrize("recipe", ["w8a8", "w8a16", "float"])

@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bminf_lite.backend.expert_values import WEIGHT_TYPES, GroupScore, MaskedScore, RouterSpec, Score
 from bminf_lite.backend.routing import (
     MAX_EXPONENT,
-    GroupScore,
-    MaskedScore,
-    RouterSpec,
-    Score,
     portable_exp,
     route,
     sigmoid,
@@ -38,7 +35,7 @@ def routers(draw: st.DrawFn) -> tuple[RouterSpec, np.ndarray, np.ndarray | None,
         experts, draw(st.integers(1, top_groups * size)), score, draw(st.booleans()), draw(st.sampled_from([0, 1e-6])),
         draw(st.sampled_from([0, 0.5])), draw(st.sampled_from([1.0, 2.5])), groups, top_groups,
         draw(st.sampled_from(list(GroupScore))), draw(st.sampled_from(list(MaskedScore))),
-        draw(st.sampled_from(["float32", "float16", "bfloat16"])),
+        draw(st.sampled_from(WEIGHT_TYPES)),
     )  # fmt: skip
     seed = draw(st.integers(0, 1000))
     random = np.random.default_rng(seed)
@@ -120,7 +117,7 @@ def test_groups_are_ranked_by_two_scores_or_by_one() -> None:
     groups = {"num_groups": 3, "top_groups": 1}
     two = RouterSpec(6, 2, **groups)
     assert route(logits, two)[0].tolist() == [[2, 3]]
-    one = RouterSpec(6, 2, group_score=GroupScore.MAX, **groups)
+    one = RouterSpec(6, 2, group_score=GroupScore.LARGEST, **groups)
     assert route(logits, one)[0].tolist() == [[0, 1]]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bminf_lite.backend.routing import GroupScore, MaskedScore, RouterSpec, Score, route
+from bminf_lite.backend.expert_values import GroupScore, MaskedScore, RouterSpec, Score
+from bminf_lite.backend.routing import route
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 pytest.importorskip("transformers", reason="parity needs transformers")
@@ -88,7 +89,7 @@ FAMILIES = [
     ),
     Family(
         "deepseek_v2", "DeepseekV2TopkRouter",
-        GROUPS | {"group_score": GroupScore.MAX, "masked": MaskedScore.ZERO, "scale": 16.0},
+        GROUPS | {"group_score": GroupScore.LARGEST, "masked": MaskedScore.ZERO, "scale": 16.0},
         IN_GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}, experts="n_routed_experts",
     ),
     Family(
