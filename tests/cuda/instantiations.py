@@ -10,6 +10,7 @@ from bminf_lite.cuda.kernels.attention.copy_blocks import CopyBlocks
 from bminf_lite.cuda.kernels.attention.decode import AttentionDecode
 from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
+from bminf_lite.cuda.kernels.experts.layer import ExpertKernels
 from bminf_lite.cuda.kernels.gemm.gemm_hopper import ScaledGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
@@ -26,7 +27,7 @@ from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
-    TensorRows,
+    TensorRows, ExpertKernels,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from ...backend.expert_values import GroupScore, MaskedScore, Score
 from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
 from ...backend.values import GPTQ_BLOCK as GPTQ_BLOCK
 from ...backend.values import SEGMENT as SEGMENT
@@ -91,6 +92,14 @@ class Target(IntEnum):
     TO_HALF = 1
     TO_FLOAT = 2
     ADD_TO_FLOAT = 3
+
+
+class WeightType(IntEnum):
+    """What the weights of a token's experts are rounded to: ``WEIGHT_TYPES``, by their places there."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
 
 
 class DecodeMask(IntEnum):
@@ -203,6 +212,30 @@ SAMPLING_BUCKETS = 1024
 SAMPLING_BUCKETS_PER_OCTAVE = 24
 """Buckets per factor of two in probability: the buckets cover all 42 octaves of nonzero weights."""
 
+MAX_EXPERTS = 512
+"""A lane of the warp that chooses a token's experts has up to 16 of them."""
+ROUTER_THREADS = 256
+CHOOSE_THREADS = 128
+SORT_THREADS = 256
+SORT_LIST = 1024
+"""Pairs of an expert whose rows a block copies before it looks for further ones."""
+SUM_THREADS = 256
+FEW_THREADS = 512
+FEW_CHUNK = 512
+"""As ``GEMV_CHUNK``, for the experts of a few tokens."""
+MAX_FEW_TOKENS = 4
+MAX_FEW_PAIRS = 64
+"""Tokens, and pairs of a token and an expert, whose experts are computed by matrix-vector products, at most."""
+GROUPED_THREADS = 256
+GROUPED_ROWS = 128
+"""Rows of the weight in a tile of a product with sorted pairs."""
+GROUPED_COLUMNS = 128
+"""Columns of both operands in a stage of its pipeline."""
+GROUPED_HOPPER_WEIGHT_BOX = 128
+"""Rows of the weight in a box, on compute capability 9.0."""
+CLAMPED_SWIGLU = len(Activation)
+"""gpt-oss's activation, among the numbers of the others."""
+
 
 def attention_tile(capability: tuple[int, int], padded_head_dim: int, mask: AttentionMask, biased: bool) -> int:
     """Keys of a tile of attention: its weights are relative to the largest score up to the tile's end.
@@ -258,6 +291,26 @@ HEADERS = {
         PIPELINE_BYTES=GEMM_PIPELINE_BYTES,
         BOX=GEMM_BOX_ROWS * ROW_BYTES,
     ),
+    "constants/experts.cuh": render_header(
+        Score,
+        GroupScore,
+        MaskedScore,
+        WeightType,
+        MAX_EXPERTS=MAX_EXPERTS,
+        ROUTER_THREADS=ROUTER_THREADS,
+        CHOOSE_THREADS=CHOOSE_THREADS,
+        SORT_THREADS=SORT_THREADS,
+        SORT_LIST=SORT_LIST,
+        SUM_THREADS=SUM_THREADS,
+        FEW_THREADS=FEW_THREADS,
+        FEW_CHUNK=FEW_CHUNK,
+        MAX_FEW_PAIRS=MAX_FEW_PAIRS,
+        GROUPED_THREADS=GROUPED_THREADS,
+        GROUPED_ROWS=GROUPED_ROWS,
+        GROUPED_COLUMNS=GROUPED_COLUMNS,
+        CLAMPED_SWIGLU=CLAMPED_SWIGLU,
+    ),
+    "constants/grouped_gemm_hopper.cuh": render_header(BLOCK_K=GROUPED_COLUMNS, W_BOX=GROUPED_HOPPER_WEIGHT_BOX),
     "constants/dp4a.cuh": render_header(TILE=DP4A_TILE),
     "constants/sampling.cuh": render_header(
         CHUNK=SAMPLING_CHUNK,

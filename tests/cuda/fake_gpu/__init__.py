@@ -27,12 +27,13 @@ from bminf_lite.cuda.runtime.compiler import Cubin, Sources
 from bminf_lite.cuda.runtime.declarations import kernel_name
 from bminf_lite.cuda.runtime.libraries import Library
 
-from . import (  # noqa: F401 - models register themselves
+from . import (  # noqa: F401 - models and instructions register themselves
     fake_cupy,
     models_attention,
     models_calibration,
     models_rows,
     models_sampling,
+    ptx_hopper,
 )
 from .fake_cublaslt import FakeCublasLt
 from .fake_driver import FakeDriver

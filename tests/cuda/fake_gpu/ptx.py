@@ -2,7 +2,8 @@
 
 Registers are NumPy arrays with an element for each thread. Of the threads that can run, those at the lowest address run
 next, so that threads that took different ways meet again behind them. Copies are complete when they are issued. Blocks
-do not wait for each other, so kernels with clusters do not run here, nor do the matrix instructions. Approximate
+do not wait for each other, so kernels with clusters do not run here. Of the matrix instructions, that of int8 does.
+Approximate
 instructions (``ex2.approx``) are rounded once. ``fma`` is computed with 64 bits of precision and rounded then.
 
 Besides values it checks what a GPU leaves to chance or to a crash: the alignment of accesses, their bounds in shared
@@ -40,6 +41,8 @@ _LOWEST = 1 << 12
 """No object of a process lies below this address."""
 _SHARED = 1 << 60
 """The generic address of a block's shared memory."""
+_BEFORE_PARAMETERS = 16
+"""ptxas puts parameters there in the constant bank, modulo 64."""
 _CANONICAL_NAN = {np.float16: 0x7FFF, np.float32: 0x7FFFFFFF}
 _NOTHING = {"prefetch", "fence", "membar"}
 
@@ -80,7 +83,8 @@ class Program:
     def __init__(self, text: str, symbol: str) -> None:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
         head, _, rest = text[text.index(f".entry {symbol}(") :].partition("{")
-        self.parameters = _offsets(re.findall(r"\.param (?:\.align (\d+) )?\.(\w+) (\w+)(?:\[(\d+)\])?", head))
+        parameters = re.findall(r"\.param (?:\.align (\d+) )?\.(\w+) (\w+)(?:\[(\d+)\])?", head)
+        self.parameters = _offsets(parameters, before=_BEFORE_PARAMETERS)
         self.registers: dict[str, str] = {}
         self.labels: dict[str, int] = {}
         self.code: list[Instruction] = []
@@ -137,15 +141,19 @@ class Program:
             self.code.append(Instruction(tuple(match[3].split(".")), tuple(map(resolved, operands)), guard))
 
 
-def _offsets(variables: Any) -> dict[str, int]:
-    """The offsets of variables ``(alignment, type, name, count)`` one behind the other; ``""`` is where they end."""
-    found, end = {}, 0
+def _offsets(variables: Any, before: int = 0) -> dict[str, int]:
+    """The offsets of variables ``(alignment, type, name, count)`` one behind the other; ``""`` is where they end.
+
+    The first one lies ``before`` bytes behind a place of any alignment.
+    """
+    found, end = {}, before
     for align, kind, name, count in variables:
         size = int(re.sub(r"\D", "", kind)) // 8
         step = int(align or size)
-        end = found[name] = -(-end // step) * step
+        end = -(-end // step) * step
+        found[name] = end - before
         end += size * int(count or 1)
-    return {**found, "": end}
+    return {**found, "": end - before}
 
 
 def _closing_brace(text: str) -> int:
@@ -189,8 +197,8 @@ def compiled(name: str, text: str, arch: str, expression: str, defines: tuple[st
 
 # -- running it --------------------------------------------------------------------------------------------------------
 
-RUNS, ENDED, WAITS = 0, 1, 2
-"""States of a thread; ``WAITS + i`` at barrier i."""
+RUNS, ENDED, BLOCKED, WAITS = 0, 1, 2, 3
+"""States of a thread: ``BLOCKED`` at an mbarrier whose phase is not complete, ``WAITS + i`` at barrier i."""
 
 
 class Grid:
@@ -199,6 +207,9 @@ class Grid:
     ``pending``: the words of memory that kernels may still write when this one starts, sorted. When it has run,
     ``written`` are those that it has written itself.
     """
+
+    PARAMETERS = 1 << 58
+    """The generic address of the parameters."""
 
     def __init__(
         self, code: Program, grid: Sequence[int], threads: int, parameters: bytes, shared: int, check: Check,
@@ -212,20 +223,27 @@ class Grid:
         self.thread = np.tile(np.arange(threads), self.blocks)
         self.pitch = -(-(code.static_shared + shared) // 16) * 16
         self.shared = np.full(self.blocks * self.pitch, 0xFF, np.uint8)
-        self.races = SharedMemory(self.shared.size, self.count, threads)
+        hands_over = any(
+            i.op[0] == "wgmma" for i in code.code
+        )  # by mbarriers alone, whose order races.py does not know
+        self.races = SharedMemory(self.shared.size, self.count, threads) if not hands_over else None
         self.pending, self.written = pending, list[np.ndarray]()
         # threads behind the wait for the kernels before; blocks that let the next kernel start in front of that wait
         self.waited, self.early_blocks = np.zeros(self.count, np.bool_), np.zeros(self.blocks, np.bool_)
         self.registers: dict[str, np.ndarray] = {}
         # mbarriers by the address of their block's shared memory: [arrivals of a phase, missing, bytes missing, phases]
         self.barriers: dict[tuple[int, int], list[int]] = {}
+        self.phases_changed = False
 
     def run(self) -> None:
         """Run all threads to their end."""
         counters, states = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)
         behind = len(self.program.code) + 1
         with np.errstate(all="ignore"):
-            while (runs := states == RUNS).any():
+            while True:
+                self._unblock(counters, states)
+                if not (runs := states == RUNS).any():
+                    break
                 at = np.where(runs, counters, behind)
                 counter = int(at.min())
                 here = at == counter
@@ -233,7 +251,18 @@ class Grid:
                 meets = int(others.min()) if others.size else behind
                 lanes: Lanes = slice(None) if here.all() else np.flatnonzero(here)
                 self._run_until(counter, meets, lanes, counters, states)
+        assert not (states == BLOCKED).any(), "a wait for copies that were not started"
         assert (states == ENDED).all(), "threads wait at a barrier that the others have left out"
+
+    def _unblock(self, counters: np.ndarray, states: np.ndarray) -> None:
+        """Threads at an mbarrier whose phase is complete by now go on."""
+        if not self.phases_changed:
+            return
+        self.phases_changed = False
+        blocked = np.flatnonzero(states == BLOCKED)
+        for counter in np.unique(counters[blocked]):
+            here = blocked[counters[blocked] == counter]
+            states[here[_complete(self, self.program.code[counter], here)]] = RUNS
 
     def _run_until(self, counter: int, meets: int, lanes: Lanes, counters: np.ndarray, states: np.ndarray) -> None:
         """Run ``lanes`` from an instruction on, until they part, end, wait, or meet others."""
@@ -258,6 +287,11 @@ class Grid:
                 counters[lanes] = counter
                 self._wait(instruction, chosen, states)
                 return
+            if op[:2] == ("mbarrier", "try_wait") and not _complete(self, instruction, chosen).all():
+                complete = _complete(self, instruction, chosen)
+                counters[lanes] = counter - 1
+                states[self.numbers(chosen)[~complete]] = BLOCKED
+                return
             if true.any() and op[0] not in _NOTHING:
                 try:
                     _EXECUTE[op[0]](self, instruction, chosen)
@@ -273,7 +307,12 @@ class Grid:
         return np.asarray(self.register(name)[lanes] ^ negated)
 
     def _wait(self, instruction: Instruction, lanes: Lanes, states: np.ndarray) -> None:
-        number, *count = (int(np.max(self.get(o, "s32", lanes))) for o in instruction.operands)
+        barriers = np.broadcast_to(self.get(instruction.operands[0], "s32", lanes), self.numbers(lanes).shape)
+        for barrier in np.unique(barriers):
+            self._wait_at(int(barrier), instruction, self.numbers(lanes)[barriers == barrier], states)
+
+    def _wait_at(self, number: int, instruction: Instruction, lanes: Lanes, states: np.ndarray) -> None:
+        count = [int(np.max(self.get(o, "s32", lanes))) for o in instruction.operands[1:]]
         states[lanes] = WAITS + number
         waiting = np.bincount(self.block[states == WAITS + number], minlength=self.blocks)
         complete = waiting == (count[0] if count else self.threads)
@@ -283,7 +322,8 @@ class Grid:
 
     def join(self, threads: np.ndarray, barrier: int, group: np.ndarray) -> None:
         """These threads leave a barrier. Of each group, all have waited for the kernels before if one has."""
-        self.races.join(threads, barrier)
+        if self.races is not None:
+            self.races.join(threads, barrier)
         waited = np.bincount(group[threads], self.waited[threads], minlength=len(group))
         self.waited[threads] = waited[group[threads]] > 0
 
@@ -328,6 +368,8 @@ class Grid:
             return np.atleast_1d(np.asarray(special[name]()).astype(dtype))
         if operand in self.program.shared:
             return np.array([self.program.shared[operand]], dtype)
+        if operand in self.program.parameters:
+            return np.array([self.PARAMETERS + self.program.parameters[operand]], dtype)
         if operand[:2] in ("0f", "0d"):
             form = ">f" if operand[1] == "f" else ">d"
             return np.array(struct.unpack(form, bytes.fromhex(operand[2:])), dtype)
@@ -369,7 +411,8 @@ class Grid:
         if space == "shared":
             assert (address >= 0).all() and (address + size * count <= self.pitch).all(), "beyond shared memory"
             at = self.block[lanes] * self.pitch + address
-            self.races.access(kind, at, size * count, self.numbers(lanes))
+            if self.races is not None:
+                self.races.access(kind, at, size * count, self.numbers(lanes))
             return self.shared.view(unsigned(8 * size)), at // size
         self.access(address, size * count, lanes, kind)
         return _memory(8 * size), (address - _LOWEST) // size
@@ -494,6 +537,10 @@ def _compare(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     assert len(sources) == 2, instruction
     kind = _kind(instruction)
     a, b = (grid.get(source, kind, lanes) for source in sources)
+    if instruction.op[1] in ("nan", "num"):
+        is_nan = np.isnan(a) | np.isnan(b)
+        grid.put(target, is_nan if instruction.op[1] == "nan" else ~is_nan, lanes)
+        return
     unordered = kind[0] == "f" and instruction.op[1].endswith("u")  # true for NaN
     result = _COMPARE[instruction.op[1][:2]](a, b)
     if kind[0] == "f":
@@ -656,6 +703,51 @@ def _reduce_warp(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     grid.put(target, np.repeat(function.reduce(values, axis=1, dtype=values.dtype), 32), lanes)
 
 
+def _vote(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, source, _ = instruction.operands
+    warps = _whole_warps(grid, lanes)
+    votes = np.broadcast_to(grid.get(source, "pred", lanes), warps.size).reshape(-1, 32)
+    function = {"any": np.any, "all": np.all}[instruction.op[2]]
+    grid.put(target, np.repeat(function(votes, axis=1), 32), lanes)
+
+
+def _popcount(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, source = instruction.operands
+    grid.put(target, np.bitwise_count(grid.get(source, _kind(instruction), lanes)).astype(np.uint32), lanes)
+
+
+def _multiply_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``mma.sync`` of int8: the fragments as docs of PTX give them, of ``m16n8k32`` and ``m8n8k16``."""
+    rows, depth = {"m16n8k32": (16, 32), "m8n8k16": (8, 16)}[instruction.op[3]]
+    assert instruction.op[2] == "aligned" and instruction.op[-4:] == ("s32", "s8", "s8", "s32"), instruction
+    warps, lane = _whole_warps(grid, lanes), np.arange(32)
+    target, *operands = map(_parts, instruction.operands)
+
+    def fragment(names: list[str]) -> np.ndarray:
+        values = [np.broadcast_to(grid.get(n, "b32", lanes), warps.size).reshape(-1, 32) for n in names]
+        return np.ascontiguousarray(np.stack(values, -1)).view(np.int32)
+
+    def unpacked(names: list[str]) -> np.ndarray:
+        """int32 ``[warps, lanes, registers, 4]``."""
+        return fragment(names)[..., None].view(np.int8).reshape(len(warps), 32, len(names), 4).astype(np.int32)
+
+    a, b = np.zeros((len(warps), rows, depth), np.int32), np.zeros((len(warps), 8, depth), np.int32)
+    high = rows // 8  # registers of a column half
+    for register in range(high * depth // 16):
+        for i in range(4):
+            a[:, lane // 4 + register % high * 8, lane % 4 * 4 + i + register // high * 16] = unpacked(operands[0])[
+                :, :, register, i
+            ]
+    for register in range(depth // 16):
+        for i in range(4):
+            b[:, lane // 4, lane % 4 * 4 + i + register * 16] = unpacked(operands[1])[:, :, register, i]
+    product = (a.astype(np.float64) @ b.transpose(0, 2, 1).astype(np.float64)).astype(np.int32)
+    before = fragment(operands[2])
+    for register, name in enumerate(target):
+        row, column = lane // 4 + register // 2 * 8, lane % 4 * 2 + register % 2
+        grid.put(name, (before[..., register] + product[:, row, column]).ravel(), lanes)
+
+
 def _barriers(grid: Grid, operand: str, lanes: Lanes) -> Iterator[tuple[int, int]]:
     return zip(grid.block[lanes].tolist(), grid.address(operand, lanes).tolist(), strict=True)
 
@@ -671,7 +763,8 @@ def _mbarrier(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         arrivals = int(np.max(grid.get(operands[1], "s32", lanes)))
         made = list(_barriers(grid, operands[0], lanes))
         grid.barriers.update({at: [arrivals, arrivals, 0, 0] for at in made})
-        grid.races.add_mbarriers(made)
+        if grid.races is not None:
+            grid.races.add_mbarriers(made)
         grid.view("shared", grid.address(operands[0], lanes), 8, 1, lanes, Kind.WRITE)
         return
     at = list(_barriers(grid, operands[1], lanes))
@@ -682,18 +775,43 @@ def _mbarrier(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
             barrier = grid.barriers[key]
             barrier[1], barrier[2] = barrier[1] - 1, barrier[2] + expected
             _complete_phase(barrier)
+        grid.phases_changed = True
         return
     assert action == "try_wait", instruction
-    phases = np.array([grid.barriers[key][3] for key in at])
-    complete = phases % 2 != grid.get(operands[2], "u32", lanes)
-    assert complete.all(), "a wait for copies that were not started"
-    grid.races.wait(at, grid.numbers(lanes))
-    grid.put(operands[0], complete, lanes)
+    if grid.races is not None:
+        grid.races.wait(at, grid.numbers(lanes))
+    grid.put(operands[0], np.ones(1, np.bool_), lanes)
+
+
+def _complete(grid: Grid, instruction: Instruction, lanes: Lanes) -> np.ndarray:
+    """Whether the phase that each thread waits for is complete."""
+    phases = np.array([grid.barriers[key][3] for key in _barriers(grid, instruction.operands[1], lanes)])
+    return np.asarray(phases % 2 != grid.get(instruction.operands[2], "u32", lanes))
+
+
+def _copy_16(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``cp.async``: 16 bytes, of which the last may be zeros. A thread's own waits do not matter here."""
+    target, source, size, *rest = instruction.operands
+    assert int(np.max(grid.get(size, "s32", lanes))) == 16, instruction
+    count = np.broadcast_to(grid.get(rest[0], "s32", lanes) if rest else np.full(1, 16), grid.numbers(lanes).shape)
+    memory, index = grid.view("shared", grid.address(target, lanes), 16 // 4, 4, lanes, Kind.WRITE)
+    address = grid.address(source, lanes)
+    assert not (address % 16).any(), "a copy is not aligned"
+    read = count > 0
+    if read.any():
+        grid.access(address[read], 16, grid.numbers(lanes)[read], Kind.READ)
+    data = np.zeros((len(address), 16), np.uint8)
+    data[read] = _memory(8)[(address[read] - _LOWEST)[:, None] + np.arange(16)]
+    data[np.arange(16) >= count[:, None]] = 0
+    words_of_lane = np.ascontiguousarray(data).view(np.uint32)
+    for i in range(4):
+        memory[index + i] = words_of_lane[:, i]
 
 
 def _copy(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     if "bulk" not in instruction.op:
-        assert instruction.op[2] not in ("ca", "cg"), "cp.async is not built"
+        if instruction.op[2] in ("ca", "cg"):
+            _copy_16(grid, instruction, lanes)
         return
     target, source, size, barrier = instruction.operands
     to, origin = grid.address(target, lanes), grid.address(source, lanes)
@@ -706,10 +824,12 @@ def _copy(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         grid.access(origin[these], nbytes, threads[these], Kind.READ)
     for key, at, start, count, thread in zip(_barriers(grid, barrier, lanes), to, origin, sizes, threads, strict=True):
         at = key[0] * grid.pitch + at
-        grid.races.copy(at, count, thread, key)
+        if grid.races is not None:
+            grid.races.copy(at, count, thread, key)
         grid.shared[at : at + count] = memory[start - _LOWEST : start - _LOWEST + count]
         grid.barriers[key][2] -= int(count)
         _complete_phase(grid.barriers[key])
+    grid.phases_changed = True
 
 
 def _order_launches(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
@@ -727,6 +847,6 @@ def _sync_warp(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 _EXECUTE: dict[str, Callable[[Grid, Instruction, Lanes], None]] = {
     "ld": _load, "st": _store, "red": _reduce_in_memory, "mov": _move, "cvt": _convert, "cvta": _cast_address,
     "setp": _compare, "selp": _select, "shfl": _shuffle, "redux": _reduce_warp, "mbarrier": _mbarrier, "cp": _copy,
-    "griddepcontrol": _order_launches, "bar": _sync_warp,
+    "griddepcontrol": _order_launches, "bar": _sync_warp, "vote": _vote, "popc": _popcount, "mma": _multiply_matrices,
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }  # fmt: skip

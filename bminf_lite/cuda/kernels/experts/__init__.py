@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers, pairs of tokens and experts, and products with the experts' weights."""

@@ -1,0 +1,154 @@
+"""The experts of a few tokens by matrix-vector products: the launchers of ``few_tokens.cu``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....backend.expert_values import ExpertActivation, RouterSpec
+from ...runtime.driver import shared_memory_per_block
+from ...runtime.kernel import Kernel
+from ..arrays import ceil_div, nbytes_of, pitch_of, round_up
+from ..constants import CLAMPED_SWIGLU, FEW_CHUNK, FEW_THREADS, MAX_EXPERTS, MAX_FEW_PAIRS, MAX_FEW_TOKENS, Activation
+from ..gemv.gemv import LONG_CODES, UNITS, best_unit, defines_for, pipeline_chunks
+from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
+from ..launcher import Launcher, StepContext
+from ..rowwise.rows import KERNEL_CACHE_SIZE
+from .router import EACH, experts_of_a_lane
+from .weights import ExpertMatrices, RouterWeights, activation_number, clamp_arguments
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+WARPS = FEW_THREADS // 32
+ROUTING_SCRATCH = 3 * 4 * MAX_EXPERTS
+"""Bytes of shared memory of the warp that chooses a token's experts."""
+STATIC_SHARED_MEMORY = 8 << 10
+"""Static shared memory of a block, at most."""
+FUNCTIONS = (*numbers(Activation), CLAMPED_SWIGLU)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The part of a launch that depends on sizes."""
+
+    kernel: Kernel
+    grid: int
+    shared: int
+    scratch: int
+
+
+class FewTokens:
+    """From the router's logits and the quantized tokens to the result, for up to ``MAX_FEW_TOKENS`` tokens."""
+
+    source = "experts/few_tokens.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._plan = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_plan)
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        shared = shared_memory_per_block(capability)
+        for chunks in sorted({pipeline_chunks(shared), pipeline_chunks(shared, LONG_CODES + 1)}):
+            defines = defines_for(chunks)
+            values = (EACH, BOOLEANS[::-1], FUNCTIONS, UNITS[::-1])
+            yield KernelFamily(cls.source, "few_tokens_hidden", values, _possible_hidden, defines)
+            yield KernelFamily(cls.source, "few_tokens_down", (EACH, BOOLEANS, UNITS[::-1]), defines=defines)
+
+    def supports(self, tokens: int, spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices) -> bool:
+        """Whether the kernels take so many tokens: their codes fit shared memory, and no input is rotated."""
+        if tokens > MAX_FEW_TOKENS or tokens * spec.top_k > MAX_FEW_PAIRS or max(hidden.rotation, down.rotation) > 1:
+            return False
+        pairs, num_sms = tokens * spec.top_k, self._launcher.num_sms
+        rows = 2 * ceil_div(pairs * hidden.out_features, num_sms)
+        first = self._shared(tokens, tokens, hidden.pitch, rows, 4)
+        rows = pairs * ceil_div(down.out_features, num_sms)
+        second = self._shared(tokens, pairs, down.pitch, rows, 12)
+        return max(first[0], second[0]) <= self._launcher.max_shared - STATIC_SHARED_MEMORY
+
+    def hidden(
+        self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, codes: cp.ndarray,
+        scales: cp.ndarray, weight: ExpertMatrices, activation: ExpertActivation, topk_ids: cp.ndarray,
+        topk_weights: cp.ndarray, out: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
+
+        ``codes`` int8 ``[T, pitch]`` and ``scales`` fp32 ``[T]`` -> ``out`` fp16 ``[T * top_k, features]``; also
+        ``topk_ids`` int32 and ``topk_weights`` fp32, ``[T, top_k]``.
+        """
+        tokens, spec = len(logits), router.spec
+        features = weight.out_features // (2 if activation.gated else 1)
+        plan = self._plan(
+            "hidden", spec.num_experts, f"{BOOLEANS[activation.gated]}, {activation_number(activation)}", tokens,
+            tokens, tokens * spec.top_k * features, 2 if activation.gated else 1, 4, weight.pitch,
+        )  # fmt: skip
+        plan.kernel(
+            plan.grid, FEW_THREADS,
+            (*router.arguments, logits.data.ptr, topk_ids.data.ptr, topk_weights.data.ptr, codes.data.ptr,
+             scales.data.ptr, *weight.arguments, out.data.ptr, pitch_of(out), tokens, features,
+             round_up(weight.in_features, 16), weight.pitch, spec.scales_input, *clamp_arguments(activation),
+             plan.scratch),
+            plan.shared, self._launcher.stream, True, None,
+            weight.bytes_of(min(tokens * spec.top_k, spec.num_experts)) + nbytes_of(codes, out),
+        )  # fmt: skip
+        _one_block_per_sm(step)
+
+    def down(
+        self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, hidden: cp.ndarray,
+        weight: ExpertMatrices, out: cp.ndarray, add: bool,
+    ) -> None:  # fmt: skip
+        """The result from what :meth:`hidden`, which must be the kernel before, has written; fp32 ``[T, out]``.
+
+        The kernel reads ``logits`` before its predecessor has ended. With ``add`` the result is added to ``out``.
+        """
+        tokens, spec = len(logits), router.spec
+        pairs = tokens * spec.top_k
+        plan = self._plan(
+            "down", spec.num_experts, BOOLEANS[add], tokens, pairs, weight.out_features, pairs, 12, weight.pitch
+        )
+        plan.kernel(
+            plan.grid, FEW_THREADS,
+            (*router.arguments, logits.data.ptr, hidden.data.ptr, pitch_of(hidden), *weight.arguments, out.data.ptr,
+             pitch_of(out), tokens, weight.out_features, weight.in_features, weight.pitch, spec.scales_input,
+             plan.scratch),
+            plan.shared, self._launcher.stream, True, None,
+            weight.bytes_of(min(pairs, spec.num_experts)) + nbytes_of(hidden, out),
+        )  # fmt: skip
+        _one_block_per_sm(step)
+
+    def _find_plan(
+        self, name: str, experts: int, arguments: str, tokens: int, rows: int, outputs: int, matrices: int, each: int,
+        pitch: int,
+    ) -> _Plan:  # fmt: skip
+        """For ``rows`` rows of codes, and ``outputs`` outputs with ``matrices`` rows of the weight.
+
+        ``each``: bytes of shared memory for each row of the weight that a block has.
+        """
+        grid = min(self._launcher.num_sms, outputs)
+        own = ceil_div(outputs, grid) * matrices
+        unit = best_unit(own, pitch)
+        shared, chunks, scratch = self._shared(tokens, rows, pitch, own, each, unit)
+        expression = f"few_tokens_{name}<{experts_of_a_lane(experts)}, {arguments}, {unit}>"
+        kernel = self._launcher.kernel(self.source, expression, False, defines_for(chunks))
+        return _Plan(kernel, grid, shared, scratch)
+
+    def _shared(
+        self, tokens: int, rows: int, pitch: int, own: int, each: int, unit: int = UNITS[0]
+    ) -> tuple[int, int, int]:
+        """Bytes of dynamic shared memory; chunks in flight per warp; bytes of that for pipelines or the choice."""
+        codes = rows * round_up(pitch, FEW_CHUNK * unit)
+        chunks = pipeline_chunks(self._launcher.max_shared, codes)
+        scratch = WARPS * chunks * FEW_CHUNK if self._launcher.has_clusters else tokens * ROUTING_SCRATCH
+        return scratch + codes + each * own, chunks, scratch
+
+
+def _one_block_per_sm(step: StepContext | None) -> None:
+    if step is not None:
+        step.one_block_per_sm = True
+
+
+def _possible_hidden(each: int, gated: str, function: int, unit: int) -> bool:
+    return gated == BOOLEANS[1] or function != CLAMPED_SWIGLU

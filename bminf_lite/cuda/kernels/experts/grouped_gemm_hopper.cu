@@ -1,0 +1,331 @@
+// int8 products of sorted pairs with the weights of their experts by TMA and wgmma, on compute capability 9.0: the
+// results of grouped_gemm.cu, for decoding and for prompts.
+//
+// The left operand of wgmma is a tile of BLOCK_M channels of one expert, the right operand the rows of a tile
+// (schedule.cuh). The instruction's width is one of WIDTHS, the smallest that the rows fit, so no expert is padded to
+// another's number of rows.
+//
+// The kernel is persistent and warp-specialised: one thread loads stages of BLOCK_K columns of both operands; two
+// warpgroups multiply one half of the channels each, apply the epilogue, and write through shared memory, where their
+// results are transposed: the sums of a thread are neighbouring rows of x, a row of the result are channels.
+#include "common/async.cuh"
+#include "common/common.cuh"
+#include "common/wgmma.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/grouped_gemm_hopper.cuh"
+#include "experts/activation.cuh"
+#include "experts/schedule.cuh"
+
+namespace bminf {
+
+constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
+constexpr int SMALL_BOX = 8, BOX = 32;       // rows of x in a box of the two tensor maps
+
+// The width of the instruction for a tile of so many rows.
+__device__ __forceinline__ int width_for(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : (rows + 31) / 32 * 32; }
+
+// Shared memory of a block: `stages` stages of BLOCK_M channels of the weight and then MAX_N rows of x; two pieces of
+// results of each warpgroup; two buffers of the scales of a tile's rows for each; two barriers for each stage; tiles.
+template <int BLOCK_M, int MAX_N>
+struct GroupedShared {
+    static constexpr int STAGE = (BLOCK_M + MAX_N) * BLOCK_K;
+    static constexpr int PIECE_BYTES = BLOCK_M == 128 ? 4096 : 2048;  // of a piece
+    char* memory;
+    int stages;
+
+    __device__ __forceinline__ unsigned weight(int stage) const {
+        return cast_smem_ptr_to_uint(memory) + stage * STAGE;
+    }
+    __device__ __forceinline__ unsigned rows(int stage) const { return weight(stage) + BLOCK_M * BLOCK_K; }
+    __device__ __forceinline__ char* piece(int group, int buffer) const {
+        return memory + stages * STAGE + (group * 2 + buffer) * PIECE_BYTES;
+    }
+    __device__ __forceinline__ float* scales(int group, int buffer) const {
+        return reinterpret_cast<float*>(memory + stages * STAGE + 4 * PIECE_BYTES) + (group * 2 + buffer) * MAX_N;
+    }
+    __device__ __forceinline__ unsigned full(int stage) const {
+        return cast_smem_ptr_to_uint(scales(2, 0)) + stage * 16;
+    }
+    __device__ __forceinline__ unsigned empty(int stage) const { return full(stage) + 8; }
+    __device__ __forceinline__ ExpertTiles& tiles() const {
+        return *reinterpret_cast<ExpertTiles*>(reinterpret_cast<char*>(scales(2, 0)) + stages * 16);
+    }
+    __device__ __forceinline__ void init() const {
+        for (int i = 0; i < stages; ++i) {
+            mbarrier_init(full(i), 1);
+            mbarrier_init(empty(i), WARPS);
+        }
+        fence_mbarrier_init();
+    }
+};
+
+// ---- the loads ---------------------------------------------------------------------------------------------------
+
+// The thread that loads. `n`: channels of an expert.
+template <int BLOCK_M, int MAX_N>
+struct Producer {
+    const GroupedShared<BLOCK_M, MAX_N>& shared;
+    const TensorMap &small_map, &x_map, &w_map;
+    int n, steps;
+
+    // Loads the tiles of this block, of `end` tiles. EARLY: see the kernel.
+    template <bool EARLY>
+    __device__ __forceinline__ void run(const ExpertTiles& tiles, int experts, int weight_tiles, int end) const {
+        int early = 0;
+        if constexpr (EARLY) {
+            if (blockIdx.x < end) {
+                early = min(shared.stages, steps);
+                const ExpertTile tile = tiles.find(blockIdx.x, experts, weight_tiles);
+                for (int step = 0; step < early; ++step) load_weight(tile, step, step);
+            }
+            wait_on_dependent_grids();
+        }
+        PipelineState pipe(shared.stages);
+        int count = 0;
+        for (int index = blockIdx.x; index < end; index += gridDim.x) {
+            const ExpertTile tile = tiles.find(index, experts, weight_tiles);
+#pragma unroll 1
+            for (int step = 0; step < steps; ++step, ++count, pipe.next()) {
+                if (count >= early) {
+                    mbarrier_wait(shared.empty(pipe.index), pipe.phase ^ 1);
+                    load_weight(tile, step, pipe.index);
+                }
+                load_rows(tile, step, pipe.index);
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ void load_weight(const ExpertTile& tile, int step, int stage) const {
+        mbarrier_arrive_expect_tx(shared.full(stage), (BLOCK_M + width_for(tile.rows)) * BLOCK_K);
+        const int channel = tile.expert * n + tile.weight_tile * BLOCK_M;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / W_BOX; ++i)
+            tma_load_2d(
+                shared.weight(stage) + i * W_BOX * BLOCK_K, w_map, step * BLOCK_K, channel + i * W_BOX,
+                shared.full(stage));
+    }
+    __device__ __forceinline__ void load_rows(const ExpertTile& tile, int step, int stage) const {
+        const int width = width_for(tile.rows), column = step * BLOCK_K;
+        const bool is_small = width < BOX;
+        const TensorMap& map = is_small ? small_map : x_map;
+        const int box = is_small ? SMALL_BOX : BOX;
+#pragma unroll 1
+        for (int row = 0; row < width; row += box)
+            tma_load_2d(shared.rows(stage) + row * BLOCK_K, map, column, tile.row + row, shared.full(stage));
+    }
+};
+
+// ---- the products ------------------------------------------------------------------------------------------------
+
+// Stores an [8, 8] matrix of 16-bit elements transposed: this thread has the elements (t / 4, t % 4 * 2) and its right
+// neighbour. Lane t < 8 gives the address of column t.
+__device__ __forceinline__ void stmatrix_trans(unsigned column, unsigned pair) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(column), "r"(pair) : "memory");
+}
+
+// A barrier of one of the warpgroups that multiply.
+__device__ __forceinline__ void sync_warpgroup(int group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(WARPGROUP) : "memory");
+}
+
+// What the products need besides their operands. n: channels of an expert.
+struct GroupedResult {
+    const float *x_scale, *w_scale, *bias;
+    __half* out;
+    long long pitch;
+    int n;
+    Clamp clamp;
+};
+
+// The work of a warpgroup that multiplies.
+template <int BLOCK_M, int MAX_N, int EPILOGUE, int F>
+struct Consumer {
+    static constexpr bool IS_GATED = EPILOGUE == GATED;
+    static constexpr int BLOCKS = BLOCK_M / WARPGROUP;             // of 64 channels that a warpgroup has
+    static constexpr int OUTPUTS = BLOCKS * (IS_GATED ? 32 : 64);  // columns of the result from them
+    static constexpr int PIECE_ROWS = GroupedShared<BLOCK_M, MAX_N>::PIECE_BYTES / (2 * OUTPUTS);  // rows of a piece
+    static constexpr int CHUNKS = OUTPUTS / 8;  // of 16 bytes in a row of a piece
+    const GroupedShared<BLOCK_M, MAX_N>& shared;
+    const GroupedResult& result;
+    int group, steps;
+    PipelineState pipe;
+    int buffer = 0, scales_buffer = 0;
+
+    // The place of 16 bytes in a piece, such that eight rows' are in different banks.
+    __device__ __forceinline__ static unsigned place(int row, int chunk) {
+        constexpr int EACH = CHUNKS < 8 ? 8 / CHUNKS : 1;  // rows of 128 bytes
+        return row * (OUTPUTS * 2) + (chunk ^ (row / EACH % (CHUNKS < 8 ? CHUNKS : 8))) * 16;
+    }
+
+    __device__ __forceinline__ void compute(const ExpertTile& tile) {
+        switch (width_for(tile.rows)) {
+            case 8:
+                return compute_width<8>(tile);
+            case 16:
+                return compute_width<16>(tile);
+            case 32:
+                return compute_width<32>(tile);
+            case 64:
+                return compute_width<64>(tile);
+            case 96:
+                return compute_width<96>(tile);
+            case 128:
+                return compute_width<128>(tile);
+            case 160:
+                return compute_width<160>(tile);
+        }
+    }
+
+private:
+    template <int N>
+    __device__ __forceinline__ void compute_width(const ExpertTile& tile) {
+        if constexpr (N <= MAX_N) {
+            const int thread = threadIdx.x % WARPGROUP;
+            float* scales = shared.scales(group, scales_buffer);
+            scales_buffer ^= 1;
+            for (int i = thread; i < tile.rows; i += WARPGROUP) scales[i] = __ldcg(result.x_scale + tile.row + i);
+            int c[BLOCKS][N / 8][4] = {};  // otherwise the registers of all widths would be live at the same time
+            multiply(c);
+            sync_warpgroup(group);  // the scales
+            store(tile, c, scales);
+        }
+    }
+
+    // GROUPS: of eight rows.
+    template <int GROUPS>
+    __device__ __forceinline__ void multiply(int (&c)[BLOCKS][GROUPS][4]) {
+        const int lane = threadIdx.x % WARP;
+        int previous = 0;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step, pipe.next()) {
+            mbarrier_wait(shared.full(pipe.index), pipe.phase);
+            const unsigned long long x = make_smem_desc(shared.rows(pipe.index), 0);
+            wgmma_fence();
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b) {
+                const unsigned long long w =
+                    make_smem_desc(shared.weight(pipe.index) + (group * BLOCKS + b) * 64 * BLOCK_K, 0);
+#pragma unroll
+                for (int i = 0; i < BLOCK_K / 32; ++i) wgmma(c[b], w + i * 2, x + i * 2, true);
+            }
+            wgmma_commit_group();
+            wgmma_wait_group<1>();
+            if (step > 0 && lane == 0) mbarrier_arrive(shared.empty(previous));
+            previous = pipe.index;
+        }
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) warpgroup_fence_operand(c[b]);
+        if (lane == 0) mbarrier_arrive(shared.empty(previous));
+    }
+
+    // Scales the sums and writes the results, PIECE_ROWS rows at a time.
+    template <int GROUPS>
+    __device__ __forceinline__ void store(
+        const ExpertTile& tile, const int (&c)[BLOCKS][GROUPS][4], const float* scales) {
+        const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
+        float scale[BLOCKS][2], bias[BLOCKS][2];
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int channel =
+                    tile.weight_tile * BLOCK_M + (group * BLOCKS + b) * 64 + warp * 16 + lane / 4 + h * 8;
+                const size_t at = static_cast<size_t>(tile.expert) * result.n + min(channel, result.n - 1);
+                scale[b][h] = __ldg(result.w_scale + at);
+                bias[b][h] = result.bias ? __ldg(result.bias + at) : 0.0f;
+            }
+        constexpr int EACH = PIECE_ROWS / 8 < GROUPS ? PIECE_ROWS / 8 : GROUPS;  // groups in a piece
+#pragma unroll
+        for (int first = 0; first < GROUPS; first += EACH) {
+            if (first * 8 >= tile.rows) break;
+            const unsigned piece = cast_smem_ptr_to_uint(shared.piece(group, buffer));
+#pragma unroll
+            for (int g = 0; g < EACH && first + g < GROUPS; ++g) {
+                const int at = (first + g) * 8 + lane % 4 * 2;
+                const float2 x = {scales[min(at, tile.rows - 1)], scales[min(at + 1, tile.rows - 1)]};
+#pragma unroll
+                for (int b = 0; b < BLOCKS; ++b) {
+                    const int (&sums)[4] = c[b][first + g];
+                    float y[2][2];  // of both channels, of both rows
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {
+                            y[h][i] = scaled(__int2float_rn(sums[2 * h + i]), i ? x.y : x.x, scale[b][h]);
+                            if (result.bias) y[h][i] = __fadd_rn(y[h][i], bias[b][h]);
+                        }
+                    const int row = g * 8 + lane % 8;
+                    if constexpr (IS_GATED) {
+                        const unsigned pair = pack_half2(
+                            expert_activation<true, F>(y[0][0], y[1][0], result.clamp),
+                            expert_activation<true, F>(y[0][1], y[1][1], result.clamp));
+                        stmatrix_trans(piece + place(row, b * 4 + warp), pair);
+                    } else {
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            if constexpr (EPILOGUE == ACTIVATED)
+#pragma unroll
+                                for (int i = 0; i < 2; ++i)
+                                    y[h][i] = expert_activation<false, F>(y[h][i], 0.0f, result.clamp);
+                            stmatrix_trans(piece + place(row, (b * 4 + warp) * 2 + h), pack_half2(y[h][0], y[h][1]));
+                        }
+                    }
+                }
+            }
+            sync_warpgroup(group);
+            copy_piece(tile, first * 8, EACH * 8);
+            buffer ^= 1;
+        }
+    }
+
+    // Writes a piece, of `count` rows of the tile from `first` on.
+    __device__ __forceinline__ void copy_piece(const ExpertTile& tile, int first, int count) const {
+        const int outputs = IS_GATED ? result.n / 2 : result.n;
+        const int column = (tile.weight_tile * 2 + group) * OUTPUTS;
+        const char* piece = shared.piece(group, buffer);
+        for (int i = threadIdx.x % WARPGROUP; i < count * CHUNKS; i += WARPGROUP) {
+            const int row = i / CHUNKS, chunk = i % CHUNKS;
+            if (first + row >= tile.rows || column + chunk * 8 >= outputs) continue;
+            *reinterpret_cast<uint4*>(result.out + (tile.row + first + row) * result.pitch + column + chunk * 8) =
+                *reinterpret_cast<const uint4*>(piece + place(row, chunk));
+        }
+    }
+};
+
+// BLOCK_M: channels of a tile, 128 or 256. MAX_N: rows of a tile at most, one of the widths. F: see expert_activation.
+// Boxes of the tensor maps, of BLOCK_K columns: x8_map 8 rows, x_map 32 rows, w_map W_BOX rows of the weights of all
+// experts. n: channels of an expert, a multiple of 8, or with GATED of 16. `steps` stages cover a row of x. EARLY: the
+// offsets were complete before the kernel could start, so the first stages of the weight are loaded before it waits for
+// its input. Dynamic shared memory: see GroupedShared.
+template <int BLOCK_M, int MAX_N, int EPILOGUE, int F, bool EARLY>
+__global__ void __launch_bounds__(3 * WARPGROUP, 1) grouped_gemm_hopper(
+    const float* x_scale, const int* offsets, const float* w_scale, const float* bias, __half* out, long long out_pitch,
+    int experts, int n, int steps, int stages, float limit, float alpha, const __grid_constant__ TensorMap x8_map,
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map) {
+    extern __shared__ __align__(1024) char memory[];
+    const GroupedShared<BLOCK_M, MAX_N> shared = {memory, stages};
+    if (threadIdx.x == 2 * WARPGROUP) shared.init();
+    if constexpr (!EARLY) wait_on_dependent_grids();
+    launch_dependent_grids();  // not before, because the kernel behind the next one reads the offsets early
+    ExpertTiles& tiles = shared.tiles();
+    tiles.load<MAX_N>(offsets, experts);  // and the barriers
+    const int weight_tiles = (n + BLOCK_M - 1) / BLOCK_M, end = tiles.starts[experts] * weight_tiles;
+    if (threadIdx.x >= 2 * WARPGROUP) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x == 2 * WARPGROUP)
+            Producer<BLOCK_M, MAX_N>{shared, x8_map, x_map, w_map, n, steps}.template run<EARLY>(
+                tiles, experts, weight_tiles, end);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        if constexpr (EARLY) wait_on_dependent_grids();
+        const GroupedResult result = {x_scale, w_scale, bias, out, out_pitch, n, {limit, alpha}};
+        Consumer<BLOCK_M, MAX_N, EPILOGUE, F> consumer = {
+            shared, result, static_cast<int>(threadIdx.x) / WARPGROUP, steps, PipelineState(stages)};
+        for (int index = blockIdx.x; index < end; index += gridDim.x)
+            consumer.compute(tiles.find(index, experts, weight_tiles));
+    }
+}
+
+}  // namespace bminf

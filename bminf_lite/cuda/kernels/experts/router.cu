@@ -1,0 +1,196 @@
+// The router of a mixture of experts: logits = norm(x) @ weight.T + bias in fp32, and the choice of experts from them.
+//
+// A logit has one order of sums, whichever kernel computes it. Elements are taken in vectors of four. Vector v belongs
+// to part v % 32; a part is summed by fma from its first element on; the parts are added in a tree, those 16 apart
+// first, then 8, 4, 2 and 1 apart. A lane of a warp has a part.
+//
+// x: fp32 [rows, x_pitch]; weight: fp16 or fp32 [experts, pitch]; bias: fp32 [experts] or null; logits: fp32 [rows,
+// experts]. k is a multiple of 4.
+#include "common/common.cuh"
+#include "experts/routing.cuh"
+
+using namespace bminf;
+
+constexpr int STEP = 4 * WARP;  // elements that a warp multiplies at once
+constexpr int WARPS = ROUTER_THREADS / WARP;
+
+// Four elements of a weight as they are in memory.
+template <class W>
+struct RawFour;
+template <>
+struct RawFour<float> {
+    float4 raw;
+    __device__ __forceinline__ void load(const float* p) { raw = __ldg(reinterpret_cast<const float4*>(p)); }
+    __device__ __forceinline__ float4 values() const { return raw; }
+};
+template <>
+struct RawFour<__half> {
+    uint2 raw;
+    __device__ __forceinline__ void load(const __half* p) { raw = __ldg(reinterpret_cast<const uint2*>(p)); }
+    __device__ __forceinline__ float4 values() const {
+        const float2 low = unpack_half2(raw.x), high = unpack_half2(raw.y);
+        return make_float4(low.x, low.y, high.x, high.y);
+    }
+};
+
+__device__ __forceinline__ float dot4(const float4& x, const float4& w, float sum) {
+    return fmaf(x.w, w.w, fmaf(x.z, w.z, fmaf(x.y, w.y, fmaf(x.x, w.x, sum))));
+}
+
+// The norm of a row of x in the registers of all threads; returns its absmax.
+template <bool CENTER, int VECTORS>
+__device__ __forceinline__ float norm_of_row(
+    const float* x, const float* norm_weight, const float* norm_bias, float eps, int k, int padded,
+    float (&v)[VECTORS][8], RowScratch<ROUTER_THREADS, VECTORS>& scratch) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) load_row8(x, (i * ROUTER_THREADS + threadIdx.x) * 8, k, padded, v[i]);
+    return normalise_row<ROUTER_THREADS, CENTER, true>(v, norm_weight, norm_bias, eps, k, padded, scratch);
+}
+
+// The codes of a row in registers, int8 [padded], and their scale.
+template <int VECTORS>
+__device__ __forceinline__ void store_codes(
+    const float (&v)[VECTORS][8], float top, int padded, int8* codes, float* scale) {
+    const RowScale s = row_scale(top);
+    if (threadIdx.x == 0) *scale = s.scale;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int column = (i * ROUTER_THREADS + threadIdx.x) * 8;
+        if (column < padded) *reinterpret_cast<uint2*>(codes + column) = quantize8(v[i], s.ratio);
+    }
+}
+
+// Logits of a few rows: each warp has one expert and one row, and loads the expert's weight before the kernel waits for
+// its input. Blocks normalise their row themselves; the first one of a row also writes its codes, int8 [rows,
+// codes_pitch], and their scales, fp32 [rows], unless `codes` is null. Grid: (experts / WARPS, rows).
+template <bool CENTER, int VECTORS, class W>
+__global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
+    const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
+    const W* __restrict__ weight, const float* __restrict__ bias, float* logits, int8* codes, long long codes_pitch,
+    float* scales, int experts, int k, int pitch) {
+    __shared__ RowScratch<ROUTER_THREADS, VECTORS> scratch;
+    __shared__ __align__(16) float row[VECTORS * ROUTER_THREADS * 8];
+    constexpr int STEPS = VECTORS * ROUTER_THREADS * 8 / STEP, MOST = sizeof(W) == 2 ? 32 : 16;
+    constexpr int LOADED = STEPS < MOST ? STEPS : MOST;  // steps whose weights are in registers before the wait
+    launch_dependent_grids();
+    const int lane = threadIdx.x % WARP, expert = blockIdx.x * WARPS + threadIdx.x / WARP, token = blockIdx.y;
+    const W* own = weight + static_cast<size_t>(min(expert, experts - 1)) * pitch;
+    RawFour<W> loaded[LOADED];
+#pragma unroll
+    for (int i = 0; i < LOADED; ++i) loaded[i].load(own + min(i * STEP + lane * 4, k - 4));
+    wait_on_dependent_grids();
+    float v[VECTORS][8];
+    const int padded = (k + 15) / 16 * 16;
+    const float top = norm_of_row<CENTER>(x + token * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) store8(row + (i * ROUTER_THREADS + threadIdx.x) * 8, v[i]);
+    __syncthreads();
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        const int column = i * STEP + lane * 4;
+        if (column >= k) break;
+        RawFour<W> later;
+        if (i >= LOADED) later.load(own + column);
+        const float4 w = i < LOADED ? loaded[i < LOADED ? i : 0].values() : later.values();
+        sum = dot4(*reinterpret_cast<const float4*>(row + column), w, sum);
+    }
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    if (lane == 0 && expert < experts)
+        logits[static_cast<size_t>(token) * experts + expert] = bias ? __fadd_rn(sum, bias[expert]) : sum;
+    if (codes && blockIdx.x == 0) store_codes(v, top, padded, codes + token * codes_pitch, scales + token);
+}
+
+// The norms of many rows, fp32 [rows, normed_pitch], for router_many_rows; and their codes unless `codes` is null. A
+// block for each row.
+template <bool CENTER, int VECTORS>
+__global__ void __launch_bounds__(ROUTER_THREADS) router_norm(
+    const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps, float* normed,
+    long long normed_pitch, int8* codes, long long codes_pitch, float* scales, int k) {
+    __shared__ RowScratch<ROUTER_THREADS, VECTORS> scratch;
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    float v[VECTORS][8];
+    const int token = blockIdx.x, padded = (k + 15) / 16 * 16;
+    const float top = norm_of_row<CENTER>(x + token * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+        store_vector(normed + token * normed_pitch, (i * ROUTER_THREADS + threadIdx.x) * 8, padded, v[i]);
+    if (codes) store_codes(v, top, padded, codes + token * codes_pitch, scales + token);
+}
+
+// The tree over the parts of SUMS sums at once, a multiple of 32. Lanes that exchange sums keep one half of them each,
+// so that in the end lane t has the sums from t * SUMS / 32 on.
+template <int DISTANCE = WARP / 2, int SUMS>
+__device__ __forceinline__ void add_parts(float (&sums)[SUMS]) {
+    constexpr int KEPT = SUMS / WARP * DISTANCE;
+    const bool upper = threadIdx.x & DISTANCE;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) {
+        const float low = sums[i], high = sums[i + KEPT];
+        sums[i] = (upper ? high : low) + __shfl_xor_sync(FULL, upper ? low : high, DISTANCE);
+    }
+    if constexpr (DISTANCE > 1) add_parts<DISTANCE / 2>(sums);
+}
+
+// Logits of many rows. A warp has ROWS rows and EXPERTS experts, its lanes the parts of their sums. x: the norms, fp32
+// [rows, x_pitch]. Grid: (experts / (EXPERTS * WARPS), rows / ROWS).
+template <int ROWS, int EXPERTS, class W>
+__global__ void __launch_bounds__(ROUTER_THREADS, 2) router_many_rows(
+    const float* x, long long x_pitch, const W* __restrict__ weight, const float* __restrict__ bias, float* logits,
+    int rows, int experts, int k, int pitch) {
+    static_assert(ROWS * EXPERTS % WARP == 0 && ROWS * EXPERTS <= 2 * WARP && (ROWS & (ROWS - 1)) == 0);
+    constexpr int SUMS = ROWS * EXPERTS;
+    launch_dependent_grids();
+    const int lane = threadIdx.x % WARP, first_row = blockIdx.y * ROWS;
+    const int first_expert = (blockIdx.x * WARPS + threadIdx.x / WARP) * EXPERTS;
+    const W* weights[EXPERTS];
+#pragma unroll
+    for (int e = 0; e < EXPERTS; ++e)
+        weights[e] = weight + static_cast<size_t>(min(first_expert + e, experts - 1)) * pitch;
+    wait_on_dependent_grids();
+    float sums[SUMS] = {};
+#pragma unroll 1
+    for (int column = lane * 4; column < k; column += STEP) {
+        float4 w[EXPERTS];
+#pragma unroll
+        for (int e = 0; e < EXPERTS; ++e) {
+            RawFour<W> raw;
+            raw.load(weights[e] + column);
+            w[e] = raw.values();
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const float4 values = *reinterpret_cast<const float4*>(x + min(first_row + r, rows - 1) * x_pitch + column);
+#pragma unroll
+            for (int e = 0; e < EXPERTS; ++e) sums[r * EXPERTS + e] = dot4(values, w[e], sums[r * EXPERTS + e]);
+        }
+    }
+    add_parts(sums);
+#pragma unroll
+    for (int i = 0; i < SUMS / WARP; ++i) {
+        const int index = lane * (SUMS / WARP) + i, row = first_row + index / EXPERTS;
+        const int expert = first_expert + index % EXPERTS;
+        if (row < rows && expert < experts)
+            logits[static_cast<size_t>(row) * experts + expert] = bias ? __fadd_rn(sums[i], bias[expert]) : sums[i];
+    }
+}
+
+// The experts of each row, by rank, and their weights: int and fp32 [rows, top_k]. A warp for each row; EACH: experts
+// of a lane.
+template <int EACH>
+__global__ void __launch_bounds__(CHOOSE_THREADS)
+    choose_experts(const Router router, const float* logits, int* topk_ids, float* topk_weights, int rows) {
+    __shared__ RoutingScratch scratch[CHOOSE_THREADS / WARP];
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = blockIdx.x * (CHOOSE_THREADS / WARP) + warp;
+    if (row >= rows) return;
+    int id;
+    float weight;
+    WarpRouter<EACH>(router, scratch[warp]).choose(logits + static_cast<size_t>(row) * router.num_experts, id, weight);
+    if (lane >= router.top_k) return;
+    topk_ids[row * router.top_k + lane] = id;
+    topk_weights[row * router.top_k + lane] = weight;
+}

@@ -1,0 +1,111 @@
+"""The router of a mixture of experts: logits in fp32, and the choice of experts: the launchers of ``router.cu``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ....backend.values import Norm
+from ..arrays import address, ceil_div, nbytes_of, pitch_of, pointer_and_pitch
+from ..constants import CHOOSE_THREADS, MAX_EXPERTS, ROUTER_THREADS
+from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..launcher import Launcher, StepContext
+from ..rowwise.rows import norm_arguments, vectors_for
+from .weights import RouterWeights
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+WARPS = ROUTER_THREADS // 32
+VECTORS = (1, 2, 4)
+MAX_WIDTH = VECTORS[-1] * 8 * ROUTER_THREADS
+"""Elements of a row that a block normalises."""
+FEW_ROWS = 16
+"""Up to this many rows, each block normalises the row that it multiplies."""
+ROWS = 8
+"""Rows of a warp, where there are many."""
+EXPERTS = (4, 8)
+"""Experts of a warp then. Fewer of them make more blocks."""
+EACH = (1, 4, 8, 16)
+"""Experts of a lane of the warp that chooses."""
+MAX_TOP_K = 32
+TYPES = ("__half", "float")
+
+
+class RouterKernels:
+    """Logits and choices of any number of rows."""
+
+    source = "experts/router.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        yield KernelFamily(cls.source, "router_few_rows", (BOOLEANS, VECTORS, TYPES))
+        yield KernelFamily(cls.source, "router_norm", (BOOLEANS, VECTORS))
+        yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), EXPERTS, TYPES))
+        yield KernelFamily(cls.source, "choose_experts", (EACH,))
+
+    @staticmethod
+    def supports(router: RouterWeights) -> bool:
+        """Whether there are kernels for so many experts, so many of a token, and rows of that width."""
+        spec = router.spec
+        return spec.num_experts <= MAX_EXPERTS and spec.top_k <= MAX_TOP_K and router.in_features <= MAX_WIDTH
+
+    def logits(
+        self, step: StepContext | None, x: cp.ndarray, norm: Norm, router: RouterWeights, out: cp.ndarray,
+        normed: cp.ndarray | None, codes: cp.ndarray | None = None, scales: cp.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """``norm(x) @ weight.T + bias``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, experts]``, dense.
+
+        The norm of each row is also quantized, to ``codes`` int8 ``[T, pitch]`` and ``scales`` fp32 ``[T]``, if they
+        are given. ``normed`` is memory for the norms of more than ``FEW_ROWS`` rows, fp32 ``[T, in]`` with padded rows.
+        """
+        rows, experts, k = len(x), router.spec.num_experts, router.in_features
+        center, vectors = BOOLEANS[norm.center], vectors_for(k, ROUTER_THREADS)
+        kind = TYPES[router.matrix.dtype == np.float32]
+        pitch, bias = pitch_of(router.matrix), address(router.bias)
+        quantized = (*pointer_and_pitch(codes), address(scales))
+        if rows <= FEW_ROWS:
+            self._launcher.launch(
+                step, self.source, f"router_few_rows<{center}, {vectors}, {kind}>", (ceil_div(experts, WARPS), rows),
+                ROUTER_THREADS,
+                (x.data.ptr, pitch_of(x), *norm_arguments(norm), router.matrix.data.ptr, bias, out.data.ptr, *quantized,
+                 experts, k, pitch),
+                bytes_moved=nbytes_of(x, router.matrix, codes),
+            )  # fmt: skip
+            return
+        assert normed is not None
+        self._launcher.launch(
+            step, self.source, f"router_norm<{center}, {vectors}>", rows, ROUTER_THREADS,
+            (x.data.ptr, pitch_of(x), *norm_arguments(norm), *pointer_and_pitch(normed), *quantized, k),
+            bytes_moved=nbytes_of(x, normed, codes), cache=rows > self._launcher.num_sms,
+        )  # fmt: skip
+        each = EXPERTS[ceil_div(rows, ROWS) * ceil_div(experts, EXPERTS[1] * WARPS) >= self._launcher.num_sms]
+        grid = ceil_div(experts, each * WARPS), ceil_div(rows, ROWS)
+        self._launcher.launch(
+            step, self.source, f"router_many_rows<{ROWS}, {each}, {kind}>", grid, ROUTER_THREADS,
+            (*pointer_and_pitch(normed), router.matrix.data.ptr, bias, out.data.ptr, rows, experts, k, pitch),
+            bytes_moved=nbytes_of(normed, router.matrix, out), cache=True,
+        )  # fmt: skip
+
+    def choose(
+        self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, topk_ids: cp.ndarray,
+        topk_weights: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """:func:`backend.routing.route`: fp32 ``[T, experts]`` -> int32 and fp32 ``[T, top_k]``; all are dense."""
+        rows = len(logits)
+        self._launcher.launch(
+            step, self.source, f"choose_experts<{experts_of_a_lane(router.spec.num_experts)}>",
+            ceil_div(rows, CHOOSE_THREADS // 32), CHOOSE_THREADS,
+            (*router.arguments, logits.data.ptr, topk_ids.data.ptr, topk_weights.data.ptr, rows),
+            bytes_moved=nbytes_of(logits, topk_ids, topk_weights),
+        )  # fmt: skip
+
+
+def experts_of_a_lane(experts: int) -> int:
+    """The element of :data:`EACH` for so many experts."""
+    return next(each for each in EACH if experts <= each * 32)

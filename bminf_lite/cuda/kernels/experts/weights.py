@@ -1,0 +1,100 @@
+"""Weights of experts on a GPU, as the kernels read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ....backend.expert_values import WEIGHT_TYPES, ExpertActivation, RouterSpec
+from ..arrays import address, nbytes_of
+from ..constants import ACTIVATIONS, CLAMPED_SWIGLU
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+GROUP = 8
+"""Rows of the gate, or of up, that lie together: a thread of a tensor-core kernel has row ``r`` and row ``r + 8``."""
+
+
+def alternate_gate_and_up(x: np.ndarray) -> np.ndarray:
+    """The rows of gated layers as the kernels read them: ``[experts, 2 * features, ...]``, likewise, in new memory.
+
+    They come as those of the gate and then those of up, and go as eight of the gate, eight of up, and so on.
+    ``features`` is a multiple of 8. For scales and biases too.
+    """
+    experts, rows, *columns = x.shape
+    grouped = x.reshape(experts, 2, rows // (2 * GROUP), GROUP, *columns)
+    return np.ascontiguousarray(np.swapaxes(grouped, 1, 2)).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """int8 weights ``[experts, out_features, pitch]``, of which ``in_features`` columns count.
+
+    ``scale`` and ``bias`` are fp32 ``[experts, out_features]``. Rows are padded to ``PAD`` elements. Those of a gated
+    layer lie as :func:`alternate_gate_and_up` says. ``rotation`` is the block of the inputs' transform.
+    """
+
+    matrix: cp.ndarray
+    scale: cp.ndarray
+    bias: cp.ndarray | None
+    in_features: int
+    rotation: int = 1
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.matrix.shape[0])
+
+    @property
+    def out_features(self) -> int:
+        return int(self.matrix.shape[1])
+
+    @property
+    def pitch(self) -> int:
+        return int(self.matrix.shape[2])
+
+    @property
+    def arguments(self) -> tuple[int, int, int]:
+        """The addresses of the codes, the scales and the bias."""
+        return self.matrix.data.ptr, self.scale.data.ptr, address(self.bias)
+
+    def bytes_of(self, experts: int) -> int:
+        """Bytes that a product with so many of the experts reads."""
+        return nbytes_of(self.matrix, self.scale, self.bias) * experts // self.num_experts
+
+
+@dataclass(frozen=True)
+class RouterWeights:
+    """A router on a GPU: ``matrix`` fp16 or fp32 ``[experts, pitch]`` of which ``in_features`` columns count.
+
+    ``bias``, ``correction_bias`` and ``expert_scale`` are fp32 ``[experts]`` or None, see :mod:`backend.routing`.
+    """
+
+    spec: RouterSpec
+    matrix: cp.ndarray
+    in_features: int
+    bias: cp.ndarray | None = None
+    correction_bias: cp.ndarray | None = None
+    expert_scale: cp.ndarray | None = None
+
+    @property
+    def arguments(self) -> tuple[int | float, ...]:
+        """The members of ``Router`` in ``routing.cuh``."""
+        spec = self.spec
+        return (
+            address(self.correction_bias), address(self.expert_scale), spec.num_experts, spec.top_k, int(spec.score),
+            int(spec.renormalise), spec.num_groups, spec.top_groups, int(spec.group_score), int(spec.masked),
+            WEIGHT_TYPES.index(spec.weight_type), spec.epsilon, spec.min_sum, spec.scale,
+        )  # fmt: skip
+
+
+def activation_number(activation: ExpertActivation) -> int:
+    """The template argument for an activation."""
+    return int(ACTIVATIONS[activation.function]) if activation.limit is None else CLAMPED_SWIGLU
+
+
+def clamp_arguments(activation: ExpertActivation) -> tuple[float, float]:
+    """The members of ``Clamp`` in ``activation.cuh``."""
+    return activation.limit or 0.0, activation.alpha

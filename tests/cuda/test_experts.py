@@ -1,0 +1,333 @@
+"""The kernels of mixtures of experts equal their definition: integers and w8a8 products bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_experts import RandomLayer, Sizes, codes_on_device, rows_on_device
+
+from bminf_lite.backend.expert_values import ExpertActivation, GroupScore, MaskedScore, RouterSpec, Score
+from bminf_lite.backend.experts import (
+    activated,
+    expert_linear_codes,
+    experts_forward,
+    rounded,
+    sort_by_expert,
+    weighted_sum,
+)
+from bminf_lite.backend.functions import normalise
+from bminf_lite.backend.quantization import quantize_rows
+from bminf_lite.backend.routing import route
+
+pytestmark = pytest.mark.gpu
+cp = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from bminf_lite.cuda.kernels.experts.grouped_gemm import GroupedGemm  # noqa: E402
+from bminf_lite.cuda.kernels.experts.layer import ExpertKernels, ExpertLayerWeights  # noqa: E402
+from bminf_lite.cuda.kernels.experts.pairs import SortedPairs  # noqa: E402
+from bminf_lite.cuda.kernels.experts.router import FEW_ROWS  # noqa: E402
+from bminf_lite.cuda.kernels.experts.weights import RouterWeights  # noqa: E402
+from bminf_lite.cuda.kernels.launcher import Launcher  # noqa: E402
+from bminf_lite.cuda.kernels.rowwise.rows import RowKernels  # noqa: E402
+
+RELU = ExpertActivation("relu")
+"""Has no function that a device approximates, so results are compared bit for bit."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"renormalise": True},
+    "qwen2_moe": {"weight_type": "bfloat16"},
+    "gpt_oss": {"score": Score.SOFTMAX_OF_CHOSEN},
+    "minimax_m2": {"score": Score.SIGMOID, "renormalise": True},
+    "ernie4_5_moe": {"renormalise": True, "min_sum": 0.4, "weight_type": "float16"},
+    "deepseek_v2": {
+        "num_groups": 4, "top_groups": 2, "group_score": GroupScore.LARGEST, "masked": MaskedScore.ZERO, "scale": 16.0,
+    },
+    "deepseek_v3": {
+        "score": Score.SIGMOID, "renormalise": True, "epsilon": 1e-20, "scale": 2.5, "num_groups": 4, "top_groups": 2,
+    },
+    "lfm2_moe": {"score": Score.SIGMOID, "renormalise": True, "epsilon": 1e-6},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["best", "mma.sync"])
+def kernels(request: pytest.FixtureRequest, device: Any) -> ExpertKernels:
+    """Those of this GPU; and with the grouped product that every GPU has, where there is a better one."""
+    launcher = Launcher(device, cp.cuda.get_current_stream().ptr)
+    made = ExpertKernels(launcher, RowKernels(launcher))
+    if request.param == "mma.sync":
+        if type(made.grouped) is GroupedGemm:
+            pytest.skip("this GPU has no better one")
+        made.grouped = GroupedGemm(launcher)
+    return made
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Memory in which every unwritten value shows."""
+    made = cp.empty(shape, dtype)
+    made.view(np.uint8).fill(0xFF) if made.size else None
+    return made
+
+
+# -- the router --------------------------------------------------------------------------------------------------------
+
+
+def chosen_on_device(
+    kernels: ExpertKernels, logits: np.ndarray, spec: RouterSpec, bias: np.ndarray | None, scale: np.ndarray | None
+) -> list[np.ndarray]:
+    """``route`` on the GPU."""
+    vectors = [None if v is None else cp.asarray(v) for v in (bias, scale)]
+    router = RouterWeights(spec, cp.zeros((1, 32), np.float16), 32, None, *vectors)
+    out = [empty((len(logits), spec.top_k), kind) for kind in (np.int32, np.float32)]
+    kernels.router.choose(None, cp.asarray(logits), router, *out)
+    return [cp.asnumpy(x) for x in out]
+
+
+@pytest.mark.parametrize("experts", [8, 40, 128, 160, 384])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choices_and_weights_are_the_definition_s(kernels: ExpertKernels, family: str, experts: int) -> None:
+    spec = RouterSpec(experts, 6 if experts > 8 else 2, **FAMILIES[family])
+    random = np.random.default_rng(experts)
+    logits = (random.normal(size=(23, experts)) * 4).astype(np.float32)
+    logits[5], logits[6], logits[7, 3], logits[8] = np.nan, 0, np.nan, np.round(logits[8])
+    logits[9, 1], logits[10, 2] = np.inf, -np.inf
+    for has_bias in (False, True) if spec.score is not Score.SOFTMAX_OF_CHOSEN else (False,):
+        bias = random.normal(size=experts).astype(np.float32) * 0.3 if has_bias else None
+        scale = random.uniform(0.5, 2, experts).astype(np.float32) if has_bias else None
+        found, expected = chosen_on_device(kernels, logits, spec, bias, scale), route(logits, spec, bias, scale)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def logits_on_device(
+    kernels: ExpertKernels, layer: RandomLayer, device: ExpertLayerWeights, x: np.ndarray
+) -> list[np.ndarray]:
+    """Logits, codes and scales of a residual stream."""
+    count, sizes = len(x), layer.sizes
+    pitch = device.hidden.pitch
+    out = empty((count, sizes.experts), np.float32)
+    codes, scales, normed = (
+        empty((count, pitch), np.int8),
+        empty((count,), np.float32),
+        empty((count, pitch), np.float32),
+    )
+    kernels.router.logits(
+        None, rows_on_device(x, cp.asarray), layer.norm(cp.asarray), device.router, out, normed, codes, scales
+    )
+    return [cp.asnumpy(v) for v in (out, codes[:, : sizes.hidden], scales)]
+
+
+@pytest.mark.parametrize(("hidden", "experts"), [(96, 8), (2048, 128), (2880, 32), (4112, 60)])
+def test_logits_have_one_order_of_sums(kernels: ExpertKernels, hidden: int, experts: int) -> None:
+    """Whatever the number of rows, and for weights in fp16 and in fp32."""
+    layer = RandomLayer(Sizes(hidden, 32, 32, experts, 2), RELU)
+    device = layer.on_device(cp.asarray)
+    wide = replace(device, router=replace(device.router, matrix=device.router.matrix.astype(np.float32)))
+    x = layer.tokens(FEW_ROWS + 4)
+    normed = normalise(x, layer.norm())
+    assert layer.router_bias is not None
+    exact = normed.astype(np.float64) @ layer.router.T.astype(np.float64) + layer.router_bias
+    together = logits_on_device(kernels, layer, device, x)
+    terms = np.abs(normed) @ np.abs(layer.router.T.astype(np.float32)) + 1
+    assert (np.abs(together[0] - exact) <= 64 * 2.0**-24 * terms).all()
+    for weights, count in ((device, 1), (device, 5), (wide, 2), (wide, len(x))):
+        for a, b in zip(logits_on_device(kernels, layer, weights, x[-count:]), together, strict=True):
+            np.testing.assert_array_equal(a, b[-count:])
+    codes, scales = quantize_rows(normed)
+    assert (np.abs(together[1].astype(int) - codes) <= 1).all()
+    np.testing.assert_allclose(together[2], scales, rtol=2.0**-20)
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "top_k", "experts"), [(1, 1, 1), (5, 2, 3), (40, 8, 128), (700, 2, 8), (1100, 4, 2)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_pairs_are_sorted_as_defined(
+    kernels: ExpertKernels, count: int, top_k: int, experts: int, scaled: bool
+) -> None:
+    random = np.random.default_rng(count)
+    ids = random.integers(0, experts, (count, top_k)).astype(np.int32) // random.integers(1, 3, (count, 1), np.int32)
+    codes, scales = random.integers(-128, 128, (count, 32), np.int8), random.uniform(0, 1, count).astype(np.float32)
+    factors = random.uniform(0, 1, (count, top_k)).astype(np.float32)
+    pairs = ids.size
+    out = SortedPairs(
+        empty((experts + 1,), np.int32), empty((pairs,), np.int32), empty((pairs,), np.int32),
+        empty((pairs, 32), np.int8), empty((pairs,), np.float32),
+    )  # fmt: skip
+    kernels.pairs.sort(
+        None, cp.asarray(ids), cp.asarray(codes), cp.asarray(scales), cp.asarray(factors) if scaled else None, out
+    )
+    order, offsets = sort_by_expert(ids, experts)
+    np.testing.assert_array_equal(cp.asnumpy(out.offsets), offsets)
+    np.testing.assert_array_equal(cp.asnumpy(out.pairs), order)
+    np.testing.assert_array_equal(cp.asnumpy(out.places)[order], np.arange(pairs))
+    np.testing.assert_array_equal(cp.asnumpy(out.codes), codes[order // top_k])
+    expected = scales[order // top_k] * (factors.ravel()[order] if scaled else np.float32(1))
+    np.testing.assert_array_equal(cp.asnumpy(out.scales), expected)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("count", "top_k", "columns"), [(1, 8, 2048), (7, 3, 40), (3, 1, 2880)])
+def test_results_are_added_as_defined(kernels: ExpertKernels, count: int, top_k: int, columns: int, add: bool) -> None:
+    random = np.random.default_rng(0)
+    results = random.normal(size=(count * top_k, columns)).astype(np.float16)
+    places = random.permutation(count * top_k).astype(np.int32)
+    weights = random.uniform(0, 1, (count, top_k)).astype(np.float32)
+    before = random.normal(size=(count, columns)).astype(np.float32)
+    for given_weights in (weights, None):
+        out = rows_on_device(before, cp.asarray)
+        of_device = None if given_weights is None else cp.asarray(given_weights)
+        kernels.pairs.weighted_sum(
+            None, rows_on_device(results, cp.asarray), cp.asarray(places), of_device, top_k, out, add
+        )
+        ordered = results[places].astype(np.float32).reshape(count, top_k, columns)
+        expected = weighted_sum(ordered, np.ones_like(weights) if given_weights is None else weights)
+        np.testing.assert_array_equal(cp.asnumpy(out), before + expected if add else expected)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def product(kernels: ExpertKernels, layer: RandomLayer, counts: list[int], activation: ExpertActivation | None) -> Any:
+    """The grouped product of random rows, ``counts`` of each expert, and what the definition makes of them."""
+    weight = layer.on_device(cp.asarray).hidden
+    offsets = np.cumsum([0, *counts]).astype(np.int32)
+    experts = np.repeat(np.arange(len(counts)), counts)
+    codes = layer.random.integers(-127, 128, (offsets[-1], layer.sizes.hidden), np.int8)
+    scales = layer.random.uniform(1e-3, 1e-2, len(codes)).astype(np.float32)
+    features = weight.out_features // (2 if activation and activation.gated else 1)
+    out = empty((len(codes) + 1, features + 8), np.float16)
+    kernels.grouped.launch(
+        None, codes_on_device(codes, cp.asarray), cp.asarray(scales), cp.asarray(offsets), weight, out, activation
+    )
+    found = cp.asnumpy(out)
+    assert np.isnan(found[-1]).all() and np.isnan(found[:, features:]).all()
+    y = rounded(expert_linear_codes(codes, scales, experts, layer.layer.hidden), np.dtype(np.float16))
+    if activation is not None:
+        y = rounded(activated(y.astype(np.float32), activation), np.dtype(np.float16))
+    return found[:-1, :features], y
+
+
+SHAPES = [
+    (Sizes(64, 16, 16, 4, 2), [3, 0, 9, 1]),
+    (Sizes(272, 136, 16, 3, 2), [0, 17, 0]),  # more than one tile of the weight, the last one not whole
+    (Sizes(48, 72, 16, 5, 2, bias=False), [8, 40, 65, 2, 0]),
+    (Sizes(400, 64, 16, 2, 2), [130, 70]),  # several tiles of rows
+]
+
+
+@pytest.mark.parametrize("activation", [RELU, ExpertActivation("relu_squared", gated=False), None], ids=str)
+@pytest.mark.parametrize(("sizes", "counts"), SHAPES, ids=str)
+def test_a_grouped_product_is_the_definition_s(
+    kernels: ExpertKernels, sizes: Sizes, counts: list[int], activation: ExpertActivation | None
+) -> None:
+    layer = RandomLayer(sizes, activation or ExpertActivation("relu", gated=False))
+    found, expected = product(kernels, layer, counts, activation)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("function", ["silu", "gelu_tanh", "gelu", "gpt-oss"])
+def test_activations(kernels: ExpertKernels, function: str) -> None:
+    activation = ExpertActivation(limit=1.0) if function == "gpt-oss" else ExpertActivation(function)
+    found, expected = product(kernels, RandomLayer(Sizes(64, 16, 16, 3, 2), activation), [3, 5, 2], activation)
+    # a function's approximation of 2^-20 moves a rounding to fp16
+    np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), rtol=2.0**-9, atol=2.0**-20)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 6), st.integers(1, 30), st.integers(1, 300), st.booleans(), st.integers(0, 99), st.data())
+def test_grouped_products_of_any_shape(
+    kernels: ExpertKernels, experts: int, groups: int, hidden: int, gated: bool, seed: int, data: Any
+) -> None:
+    counts = data.draw(st.lists(st.integers(0, 90), min_size=experts, max_size=experts).filter(any))
+    layer = RandomLayer(Sizes(hidden, 8 * groups, 8, experts, 1), replace(RELU, gated=gated), seed)
+    found, expected = product(kernels, layer, counts, layer.activation)
+    np.testing.assert_array_equal(found, expected)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "qwen3": (Sizes(256, 96, 256, 16, 4, bias=False), RELU, {"renormalise": True}),
+    "mixtral": (Sizes(128, 448, 136, 8, 2, bias=False), RELU, {"renormalise": True}),
+    "gpt-oss": (Sizes(208, 72, 208, 12, 3), RELU, {"score": Score.SOFTMAX_OF_CHOSEN}),
+    "llama4": (Sizes(96, 64, 96, 4, 1, bias=False), RELU, {"score": Score.SIGMOID, "scales_input": True}),
+    "nemotron_h": (
+        Sizes(96, 272, 64, 40, 6), ExpertActivation("relu_squared", gated=False),
+        {"score": Score.SIGMOID, "renormalise": True, "scale": 2.5, "num_groups": 4, "top_groups": 2},
+    ),
+}  # fmt: skip
+
+
+def run(
+    kernels: ExpertKernels, layer: RandomLayer, device: ExpertLayerWeights, x: np.ndarray, add: bool = False
+) -> list[np.ndarray]:
+    """Results, ids and weights of a residual stream."""
+    out = rows_on_device(np.full((len(x), layer.sizes.out), 0.5, np.float32), cp.asarray)
+    routing = kernels.forward(None, rows_on_device(x, cp.asarray), layer.norm(cp.asarray), device, out, add, empty)
+    return [cp.asnumpy(v) for v in (out, routing.ids, routing.weights)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("count", [1, 3, 19])
+def test_a_layer_is_the_definition_s(kernels: ExpertKernels, name: str, count: int) -> None:
+    """From the codes and logits that the router's kernels give, to the bit."""
+    sizes, activation, spec = LAYERS[name]
+    layer = RandomLayer(sizes, activation, **spec)
+    device, x = layer.on_device(cp.asarray), layer.tokens(count)
+    logits, codes, scales = logits_on_device(kernels, layer, device, x)
+    ids, weights = route(logits, layer.spec)
+    found = run(kernels, layer, device, x)
+    np.testing.assert_array_equal(found[1], ids)
+    np.testing.assert_array_equal(found[2], weights)
+    # the definition quantizes dequantized codes to the same codes, and scales that may differ in the last bit
+    hidden = replace(layer.layer.hidden, scale=layer.layer.hidden.scale)
+    pairs, half = np.repeat(np.arange(count), layer.spec.top_k), np.dtype(np.float16)
+    factors = weights.ravel() if layer.spec.scales_input else np.ones(len(pairs), np.float32)
+    y = rounded(expert_linear_codes(codes[pairs], scales[pairs] * factors, ids.ravel(), hidden), half)
+    y = rounded(activated(y.astype(np.float32), activation), half)
+    y = rounded(expert_linear_codes(*quantize_rows(y), ids.ravel(), layer.layer.down), half)
+    weights = np.ones_like(weights) if layer.spec.scales_input else weights
+    expected = weighted_sum(y.astype(np.float32).reshape(*ids.shape, -1), weights)
+    np.testing.assert_array_equal(found[0], expected)
+    np.testing.assert_array_equal(run(kernels, layer, device, x, add=True)[0], np.float32(0.5) + expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_near_the_definition_from_the_residual_stream(kernels: ExpertKernels, name: str) -> None:
+    sizes, activation, spec = LAYERS[name]
+    layer = RandomLayer(sizes, activation, **spec)
+    x = layer.tokens(3)
+    found, ids, weights = run(kernels, layer, layer.on_device(cp.asarray), x)
+    expected = experts_forward(normalise(x, layer.norm()), ids, weights, layer.layer, np.float16)
+    # a last bit of the norm moves a code next to a tie
+    assert np.abs(found - expected).max() <= 2e-2 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_token_has_the_same_bits_in_every_batch(kernels: ExpertKernels, name: str) -> None:
+    """Alone, with a few others, and with many."""
+    sizes, activation, spec = LAYERS[name]
+    layer = RandomLayer(sizes, replace(activation, function="silu") if activation.gated else activation, **spec)
+    device, x = layer.on_device(cp.asarray), layer.tokens(FEW_ROWS + 5)
+    together = run(kernels, layer, device, x)
+    for rows in ([0], [20], [3, 9], [5, 2, 20], list(range(7, 15))):
+        for a, b in zip(run(kernels, layer, device, x[rows]), together, strict=True):
+            np.testing.assert_array_equal(a, b[rows])
+
+
+def test_rows_that_are_no_numbers_stay_in_their_tokens(kernels: ExpertKernels) -> None:
+    sizes, activation, spec = LAYERS["qwen3"]
+    layer = RandomLayer(sizes, activation, **spec)
+    device = layer.on_device(cp.asarray)
+    for count in (3, 20):
+        x = layer.tokens(count)
+        before = run(kernels, layer, device, x)[0]
+        x[1, 7] = np.nan
+        found = run(kernels, layer, device, x)[0]
+        assert np.isnan(found[1]).all()
+        np.testing.assert_array_equal(np.delete(found, 1, 0), np.delete(before, 1, 0))
