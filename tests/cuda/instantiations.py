@@ -10,7 +10,10 @@ from bminf_lite.cuda.kernels.attention.copy_blocks import CopyBlocks
 from bminf_lite.cuda.kernels.attention.decode import AttentionDecode
 from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
+from bminf_lite.cuda.kernels.gemm.float_gemm import FloatGemmSync
+from bminf_lite.cuda.kernels.gemm.float_gemm_hopper import FloatGemmHopper
 from bminf_lite.cuda.kernels.gemm.gemm_hopper import ScaledGemm
+from bminf_lite.cuda.kernels.gemm.skinny_float_gemm_hopper import SkinnyFloatGemmHopper
 from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
 from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvCodes, GemvFloat
@@ -25,8 +28,8 @@ from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 
 LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
-    PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
-    TensorRows,
+    PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm,
+    FloatGemmSync, SkinnyFloatGemmHopper, FloatGemmHopper, Sampler, TensorRows,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""
