@@ -27,7 +27,7 @@ from .step_arrays import CapturedStep, StepArrays, StepInputs, StepSize
 from .step_builder import StepPlan
 
 FIRST_BLOCKS = 64
-"""Blocks that a pool has at first, if it may have so many."""
+"""Blocks that a pool has at first, unless its bound is lower."""
 
 
 class Network(Protocol):

@@ -1,4 +1,4 @@
-"""Checks of grammars beside the event loop: what is known is told at once, and what nobody waits for is not done."""
+"""Checks of grammars beside the event loop. Kept ones are not checked again; a client that leaves ends its checks."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def record_of(request: Request) -> RequestRecord:
 class Recorder:
     """An ASGI application around another, which records its POST requests and those that are refused.
 
-    Clients are told apart by their keys if ``by_key``, because each needs one, else by their addresses.
+    With ``by_key`` a client is known by its key, which each then needs, else by its address.
     """
 
     def __init__(self, app: ASGIApp, observer: Observer, model: str, paths: Iterable[str], by_key: bool = False):

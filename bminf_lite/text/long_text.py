@@ -28,8 +28,9 @@ MAX_PIECE = 1 << 26
 def check_length(tokenizer: Tokenizer, text: str, most: int) -> None:
     """Raise ``UsageError`` for a prompt that has far more than ``most`` tokens, or is no text.
 
-    A text that is short for so many tokens is not tokenized here. Of others, pieces are, until the tokens cannot fit
-    any more. Where pieces meet, some tokens may be counted twice, so what is close to the limit passes.
+    A text with few characters for ``most`` tokens is not tokenized here. A longer one is tokenized in pieces, until it
+    has more tokens than can fit. Where pieces meet, some tokens may be counted twice, so what is close to the limit
+    passes.
     """
     if not isinstance(text, str) or len(text) <= max(QUICK, USUAL_CHARACTERS * most):
         return

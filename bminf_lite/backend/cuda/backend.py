@@ -52,7 +52,7 @@ T = TypeVar("T")
 DECODE_SIZES = (
     *(1, 2, 4, 8, 16, 32, 48, 56, 64, 96, 112, 128), *(192, 224, 256), *range(320, 513, 64), *range(640, 1025, 128)
 )  # fmt: skip
-"""Numbers of sequences of captured decode steps. Products take new tiles behind them: padding costs less than 1 %."""
+"""Numbers of sequences of captured decode steps, behind most of which products take another tile of rows."""
 MIXED_SIZES = tuple(
     (decodes, tokens)
     for decodes, sizes in {

@@ -59,7 +59,7 @@ class FewTokens:
             yield KernelFamily(cls.source, "few_tokens_down", (EACH, BOOLEANS, UNITS[::-1]), defines=defines)
 
     def supports(self, tokens: int, spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices) -> bool:
-        """Whether the kernels take so many tokens: their codes fit shared memory, and no input is rotated."""
+        """Whether the kernels take ``tokens`` tokens: their codes fit shared memory, and no input is rotated."""
         if tokens > MAX_FEW_TOKENS or tokens * spec.top_k > MAX_FEW_PAIRS or max(hidden.rotation, down.rotation) > 1:
             return False
         pairs, num_sms = tokens * spec.top_k, self._launcher.num_sms

@@ -98,7 +98,7 @@ def epilogue_of(activation: ExpertActivation | None) -> tuple[Epilogue, int]:
 
 
 def tiles_for(pairs: int, experts: int) -> int:
-    """The element of :data:`TILES` for so many pairs: most experts have one tile if all have about as many pairs."""
+    """The element of :data:`TILES` with which most experts have one tile, if ``pairs`` are spread over all experts."""
     rows = 1.5 * pairs / experts + 2
     return next((tiles for tiles in TILES if rows <= 8 * tiles), TILES[-1])
 
@@ -109,12 +109,12 @@ def stage_bytes(tiles: int) -> int:
 
 
 def stages_of(shared: int) -> int:
-    """Stages of the pipeline on a GPU with so much shared memory per block."""
+    """Stages of the pipeline on a GPU whose blocks may have ``shared`` bytes of shared memory."""
     return min(MAX_STAGES, (shared - SCHEDULE_BYTES) // stage_bytes(TILES[-1]))
 
 
 def defines_of(stages: int) -> tuple[str, ...]:
-    """The macros of a kernel with so many stages."""
+    """The macros of a kernel whose pipeline has ``stages`` stages."""
     return (f"PIPELINE_STAGES={stages}",)
 
 

@@ -21,7 +21,7 @@ namespace bminf {
 constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
 constexpr int SMALL_BOX = 8, BOX = 32;       // rows of x in a box of the two tensor maps
 
-// The width of the instruction for a tile of so many rows.
+// The width of the instruction for a tile of `rows` rows.
 __device__ __forceinline__ int width_for(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : (rows + 31) / 32 * 32; }
 
 // Shared memory of a block: `stages` stages of BLOCK_M channels of the weight and then MAX_N rows of x; two pieces of

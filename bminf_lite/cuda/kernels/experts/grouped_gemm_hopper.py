@@ -117,7 +117,7 @@ class GroupedGemmHopper(GroupedGemm):
 
 
 def tile_for(pairs: int, experts: int) -> GroupedTile:
-    """The element of :data:`TILES` for so many pairs: experts with about as many pairs each have one tile of rows."""
+    """The element of :data:`TILES` with which an expert has one tile, if ``pairs`` are spread over all experts."""
     return TILES[1.3 * pairs / experts + 8 > TILES[0].rows]
 
 

@@ -51,7 +51,7 @@ class RouterKernels:
 
     @staticmethod
     def supports(router: RouterWeights) -> bool:
-        """Whether there are kernels for so many experts, so many of a token, and rows of that width."""
+        """Whether there are kernels for the router's number of experts, its choices per token, and its width."""
         spec = router.spec
         return spec.num_experts <= MAX_EXPERTS and spec.top_k <= MAX_TOP_K and router.in_features <= MAX_WIDTH
 
@@ -107,5 +107,5 @@ class RouterKernels:
 
 
 def experts_of_a_lane(experts: int) -> int:
-    """The element of :data:`EACH` for so many experts."""
+    """The element of :data:`EACH` with which the 32 lanes of a warp have ``experts`` experts."""
     return next(each for each in EACH if experts <= each * 32)

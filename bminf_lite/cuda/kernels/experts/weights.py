@@ -61,7 +61,7 @@ class ExpertMatrices:
         return self.matrix.data.ptr, self.scale.data.ptr, address(self.bias)
 
     def bytes_of(self, experts: int) -> int:
-        """Bytes that a product with so many of the experts reads."""
+        """Bytes that a product reads if ``experts`` of the experts were chosen."""
         return nbytes_of(self.matrix, self.scale, self.bias) * experts // self.num_experts
 
 
