@@ -11,7 +11,6 @@ from .block_manager import BlockManager
 from .config import EngineConfig
 from .executor import ExecutedStep, Executor, Network
 from .request import Request
-from .sampler_rows import MaskWrite
 from .step import Step, StepResult
 from .step_builder import StepBuilder
 
@@ -106,7 +105,7 @@ class ModelRunner:
         constrained = [r for r in step.sampled if r.matcher is not None]
 
         def sample() -> None:
-            masks = self._masks(constrained)
+            masks = self.builder.masks(constrained)
             self._on_ranks(lambda rank: self.executors[rank].sample(executed[rank], masks))
 
         launched = LaunchedStep(executed, sample if plan.samples else None)
@@ -119,9 +118,6 @@ class ModelRunner:
                 part.request.take_logits(part.stop - part.num_taken, logits)
                 first += part.num_taken
         return launched
-
-    def _masks(self, constrained: Sequence[Request]) -> MaskWrite | None:
-        return self.builder.masks(constrained)
 
     def warm_up(self) -> None:
         """Take all memory of the caches, load what steps may need, and capture steps and encodings of every size."""

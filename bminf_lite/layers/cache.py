@@ -89,14 +89,12 @@ class KVCache:
         self, ops: Backend, layout: CacheLayout, num_blocks: Sequence[int], max_blocks: Sequence[int] | None = None
     ):
         self.ops = ops
-        self.layout = layout
         self.num_blocks = list(num_blocks)
         self.layers: list[LayerCache] = []
         self.source: KVCache | None = None
-        groups = layout.groups
         try:
-            for own in layout.layers:
-                group = groups.index(own.retention)
+            for index, own in enumerate(layout.layers):
+                group = layout.group_of(index)
                 layer = own.make(ops, self.num_blocks[group], max_blocks[group] if max_blocks else None)
                 layer.group = group
                 self.layers.append(layer)

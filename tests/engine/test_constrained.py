@@ -19,6 +19,7 @@ from bminf_lite.api import Model
 from bminf_lite.engine.model_runner import LaunchedStep, ModelRunner
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.engine.step_builder import StepBuilder
 from bminf_lite.errors import UsageError
 from bminf_lite.grammar import Grammar
 
@@ -152,15 +153,15 @@ def test_a_dead_end_fails_that_request_alone(model):
 
 def test_an_error_of_the_sampler_reaches_everyone(model, monkeypatch):
     """Also those whose last token came with the step before."""
-    write = ModelRunner._masks
+    write = StepBuilder.masks
     calls = iter(range(100))
 
-    def failing(self: ModelRunner, requests: Any) -> Any:
+    def failing(self: StepBuilder, requests: Any) -> Any:
         if next(calls) == 3:
             raise MemoryError("no room")
         return write(self, requests)
 
-    monkeypatch.setattr(ModelRunner, "_masks", failing)
+    monkeypatch.setattr(StepBuilder, "masks", failing)
     ends, fails = run_all(model, [make_request(None, 1, max_new_tokens=3), make_request(NUMBER)])
     assert ends.finish_reason == "length" and isinstance(fails.error, MemoryError)
     monkeypatch.undo()
