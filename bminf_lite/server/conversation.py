@@ -20,8 +20,9 @@ from ..text.token_bytes import TokenTexts
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls import Tool, ToolCallParser, ToolFormat, parameters_of, tool_grammar
 from .answer import Answer
-from .errors import bad_request
+from .errors import ApiError, bad_request
 from .generating import checked_grammar, encode, grammar_of, render
+from .schemas.base import MAX_LISTED
 from .schemas.chat import NO_TOOLS, ToolChoice
 from .state import ServerState
 
@@ -175,6 +176,28 @@ async def _grammar(
         return make(tokenizer.piece_to_id)
     except UsageError as error:
         raise bad_request(f"{field}: {error}", field) from None
+    except ApiError as error:
+        if form is not None:
+            await _check_parameters(server, conversation, structure is not None, client)
+        raise bad_request(error.message.split("\n")[0], field) from None  # without lines of a grammar that nobody wrote
+
+
+async def _check_parameters(server: ServerState, conversation: Conversation, has_structure: bool, client: str) -> None:
+    """Raise for functions whose parameters are no schema that can be enforced. The error names them and the places."""
+    choice = conversation.choice
+    all_count = choice.mode == "required" or has_structure
+    problems = []
+    for tool in conversation.callable_tools:
+        function = tool["function"]
+        counts = function["name"] == choice.name if choice.name else all_count or function.get("strict")
+        if not counts or len(problems) == MAX_LISTED:
+            continue
+        try:
+            await server.grammar_checks.validate(Grammar.json_schema(parameters_of(function)), client)
+        except UsageError as error:
+            problems.append(f"the parameters of the function {function['name']!r}: {error}")
+    if problems:
+        raise bad_request(f"tools: {'; '.join(problems)}", "tools")
 
 
 def _nested(grammar: Grammar) -> str:

@@ -11,6 +11,7 @@ from api_kit import LiveServer
 from test_chat import HI
 
 from bminf_lite.server.schemas.unsupported import UnsupportedFields
+from bminf_lite.server.settings import ServerSettings
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
@@ -179,3 +180,72 @@ def test_two_formats_of_an_answer_exclude_each_other(fake: LiveServer):
 )
 def test_the_tool_choice_of_a_response(fake: LiveServer, given: dict[str, Any], reported: str):
     assert fake.json(RESPONSES, BODIES[RESPONSES] | given)["tool_choice"] == reported
+
+
+# -- tools whose schemas cannot be enforced ---------------------------------------------------------------------------
+
+UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+
+
+def function(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+FINE = function("fine", {"a": {"type": "string"}})
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3_json", "llama4_pythonic", "mistral_args"])
+@pytest.mark.parametrize(
+    ("tools", "choice", "named"),
+    [
+        ([FINE, function("tag", {"a": UNIQUE})], "required", {"tag": "/properties/a"}),
+        (
+            [function("one", {"a": {"properties": {"b": UNIQUE}}}), FINE, function("two", {"c": UNIQUE})],
+            "required",
+            {"one": "/properties/a/properties/b", "two": "/properties/c"},
+        ),
+        ([function("tag", {"a": UNIQUE}, strict=True), FINE], "auto", {"tag": "/properties/a"}),
+        (
+            [function("tag", {"a": UNIQUE}), FINE],
+            {"type": "function", "function": {"name": "tag"}},
+            {"tag": "/properties/a"},
+        ),
+        ([function("tag", {"a": {"type": "objekt"}})], "required", {"tag": "/properties/a"}),
+    ],
+    ids=["one", "two", "strict", "by name", "another type"],
+)
+def test_a_schema_that_cannot_be_enforced_names_its_function_and_the_place(
+    chat_folder: Path, form: str, tools: list[dict[str, Any]], choice: Any, named: dict[str, str]
+):
+    settings = ServerSettings((api_kit.NAME,), tool_call_format=form)
+    server = LiveServer(api_kit.UnconstrainedEngine(range(1, 9)), api_kit.info_of(chat_folder), settings)
+    try:
+        response = server.post(CHAT, {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 3})
+    finally:
+        server.close()
+    param, message = message_of(response)
+    assert response.status_code == 400 and param == "tools"
+    for name, place in named.items():
+        assert repr(name) in message and f"(at {place})" in message
+    assert "'fine'" not in message and "call_" not in message and "\n" not in message
+
+
+def test_a_schema_that_nothing_enforces_is_not_refused(fake: LiveServer):
+    """That of a function that is not strict, and need not be called."""
+    tools = [function("tag", {"a": UNIQUE}), FINE]
+    assert fake.post(CHAT, {"messages": HI, "tools": tools, "max_tokens": 3}).status_code == 200
+    choice = {"type": "function", "function": {"name": "fine"}}
+    assert fake.post(CHAT, {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 3}).status_code == 200
+
+
+def test_anthropic_s_and_responses_tools_are_named_too(fake: LiveServer):
+    schema = {"type": "object", "properties": {"a": UNIQUE}}
+    bodies = {
+        MESSAGES: {"tools": [{"name": "tag", "input_schema": schema}], "tool_choice": {"type": "any"}},
+        RESPONSES: {"tools": [{"type": "function", "name": "tag", "parameters": schema}], "tool_choice": "required"},
+    }
+    for path, body in bodies.items():
+        response = fake.post(path, BODIES[path] | body)
+        message = message_of(response)[1]
+        assert response.status_code == 400 and "'tag'" in message and "(at /properties/a)" in message
