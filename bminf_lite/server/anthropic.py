@@ -16,7 +16,7 @@ from ..text.tool_calls import ArgumentsDelta, CallBegin
 from .answer import Event
 from .client import Generation
 from .conversation import Conversation, PreparedConversation, prepare
-from .event_stream import EventStream, unless_disconnected
+from .event_stream import EventStream, unless_in_vain
 from .generating import generation_request, sampling_params, told
 from .health import json_response
 from .openai.chunks import sse
@@ -38,7 +38,7 @@ def routes(server: ServerState) -> list[Route]:
         body = parse(CreateMessageBody, await request.body())
         params = sampling_params(server, body, body.max_tokens, "max_tokens")
         record = record_of(request)
-        prepared = await unless_disconnected(request, prepare(server, _conversation(body), record.client))
+        prepared = await unless_in_vain(server.client, request, prepare(server, _conversation(body), record.client))
         wanted = generation_request(
             server, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
         )
@@ -52,7 +52,9 @@ def routes(server: ServerState) -> list[Route]:
 
     async def count_tokens(request: Request) -> Response:
         conversation = _conversation(parse(MessagesBody, await request.body()))
-        prepared = await unless_disconnected(request, prepare(server, conversation, record_of(request).client))
+        prepared = await unless_in_vain(
+            server.client, request, prepare(server, conversation, record_of(request).client)
+        )
         return json_response({"input_tokens": len(prepared.prompt.token_ids)})
 
     return [

@@ -241,7 +241,7 @@ class EngineClient:
     """One HTTP process's way to the engine. Made by :meth:`connect`, and used in one event loop.
 
     - ``info``: facts of the model. ``is_ready``: the engine is warm. ``failure``: why it failed, else None.
-    - ``num_running``: completions that have not ended.
+    - ``num_running``: completions that have not ended. ``has_ended`` is done when the engine has failed or ends.
     """
 
     info: ModelInfo
@@ -258,6 +258,7 @@ class EngineClient:
         self._stats: dict[int, asyncio.Future[Stats]] = {}
         self._next_id = 0
         self._has_info: asyncio.Future[None] = loop.create_future()
+        self.has_ended: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._unsent = b""
 
@@ -304,7 +305,7 @@ class EngineClient:
         of them draw differently with the same seed. Raises ``QueueFull``, ``RequestRefused`` for a request that does
         not fit the model, and ``EngineFailure``; then none of them runs. ``record`` counts the requests.
         """
-        self._require_engine()
+        self.require_engine()
         first_id, count = self._next_id, sum(request.n for request in requests)
         self._next_id += count
         generation = Generation(self, first_id, count, record)
@@ -338,7 +339,7 @@ class EngineClient:
 
     async def stats(self) -> Stats:
         """What the engine does now, and what all HTTP processes have counted. Raises ``EngineFailure``."""
-        self._require_engine()
+        self.require_engine()
         number = self._next_id
         self._next_id += 1
         answer: asyncio.Future[Stats] = self.loop.create_future()
@@ -372,7 +373,8 @@ class EngineClient:
         """Drop a completion; returns False if it has ended."""
         return self._running.pop(id, None) is not None
 
-    def _require_engine(self) -> None:
+    def require_engine(self) -> None:
+        """Raise ``EngineFailure`` if the engine has failed or ends."""
         if self.failure is not None:
             raise EngineFailure(self.failure)
 
@@ -430,6 +432,7 @@ class EngineClient:
         if self.failure is not None:
             return
         self.failure, self.is_ready = why, False
+        self.has_ended.set_result(None)
         futures: list[asyncio.Future[Any]] = [self._has_info, *self._waiting.values(), *self._stats.values()]
         for future in futures:
             if not future.done():

@@ -186,7 +186,7 @@ async def _check_parameters(server: ServerState, conversation: Conversation, has
     """Raise for functions whose parameters are no schema that can be enforced. The error names them and the places."""
     choice = conversation.choice
     all_count = choice.mode == "required" or has_structure
-    problems = []
+    problems: list[str] = []
     for tool in conversation.callable_tools:
         function = tool["function"]
         counts = function["name"] == choice.name if choice.name else all_count or function.get("strict")

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .client import Generation
+from .client import EngineClient, Generation
 
 T = TypeVar("T")
 
@@ -77,16 +77,17 @@ async def cancelled_on_disconnect(receive: Receive, generation: Generation) -> A
         raise ClientDisconnect
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes away. The request's body must be read.
+async def unless_in_vain(engine: EngineClient, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client goes away or the engine ends. The body must be read.
 
-    Raises ``ClientDisconnect`` if the client has gone before.
+    Raises ``ClientDisconnect`` if the client has gone before, and ``EngineFailure`` if the engine has ended.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_gone(request.receive))
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, watcher, engine.has_ended), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
+            engine.require_engine()
             raise ClientDisconnect
         return task.result()
     finally:

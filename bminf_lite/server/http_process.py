@@ -59,7 +59,13 @@ async def serve_http(
     def shut_down(seconds: float) -> None:
         config.timeout_graceful_shutdown = math.ceil(seconds) + LAST_WORDS_SECONDS
         client.loop.call_later(seconds, client.end_all, "the server is shutting down")
+        client.loop.call_later(seconds + LAST_WORDS_SECONDS / 2, cut_off)
         server.should_exit = True
+
+    def cut_off() -> None:
+        """End what does not end by itself: a client that sends no rest of its body, or reads nothing, for example."""
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
 
     client.on_shutdown(shut_down)
     gc.collect()

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .client import Generation
-from .event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect, unless_disconnected
+from .event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect, unless_in_vain
 from .health import json_response
 from .recorder import record_of
 from .request_record import RequestRecord
@@ -55,7 +55,7 @@ def generating_route(
 
     async def handle(request: Request) -> Response:
         body = parse(body_type, await request.body())
-        work = await unless_disconnected(request, prepare(server, body, record_of(request)))
+        work = await unless_in_vain(server.client, request, prepare(server, body, record_of(request)))
         return await respond(work, request, body.stream)
 
     return Route(path, handle, methods=["POST"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import signal
 import socket
@@ -165,6 +166,36 @@ def test_sigterm_ends_what_runs_too_long():
         for stream in streams:
             assert "the server is shutting down" in "".join(stream.iter_text())
         assert server.wait() == 0
+
+
+@pytest.mark.slow
+def test_sigterm_ends_quietly_what_waits():
+    """Checks of grammars that take seconds, bodies and headers that do not come, and a client that reads nothing."""
+    with served(shutdown_timeout=0.3) as server, ExitStack() as stack:
+        url = httpx.URL(server.url)
+        bombs = ["|".join(rf"(\p{{L}}{{1,{i}}}x){{3}}" for i in range(1, 4000 + number)) for number in range(12)]
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+        def send(data: bytes) -> socket.socket:
+            connection = stack.enter_context(socket.create_connection((url.host, url.port), timeout=300))
+            connection.sendall(data)
+            return connection
+
+        def post(body: dict[str, object]) -> socket.socket:
+            data = json.dumps({"prompt": "Once", "max_tokens": 3, **body}).encode()
+            return send(head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data)
+
+        checks = [post({"structured_outputs": {"regex": bomb}, "stream": i % 2 == 1}) for i, bomb in enumerate(bombs)]
+        send(head.encode())
+        send(head.encode() + b"content-length: 100\r\n\r\n{")
+        post({"max_tokens": 100_000, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 5})
+        until(lambda: server.stats()["running"] > 0)
+        server.process.send_signal(signal.SIGTERM)
+        answers = [check.recv(65536) for check in checks]
+        assert all(answer.split(b" ")[1] in (b"400", b"503") for answer in answers)
+        assert any(b"the server is shutting down" in answer for answer in answers)
+        assert server.wait() == 0
+        assert not any("Traceback" in line or "ERROR" in line for line in server.lines), "".join(server.lines)
 
 
 @pytest.mark.slow
