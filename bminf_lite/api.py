@@ -131,6 +131,7 @@ class RequestOptions(SamplingOptions, total=False):
     """The keyword arguments of generation: the fields of :class:`SamplingParams`, and how a request is served.
 
     - ``add_special_tokens``: frame a text as the checkpoint does; see :meth:`Model.encode`. True by default.
+    - ``split_special_tokens``: a text is text, also where it spells a control token; see :meth:`Model.encode`.
     - ``priority``: requests with a higher number start first; 0 by default.
     - ``deadline``: seconds after which the request ends with what it has, and the finish reason ``deadline``.
     - ``cache_salt``: a text; only requests with equal ones reuse each other's keys and values.
@@ -148,6 +149,7 @@ class RequestOptions(SamplingOptions, total=False):
     """
 
     add_special_tokens: bool
+    split_special_tokens: bool
     priority: int
     deadline: float | None
     cache_salt: str
@@ -344,15 +346,19 @@ class Model:
         """:meth:`stream` for asyncio: ``async for piece in model.astream(prompt)``."""
         return self._apieces(self._completions(prompt, params, options, is_streamed=True))
 
-    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
+    def encode(
+        self, prompt: Prompt, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> EncodedPrompt:
         """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
 
         The encoder of an encoder-decoder reads the prompt. ``add_special_tokens`` frames a text as the checkpoint does,
-        for example with a begin-of-text token. Raises ``UsageError`` for an invalid prompt, ``CheckpointError`` if text
-        needs a tokenizer that is missing.
+        for example with a begin-of-text token. A text such as ``<|im_end|>`` is a control token wherever it stands,
+        unless ``split_special_tokens``: then it is text in a text, and in messages of users and tools. Raises
+        ``UsageError`` for an invalid prompt, ``CheckpointError`` if text needs a tokenizer that is missing.
         """
         require_bool("add_special_tokens", add_special_tokens)
-        return self._prompts.encode(prompt, add_special_tokens)
+        require_bool("split_special_tokens", split_special_tokens)
+        return self._prompts.encode(prompt, add_special_tokens, split_special_tokens)
 
     def fill_blank(self, text: str, **options: Unpack[SamplingOptions]) -> list[FilledSpan]:
         """The text for each ``<span>`` of ``text``, with its position; for models such as T5 and CPM-2.
@@ -413,6 +419,8 @@ class Model:
         given = cast(dict[str, Any], dict(options))
         add_special_tokens = given.pop("add_special_tokens", True)
         require_bool("add_special_tokens", add_special_tokens)
+        split_special_tokens = given.pop("split_special_tokens", False)
+        require_bool("split_special_tokens", split_special_tokens)
         served = {
             name: given.pop(name) for name in ("priority", "deadline", "cache_salt", "prompt_logprobs") if name in given
         }
@@ -423,7 +431,7 @@ class Model:
             params = SamplingParams.merged(params, **given)
         params = params.with_seed()  # one for all: their indices make them draw differently
         wanted = GenerationRequest(_NO_PROMPT, params, grammar=grammar, is_streamed=is_streamed, **served)
-        prompts = self._prompts.encode_all(prompt, add_special_tokens)
+        prompts = self._prompts.encode_all(prompt, add_special_tokens, split_special_tokens)
         tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
         requests = self.requests.build(*(replace(wanted, prompt=p) for p in prompts))
         texts = (TextStream(tokenizer, params.stop, p.before_text(grammar is not None)) for p in prompts)

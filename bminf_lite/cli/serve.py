@@ -44,6 +44,8 @@ ENGINE_FAILED = 70
               help="How the model writes function calls, such as hermes; by its template if not given.")  # fmt: skip
 @click.option("--seed", type=int, metavar="S",
               help="The seed of requests that give none: the same request gets the same answer. [random]")  # fmt: skip
+@click.option("--split-special-tokens", is_flag=True,
+              help="What users and tools say is text, also where it spells control tokens.")  # fmt: skip
 @click.option("--shutdown-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
               help="How long running requests may go on after SIGTERM.")  # fmt: skip
 def serve(
@@ -68,6 +70,7 @@ def serve(
     request_log: str | None,
     tool_call_format: str | None,
     seed: int | None,
+    split_special_tokens: bool,
     shutdown_timeout: float,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect.
@@ -95,7 +98,9 @@ def serve(
     keys = read_keys(api_key_file) if api_key_file is not None else []
     security = Security(digests(keys), keyless or OPEN_PATHS, allowed_host, allowed_origin)
     names, form = model_names(served_model_name, model), checked_format(tool_call_format)
-    settings = ServerSettings(names, security, DEFAULT_LIMITS.changed(limit), checked_path(request_log), form, seed)
+    settings = ServerSettings(
+        names, security, DEFAULT_LIMITS.changed(limit), checked_path(request_log), form, seed, split_special_tokens
+    )
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, http_workers or default_http_workers())) as listener, load(

@@ -75,6 +75,7 @@ def _conversation(body: MessagesBody) -> Conversation:
         body.template_variables,
         choice is None or not choice.disable_parallel_tool_use,
         continues_last=last["role"] == "assistant" and "tool_calls" not in last,
+        split_special_tokens=body.split_special_tokens,
     )
 
 

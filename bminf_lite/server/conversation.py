@@ -37,7 +37,8 @@ class Conversation:
     - ``separates_reasoning``: reasoning is no part of the answer's text.
     - ``continues_last``: the answer continues the last message, which is the assistant's.
     - ``has_generation_prompt``: the prompt ends where an answer begins, unless it continues the last message.
-    - ``add_special_tokens``: the template's text is framed as a plain prompt is.
+    - ``add_special_tokens``: the template's text is framed as a plain prompt is. ``split_special_tokens``: what users
+      and tools say has no control tokens; None is the server's default.
     """
 
     messages: Sequence[Message]
@@ -50,6 +51,7 @@ class Conversation:
     continues_last: bool = False
     has_generation_prompt: bool = True
     add_special_tokens: bool = False
+    split_special_tokens: bool | None = None
     field: str = "messages"
 
     @property
@@ -127,7 +129,8 @@ async def _prompt(
         "continue_final_message": continues,
         "add_generation_prompt": conversation.has_generation_prompt,
     }
-    text = await render(server, messages, tools, conversation.field, variables)
+    splits = server.splits(conversation.split_special_tokens)
+    text = await render(server, messages, tools, conversation.field, variables, splits)
     encoded = await encode(server, text, conversation.field, conversation.add_special_tokens)
     is_open = reasoning is not None and (
         reasoning.is_open_after(text) or (continues and reasoning.is_open_in(content_text(messages[-1])))

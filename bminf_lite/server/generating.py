@@ -15,6 +15,7 @@ from ..errors import BminfError, CheckpointError, UsageError
 from ..grammar import Grammar, Structure, only_structure
 from ..request_builder import GenerationRequest
 from ..text.chat_template import Message, content_text, template_messages
+from ..text.control_tokens import GuardedText, new_mark
 from ..text.prompts import EncodedPrompt, Prompt
 from ..text.text_stream import NewText, TextStream
 from ..text.tool_calls import Tool
@@ -74,13 +75,31 @@ async def encode(server: ServerState, prompt: Prompt, field: str, add_special_to
         raise bad_request(str(error), field, code) from None
 
 
+async def guarded(server: ServerState, text: str) -> str:
+    """A text that has no control tokens, whatever it spells."""
+    return await run_briefly(lambda: server.prompts.control_tokens.guard(text), len(text))
+
+
 async def render(
-    server: ServerState, messages: Sequence[Message], tools: Sequence[Tool], field: str, variables: Mapping[str, Any]
+    server: ServerState,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    field: str,
+    variables: Mapping[str, Any],
+    splits: bool = False,
 ) -> str:
     """A conversation as the text of a prompt, by the checkpoint's chat template in its process.
 
-    A conversation that the template refuses is rendered as :func:`_merged`.
+    A conversation that the template refuses is rendered as :func:`_merged`. With ``splits``, what users, tools and
+    documents say has no control tokens, and the text is a :class:`.GuardedText`.
     """
+    if splits:
+        mark, control_tokens = new_mark(), server.prompts.control_tokens
+        messages = await asyncio.to_thread(control_tokens.guard_messages, messages, mark)
+        if "documents" in variables:
+            documents = await asyncio.to_thread(control_tokens.guard_values, variables["documents"], mark)
+            variables = {**variables, "documents": documents}
+        return GuardedText.of(await render(server, messages, tools, field, variables), mark)
     try:
         messages = template_messages(messages)
         try:

@@ -258,6 +258,7 @@ def serve(
     request_log: str | None = None,
     tool_call_format: str | None = None,
     seed: int | None = None,
+    split_special_tokens: bool = False,
     shutdown_timeout: float = 30.0,
     log: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
 ) -> None:
@@ -273,6 +274,8 @@ def serve(
       :data:`bminf_lite.text.tool_calls.TOOL_FORMATS`; by default what the chat template and the vocabulary tell.
     - ``seed``: the seed of requests that give none, 0 to 2**64 - 1, so that the same request gets the same answer; by
       default each draws one at random.
+    - ``split_special_tokens``: the default of the requests' field of this name. With True, prompts, and what users and
+      tools say in conversations, are text, also where they spell control tokens such as ``<|im_end|>``.
     - ``shutdown_timeout``: seconds in which running requests may end after a signal. A second signal ends at once.
     - ``log`` takes messages for the operator, by default to stderr.
 
@@ -281,7 +284,7 @@ def serve(
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
     names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
-    settings = ServerSettings(names, security, limits, checked_path(request_log), form, seed)
+    settings = ServerSettings(names, security, limits, checked_path(request_log), form, seed, split_special_tokens)
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, default_http_workers() if http_workers is None else http_workers)) as listener:

@@ -31,6 +31,7 @@ def application(
     request_log: str | None = None,
     tool_call_format: str | None = None,
     seed: int | None = None,
+    split_special_tokens: bool = False,
 ) -> ASGIApp:
     """An ASGI application that serves a loaded model, to be run by any ASGI server or mounted in another application.
 
@@ -41,7 +42,9 @@ def application(
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
     names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
-    return _Mounted(model, ServerSettings(names, security, limits, checked_path(request_log), form, seed))
+    return _Mounted(
+        model, ServerSettings(names, security, limits, checked_path(request_log), form, seed, split_special_tokens)
+    )
 
 
 class _Mounted:

@@ -17,6 +17,7 @@ class ServerSettings:
     ``request_log`` is the file to which a line of JSON is written for each request, ``-`` for stderr.
     ``tool_call_format`` is how the model writes calls of functions, if not as its chat template tells.
     ``seed`` is that of requests that give none; without one each of them draws its own.
+    ``split_special_tokens`` is the default of requests: texts are text, also where they spell control tokens.
 
     Raises ``UsageError`` for a seed out of range.
     """
@@ -27,6 +28,7 @@ class ServerSettings:
     request_log: str | None = None
     tool_call_format: str | None = None
     seed: int | None = None
+    split_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         SamplingParams(seed=self.seed)  # which checks it

@@ -54,6 +54,10 @@ class ServerState:
         """The checks of grammars in requests."""
         return GrammarChecks()
 
+    def splits(self, wanted: bool | None) -> bool:
+        """Whether special tokens in texts are split, if a request says ``wanted`` of it."""
+        return self.settings.split_special_tokens if wanted is None else wanted
+
     @cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens, for log-probabilities."""

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from ..errors import UsageError
 from .errors import bad_request
-from .generating import check_model, render, run_briefly
+from .generating import check_model, guarded, render, run_briefly
 from .health import json_response
 from .schemas.base import parse
 from .schemas.messages import plain_tool
@@ -28,12 +28,15 @@ def routes(server: ServerState) -> list[Route]:
             messages = [message.plain() for message in body.messages]
             tools = [plain_tool(tool.function) for tool in body.tools or ()]
             variables = {"add_generation_prompt": body.add_generation_prompt is not False}
-            text = await render(server, messages, tools, field, {**(body.chat_template_kwargs or {}), **variables})
+            variables = {**(body.chat_template_kwargs or {}), **variables}
+            text = await render(server, messages, tools, field, variables, server.splits(body.split_special_tokens))
+        elif server.splits(body.split_special_tokens):
+            text = await guarded(server, text or "")
         tokenizer, given = server.prompts.tokenizer, text or ""
 
         def encode() -> list[int]:
             server.prompts.check_length(given)
-            return tokenizer.encode(given, special)
+            return server.prompts.tokens_of(given, special)
 
         try:
             ids = await run_briefly(encode, len(given))

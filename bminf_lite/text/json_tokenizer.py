@@ -80,8 +80,10 @@ class JsonTokenizer(Tokenizer):
         frames = backend.num_special_tokens_to_add(is_pair=False) == 0
         self._prefix_ids = [self.bos_id] if frames and adds_bos and self.bos_id is not None else []
         self._suffix_ids = [eos_id] if frames and adds_eos and eos_id is not None else []
-        special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder()
+        special_ids = {i for i, token in added.items() if token.special}
         self.special_ids = frozenset(special_ids | {i for i, same in repeated.items() if same in special_ids})
+        self.added_texts = frozenset(token.content for token in added.values())
         self._repeated = repeated
         vocabulary = backend.get_vocab(with_added_tokens=True)
         check_tokens(vocabulary, "tokenizer.json")

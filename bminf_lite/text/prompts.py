@@ -17,6 +17,7 @@ import numpy as np
 from ..errors import CheckpointError, UsageError, is_whole, listed
 from .chat_template import ChatTemplate, Message, check_messages, content_text
 from .checkpoint_files import has_tokenizer, load_tokenizer
+from .control_tokens import ControlTokens, GuardedText, new_mark
 from .long_text import check_length
 from .tokenizer import Tokenizer
 from .tool_calls import (
@@ -113,9 +114,16 @@ class PromptEncoder:
         """End the processes of the chat templates."""
         self._templates.clear()
 
-    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
-        """See :meth:`bminf_lite.Model.encode`."""
-        encoded = self._tokenize(prompt, add_special_tokens)
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """Keeps texts of others from becoming control tokens."""
+        return ControlTokens(self.tokenizer)
+
+    def encode(
+        self, prompt: Prompt, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> EncodedPrompt:
+        """See :meth:`bminf_lite.Model.encode`. A text may be guarded already."""
+        encoded = self._tokenize(prompt, add_special_tokens, split_special_tokens)
         ids = self.validate_token_ids(encoded.token_ids)
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
@@ -130,14 +138,16 @@ class PromptEncoder:
             raise UsageError(f"the target has {len(target):,} tokens, but the decoder's context is {context:,}")
         return replace(encoded, token_ids=ids, target=tuple(target))
 
-    def encode_all(self, prompts: Any, add_special_tokens: bool = True) -> list[EncodedPrompt]:
+    def encode_all(
+        self, prompts: Any, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> list[EncodedPrompt]:
         """The tokens of one prompt or of a list. The ``UsageError`` lists all invalid prompts of a list by number."""
         if not is_batch(prompts):
-            return [self.encode(prompts, add_special_tokens)]
+            return [self.encode(prompts, add_special_tokens, split_special_tokens)]
         encoded, problems = [], []
         for i, prompt in enumerate(prompts):
             try:
-                encoded.append(self.encode(prompt, add_special_tokens))
+                encoded.append(self.encode(prompt, add_special_tokens, split_special_tokens))
             except UsageError as error:  # noqa: PERF203, the other prompts' problems are wanted too
                 problems.append(f"prompt {i}: {error}")
         if problems:
@@ -221,20 +231,26 @@ class PromptEncoder:
             token_ids = self.to_host(token_ids)
         return validate_token_ids(token_ids, self.limits.vocab_size)
 
-    def _tokenize(self, prompt: Any, add_special_tokens: bool) -> EncodedPrompt:
+    def _tokenize(self, prompt: Any, add_special_tokens: bool, split_special_tokens: bool) -> EncodedPrompt:
         """A prompt's tokens, not checked yet: they may be no token ids, or too many."""
         continues = not self.limits.is_encoder_decoder
         if isinstance(prompt, EncodedPrompt):
             return prompt
         if isinstance(prompt, str):
             target = self.tokenizer.target_ids if add_special_tokens else ()
+            if split_special_tokens and not isinstance(prompt, GuardedText):
+                prompt = self.control_tokens.guard(prompt)
             return EncodedPrompt(self._encode_text(prompt, add_special_tokens), continues, target)
         if not (isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)):
             return EncodedPrompt(prompt, continues)
         check_messages(prompt)
         self.check_length(content_text(prompt[-1]))
         ids = self.tokenizer.encode_turns([content_text(m) for m in prompt], self.limits.max_source_length)
-        if ids is None:
+        if ids is None and split_special_tokens:
+            mark = new_mark()
+            text = self.render(self.control_tokens.guard_messages(prompt, mark))
+            ids = self._encode_text(GuardedText.of(text, mark), add_special_tokens=False)
+        elif ids is None:
             ids = self._encode_text(self.render(prompt), add_special_tokens=False)
         return EncodedPrompt(ids, continues=False)
 
@@ -246,10 +262,16 @@ class PromptEncoder:
         limits = self.limits
         check_length(self.tokenizer, text, limits.max_source_length or limits.context_length)
 
+    def tokens_of(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text, which may be guarded; not checked."""
+        if isinstance(text, GuardedText):
+            return self.control_tokens.encode(text, add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens)
+
     def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         """The tokens of a text; ``CheckpointError`` for a tokenizer whose tokens the model does not have."""
         self.check_length(text)
-        ids = self.tokenizer.encode(text, add_special_tokens)
+        ids = self.tokens_of(text, add_special_tokens)
         largest = max(ids, default=0)
         if largest >= (vocab_size := self.limits.vocab_size):
             problem = f"the tokenizer gives the token id {largest}, but the model's largest is {vocab_size - 1}"

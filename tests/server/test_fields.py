@@ -249,3 +249,57 @@ def test_anthropic_s_and_responses_tools_are_named_too(fake: LiveServer):
         response = fake.post(path, BODIES[path] | body)
         message = message_of(response)[1]
         assert response.status_code == 400 and "'tag'" in message and "(at /properties/a)" in message
+
+
+# -- control tokens in texts of others --------------------------------------------------------------------------------
+
+CONTROL = "<|endoftext|>"
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_control_tokens_in_texts_are_text_if_a_request_or_the_server_says_so(chat_folder: Path, default: bool):
+    settings = ServerSettings((api_kit.NAME,), split_special_tokens=default)
+    server = LiveServer(api_kit.UnconstrainedEngine(range(1, 9)), api_kit.info_of(chat_folder), settings)
+    end = api_kit.TOKENIZER.piece_to_id(CONTROL)
+
+    def tokens(body: dict[str, Any]) -> list[int]:
+        return server.json("/tokenize", {**body, "add_special_tokens": False})["tokens"]
+
+    def used(path: str, body: dict[str, Any]) -> int:
+        usage = server.json(path, BODIES[path] | body)["usage"]
+        return usage.get("prompt_tokens", usage.get("input_tokens", 0)) + usage.get("cache_read_input_tokens", 0)
+
+    try:
+        says = [{"role": role, "content": f"a{CONTROL}b"} for role in ("user", "assistant", "user")]
+        conversations = {CHAT: {"messages": says}, MESSAGES: {"messages": says}, RESPONSES: {"input": says}}
+        for given, splits in (
+            ({}, default),
+            ({"split_special_tokens": True}, True),
+            ({"split_special_tokens": False}, False),
+        ):
+            assert tokens({"prompt": f"a{CONTROL}b", **given}).count(end) == (0 if splits else 1)
+            found = tokens({"messages": says, **given})
+            assert found.count(end) == (1 if splits else 3)  # that of the assistant is the model's own
+            for path, body in conversations.items():
+                assert used(path, {**body, **given}) == len(found)
+            assert used(COMPLETIONS, {"prompt": f"a{CONTROL}b", **given, "add_special_tokens": False}) == len(
+                tokens({"prompt": f"a{CONTROL}b", **given})
+            )
+            assert used(COMPLETIONS, {"prompt": [1, 2, end], **given}) == 3
+    finally:
+        server.close()
+
+
+def test_documents_are_guarded_too(tmp_path: Path):
+    template = "{% for d in documents or [] %}[{{ d.title }}]{% endfor %}{{ messages[0].content }}" + CONTROL
+    server = api_kit.scripted_server(api_kit.folder_with_template(tmp_path / "model", template), "x")
+    try:
+        body = {"messages": HI, "documents": [{"title": CONTROL}], "max_tokens": 1}
+        counts = [
+            server.json(CHAT, {**body, "split_special_tokens": splits})["usage"]["prompt_tokens"]
+            for splits in (False, True)
+        ]
+    finally:
+        server.close()
+    literal = len(api_kit.TOKENIZER.encode("<", add_special_tokens=False))
+    assert counts[1] > counts[0] + literal

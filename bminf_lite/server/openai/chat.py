@@ -49,6 +49,7 @@ async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -
         bool(body.continue_final_message),
         body.add_generation_prompt is not False,
         bool(body.add_special_tokens),
+        body.split_special_tokens,
     )
     prepared = await prepare(server, conversation, record.client)
     request = generation_request(

@@ -15,7 +15,16 @@ from ...text.tokenizer import Tokenizer
 from ..client import Generation, Output
 from ..errors import bad_request
 from ..event_stream import EventStream
-from ..generating import check_count, check_model, encode, generation_request, grammar_of, read, sampling_params
+from ..generating import (
+    check_count,
+    check_model,
+    encode,
+    generation_request,
+    grammar_of,
+    guarded,
+    read,
+    sampling_params,
+)
 from ..request_record import RequestRecord
 from ..schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from ..state import ServerState
@@ -55,6 +64,8 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
     for i, prompt in enumerate(prompts):
         if i:
             await asyncio.sleep(0)  # a thousand prompts must not hold up the streams of others
+        if isinstance(prompt, str) and server.splits(body.split_special_tokens):
+            prompt = await guarded(server, prompt)
         encoded.append(await encode(server, prompt, f"prompt[{i}]" if len(prompts) > 1 else "prompt", special))
     generation = await server.client.generate(
         *(

@@ -48,6 +48,7 @@ async def _prepare(server: ServerState, body: ResponsesBody, record: RequestReco
         body.structures,
         {**effort, **(body.chat_template_kwargs or {})},
         body.parallel_tool_calls is not False,
+        split_special_tokens=body.split_special_tokens,
         field="input",
     )
     prepared = await prepare(server, conversation, record.client)

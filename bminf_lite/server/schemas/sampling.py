@@ -55,7 +55,8 @@ class SamplingFields(UnsupportedFields):
     """The engine's sampling parameters under OpenAI's and vLLM's names; ``None`` is the checkpoint's default.
 
     ``deadline``: seconds after which a completion ends. ``stop_token_ids``: tokens that end it. What ends a completion
-    is part of its text only with ``include_stop_str_in_output``.
+    is part of its text only with ``include_stop_str_in_output``. ``split_special_tokens``: a prompt, and what users and
+    tools say in a conversation, is text, also where it spells control tokens.
     """
 
     temperature: Annotated[float | None, option("temperature")] = None
@@ -74,6 +75,7 @@ class SamplingFields(UnsupportedFields):
     deadline: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
+    split_special_tokens: bool | None = None
 
     @property
     def chosen(self) -> dict[str, Any]:

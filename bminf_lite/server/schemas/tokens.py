@@ -24,6 +24,7 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Annotated[Any, refused(TEMPLATE_REFUSED)] = None
     return_token_strs: bool | None = None
+    split_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:
@@ -47,6 +48,9 @@ class FillBlankBody(SamplingFields):
         None
     )
 
+    split_special_tokens: Annotated[Any, refused("is not supported: a text with blanks has special tokens", False)] = (
+        None
+    )
     model: str | None = None
     text: str
     max_tokens: Annotated[int | None, option("max_new_tokens", "max_tokens")] = None
