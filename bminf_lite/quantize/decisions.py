@@ -23,7 +23,7 @@ from ..backend.base import Backend
 from ..backend.quantization import Int8Weight
 from ..backend.values import Array
 from ..checkpoint.opened_model import OpenedModel
-from ..checkpoint.recipe import CalibrationSettings, Recipe, Scheme
+from ..checkpoint.recipe import CalibrationSettings, Recipe, RotatedInputs, Scheme
 from ..checkpoint.weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
 from ..errors import CheckpointError
 from ..models.spec import Fold, KeyHeads, Role
@@ -182,7 +182,8 @@ class QuantizationSearch:
         limits = self.settings if may_keep_columns else replace(self.settings, outlier_columns=0)
         if not self.alternatives:
             start, smoothing = smoothed(rotated)
-            candidate, error = select_precision(evaluator, start, limits, input_max)
+            keeps_rotation = self.recipe.rotated_inputs is RotatedInputs.ALL
+            candidate, error = select_precision(evaluator, start, limits, input_max, keeps_rotation)
             yield candidate, smoothing, error
             return
         start, smoothing = smoothed(plain)
@@ -291,19 +292,24 @@ class InputStatistics:
 
 
 def select_precision(
-    evaluator: ErrorEvaluator, candidate: QuantizationCandidate, settings: CalibrationSettings, input_max: np.ndarray
+    evaluator: ErrorEvaluator,
+    candidate: QuantizationCandidate,
+    settings: CalibrationSettings,
+    input_max: np.ndarray,
+    keeps_rotation: bool = False,
 ) -> tuple[QuantizationCandidate, float]:
     """``candidate``, or the first alternative that brings the largest error of the products to ``settings.max_error``.
 
-    Returns it with that error. w8a16 is the last resort, and taken whatever its error. ``input_max`` is ``max|x|`` per
-    input ``[in]``, before smoothing.
+    Returns it with that error. w8a16 is the last resort, and taken whatever its error; its input is rotated only if it
+    ``keeps_rotation``. ``input_max`` is ``max|x|`` per input ``[in]``, before smoothing.
     """
     error = max(evaluator.errors(candidate))
     if candidate.scheme is not Scheme.W8A8 or not 0 < settings.max_error < error:
         return candidate, error
     index = largest_inputs(evaluator, candidate, input_max, settings.outlier_columns)
     alternatives = [replace(candidate, outliers=index)] if len(index) else []
-    for alternative in [*alternatives, replace(candidate, scheme=Scheme.W8A16, rotation=1)]:
+    rotation = candidate.rotation if keeps_rotation else 1
+    for alternative in [*alternatives, replace(candidate, scheme=Scheme.W8A16, rotation=rotation)]:
         error = max(evaluator.errors(alternative))
         if error <= settings.max_error:
             break

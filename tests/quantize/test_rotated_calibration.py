@@ -83,3 +83,16 @@ def test_products_that_a_rotation_does_not_save_become_w8a16_without_one(text: l
     found = [(decided[name]["scheme"], decided[name]["rotation"]) for name in DOWN]
     assert set(found) == {("w8a16", 1), ("w8a8", 2)}  # the spike's neurons make them 642, which 2 divides
     assert report.cost["kl"] < 1.5e-3
+
+
+@pytest.mark.slow
+def test_all_inputs_stay_rotated_by_a_calibration(text: list[int], tmp_path: Path) -> None:
+    """Also those of products that become w8a16 because their error is above the others' median."""
+    plain = bminf_lite.migrate(DEMO, tmp_path / "plain", calibrated("w8a8-rotate-all"), calibrate=text, device="cpu")
+    errors = [product["error"] for product in plain.calibration["products"]]
+    recipe = calibrated("w8a8-rotate-all", "gptq", float(np.median(errors)))
+    report = bminf_lite.migrate(DEMO, tmp_path / "out", recipe, calibrate=text, device="cpu")
+    products = report.calibration["products"]
+    assert {product["scheme"] for product in products} == {"w8a8", "w8a16"}
+    assert all(product["rotation"] > 1 for product in [*products, *plain.calibration["products"]])
+    assert report.cost["kl"] < plain.cost["kl"]
