@@ -76,15 +76,17 @@ class PreparedConversation:
     reasoning: ReasoningFormat | None
     reasoning_is_open: bool
     parallel_calls: bool
+    default_stops: Sequence[str] = ()
 
     def answer(self, stop: Sequence[str], texts: TokenTexts | None = None, keeps_stop: bool | None = False) -> Answer:
-        """A new answer, which ends at one of the texts ``stop``, and includes it with ``keeps_stop``.
+        """A new answer, which ends at one of the texts ``stop``, or else of ``default_stops``.
 
+        It includes that text with ``keeps_stop``.
         ``texts`` is given if log-probabilities are wanted.
         """
         before = self.prompt.before_text(self.grammar is not None)
         return Answer(
-            TextStream(self.tokenizer, stop, before, texts, bool(keeps_stop)),
+            TextStream(self.tokenizer, stop or self.default_stops, before, texts, bool(keeps_stop)),
             ReasoningParser(self.reasoning, self.reasoning_is_open) if self.reasoning else None,
             ToolCallParser(self.tools, self.schemas, self.schemas) if self.tools else None,
             self.parallel_calls,
@@ -113,6 +115,7 @@ async def prepare(server: ServerState, conversation: Conversation, client: str) 
         reasoning if conversation.separates_reasoning else None,
         is_open,
         conversation.parallel_calls,
+        server.default_stops,
     )
 
 

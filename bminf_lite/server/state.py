@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from ..engine.sampling_params import SamplingParams
 from ..errors import BminfError
 from ..text.prompts import PromptEncoder
 from ..text.token_bytes import TokenTexts
@@ -57,6 +58,11 @@ class ServerState:
     def splits(self, wanted: bool | None) -> bool:
         """Whether special tokens in texts are split, if a request says ``wanted`` of it."""
         return self.settings.split_special_tokens if wanted is None else wanted
+
+    @cached_property
+    def default_stops(self) -> tuple[str, ...]:
+        """The stop strings of requests that have none: those of the checkpoint."""
+        return SamplingParams.from_checkpoint(self.client.info.generation_config).stop
 
     @cached_property
     def token_texts(self) -> TokenTexts:

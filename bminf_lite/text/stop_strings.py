@@ -12,6 +12,9 @@ class StopMatcher:
     The first stop string to be complete counts, and of several that end at the same character the longest. The emitted
     text therefore depends on the text alone, however it is cut into pieces. Text that may be the start of a stop string
     is held back until the next characters decide. With ``keeps_stop`` the stream is cut behind the stop string.
+
+    A stop string may contain the spelling of tokens without text. What is hidden is looked at and never emitted, but as
+    a part of a stop string that is kept.
     """
 
     def __init__(self, stop_strings: Sequence[str] = (), keeps_stop: bool = False):
@@ -19,6 +22,7 @@ class StopMatcher:
         self._stops = [(stop, _borders(stop)) for stop in stop_strings]
         self._matched = [0] * len(self._stops)  # of each stop string, how many characters the text ends with
         self._held = ""
+        self._hidden: list[tuple[int, int]] = []  # ranges of ``_held``, in order
         self.found: str | None = None
 
     @property
@@ -26,12 +30,14 @@ class StopMatcher:
         """Whether a stop string is complete; ``found`` is that string."""
         return self.found is not None
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def push(self, text: str, is_hidden: bool = False) -> tuple[str, bool]:
         """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that."""
         if not self._stops:
-            return text, False
+            return "" if is_hidden else text, False
         if self.stopped:
             return "", True
+        if is_hidden:
+            self._hidden.append((len(self._held), len(self._held) + len(text)))
         ends = []
         for i, (stop, borders) in enumerate(self._stops):
             self._matched[i], end = _advance(stop, borders, self._matched[i], text)
@@ -40,16 +46,29 @@ class StopMatcher:
         held = self._held + text
         if ends:
             end, _, self.found = min(ends)
-            end, self._held = len(self._held) + end, ""
-            return held[: end if self._keeps_stop else end - len(self.found)], True
-        undecided = max(self._matched)
-        self._held = held[len(held) - undecided :]
-        return held[: len(held) - undecided], False
+            end += len(self._held)
+            start, self._held = end - len(self.found), held
+            return self._take(start) + (self.found if self._keeps_stop else ""), True
+        self._held = held
+        return self._take(len(held) - max(self._matched)), False
 
     def flush(self) -> str:
         """The text held back, after the last text; empty after a stop string."""
-        text, self._held = self._held, ""
-        return text
+        return "" if self.stopped else self._take(len(self._held))
+
+    def _take(self, length: int) -> str:
+        """The next ``length`` held characters, without those that are hidden."""
+        taken, self._held = self._held[:length], self._held[length:]
+        if not self._hidden:
+            return taken
+        visible, at = [], 0
+        for start, end in self._hidden:
+            visible.append(taken[at:start])
+            at = max(at, end)
+        visible.append(taken[at:])
+        later = [(start - length, end - length) for start, end in self._hidden if end > length]
+        self._hidden = [(max(start, 0), end) for start, end in later]
+        return "".join(visible)
 
 
 def _advance(stop: str, borders: Sequence[int], matched: int, text: str) -> tuple[int, int]:

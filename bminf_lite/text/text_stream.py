@@ -85,7 +85,7 @@ def _scored(texts: TokenTexts, tokens: Sequence[_Waiting], given: str) -> list[S
 class TextStream:
     """The text of one completion while its tokens arrive; it is empty without a tokenizer.
 
-    - ``stop``: texts that end the completion and are not part of it.
+    - ``stop``: texts that end the completion and are not part of it. They may contain the spelling of special tokens.
     - ``before``: the tokens that the text continues (:meth:`.EncodedPrompt.before_text`); none before an answer.
     - ``texts``: given if log-probabilities are wanted.
     - ``keeps_stop``: the text includes what ended it, a stop string or the text of a token.
@@ -104,6 +104,7 @@ class TextStream:
         self.num_tokens = 0
         self._detokenizer = Detokenizer(tokenizer, before) if tokenizer else None
         self._matcher = StopMatcher(stop, keeps_stop)
+        self._spellings = tokenizer.special_within(stop) if tokenizer and stop else {}
         self._keeps_stop = keeps_stop
         self._is_plain = not stop and texts is None
         self._texts = texts
@@ -146,7 +147,7 @@ class TextStream:
                 logprob = logprobs[position] if logprobs else None
                 top = top_logprobs[position] if top_logprobs else []
                 self._waiting.append(_Waiting(token_id, text, logprob, top, is_end))
-            pieces.append(self._decide(self._detokenizer, text, is_last))
+            pieces.append(self._decide(self._detokenizer, text, is_last, self._spellings.get(token_id, "")))
             self._give_tokens(self._detokenizer, is_last, scored)
             if self._matcher.stopped:
                 return NewText("".join(pieces), scored, "stop")
@@ -162,14 +163,20 @@ class TextStream:
             return "".join(map(detokenizer.push, token_ids))
         return detokenizer.flush(token_ids[:-1] if finish_reason == "stop" and not self._keeps_stop else token_ids)
 
-    def _decide(self, detokenizer: Detokenizer, text: str, is_last: bool) -> str:
-        """Take the text of the newest token, and return what can be given out now."""
+    def _decide(self, detokenizer: Detokenizer, text: str, is_last: bool, spelling: str = "") -> str:
+        """Take the text of the newest token, and return what can be given out now.
+
+        ``spelling`` is that of a token without text if a stop string contains it.
+        """
         if is_last and (rest := detokenizer.flush()):
             text += rest
             ended = [token for token in self._waiting if self._keeps_stop or not token.is_end]
             if ended:
                 ended[-1].text += rest
         given, stopped = self._matcher.push(text)
+        if spelling and not stopped:
+            further, stopped = self._matcher.push(spelling, is_hidden=True)
+            given += further
         if is_last and not stopped:
             given += self._matcher.flush()
         self._num_characters += len(given)

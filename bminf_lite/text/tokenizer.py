@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 from ..errors import UsageError
 
+_MAX_STOP_TEXTS = 64
+"""Sets of stop strings whose special tokens are remembered."""
 _MAX_TOKEN_TEXTS = 1 << 18
 """Tokens whose texts are remembered."""
 
@@ -43,6 +45,7 @@ class Tokenizer(ABC):
 
     def __init__(self) -> None:
         self._token_texts: dict[int, str] = {}
+        self._special_within: dict[tuple[str, ...], dict[int, str]] = {}
 
     @abstractmethod
     def __len__(self) -> int:
@@ -98,8 +101,21 @@ class Tokenizer(ABC):
         """This tokenizer, but decoding keeps the special tokens that are spelled as in ``tokens``."""
         shown = copy(self)
         shown._token_texts = {}
+        shown._special_within = {}
         shown.special_ids = frozenset(i for i in self.special_ids if self.id_to_piece(i) not in tokens)
         return shown
+
+    def special_within(self, texts: Sequence[str]) -> Mapping[int, str]:
+        """The special tokens whose spelling is in one of some texts, by id. The last texts are remembered."""
+        key = tuple(texts)
+        found = self._special_within.get(key)
+        if found is None:
+            pieces = ((i, self.id_to_piece(i)) for i in self.special_ids)
+            found = {i: piece for i, piece in pieces if piece and any(piece in text for text in key)}
+            if len(self._special_within) >= _MAX_STOP_TEXTS:
+                self._special_within.clear()
+            self._special_within[key] = found
+        return found
 
     @abstractmethod
     def encode_spans(self, parts: Sequence[str]) -> list[int]:

@@ -6,8 +6,10 @@ import json
 
 import numpy as np
 import pytest
+import tiny_checkpoint
 from model_kit import make_model, prompt_of
 
+import bminf_lite
 from bminf_lite.errors import UsageError
 
 MODEL = make_model()
@@ -69,3 +71,16 @@ def test_a_bias_of_an_unknown_token_is_refused():
         UsageError, match=f"logit_bias has the token {VOCAB}, but the model's tokens are 0 to {VOCAB - 1}"
     ):
         MODEL.generate(PROMPT, logit_bias={VOCAB: 1.0})
+
+
+def test_a_stop_text_may_be_a_special_token(tmp_path):
+    """It has no text, and ends the completion, also within another text."""
+    with bminf_lite.load(tiny_checkpoint.write(tmp_path / "m")) as model:
+        special = model.tokenizer.bos_id
+        options = {"max_new_tokens": 4, "logit_bias": {special: 100}}
+        for stop in ("<s>", ["x", "<s>"], "<s><s>"):
+            result = model.generate("ab", stop=stop, **options)
+            assert (result.text, result.finish_reason) == ("", "stop")
+            assert len(result.token_ids) == (2 if stop == "<s><s>" else 1)
+        assert model.generate("ab", stop="<s>a", **options).finish_reason == "length"
+        assert [piece.finish_reason for piece in model.stream("ab", stop="<s>", **options)] == ["stop"]

@@ -324,6 +324,29 @@ def test_a_model_whose_generation_config_cannot_be_obeyed_is_not_served(demo_mod
         model_server(demo_model)
 
 
+def test_stop_strings_of_the_generation_config_end_what_has_no_others(demo_model: bminf_lite.Model, monkeypatch):
+    body = {"prompt": "Return the", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    messages = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    monkeypatch.setattr(demo_model, "generation_config", {"stop_strings": ["e"]})
+    with closing(model_server(demo_model)) as server:
+        (choice,) = server.json(PATH, body)["choices"]
+        assert choice["finish_reason"] == "stop" and "e" not in choice["text"]
+        assert "e" in server.json(PATH, {**body, "stop": "zzzz"})["choices"][0]["text"]
+        answer = server.json("/v1/chat/completions", messages)["choices"][0]
+        assert answer["finish_reason"] == "stop" and "e" not in (answer["message"]["content"] or "")
+
+
+def test_a_stop_text_may_be_a_special_token(demo_model: bminf_lite.Model):
+    end = TOKENIZER.id_to_piece(0)
+    body = {"prompt": "Return the", "max_tokens": 4, "ignore_eos": True, "logit_bias": {"0": 100}, "logprobs": 1}
+    with closing(model_server(demo_model)) as server:
+        (choice,) = server.json(PATH, {**body, "stop": [end]})["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+        (choice,) = server.json(PATH, {**body, "stop": [end], "include_stop_str_in_output": True})["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (end, "stop")
+        assert server.json(PATH, {**body, "stop": ["x"]})["choices"][0]["finish_reason"] == "length"
+
+
 def test_what_the_generation_config_forbids_is_not_written(demo_model: bminf_lite.Model, monkeypatch):
     first = demo_model.generate("Return the", max_new_tokens=1, temperature=0).token_ids[0]
     monkeypatch.setattr(demo_model, "generation_config", {"suppress_tokens": [first]})

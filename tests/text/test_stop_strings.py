@@ -41,6 +41,27 @@ def test_any_chunking_equals_a_search_of_the_whole_text(pieces, stops):
     assert (emitted, stopped) == (expected, expected_stop)
 
 
+@given(
+    pieces=st.lists(st.tuples(st.text("ab", max_size=6), st.booleans()), max_size=8),
+    stops=stop_lists,
+    keeps=st.booleans(),
+)
+def test_what_is_hidden_is_looked_at_and_not_emitted(pieces, stops, keeps):
+    """Upper-case letters stand for hidden ones in the definition."""
+    matcher = StopMatcher(stops, keeps)
+    text = "".join(piece for piece, _ in pieces)
+    marked = "".join(piece.upper() if hidden else piece for piece, hidden in pieces)
+    before, expected_stop = text_before(text, stops)
+    expected = "".join(c for c in marked[: len(before)] if c.islower())
+    emitted, stopped = "", False
+    for piece, hidden in pieces:
+        given, stopped = matcher.push(piece, hidden)
+        emitted += given
+    emitted += matcher.flush()
+    kept = matcher.found if keeps and matcher.found else ""
+    assert (emitted, stopped) == (expected + kept, expected_stop and bool(pieces))
+
+
 @given(text=texts, stops=stop_lists)
 def test_text_is_held_back_only_if_it_may_begin_a_stop_string(text, stops):
     matcher = StopMatcher(stops)

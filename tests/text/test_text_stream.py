@@ -17,8 +17,10 @@ END = 0
 TOKENIZER = load_tokenizer(Path(bminf_lite.__file__).parent / "demo_model", VOCAB_SIZE)
 TEXTS = TokenTexts(TOKENIZER)
 BYTES = [i for i in range(VOCAB_SIZE) if "\ufffd" in TOKENIZER.decode([i])]
-tokens = st.lists(st.one_of(st.integers(0, VOCAB_SIZE - 1), st.sampled_from(BYTES)), max_size=24)
-texts = st.lists(st.sampled_from(["e", "th", " a", "in", "the", "\ufffd", "é"]), max_size=3, unique=True)
+tokens = st.lists(st.one_of(st.integers(0, VOCAB_SIZE - 1), st.sampled_from(BYTES), st.just(END)), max_size=24)
+SPELLING = TOKENIZER.id_to_piece(END)
+MARKS = [SPELLING, f"e{SPELLING}", f"{SPELLING} a", f"{SPELLING}{SPELLING}"]
+texts = st.lists(st.sampled_from(["e", "th", " a", "in", "the", "\ufffd", "é", *MARKS]), max_size=3, unique=True)
 reasons = st.sampled_from(["stop", "length", "deadline"])
 
 
@@ -53,6 +55,34 @@ def test_it_depends_on_the_tokens_alone(ids, reason, stop, cuts, prompt):
     if stream.found_stop is None:
         assert stream.num_tokens == len(ids) == len(scored)
         assert [token.logprob for token in scored] == [-float(i) for i in ids]
+
+
+words = st.lists(st.sampled_from([*TOKENIZER.encode("the line in a the", add_special_tokens=False), END]), max_size=12)
+
+
+@given(words, st.lists(st.sampled_from(["the", " a", "line", *MARKS]), min_size=1, max_size=3, unique=True))
+def test_a_stop_string_may_spell_tokens_without_text(ids, stop):
+    """The definition: a search of the text in which they are spelled, of which only the others' text is given out."""
+    spelled = [SPELLING if i == END else TOKENIZER.decode([0, i]) for i in ids]
+    whole = "".join(spelled)
+    ends = [(whole.index(text) + len(text), -len(text)) for text in stop if text in whole]
+    end, length = min(ends, default=(len(whole), 0))
+    expected, at = "", 0
+    for i, text in zip(ids, spelled, strict=True):
+        expected += "" if i == END else text[: max(end + length - at, 0)]
+        at += len(text)
+    found, scored, reason, _ = (
+        read(ids, "length", stop, [1, 4, 5], [], scores=False) if ids else ("", [], "length", None)
+    )
+    assert (found.replace(" ", ""), reason) == (expected.replace(" ", ""), "stop" if ends else "length")
+
+
+def test_an_end_token_may_complete_a_stop_string():
+    ids = [*TOKENIZER.encode("Return the", add_special_tokens=False), END]
+    text, _, reason, stream = read(ids, "stop", [f" the{SPELLING}"], [], [])
+    assert (text, reason, stream.found_stop) == ("Return", "stop", f" the{SPELLING}")
+    stream = TextStream(TOKENIZER, [f"the{SPELLING}"], keeps_stop=True)
+    assert stream.push(ids, "length").text == f"Return the{SPELLING}"
 
 
 def test_a_token_that_completes_a_character_has_all_of_it():

@@ -84,7 +84,9 @@ class _Choice:
         body, tokenizer = completions.body, completions.tokenizer
         before = prompt.before_text(completions.has_grammar)
         keeps_stop = bool(body.include_stop_str_in_output)
-        self.completion = TextStream(tokenizer, body.stop, before, completions.texts, keeps_stop)
+        self.completion = TextStream(
+            tokenizer, body.stop or completions.default_stops, before, completions.texts, keeps_stop
+        )
         self.is_empty = body.max_tokens == 0
         self.finish_reason: str | None = None
         self.num_cached = 0
@@ -153,6 +155,7 @@ class _Completions:
     ):
         self.body = body
         self.has_grammar = has_grammar
+        self.default_stops = server.default_stops
         self.generation = generation
         self._prompts = prompts
         self._drawn = drawn
