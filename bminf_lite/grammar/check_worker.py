@@ -10,6 +10,7 @@ parts of a JSON text, and ``max_choices``.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -54,6 +55,66 @@ def start(setup: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, str]]:
         return replies[0]
 
     return reply
+
+
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+GBNF_PART = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
+"""A comment, a literal, or a class of characters."""
+HEX = "[0-9a-fA-F]"
+GBNF_CHARACTER = re.compile(
+    rf"\\u([dD][89abAB]{HEX}{{2}})\\u([dD][c-fC-F]{HEX}{{2}})"
+    rf"|\\x({HEX}{{2}})|\\u({HEX}{{4}})|\\U({HEX}{{8}})|\\?.",
+    re.DOTALL,
+)
+LITERAL_ESCAPES = {'"': r"\"", "\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+CLASS_SPECIAL = frozenset("\\[]^&~-")
+"""Characters with a meaning in a class of a regular expression, if they are not escaped there."""
+
+
+def with_plain_escapes(text: str) -> str:
+    """A grammar in GBNF with its characters themselves in place of their numbers; another grammar as it is.
+
+    llguidance turns GBNF into Lark, and drops zeros of the numbers then. ``&&`` and ``~~`` in a class mean these
+    characters in GBNF, and something else in a regular expression.
+    """
+    return GBNF_PART.sub(plain_part, text) if GBNF_RULE.search(text) else text
+
+
+def plain_part(part: re.Match[str]) -> str:
+    """A comment, a literal or a class without numbers of characters."""
+    text = part[0]
+    if text.startswith("#"):
+        return text
+    begin = "[^" if text.startswith("[^") else text[0]
+    write = class_character if begin.startswith("[") else literal_character
+    return begin + GBNF_CHARACTER.sub(write, text[len(begin) : -1]) + text[-1]
+
+
+def number_of(character: re.Match[str]) -> int | None:
+    """The code point that an escape has as a number; ``None`` for other escapes and plain characters."""
+    high, low, *numbers = character.groups()
+    if high is not None:
+        return 0x10000 + (int(high, 16) - 0xD800 << 10) + int(low, 16) - 0xDC00
+    number = next((int(digits, 16) for digits in numbers if digits is not None), None)
+    if number is not None and (number > 0x10FFFF or 0xD800 <= number < 0xE000):
+        raise GrammarProblem(f"{character[0]} is no character")
+    return number
+
+
+def literal_character(character: re.Match[str]) -> str:
+    number, text = number_of(character), character[0]
+    if number is None and text.startswith("\\"):
+        return text[1] if text[1] in "[]" else text
+    plain = text if number is None else chr(number)
+    return LITERAL_ESCAPES.get(plain, plain if plain >= " " and plain != "\x7f" else f"\\x{ord(plain):02x}")
+
+
+def class_character(character: re.Match[str]) -> str:
+    number, text = number_of(character), character[0]
+    if number is None:
+        return f"\\x{ord(text):02x}" if text in ("&", "~") else text
+    plain = chr(number)
+    return f"\\x{number:02x}" if plain in CLASS_SPECIAL or plain < " " or plain == "\x7f" else plain
 
 
 class Bytes:
@@ -114,7 +175,7 @@ class Checker:
         if kind == "choice":
             return str(matcher.grammar_from_lark(self._choice(parsed(text, list))))
         try:
-            return str(self._library.grammar_from("grammar", text))
+            return str(self._library.grammar_from("grammar", with_plain_escapes(text)))
         except ValueError as error:
             raise GrammarProblem(str(error)) from None
 
