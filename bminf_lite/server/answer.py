@@ -73,25 +73,25 @@ class Answer:
         self.finish_reason = new.finish_reason
         if self._reasoning is None and self._tools is None:
             return NewEvents((Content(new.text),) if new.text else (), new.tokens, new.finish_reason)
-        ends = new.finish_reason is not None
+        ends, was_cut = new.finish_reason is not None, new.finish_reason != "stop"
         parts: list[Content | Reasoning] = [Content(new.text)] if new.text else []
         if self._reasoning is not None:
-            parts = [*self._reasoning.push(new.text), *(self._reasoning.flush() if ends else ())]
+            parts = [*self._reasoning.push(new.text), *(self._reasoning.flush(was_cut) if ends else ())]
         events: list[Event] = [*parts]
         if self._tools is not None:
-            events = self._with_calls(self._tools, parts, ends)
+            events = self._with_calls(self._tools, parts) + (self._tools.flush(was_cut) if ends else [])
             if self._tools.call_count and new.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
         return NewEvents(events, new.tokens, self.finish_reason)
 
-    def _with_calls(self, tools: ToolCallParser, parts: Sequence[Content | Reasoning], ends: bool) -> list[Event]:
+    def _with_calls(self, tools: ToolCallParser, parts: Sequence[Content | Reasoning]) -> list[Event]:
         events: list[Event] = []
         for part in parts:
             if isinstance(part, Content):
                 events += tools.push(part.text)
             else:
                 events.append(part)
-        return [*events, *tools.flush()] if ends else events
+        return events
 
 
 def _single_tokens(output: Output) -> Iterator[Output]:

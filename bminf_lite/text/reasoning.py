@@ -78,8 +78,12 @@ class ReasoningParser:
         self._held += text
         return self._state(last=False)
 
-    def flush(self) -> list[Content | Reasoning]:
-        """The rest, after the last text."""
+    def flush(self, was_cut: bool = False) -> list[Content | Reasoning]:
+        """The rest, after the last text. ``was_cut``: the model would have written more, so a part of a mark is none."""
+        mark = self._form.begin if self._state == self._start else self._form.end
+        cut = overlap(self._held, mark) if was_cut and self._state in (self._start, self._reasoning) else 0
+        if 2 * cut >= len(mark):
+            self._held = self._held[: len(self._held) - cut]
         return self._state(last=True)
 
     def _start(self, last: bool) -> list[Content | Reasoning]:

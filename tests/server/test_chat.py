@@ -601,3 +601,13 @@ def test_a_template_that_reads_parts_gets_them(tmp_path: Path):
             assert list(library.encode(messages).token_ids) == tokens
             assert server.json("/tokenize", {"messages": messages})["tokens"] == tokens
             assert server.json(PATH, {"messages": messages})["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_a_call_that_max_tokens_cuts_leaves_no_marks(scripted: LiveServer):
+    """Whole and streamed, cut behind every third token."""
+    number = len(scripted.says(f"I look. {CALL}"))
+    for cut in range(3, number - 1, 3):
+        choice = both(scripted, {"messages": HI, "tools": [WEATHER], "max_tokens": cut})
+        content = choice["message"]["content"] or ""
+        assert choice["finish_reason"] == "length"
+        assert "tool_" not in content and "{" not in content and "I look. <tool_call>".startswith(content)

@@ -88,3 +88,18 @@ def test_marks_that_are_special_tokens_reach_the_parsers():
     assert "".join(event.text for event in events if isinstance(event, Content)) == "Eh bien."
     assert "".join(event.text for event in events if isinstance(event, ArgumentsDelta)) == '{"a": "é"}'
     assert CallBegin(0, "f") in events and events[-1] == CallEnd(0)
+
+
+@pytest.mark.parametrize("form", REASONING_FORMATS.values(), ids=lambda form: form.name)
+def test_a_mark_that_is_cut_is_no_text(form):
+    """Of a mark, half at least; less may be anything."""
+    text = f"{form.begin}so it is{form.end}yes"
+    for end in range(len(text) + 1):
+        parser = ReasoningParser(form)
+        parts = [*parser.push(text[:end]), *parser.flush(was_cut=True)]
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        assert content == ("yes"[: max(end - len(text) + 3, 0)] if end >= len(form.begin) / 2 else text[:end])
+        whole = text[len(form.begin) : end].partition(form.end)[0]
+        partial = next((n for n in range(len(form.end) - 1, 0, -1) if whole.endswith(form.end[:n])), 0)
+        assert reasoning == (whole[: len(whole) - partial] if 2 * partial >= len(form.end) else whole).rstrip()

@@ -71,9 +71,7 @@ def test_a_stop_string_may_spell_tokens_without_text(ids, stop):
     for i, text in zip(ids, spelled, strict=True):
         expected += "" if i == END else text[: max(end + length - at, 0)]
         at += len(text)
-    found, scored, reason, _ = (
-        read(ids, "length", stop, [1, 4, 5], [], scores=False) if ids else ("", [], "length", None)
-    )
+    found, _, reason, _ = read(ids, "length", stop, [1, 4, 5], [], scores=False) if ids else ("", [], "length", None)
     assert (found.replace(" ", ""), reason) == (expected.replace(" ", ""), "stop" if ends else "length")
 
 

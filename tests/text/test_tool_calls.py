@@ -33,10 +33,10 @@ NAMES = ["weather", "add"]
 FORMS = list(TOOL_FORMATS.values())
 
 
-def parse(form, pieces, names=NAMES, schemas=None):
+def parse(form, pieces, names=NAMES, schemas=None, was_cut=False):
     """The contents and calls of a text, in order: a content is text, a call is a name and its arguments."""
     parser = ToolCallParser(form, names, schemas)
-    events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.flush(was_cut)
     found, calls, running = [], [], None
     for event in events:
         match event:
@@ -194,7 +194,7 @@ def test_text_that_is_no_call_is_content(form, text):
         (MISTRAL_ARGS, f"[TOOL_CALLS]add[ARGS]{{=}} x[TOOL_CALLS]add{ADD}", [("add", "{=} x"), ("add", ADD)]),
         (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, {"b"', [("add", '{"a": 1}'), '{"b"']),
         (QWEN3_CODER, "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2", [("add", '{"a": 1')]),
-        (QWEN3_CODER, "<tool_call><function=add>x</tool_call>", [("add", ""), "x</tool_call>"]),
+        (QWEN3_CODER, "<tool_call><function=add>x</tool_call>", [("add", ""), "x"]),
         (LLAMA4_PYTHONIC, "[add(a=1, b=[2", [("add", '{"a": 1')]),
         (LLAMA4_PYTHONIC, "[add(a=1, 2)] ok", [("add", '{"a": 1'), "2)] ok"]),
         (LLAMA4_PYTHONIC, f"[add(a={'[' * 300}{']' * 300})]", [("add", f'{{"a": {"[" * 300}{"]" * 300}}}')]),
@@ -237,6 +237,64 @@ def test_text_without_a_call_comes_back_as_it_was(form, text):
     found = parse_text(form, text)
     if not any(isinstance(item, tuple) for item in found):
         assert "".join(found) == text
+
+
+WORDS = [("weather", {"city": "Bonn", "days": [1, 2]}), ("add", {}), ("add", {"a": 1})]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("before", ["", "I will look. "])
+def test_a_call_that_is_cut_leaves_no_marks(form, before):
+    """At every character: content is the text before the calls, with less than half of the first mark."""
+    calls = written(form, WORDS)
+    text = before + (calls if form.begin in calls else form.begin + calls)
+    for end in range(len(text) + 1):
+        is_undecided = end - len(before) < len(form.begin) / 2
+        for places in ([], [end // 2, end // 3], list(range(end))):
+            found = parse(form, cut(text[:end], places), was_cut=True)
+            content = "".join(item for item in found if isinstance(item, str))
+            assert content.rstrip() == (text[:end] if is_undecided else before).rstrip()
+            names = [item[0] for item in found if isinstance(item, tuple)]
+            assert names == [name for name, _ in WORDS[: len(names)]]
+
+
+@given(st.sampled_from(FORMS), TEXTS, st.lists(st.integers(0, 200), max_size=20))
+def test_how_a_text_that_is_cut_arrives_does_not_matter(form, text, places):
+    whole = parse(form, [text], was_cut=True)
+    assert parse(form, cut(text, places), was_cut=True) == whole
+    plain = parse_text(form, text)
+    assert whole == plain or whole == plain[:-1] or whole[:-1] == plain[: len(whole) - 1], "only the end differs"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (HERMES, "a < b", ["a < b"]),
+        (HERMES, "a <", ["a <"]),
+        (HERMES, "a <tool", ["a <tool"]),
+        (HERMES, "a <tool_c", ["a "]),
+        (HERMES, "see </tool_call", ["see </tool_call"]),
+        (LLAMA3_JSON, '{"name": "weath', ['{"name": "weath']),
+        (LLAMA3_JSON, '{"temperature": 3', ['{"temperature": 3']),
+        (LLAMA3_JSON, f'{{"name": "add", "parameters": {ADD}}}; {{"name": "ad', [("add", ADD)]),
+        (HERMES, f'<tool_call>{{"name": "add", "arguments": {ADD}}}</tool_call> and then', [("add", ADD), "and then"]),
+    ],
+)
+def test_text_that_is_cut_outside_of_a_call_is_content(form, text, expected):
+    assert parse(form, [text], was_cut=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (HERMES, f'<tool_call>{{"name": "add", "arguments": {ADD}}} ok </tool_call> x', [("add", ADD), "ok  x"]),
+        (QWEN3_CODER, "<tool_call><function=add>{}</function></tool_call>", [("add", ""), "{}</function>"]),
+        (LLAMA4_PYTHONIC, "<|python_start|>[add(a=1, 2)]<|python_end|>", [("add", '{"a": 1'), "2)]"]),
+        (HERMES, "say </tool_call> once", ["say </tool_call> once"]),
+    ],
+)
+def test_marks_behind_a_call_are_no_content(form, text, expected):
+    assert parse(form, [text]) == parse(form, text) == expected
 
 
 VALUES = st.recursive(

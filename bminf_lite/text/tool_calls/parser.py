@@ -50,7 +50,8 @@ class ToolCallParser:
     """Separates the calls in an answer from the text around them, while it arrives.
 
     The events, joined, depend on the text alone, not on how it is cut into pieces. White space beside a call is
-    dropped. Text that begins like a call and is none is content.
+    dropped, and so are marks behind a call that are not where they should be. Text that begins like a call and is none
+    is content, unless a mark has begun it and the text is cut there: what is left of a call is neither.
 
     A call is certain once the function's name is known. From then on its arguments pass through as they are written,
     even if they are not valid JSON or the text ends within them. Arguments that are a string hold JSON, and absent ones
@@ -67,6 +68,7 @@ class ToolCallParser:
         self._schemas = schemas or {}
         self._text = ""  # what is not consumed
         self._ended = False
+        self._is_in_call = False  # behind a mark or a call, until it is clear what follows
         self._events: list[Event] = []
         self._space = ""  # at the end of the content so far
         self._is_after_call = False
@@ -85,9 +87,13 @@ class ToolCallParser:
         next(self._machine)
         return self._take()
 
-    def flush(self) -> list[Event]:
-        """The rest, after the last text. The parser takes no more."""
+    def flush(self, was_cut: bool = False) -> list[Event]:
+        """The rest, after the last text. The parser takes no more. ``was_cut``: the model would have written more."""
         self._ended = True
+        begin = self._form.begin
+        is_mark = begin.startswith(self._text) and (self._is_after_call or 2 * len(self._text) >= len(begin))
+        if was_cut and (self._is_in_call or is_mark):
+            self._text = ""
         for _ in self._machine:
             pass
         return self._take()
@@ -108,6 +114,7 @@ class ToolCallParser:
             elif form.syntax == "json" and first == "{":
                 yield from self._calls(start, only=self._names)
         while (yield from self._content_until(form.begin)):
+            self._is_in_call = True
             start = yield from self._skip(_SPACE, len(form.begin))
             if form.syntax == "xml":
                 is_call = yield from self._xml_call(start)
@@ -331,7 +338,7 @@ class ToolCallParser:
     def _begin(self, name: str, consumed: int) -> int:
         """A call is certain: white space before it, and its text up to ``consumed``, are no content."""
         self._consume(consumed)
-        self._space, self._is_after_call = "", True
+        self._space, self._is_after_call, self._is_in_call = "", True, True
         self._events.append(CallBegin(self._count, name))
         self._count += 1
         return self._count - 1
@@ -408,12 +415,26 @@ class ToolCallParser:
     # -- content --
 
     def _content_until(self, mark: str) -> Generator[None, None, bool]:
-        """Pass text through; true if ``mark`` is next, false at the end."""
-        while (at := self._text.find(mark)) < 0 and not self._ended:
-            self._content(len(self._text) - overlap(self._text, mark))
-            yield
-        self._content(len(self._text) if at < 0 else at)
-        return at >= 0
+        """Pass text through; true if ``mark`` is next, false at the end. Behind a call, other marks are dropped."""
+        others = [other for other in self._form.visible_tokens if other != mark and self._count]
+        self._is_in_call = False
+        while True:
+            found = [(at, other) for other in (mark, *others) if (at := self._text.find(other)) >= 0]
+            at, other = min(found, default=(-1, ""), key=lambda place: (place[0], -len(place[1])))
+            if other == mark:
+                self._content(at)
+                return True
+            if other:
+                self._content(at)
+                self._consume(len(other))
+            elif self._ended:
+                self._content(len(self._text) - max((overlap(self._text, o) for o in others), default=0))
+                self._consume(len(self._text))
+                return False
+            else:
+                held = max(overlap(self._text, o) for o in (mark, *others))
+                self._content(len(self._text) - held)
+                yield
 
     def _content(self, length: int) -> None:
         """The next ``length`` characters are content; white space at its end waits for what follows."""
