@@ -79,7 +79,7 @@ class Answer:
             parts = [*self._reasoning.push(new.text), *(self._reasoning.flush(was_cut) if ends else ())]
         events: list[Event] = [*parts]
         if self._tools is not None:
-            events = self._with_calls(self._tools, parts) + (self._tools.flush(was_cut) if ends else [])
+            events = [*self._with_calls(self._tools, parts), *(self._tools.flush(was_cut) if ends else ())]
             if self._tools.call_count and new.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
         return NewEvents(events, new.tokens, self.finish_reason)

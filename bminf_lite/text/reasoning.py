@@ -79,7 +79,7 @@ class ReasoningParser:
         return self._state(last=False)
 
     def flush(self, was_cut: bool = False) -> list[Content | Reasoning]:
-        """The rest, after the last text. ``was_cut``: the model would have written more, so a part of a mark is none."""
+        """The rest, after the last text. ``was_cut``: the model would have written more, so a half mark is no text."""
         mark = self._form.begin if self._state == self._start else self._form.end
         cut = overlap(self._held, mark) if was_cut and self._state in (self._start, self._reasoning) else 0
         if 2 * cut >= len(mark):
