@@ -27,7 +27,15 @@ from .blas_threads import blas_threads
 from .calibration import CalibrationOps
 from .communicator import Communicator, OneRank
 from .functions import ACTIVATIONS, normalise, product_by_row, rotate, silently, soft_capped, softmax, stored
-from .quantization import HostWeight, int8_parts, quantize_heads, quantize_rows, stack_biases, stack_outliers
+from .quantization import (
+    HostWeight,
+    int8_parts,
+    quantize_heads,
+    quantize_rows,
+    scale_columns,
+    stack_biases,
+    stack_outliers,
+)
 from .rotation import rotated
 from .sampling import SamplerState, score
 from .sampling import sample as sample_tokens
@@ -47,12 +55,13 @@ class Weight:
     """A weight matrix ``[out, in]`` on the device.
 
     ``values`` holds fp32 weights, or int8 codes as fp32 numbers (exact, and BLAS multiplies them) with ``scale`` fp32
-    ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``. ``side_products`` are added
-    to its product. ``rotation`` is the block of its inputs' transform, see :mod:`.rotation`.
+    ``[out]``, or ``[out, groups]`` with one for each group of neighbouring columns. ``dynamic``: activations are
+    quantized, per token, or with an ``input_group_size`` per group of that many elements. ``bias`` is fp32 ``[out]``.
+    ``side_products`` are added to its product. ``rotation`` is the block of its inputs' transform, see
+    :mod:`.rotation`.
 
-    The columns are ``groups`` equal runs. A product is the sum of the products of the groups, in their order in fp32,
-    and dynamic activations have a scale per token and group. Under tensor parallelism a rank holds one group of a
-    matrix that reads what the ranks have computed, so a weight with ``tp_size`` groups defines what the ranks compute.
+    A weight with a ``tp_size`` defines what that many ranks compute under tensor parallelism: each rank has an equal
+    run of the columns, and quantizes its own inputs. Their products are added in the order of the ranks, in fp32.
     """
 
     values: np.ndarray
@@ -61,17 +70,28 @@ class Weight:
     dynamic: bool
     side_products: tuple[SideProduct, ...] = ()
     rotation: int = 1
-    groups: int = 1
+    input_group_size: int = 0
+    tp_size: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape
 
+    @property
+    def group_size(self) -> int:
+        """Columns whose sum is scaled by itself; 0 if all are."""
+        if self.scale is None or self.scale.ndim == 1:
+            return self.input_group_size
+        return int(self.shape[1] // self.scale.shape[1])
+
     def columns(self, columns: slice) -> Weight:
-        """Some columns, without a bias; they divide no block of the rotation."""
+        """Some columns, without a bias; they divide no block of the rotation and no group."""
         found = (side.within(columns) for side in self.side_products)
-        side_products = tuple(side for side in found if side is not None)
-        return Weight(self.values[:, columns], self.scale, None, self.dynamic, side_products, self.rotation)
+        return replace(
+            self, values=self.values[:, columns], bias=None, tp_size=1,
+            scale=None if self.scale is None else scale_columns(self.scale, self.shape[1], columns),
+            side_products=tuple(side for side in found if side is not None),
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -197,7 +217,7 @@ class Backend:
             scale = np.concatenate([p.scale.astype(np.float32) for p in quantized])
             first, outliers = quantized[0], stack_outliers(quantized)
             side_products = () if outliers is None else (outliers,)
-            return Weight(codes, scale, bias, first.dynamic, side_products, first.rotation)
+            return Weight(codes, scale, bias, first.dynamic, side_products, first.rotation, first.input_group_size)
         values = np.concatenate([self._round(np.asarray(p).astype(np.float32)) for p in parts])
         return Weight(values.astype(np.float32), None, bias, False)
 
@@ -293,7 +313,9 @@ class Backend:
         """``epilogue`` of ``x @ weight.T``: ``[T, in]`` -> ``[T, out]``, or ``[T, out / 2]`` of a gate.
 
         The product with the matrix comes in fp32. For an int8 weight with dynamic activations, ``x`` is quantized per
-        token and ``y = s_x * (s_w * fp32(acc))``. For an int8 weight without, ``y = s_w * sum(code * x)``. An int8
+        token and ``y = s_x * (s_w * fp32(acc))``. For an int8 weight without, ``y = s_w * sum(code * x)``. If the
+        weight or its input has a scale for each group of columns, ``y`` is the sum of these of the groups, added in
+        fp32 one after another; a scale of a whole row is then that of each of its groups. An int8
         weight may have a rotation: then ``x`` is first transformed as :func:`.rotation.rotated` says, and for float
         activations rounded to the activation type. The weight's side products are added to it (:mod:`.side_products`),
         and then the bias. :class:`ProductEpilogue` says what becomes of the sum.
@@ -563,16 +585,15 @@ class Backend:
     @silently
     def _sums(self, x: Array, weight: Weight) -> Array:
         """``x @ weight.T`` with its side products and its bias, fp32 ``[T, out]``."""
-        if weight.groups == 1:
-            y = self._columns_product(x, weight)
+        if weight.tp_size == 1:
+            y = self._rank_product(x, weight)
         else:
-            width = weight.shape[1] // weight.groups
-            groups = [slice(g * width, (g + 1) * width) for g in range(weight.groups)]
-            y = reduce(add, (self._columns_product(x[:, group], weight.columns(group)) for group in groups))
+            runs = column_groups(weight.shape[1], weight.shape[1] // weight.tp_size)
+            y = reduce(add, (self._rank_product(x[:, run], weight.columns(run)) for run in runs))
         return y if weight.bias is None else y + weight.bias
 
-    def _columns_product(self, x: Array, weight: Weight) -> Array:
-        """The product of one group of columns with its side products."""
+    def _rank_product(self, x: Array, weight: Weight) -> Array:
+        """The product of one rank's columns with its side products."""
         rest = x
         for side in weight.side_products:
             rest = side.remaining(rest)
@@ -588,11 +609,32 @@ class Backend:
         with blas_threads.for_product(x.shape[0], *weight.values.T.shape):
             if weight.scale is None:
                 return product(x.astype(np.float32), weight.values.T)
+            if weight.group_size:
+                return self._grouped_product(x, weight, product)
             if weight.dynamic:
                 codes, scale = self.quantize(x)
                 acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
                 return scale[:, None] * (weight.scale * acc)
             return weight.scale * product(self._round(x).astype(np.float32), weight.values.T)
+
+    def _grouped_product(self, x: Array, weight: Weight, product: Callable[[Array, Array], Array]) -> Array:
+        """The product whose sums over groups of columns are scaled by themselves, and added one after another."""
+        assert weight.scale is not None
+        groups = column_groups(weight.shape[1], weight.group_size)
+        w_scale = np.broadcast_to(weight.scale.reshape(weight.shape[0], -1), (weight.shape[0], len(groups)))
+        if not weight.dynamic:
+            x = self._round(x).astype(np.float32)
+            sums = (product(x[:, k], weight.values[:, k].T) for k in groups)
+            return reduce(add, (w_scale[:, g] * total for g, total in enumerate(sums)))
+        codes, scale = quantize_rows(x, weight.input_group_size)
+        x, x_scale = codes.astype(np.float32), np.broadcast_to(scale.reshape(len(x), -1), (len(x), len(groups)))
+        exact = (exact_int_matmul(x[:, k], weight.values[:, k]).astype(np.float32) for k in groups)
+        return reduce(add, (x_scale[:, g, None] * (w_scale[:, g] * acc) for g, acc in enumerate(exact)))
+
+
+def column_groups(columns: int, size: int) -> list[slice]:
+    """Runs of ``size`` neighbouring columns, of which ``columns`` is a multiple."""
+    return [slice(first, first + size) for first in range(0, columns, size)]
 
 
 def exact_int_matmul(x: Array, w: Array) -> Array:

@@ -77,7 +77,10 @@ class MetaBackend(Backend):
             self.non_layer_bytes += matrix
         if quantized and (outliers := stack_outliers(quantized)) is not None:
             self.non_layer_bytes += aligned(len(outliers.index) * rows * 2) + aligned(len(outliers.index) * 4)
-        self.non_layer_bytes += aligned(rows * 4) * (bool(quantized) + any(bias is not None for bias in biases))
+        if quantized:
+            groups = 1 if quantized[0].scale.ndim == 1 else quantized[0].scale.shape[1]
+            self.non_layer_bytes += aligned(rows * groups * 4)
+        self.non_layer_bytes += aligned(rows * 4) * any(bias is not None for bias in biases)
         return None
 
     def table(self, values: np.ndarray) -> Array:

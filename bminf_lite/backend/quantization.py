@@ -3,7 +3,8 @@
 Per output channel, ``a = max|w|`` and ``scale = fp16(a / 127)``; the codes are computed with the *rounded* scale,
 ``code = clip(rint(w / fp32(scale)), -127, 127)``, rounding half to even, so that the codes fit the stored scales. A row
 of zeros has scale 1. If any row's fp16 scale would be subnormal, all scales of that tensor are kept in fp32, because a
-subnormal fp16 number has fewer bits.
+subnormal fp16 number has fewer bits. A scale may also be that of a group of neighbouring columns of a row, which is
+then quantized as a row of its own.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ class Int8Weight:
     """A weight matrix in int8, on the host.
 
     ``codes`` is int8 ``[out, in]``; ``scale`` is ``[out]`` in fp16 (or fp32, or bf16 as some writers store it), and the
-    weight is ``scale[:, None] * codes``, plus the columns ``outliers``. ``dynamic`` says whether activations are
-    quantized too, per token at run time (w8a8), or stay float (w8a16). Files of other writers may hold codes of -128,
-    which are read as they are. ``rotation`` is the size of the blocks in which activations are transformed before they
-    are quantized or multiplied (see :mod:`.rotation`); the codes are those of a transformed weight. 1 is no transform.
-    Such a weight has no ``outliers``.
+    weight is ``scale[:, None] * codes``, plus the columns ``outliers``. Or ``scale`` is ``[out, groups]``, and each of
+    its columns belongs to an equal run of neighbouring columns of the codes. ``dynamic`` says whether activations are
+    quantized too, per token at run time (w8a8), or stay float (w8a16). They have one scale per token, or with an
+    ``input_group_size`` one for that many neighbouring elements; then the weight has scales of groups of this size, or
+    one per row. Files of other writers may hold codes of -128, which are read as they are. ``rotation`` is the size of
+    the blocks in which activations are transformed before they are quantized or multiplied (see :mod:`.rotation`); the
+    codes are those of a transformed weight. 1 is no transform. Such a weight has no ``outliers``.
     """
 
     codes: np.ndarray
@@ -41,14 +44,21 @@ class Int8Weight:
     dynamic: bool = True
     outliers: OutlierColumns | None = None
     rotation: int = 1
+    input_group_size: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape
 
+    @property
+    def group_size(self) -> int:
+        """Columns that share a scale of the weight; 0 if all of a row do."""
+        return 0 if self.scale.ndim == 1 else self.shape[1] // self.scale.shape[1]
+
     def dequantize(self) -> np.ndarray:
         """The weight as fp32 ``[out, in]``, transformed as its inputs are."""
-        weight = self.scale.astype(np.float32)[:, None] * np.asarray(self.codes, np.float32)
+        codes, scale = np.asarray(self.codes, np.float32), self.scale.astype(np.float32)[..., None]
+        weight = (scale * codes.reshape(*self.scale.shape, self.group_size or self.shape[1])).reshape(self.shape)
         if self.outliers is not None:
             weight[:, self.outliers.index] = self.outliers.values
         return weight
@@ -61,7 +71,7 @@ HostWeight = np.ndarray | Int8Weight
 def weight_columns(weight: HostWeight, columns: slice) -> HostWeight:
     """Some columns of a matrix, ``[out, n]``. An int8 matrix keeps the scales of its rows.
 
-    Raises ``ValueError`` if ``columns`` divide a block of the input's rotation.
+    Raises ``ValueError`` if ``columns`` divide a block of the input's rotation, or a group that has one scale.
     """
     if not isinstance(weight, Int8Weight):
         return weight[:, columns]
@@ -70,8 +80,24 @@ def weight_columns(weight: HostWeight, columns: slice) -> HostWeight:
             f"columns {columns.start} to {columns.stop} divide a block of {weight.rotation} inputs that are rotated "
             "together"
         )
+    group = weight.group_size or weight.input_group_size
+    if group and any(edge % group for edge in (columns.start, columns.stop)):
+        raise ValueError(
+            f"columns {columns.start} to {columns.stop} divide a group of {group} columns that have one scale"
+        )
     outliers = None if weight.outliers is None else weight.outliers.within(columns)
-    return replace(weight, codes=weight.codes[:, columns], outliers=outliers)
+    return replace(
+        weight, codes=weight.codes[:, columns], scale=scale_columns(weight.scale, weight.shape[1], columns),
+        outliers=outliers,
+    )  # fmt: skip
+
+
+def scale_columns(scale: np.ndarray, features: int, columns: slice) -> np.ndarray:
+    """The scales of some columns of a weight ``[out, features]``: ``[out]`` or ``[out, groups]``, as ``scale`` is."""
+    if scale.ndim == 1:
+        return scale
+    group = features // scale.shape[1]
+    return scale[:, columns.start // group : columns.stop // group]
 
 
 def exact_scales(row_max: np.ndarray) -> np.ndarray:
@@ -122,12 +148,18 @@ def rows_per_block(in_features: int) -> int:
     return max(1, BLOCK_ELEMENTS // max(in_features, 1))
 
 
-def quantize_weight(weight: np.ndarray, dynamic: bool = True) -> Int8Weight:
+def quantize_weight(weight: np.ndarray, dynamic: bool = True, group_size: int = 0) -> Int8Weight:
     """Quantize a float matrix ``[out, in]`` per output channel; see the module's docstring for the formula.
 
-    Works in blocks of rows, so it needs little memory beside its result. Raises ``ValueError`` for a NaN or an
-    infinity, because such a row has no scale.
+    With a ``group_size``, which divides ``in``, each group of that many columns of a row has a scale. Works in blocks
+    of rows, so it needs little memory beside its result. Raises ``ValueError`` for a NaN or an infinity, because such a
+    row has no scale.
     """
+    if group_size:
+        out, groups = weight.shape[0], weight.shape[1] // group_size
+        check_groups(weight.shape[1], group_size)
+        rows = quantize_weight(weight.reshape(out * groups, group_size), dynamic)
+        return replace(rows, codes=rows.codes.reshape(weight.shape), scale=rows.scale.reshape(out, groups))
     out_features, in_features = weight.shape
     step = rows_per_block(in_features)
     blocks = [slice(i, i + step) for i in range(0, out_features, step)]
@@ -146,13 +178,26 @@ def quantize_weight(weight: np.ndarray, dynamic: bool = True) -> Int8Weight:
     return Int8Weight(codes, scale, dynamic)
 
 
-def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def check_groups(features: int, group_size: int) -> None:
+    """Raise ``ValueError`` unless ``features`` columns are whole groups of ``group_size``."""
+    if group_size < 1 or features % group_size:
+        raise ValueError(f"{features} columns are no groups of {group_size}: give a size that divides them")
+
+
+def quantize_rows(x: np.ndarray, group_size: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Quantize activations per token (row): float ``[..., K]`` -> int8 codes ``[..., K]``, fp32 scale ``[...]``.
+
+    With a ``group_size``, which divides ``K``, each group of that many neighbouring elements is quantized as a row of
+    its own, and the scale is ``[..., K / group_size]``.
 
     In fp32: ``a = max|x|``, ``r = 127 / a`` (0 for a row of zeros), ``code = clip(rint(x * r), -127, 127)``, and the
     scale kept is ``a / 127``. A row that holds a NaN or an infinity gets the scale NaN, so its results are NaN too. A
     row whose ``127 / a`` overflows fp32 (``a`` below about 3.7e-37) counts as zeros.
     """
+    if group_size:
+        check_groups(x.shape[-1], group_size)
+        codes, scale = quantize_rows(x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size))
+        return codes.reshape(x.shape), scale
     x = x.astype(np.float32, copy=False)
     with np.errstate(all="ignore"):
         a = np.abs(x).max(axis=-1, initial=0)
@@ -195,7 +240,25 @@ def int8_parts(parts: Sequence[HostWeight]) -> list[Int8Weight]:
         raise ValueError("weights that are multiplied together must keep the same columns in fp16")
     if quantized and quantized[0].rotation > 1 and quantized[0].outliers is not None:
         raise ValueError("a weight that rotates its input keeps no columns in fp16")
+    if len({(p.group_size, p.input_group_size) for p in quantized}) > 1:
+        raise ValueError("weights that are multiplied together must have scales of equal groups of columns")
+    if quantized:
+        _check_scales(quantized[0])
     return quantized
+
+
+def _check_scales(part: Int8Weight) -> None:
+    """Raise ``ValueError`` unless the groups of columns that have scales are whole and equal."""
+    columns, groups = part.shape[1], 1 if part.scale.ndim == 1 else part.scale.shape[1]
+    if columns % groups:
+        raise ValueError(f"{columns} columns are no {groups} groups of equal size")
+    if part.input_group_size:
+        check_groups(columns, part.input_group_size)
+        if part.group_size not in (0, part.input_group_size):
+            raise ValueError(
+                f"a weight with scales of {part.group_size} columns, and of {part.input_group_size} elements of its "
+                "input: groups must be equal"
+            )
 
 
 def stack_outliers(parts: Sequence[Int8Weight]) -> OutlierColumns | None:

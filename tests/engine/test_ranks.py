@@ -82,7 +82,7 @@ def test_w8a8_is_the_undivided_model_with_groups_of_columns(divided, config):
     source = prompt_of(9) if config is CPM2 else []
     with make_model(RowwiseBackend(), quantized=True, **config) as whole:
         for layer in row_parallel(whole.network):
-            layer.product.weight = replace(layer.product.weight, groups=TP_SIZE)
+            layer.product.weight = replace(layer.product.weight, tp_size=TP_SIZE)
         pair = (whole, divided(True, model=config))
         both = [run(model, [with_source(one, source) for one in requests()]) for model in pair]
     for one, other in zip(*both, strict=True):

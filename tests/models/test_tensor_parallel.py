@@ -127,7 +127,7 @@ def undivided(
     found = list(row_parallel(model.network))
     assert len(found) >= 2 * model.config.layers
     for layer in found:
-        layer.product.weight = replace(layer.product.weight, groups=groups)
+        layer.product.weight = replace(layer.product.weight, tp_size=groups)
     return model
 
 

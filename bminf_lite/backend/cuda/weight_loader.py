@@ -70,6 +70,8 @@ class Loader:
             bias = None if stacked is None else self.arrays.vector(stacked)
             n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
             quantized = int8_parts(parts)
+            if quantized and (quantized[0].group_size or quantized[0].input_group_size):
+                raise ValueError("a GPU has no kernel for weights with scales of groups of columns")
             padded = round_up(n, PAD), round_up(k, PAD)
             if not quantized:
                 values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
