@@ -175,6 +175,19 @@ def test_an_adapter_of_zeros_leaves_every_bit(backend: Backend, kind: str, rows:
                     np.testing.assert_array_equal(bits(got), bits(expected), f"{name}, operation {i}")
 
 
+def test_a_row_gets_what_it_gets_alone(backend: Backend, request: pytest.FixtureRequest) -> None:
+    """With quantized activations: the sums of an adapter have one order, whatever shares the step."""
+    if request.config.getoption("--fake-gpu"):
+        pytest.skip("BLAS has its own order for each shape")
+    rng = np.random.default_rng(8)
+    weight = backend.adapted(backend.weight([random_int8(rng, 64, 96, True)]), random_adapter(rng, 64, 96))
+    x = random_rows(rng, 9, 96, backend.activation_dtype.type)
+    together = np.array(backend.host(backend.linear(backend.array(x), weight, fp32=True)))
+    for row in range(9):
+        alone = backend.host(backend.linear(backend.array(x[row : row + 1]), weight, fp32=True))
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
 def test_a_square_product_over_its_input(backend: Backend) -> None:
     rng = np.random.default_rng(3)
     weight = backend.adapted(backend.weight([random_int8(rng, 64, 64, True)]), random_adapter(rng, 64, 64))
