@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..cuda.kernels.arrays import PAD, round_up
+from ..cuda.kernels.gemm.group_scales import MULTIPLE
 from ..memory.arena import ALIGNMENT
 from .base import Backend
 from .quantization import HostWeight, int8_parts, stack_outliers
@@ -66,11 +67,15 @@ class MetaBackend(Backend):
         n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
         quantized = int8_parts(parts)
         rows, pitch = round_up(n, PAD), round_up(k, PAD)
+        if quantized and (size := quantized[0].group_size or quantized[0].input_group_size):
+            pitch = k // size * round_up(size, MULTIPLE)
         matrix = aligned(rows * pitch * (1 if quantized else 2))
         if self._in_layer:
             self.layer_bytes[-1][-1] += matrix
             self.layer_products[-1] += 1
             sums, codes = (4, 1) if quantized and quantized[0].dynamic else (6, 2)
+            if quantized and quantized[0].input_group_size:
+                codes = 6  # fp32 values, codes, and the scales of groups of four elements and more
             self._widest = max(self._widest, rows * sums + pitch * codes)
             self._deepest = max(self._deepest, pitch * codes)
         else:

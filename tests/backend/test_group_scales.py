@@ -24,12 +24,6 @@ from bminf_lite.backend.quantization import (
 from bminf_lite.layers.loading import RowTransform
 
 
-@pytest.fixture(scope="module", params=[np.float32, np.float16])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    """The reference with either activation type."""
-    return Backend(request.param)
-
-
 SHAPES = st.sampled_from([(1, 1), (1, 3), (8, 2), (16, 5), (31, 2), (32, 1), (32, 3), (33, 3), (64, 4), (128, 9)])
 """Columns of a group, and groups."""
 SCALED = st.sampled_from(["weight", "input", "both"])
@@ -102,6 +96,10 @@ def test_epilogues(backend: Backend, seed: int, rows: int, shape: tuple[int, int
 def test_w8a16(backend: Backend, seed: int, rows: int, shape: tuple[int, int], outputs: int) -> None:
     rng, (size, groups) = np.random.default_rng(seed), shape
     part = random_part(rng, outputs, size, groups, "weight", dynamic=False)
+    if backend.name.startswith("cuda"):
+        with pytest.raises(ValueError, match="only by quantized activations"):
+            backend.weight([part])
+        return
     x = random_rows(rng, rows, size * groups, backend.activation_dtype.type)
     w = part.dequantize().astype(np.float64)
     terms = np.abs(x.astype(np.float64)) @ np.abs(w).T

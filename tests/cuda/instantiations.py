@@ -12,6 +12,7 @@ from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels
 from bminf_lite.cuda.kernels.gemm.gemm_hopper import ScaledGemm
+from bminf_lite.cuda.kernels.gemm.group_scales import GroupScalesGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
 from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvCodes, GemvFloat
@@ -26,8 +27,8 @@ from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 
 LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
-    PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
-    TensorRows, ExpertKernels,
+    PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm,
+    GroupScalesGemm, Sampler, TensorRows, ExpertKernels,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -41,6 +41,7 @@ from .deferred import DeferredNorm, NormAddend, QuantizedActivations, ResidualSt
 from .float_products import FloatGemmProducts, GemvFloatProducts
 from .fused import FusedGemms
 from .graph_capture import CapturedGraph, GraphMemory
+from .group_products import GroupScaleProducts
 from .int8_products import FusedProducts, GemvProducts, InputCodes, SumProducts
 from .kernels import Kernels
 from .layer_caches import LayerCaches, copies_of_blocks
@@ -118,6 +119,7 @@ class CudaBackend(Backend):
             GemvProducts(results),
             FusedProducts(results, codes, self.fused),
             SumProducts(results, codes),
+            GroupScaleProducts(results),
             GemvFloatProducts(results),
             FloatGemmProducts(results, self.float_gemm),
         )

@@ -15,6 +15,7 @@ import cupy as cp
 
 from ...cuda.kernels.arrays import address
 from ...cuda.kernels.constants import Source, Target
+from ...cuda.kernels.gemm.group_scales import ColumnGroups
 from ...cuda.kernels.gemm.igemm import GemmPlan
 from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.rowwise.rows import NO_ROWS, RowSource, RowTarget, array_source, array_target
@@ -76,8 +77,9 @@ class Weight:
     """A weight matrix on the GPU, ``[out_features, in_features]``.
 
     ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
-    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``side_products`` are added to the
-    product. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`.
+    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. With ``groups`` they are quantized
+    per token or per group of columns, and the scale may be ``[groups, out]`` in padded rows. ``side_products`` are added
+    to the product. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`.
     """
 
     matrix: cp.ndarray
@@ -89,6 +91,7 @@ class Weight:
     plan: GemmPlan | None = None
     side_products: tuple[SideProduct, ...] = ()
     rotation: int = 1
+    groups: ColumnGroups | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

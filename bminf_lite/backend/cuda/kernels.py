@@ -11,6 +11,7 @@ from ...cuda.kernels.attention.copy_blocks import CopyBlocks
 from ...cuda.kernels.attention.decode import AttentionDecode
 from ...cuda.kernels.attention.prefill import PrefillAttention
 from ...cuda.kernels.attention.prepare_heads import PrepareHeads
+from ...cuda.kernels.gemm.group_scales import GroupScalesGemm
 from ...cuda.kernels.gemv.gemv import Gemv, GemvFloat
 from ...cuda.kernels.launcher import Launcher, StepContext
 from ...cuda.kernels.rowwise.calibration import CalibrationKernels
@@ -32,6 +33,7 @@ class Kernels:
         self.num_sms = launcher.num_sms
         self.gemv = Gemv(launcher)
         self.gemv_float = GemvFloat(launcher)
+        self.group_scales = GroupScalesGemm(launcher)
         self.rows = RowKernels(launcher)
         self.pointwise = PointwiseKernels(launcher)
         self.softmax = Softmax(launcher)

@@ -39,7 +39,7 @@ class Materializer:
     def transform(self, x: Array, out: cp.ndarray | QuantizedActivations, rotation: int = 1) -> None:
         """Write ``x``, deferred or not, as codes or as fp16 or fp32 values.
 
-        Codes and fp16 values may be those of ``x`` transformed in blocks of ``rotation`` elements.
+        They may be those of ``x`` transformed in blocks of ``rotation`` elements.
         """
         if isinstance(x, DeferredNorm) and rotation > 1:
             x = self.materialize(x)

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from ...cuda.kernels.arrays import PAD, round_up
+from ...cuda.kernels.gemm.group_scales import ColumnGroups
 from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
 from ...memory.arena import Arena
@@ -70,8 +71,8 @@ class Loader:
             bias = None if stacked is None else self.arrays.vector(stacked)
             n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
             quantized = int8_parts(parts)
-            if quantized and (quantized[0].group_size or quantized[0].input_group_size):
-                raise ValueError("a GPU has no kernel for weights with scales of groups of columns")
+            if quantized and (groups := column_groups(quantized[0])) is not None:
+                return self._with_group_scales(quantized, groups, bias)
             padded = round_up(n, PAD), round_up(k, PAD)
             if not quantized:
                 values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
@@ -93,6 +94,21 @@ class Loader:
                         data = self.arrays.empty(packed.shape, np.int8)
                     data[...] = packed
             return Weight(data, scale, bias, n, k, padded[1], plan, side_products, quantized[0].rotation)
+
+    def _with_group_scales(self, parts: Sequence[Int8Weight], groups: ColumnGroups, bias: cp.ndarray | None) -> Weight:
+        n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        codes = [part.codes for part in parts]
+        if groups.pitch != k:
+            codes = [padded_groups(part.codes, groups) for part in parts]
+        data = self._stack(codes, (round_up(n, PAD), groups.pitch), np.int8, self._matrices)
+        scales = np.concatenate([part.scale.astype(np.float32) for part in parts])
+        if groups.of_weight:
+            scale = self._stack(
+                [np.ascontiguousarray(scales.T)], (groups.count, round_up(n, PAD)), np.float32, self.arena
+            )
+        else:
+            scale = self.arrays.vector(scales)
+        return Weight(data, scale, bias, n, k, groups.pitch, None, self._outliers(parts), parts[0].rotation, groups)
 
     def adapted(self, base: Weight, adapter: Adapter) -> Weight:
         """See :meth:`Backend.adapted`."""
@@ -232,3 +248,21 @@ class Loader:
 def _transposed_half(values: np.ndarray) -> np.ndarray:
     """A host matrix ``[out, n]`` as fp16 ``[n, out]``."""
     return np.ascontiguousarray(np.asarray(values).T.astype(np.float16))
+
+
+def column_groups(weight: Int8Weight) -> ColumnGroups | None:
+    """The groups of columns that have scales, or None if rows have one. Raises ``ValueError`` for w8a16."""
+    size = weight.group_size or weight.input_group_size
+    if not size:
+        return None
+    if not weight.dynamic:
+        raise ValueError(
+            "a GPU multiplies weights with scales of groups of columns only by quantized activations (w8a8)"
+        )
+    return ColumnGroups(size, weight.shape[1] // size, weight.group_size > 0, weight.input_group_size > 0)
+
+
+def padded_groups(codes: Any, groups: ColumnGroups) -> np.ndarray:
+    """Codes ``[out, in]`` with zeros behind each group."""
+    values = np.asarray(codes).reshape(-1, groups.count, groups.size)
+    return np.pad(values, ((0, 0), (0, 0), (0, groups.padded - groups.size))).reshape(len(values), groups.pitch)

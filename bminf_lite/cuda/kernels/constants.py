@@ -193,6 +193,13 @@ GEMM_STAGE_COLUMNS = 128
 GEMM_PIPELINE_BYTES = 192 << 10
 GEMM_BOX_ROWS = 16
 """Rows of the result that a warp writes at a time."""
+GROUP_SCALES_THREADS = 256
+GROUP_SCALES_CHANNELS = 128
+"""Channels of a tile of ``group_scales_many``: 16 for each warp."""
+GROUP_SCALES_ROWS = 64
+"""Rows of the activations in a tile."""
+GROUP_SCALES_COLUMNS = 128
+"""Columns of both operands in a stage of the pipeline."""
 DP4A_TILE = 64
 CALIBRATION_THREADS = 256
 CALIBRATION_STRIP = 64
@@ -311,6 +318,12 @@ HEADERS = {
         CLAMPED_SWIGLU=CLAMPED_SWIGLU,
     ),
     "constants/grouped_gemm_hopper.cuh": render_header(BLOCK_K=GROUPED_COLUMNS, W_BOX=GROUPED_HOPPER_WEIGHT_BOX),
+    "constants/group_scales.cuh": render_header(
+        THREADS=GROUP_SCALES_THREADS,
+        CHANNELS=GROUP_SCALES_CHANNELS,
+        ROWS=GROUP_SCALES_ROWS,
+        COLUMNS=GROUP_SCALES_COLUMNS,
+    ),
     "constants/dp4a.cuh": render_header(TILE=DP4A_TILE),
     "constants/sampling.cuh": render_header(
         CHUNK=SAMPLING_CHUNK,

@@ -175,6 +175,56 @@ def gemm_hopper(call: Call) -> None:
     out[...] = out + y if epilogue == ADD else y
 
 
+def group_sums(call: Call) -> np.ndarray:
+    """The products of rows with scales of groups of columns, fp32 ``[rows, n]``."""
+    rows, n, group, groups = (call.arguments[name] for name in ("rows", "n", "group", "groups"))
+    call.require(group % call.number("STEP") == 0 and call.pitch == group * groups, "groups are not whole steps")
+    x, w = (
+        call.rows(name, count, call.pitch, call.pitch, np.int8).astype(np.float64)
+        for name, count in (("x", rows), ("weight", n))
+    )
+    x_scale, w_scale = (
+        call.rows(f"{name}_scale", groups if stride else 1, stride, count, F32, align=0)
+        for name, stride, count in (("x", call.x_stride, rows), ("w", call.w_stride, n))
+    )
+    total: np.ndarray | None = None
+    for g in range(groups):
+        columns = slice(g * group, (g + 1) * group)
+        acc = (x[:, columns] @ w[:, columns].T).astype(F32)
+        term = x_scale[g % len(x_scale)][:, None] * (w_scale[g % len(w_scale)] * acc)
+        total = term if total is None else total + term
+    assert total is not None
+    return total + call.vector("bias", n, F32) if call.bias else total
+
+
+@model
+def group_scales_few(call: Call) -> None:
+    call.require(call.launch.block == 256 and call.launch.grid[0] * 16 >= call.n, "threads or blocks")
+    call.require(call.arguments["rows"] <= 8 * call.number("TILES"), "tiles")
+    write_outputs(call, group_sums(call), call.out_pitch)
+
+
+@model
+def group_scales_many(call: Call) -> None:
+    row_tiles, channel_tiles, _ = call.launch.grid
+    call.require(call.launch.block == 256 and row_tiles * 64 >= call.arguments["rows"], "threads or rows")
+    call.require(channel_tiles * 128 >= call.n, "channels")
+    call.require(call.launch.shared >= max(call.defines["PIPELINE_STAGES"] * 192 * 128, 64 * 132 * 4), "shared memory")
+    write_outputs(call, group_sums(call), call.out_pitch)
+
+
+@model
+def quantize_groups(call: Call) -> None:
+    rows, group, padded, groups = (call.arguments[name] for name in ("rows", "group", "padded", "groups"))
+    call.require(call.threads // 32 >= rows * groups, "blocks are missing")
+    x = call.rows("x", rows, call.pitch, group * groups, F16 if call.template["T"] == "__half" else F32, align=0)
+    codes, scale = quantize_rows(x, group)
+    full = np.zeros((rows, groups, padded), np.int8)
+    full[..., :group] = codes.reshape(rows, groups, group)
+    call.rows("codes", rows, groups * padded, groups * padded, np.int8, align=0)[...] = full.reshape(rows, -1)
+    call.rows("scales", groups, call.stride, rows, F32, align=0)[...] = scale.T
+
+
 @model
 def igemm_dp4a(call: Call) -> None:
     rows, columns, inner = call.arguments["rows"], call.columns, call.vectors * 16

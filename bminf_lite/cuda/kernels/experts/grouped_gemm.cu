@@ -14,6 +14,7 @@
 // agree, so each lane reads 16 contiguous bytes and uses them for two instructions.
 #include "common/async.cuh"
 #include "common/common.cuh"
+#include "common/tensor_cores.cuh"
 #include "constants/epilogue.cuh"
 #include "experts/activation.cuh"
 #include "experts/schedule.cuh"
@@ -24,25 +25,6 @@ constexpr int STAGES = PIPELINE_STAGES;
 constexpr int PIECES = GROUPED_COLUMNS / 16;  // of 16 bytes in a row of a stage
 constexpr int CHANNELS = 16;                  // of a warp: the M of one MMA
 static_assert(GROUPED_ROWS == GROUPED_THREADS / WARP * CHANNELS);
-
-__device__ __forceinline__ void mma_m16n8k32(int (&c)[4], const int (&a)[4], int b0, int b1) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-    const int b[2] = {b0, b1};
-#pragma unroll
-    for (int half = 0; half < 2; ++half)  // of k
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-            asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
-                         : "+r"(c[2 * m]), "+r"(c[2 * m + 1])
-                         : "r"(a[2 * half + m]), "r"(b[half]));
-#endif
-}
 
 // The place of 16 bytes in a stage: of eight lanes that read two rows at the same time, each has banks of its own.
 __device__ __forceinline__ int place(int row, int piece) {

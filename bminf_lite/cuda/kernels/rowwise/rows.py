@@ -317,7 +317,7 @@ def _possible_transform(
         and not (is_norm and threads * vectors * 8 > MAX_NORM_WIDTH)
         and (in_order == ROW or source == FROM_INT32)
         and (out_order == ROW or target == CODES)
-        and (rotated == "false" or not (is_norm or target == TO_FLOAT))
+        and (rotated == "false" or not is_norm)
         and (target != ADD_TO_FLOAT or (source == NONE and is_norm))
     )
 
