@@ -216,9 +216,11 @@ MAX_EXPERTS = 512
 """A lane of the warp that chooses a token's experts has up to 16 of them."""
 ROUTER_THREADS = 256
 CHOOSE_THREADS = 128
-SORT_THREADS = 256
-SORT_LIST = 1024
-"""Pairs of an expert whose rows a block copies before it looks for further ones."""
+SORT_THREADS = 512
+SORT_CHOICE_PAIRS = 1024
+"""Up to this many pairs, the kernel that sorts them also chooses the experts."""
+SORT_COPY_PAIRS = 2048
+"""Up to this many pairs, it also copies their rows."""
 SUM_THREADS = 256
 FEW_THREADS = 512
 FEW_CHUNK = 512
@@ -300,7 +302,8 @@ HEADERS = {
         ROUTER_THREADS=ROUTER_THREADS,
         CHOOSE_THREADS=CHOOSE_THREADS,
         SORT_THREADS=SORT_THREADS,
-        SORT_LIST=SORT_LIST,
+        SORT_CHOICE_PAIRS=SORT_CHOICE_PAIRS,
+        SORT_COPY_PAIRS=SORT_COPY_PAIRS,
         SUM_THREADS=SUM_THREADS,
         FEW_THREADS=FEW_THREADS,
         FEW_CHUNK=FEW_CHUNK,

@@ -24,25 +24,36 @@ constexpr int BLOCKS_PER_SM = 2;
 constexpr int BLOCKS_PER_SM = 1;
 #endif
 
-// The choice of a block's tokens.
+// The choice of a block's tokens, by one warp for each token.
+template <int EACH>
 struct Choice {
     int ids[MAX_FEW_PAIRS];
     float weights[MAX_FEW_PAIRS];
 
-    // One warp for each token. scratch: shared memory for that, which may be used for copies afterwards.
-    template <int EACH>
-    __device__ __forceinline__ void make(const float* logits, const Router& router, int tokens, char* scratch) {
+    // scratch: shared memory, which may be used for copies afterwards.
+    __device__ __forceinline__ void choose(const float* logits, const Router& router, int tokens, char* scratch) {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         if (warp < tokens) {
-            int id;
-            float weight;
-            WarpRouter<EACH>(router, reinterpret_cast<RoutingScratch*>(scratch)[warp])
-                .choose(logits + warp * router.num_experts, id, weight);
-            if (lane < router.top_k) {
-                ids[warp * router.top_k + lane] = id;
-                weights[warp * router.top_k + lane] = weight;
-            }
+            const int id = router_of(router, scratch).choose(logits + warp * router.num_experts);
+            if (lane < router.top_k) ids[warp * router.top_k + lane] = id;
         }
+        finish();
+    }
+    __device__ __forceinline__ void weigh(const float* logits, const Router& router, int tokens, char* scratch) {
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+        if (warp < tokens) {
+            const int id = lane < router.top_k ? ids[warp * router.top_k + lane] : 0;
+            const float weight = router_of(router, scratch).weigh(logits + warp * router.num_experts, id);
+            if (lane < router.top_k) weights[warp * router.top_k + lane] = weight;
+        }
+        finish();
+    }
+
+private:
+    __device__ __forceinline__ static WarpRouter<EACH> router_of(const Router& router, char* scratch) {
+        return {router, reinterpret_cast<RoutingScratch<EACH>*>(scratch)[threadIdx.x / WARP]};
+    }
+    __device__ __forceinline__ static void finish() {
 #if __CUDA_ARCH__ >= 900
         fence_proxy_async();
 #endif
@@ -86,12 +97,11 @@ struct HiddenRows {
 // sum for each row that the block has.
 template <int EACH, bool GATED, int F, int U>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
-    const Router router, const float* logits, int* topk_ids, float* topk_weights, const int8* codes,
-    const float* x_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
-    const float* __restrict__ bias, __half* hidden, long long hidden_pitch, int tokens, int features, int k, int pitch,
-    bool scales_input, float limit, float alpha, int scratch_bytes) {
+    const Router router, const float* logits, const int8* codes, const float* x_scale, const int8* __restrict__ weight,
+    const float* __restrict__ w_scale, const float* __restrict__ bias, __half* hidden, long long hidden_pitch,
+    int tokens, int features, int k, int pitch, bool scales_input, float limit, float alpha, int scratch_bytes) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ Choice choice;
+    __shared__ Choice<EACH> choice;
     __shared__ float scales[MAX_FEW_PAIRS];  // of the pairs' inputs
     const int width = (pitch + U * FEW_CHUNK - 1) / (U * FEW_CHUNK) * (U * FEW_CHUNK), top_k = router.top_k;
     const Share share(tokens * top_k * features);
@@ -102,6 +112,9 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     using Stream = RowStream<U, Rows>;
     __shared__ __align__(8) unsigned long long barriers[ROW_WARPS * Stream::STAGES];
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) sums[i] = 0;
+    const Rows of_block = {weight, choice.ids, share.first, share.count, features, pitch};
+    const RowUnits units(rows, width / (U * FEW_CHUNK));
+    Stream stream(of_block, units, pitch, shared, barriers);
     wait_on_dependent_grids();
     launch_dependent_grids();
     // The last warps copy the codes while the first ones choose.
@@ -112,18 +125,12 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
             column < k ? __ldcg(reinterpret_cast<const int4*>(codes + static_cast<size_t>(token) * pitch + column))
                        : zeros;
     }
-    choice.make<EACH>(logits, router, tokens, shared);
-    if (threadIdx.x < tokens * top_k) {
-        const float scale = __ldcg(x_scale + threadIdx.x / top_k);
-        scales[threadIdx.x] = scales_input ? __fmul_rn(scale, choice.weights[threadIdx.x]) : scale;
-        if (blockIdx.x == 0) {
-            topk_ids[threadIdx.x] = choice.ids[threadIdx.x];
-            topk_weights[threadIdx.x] = choice.weights[threadIdx.x];
-        }
-    }
-    const Rows of_block = {weight, choice.ids, share.first, share.count, features, pitch};
-    const RowUnits units(rows, width / (U * FEW_CHUNK));
-    Stream stream(of_block, units, pitch, shared, barriers);
+    const bool has_pair = threadIdx.x < tokens * top_k;
+    const float scale = has_pair ? __ldcg(x_scale + threadIdx.x / top_k) : 0.0f;
+    choice.choose(logits, router, tokens, shared);
+    if (scales_input) choice.weigh(logits, router, tokens, shared);
+    if (has_pair) scales[threadIdx.x] = scales_input ? __fmul_rn(scale, choice.weights[threadIdx.x]) : scale;
+    stream.start();
     multiply_units<U>(
         stream, units,
         [&](int row) {
@@ -206,15 +213,17 @@ __device__ __forceinline__ void quantize_pairs(
 }
 
 // k: elements of a row of `hidden`, whose pitch in the weight is `pitch`. ADD: to fp32 values in memory. With
-// scales_input the results are added as they are. Dynamic shared memory as above, with pairs * width bytes of codes;
-// then an fp32 scale and an fp32 bias for each row that the block has.
+// scales_input the results are added as they are. The first block writes topk_ids and topk_weights, [tokens, top_k].
+// Dynamic shared memory as above, with pairs * width bytes of codes; then an fp32 scale and an fp32 bias for each row
+// that the block has.
 template <int EACH, bool ADD, int U>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
-    const Router router, const float* logits, const __half* hidden, long long hidden_pitch,
-    const int8* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, float* out,
-    long long out_pitch, int tokens, int columns, int k, int pitch, bool scales_input, int scratch_bytes) {
+    const Router router, const float* logits, int* topk_ids, float* topk_weights, const __half* hidden,
+    long long hidden_pitch, const int8* __restrict__ weight, const float* __restrict__ w_scale,
+    const float* __restrict__ bias, float* out, long long out_pitch, int tokens, int columns, int k, int pitch,
+    bool scales_input, int scratch_bytes) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ Choice choice;
+    __shared__ Choice<EACH> choice;
     __shared__ float x_scales[MAX_FEW_PAIRS];
     const int width = (pitch + U * FEW_CHUNK - 1) / (U * FEW_CHUNK) * (U * FEW_CHUNK), top_k = router.top_k;
     const int pairs = tokens * top_k;
@@ -227,15 +236,21 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     using Stream = RowStream<U, DownRows>;
     __shared__ __align__(8) unsigned long long barriers[ROW_WARPS * Stream::STAGES];
     launch_dependent_grids();
-    choice.make<EACH>(logits, router, tokens, shared);
+    choice.choose(logits, router, tokens, shared);
+    choice.weigh(logits, router, tokens, shared);
     const DownRows of_block = {weight, choice.ids, share.first, share.count, columns, pitch};
     const RowUnits units(rows, width / (U * FEW_CHUNK));
     Stream stream(of_block, units, pitch, shared, barriers);
+    stream.start();
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) {
         const int index = of_block.index(i);
         sums[i] = 0, w_scales[i] = w_scale[index], biases[i] = bias ? bias[index] : 0.0f;
     }
     wait_on_dependent_grids();
+    if (blockIdx.x == 0 && threadIdx.x < pairs) {
+        topk_ids[threadIdx.x] = choice.ids[threadIdx.x];
+        topk_weights[threadIdx.x] = choice.weights[threadIdx.x];
+    }
     quantize_pairs(hidden, hidden_pitch, pairs, k, width, codes, x_scales);
     __syncthreads();
     multiply_units<U>(stream, units, [&](int row) { return codes + row / of_block.count * width; }, sums);

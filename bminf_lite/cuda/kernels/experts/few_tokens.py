@@ -71,13 +71,13 @@ class FewTokens:
 
     def hidden(
         self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, codes: cp.ndarray,
-        scales: cp.ndarray, weight: ExpertMatrices, activation: ExpertActivation, topk_ids: cp.ndarray,
-        topk_weights: cp.ndarray, out: cp.ndarray,
+        scales: cp.ndarray, weight: ExpertMatrices, activation: ExpertActivation, out: cp.ndarray,
     ) -> None:  # fmt: skip
         """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
 
-        ``codes`` int8 ``[T, pitch]`` and ``scales`` fp32 ``[T]`` -> ``out`` fp16 ``[T * top_k, features]``; also
-        ``topk_ids`` int32 and ``topk_weights`` fp32, ``[T, top_k]``.
+        ``codes`` int8 ``[T, pitch]`` and ``scales`` fp32 ``[T]`` -> ``out`` fp16 ``[T * top_k, features]``. On compute
+        capability 9.0 a block takes more than half of an SM's shared memory: behind the router, which has fewer blocks
+        than there are SMs, two blocks would share an SM and leave another one without work.
         """
         tokens, spec = len(logits), router.spec
         features = weight.out_features // (2 if activation.gated else 1)
@@ -85,24 +85,26 @@ class FewTokens:
             "hidden", spec.num_experts, f"{BOOLEANS[activation.gated]}, {activation_number(activation)}", tokens,
             tokens, tokens * spec.top_k * features, 2 if activation.gated else 1, 4, weight.pitch,
         )  # fmt: skip
+        shared = max(plan.shared, self._launcher.half_shared) if self._launcher.has_clusters else plan.shared
         plan.kernel(
             plan.grid, FEW_THREADS,
-            (*router.arguments, logits.data.ptr, topk_ids.data.ptr, topk_weights.data.ptr, codes.data.ptr,
-             scales.data.ptr, *weight.arguments, out.data.ptr, pitch_of(out), tokens, features,
+            (*router.arguments, logits.data.ptr, codes.data.ptr, scales.data.ptr, *weight.arguments, out.data.ptr,
+             pitch_of(out), tokens, features,
              round_up(weight.in_features, 16), weight.pitch, spec.scales_input, *clamp_arguments(activation),
              plan.scratch),
-            plan.shared, self._launcher.stream, True, None,
+            shared, self._launcher.stream, True, None,
             weight.bytes_of(min(tokens * spec.top_k, spec.num_experts)) + nbytes_of(codes, out),
         )  # fmt: skip
         _one_block_per_sm(step)
 
     def down(
         self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, hidden: cp.ndarray,
-        weight: ExpertMatrices, out: cp.ndarray, add: bool,
+        weight: ExpertMatrices, topk_ids: cp.ndarray, topk_weights: cp.ndarray, out: cp.ndarray, add: bool,
     ) -> None:  # fmt: skip
         """The result from what :meth:`hidden`, which must be the kernel before, has written; fp32 ``[T, out]``.
 
-        The kernel reads ``logits`` before its predecessor has ended. With ``add`` the result is added to ``out``.
+        Also ``topk_ids`` int32 and ``topk_weights`` fp32, ``[T, top_k]``. The kernel reads ``logits`` before its
+        predecessor has ended. With ``add`` the result is added to ``out``.
         """
         tokens, spec = len(logits), router.spec
         pairs = tokens * spec.top_k
@@ -111,7 +113,8 @@ class FewTokens:
         )
         plan.kernel(
             plan.grid, FEW_THREADS,
-            (*router.arguments, logits.data.ptr, hidden.data.ptr, pitch_of(hidden), *weight.arguments, out.data.ptr,
+            (*router.arguments, logits.data.ptr, topk_ids.data.ptr, topk_weights.data.ptr, hidden.data.ptr,
+             pitch_of(hidden), *weight.arguments, out.data.ptr,
              pitch_of(out), tokens, weight.out_features, weight.in_features, weight.pitch, spec.scales_input,
              plan.scratch),
             plan.shared, self._launcher.stream, True, None,

@@ -15,6 +15,7 @@ import numpy as np
 from ....backend.expert_values import ExpertActivation
 from ....backend.values import Norm
 from ..arrays import PAD, nbytes_of, pitch_of, round_up
+from ..constants import SORT_CHOICE_PAIRS
 from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import CODES, ROW, RowKernels, array_source
@@ -88,40 +89,29 @@ class ExpertKernels:
         routing = Routing(*(empty((tokens, router.spec.top_k), kind) for kind in (np.int32, np.float32)))
         if self.few_tokens.supports(tokens, router.spec, layer.hidden, layer.down):
             hidden = empty((tokens * router.spec.top_k, round_up(layer.features, PAD)), np.float16)
-            self.few_tokens.hidden(
-                step,
-                logits,
-                router,
-                codes,
-                scales,
-                layer.hidden,
-                layer.activation,
-                routing.ids,
-                routing.weights,
-                hidden,
-            )
-            self.few_tokens.down(step, logits, router, hidden, layer.down, out, add)
+            self.few_tokens.hidden(step, logits, router, codes, scales, layer.hidden, layer.activation, hidden)
+            self.few_tokens.down(step, logits, router, hidden, layer.down, routing.ids, routing.weights, out, add)
         else:
-            self.router.choose(step, logits, router, routing.ids, routing.weights)
-            self.many_tokens(step, codes, scales, routing, layer, out, add, empty)
+            self._many_tokens(step, logits, codes, scales, routing, layer, out, add, empty)
         return routing
 
-    def many_tokens(
-        self, step: StepContext | None, codes: cp.ndarray, scales: cp.ndarray, routing: Routing,
+    def _many_tokens(
+        self, step: StepContext | None, logits: cp.ndarray, codes: cp.ndarray, scales: cp.ndarray, routing: Routing,
         layer: ExpertLayerWeights, out: cp.ndarray, add: bool, empty: Empty,
     ) -> None:  # fmt: skip
-        """The same from quantized tokens, int8 ``[T, pitch]`` and fp32 ``[T]``, and their experts."""
-        spec, down = layer.router.spec, layer.down
-        pairs, features = routing.ids.size, layer.features
-        offsets, order, places = (empty((count,), np.int32) for count in (spec.num_experts + 1, pairs, pairs))
+        """From logits fp32 ``[T, experts]`` and quantized tokens, int8 ``[T, pitch]`` and fp32 ``[T]``."""
+        router, down, features = layer.router, layer.down, layer.features
+        experts, pairs = router.spec.num_experts, routing.ids.size
+        offsets, order, places = (empty((count,), np.int32) for count in (experts + 1, pairs, pairs))
         row_codes, row_scales = empty((pairs, pitch_of(codes)), np.int8), empty((pairs,), np.float32)
         ordered = SortedPairs(offsets, order, places, row_codes, row_scales)
-        factors = routing.weights if spec.scales_input else None
-        self.pairs.sort(step, routing.ids, codes, scales, factors, ordered)
+        if pairs <= SORT_CHOICE_PAIRS:
+            self.pairs.choose_and_sort(step, logits, router, routing.ids, routing.weights, codes, scales, ordered)
+        else:
+            self.router.choose(step, logits, router, routing.ids, routing.weights)
+            self.pairs.sort(step, router, routing.ids, routing.weights, codes, scales, ordered)
         hidden = empty((pairs, round_up(features, PAD)), np.float16)
-        self.grouped.launch(
-            step, ordered.codes, ordered.scales, ordered.offsets, layer.hidden, hidden, layer.activation
-        )
+        self.grouped.launch(step, ordered.codes, ordered.scales, offsets, layer.hidden, hidden, layer.activation)
         hidden_codes, hidden_scales = empty((pairs, down.pitch), np.int8), empty((pairs,), np.float32)
         target = (hidden_codes.data.ptr, hidden_scales.data.ptr, down.pitch), CODES, ROW
         self._rows.transform(
@@ -129,6 +119,6 @@ class ExpertKernels:
             rotation=down.rotation,
         )  # fmt: skip
         results = empty((pairs, round_up(down.out_features, PAD)), np.float16)
-        self.grouped.launch(step, hidden_codes, hidden_scales, ordered.offsets, down, results, early=True)
-        weights = None if spec.scales_input else routing.weights
-        self.pairs.weighted_sum(step, results, ordered.places, weights, spec.top_k, out, add)
+        self.grouped.launch(step, hidden_codes, hidden_scales, offsets, down, results, early=True)
+        weights = None if router.spec.scales_input else routing.weights
+        self.pairs.weighted_sum(step, results, places, weights, router.spec.top_k, out, add)

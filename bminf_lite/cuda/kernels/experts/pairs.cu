@@ -2,115 +2,170 @@
 // rank j.
 #include "common/common.cuh"
 #include "constants/experts.cuh"
+#include "experts/routing.cuh"
 
 using namespace bminf;
 
 constexpr int WARPS = SORT_THREADS / WARP;
-constexpr int EACH = SORT_THREADS * 4;  // pairs that a block looks at together, four by each thread
+constexpr int MOST = 32;  // pairs of a thread that are looked at together, at most
+static_assert(WARPS <= WARP);
 
-// The number of this thread's pairs that belong to `expert`, as a mask, and how many belong to experts before it.
+// The sum of x over the threads before this one, and over all.
+__device__ __forceinline__ int2 block_prefix(int x, int (&warps)[WARPS]) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const auto scan = [lane](int sum) {
+#pragma unroll
+        for (int d = 1; d < WARP; d *= 2) {
+            const int other = __shfl_up_sync(FULL, sum, d);
+            if (lane >= d) sum += other;
+        }
+        return sum;
+    };
+    const int own = scan(x);
+    __syncthreads();  // the sums of a call before have been read
+    if (lane == WARP - 1) warps[warp] = own;
+    __syncthreads();
+    const int of_warp = lane < WARPS ? warps[lane] : 0, sums = scan(of_warp);
+    return make_int2(__shfl_sync(FULL, sums - of_warp, warp) + own - x, __shfl_sync(FULL, sums, WARP - 1));
+}
+
+// Of up to MOST neighbouring pairs from `first` on: those of `expert`, as a mask; and how many belong to experts
+// before.
 struct Found {
     unsigned mask = 0;
     int before = 0;
 
-    __device__ __forceinline__ Found(const int* topk_ids, int pairs, int first, int expert) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int id = first + i < pairs ? topk_ids[first + i] : expert + 1;
+    __device__ __forceinline__ Found(const int* ids, int first, int count, int expert) {
+        for (int i = 0; i < count; ++i) {
+            const int id = ids[first + i];
             mask |= static_cast<unsigned>(id == expert) << i, before += id < expert;
         }
     }
 };
 
-// The sum over the threads before this one, and over all.
-__device__ __forceinline__ int2 block_prefix(int x, int (&warps)[WARPS]) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int sum = x;
-#pragma unroll
-    for (int d = 1; d < WARP; d *= 2) {
-        const int other = __shfl_up_sync(FULL, sum, d);
-        if (lane >= d) sum += other;
-    }
-    __syncthreads();  // the sums of a call before have been read
-    if (lane == WARP - 1) warps[warp] = sum;
-    __syncthreads();
-    int before = 0, total = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        if (w < warp) before += warps[w];
-        total += warps[w];
-    }
-    return make_int2(before + sum - x, total);
-}
+// Copies a row of x, and its scale times a factor, to the place of a pair. By a warp. words: of 16 bytes.
+struct RowCopy {
+    const uint4* x;
+    const float *scales, *factors;
+    int top_k, words;
+    uint4* sorted;
+    float* sorted_scales;
 
-// Copies rows of x to the places of their pairs: `count` of them, listed in shared memory as (pair, place).
-__device__ __forceinline__ void copy_rows(
-    const int2* list, int count, const uint4* x, const float* scales, const float* factors, int top_k, int words,
-    uint4* sorted, float* sorted_scales) {
-    const int lane = threadIdx.x % WARP;
-    for (int i = threadIdx.x / WARP; i < count; i += WARPS) {
-        const int2 entry = list[i];
-        const int token = entry.x / top_k;
-        if (lane == 0 && scales)
-            sorted_scales[entry.y] = factors ? __fmul_rn(scales[token], factors[entry.x]) : scales[token];
+    __device__ __forceinline__ void run(int pair, int place) const {
+        const int lane = threadIdx.x % WARP, token = pair / top_k;
+        if (lane == 0) sorted_scales[place] = factors ? __fmul_rn(scales[token], factors[pair]) : scales[token];
         const uint4* from = x + static_cast<size_t>(token) * words;
-        uint4* to = sorted + static_cast<size_t>(entry.y) * words;
+        uint4* to = sorted + static_cast<size_t>(place) * words;
 #pragma unroll 4
         for (int word = lane; word < words; word += WARP) to[word] = from[word];
     }
+};
+
+// Warps of a block that choose among up to 32 * EACH experts: as many as have room for their scratch.
+template <int EACH>
+constexpr int choosing_warps() {
+    constexpr int FIT = (24 << 10) / sizeof(RoutingScratch<EACH>);
+    return FIT < WARPS ? FIT : WARPS;
 }
 
-// topk_ids: [pairs]. offsets: [experts + 1], sorted_pairs: [pairs], as in backend/experts.py; places: [pairs], the
-// place of each pair among the sorted ones. The rows of x [tokens, words of 16 bytes], unless it is null, are copied to
-// the places of their pairs, and so are `scales` [tokens], unless null, times `factors` [pairs], unless null.
+// The choice of all tokens by each block; `ids` in shared memory. Each token's experts are written by one block, and so
+// are their weights. With scales_input every block finds all weights, in shared memory too.
+template <int EACH>
+__device__ __forceinline__ void choose_all(
+    const Router& router, const float* logits, int tokens, bool scales_input, int* ids, float* weights, int* topk_ids,
+    float* topk_weights, RoutingScratch<EACH>* scratch) {
+    const int lane = threadIdx.x % WARP, top_k = router.top_k;
+    constexpr int CHOOSING = choosing_warps<EACH>();
+    const int warp = threadIdx.x / WARP;
+    const WarpRouter<EACH> warp_router(router, scratch[warp % CHOOSING]);
+    for (int token = warp < CHOOSING ? warp : tokens; token < tokens; token += CHOOSING) {
+        const float* own = logits + token * router.num_experts;
+        const int id = warp_router.choose(own), pair = token * top_k + lane;
+        if (lane < top_k) ids[pair] = id;
+        const bool writes = blockIdx.y == 0 && token % gridDim.x == blockIdx.x;
+        if (!writes && !scales_input) continue;
+        const float weight = warp_router.weigh(own, id);
+        if (lane >= top_k) continue;
+        if (scales_input) weights[pair] = weight;
+        if (writes) topk_ids[pair] = id, topk_weights[pair] = weight;
+    }
+    __syncthreads();
+}
+
+// offsets: [experts + 1], sorted_pairs: [pairs], as in backend/experts.py; places: [pairs], the place of each pair
+// among the sorted ones. With EACH > 0 the experts are chosen from the logits of up to SORT_CHOICE_PAIRS pairs, EACH
+// for each lane, and written to topk_ids and topk_weights, [tokens, top_k]; otherwise they are read from there. With
+// COPY the rows of x [tokens, words of 16 bytes] and their scales are copied to the places of their pairs, of up to
+// SORT_COPY_PAIRS. With scales_input the weights of the experts multiply the scales.
 //
 // Grid: (experts, parts). The blocks of an expert all find its pairs; the first one writes them, and each copies its
 // share of their rows. Every block counts the pairs before its expert's itself, so none waits for another.
+template <int EACH, bool COPY>
 __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
-    const int* topk_ids, int pairs, int top_k, int* offsets, int* sorted_pairs, int* places, const void* x,
-    const float* scales, const float* factors, int words, void* sorted, float* sorted_scales) {
+    const Router router, const float* logits, int* topk_ids, float* topk_weights, int tokens, bool scales_input,
+    int* offsets, int* sorted_pairs, int* places, const void* x, const float* scales, int words, void* sorted,
+    float* sorted_scales) {
+    static_assert(EACH == 0 || COPY, "few pairs are copied at once");
     __shared__ int warps[WARPS];
-    __shared__ int2 list[SORT_LIST];
+    __shared__ int list[COPY ? SORT_COPY_PAIRS : 1];  // this block's share of the expert's pairs
+    constexpr int CHOSEN = EACH > 0 ? SORT_CHOICE_PAIRS : 1;
+    __shared__ int chosen[CHOSEN];
+    __shared__ float chosen_weights[CHOSEN];
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const int expert = blockIdx.x, part = blockIdx.y, parts = gridDim.y;
-    int before = 0, own = 0;
-    for (int first = threadIdx.x * 4; first < pairs; first += EACH) {
-        const Found found(topk_ids, pairs, first, expert);
-        before += found.before, own += __popc(found.mask);
+    const int* ids = topk_ids;
+    const float* weights = topk_weights;
+    if constexpr (EACH > 0) {
+        __shared__ RoutingScratch<EACH> scratch[choosing_warps<EACH>()];
+        choose_all(router, logits, tokens, scales_input, chosen, chosen_weights, topk_ids, topk_weights, scratch);
+        ids = chosen, weights = chosen_weights;
     }
-    before = block_prefix(before, warps).y, own = block_prefix(own, warps).y;
+    const int pairs = tokens * router.top_k, expert = blockIdx.x, part = blockIdx.y, parts = gridDim.y;
+    const int each = min((pairs + SORT_THREADS - 1) / SORT_THREADS, MOST), chunk = each * SORT_THREADS;
+    const auto find = [&](int base) {
+        const int first = base + threadIdx.x * each;
+        return Found(ids, first, max(0, min(each, pairs - first)), expert);
+    };
+    Found found = find(0);
+    int before = found.before;
+    for (int base = chunk; base < pairs; base += chunk) before += find(base).before;
+    before = block_prefix(before, warps).y;
     if (part == 0 && threadIdx.x == 0) {
         offsets[expert] = before;
         if (expert == gridDim.x - 1) offsets[expert + 1] = pairs;
     }
-    // The list holds a part of an expert's pairs; another pass over the ids finds the next part.
-    for (int done = 0; done < own; done += SORT_LIST * parts) {
-        int count = 0;  // of the expert's pairs before `base`
-        for (int base = 0; base < pairs; base += EACH) {
-            const int first = base + threadIdx.x * 4;
-            const Found found(topk_ids, pairs, first, expert);
-            const int2 prefix = block_prefix(__popc(found.mask), warps);
-            int index = count + prefix.x;
-            count += prefix.y;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (!(found.mask >> i & 1)) continue;
-                const int pair = first + i, place = before + index, listed = index - done;
-                if (part == 0 && done == 0) sorted_pairs[place] = pair, places[pair] = place;
-                if (listed >= 0 && listed < SORT_LIST * parts && index % parts == part)
-                    list[listed / parts] = make_int2(pair, place);
-                ++index;
-            }
+    int own = 0;  // of the expert's pairs, before `base`
+    for (int base = 0; base < pairs; base += chunk) {
+        if (base > 0) found = find(base);
+        const int2 prefix = block_prefix(__popc(found.mask), warps);
+        int index = own + prefix.x;
+        own += prefix.y;
+        for (unsigned mask = found.mask; mask; mask &= mask - 1, ++index) {
+            const int pair = base + threadIdx.x * each + __ffs(mask) - 1, place = before + index;
+            if (part == 0) sorted_pairs[place] = pair, places[pair] = place;
+            if (COPY && index % parts == part) list[index / parts] = pair;
         }
-        __syncthreads();
-        const int listed = min(own - done, SORT_LIST * parts);
-        if (x)
-            copy_rows(
-                list, listed / parts + (listed % parts > part), static_cast<const uint4*>(x), scales, factors, top_k,
-                words, static_cast<uint4*>(sorted), sorted_scales);
-        __syncthreads();
     }
+    if constexpr (COPY) {
+        __syncthreads();
+        const RowCopy copy = {
+            static_cast<const uint4*>(x), scales,       scales_input ? weights : nullptr, router.top_k, words,
+            static_cast<uint4*>(sorted),  sorted_scales};
+        const int count = own / parts + (own % parts > part);
+        for (int i = threadIdx.x / WARP; i < count; i += WARPS) copy.run(list[i], before + i * parts + part);
+    }
+}
+
+// The rows of many pairs, as sort_by_expert copies them. A warp for each. factors: [pairs] or null.
+__global__ void __launch_bounds__(SORT_THREADS) gather_pairs(
+    const int* sorted_pairs, int pairs, int top_k, const void* x, const float* scales, const float* factors, int words,
+    void* sorted, float* sorted_scales) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const int place = blockIdx.x * WARPS + threadIdx.x / WARP;
+    const RowCopy copy = {static_cast<const uint4*>(x), scales,       factors, top_k, words,
+                          static_cast<uint4*>(sorted),  sorted_scales};
+    if (place < pairs) copy.run(sorted_pairs[place], place);
 }
 
 // out = sum over j of weights[t, j] * results[places[t, j]], from rank 0 on, each product and each sum rounded, and
@@ -131,23 +186,29 @@ __global__ void __launch_bounds__(SUM_THREADS) weighted_sum(
     }
     __syncthreads();
     if (column >= columns) return;
-    float sum[8];
-#pragma unroll 4
-    for (int j = 0; j < top_k; ++j) {
-        float x[8];
-        load8(results + places_of_row[j] * pitch + column, x);
+    float* target = out + row * out_pitch + column;
+    float before[8] = {}, sum[8];
+    if constexpr (ADD) load8(target, before);
+    constexpr int AT_ONCE = 4;  // rows whose loads are in flight together
+    for (int first = 0; first < top_k; first += AT_ONCE) {
+        uint4 raw[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float y = __fmul_rn(weights_of_row[j], x[i]);
-            sum[i] = j == 0 ? y : __fadd_rn(sum[i], y);
+        for (int j = 0; j < AT_ONCE; ++j)
+            raw[j] = ld_global_v4(results + places_of_row[min(first + j, top_k - 1)] * pitch + column);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            if (first + j >= top_k) break;
+            float x[8];
+            load8(reinterpret_cast<const __half*>(&raw[j]), x);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float y = __fmul_rn(weights_of_row[first + j], x[i]);
+                sum[i] = first + j == 0 ? y : __fadd_rn(sum[i], y);
+            }
         }
     }
-    float* target = out + row * out_pitch + column;
-    if constexpr (ADD) {
-        float before[8];
-        load8(target, before);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(before[i], sum[i]);
-    }
+    for (int i = 0; i < 8; ++i)
+        if constexpr (ADD) sum[i] = __fadd_rn(before[i], sum[i]);
     store8(target, sum);
 }

@@ -120,28 +120,29 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_norm(
     if (codes) store_codes(v, top, padded, codes + token * codes_pitch, scales + token);
 }
 
-// The tree over the parts of SUMS sums at once, a multiple of 32. Lanes that exchange sums keep one half of them each,
-// so that in the end lane t has the sums from t * SUMS / 32 on.
-template <int DISTANCE = WARP / 2, int SUMS>
+// The tree over the parts of SUMS sums at once, a power of two. Lanes that exchange sums keep one half of them each, so
+// that in the end lane t has the sums from t * SUMS / 32 on; of fewer than 32 sums neighbouring lanes have the same.
+template <int DISTANCE, int LEFT, int SUMS>
 __device__ __forceinline__ void add_parts(float (&sums)[SUMS]) {
-    constexpr int KEPT = SUMS / WARP * DISTANCE;
+    constexpr int KEPT = LEFT / 2;
+    if constexpr (KEPT == 0) sums[0] += __shfl_xor_sync(FULL, sums[0], DISTANCE);
     const bool upper = threadIdx.x & DISTANCE;
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
         const float low = sums[i], high = sums[i + KEPT];
         sums[i] = (upper ? high : low) + __shfl_xor_sync(FULL, upper ? low : high, DISTANCE);
     }
-    if constexpr (DISTANCE > 1) add_parts<DISTANCE / 2>(sums);
+    if constexpr (DISTANCE > 1) add_parts<DISTANCE / 2, KEPT == 0 ? 1 : KEPT>(sums);
 }
 
 // Logits of many rows. A warp has ROWS rows and EXPERTS experts, its lanes the parts of their sums. x: the norms, fp32
 // [rows, x_pitch]. Grid: (experts / (EXPERTS * WARPS), rows / ROWS).
 template <int ROWS, int EXPERTS, class W>
-__global__ void __launch_bounds__(ROUTER_THREADS, 2) router_many_rows(
+__global__ void __launch_bounds__(ROUTER_THREADS, ROWS* EXPERTS > 64 ? 1 : 2) router_many_rows(
     const float* x, long long x_pitch, const W* __restrict__ weight, const float* __restrict__ bias, float* logits,
     int rows, int experts, int k, int pitch) {
-    static_assert(ROWS * EXPERTS % WARP == 0 && ROWS * EXPERTS <= 2 * WARP && (ROWS & (ROWS - 1)) == 0);
-    constexpr int SUMS = ROWS * EXPERTS;
+    constexpr int SUMS = ROWS * EXPERTS, EACH = SUMS < WARP ? 1 : SUMS / WARP;  // sums of a lane in the end
+    static_assert((SUMS & (SUMS - 1)) == 0);
     launch_dependent_grids();
     const int lane = threadIdx.x % WARP, first_row = blockIdx.y * ROWS;
     const int first_expert = (blockIdx.x * WARPS + threadIdx.x / WARP) * EXPERTS;
@@ -151,7 +152,8 @@ __global__ void __launch_bounds__(ROUTER_THREADS, 2) router_many_rows(
         weights[e] = weight + static_cast<size_t>(min(first_expert + e, experts - 1)) * pitch;
     wait_on_dependent_grids();
     float sums[SUMS] = {};
-#pragma unroll 1
+    constexpr int UNROLLED = SUMS <= 16 ? 4 : SUMS <= 32 ? 2 : 1;  // as many loads in flight as registers allow
+#pragma unroll UNROLLED
     for (int column = lane * 4; column < k; column += STEP) {
         float4 w[EXPERTS];
 #pragma unroll
@@ -167,10 +169,10 @@ __global__ void __launch_bounds__(ROUTER_THREADS, 2) router_many_rows(
             for (int e = 0; e < EXPERTS; ++e) sums[r * EXPERTS + e] = dot4(values, w[e], sums[r * EXPERTS + e]);
         }
     }
-    add_parts(sums);
+    add_parts<WARP / 2, SUMS>(sums);
 #pragma unroll
-    for (int i = 0; i < SUMS / WARP; ++i) {
-        const int index = lane * (SUMS / WARP) + i, row = first_row + index / EXPERTS;
+    for (int i = 0; i < EACH; ++i) {
+        const int index = SUMS < WARP ? lane / (WARP / SUMS) : lane * EACH + i, row = first_row + index / EXPERTS;
         const int expert = first_expert + index % EXPERTS;
         if (row < rows && expert < experts)
             logits[static_cast<size_t>(row) * experts + expert] = bias ? __fadd_rn(sums[i], bias[expert]) : sums[i];
@@ -182,14 +184,15 @@ __global__ void __launch_bounds__(ROUTER_THREADS, 2) router_many_rows(
 template <int EACH>
 __global__ void __launch_bounds__(CHOOSE_THREADS)
     choose_experts(const Router router, const float* logits, int* topk_ids, float* topk_weights, int rows) {
-    __shared__ RoutingScratch scratch[CHOOSE_THREADS / WARP];
+    __shared__ RoutingScratch<EACH> scratch[CHOOSE_THREADS / WARP];
     launch_dependent_grids();
     wait_on_dependent_grids();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = blockIdx.x * (CHOOSE_THREADS / WARP) + warp;
     if (row >= rows) return;
-    int id;
-    float weight;
-    WarpRouter<EACH>(router, scratch[warp]).choose(logits + static_cast<size_t>(row) * router.num_experts, id, weight);
+    const WarpRouter<EACH> warp_router(router, scratch[warp]);
+    const float* own = logits + static_cast<size_t>(row) * router.num_experts;
+    const int id = warp_router.choose(own);
+    const float weight = warp_router.weigh(own, id);
     if (lane >= router.top_k) return;
     topk_ids[row * router.top_k + lane] = id;
     topk_weights[row * router.top_k + lane] = weight;

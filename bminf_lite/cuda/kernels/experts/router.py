@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import numpy as np
 from ....backend.values import Norm
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, pointer_and_pitch
 from ..constants import CHOOSE_THREADS, MAX_EXPERTS, ROUTER_THREADS
-from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import norm_arguments, vectors_for
 from .weights import RouterWeights
@@ -24,10 +25,8 @@ MAX_WIDTH = VECTORS[-1] * 8 * ROUTER_THREADS
 """Elements of a row that a block normalises."""
 FEW_ROWS = 16
 """Up to this many rows, each block normalises the row that it multiplies."""
-ROWS = 8
-"""Rows of a warp, where there are many."""
-EXPERTS = (4, 8)
-"""Experts of a warp then. Fewer of them make more blocks."""
+TILES = (8, 1), (8, 2), (8, 4), (8, 8), (16, 8)
+"""Rows and experts of a warp, where there are many rows. Smaller tiles make more blocks, larger ones read less."""
 EACH = (1, 4, 8, 16)
 """Experts of a lane of the warp that chooses."""
 MAX_TOP_K = 32
@@ -46,7 +45,7 @@ class RouterKernels:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         yield KernelFamily(cls.source, "router_few_rows", (BOOLEANS, VECTORS, TYPES))
         yield KernelFamily(cls.source, "router_norm", (BOOLEANS, VECTORS))
-        yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), EXPERTS, TYPES))
+        yield KernelFamily(cls.source, "router_many_rows", (tuple(map(Together, TILES)), TYPES))
         yield KernelFamily(cls.source, "choose_experts", (EACH,))
 
     @staticmethod
@@ -84,10 +83,10 @@ class RouterKernels:
             (x.data.ptr, pitch_of(x), *norm_arguments(norm), *pointer_and_pitch(normed), *quantized, k),
             bytes_moved=nbytes_of(x, normed, codes), cache=rows > self._launcher.num_sms,
         )  # fmt: skip
-        each = EXPERTS[ceil_div(rows, ROWS) * ceil_div(experts, EXPERTS[1] * WARPS) >= self._launcher.num_sms]
-        grid = ceil_div(experts, each * WARPS), ceil_div(rows, ROWS)
+        tile = tile_for(rows, experts, self._launcher.num_sms)
         self._launcher.launch(
-            step, self.source, f"router_many_rows<{ROWS}, {each}, {kind}>", grid, ROUTER_THREADS,
+            step, self.source, f"router_many_rows<{Together(tile)}, {kind}>", grid_of(tile, rows, experts),
+            ROUTER_THREADS,
             (*pointer_and_pitch(normed), router.matrix.data.ptr, bias, out.data.ptr, rows, experts, k, pitch),
             bytes_moved=nbytes_of(normed, router.matrix, out), cache=True,
         )  # fmt: skip
@@ -109,3 +108,14 @@ class RouterKernels:
 def experts_of_a_lane(experts: int) -> int:
     """The element of :data:`EACH` for so many experts."""
     return next(each for each in EACH if experts <= each * 32)
+
+
+def grid_of(tile: tuple[int, int], rows: int, experts: int) -> tuple[int, int]:
+    """Blocks for tiles of experts and of rows."""
+    return ceil_div(experts, tile[1] * WARPS), ceil_div(rows, tile[0])
+
+
+def tile_for(rows: int, experts: int, num_sms: int) -> tuple[int, int]:
+    """The largest of :data:`TILES` with which nearly every SM has a block, or the smallest."""
+    filled = [tile for tile in TILES if 8 * math.prod(grid_of(tile, rows, experts)) >= 7 * num_sms]
+    return (filled or TILES)[-1 if filled else 0]

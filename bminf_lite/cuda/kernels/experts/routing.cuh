@@ -50,95 +50,101 @@ __device__ __forceinline__ unsigned warp_max(unsigned x) {
 
 __device__ __forceinline__ unsigned warp_min(unsigned x) { return ~warp_max(~x); }
 
-// Shared memory of a warp that chooses.
+// Shared memory of a warp that chooses among up to 32 * EACH experts.
+template <int EACH>
 struct RoutingScratch {
-    float scores[MAX_EXPERTS];
-    unsigned keys[MAX_EXPERTS];
-    float groups[MAX_EXPERTS];
+    float scores[EACH * WARP];
+    unsigned keys[EACH * WARP];
+    float groups[EACH * WARP];
 };
 
 // A token's experts in a warp: lane t has the experts t + 32 i.
 template <int EACH>
 struct WarpRouter {
     const Router& router;
-    RoutingScratch& scratch;
-    float scores[EACH];
-    unsigned keys[EACH];
+    RoutingScratch<EACH>& scratch;
 
-    __device__ __forceinline__ WarpRouter(const Router& router, RoutingScratch& scratch)
+    __device__ __forceinline__ WarpRouter(const Router& router, RoutingScratch<EACH>& scratch)
         : router(router),
           scratch(scratch) {}
-    __device__ __forceinline__ static int expert(int i) { return i * WARP + threadIdx.x % WARP; }
-    __device__ __forceinline__ bool exists(int i) const { return expert(i) < router.num_experts; }
 
-    // The chosen expert of rank t and its weight, in lane t < top_k. logits: [num_experts].
-    __device__ __forceinline__ void choose(const float* logits, int& id, float& weight) {
+    // The chosen expert of rank t, in lane t < top_k. logits: [num_experts].
+    __device__ __forceinline__ int choose(const float* logits) const {
         float values[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) values[i] = exists(i) ? __ldcg(logits + expert(i)) : 0.0f;
-        find_scores(values);
-        rank_by(values);
-        __syncwarp();  // the scratch may have been read for another token
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (exists(i)) scratch.scores[expert(i)] = scores[i];
-        if (router.top_groups < router.num_groups) mask_groups();
-        __syncwarp();
-        id = take_largest();
-        const int lane = threadIdx.x % WARP;
-        weight = lane < router.top_k ? scratch.scores[id] : 0.0f;
-        finish(id, weight);
-    }
-
-private:
-    __device__ __forceinline__ void find_scores(const float (&logits)[EACH]) {
-        if (router.score == SIGMOID) {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) scores[i] = __fdiv_rn(1.0f, __fadd_rn(1.0f, portable_exp(-logits[i])));
-        } else if (router.score == SOFTMAX) {
-            softmax(logits);
-        } else {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) scores[i] = logits[i];
-        }
-    }
-
-    __device__ __forceinline__ void softmax(const float (&logits)[EACH]) {
-        unsigned largest = 0;
-        bool is_nan = false;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (exists(i)) largest = max(largest, ranking_key(logits[i])), is_nan |= logits[i] != logits[i];
-        const float top = __any_sync(FULL, is_nan) ? NAN_F : value_of_key(warp_max(largest));
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            scores[i] = exists(i) ? portable_exp(__fsub_rn(logits[i], top)) : 0.0f;
-            sum = i == 0 ? scores[i] : __fadd_rn(sum, scores[i]);
-        }
-#pragma unroll
-        for (int d = WARP / 2; d; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, d));
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) scores[i] = __fdiv_rn(scores[i], sum);
-    }
-
-    __device__ __forceinline__ void rank_by(const float (&logits)[EACH]) {
-        const bool by_logit = !router.correction_bias && router.top_groups == router.num_groups;
+        load(logits, values);
+        if (ranks_scores()) find_scores(values);
+        unsigned keys[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             keys[i] = 0;
             if (!exists(i)) continue;
             const float bias = router.correction_bias ? router.correction_bias[expert(i)] : 0.0f;
-            keys[i] = ranking_key(
-                by_logit                 ? logits[i]
-                : router.correction_bias ? __fadd_rn(scores[i], bias)
-                                         : scores[i]);
+            keys[i] = ranking_key(router.correction_bias ? __fadd_rn(values[i], bias) : values[i]);
         }
+        if (has_groups()) mask_groups(keys);
+        return take_largest(keys);
+    }
+
+    // The weight of the expert of rank t, in lane t < top_k. id: what `choose` has returned for these logits.
+    __device__ __forceinline__ float weigh(const float* logits, int id) const {
+        const int lane = threadIdx.x % WARP;
+        float scores[EACH];
+        load(logits, scores);
+        find_scores(scores);
+        __syncwarp();  // the scratch may have been read for another token
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (exists(i)) scratch.scores[expert(i)] = scores[i];
+        __syncwarp();
+        float weight = lane < router.top_k ? scratch.scores[id] : 0.0f;
+        finish(id, weight);
+        return weight;
+    }
+
+private:
+    __device__ __forceinline__ static int expert(int i) { return i * WARP + threadIdx.x % WARP; }
+    __device__ __forceinline__ bool exists(int i) const { return expert(i) < router.num_experts; }
+    __device__ __forceinline__ bool has_groups() const { return router.top_groups < router.num_groups; }
+    // Whether experts are ranked by their scores. By logits they are the same, and no two of them are equal where the
+    // logits are not.
+    __device__ __forceinline__ bool ranks_scores() const { return router.correction_bias || has_groups(); }
+
+    __device__ __forceinline__ void load(const float* logits, float (&values)[EACH]) const {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) values[i] = exists(i) ? __ldcg(logits + expert(i)) : 0.0f;
+    }
+
+    // Replaces logits by scores.
+    __device__ __forceinline__ void find_scores(float (&x)[EACH]) const {
+        if (router.score == SIGMOID)
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) x[i] = __fdiv_rn(1.0f, __fadd_rn(1.0f, portable_exp(-x[i])));
+        if (router.score == SOFTMAX) softmax(x);
+    }
+
+    __device__ __forceinline__ void softmax(float (&x)[EACH]) const {
+        unsigned largest = 0;
+        bool is_nan = false;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (exists(i)) largest = max(largest, ranking_key(x[i])), is_nan |= x[i] != x[i];
+        const float top = __any_sync(FULL, is_nan) ? NAN_F : value_of_key(warp_max(largest));
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            x[i] = exists(i) ? portable_exp(__fsub_rn(x[i], top)) : 0.0f;
+            sum = i == 0 ? x[i] : __fadd_rn(sum, x[i]);
+        }
+#pragma unroll
+        for (int d = WARP / 2; d; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, d));
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) x[i] = __fdiv_rn(x[i], sum);
     }
 
     // Replaces the keys of experts outside the best groups.
-    __device__ __forceinline__ void mask_groups() {
+    __device__ __forceinline__ void mask_groups(unsigned (&keys)[EACH]) const {
         const int lane = threadIdx.x % WARP, size = router.num_experts / router.num_groups;
+        __syncwarp();  // the scratch may have been read for another token
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
             if (exists(i)) scratch.keys[expert(i)] = keys[i];
@@ -170,7 +176,7 @@ private:
     }
 
     // The expert with the largest key is taken top_k times; lane t gets the one of rank t.
-    __device__ __forceinline__ int take_largest() {
+    __device__ __forceinline__ int take_largest(unsigned (&keys)[EACH]) const {
         const int lane = threadIdx.x % WARP;
         int id = 0;
         for (int rank = 0; rank < router.top_k; ++rank) {

@@ -66,8 +66,7 @@ struct RowStream {
     int4 loaded[U];
 #endif
 
-    // Shared memory of the block: `pipelines`, ROW_WARPS * PIPELINE_BYTES, which no thread uses any more; and
-    // `all_barriers`, ROW_WARPS * STAGES.
+    // Shared memory of the block: `pipelines`, ROW_WARPS * PIPELINE_BYTES, and `all_barriers`, ROW_WARPS * STAGES.
     __device__ __forceinline__
     RowStream(const Rows& rows, const RowUnits& first, int pitch, char* pipelines, unsigned long long* all_barriers)
         : rows(rows),
@@ -85,6 +84,10 @@ struct RowStream {
         }
         __syncwarp();
 #endif
+    }
+
+    // Starts to load the first units. No thread uses the memory of the pipelines any more.
+    __device__ __forceinline__ void start() {
 #pragma unroll 1
         for (int i = 0; i < STAGES; ++i) load(i);
     }
