@@ -716,6 +716,23 @@ def _popcount(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     grid.put(target, np.bitwise_count(grid.get(source, _kind(instruction), lanes)).astype(np.uint32), lanes)
 
 
+def _reverse_bits(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    target, source = instruction.operands
+    bits = np.unpackbits(grid.get(source, "b32", lanes)[:, None].view(np.uint8), axis=1, bitorder="little")
+    grid.put(target, np.packbits(bits, axis=1, bitorder="big").view(">u4").ravel().astype(np.uint32), lanes)
+
+
+def _leading_zeros(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``clz``, and ``bfind.shiftamt`` of unsigned numbers, which is the same but for 0."""
+    target, source = instruction.operands
+    value = grid.get(source, "u32", lanes)
+    zeros = 32 - np.ceil(np.log2(value.astype(np.float64) + 1)).astype(np.int64)
+    if instruction.op[0] == "bfind":
+        assert instruction.op[1:] == ("shiftamt", "u32"), instruction
+        zeros = np.where(value == 0, 0xFFFFFFFF, zeros)
+    grid.put(target, zeros.astype(np.uint32), lanes)
+
+
 def _multiply_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     """``mma.sync`` of int8: the fragments as docs of PTX give them, of ``m16n8k32`` and ``m8n8k16``."""
     rows, depth = {"m16n8k32": (16, 32), "m8n8k16": (8, 16)}[instruction.op[3]]
@@ -848,5 +865,6 @@ _EXECUTE: dict[str, Callable[[Grid, Instruction, Lanes], None]] = {
     "ld": _load, "st": _store, "red": _reduce_in_memory, "mov": _move, "cvt": _convert, "cvta": _cast_address,
     "setp": _compare, "selp": _select, "shfl": _shuffle, "redux": _reduce_warp, "mbarrier": _mbarrier, "cp": _copy,
     "griddepcontrol": _order_launches, "bar": _sync_warp, "vote": _vote, "popc": _popcount, "mma": _multiply_matrices,
+    "brev": _reverse_bits, "clz": _leading_zeros, "bfind": _leading_zeros,
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }  # fmt: skip
