@@ -27,7 +27,6 @@ from bminf_lite.backend.routing import route
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from bminf_lite.cuda.kernels.constants import SORT_CHOICE_PAIRS  # noqa: E402
 from bminf_lite.cuda.kernels.experts.grouped_gemm import GroupedGemm  # noqa: E402
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels, ExpertLayerWeights  # noqa: E402
 from bminf_lite.cuda.kernels.experts.pairs import SortedPairs  # noqa: E402
@@ -152,34 +151,26 @@ def test_logits_have_one_order_of_sums(kernels: ExpertKernels, hidden: int, expe
 def test_pairs_are_sorted_as_defined(
     kernels: ExpertKernels, count: int, top_k: int, experts: int, scaled: bool
 ) -> None:
-    """Few are also chosen by the kernel that sorts them, and copied; the rows of many are copied by another one."""
+    """The rows of many are copied by a kernel of their own."""
     random = np.random.default_rng(count)
-    spec = RouterSpec(experts, top_k, Score.SIGMOID, scales_input=scaled)
-    logits = random.normal(size=(count, experts)).astype(np.float32) - np.arange(experts, dtype=np.float32) / experts
-    ids, weights = route(logits, spec)
+    ids = random.integers(0, experts, (count, top_k)).astype(np.int32) // random.integers(1, 3, (count, 1), np.int32)
     codes, scales = random.integers(-128, 128, (count, 32), np.int8), random.uniform(0, 1, count).astype(np.float32)
-    router, pairs = RouterWeights(spec, cp.zeros((1, 32), np.float16), 32), ids.size
+    factors = random.uniform(0, 1, (count, top_k)).astype(np.float32)
+    pairs = ids.size
+    out = SortedPairs(
+        empty((experts + 1,), np.int32), empty((pairs,), np.int32), empty((pairs,), np.int32),
+        empty((pairs, 32), np.int8), empty((pairs,), np.float32),
+    )  # fmt: skip
+    kernels.pairs.sort(
+        None, cp.asarray(ids), cp.asarray(codes), cp.asarray(scales), cp.asarray(factors) if scaled else None, out
+    )
     order, offsets = sort_by_expert(ids, experts)
-    for chooses in (False, True) if pairs <= SORT_CHOICE_PAIRS else (False,):
-        out = SortedPairs(
-            empty((experts + 1,), np.int32), empty((pairs,), np.int32), empty((pairs,), np.int32),
-            empty((pairs, 32), np.int8), empty((pairs,), np.float32),
-        )  # fmt: skip
-        operands = cp.asarray(codes), cp.asarray(scales), out
-        if chooses:
-            routing = empty(ids.shape, np.int32), empty(ids.shape, np.float32)
-            kernels.pairs.choose_and_sort(None, cp.asarray(logits), router, *routing, *operands)
-        else:
-            routing = cp.asarray(ids), cp.asarray(weights)
-            kernels.pairs.sort(None, router, *routing, *operands)
-        for a, b in zip(routing, (ids, weights), strict=True):
-            np.testing.assert_array_equal(cp.asnumpy(a), b)
-        np.testing.assert_array_equal(cp.asnumpy(out.offsets), offsets)
-        np.testing.assert_array_equal(cp.asnumpy(out.pairs), order)
-        np.testing.assert_array_equal(cp.asnumpy(out.places)[order], np.arange(pairs))
-        np.testing.assert_array_equal(cp.asnumpy(out.codes), codes[order // top_k])
-        factors = weights.ravel()[order] if scaled else np.float32(1)
-        np.testing.assert_array_equal(cp.asnumpy(out.scales), scales[order // top_k] * factors)
+    np.testing.assert_array_equal(cp.asnumpy(out.offsets), offsets)
+    np.testing.assert_array_equal(cp.asnumpy(out.pairs), order)
+    np.testing.assert_array_equal(cp.asnumpy(out.places)[order], np.arange(pairs))
+    np.testing.assert_array_equal(cp.asnumpy(out.codes), codes[order // top_k])
+    expected = scales[order // top_k] * (factors.ravel()[order] if scaled else np.float32(1))
+    np.testing.assert_array_equal(cp.asnumpy(out.scales), expected)
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -268,6 +259,7 @@ LAYERS = {
     "mixtral": (Sizes(128, 448, 136, 8, 2, bias=False), RELU, {"renormalise": True}),
     "gpt-oss": (Sizes(208, 72, 208, 12, 3), RELU, {"score": Score.SOFTMAX_OF_CHOSEN}),
     "llama4": (Sizes(96, 64, 96, 4, 1, bias=False), RELU, {"score": Score.SIGMOID, "scales_input": True}),
+    "several few": (Sizes(2048, 24, 64, 64, 2), RELU, {"renormalise": True}),  # matrix-vector products up to 4 tokens
     "nemotron_h": (
         Sizes(96, 272, 64, 40, 6), ExpertActivation("relu_squared", gated=False),
         {"score": Score.SIGMOID, "renormalise": True, "scale": 2.5, "num_groups": 4, "top_groups": 2},

@@ -217,10 +217,8 @@ MAX_EXPERTS = 512
 ROUTER_THREADS = 256
 CHOOSE_THREADS = 128
 SORT_THREADS = 512
-SORT_CHOICE_PAIRS = 1024
-"""Up to this many pairs, the kernel that sorts them also chooses the experts."""
 SORT_COPY_PAIRS = 2048
-"""Up to this many pairs, it also copies their rows."""
+"""Up to this many pairs, the kernel that sorts them also copies their rows."""
 SUM_THREADS = 256
 FEW_THREADS = 512
 FEW_CHUNK = 512
@@ -302,7 +300,6 @@ HEADERS = {
         ROUTER_THREADS=ROUTER_THREADS,
         CHOOSE_THREADS=CHOOSE_THREADS,
         SORT_THREADS=SORT_THREADS,
-        SORT_CHOICE_PAIRS=SORT_CHOICE_PAIRS,
         SORT_COPY_PAIRS=SORT_COPY_PAIRS,
         SUM_THREADS=SUM_THREADS,
         FEW_THREADS=FEW_THREADS,

@@ -100,23 +100,24 @@ def _wgmma(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         grid.put(name, total, lanes)
 
 
-def _store_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
-    assert instruction.op[3] == "m8n8" and instruction.op[5] == "trans", instruction
+def _store_matrix(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    assert instruction.op[3:6] == ("m8n8", "x1", "trans"), instruction
     target, source = instruction.operands
-    threads, address, lane = grid.numbers(lanes), grid.address(target, lanes), np.arange(32)
-    for number, name in enumerate(_parts(source)):
-        pairs = np.broadcast_to(grid.get(name, "b32", lanes), threads.shape)
-        halves = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, 32, 2)
-        for warp in range(len(threads) // 32):
-            matrix = np.zeros((8, 8), np.uint16)
-            for i in range(2):
-                matrix[lane // 4, lane % 4 * 2 + i] = halves[warp, :, i]
-            base = int(grid.block[threads[warp * 32]]) * grid.pitch
-            for column in range(8):
-                at = int(address[warp * 32 + number * 8 + column])
-                assert at % 16 == 0 and at + 16 <= grid.pitch
-                grid.shared[base + at : base + at + 16] = np.ascontiguousarray(matrix[:, column]).view(np.uint8)
+    threads, address = grid.numbers(lanes), grid.address(target, lanes)
+    pairs = np.broadcast_to(grid.get(_parts(source)[0], "b32", lanes), threads.shape)
+    halves = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, 32, 2)
+    lane = np.arange(32)
+    for warp in range(len(threads) // 32):
+        matrix = np.zeros((8, 8), np.uint16)
+        for i in range(2):
+            matrix[lane // 4, lane % 4 * 2 + i] = halves[warp, :, i]
+        first = warp * 32
+        base = int(grid.block[threads[first]]) * grid.pitch
+        for column in range(8):
+            at = int(address[first + column])
+            assert at % 16 == 0 and at + 16 <= grid.pitch
+            grid.shared[base + at : base + at + 16] = np.ascontiguousarray(matrix[:, column]).view(np.uint8)
 
 
-_EXECUTE.update({"cp": _copy_box, "wgmma": _wgmma, "stmatrix": _store_matrices})
+_EXECUTE.update({"cp": _copy_box, "wgmma": _wgmma, "stmatrix": _store_matrix})
 _NOTHING.add("setmaxnreg")

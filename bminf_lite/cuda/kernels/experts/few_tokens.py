@@ -59,10 +59,17 @@ class FewTokens:
             yield KernelFamily(cls.source, "few_tokens_down", (EACH, BOOLEANS, UNITS[::-1]), defines=defines)
 
     def supports(self, tokens: int, spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices) -> bool:
-        """Whether the kernels take so many tokens: their codes fit shared memory, and no input is rotated."""
-        if tokens > MAX_FEW_TOKENS or tokens * spec.top_k > MAX_FEW_PAIRS or max(hidden.rotation, down.rotation) > 1:
+        """Whether the kernels take so many tokens: their codes fit shared memory, and no input is rotated.
+
+        Also whether they are faster than the others. They read the weight of each pair, also where pairs share an
+        expert. So they take several tokens only if few pairs do, and if the rows of the first weight are whole units.
+        """
+        pairs = tokens * spec.top_k
+        if tokens > MAX_FEW_TOKENS or pairs > MAX_FEW_PAIRS or max(hidden.rotation, down.rotation) > 1:
             return False
-        pairs, num_sms = tokens * spec.top_k, self._launcher.num_sms
+        if tokens > 1 and (4 * pairs > spec.num_experts or hidden.pitch % (UNITS[0] * FEW_CHUNK)):
+            return False
+        num_sms = self._launcher.num_sms
         rows = 2 * ceil_div(pairs * hidden.out_features, num_sms)
         first = self._shared(tokens, tokens, hidden.pitch, rows, 4)
         rows = pairs * ceil_div(down.out_features, num_sms)

@@ -6,9 +6,8 @@
 // another's number of rows.
 //
 // The kernel is persistent and warp-specialised: one thread loads stages of BLOCK_K columns of both operands; two
-// warpgroups multiply one half of the channels each and apply the epilogue. The sums of a thread are of neighbouring
-// rows of x, but a row of the result are channels. So each warp transposes its results through shared memory, a piece
-// at a time, without a barrier of several warps.
+// warpgroups multiply one half of the channels each, apply the epilogue, and write through shared memory, where their
+// results are transposed: the sums of a thread are neighbouring rows of x, a row of the result are channels.
 #include "common/async.cuh"
 #include "common/common.cuh"
 #include "common/wgmma.cuh"
@@ -21,7 +20,6 @@ namespace bminf {
 
 constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
 constexpr int SMALL_BOX = 8, BOX = 32;       // rows of x in a box of the two tensor maps
-constexpr int PIECE_BYTES = 512;             // of results that a warp transposes at once: 16 for each lane
 
 // The width of the instruction for a tile of so many rows.
 __device__ __forceinline__ int width_for(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : (rows + 31) / 32 * 32; }
@@ -31,6 +29,7 @@ __device__ __forceinline__ int width_for(int rows) { return rows <= 8 ? 8 : rows
 template <int BLOCK_M, int MAX_N>
 struct GroupedShared {
     static constexpr int STAGE = (BLOCK_M + MAX_N) * BLOCK_K;
+    static constexpr int PIECE_BYTES = BLOCK_M == 128 ? 4096 : 2048;  // of a piece
     char* memory;
     int stages;
 
@@ -38,12 +37,11 @@ struct GroupedShared {
         return cast_smem_ptr_to_uint(memory) + stage * STAGE;
     }
     __device__ __forceinline__ unsigned rows(int stage) const { return weight(stage) + BLOCK_M * BLOCK_K; }
-    // The piece of a warp.
-    __device__ __forceinline__ char* piece(int warp, int buffer) const {
-        return memory + stages * STAGE + (warp * 2 + buffer) * PIECE_BYTES;
+    __device__ __forceinline__ char* piece(int group, int buffer) const {
+        return memory + stages * STAGE + (group * 2 + buffer) * PIECE_BYTES;
     }
     __device__ __forceinline__ float* scales(int group, int buffer) const {
-        return reinterpret_cast<float*>(piece(WARPS, 0)) + (group * 2 + buffer) * MAX_N;
+        return reinterpret_cast<float*>(memory + stages * STAGE + 4 * PIECE_BYTES) + (group * 2 + buffer) * MAX_N;
     }
     __device__ __forceinline__ unsigned full(int stage) const {
         return cast_smem_ptr_to_uint(scales(2, 0)) + stage * 16;
@@ -120,12 +118,10 @@ private:
 
 // ---- the products ------------------------------------------------------------------------------------------------
 
-// Stores four [8, 8] matrices of 16-bit elements transposed: this thread has of each the elements (t / 4, t % 4 * 2)
-// and its right neighbour. Lane t gives the address of column t % 8 of matrix t / 8.
-__device__ __forceinline__ void stmatrix_x4_trans(unsigned column, const unsigned (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(column), "r"(x[0]),
-                 "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
+// Stores an [8, 8] matrix of 16-bit elements transposed: this thread has the elements (t / 4, t % 4 * 2) and its right
+// neighbour. Lane t < 8 gives the address of column t.
+__device__ __forceinline__ void stmatrix_trans(unsigned column, unsigned pair) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(column), "r"(pair) : "memory");
 }
 
 // A barrier of one of the warpgroups that multiply.
@@ -146,9 +142,10 @@ struct GroupedResult {
 template <int BLOCK_M, int MAX_N, int EPILOGUE, int F>
 struct Consumer {
     static constexpr bool IS_GATED = EPILOGUE == GATED;
-    static constexpr int BLOCKS = BLOCK_M / WARPGROUP;              // of 64 channels that a warpgroup has
-    static constexpr int CHUNKS = IS_GATED ? 1 : 2;                 // of eight outputs that a warp has of each
-    static constexpr int EACH = 4 / CHUNKS, PIECE_ROWS = 8 * EACH;  // groups of eight rows, and rows, of a piece
+    static constexpr int BLOCKS = BLOCK_M / WARPGROUP;             // of 64 channels that a warpgroup has
+    static constexpr int OUTPUTS = BLOCKS * (IS_GATED ? 32 : 64);  // columns of the result from them
+    static constexpr int PIECE_ROWS = GroupedShared<BLOCK_M, MAX_N>::PIECE_BYTES / (2 * OUTPUTS);  // rows of a piece
+    static constexpr int CHUNKS = OUTPUTS / 8;  // of 16 bytes in a row of a piece
     const GroupedShared<BLOCK_M, MAX_N>& shared;
     const GroupedResult& result;
     int group, steps;
@@ -157,7 +154,8 @@ struct Consumer {
 
     // The place of 16 bytes in a piece, such that eight rows' are in different banks.
     __device__ __forceinline__ static unsigned place(int row, int chunk) {
-        return (row * CHUNKS + (chunk ^ (row / 4 % CHUNKS))) * 16;
+        constexpr int EACH = CHUNKS < 8 ? 8 / CHUNKS : 1;  // rows of 128 bytes
+        return row * (OUTPUTS * 2) + (chunk ^ (row / EACH % (CHUNKS < 8 ? CHUNKS : 8))) * 16;
     }
 
     __device__ __forceinline__ void compute(const ExpertTile& tile) {
@@ -222,74 +220,76 @@ private:
         if (lane == 0) mbarrier_arrive(shared.empty(previous));
     }
 
-    // Scales the sums and writes the results, PIECE_ROWS rows of one block of channels at a time.
+    // Scales the sums and writes the results, PIECE_ROWS rows at a time.
     template <int GROUPS>
     __device__ __forceinline__ void store(
         const ExpertTile& tile, const int (&c)[BLOCKS][GROUPS][4], const float* scales) {
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-        const int outputs = IS_GATED ? result.n / 2 : result.n;
+        const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
+        float scale[BLOCKS][2], bias[BLOCKS][2];
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-            const int first = tile.weight_tile * BLOCK_M + (group * BLOCKS + b) * 64 + warp % 4 * 16;  // channel
-            float scale[2], bias[2];
+        for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const size_t at =
-                    static_cast<size_t>(tile.expert) * result.n + min(first + lane / 4 + h * 8, result.n - 1);
-                scale[h] = __ldg(result.w_scale + at);
-                bias[h] = result.bias ? __ldg(result.bias + at) : 0.0f;
+                const int channel =
+                    tile.weight_tile * BLOCK_M + (group * BLOCKS + b) * 64 + warp * 16 + lane / 4 + h * 8;
+                const size_t at = static_cast<size_t>(tile.expert) * result.n + min(channel, result.n - 1);
+                scale[b][h] = __ldg(result.w_scale + at);
+                bias[b][h] = result.bias ? __ldg(result.bias + at) : 0.0f;
             }
-            const int column = (IS_GATED ? first / 2 : first) + lane % CHUNKS * 8;  // of what this lane copies
+        constexpr int EACH = PIECE_ROWS / 8 < GROUPS ? PIECE_ROWS / 8 : GROUPS;  // groups in a piece
 #pragma unroll
-            for (int g = 0; g < GROUPS; g += EACH) {
-                if (g * 8 >= tile.rows) break;
-                unsigned pairs[4] = {};
+        for (int first = 0; first < GROUPS; first += EACH) {
+            if (first * 8 >= tile.rows) break;
+            const unsigned piece = cast_smem_ptr_to_uint(shared.piece(group, buffer));
 #pragma unroll
-                for (int i = 0; i < EACH; ++i)
-                    if (g + i < GROUPS)
-                        scale_group(c[b][g + i], tile, scales, (g + i) * 8, scale, bias, pairs + i * CHUNKS);
-                char* piece = shared.piece(warp, buffer);
-                buffer ^= 1;
-                const int matrix = lane / 8;
-                stmatrix_x4_trans(
-                    cast_smem_ptr_to_uint(piece) + place(matrix / CHUNKS * 8 + lane % 8, matrix % CHUNKS), pairs);
-                __syncwarp();
-                const int row = g * 8 + lane / CHUNKS;
-                const uint4 values = *reinterpret_cast<const uint4*>(piece + place(lane / CHUNKS, lane % CHUNKS));
-                if (row < tile.rows && column < outputs)
-                    *reinterpret_cast<uint4*>(result.out + (tile.row + row) * result.pitch + column) = values;
+            for (int g = 0; g < EACH && first + g < GROUPS; ++g) {
+                const int at = (first + g) * 8 + lane % 4 * 2;
+                const float2 x = {scales[min(at, tile.rows - 1)], scales[min(at + 1, tile.rows - 1)]};
+#pragma unroll
+                for (int b = 0; b < BLOCKS; ++b) {
+                    const int (&sums)[4] = c[b][first + g];
+                    float y[2][2];  // of both channels, of both rows
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {
+                            y[h][i] = scaled(__int2float_rn(sums[2 * h + i]), i ? x.y : x.x, scale[b][h]);
+                            if (result.bias) y[h][i] = __fadd_rn(y[h][i], bias[b][h]);
+                        }
+                    const int row = g * 8 + lane % 8;
+                    if constexpr (IS_GATED) {
+                        const unsigned pair = pack_half2(
+                            expert_activation<true, F>(y[0][0], y[1][0], result.clamp),
+                            expert_activation<true, F>(y[0][1], y[1][1], result.clamp));
+                        stmatrix_trans(piece + place(row, b * 4 + warp), pair);
+                    } else {
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            if constexpr (EPILOGUE == ACTIVATED)
+#pragma unroll
+                                for (int i = 0; i < 2; ++i)
+                                    y[h][i] = expert_activation<false, F>(y[h][i], 0.0f, result.clamp);
+                            stmatrix_trans(piece + place(row, (b * 4 + warp) * 2 + h), pack_half2(y[h][0], y[h][1]));
+                        }
+                    }
+                }
             }
+            sync_warpgroup(group);
+            copy_piece(tile, first * 8, EACH * 8);
+            buffer ^= 1;
         }
     }
 
-    // The results of eight rows from `first` on, and of this thread's two channels: sums are of channel, row; channel,
-    // next row; next channel, row; next channel, next row. pairs: both rows of each output.
-    __device__ __forceinline__ void scale_group(
-        const int (&sums)[4], const ExpertTile& tile, const float* scales, int first, const float (&scale)[2],
-        const float (&bias)[2], unsigned* pairs) const {
-        const int at = first + threadIdx.x % 4 * 2;
-        float y[2][2];  // of both channels, of both rows
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float x = scales[min(at + i, tile.rows - 1)];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                y[h][i] = scaled(__int2float_rn(sums[2 * h + i]), x, scale[h]);
-                if (result.bias) y[h][i] = __fadd_rn(y[h][i], bias[h]);
-            }
-        }
-        if constexpr (IS_GATED) {
-            pairs[0] = pack_half2(
-                expert_activation<true, F>(y[0][0], y[1][0], result.clamp),
-                expert_activation<true, F>(y[0][1], y[1][1], result.clamp));
-        } else {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                if constexpr (EPILOGUE == ACTIVATED)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) y[h][i] = expert_activation<false, F>(y[h][i], 0.0f, result.clamp);
-                pairs[h] = pack_half2(y[h][0], y[h][1]);
-            }
+    // Writes a piece, of `count` rows of the tile from `first` on.
+    __device__ __forceinline__ void copy_piece(const ExpertTile& tile, int first, int count) const {
+        const int outputs = IS_GATED ? result.n / 2 : result.n;
+        const int column = (tile.weight_tile * 2 + group) * OUTPUTS;
+        const char* piece = shared.piece(group, buffer);
+        for (int i = threadIdx.x % WARPGROUP; i < count * CHUNKS; i += WARPGROUP) {
+            const int row = i / CHUNKS, chunk = i % CHUNKS;
+            if (first + row >= tile.rows || column + chunk * 8 >= outputs) continue;
+            *reinterpret_cast<uint4*>(result.out + (tile.row + first + row) * result.pitch + column + chunk * 8) =
+                *reinterpret_cast<const uint4*>(piece + place(row, chunk));
         }
     }
 };

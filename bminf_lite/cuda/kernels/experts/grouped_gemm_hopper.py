@@ -27,13 +27,11 @@ THREADS = 384
 BOXES = 8, 32
 """Rows of sorted pairs in a box of the two tensor maps."""
 MAX_STAGES = 8
-PIECE_BYTES = 512
-"""Results that a warp transposes at once, twice in shared memory."""
 
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """A tile: channels of the weight, and sorted rows of one expert at most."""
+    """A tile: channels of the weight, and sorted rows of one expert at most; and bytes of a transposed piece."""
 
     channels: int
     rows: int
@@ -54,7 +52,8 @@ class GroupedTile:
 
     @property
     def _fixed(self) -> int:
-        return 16 * PIECE_BYTES + 4 * self.rows * 4 + SCHEDULE_BYTES
+        pieces = 4 * (4096 if self.channels == WEIGHT_BOX else 2048)
+        return pieces + 4 * self.rows * 4 + SCHEDULE_BYTES
 
 
 TILES = GroupedTile(128, 64), GroupedTile(256, 160)

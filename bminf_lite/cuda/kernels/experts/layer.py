@@ -15,7 +15,6 @@ import numpy as np
 from ....backend.expert_values import ExpertActivation
 from ....backend.values import Norm
 from ..arrays import PAD, nbytes_of, pitch_of, round_up
-from ..constants import SORT_CHOICE_PAIRS
 from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import CODES, ROW, RowKernels, array_source
@@ -105,11 +104,9 @@ class ExpertKernels:
         offsets, order, places = (empty((count,), np.int32) for count in (experts + 1, pairs, pairs))
         row_codes, row_scales = empty((pairs, pitch_of(codes)), np.int8), empty((pairs,), np.float32)
         ordered = SortedPairs(offsets, order, places, row_codes, row_scales)
-        if pairs <= SORT_CHOICE_PAIRS:
-            self.pairs.choose_and_sort(step, logits, router, routing.ids, routing.weights, codes, scales, ordered)
-        else:
-            self.router.choose(step, logits, router, routing.ids, routing.weights)
-            self.pairs.sort(step, router, routing.ids, routing.weights, codes, scales, ordered)
+        self.router.choose(step, logits, router, routing.ids, routing.weights)
+        factors = routing.weights if router.spec.scales_input else None
+        self.pairs.sort(step, routing.ids, codes, scales, factors, ordered)
         hidden = empty((pairs, round_up(features, PAD)), np.float16)
         self.grouped.launch(step, ordered.codes, ordered.scales, offsets, layer.hidden, hidden, layer.activation)
         hidden_codes, hidden_scales = empty((pairs, down.pitch), np.int8), empty((pairs,), np.float32)

@@ -2,7 +2,6 @@
 // rank j.
 #include "common/common.cuh"
 #include "constants/experts.cuh"
-#include "experts/routing.cuh"
 
 using namespace bminf;
 
@@ -61,70 +60,25 @@ struct RowCopy {
     }
 };
 
-// Warps of a block that choose among up to 32 * EACH experts: as many as have room for their scratch.
-template <int EACH>
-constexpr int choosing_warps() {
-    constexpr int FIT = (24 << 10) / sizeof(RoutingScratch<EACH>);
-    return FIT < WARPS ? FIT : WARPS;
-}
-
-// The choice of all tokens by each block; `ids` in shared memory. Each token's experts are written by one block, and so
-// are their weights. With scales_input every block finds all weights, in shared memory too.
-template <int EACH>
-__device__ __forceinline__ void choose_all(
-    const Router& router, const float* logits, int tokens, bool scales_input, int* ids, float* weights, int* topk_ids,
-    float* topk_weights, RoutingScratch<EACH>* scratch) {
-    const int lane = threadIdx.x % WARP, top_k = router.top_k;
-    constexpr int CHOOSING = choosing_warps<EACH>();
-    const int warp = threadIdx.x / WARP;
-    const WarpRouter<EACH> warp_router(router, scratch[warp % CHOOSING]);
-    for (int token = warp < CHOOSING ? warp : tokens; token < tokens; token += CHOOSING) {
-        const float* own = logits + token * router.num_experts;
-        const int id = warp_router.choose(own), pair = token * top_k + lane;
-        if (lane < top_k) ids[pair] = id;
-        const bool writes = blockIdx.y == 0 && token % gridDim.x == blockIdx.x;
-        if (!writes && !scales_input) continue;
-        const float weight = warp_router.weigh(own, id);
-        if (lane >= top_k) continue;
-        if (scales_input) weights[pair] = weight;
-        if (writes) topk_ids[pair] = id, topk_weights[pair] = weight;
-    }
-    __syncthreads();
-}
-
-// offsets: [experts + 1], sorted_pairs: [pairs], as in backend/experts.py; places: [pairs], the place of each pair
-// among the sorted ones. With EACH > 0 the experts are chosen from the logits of up to SORT_CHOICE_PAIRS pairs, EACH
-// for each lane, and written to topk_ids and topk_weights, [tokens, top_k]; otherwise they are read from there. With
-// COPY the rows of x [tokens, words of 16 bytes] and their scales are copied to the places of their pairs, of up to
-// SORT_COPY_PAIRS. With scales_input the weights of the experts multiply the scales.
+// topk_ids: [pairs]. offsets: [experts + 1], sorted_pairs: [pairs], as in backend/experts.py; places: [pairs], the
+// place of each pair among the sorted ones. With COPY the rows of x [tokens, words of 16 bytes] and their scales, times
+// `factors` [pairs] unless null, are copied to the places of their pairs, of up to SORT_COPY_PAIRS.
 //
 // Grid: (experts, parts). The blocks of an expert all find its pairs; the first one writes them, and each copies its
 // share of their rows. Every block counts the pairs before its expert's itself, so none waits for another.
-template <int EACH, bool COPY>
+template <bool COPY>
 __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
-    const Router router, const float* logits, int* topk_ids, float* topk_weights, int tokens, bool scales_input,
-    int* offsets, int* sorted_pairs, int* places, const void* x, const float* scales, int words, void* sorted,
-    float* sorted_scales) {
-    static_assert(EACH == 0 || COPY, "few pairs are copied at once");
+    const int* topk_ids, int pairs, int top_k, int* offsets, int* sorted_pairs, int* places, const void* x,
+    const float* scales, const float* factors, int words, void* sorted, float* sorted_scales) {
     __shared__ int warps[WARPS];
     __shared__ int list[COPY ? SORT_COPY_PAIRS : 1];  // this block's share of the expert's pairs
-    constexpr int CHOSEN = EACH > 0 ? SORT_CHOICE_PAIRS : 1;
-    __shared__ int chosen[CHOSEN];
-    __shared__ float chosen_weights[CHOSEN];
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const int* ids = topk_ids;
-    const float* weights = topk_weights;
-    if constexpr (EACH > 0) {
-        __shared__ RoutingScratch<EACH> scratch[choosing_warps<EACH>()];
-        choose_all(router, logits, tokens, scales_input, chosen, chosen_weights, topk_ids, topk_weights, scratch);
-        ids = chosen, weights = chosen_weights;
-    }
-    const int pairs = tokens * router.top_k, expert = blockIdx.x, part = blockIdx.y, parts = gridDim.y;
+    const int expert = blockIdx.x, part = blockIdx.y, parts = gridDim.y;
     const int each = min((pairs + SORT_THREADS - 1) / SORT_THREADS, MOST), chunk = each * SORT_THREADS;
     const auto find = [&](int base) {
         const int first = base + threadIdx.x * each;
-        return Found(ids, first, max(0, min(each, pairs - first)), expert);
+        return Found(topk_ids, first, max(0, min(each, pairs - first)), expert);
     };
     Found found = find(0);
     int before = found.before;
@@ -148,9 +102,8 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
     }
     if constexpr (COPY) {
         __syncthreads();
-        const RowCopy copy = {
-            static_cast<const uint4*>(x), scales,       scales_input ? weights : nullptr, router.top_k, words,
-            static_cast<uint4*>(sorted),  sorted_scales};
+        const RowCopy copy = {static_cast<const uint4*>(x), scales,       factors, top_k, words,
+                              static_cast<uint4*>(sorted),  sorted_scales};
         const int count = own / parts + (own % parts > part);
         for (int i = threadIdx.x / WARP; i < count; i += WARPS) copy.run(list[i], before + i * parts + part);
     }
@@ -186,29 +139,23 @@ __global__ void __launch_bounds__(SUM_THREADS) weighted_sum(
     }
     __syncthreads();
     if (column >= columns) return;
-    float* target = out + row * out_pitch + column;
-    float before[8] = {}, sum[8];
-    if constexpr (ADD) load8(target, before);
-    constexpr int AT_ONCE = 4;  // rows whose loads are in flight together
-    for (int first = 0; first < top_k; first += AT_ONCE) {
-        uint4 raw[AT_ONCE];
+    float sum[8];
+#pragma unroll 4
+    for (int j = 0; j < top_k; ++j) {
+        float x[8];
+        load8(results + places_of_row[j] * pitch + column, x);
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
-            raw[j] = ld_global_v4(results + places_of_row[min(first + j, top_k - 1)] * pitch + column);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
-            if (first + j >= top_k) break;
-            float x[8];
-            load8(reinterpret_cast<const __half*>(&raw[j]), x);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float y = __fmul_rn(weights_of_row[first + j], x[i]);
-                sum[i] = first + j == 0 ? y : __fadd_rn(sum[i], y);
-            }
+        for (int i = 0; i < 8; ++i) {
+            const float y = __fmul_rn(weights_of_row[j], x[i]);
+            sum[i] = j == 0 ? y : __fadd_rn(sum[i], y);
         }
     }
+    float* target = out + row * out_pitch + column;
+    if constexpr (ADD) {
+        float before[8];
+        load8(target, before);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        if constexpr (ADD) sum[i] = __fadd_rn(before[i], sum[i]);
+        for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(before[i], sum[i]);
+    }
     store8(target, sum);
 }

@@ -10,8 +10,6 @@ from ..arrays import address, ceil_div, nbytes_of, pitch_of
 from ..constants import SORT_COPY_PAIRS, SORT_THREADS, SUM_THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
-from .router import EACH, experts_of_a_lane
-from .weights import RouterWeights
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -42,54 +40,34 @@ class PairKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "sort_by_expert", ((0, *EACH), BOOLEANS), _possible_sort)
+        yield KernelFamily(cls.source, "sort_by_expert", (BOOLEANS,))
         yield KernelFamily(cls.source, "gather_pairs")
         yield KernelFamily(cls.source, "weighted_sum", (BOOLEANS,))
 
-    def choose_and_sort(
-        self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, topk_ids: cp.ndarray,
-        topk_weights: cp.ndarray, codes: cp.ndarray, scales: cp.ndarray, out: SortedPairs,
-    ) -> None:  # fmt: skip
-        """:meth:`RouterKernels.choose` and :meth:`sort`, of up to ``SORT_CHOICE_PAIRS`` pairs."""
-        self._sort(
-            step, experts_of_a_lane(router.spec.num_experts), logits, router, topk_ids, topk_weights, codes, scales, out
-        )
-
     def sort(
-        self, step: StepContext | None, router: RouterWeights, topk_ids: cp.ndarray, topk_weights: cp.ndarray,
-        codes: cp.ndarray, scales: cp.ndarray, out: SortedPairs,
+        self, step: StepContext | None, topk_ids: cp.ndarray, codes: cp.ndarray, scales: cp.ndarray,
+        factors: cp.ndarray | None, out: SortedPairs,
     ) -> None:  # fmt: skip
         """Sort ``topk_ids`` int32 ``[T, top_k]``, and copy the tokens' ``codes`` and ``scales`` to their pairs.
 
-        Rows of ``codes`` lie one after another without gaps, and are padded to a multiple of 16 bytes. ``topk_weights``
-        fp32 ``[T, top_k]`` multiply the scales if the router scales inputs.
+        Rows of ``codes`` lie one after another without gaps, and are padded to a multiple of 16 bytes. ``factors`` fp32
+        ``[T, top_k]`` multiply the scales. Rows of more than ``SORT_COPY_PAIRS`` pairs are copied by another kernel.
         """
-        self._sort(step, 0, None, router, topk_ids, topk_weights, codes, scales, out)
-        if (pairs := topk_ids.size) <= SORT_COPY_PAIRS:
-            return
-        factors = address(topk_weights) if router.spec.scales_input else 0
-        self._launcher.launch(
-            step, self.source, "gather_pairs", ceil_div(pairs, SORT_THREADS // 32), SORT_THREADS,
-            (out.pairs.data.ptr, pairs, router.spec.top_k, codes.data.ptr, scales.data.ptr, factors,
-             pitch_of(codes) // 16, out.codes.data.ptr, out.scales.data.ptr),
-            bytes_moved=nbytes_of(codes, out.codes), cache=True,
-        )  # fmt: skip
-
-    def _sort(
-        self, step: StepContext | None, each: int, logits: cp.ndarray | None, router: RouterWeights,
-        topk_ids: cp.ndarray, topk_weights: cp.ndarray, codes: cp.ndarray, scales: cp.ndarray, out: SortedPairs,
-    ) -> None:  # fmt: skip
-        pairs, experts, spec = topk_ids.size, router.spec.num_experts, router.spec
-        copies = pairs <= SORT_COPY_PAIRS
+        pairs, top_k, experts = topk_ids.size, topk_ids.shape[1], len(out.offsets) - 1
+        copies, words = pairs <= SORT_COPY_PAIRS, pitch_of(codes) // 16
         assert pitch_of(codes) == pitch_of(out.codes)
+        rows = codes.data.ptr, scales.data.ptr, address(factors), words, out.codes.data.ptr, out.scales.data.ptr
         parts = parts_of(pairs, experts, self._launcher.num_sms) if copies else 1
         self._launcher.launch(
-            step, self.source, f"sort_by_expert<{each}, {BOOLEANS[copies]}>", (experts, parts), SORT_THREADS,
-            (*router.arguments, address(logits), topk_ids.data.ptr, topk_weights.data.ptr, len(topk_ids),
-             spec.scales_input, out.offsets.data.ptr, out.pairs.data.ptr, out.places.data.ptr, codes.data.ptr,
-             scales.data.ptr, pitch_of(codes) // 16, out.codes.data.ptr, out.scales.data.ptr),
+            step, self.source, f"sort_by_expert<{BOOLEANS[copies]}>", (experts, parts), SORT_THREADS,
+            (topk_ids.data.ptr, pairs, top_k, out.offsets.data.ptr, out.pairs.data.ptr, out.places.data.ptr, *rows),
             bytes_moved=nbytes_of(topk_ids, *((codes, out.codes) if copies else ())),
         )  # fmt: skip
+        if not copies:
+            self._launcher.launch(
+                step, self.source, "gather_pairs", ceil_div(pairs, SORT_THREADS // 32), SORT_THREADS,
+                (out.pairs.data.ptr, pairs, top_k, *rows), bytes_moved=nbytes_of(codes, out.codes), cache=True,
+            )  # fmt: skip
 
     def weighted_sum(
         self, step: StepContext | None, results: cp.ndarray, places: cp.ndarray, weights: cp.ndarray | None,
@@ -112,7 +90,3 @@ class PairKernels:
 def parts_of(pairs: int, experts: int, num_sms: int) -> int:
     """Blocks for each expert: few experts leave most SMs without work, and few pairs need none of the others."""
     return max(1, min(2 * num_sms // experts, ceil_div(pairs, experts)))
-
-
-def _possible_sort(each: int, copies: str) -> bool:
-    return each == 0 or copies == BOOLEANS[1]

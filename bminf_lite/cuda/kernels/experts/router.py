@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import numpy as np
 from ....backend.values import Norm
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, pointer_and_pitch
 from ..constants import CHOOSE_THREADS, MAX_EXPERTS, ROUTER_THREADS
-from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
+from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import norm_arguments, vectors_for
 from .weights import RouterWeights
@@ -25,8 +24,11 @@ MAX_WIDTH = VECTORS[-1] * 8 * ROUTER_THREADS
 """Elements of a row that a block normalises."""
 FEW_ROWS = 16
 """Up to this many rows, each block normalises the row that it multiplies."""
-TILES = (8, 1), (8, 2), (8, 4), (8, 8), (16, 8)
-"""Rows and experts of a warp, where there are many rows. Smaller tiles make more blocks, larger ones read less."""
+ROWS = 8
+"""Rows of a warp, where there are many."""
+EXPERTS = (2, 4)
+"""Experts of a warp then: of up to ``FEW_BLOCKS_ROWS`` rows, and of more."""
+FEW_BLOCKS_ROWS = 512
 EACH = (1, 4, 8, 16)
 """Experts of a lane of the warp that chooses."""
 MAX_TOP_K = 32
@@ -45,7 +47,7 @@ class RouterKernels:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         yield KernelFamily(cls.source, "router_few_rows", (BOOLEANS, VECTORS, TYPES))
         yield KernelFamily(cls.source, "router_norm", (BOOLEANS, VECTORS))
-        yield KernelFamily(cls.source, "router_many_rows", (tuple(map(Together, TILES)), TYPES))
+        yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), EXPERTS, TYPES))
         yield KernelFamily(cls.source, "choose_experts", (EACH,))
 
     @staticmethod
@@ -83,10 +85,10 @@ class RouterKernels:
             (x.data.ptr, pitch_of(x), *norm_arguments(norm), *pointer_and_pitch(normed), *quantized, k),
             bytes_moved=nbytes_of(x, normed, codes), cache=rows > self._launcher.num_sms,
         )  # fmt: skip
-        tile = tile_for(rows, experts, self._launcher.num_sms)
+        each = EXPERTS[rows > FEW_BLOCKS_ROWS]
         self._launcher.launch(
-            step, self.source, f"router_many_rows<{Together(tile)}, {kind}>", grid_of(tile, rows, experts),
-            ROUTER_THREADS,
+            step, self.source, f"router_many_rows<{ROWS}, {each}, {kind}>",
+            (ceil_div(experts, each * WARPS), ceil_div(rows, ROWS)), ROUTER_THREADS,
             (*pointer_and_pitch(normed), router.matrix.data.ptr, bias, out.data.ptr, rows, experts, k, pitch),
             bytes_moved=nbytes_of(normed, router.matrix, out), cache=True,
         )  # fmt: skip
@@ -108,14 +110,3 @@ class RouterKernels:
 def experts_of_a_lane(experts: int) -> int:
     """The element of :data:`EACH` for so many experts."""
     return next(each for each in EACH if experts <= each * 32)
-
-
-def grid_of(tile: tuple[int, int], rows: int, experts: int) -> tuple[int, int]:
-    """Blocks for tiles of experts and of rows."""
-    return ceil_div(experts, tile[1] * WARPS), ceil_div(rows, tile[0])
-
-
-def tile_for(rows: int, experts: int, num_sms: int) -> tuple[int, int]:
-    """The largest of :data:`TILES` with which nearly every SM has a block, or the smallest."""
-    filled = [tile for tile in TILES if 8 * math.prod(grid_of(tile, rows, experts)) >= 7 * num_sms]
-    return (filled or TILES)[-1 if filled else 0]
