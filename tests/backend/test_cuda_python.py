@@ -152,7 +152,7 @@ def test_an_engine_warms_up_and_serves_in_little_memory(profile: str, shape: str
     done = run_module("fake_gpu.memory_limit", profile, shape, limit, kv_cache)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["results"] >= 5 and found["captured"] >= 20 and found["without memory"] == 0
+    assert found["results"] >= 5 and found["captured"] >= 15 and found["without memory"] == 0
 
 
 @pytest.mark.slow
