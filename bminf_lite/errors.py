@@ -6,7 +6,8 @@ for :class:`UsageError`), with a traceback under ``--debug``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
@@ -63,6 +64,24 @@ def checkpoint_error(title: object, problems: Sequence[str], remedy: str = "") -
 
 class UsageError(BminfError, ValueError):
     """An argument is out of range: a sampling parameter, a prompt, a recipe, a device name."""
+
+
+def is_panic(error: BaseException | None) -> bool:
+    """Whether an exception is a panic of Rust: a ``BaseException`` of a type that each library has for itself."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+@contextmanager
+def library_errors(message: str, kind: type[BminfError] = CheckpointError) -> Iterator[None]:
+    """Raise ``kind`` for what a library raises within the block, panics of Rust included: it got a faulty file."""
+    try:
+        yield
+    except (BminfError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise kind(f"{message}: {error}") from error
 
 
 def is_whole(value: object) -> bool:

@@ -8,15 +8,16 @@ words; the expressions are those of llama.cpp.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import isnan
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, checkpoint_error, library_errors
 from .header import GgufHeader
 from .special_tokens import NAMES, is_control, named_ids, vocabulary
 
@@ -86,16 +87,18 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
     if kind not in makers:
         problem = f"tokenizer.ggml.model is {kind!r}, not one of {', '.join(makers)}"
         raise CheckpointError(f"{header.path}: {problem}; give prompts as token ids, or add a tokenizer.json")
-    backend, adds_bos = makers[kind](header, tokens)
-    strips = any(name in str(metadata.get("general.name", "")).lower() for name in _STRIPPING)
-    for token, token_type in zip_longest(tokens, types):
-        if token and is_control(token, token_type):
-            rstrip = strips and token not in _NOT_STRIPPED
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False, rstrip=rstrip)])
-        elif token and token_type == USER_DEFINED:
-            backend.add_tokens([AddedToken(token, normalized=False)])
     named = {name: tokens[i] for name, i in named_ids(header).items()}
-    _frame(header, backend, named, adds_bos)
+    with library_errors(f"{header.path}: holds a vocabulary that the tokenizers library cannot read"):
+        backend, adds_bos = makers[kind](header, tokens)
+        strips = any(name in str(metadata.get("general.name", "")).lower() for name in _STRIPPING)
+        for token, token_type in zip_longest(tokens, types):
+            if token and is_control(token, token_type):
+                rstrip = strips and token not in _NOT_STRIPPED
+                backend.add_special_tokens([AddedToken(token, special=True, normalized=False, rstrip=rstrip)])
+            elif token and token_type == USER_DEFINED:
+                backend.add_tokens([AddedToken(token, normalized=False)])
+        _frame(header, backend, named, adds_bos)
+        pipeline = backend.to_str()
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {theirs: named.get(name) for name, theirs in NAMES.items()}
     if repeated := _repeated(tokens):
@@ -105,7 +108,7 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
     if templates:
         config["chat_template"] = templates
     config = {key: value for key, value in config.items() if value is not None}
-    return {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config, ensure_ascii=False)}
+    return {"tokenizer.json": pipeline, "tokenizer_config.json": json.dumps(config, ensure_ascii=False)}
 
 
 def _ids(tokens: Sequence[str]) -> dict[str, int]:
@@ -139,7 +142,7 @@ def _frame(header: GgufHeader, backend: tokenizers.Tokenizer, named: dict[str, s
 
 def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
     scores = header.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(_is_score, scores)):
         raise CheckpointError(f"{header.path}: tokenizer.ggml.scores does not have a number for each token")
     ids, unknown_id = _ids(tokens), named_ids(header).get("unknown")
     unknown = None if unknown_id is None else tokens[unknown_id]
@@ -151,6 +154,10 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> tuple[tokenizer
     ends = [decoders.Strip(" ", 1, 0)] if prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
     return backend, True
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isnan(value)
 
 
 def merges_of(ids: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -171,11 +178,27 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[tokenizers.T
         problem = f"tokenizer.ggml.pre is {name!r}, not one of {', '.join(WORDS)}"
         raise CheckpointError(f"{header.path}: {problem}; give prompts as token ids, or add a tokenizer.json")
     words = WORDS[name]
-    merges = [tuple(merge.split(" ", 1)) for merge in header.metadata.get("tokenizer.ggml.merges") or []]
     ids = _ids(tokens)
-    backend = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=words.ignores_merges))
+    backend = tokenizers.Tokenizer(models.BPE(ids, _merges(header, ids), ignore_merges=words.ignores_merges))
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in words.expressions]
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_of])
     backend.decoder = decoders.ByteLevel()
     return backend, words.adds_bos
+
+
+def _merges(header: GgufHeader, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs of tokens that become one, in order. Raises ``CheckpointError`` for other values."""
+    merges = header.metadata.get("tokenizer.ggml.merges") or []
+    if not isinstance(merges, list):
+        raise CheckpointError(f"{header.path}: tokenizer.ggml.merges must be a list of texts; export the model again")
+    found, problems = [], []
+    for index, merge in enumerate(merges):
+        left, _, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
+        if left in ids and right in ids and left + right in ids:
+            found.append((left, right))
+        else:
+            problems.append(f"tokenizer.ggml.merges[{index}] is {merge!r}, which does not make a token of two others")
+    if problems:
+        raise checkpoint_error(header.path, problems, "export the model again")
+    return found

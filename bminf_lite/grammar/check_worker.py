@@ -154,6 +154,10 @@ class Checker:
             return {"problem": "it nests too deeply"}
         except MemoryError:
             return {"problem": "it needs too much memory"}
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            return {"problem": f"llguidance fails: {error}"}
         if problem is None:
             return {"specification": specification}
         if kind == "json_schema":

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import UsageError, library_errors
 from ..files import thread_count
 from ..text.cpm_tokenizer import CpmTokenizer
 from ..text.json_tokenizer import JsonTokenizer
@@ -33,6 +33,9 @@ MATCHERS_PER_LEXER = 8
 """A grammar gets another lexer when each of those that it has serves so many completions."""
 QUICK_SECONDS = 0.2
 """A grammar that takes longer to compile is compiled once: it must not keep others waiting, or take much memory."""
+_UNSUPPORTED = (
+    "cannot be constrained by a grammar (supported are byte-level and SentencePiece vocabularies, and those of CPM)"
+)
 
 
 class Matcher:
@@ -228,9 +231,10 @@ class GrammarCompiler:
             self._num_lexers += 1
             number = self._num_lexers
         limits, start = llguidance.LLParserLimits(**LIMITS), time.perf_counter()
-        matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
-        if not matcher.is_error() and not _can_begin(matcher, eos_ids):
-            raise UsageError(_message(grammar, None))
+        with library_errors(f"the {grammar.name} cannot be followed by this model", UsageError):
+            matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
+            if not matcher.is_error() and not _can_begin(matcher, eos_ids):
+                raise UsageError(_message(grammar, None))
         if matcher.is_error():
             raise UsageError(_message(grammar, matcher))
         return _Lexer(matcher, number, time.perf_counter() - start)
@@ -288,29 +292,20 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) 
     if isinstance(tokenizer, CpmTokenizer):  # its decoder joins the texts of single tokens
         texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     elif isinstance(tokenizer, JsonTokenizer):
-        source = tokenizer.to_json()
-        decoder = json.loads(source).get("decoder") or {}
-        if decoder.get("type") != "Metaspace":
-            try:
+        with library_errors(f"{tokenizer.source} {_UNSUPPORTED}", UsageError):
+            source = tokenizer.to_json()
+            decoder = json.loads(source).get("decoder") or {}
+            if decoder.get("type") != "Metaspace":
                 return llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=ends)
-            except ValueError as error:
-                raise UsageError(_unsupported(str(error))) from None
         space, special = decoder.get("replacement", "▁"), tokenizer.special_ids
         pieces = [None if token in special else tokenizer.id_to_piece(token) for token in range(len(tokenizer))]
         texts = [(piece or "").replace(space, " ") for piece in pieces]
     else:
-        raise UsageError(_unsupported(type(tokenizer).__name__))
+        raise UsageError(f"{type(tokenizer).__name__} {_UNSUPPORTED}")
     tokens = [b"" if token in eos_ids else text.encode() for token, text in enumerate(texts)]
     tokens += [b""] * (vocab_size - len(tokens))
     texts_only: Any = _TokenTexts(tokens, eos_ids)
     return llguidance.LLTokenizer(texts_only, eos_token=ends)
-
-
-def _unsupported(what: str) -> str:
-    return (
-        f"this model's tokenizer cannot be constrained by a grammar ({what}): supported are byte-level and "
-        "SentencePiece vocabularies, and those of CPM"
-    )
 
 
 def _message(grammar: Grammar, matcher: Any) -> str:

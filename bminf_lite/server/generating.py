@@ -70,7 +70,7 @@ async def encode(server: ServerState, prompt: Prompt, field: str, add_special_to
         raise bad_request(f"the prompt is too long: {problem}; shorten it", field, _TOO_LONG)
     try:
         return await run_briefly(lambda: server.prompts.encode(prompt, add_special_tokens), length)
-    except UsageError as error:
+    except (UsageError, CheckpointError) as error:  # the latter for a text for which the tokenizer has no tokens
         code = _TOO_LONG if "prompt is too long" in str(error) else None
         raise bad_request(str(error), field, code) from None
 

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..errors import UsageError
+from ..errors import CheckpointError, UsageError
 from .errors import bad_request
 from .generating import check_model, guarded, render, run_briefly
 from .health import json_response
@@ -40,7 +40,7 @@ def routes(server: ServerState) -> list[Route]:
 
         try:
             ids = await run_briefly(encode, len(given))
-        except UsageError as error:
+        except (UsageError, CheckpointError) as error:
             raise bad_request(f"{field}: {error}", field) from None
         result = {"count": len(ids), "max_model_len": server.client.info.context_length, "tokens": ids}
         if body.return_token_strs:
@@ -57,7 +57,7 @@ def routes(server: ServerState) -> list[Route]:
             raise bad_request(f"tokens: {problem}; decode parts of it", "tokens")
         try:
             text = await run_briefly(lambda: server.prompts.tokenizer.decode(body.tokens), len(body.tokens))
-        except UsageError as error:
+        except (UsageError, CheckpointError) as error:
             raise bad_request(f"tokens: {error}", "tokens") from None
         return json_response({"prompt": text})
 

@@ -8,8 +8,7 @@ Its post-processor says which special tokens frame a prompt. The files beside it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_panic, library_errors
 from ..files import read_small_file
 from .tokenizer import Tokenizer, numbered_ids
 from .tokenizer_budget import check_budget, check_tokens
@@ -36,8 +35,10 @@ _DEFAULT, _TOOL_USE = "default", "tool_use"
 _TEMPLATE_FILES = {_DEFAULT: "chat_template.jinja", _TOOL_USE: "additional_chat_templates/tool_use.jinja"}
 _PROCESSOR_TEMPLATE = "chat_template.json"
 NO_TEXTS: Mapping[str, str] = MappingProxyType({})
-
-
+_ANY_TEXT = "It has 2 words, or more.\n"
+"""What every tokenizer must take without a panic of the library; it need not have tokens for it."""
+_QUOTED = 40
+"""Characters of a text that a message quotes."""
 LONG_TEXT = 4096
 """Characters, or tokens, from which the library is called so that it leaves the interpreter's lock to other threads.
 
@@ -51,6 +52,7 @@ class JsonTokenizer(Tokenizer):
     ``special_tokens`` are the texts of its special tokens by name, of which ``bos_token`` and ``eos_token`` mean the
     same everywhere. ``adds_bos`` and ``adds_eos`` frame a prompt if the library's tokenizer adds no tokens itself.
     ``repeated`` are ids of tokens that the backend does not have, each with the id of the token that has its text.
+    ``source`` is the file of the backend.
     """
 
     FILE: ClassVar[str] = "tokenizer.json"
@@ -63,12 +65,14 @@ class JsonTokenizer(Tokenizer):
         adds_bos: bool = False,
         adds_eos: bool = False,
         repeated: Mapping[int, int] = MappingProxyType({}),
+        source: object = FILE,
     ):
         super().__init__()
         # The settings of training, which a tokenizer.json may carry, would silently cut or pad prompts.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self.source = source
         self.special_tokens = special_tokens
         self.bos_token = special_tokens.get("bos_token") or None
         self.eos_token = special_tokens.get("eos_token") or None
@@ -86,7 +90,7 @@ class JsonTokenizer(Tokenizer):
         self.added_texts = frozenset(token.content for token in added.values())
         self._repeated = repeated
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        check_tokens(vocabulary, "tokenizer.json")
+        check_tokens(vocabulary, source)
         self._size = 1 + max([*vocabulary.values(), *repeated], default=-1)
         self.sentinels = numbered_ids("<extra_id_{}>", backend.token_to_id)  # T5's
         decoder = backend.decoder
@@ -105,13 +109,14 @@ class JsonTokenizer(Tokenizer):
         if kind is GENERIC and not has_pipeline:
             kind = tokenizer_class(None, _BYTE_LEVEL_CLASSES[0])
         settings = _settings(files, backend, kind, has_pipeline)
-        return cls._make(backend, settings, _chat_templates(folder, files.config), folder, vocab_size)
+        source = folder / (cls.FILE if has_pipeline else _BYTE_LEVEL_FILES[0])
+        return cls._make(backend, settings, _chat_templates(folder, files.config), source, vocab_size)
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str], path: Path, vocab_size: int) -> JsonTokenizer:
         """A tokenizer from the texts of ``tokenizer.json`` and ``tokenizer_config.json``, which came from ``path``."""
         check_budget(texts["tokenizer.json"].encode(errors="replace"), path)
-        with _library_errors(f"{path}: holds a vocabulary that the tokenizers library cannot read"):
+        with library_errors(f"{path}: holds a vocabulary that the tokenizers library cannot read"):
             backend = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
         config = json.loads(texts["tokenizer_config.json"])
         settings = _settings(TokenizerFiles(path, config, {}, {}), backend, GENERIC, has_pipeline=True)
@@ -123,7 +128,7 @@ class JsonTokenizer(Tokenizer):
         backend: tokenizers.Tokenizer,
         settings: TokenizerSettings,
         templates: Mapping[str, str],
-        folder: Path,
+        source: Path,
         vocab_size: int,
     ) -> JsonTokenizer:
         """Apply the settings, and check that special tokens are in the vocabulary, and that it fits the embedding.
@@ -132,7 +137,7 @@ class JsonTokenizer(Tokenizer):
         one (Gemma 3 1B), or a token for padding that was added later.
         """
         special = settings.special_tokens
-        with _library_errors(f"{folder}: the files beside tokenizer.json do not fit it"):
+        with library_errors(f"{source} cannot be used with the files beside it"):
             backend = with_tokens(backend, settings.stated, settings.further, vocab_size)
             if settings.prefix_space is not None:
                 backend = with_prefix_space(backend, settings.prefix_space, settings.is_legacy)
@@ -144,17 +149,23 @@ class JsonTokenizer(Tokenizer):
         ]
         used = max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
         if used < vocab_size <= max(backend.get_added_tokens_decoder(), default=-1):
-            backend = without_added_tokens_beyond(backend, vocab_size, framing.values())
+            with library_errors(f"{source} cannot be used without the tokens that have no row in the embedding"):
+                backend = without_added_tokens_beyond(backend, vocab_size, framing.values())
         backend.encode_special_tokens = settings.splits_special_tokens
         repeated = settings.repeated_tokens
-        tokenizer = cls(backend, special, templates, settings.adds_bos, settings.adds_eos, repeated)
+        tokenizer = cls(backend, special, templates, settings.adds_bos, settings.adds_eos, repeated, source)
         if len(tokenizer) > vocab_size:
             problems.append(
                 f"the tokenizer has ids up to {len(tokenizer) - 1}, but the embedding only {vocab_size} rows; "
                 "the tokenizer files must be those of this checkpoint"
             )
         if problems:
-            raise CheckpointError(f"{folder}: {'; '.join(problems)}")
+            raise CheckpointError(f"{source}: {'; '.join(problems)}")
+        try:
+            tokenizer.encode(_ANY_TEXT)
+        except CheckpointError as error:
+            if is_panic(error.__cause__):
+                raise
         return tokenizer
 
     def __len__(self) -> int:
@@ -175,7 +186,7 @@ class JsonTokenizer(Tokenizer):
         return self.encode("".join(text for pair in zip(parts, [*spans, ""], strict=True) for text in pair))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        with _library_errors("tokenizer.json has no tokens for this prompt"):
+        with library_errors(f"{self.source} cannot turn {_quoted(text)} into tokens"):
             if len(text) > LONG_TEXT:
                 [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             else:
@@ -193,8 +204,12 @@ class JsonTokenizer(Tokenizer):
                 return self._backend.decode_batch([visible], skip_special_tokens=False)[0]
             return self._backend.decode(visible, skip_special_tokens=False)
         except BaseException:
-            with _library_errors("tokenizer.json cannot turn these tokens into text"):
+            with library_errors(f"{self.source} cannot turn these tokens into text"):
                 raise
+
+
+def _quoted(text: str) -> str:
+    return repr(text) if len(text) <= _QUOTED else f"{text[:_QUOTED]!r}..."
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
@@ -224,7 +239,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     check_budget(content, path)
-    with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
+    with library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
         return tokenizers.Tokenizer.from_buffer(content)  # not from_file: its paths must be UTF-8
 
 
@@ -240,7 +255,7 @@ def is_byte_level(folder: Path) -> bool:
 
 def _byte_level_backend(folder: Path) -> tokenizers.Tokenizer:
     """GPT-2's tokenizer, whose pieces are strings of bytes, from ``vocab.json`` and ``merges.txt``."""
-    with _library_errors(f"{folder}: vocab.json and merges.txt are no tokenizer that the tokenizers library can read"):
+    with library_errors(f"{folder}: vocab.json and merges.txt are no tokenizer that the tokenizers library can read"):
         backend = tokenizers.Tokenizer(models.BPE.from_file(*(str(folder / name) for name in _BYTE_LEVEL_FILES)))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
@@ -259,19 +274,8 @@ def _settings(
     """The settings in the files for a backend. A byte-level pipeline is never that of LLaMA's class."""
     if kind is LLAMA and has_byte_level(backend):
         kind = TokenizerClass(frames=True)
-    with _library_errors(f"{files.folder}: a special token cannot be used"):
+    with library_errors(f"{files.folder}: a special token cannot be used"):
         return read_settings(files, backend, kind, has_pipeline)
-
-
-@contextmanager
-def _library_errors(message: str) -> Iterator[None]:
-    """Turn the library's exceptions for a faulty file (``Exception``, or a panic of Rust) into ``CheckpointError``."""
-    try:
-        yield
-    except BaseException as e:
-        if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError, CheckpointError)):
-            raise
-        raise CheckpointError(f"{message}: {e}") from e
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -109,11 +109,11 @@ def _part_problems(part: str, value: Any) -> Iterator[str]:
         return
     growth = 1.0
     for step in steps:
-        kind = step.get("type")
+        kind = str(step.get("type"))
         if kind in _FACTORS:
             growth *= _FACTORS[kind](step)
-        if kind == "Precompiled" and (factor := _charsmap_factor(step)) > MAX_FORM_GROWTH:
-            yield f"{part}: its table of characters makes {factor:,.0f} of one, and {MAX_FORM_GROWTH:g} are allowed"
+        if kind == "Precompiled":
+            yield from (f"{part}: its table of characters {problem}" for problem in _table_problems(step))
         if kind == "Prepend" and len(str(step.get("prepend"))) > MAX_ADDED:
             yield f"{part} puts {len(str(step['prepend'])):,} characters before a text, and {MAX_ADDED:,} are allowed"
     if growth > MAX_GROWTH:
@@ -154,14 +154,21 @@ _FACTORS: dict[Any, Callable[[Mapping[str, Any]], float]] = {
 """Forms of Unicode are not counted: they change few characters, and a second one changes nothing more."""
 
 
-def _charsmap_factor(step: Mapping[str, Any]) -> float:
-    """The longest text in the table of a SentencePiece model: a trie, and texts that end with zero bytes."""
+def _table_problems(step: Mapping[str, Any]) -> Iterator[str]:
+    """Of the table of a SentencePiece model: a number of bytes, a trie of so many, and texts that end with zero bytes.
+
+    The library makes room for the trie before it reads it.
+    """
     try:
         table = base64.b64decode(str(step.get("precompiled_charsmap") or ""), validate=True)
     except (binascii.Error, ValueError):
-        return 1.0  # the library says what is wrong
-    texts = table[4 + int.from_bytes(table[:4], "little") :]
-    return float(max((len(text.decode(errors="replace")) for text in texts.split(b"\0")), default=1))
+        return  # the library says what is wrong
+    size, rest = int.from_bytes(table[:4], "little"), table[4:]
+    if size > len(rest):
+        yield f"claims {size:,} bytes, but has {len(rest):,}"
+    factor = max((len(text.decode(errors="replace")) for text in rest[size:].split(b"\0")), default=1)
+    if factor > MAX_FORM_GROWTH:
+        yield f"makes {factor:,} characters of one, and {MAX_FORM_GROWTH:g} are allowed"
 
 
 def _frame_problems(value: Any) -> Iterator[str]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from bminf_lite.errors import UsageError
 from bminf_lite.grammar import Grammar, validate, value
+from bminf_lite.grammar.check_worker import Checker
 from bminf_lite.grammar.value import MAX_CHOICES, MAX_TEXT
 from bminf_lite.text.json_schema import FORMATS
 
@@ -124,3 +127,21 @@ def test_a_bomb_is_bounded(name):
         validate(BOMBS[name]())
     validate(GOOD[0])
     validate(Grammar.regex(f"after {name}"))
+
+
+class _Panic(BaseException):
+    """As the exceptions are for panics of Rust: of no type that a caller could name."""
+
+
+def test_a_panic_of_the_library_is_a_problem_of_the_grammar():
+    llguidance = pytest.importorskip("llguidance")
+
+    def panics(*_: object) -> str:
+        raise _Panic("begin <= end (1 <= 0)")
+
+    library = SimpleNamespace(LLTokenizer=llguidance.LLTokenizer, LLMatcher=SimpleNamespace(grammar_from_regex=panics))
+    checker = Checker(library, None, "", 10)
+    assert checker.reply("regex", "a") == {"problem": "llguidance fails: begin <= end (1 <= 0)"}
+    library.LLMatcher.grammar_from_regex = lambda _: sys.exit()
+    with pytest.raises(SystemExit):
+        checker.reply("regex", "a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,24 @@ def test_the_tokenizer_is_read_before_the_first_request(tmp_path: Path):
         for path in tmp_path.iterdir():
             path.unlink()
         assert server.json("/tokenize", {"prompt": "Hi"})["tokens"] == TOKENIZER.encode("Hi")
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_a_text_on_which_the_tokenizer_panics_is_a_request_s_fault(tmp_path: Path, path: str):
+    """As an expression of the file that backtracks without an end; other texts are served."""
+    file = api_kit.folder_with_template(tmp_path) / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": "z"}
+    file.write_text(json.dumps(content))
+    server = api_kit.fake_server(tmp_path)
+    try:
+        answer = server.post(path, {"model": NAME, "prompt": "x" * 40})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == "prompt", answer.text
+        assert "tokenizer.json cannot turn 'xxx" in error["message"]
+        server.json(path, {"model": NAME, "prompt": "Hi"})
     finally:
         server.close()
 

@@ -226,3 +226,28 @@ def test_sentencepiece_has_its_own_special_tokens_where_a_file_names_none() -> N
     types = [2, CONTROL, CONTROL, *[BYTE] * 256, NORMAL, NORMAL]
     tokenizer = load(header(**of("ggml", model="llama", tokens=tokens, token_type=types, scores=[0.0] * len(tokens))))
     assert tokenizer.encode("a")[0] == tokenizer.bos_id == 1 and tokenizer.eos_ids == {2}
+
+
+BYTES = "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (of("ggml", merges=["t h", "q"]), r"merges\[1\] is 'q', which does not make a token of two others"),
+        (of("ggml", merges=["t h", "h t"]), r"merges\[1\] is 'h t'"),
+        (of("ggml", merges=["t h", "th e"]), r"merges\[1\] is 'th e'"),
+        (of("ggml", merges=[3, "t h", ""]), r"merges\[0\] is 3.*\n.*merges\[2\] is ''"),
+        (of("ggml", merges="t h"), "merges must be a list of texts"),
+        (of("ggml", model="llama", scores=[0.0] * 256), "scores does not have a number for each token"),
+        (of("ggml", model="llama", scores=[0.0] * 256 + ["1"]), "scores does not have a number for each token"),
+        (of("ggml", model="llama", scores=[0.0] * 256 + [float("nan")]), "scores does not have a number"),
+        (of("ggml", model="llama", scores=7), "scores does not have a number for each token"),
+    ],
+)
+def test_wrong_merges_and_scores_name_the_file(values: dict[str, Any], message: str) -> None:
+    right = of("ggml", model="gpt2", pre="gpt-2", tokens=[*BYTES, "th"], merges=["t h"], scores=[0.0] * 257,
+               bos_token_id=0)  # fmt: skip
+    assert load(header(**right)).encode("the")
+    with pytest.raises(CheckpointError, match=rf"(?s)^model\.gguf: .*{message}"):
+        load(header(**right | values))
