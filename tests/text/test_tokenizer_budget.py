@@ -57,7 +57,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "many": ({"normalizer": sequence("normalizers", *[{"type": "NFC"}] * 65)}, "more than 64 steps"),
     "bytes of bytes": ({"pre_tokenizer": sequence("pretokenizers", *[{"type": "ByteLevel"}] * 20)}, "1.05e+06"),
     "while decoding": ({"decoder": sequence("decoders", *[REPLACE] * 30)}, "decoder makes up to 1.07e+09"),
-    "a table": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap("x" * 5000)}}, "5,000 characters of one"),
+    "a table": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap("x" * 5000)}}, "5,000 char"),
     "a prefix": ({"normalizer": {"type": "Prepend", "prepend": "x" * 2000}}, "2,000 characters before a text"),
     "a frame": ({"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x"}}],
                  "special_tokens": {"x": {"id": "x", "ids": [0] * 5000, "tokens": ["x"] * 5000}}}}, "5,000 tokens"),
