@@ -83,6 +83,8 @@ class Report:
     components: tuple[Component, ...]
     plans: tuple[GemmReport, ...]
     problems: tuple[Problem, ...]
+    notes: tuple[Problem, ...] = ()
+    """What this package can do without, and other programs perhaps cannot."""
 
     @property
     def usable(self) -> bool:
@@ -103,8 +105,14 @@ class Report:
         lines += [_line("" if i else "int8 plans", _plan_text(plan)) for i, plan in enumerate(self.plans)]
         lines += ["", "CUDA is ready." if self.usable else "CUDA cannot be used yet; the CPU can."]
         for problem in self.problems:
-            lines += ["", problem.what, *(f"    {line}" for line in problem.details), f"  {problem.remedy}"]
+            lines += _problem_lines(problem)
+        for note in self.notes:
+            lines += _problem_lines(note)
         return "\n".join(lines)
+
+
+def _problem_lines(problem: Problem) -> list[str]:
+    return ["", problem.what, *(f"    {line}" for line in problem.details), f"  {problem.remedy}"]
 
 
 def _line(name: str, value: str) -> str:
@@ -164,7 +172,8 @@ class Probes:
 
     ``library(name)`` loads one of ``libraries.NAMES``, ``driver_release`` gives the driver's version (or ""), ``gpus``
     asks the driver, ``cupy`` gives the CuPy distributions with their versions, ``headers(major)`` finds headers,
-    preferably of that CUDA version, and ``plans`` tries every plan on the first GPU.
+    preferably of that CUDA version, ``other_headers(major)`` finds those of other versions among wheels, and ``plans``
+    tries every plan on the first GPU.
     """
 
     library: Callable[[str], Library] = libraries.load
@@ -172,6 +181,7 @@ class Probes:
     gpus: Callable[[], list[Gpu]] = _find_gpus
     cupy: Callable[[], dict[str, str]] = libraries.find_cupy
     headers: Callable[[int | None], Headers] = lambda major: libraries.find_headers(major=major)
+    other_headers: Callable[[int], list[Headers]] = libraries.other_headers
     plans: Callable[[], list[GemmReport]] = _measure_plans
 
 
@@ -203,6 +213,7 @@ def diagnose(probes: Probes | None = None) -> Report:
         ),
         plans=tuple(plans),
         problems=tuple(problems),
+        notes=tuple(_mixed_headers(probes, cupy)),
     )
 
 
@@ -297,6 +308,23 @@ def _mismatched(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> 
         what = f"The CUDA headers are of version {text(headers)}, and libnvrtc of {text(nvrtc)}."
         problems.append(Problem(what, install_command("headers", nvrtc)))
     return problems
+
+
+def _mixed_headers(probes: Probes, cupy: dict[str, str]) -> list[Problem]:
+    """A note on wheels of another CUDA version beside CuPy's: CuPy may compile its own kernels against their headers.
+
+    The kernels of this package are compiled against headers of the compiler's version.
+    """
+    major = libraries.major_of(cupy)
+    others = probes.other_headers(major) if major else []
+    if not others:
+        return []
+    versions = ", ".join(sorted({text(headers.version) for headers in others}))
+    what = f"Headers of CUDA {versions}, which a PyTorch of that version brings, are beside {next(iter(cupy))}."
+    effect = "CuPy may compile its own kernels against them, which fails; this package's kernels are not concerned."
+    newest = max(headers.version for headers in others)
+    remedy = f"pip uninstall {' '.join(cupy)}, then {install_command('cupy', newest)}"
+    return [Problem(what, remedy, (effect, *(str(headers.path) for headers in others)))]
 
 
 def _plans(probes: Probes, problems: list[Problem], cuda: Version) -> list[GemmReport]:

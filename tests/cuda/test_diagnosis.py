@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bminf_lite.cuda.doctor import GemmReport, Gpu, Probes, diagnose, require_usable
-from bminf_lite.cuda.runtime.libraries import Headers, Library, Version
+from bminf_lite.cuda.runtime.libraries import Headers, Library, Version, other_headers
 from bminf_lite.errors import DeviceError
 
 GPU = Gpu(0, "NVIDIA Example", (9, 0), 80 << 30)
@@ -43,6 +43,7 @@ def complete(cuda: Version = (13, 1), driver: Version = (13, 0)) -> Probes:
         gpus=lambda: [GPU],
         cupy=lambda: {f"cupy-cuda{cuda[0]}x": "14.2.0"},
         headers=lambda major: Headers(Path("/include"), cuda),
+        other_headers=lambda major: [],
         plans=lambda: PLANS,
     )
 
@@ -63,6 +64,44 @@ def test_a_complete_machine_is_usable_and_says_what_it_has():
                  "cupy-cuda13x 14.2.0", "/lib/libcublasLt.so", "13.1", "/include",
                  "exact, 1433 TOPS (in use)", "cublasLt refuses it", "CUDA is ready"):  # fmt: skip
         assert fact in text
+
+
+@pytest.mark.parametrize(("cuda", "other"), [((12, 9), (13, 0)), ((13, 1), (12, 8))])
+def test_headers_of_another_cuda_beside_cupy_are_noted(cuda: Version, other: Version):
+    """As with PyTorch for CUDA 13 and cupy-cuda12x: CuPy's own kernels fail, and this package's do not."""
+    asked = []
+
+    def other_headers(major: int) -> list[Headers]:
+        asked.append(major)
+        return [Headers(Path("/site-packages/nvidia/cu13/include"), other)]
+
+    report = diagnose(replace(complete(cuda), other_headers=other_headers))
+    assert asked == [cuda[0]] and report.usable and not report.problems
+    (note,) = report.notes
+    assert note.remedy == f"pip uninstall cupy-cuda{cuda[0]}x, then pip install 'bminf-lite[cuda{other[0]}]'"
+    for fact in (f"Headers of CUDA {other[0]}.{other[1]}", "/site-packages/nvidia/cu13/include", "CUDA is ready"):
+        assert fact in report.text()
+    assert json.loads(json.dumps(report.as_dict()))["notes"]
+    require_usable(0, replace(complete(cuda), other_headers=other_headers))
+
+
+def test_headers_of_other_versions_are_found_in_wheels(tmp_path: Path):
+    folders = []
+    for name, number in (("cu13", 13000), ("cuda_runtime", 12090), ("broken", None), ("empty", 0)):
+        folder = tmp_path / name / "include"
+        folder.mkdir(parents=True)
+        folders.append(folder)
+        if name != "empty":
+            (folder / "cuda_runtime.h").write_text("")
+        if number:
+            (folder / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {number}\n")
+    assert other_headers(12, folders) == [Headers(folders[0], (13, 0))]
+    assert other_headers(13, folders) == [Headers(folders[1], (12, 9))]
+    assert other_headers(12, []) == []
+
+
+def test_without_cupy_no_headers_are_noted():
+    assert not diagnose(replace(complete(), cupy=dict, other_headers=must_not_run)).notes
 
 
 def test_without_a_driver():

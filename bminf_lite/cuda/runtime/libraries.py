@@ -278,6 +278,16 @@ def find_headers(folders: Iterable[Path] | None = None, major: int | None = None
     raise DeviceError(f"cuda_fp16.h was not found; run: {command}. Searched:{details}")
 
 
+def other_headers(major: int, folders: Iterable[Path] | None = None) -> list[Headers]:
+    """The headers among installed wheels that are of another CUDA version than ``major``.
+
+    PyTorch for CUDA 13 brings such to ``cupy-cuda12x``.
+    """
+    searched = list(dict.fromkeys(_wheel_folders(_SPECS["cudart"], "include") if folders is None else folders))
+    found = [Headers(f, _header_version(f)) for f in searched if (f / "cuda_runtime.h").is_file()]
+    return [headers for headers in found if headers.version and headers.version[0] != major]
+
+
 def _header_version(folder: Path) -> Version:
     try:
         content = (folder / "cuda_runtime_api.h").read_text(errors="replace")
