@@ -36,6 +36,12 @@ MAX_LOCATED = 300
 """Parts of a schema that are checked on their own to find the one that is wrong."""
 
 
+ONE_OF = (
+    "oneOf is supported where its branches exclude each other by a type, a constant, a required property, a length or "
+    "a range, and a value could be accepted by two of these: write anyOf"
+)
+
+
 class GrammarProblem(ValueError):
     """What is wrong with a grammar."""
 
@@ -208,6 +214,8 @@ class Checker:
         for _ in range(STEPS):
             if matcher.is_error():
                 problem = str(matcher.get_error()).replace("<non-verbose/>", "").strip()
+                if "coerce_one_of" in problem:  # an option of the library
+                    return ONE_OF
                 return "no text satisfies it" if problem == "NoExtensionBias" else problem.split("\n<")[0]
             if matcher.is_stopped():
                 break
