@@ -119,6 +119,10 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
 
     Raises :class:`CheckpointError`, with ``source`` as its title, for every setting that cannot be run.
     """
+    mlx = config.get("quantization")
+    if isinstance(mlx, dict) and "group_size" in mlx and "bits" in mlx:
+        problem = f"is quantized by MLX (quantization: {mlx['bits']!r} bits, groups of {mlx['group_size']!r})"
+        raise checkpoint_error(source, [problem], "get the unquantized model that it was made from, and migrate it")
     raw = config.get("quantization_config") or config.get("compression_config")
     if raw is None:
         return None

@@ -24,10 +24,14 @@ from ..models import Architecture, ModelConfig
 from ..models.spec import Parameter, Role, Spec
 from .compressed_tensors import QUANTIZATION_SUFFIXES, QuantizationConfig, packed_width
 from .manifest import MANIFEST_FILE
+from .misnamed import misnamed
 from .reader import Checkpoint, open_checkpoint
 from .recipe import Scheme
 from .tensor_file import FLOAT_DTYPES, TensorInfo
 
+UNFIT = "the files do not fit config.json: get both anew from the same place, or export the model again"
+MAX_TOKEN_ID = (1 << 24) - 1
+"""Of the largest vocabulary that could be; published ones have 262,144 tokens."""
 TIED_ROWS = 64
 """The number of rows that are compared to tell whether a tensor is a copy of another."""
 
@@ -125,13 +129,12 @@ def open_model(path: str | Path) -> OpenedModel:
         checkpoint.rename(description.spec.aliases)
         description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
         spec = description.spec
-        problems = _spec_problems(spec, checkpoint.tensors, checkpoint.quantization) or _tied_problems(checkpoint, spec)
+        problems, is_misnamed = _all_problems(checkpoint, spec)
         with _errors_naming(checkpoint.path):
             vocab_size = description.config.vocab_size
             eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, vocab_size)
         if problems:
-            remedy = "the files do not fit config.json: get both anew from the same place, or export the model again"
-            raise checkpoint_error(checkpoint.path, problems, remedy)
+            raise checkpoint_error(checkpoint.path, problems, "" if is_misnamed and len(problems) == 1 else UNFIT)
         return OpenedModel(checkpoint, description, eos_ids)
     except BaseException:
         checkpoint.close()
@@ -181,14 +184,14 @@ def configured_eos_ids(
     """The ``eos_token_id`` (an id or a list) of ``generation_config.json``, else of ``config.json``, else ``None``.
 
     Ids beyond the vocabulary count as none: transformers saves GPT-2's 50256 with a small GPT-2 that names no other.
-    Raises ``CheckpointError`` for a value that is no id.
+    Raises ``CheckpointError`` for a value that is no id of any vocabulary.
     """
     for name, values in (("generation_config.json", generation_config), ("config.json", config)):
         value = values.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+        if any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i <= MAX_TOKEN_ID for i in ids):
             raise CheckpointError(
                 f"{name}: eos_token_id is {value!r}, but must be a token id from 0 to {vocab_size - 1}, or a list"
             )
@@ -288,6 +291,19 @@ class _ExpectedTensor:
             yield f"tensor {self.name!r} has shape {list(info.shape)}; config.json needs {shapes}"
         if info.dtype not in self.dtypes:
             yield f"tensor {self.name!r} is {info.dtype}; it must be {' or '.join(self.dtypes)}"
+
+
+def _all_problems(checkpoint: Checkpoint, spec: Spec) -> tuple[list[str], bool]:
+    """What is wrong with the tensors, and whether names differ alike, which is then the first problem."""
+    tensors, quantization = checkpoint.tensors, checkpoint.quantization
+    problems = _spec_problems(spec, tensors, quantization)
+    if not problems:
+        return _tied_problems(checkpoint, spec), False
+    renamed = misnamed(spec, tensors)
+    if renamed is None:
+        return problems, False
+    others = _spec_problems(spec, {renamed.names.get(name, name): info for name, info in tensors.items()}, quantization)
+    return [renamed.problem, *others], True
 
 
 def _spec_problems(spec: Spec, tensors: Mapping[str, TensorInfo], quantization: QuantizationConfig | None) -> list[str]:

@@ -34,6 +34,9 @@ from .safetensors_file import SafetensorsFile
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 from .torch_file import TorchFile
 
+SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
+VARIANT = re.compile(r"\.(fp16|bf16|fp32|ema|non_ema)[-.]")
+"""Words that transformers puts into names of files: ``model.fp16.safetensors``."""
 MAX_CONFIG_BYTES = 1 << 24
 """Of a file of settings; published ones have some thousand bytes."""
 MAX_LIST_BYTES = 1 << 27
@@ -378,15 +381,32 @@ def _no_config(path: Path) -> str:
 
 
 def _no_weights(path: Path) -> str:
-    suffixes = (".bin", ".pt", ".pth", ".safetensors", ".gguf", ".h5")
+    suffixes = (".bin", ".pt", ".pth", ".safetensors", ".npz", ".gguf", ".h5")
     found = sorted(file.name for file in path.iterdir() if file.suffix in suffixes)
     listed = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
     for name in SINGLE_FILES:
-        if any(file.endswith(Path(name).suffix) for file in found):
-            return f"{path}: has {listed}, but neither {name} nor {name}.index.json; copy the missing index"
+        of_kind = [file for file in found if file.endswith(Path(name).suffix)]
+        if of_kind:
+            return f"{path}: has {listed}, but neither {name} nor {name}.index.json; {_weights_remedy(of_kind, name)}"
     if found:
         return (
             f"{path}: its weights are in {listed}, and this version reads {' and '.join(SINGLE_FILES)}; convert them "
             "with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     return f"{path}: holds no weights: none of {', '.join(SINGLE_FILES)}, nor the index of shards"
+
+
+def _weights_remedy(files: Sequence[str], name: str) -> str:
+    """What helps a folder whose weights are in ``files`` of the kind of ``name``, none of which has that name."""
+    if any(file.startswith("adapter_") for file in files):
+        return "it is an adapter: merge it into its base model (merge_and_unload of peft), and save that model"
+    if any(file.startswith(("consolidated.", "weights.")) for file in files):
+        return "these are in their author's own form: get the files for transformers, which the same place offers"
+    if any(SHARD.search(file) for file in files):
+        variant = next((match[1] for file in files if (match := VARIANT.search(file))), None)
+        if variant is None:
+            return "copy the missing index"
+        return f"copy {name}.index.{variant}.json from where the shards came from, as {name}.index.json"
+    if len(files) == 1:
+        return f"if {files[0]} is the whole model, rename it to {name}"
+    return f"rename the one that is the whole model to {name}"

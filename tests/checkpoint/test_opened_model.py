@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +189,13 @@ def test_a_newer_t5_may_omit_its_unscaled_head(tmp_path: Path, model_type: str) 
         open_model(tmp_path / "less")
 
 
+@pytest.mark.parametrize("value", ["</s>", -1, 10**12, 1 << 24, True, 2.0, [2, 10**30], {"a": 1}])
 def test_end_tokens_that_are_no_ids_are_refused_before_a_migration(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, value: Any
 ) -> None:
-    folder = make_checkpoint(eos_token_id="</s>")
-    with pytest.raises(CheckpointError, match=rf"^{folder}/config\.json: eos_token_id is '</s>', but must be"):
+    folder = make_checkpoint(eos_token_id=value)
+    expected = re.escape(f"{folder}/config.json: eos_token_id is {value!r}, but must be")
+    with pytest.raises(CheckpointError, match=f"^{expected}"):
         migrate(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -164,6 +164,41 @@ def test_no_weights_and_no_index(make_checkpoint: MakeCheckpoint) -> None:
     assert "holds no weights" in message(folder)
 
 
+@pytest.mark.parametrize(
+    ("names", "remedy"),
+    [
+        (["model.fp16.safetensors"], "if model.fp16.safetensors is the whole model, rename it to model.safetensors"),
+        (["my-model.safetensors"], "if my-model.safetensors is the whole model, rename it to model.safetensors"),
+        (["pytorch_model.fp16.bin"], "if pytorch_model.fp16.bin is the whole model, rename it to pytorch_model.bin"),
+        (["a.safetensors", "b.safetensors"], "rename the one that is the whole model to model.safetensors"),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], "copy the missing index"),
+        (["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors"],
+         "copy model.safetensors.index.fp16.json from where the shards came from, as model.safetensors.index.json"),
+        (["adapter_model.safetensors"], r"it is an adapter: merge it into its base model"),
+        (["consolidated.00.pth"], "its weights are in consolidated.00.pth"),
+        (["consolidated.safetensors"], "get the files for transformers"),
+        (["weights.00.safetensors"], "get the files for transformers"),
+        (["weights.npz"], "its weights are in weights.npz"),
+    ],
+)  # fmt: skip
+def test_weights_of_other_names_get_a_remedy(make_checkpoint: MakeCheckpoint, names: list[str], remedy: str) -> None:
+    folder = make_checkpoint()
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    for name in names:
+        (folder / name).write_bytes(weights)
+    text = message(folder)
+    assert remedy in text and names[0] in text and len(text.splitlines()) == 1, text
+
+
+@pytest.mark.parametrize("value", [{"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 8, "mode": "affine"}])
+def test_models_quantized_by_mlx_are_named(make_checkpoint: MakeCheckpoint, value: dict[str, Any]) -> None:
+    folder = make_checkpoint(quantization=value)
+    text = message(folder)
+    assert f"is quantized by MLX (quantization: {value['bits']} bits, groups of {value['group_size']})" in text
+    assert "get the unquantized model" in text and str(folder) in text
+
+
 def test_missing_shards_are_all_listed(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(shards=3)
     (folder / "model-00001-of-00003.safetensors").unlink()
