@@ -35,6 +35,8 @@ from .tensor_file import DTYPES, TensorInfo
 from .weight_rewrite import NO_REWRITE, WeightRewrite
 from .writer import CheckpointWriter, TensorDeclaration
 
+LARGEST_WEIGHT = np.float32(2.0**120)
+"""256 products of larger ones with activations of 1 exceed fp32."""
 STRIP_COLUMNS = 1024
 """Columns of a matrix stored ``[in, out]`` that are converted at once: fewer would make reads too small."""
 
@@ -147,14 +149,15 @@ class ConvertedBlock:
     """The result of a block, per row: scales, and sums of squares of weights and errors in units of the scale.
 
     Empty for a block that is copied, which has a ``checksum`` if it is a whole tensor. ``bad_row`` is the first row of
-    the tensor with a NaN or an infinity. ``needs_fp32_scale`` says that the scales do not fit fp16. Both mean that the
-    block was not written.
+    the tensor with a NaN, an infinity or a value beyond :data:`LARGEST_WEIGHT`, which is ``bad_value``.
+    ``needs_fp32_scale`` says that the scales do not fit fp16. Both mean that the block was not written.
     """
 
     scale: np.ndarray = field(default_factory=lambda: np.empty(0, np.float16))
     signal: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     noise: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     bad_row: int | None = None
+    bad_value: float = math.nan
     needs_fp32_scale: bool = False
     checksum: str = ""
 
@@ -200,10 +203,9 @@ class Converter:
                     self.progress(done, total, block.task.name)
                 if block.stop < block.task.rows:
                     continue
-                bad_rows = [part.bad_row for part in parts if part.bad_row is not None]
-                if bad_rows:
-                    where = f", first in row {bad_rows[0]}" if len(block.task.shape) > 1 else ""
-                    bad.append(f"tensor {block.task.name!r} holds a NaN or an infinity{where}")
+                wrong = next((part for part in parts if part.bad_row is not None), None)
+                if wrong is not None:
+                    bad.append(_bad_text(block.task, wrong))
                 else:
                     reports.append(self._finish(block.task, parts))
                 parts = []
@@ -294,9 +296,9 @@ class Converter:
         raw.view(dtype).reshape(-1, inputs)[...] = strip.view(dtype).T
 
     def _copy(self, block: RowBlock, values: np.ndarray) -> ConvertedBlock:
-        finite = np.isfinite(values)
-        if not finite.all():
-            return ConvertedBlock(bad_row=block.start + int(np.argmin(finite.all(axis=1))))
+        fits = np.isfinite(values) if values.dtype == np.float16 else np.abs(values) <= LARGEST_WEIGHT
+        if not fits.all():
+            return _bad_block(block, values, fits.all(axis=1))
         if block.task.narrowed:
             values = values.astype(np.float16)
         self.writer.write(block.task.name, values, block.start * block.task.result_row_bytes)
@@ -312,9 +314,9 @@ class Converter:
             values = rotated(values, block.task.rewrite.rotation)
         kept = self._extract_outliers(block.task, values)
         row_max = row_maxima(values)
-        finite = np.isfinite(row_max) & np.isfinite(kept).all(axis=1)
-        if not finite.all():
-            return ConvertedBlock(bad_row=block.start + int(np.argmin(finite)))
+        fits = (row_max <= LARGEST_WEIGHT) & np.isfinite(kept).all(axis=1)
+        if not fits.all():
+            return _bad_block(block, values, fits)
         scale = _calibrated_scales(block) if block.task.rewrite.codes is not None else exact_scales(row_max)
         if not block.fp32_scale:
             if not fits_fp16(scale):
@@ -350,6 +352,20 @@ class Converter:
         if name not in buffers or buffers[name].size < size:
             buffers[name] = np.empty(size, dtype)
         return buffers[name][:size]
+
+
+def _bad_block(block: RowBlock, values: np.ndarray, fits: np.ndarray) -> ConvertedBlock:
+    """The result of a block with rows that do not fit."""
+    row = int(np.argmin(fits))
+    largest = values[row][np.argmax(np.abs(values[row].astype(np.float32)))]  # a NaN, if there is one
+    return ConvertedBlock(bad_row=block.start + row, bad_value=float(largest))
+
+
+def _bad_text(task: ConversionTask, wrong: ConvertedBlock) -> str:
+    where = f", first in row {wrong.bad_row}" if len(task.shape) > 1 else ""
+    if math.isfinite(wrong.bad_value) and abs(wrong.bad_value) > LARGEST_WEIGHT:
+        return f"tensor {task.name!r} holds {wrong.bad_value:.3g}{where}, and sums of such values are infinite"
+    return f"tensor {task.name!r} holds a NaN or an infinity{where}"
 
 
 def _sums_of_squares(rows: np.ndarray) -> np.ndarray:

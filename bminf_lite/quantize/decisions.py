@@ -22,6 +22,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.quantization import Int8Weight
 from ..backend.values import Array
+from ..checkpoint.conversion import LARGEST_WEIGHT
 from ..checkpoint.opened_model import OpenedModel
 from ..checkpoint.recipe import CalibrationSettings, Recipe, RotatedInputs, Scheme
 from ..checkpoint.weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
@@ -237,8 +238,9 @@ class QuantizationSearch:
         """Choose the factors of a layer's keys, which change the scales of two matrices that are decided already."""
         some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
         keys, queries = (self._float_product(tensors, some) for tensors in (heads.key, heads.query))
-        factors = key_factors(keys, queries, heads)
-        if (factors != 1).any():
+        with np.errstate(over="ignore", invalid="ignore"):
+            factors = key_factors(keys, queries, heads)
+        if np.isfinite(factors).all() and (factors != 1).any():
             self._scaled_keys.append(heads.key[0])
             for name, rewrite in fold_key_factors(self.spec, heads, factors).items():
                 self._key_rewrites[name] = rewrite
@@ -257,8 +259,10 @@ class QuantizationSearch:
             weight = self.weights.weight(name)
             assert not isinstance(weight, Int8Weight)
             matrix = self._matrices[name] = calibration_ops.matrix(weight)
-            if not np.isfinite(self.ops.host(calibration_ops.weight_column_absmax(matrix))).all():
-                problem = f"tensor {name!r} holds a NaN or an infinity"
+            largest = np.max(self.ops.host(calibration_ops.weight_column_absmax(matrix)), initial=0)
+            if not largest <= LARGEST_WEIGHT:
+                what = f"{largest:.3g}" if np.isfinite(largest) else "a NaN or an infinity"
+                problem = f"tensor {name!r} holds {what}"
                 raise CheckpointError(f"{self.path}: {problem}; no int8 scale fits: export the checkpoint again")
         return self._matrices[name]
 

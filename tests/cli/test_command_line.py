@@ -132,7 +132,12 @@ def test_numbers_that_overflow_end_in_a_message_and_never_in_a_warning(
     folder = tiny_checkpoint.write(tmp_path / "float")
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
     migrated = run("migrate", folder, tmp_path / "int8")
-    assert migrated.exception is None if np.isfinite(norm) else "norm.weight' holds a NaN" in migrated.stderr
+    if not np.isfinite(norm):
+        assert "norm.weight' holds a NaN" in migrated.stderr
+    elif factor > 1e37:
+        assert "and sums of such values are infinite" in migrated.stderr
+    else:
+        assert migrated.exception is None
     cpu = ("--tokens", 40, "--device", "cpu")
     commands: list[list[object]] = [["generate", folder, "a", *cpu[2:]], ["perplexity", folder, text, *cpu]]
     if migrated.exit_code == 0:
