@@ -49,6 +49,7 @@ def routes(server: ServerState) -> list[Route]:
         return {
             "id": name, "object": "model", "created": started, "owned_by": "bminf-lite", "root": server.model_name,
             "parent": None, "max_model_len": length, "type": "model", "display_name": name, "created_at": started_text,
+            "capabilities": {"chat": server.has_chat}, "default_sampling_params": server.default_sampling,
         }  # fmt: skip
 
     async def models(request: Request) -> Response:

@@ -55,6 +55,30 @@ class ServerState:
         """The checks of grammars in requests."""
         return GrammarChecks()
 
+    @cached_property
+    def has_chat(self) -> bool:
+        """Whether the model answers conversations: it has a chat template, or a tokenizer that needs none."""
+        try:
+            tokenizer = self.prompts.tokenizer
+        except BminfError:  # each request that needs it gets the reason
+            return False
+        return tokenizer.chat_template is not None or tokenizer.answers_dialogues
+
+    @cached_property
+    def default_sampling(self) -> dict[str, float | None]:
+        """The sampling parameters of a request that gives none; empty if the checkpoint's are wrong.
+
+        ``max_tokens`` is that of an answer in a conversation, and None if only the context bounds it.
+        """
+        config = self.client.info.generation_config
+        try:
+            params = SamplingParams.from_checkpoint(config)
+        except BminfError:  # each request gets the reason
+            return {}
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        limit = None if config.get("max_new_tokens") is None else params.max_new_tokens
+        return {**{name: getattr(params, name) for name in names}, "max_tokens": limit}
+
     def splits(self, wanted: bool | None) -> bool:
         """Whether special tokens in texts are split, if a request says ``wanted`` of it."""
         return self.settings.split_special_tokens if wanted is None else wanted

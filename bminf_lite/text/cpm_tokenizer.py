@@ -206,6 +206,7 @@ class EvaTokenizer(WordListTokenizer):
     """EVA: each utterance ends with ``<sep>``, and a dialogue to continue ends with ``<s_0>``."""
 
     NAME, END = "EVA", "<sep>"
+    answers_dialogues = True
 
     def normalize(self, text: str) -> str:
         return text.translate(PUNCTUATION)

@@ -21,6 +21,7 @@ class Tokenizer(ABC):
     - ``bos_token``, ``eos_token``: the special tokens as text; ``bos_id``, ``eos_ids``: their ids.
     - ``special_tokens``: the texts of special tokens by name, such as ``pad_token``, for chat templates.
     - ``special_ids``: all tokens without text. ``added_texts``: the texts that become one token wherever they stand.
+    - ``answers_dialogues``: :meth:`encode_turns` makes a prompt of a dialogue, without a chat template.
     - ``chat_template``: the source of the checkpoint's chat template; ``tool_chat_template``: of that for conversations
       with tools, which may be the same.
     - ``byte_fallback``: tokens such as ``<0xE2>`` stand for single bytes. ``byte_level``: each character of a token as
@@ -36,6 +37,7 @@ class Tokenizer(ABC):
     special_tokens: Mapping[str, str] = MappingProxyType({})
     special_ids: frozenset[int] = frozenset()
     added_texts: frozenset[str] = frozenset()
+    answers_dialogues: bool = False
     chat_template: str | None = None
     tool_chat_template: str | None = None
     byte_fallback: bool = False

@@ -28,6 +28,7 @@ class Stub:
     reasoning: list[str] = field(default_factory=list)
     error: str = ""
     key: str = ""
+    model: dict[str, Any] = field(default_factory=lambda: {"id": "demo-int8"})
     asked: list[dict[str, Any]] = field(default_factory=list)
     num_open: int = 0
 
@@ -46,7 +47,7 @@ class Stub:
         return None
 
     async def models(self, request: Request) -> Response:
-        return self.refused(request) or JSONResponse({"data": [{"id": "demo-int8"}]})
+        return self.refused(request) or JSONResponse({"data": [self.model]})
 
     async def complete(self, request: Request) -> Response:
         if refused := self.refused(request):

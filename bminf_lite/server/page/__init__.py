@@ -1,7 +1,11 @@
-"""The chat page at ``/``: one file without external resources, which speaks to the same server's ``/v1``.
+"""The chat page at ``/``: one document without external resources, which speaks to the same server's ``/v1``.
 
-Its content security policy allows the file's own script and style by their hashes, and requests to the same origin,
-and nothing else. With ``require-trusted-types-for`` a browser refuses to make markup from text.
+The document is ``index.html`` with the style and the scripts that it names put in. Its content security policy allows
+these by their hashes, requests to the same origin, and nothing else. With ``require-trusted-types-for`` a browser
+refuses to make markup from text.
+
+``marked.umd.js`` is the distributed file of marked 18.2.1, a parser of Markdown, under the licence beside it. Only its
+lexer is used: ``markdown.js`` makes elements of the tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +23,22 @@ from starlette.routing import Route
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The file and its headers."""
-    body = files(__package__).joinpath("index.html").read_bytes()
+    """The document and its headers."""
+    folder = files(__package__)
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+
+    def with_contents(match: re.Match[bytes]) -> bytes:
+        element, name = (group.decode() for group in match.groups())
+        content = folder.joinpath(name).read_bytes()
+        hashes[element].append(f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'")
+        return f"<{element}>".encode() + content + f"</{element}>".encode()
+
+    body = re.sub(rb"<(script|style)>([\w.]+)</\1>", with_contents, folder.joinpath("index.html").read_bytes())
     policy = "; ".join(
         (
             "default-src 'none'",
-            f"script-src {_hashes(body, 'script')}",
-            f"style-src {_hashes(body, 'style')}",
+            f"script-src {' '.join(hashes['script'])}",
+            f"style-src {' '.join(hashes['style'])}",
             "connect-src 'self'",
             "img-src data:",
             "base-uri 'none'",
@@ -44,12 +57,6 @@ def _page() -> tuple[bytes, dict[str, str]]:
         "Cache-Control": "no-cache",
         "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
     }
-
-
-def _hashes(body: bytes, element: str) -> str:
-    """The sources of a policy that allow the inline elements of this kind."""
-    contents = re.findall(rf"<{element}>(.*?)</{element}>".encode(), body, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(c).digest()).decode()}'" for c in contents)
 
 
 async def page(request: Request) -> Response:
