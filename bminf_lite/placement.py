@@ -19,12 +19,12 @@ from .backend.values import AllTokens
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
-from .cuda.kernels.arrays import HEAD_PAD, round_up
+from .cuda.kernels.arrays import HEAD_PAD
 from .engine.config import EngineConfig
 from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
-from .layers.cache import CacheLayout, KeyValues
-from .memory.cache_memory import CacheGroup, block_bytes, cache_blocks
+from .layers.cache import CacheLayout, Layout
+from .memory.cache_memory import CacheGroup, cache_blocks
 from .memory.machine import available_memory, machine_of
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size, parse_size
@@ -108,11 +108,11 @@ def plan(
 
 
 def checkpoint_requirements(
-    model: OpenedModel, recipe: str | Path | None = None, kv_cache: str = "fp16"
+    model: OpenedModel, recipe: str | Path | None = None, kv_cache: str = "fp16", num_draft_tokens: int = 0
 ) -> MemoryRequirements:
     """The memory that the model of an open checkpoint needs, as it is stored or as if it were migrated."""
     scheme_of = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
-    return requirements(model.description, scheme_of, kv_cache)
+    return requirements(model.description, scheme_of, kv_cache, num_draft_tokens)
 
 
 def plan_placement(
@@ -176,8 +176,8 @@ def cache_groups(config: ModelConfig, layout: CacheLayout, itemsize: int = 2) ->
     Heads are padded as on a GPU. ``itemsize`` is that of the activation type.
     """
 
-    def arrays(layers: Sequence[KeyValues]) -> list[tuple[int, ...]]:
-        return [block_bytes(x.kv_heads, round_up(x.head_dim, HEAD_PAD), x.int8, itemsize) for x in layers]
+    def arrays(layers: Sequence[Layout]) -> list[tuple[int, ...]]:
+        return [layer.block_bytes(itemsize, HEAD_PAD) for layer in layers]
 
     groups = [CacheGroup.of(arrays(layout.layers_of(i)), kept) for i, kept in enumerate(layout.groups)]
     if config.is_encoder_decoder:
@@ -205,13 +205,19 @@ def _require_host_memory(spec: Spec) -> None:
         )
 
 
-def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "fp16") -> MemoryRequirements:
-    """The memory that a model needs; ``kv_cache`` is ``fp16`` or ``int8``."""
+def requirements(
+    model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "fp16", num_draft_tokens: int = 0
+) -> MemoryRequirements:
+    """The memory that a model needs; ``kv_cache`` is ``fp16`` or ``int8``.
+
+    A step checks up to ``num_draft_tokens`` drafts of a sequence.
+    """
     config = model.config
     meta = MetaBackend()
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
-    cache = cache_groups(config, config.cache_layout.with_int8(is_int8_cache(kv_cache)))
+    layout = config.cache_layout.with_int8(is_int8_cache(kv_cache)).with_drafts(num_draft_tokens)
+    cache = cache_groups(config, layout)
     return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),

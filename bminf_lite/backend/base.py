@@ -40,7 +40,19 @@ from .rotation import rotated
 from .sampling import SamplerState, score
 from .sampling import sample as sample_tokens
 from .side_products import Adapter, SideProduct, added
-from .values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement, ProductEpilogue
+from .values import (
+    BLOCK_SIZE,
+    AnyCache,
+    Array,
+    AttentionSpec,
+    ForwardBatch,
+    LayerCache,
+    Norm,
+    Placement,
+    ProductEpilogue,
+    StateArray,
+    StateCache,
+)
 
 T = TypeVar("T")
 
@@ -262,20 +274,29 @@ class Backend:
             return LayerCache(codes[0], codes[1], scales[0], scales[1])
         return LayerCache(np.zeros(shape, self.activation_dtype), np.zeros(shape, self.activation_dtype))
 
-    def grow(self, cache: LayerCache, num_blocks: int) -> None:
-        """Enlarge a layer's cache to ``num_blocks`` blocks, at most its ``max_blocks``. Contents are kept.
+    def state_cache(self, num_slots: int, arrays: Sequence[StateArray], *, max_slots: int | None = None) -> StateCache:
+        """The states of one layer in ``num_slots`` slots, which can :meth:`grow` to ``max_slots``; see ``StateCache``.
+
+        Contents are undefined. ``arrays`` are those of this rank.
+        """
+        types = [self.activation_dtype if x.dtype is None else np.dtype(x.dtype) for x in arrays]
+        return StateCache({x.name: np.zeros((num_slots, *x.slot_shape), t) for x, t in zip(arrays, types, strict=True)})
+
+    def grow(self, cache: AnyCache, num_blocks: int) -> None:
+        """Enlarge a layer's cache to ``num_blocks`` blocks or slots, at most its greatest number. Contents are kept.
 
         On a backend with graphs the cache's addresses stay the same.
         """
-        old, kv_heads, _, head_dim = cache.keys.shape
-        int8 = cache.key_scales is not None
-        larger = self.layer_cache(num_blocks, kv_heads, head_dim, int8=int8)
-        for name in ("keys", "values", "key_scales", "value_scales") if int8 else ("keys", "values"):
-            getattr(larger, name)[:old] = getattr(cache, name)
-            setattr(cache, name, getattr(larger, name))
 
-    def copy_blocks(self, copies: Sequence[tuple[LayerCache, int, int]]) -> None:
-        """Overwrite blocks of layers' caches, after what was started before.
+        def larger(array: Array) -> Array:
+            grown = np.zeros((num_blocks, *array.shape[1:]), array.dtype)
+            grown[: len(array)] = array
+            return grown
+
+        cache.set_arrays([larger(array) for array in cache.arrays])
+
+    def copy_blocks(self, copies: Sequence[tuple[AnyCache, int, int]]) -> None:
+        """Overwrite blocks or slots of layers' caches, after what was started before.
 
         Each of ``copies`` is a cache, the block to read, and the block to write, which no other copy reads or writes.
         """
@@ -283,9 +304,9 @@ class Backend:
             for array in cache.arrays:
                 array[target] = array[source]
 
-    def free_layer_cache(self, cache: LayerCache) -> None:
+    def free_layer_cache(self, cache: AnyCache) -> None:
         """Free a layer's cache, even if something still refers to it."""
-        cache.keys = cache.values = cache.key_scales = cache.value_scales = cache.memory = None
+        cache.clear()
 
     def calibration_ops(self) -> CalibrationOps:
         """The operations of a calibration on this device."""

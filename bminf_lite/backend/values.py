@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,8 @@ class ForwardBatch:
     int32 ``[B + 1]``), and ``context_lens[b]`` of its tokens are in the cache before the step (int32 ``[B]``).
 
     ``block_tables`` has a table int32 ``[B, W]`` for each group of layers (see ``CacheLayout``): token ``p`` of
-    sequence ``b`` lies in block ``table[b, p // BLOCK_SIZE]``. The sources of an encoder-decoder have
+    sequence ``b`` lies in block ``table[b, p // BLOCK_SIZE]``. In a group of layers with states ``table[b, 0]`` is the
+    slot of sequence ``b``, and ``W`` is 1. The sources of an encoder-decoder have
     ``source_tables``, a table of the same form, and ``source_lens``, int32 ``[B]``.
 
     The other numbers are known on the host: ``batch_size`` is ``B``; ``num_decodes`` says how many sequences, which
@@ -253,12 +255,22 @@ class AttentionSpec:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
+def block_bytes(kv_heads: int, head_dim: int, int8: bool, itemsize: int = 2) -> tuple[int, ...]:
+    """Bytes of a block in each array of a layer: keys, values, and for ``int8`` codes the fp16 scales of both.
+
+    ``head_dim`` includes the padding of a head, and ``itemsize`` is that of values that are not int8.
+    """
+    heads = kv_heads * BLOCK_SIZE
+    return (heads * head_dim, heads * head_dim, 2 * heads, 2 * heads) if int8 else (heads * head_dim * itemsize,) * 2
+
+
 @dataclass(frozen=True)
 class AllTokens:
     """What a layer keeps if every token sees all tokens before it, of which there are at most ``max_tokens``."""
 
     max_tokens: int | None = None
     keeps_all = True
+    per_sequence = False
 
     def first_visible(self, position: int) -> int:
         """The first token that a token at ``position`` sees. Those before it are not needed any more."""
@@ -282,6 +294,7 @@ class Window:
 
     size: int
     keeps_all = False
+    per_sequence = False
 
     def first_visible(self, position: int) -> int:
         return max(position - self.size + 1, 0)
@@ -293,8 +306,64 @@ class Window:
         return min(-(-num_tokens // block_size), -(-(self.size + max_piece) // block_size) + 1)
 
 
-Retention = AllTokens | Window
+@dataclass(frozen=True)
+class LatestState:
+    """What a layer keeps if it sums a sequence's tokens up in a state: one slot for each sequence, and no tokens.
+
+    A slot is a block that is not of tokens. Methods are :class:`AllTokens`'.
+    """
+
+    keeps_all = False
+    per_sequence = True
+
+    def first_visible(self, position: int) -> int:
+        return position
+
+    def tokens_read(self, num_tokens: int) -> int:
+        return 0
+
+    def most_blocks(self, num_tokens: int, max_piece: int, block_size: int = BLOCK_SIZE) -> int:
+        return 1
+
+
+Retention = AllTokens | Window | LatestState
 """Which tokens of a sequence a layer keeps."""
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """What one sequence has in one array of a layer's state: elements of ``shape`` and ``dtype``, found by ``name``.
+
+    None as ``dtype`` is the activation type. With a ``ring``, the array holds inputs of that many of the last tokens,
+    each of ``shape``: that of the token at position ``p`` lies in row ``p % ring``. With ``is_sharded``, ranks divide
+    the first axis of ``shape``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = "float32"
+    ring: int = 0
+    is_sharded: bool = False
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        """The shape of what a slot holds."""
+        return (self.ring, *self.shape) if self.ring else self.shape
+
+    def slot_bytes(self, itemsize: int = 2) -> int:
+        """Bytes from one slot to the next, a multiple of ``SLOT_ALIGNMENT``; ``itemsize`` is the activation type's."""
+        nbytes = prod(self.slot_shape) * (itemsize if self.dtype is None else np.dtype(self.dtype).itemsize)
+        return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    def shard(self, tp_size: int) -> StateArray:
+        """The array of one of ``tp_size`` ranks."""
+        if tp_size == 1 or not self.is_sharded:
+            return self
+        return replace(self, shape=(self.shape[0] // tp_size, *self.shape[1:]))
+
+
+SLOT_ALIGNMENT = 16
+"""Bytes of which the slots of a state's array are multiples, because kernels copy as many at once."""
 
 
 @dataclass
@@ -324,3 +393,51 @@ class LayerCache:
     def arrays(self) -> list[Array]:
         """Keys, values, and the scales if there are any."""
         return [x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None]
+
+    def set_arrays(self, arrays: Sequence[Array]) -> None:
+        """Replace :attr:`arrays` by others in the same order."""
+        for name, array in zip(("keys", "values", "key_scales", "value_scales"), arrays, strict=False):
+            setattr(self, name, array)
+
+    def clear(self) -> None:
+        """Refer to no array and no memory any more."""
+        self.keys = self.values = self.key_scales = self.value_scales = self.memory = None
+
+
+@dataclass
+class StateCache:
+    """The states of one layer: for each :class:`StateArray` an array ``[slots, *slot_shape]``, found by its name.
+
+    Slot 0, the null slot, belongs to no sequence. The other fields are those of :class:`LayerCache`; the table of the
+    group is int32 ``[B, 1]`` and names a slot.
+    """
+
+    named: dict[str, Array]
+    group: int = 0
+    memory: Any = None
+    lanes: Sequence[tuple[int, int]] = ()
+
+    def __getitem__(self, name: str) -> Array:
+        return self.named[name]
+
+    @property
+    def num_blocks(self) -> int:
+        """Slots, the null slot included."""
+        return int(self.arrays[0].shape[0])
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays, in the order of the layout."""
+        return list(self.named.values())
+
+    def set_arrays(self, arrays: Sequence[Array]) -> None:
+        """Replace :attr:`arrays` by others in the same order."""
+        self.named = dict(zip(self.named, arrays, strict=True))
+
+    def clear(self) -> None:
+        """Refer to no array and no memory any more."""
+        self.named, self.memory = {}, None
+
+
+AnyCache = LayerCache | StateCache
+"""What a layer of either kind keeps."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.sampling import SamplerState, SamplerVariant
-from ..backend.values import NULL_BLOCK, Array, ForwardBatch
+from ..backend.values import Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache
 from .config import EngineConfig
@@ -171,7 +171,7 @@ class Executor:
                 for variant in SamplerVariant if run == 0 and step is steps[0] else ():
                     state = self.table.state(arrays.rows, variant, arrays.offsets, arrays.drafts)
                     self.ops.fetch(self.ops.sample(logits, state))()
-        self.cache.copy_blocks([(NULL_BLOCK, NULL_BLOCK)] * len(self.config.num_blocks))  # what a prefix may need
+        self.cache.prepare_copies()  # what a prefix may need
         if self.encoder is not None:
             self.encoder.warm_up()
 

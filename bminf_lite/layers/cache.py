@@ -1,18 +1,34 @@
 """What the layers of a model keep of the tokens that they have seen, and the memory in which a device keeps it.
 
-Each layer states a layout. Layouts with equal retention form a group, whose layers share block tables: what one of them
-keeps of a token lies in the block of the same number in each.
+Each layer states a layout: :class:`KeyValues` of each token, or a :class:`State` of each sequence. Layouts with equal
+retention form a group, whose layers share block tables: what one of them keeps of a token lies in the block of the same
+number in each. All states form one group, in which a sequence has one slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
 
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import BLOCK_SIZE, NULL_BLOCK, AllTokens, LayerCache, Retention, Window, sequential_tables
+from ..backend.values import (
+    BLOCK_SIZE,
+    NULL_BLOCK,
+    AllTokens,
+    AnyCache,
+    LatestState,
+    LayerCache,
+    Retention,
+    StateArray,
+    StateCache,
+    Window,
+    block_bytes,
+    sequential_tables,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,28 @@ class KeyValues:
         """Bytes that one token takes; ``itemsize`` is that of the activation type."""
         return 2 * self.kv_heads * (self.head_dim + 2 if self.int8 else self.head_dim * itemsize)
 
+    def bytes_per_sequence(self, itemsize: int = 2) -> int:
+        """Bytes that a sequence takes beside those of its tokens."""
+        return 0
+
+    @property
+    def num_shards(self) -> int:
+        """What ranks divide: their number is a divisor of it. 0 if nothing is divided."""
+        return self.kv_heads
+
+    def block_bytes(self, itemsize: int = 2, head_pad: int = 1) -> tuple[int, ...]:
+        """Bytes of a block in each array, with heads padded to multiples of ``head_pad`` elements."""
+        padded = -(-self.head_dim // head_pad) * head_pad
+        return block_bytes(self.kv_heads, padded, self.int8, itemsize)
+
+    def with_int8(self, int8: bool) -> KeyValues:
+        """The same with keys and values in int8, or not."""
+        return replace(self, int8=int8)
+
+    def with_drafts(self, num_draft_tokens: int) -> KeyValues:
+        """The same where a step checks up to ``num_draft_tokens`` drafts of a sequence."""
+        return self
+
     def make(self, ops: Backend, num_blocks: int, max_blocks: int | None) -> LayerCache:
         """The layer's memory on a device, which can grow to ``max_blocks`` blocks. A rank has its part of the heads."""
         heads = self.kv_heads // ops.communicator.tp_size
@@ -44,10 +82,76 @@ class KeyValues:
 
 
 @dataclass(frozen=True)
+class State:
+    """A layer that sums the tokens of a sequence up in a state: ``arrays`` of the same size for any number of tokens.
+
+    A sequence has a slot, a row of each array. What a layer does with it follows this contract, on which drafts,
+    preemption and the reuse of prefixes rely:
+
+    - Arrays with a ``ring`` hold inputs of the last tokens. A step leaves those of its new tokens there, at their
+      positions modulo the ring's size, and reads those of earlier tokens before it overwrites them. The other arrays
+      hold the state at the end of a chunk, and one of them holds the position of that end.
+    - A token is computed from the state at the start of its chunk and the inputs of the chunk up to itself, in an order
+      of sums that depends on its position alone. So its bits do not depend on how a prompt is cut.
+    - A step brings the state to the last chunk's end at or before the position of its last token that is no draft, and
+      not further: the inputs from there on lie in the ring. Where the last token ends a chunk, a later step does it,
+      when it begins. ``context_lens`` says how many tokens are accepted. Rows of drafts follow the row of their
+      sequence, with the same slot (see ``has_drafts``); they advance nothing. So rejected drafts are overwritten by
+      position, and nothing is copied, committed or replayed, also where a check crosses the end of a chunk.
+    - A sequence at position 0 reads no state. So no slot is ever cleared.
+
+    It follows that after a step the slot serves to go on at the position of the last token that is no draft, and at
+    the one behind it. ``ring`` is stated for steps without drafts: the tokens of a chunk, or of a short convolution,
+    which has no state but its ring, as many as its kernel is long. :meth:`with_drafts` adds the drafts of a step.
+    """
+
+    arrays: tuple[StateArray, ...]
+
+    @property
+    def retention(self) -> Retention:
+        """Which tokens are kept: none."""
+        return LatestState()
+
+    def bytes_per_token(self, itemsize: int = 2) -> int:
+        """Bytes that one token takes: none."""
+        return 0
+
+    def bytes_per_sequence(self, itemsize: int = 2) -> int:
+        """Bytes that a sequence takes; ``itemsize`` is that of the activation type."""
+        return sum(self.block_bytes(itemsize))
+
+    @property
+    def num_shards(self) -> int:
+        """As :attr:`KeyValues.num_shards`."""
+        return gcd(*(array.shape[0] for array in self.arrays if array.is_sharded))
+
+    def block_bytes(self, itemsize: int = 2, head_pad: int = 1) -> tuple[int, ...]:
+        """Bytes of a slot in each array."""
+        return tuple(array.slot_bytes(itemsize) for array in self.arrays)
+
+    def with_int8(self, int8: bool) -> State:
+        """The same: states are not quantized."""
+        return self
+
+    def with_drafts(self, num_draft_tokens: int) -> State:
+        """The same where a step checks up to ``num_draft_tokens`` drafts of a sequence: rings hold these too."""
+        return State(tuple(replace(x, ring=x.ring + num_draft_tokens) if x.ring else x for x in self.arrays))
+
+    def make(self, ops: Backend, num_blocks: int, max_blocks: int | None) -> StateCache:
+        """The layer's memory on a device, as :meth:`KeyValues.make`."""
+        arrays = [array.shard(ops.communicator.tp_size) for array in self.arrays]
+        return ops.state_cache(num_blocks, arrays, max_slots=max_blocks)
+
+
+Layout = KeyValues | State
+"""What a layer keeps."""
+
+
+@dataclass(frozen=True)
 class CacheLayout:
     """The layouts of a model's layers, in order."""
 
-    layers: tuple[KeyValues, ...]
+    layers: tuple[Layout, ...]
 
     @classmethod
     def uniform(cls, layers: int, kv_heads: int, head_dim: int, windows: Sequence[int | None] = ()) -> CacheLayout:
@@ -63,18 +167,30 @@ class CacheLayout:
         """The group of a layer, as an index of :attr:`groups`."""
         return self.groups.index(self.layers[layer].retention)
 
-    def layers_of(self, group: int) -> tuple[KeyValues, ...]:
+    def layers_of(self, group: int) -> tuple[Layout, ...]:
         """The layouts of a group."""
         retention = self.groups[group]
         return tuple(layer for layer in self.layers if layer.retention == retention)
 
     def with_int8(self, int8: bool = True) -> CacheLayout:
         """The same layers with keys and values in int8, or not."""
-        return CacheLayout(tuple(replace(layer, int8=int8) for layer in self.layers))
+        return CacheLayout(tuple(layer.with_int8(int8) for layer in self.layers))
+
+    def with_drafts(self, num_draft_tokens: int) -> CacheLayout:
+        """The same layers where a step checks up to ``num_draft_tokens`` drafts of a sequence."""
+        return CacheLayout(tuple(layer.with_drafts(num_draft_tokens) for layer in self.layers))
 
     def bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes that one token of one sequence takes in all layers."""
         return sum(layer.bytes_per_token(itemsize) for layer in self.layers)
+
+    def bytes_per_sequence(self, itemsize: int = 2) -> int:
+        """Bytes that one sequence takes in all layers beside those of its tokens."""
+        return sum(layer.bytes_per_sequence(itemsize) for layer in self.layers)
+
+    def tables(self, sequences: int, tokens: int) -> list[np.ndarray]:
+        """For each group a block table int32 ``[sequences, W]`` that gives every sequence blocks of its own."""
+        return [sequential_tables(sequences, 1 if kept.per_sequence else tokens) for kept in self.groups]
 
 
 class KVCache:
@@ -89,8 +205,10 @@ class KVCache:
         self, ops: Backend, layout: CacheLayout, num_blocks: Sequence[int], max_blocks: Sequence[int] | None = None
     ):
         self.ops = ops
+        self.layout = layout
         self.num_blocks = list(num_blocks)
-        self.layers: list[LayerCache] = []
+        self.layers: list[Any] = []
+        """A ``LayerCache`` or a ``StateCache`` for each layer, as its layout says."""
         self.source: KVCache | None = None
         try:
             for index, own in enumerate(layout.layers):
@@ -103,21 +221,20 @@ class KVCache:
             self.close()
             raise
 
-    def _clear_null_block(self, layer: LayerCache) -> None:
+    def _clear_null_block(self, layer: AnyCache) -> None:
         """Zeros, because kernels may read the null block where a window has passed: 0 times a NaN would be a NaN."""
         for array in layer.arrays:
-            null_block = array[NULL_BLOCK]
+            null_block = array[NULL_BLOCK : NULL_BLOCK + 1]
             self.ops.assign(null_block, np.zeros(null_block.shape, null_block.dtype))
 
     @classmethod
     def for_sequences(cls, ops: Backend, layout: CacheLayout, sequences: int, tokens: int) -> KVCache:
         """A cache with the blocks of :meth:`tables`, for ``sequences`` sequences of up to ``tokens`` tokens."""
-        count = 1 + sequential_tables(sequences, tokens).size
-        return cls(ops, layout, [count] * len(layout.groups))
+        return cls(ops, layout, [1 + table.size for table in layout.tables(sequences, tokens)])
 
     def tables(self, sequences: int, tokens: int) -> list[np.ndarray]:
         """For each group a block table int32 ``[sequences, W]`` that gives every sequence blocks of its own."""
-        return [sequential_tables(sequences, tokens)] * len(self.num_blocks)
+        return self.layout.tables(sequences, tokens)
 
     def close(self) -> None:
         """Free the memory now, even if a traceback or a caller still refers to the cache or to its layers."""
@@ -135,8 +252,16 @@ class KVCache:
         self.num_blocks[group] = num_blocks
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy a block in all layers of a group to another, after what was started before: a pair for each group."""
-        self.ops.copy_blocks([(layer, *pairs[layer.group]) for layer in self.layers])
+        """Copy a block in all layers of a group to another, after what was started before: a pair for each group.
+
+        Groups whose pair is of null blocks copy nothing.
+        """
+        copied = [(layer, *pairs[layer.group]) for layer in self.layers if pairs[layer.group][1] != NULL_BLOCK]
+        self.ops.copy_blocks(copied)
+
+    def prepare_copies(self) -> None:
+        """Load what :meth:`copy_blocks` needs, by copies of null blocks onto themselves."""
+        self.ops.copy_blocks([(layer, NULL_BLOCK, NULL_BLOCK) for layer in self.layers])
 
 
 def blocks_for(tokens: int) -> int:

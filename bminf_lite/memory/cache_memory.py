@@ -1,8 +1,9 @@
 """The device memory of a key-value cache, in bytes.
 
 Layers that keep the same tokens form a group. A layer has several arrays of as many blocks as the pool of its group:
-keys, values, and in an int8 cache their scales. They lie one behind the other. If one page would hold them, they are
-allocated at once; otherwise pages are mapped as they grow, so a layer takes whole pages.
+keys, values, and in an int8 cache their scales; or of as many slots: the arrays of a state. They lie one behind the
+other. If one page would hold them, they are allocated at once; otherwise pages are mapped as they grow, so a layer
+takes whole pages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from .arena import ALIGNMENT
 
 PAGE_BYTES = 2 << 20
 """The least memory that NVIDIA GPUs map to addresses."""
+MIN_SNAPSHOTS = 16
+"""Snapshots of states for which there are slots, if there is room, however few sequences a step has."""
 BALANCED_CONTEXT = 8192
 """Layers with windows take most of the cache of short sequences, and those without take most of that of long ones. For
 models of longer contexts, pools are balanced for sequences of so many tokens."""
@@ -38,20 +41,12 @@ def layer_bytes(item_bytes: Sequence[int], count: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES if grows(nbytes) else nbytes
 
 
-def block_bytes(kv_heads: int, head_dim: int, int8: bool, itemsize: int = 2) -> tuple[int, ...]:
-    """Bytes of a block in each array of a layer: keys, values, and for ``int8`` codes the fp16 scales of both.
-
-    ``head_dim`` includes the padding of a head, and ``itemsize`` is that of values that are not int8.
-    """
-    heads = kv_heads * BLOCK_SIZE
-    return (heads * head_dim, heads * head_dim, 2 * heads, 2 * heads) if int8 else (heads * head_dim * itemsize,) * 2
-
-
 @dataclass(frozen=True)
 class CacheGroup:
     """Layers that share block tables, and what they keep.
 
-    ``layers`` has pairs of the bytes of a block in each array of a layer, and how many layers have such arrays.
+    ``layers`` has pairs of the bytes of a block in each array of a layer, and how many layers have such arrays. The
+    blocks of layers with states are slots, of which a sequence holds one; others hold snapshots, which prefixes reuse.
     """
 
     layers: tuple[tuple[tuple[int, ...], int], ...]
@@ -70,12 +65,25 @@ class CacheGroup:
     @property
     def is_int8(self) -> bool:
         """Whether the arrays hold codes and their scales."""
-        return any(len(arrays) > 2 for arrays, _ in self.layers)
+        return not self.retention.per_sequence and any(len(arrays) > 2 for arrays, _ in self.layers)
+
+    @property
+    def _block_bytes(self) -> int:
+        return sum(count * sum(arrays) for arrays, count in self.layers)
 
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes in all layers."""
-        return sum(count * sum(arrays) for arrays, count in self.layers) // BLOCK_SIZE
+        return 0 if self.retention.per_sequence else self._block_bytes // BLOCK_SIZE
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes that one sequence takes in all layers, however long it is: those of a slot."""
+        return self._block_bytes if self.retention.per_sequence else 0
+
+    def bytes_read(self, context: int) -> int:
+        """Bytes that a step reads of a sequence behind ``context`` tokens."""
+        return self.token_bytes * self.tokens_read(context) + self.sequence_bytes
 
     def tokens_read(self, context: int) -> int:
         """Tokens that the last one of ``context`` tokens sees."""
@@ -84,6 +92,15 @@ class CacheGroup:
     def blocks(self, context: int, piece: int) -> int:
         """The most blocks that a sequence of ``context`` tokens holds at once, if steps compute ``piece`` of them."""
         return self.retention.most_blocks(context, piece)
+
+    def share(self, context: int, piece: int) -> int:
+        """The blocks of a sequence for which the group gets a share of the memory: for states, a snapshot beside it."""
+        return self.blocks(context, piece) + self.retention.per_sequence
+
+    def most(self, context: int, piece: int, max_num_seqs: int) -> int:
+        """The most blocks that are of use, the null block left out."""
+        held = max_num_seqs * self.blocks(context, piece)
+        return held + max(max_num_seqs, MIN_SNAPSHOTS) * self.retention.per_sequence
 
     def nbytes(self, num_blocks: int) -> int:
         """The memory of pools of ``num_blocks`` blocks."""
@@ -97,21 +114,22 @@ def cache_blocks(
 
     They hold ``batch`` sequences of ``context`` tokens at least, and ``max_num_seqs`` at most. Groups share the rest of
     the room so that each can serve the same number of sequences of ``context`` tokens, or of ``BALANCED_CONTEXT`` if
-    that is less.
+    that is less. Layers with states have a snapshot for each of these sequences, as far as there is room.
     """
     needed = [group.blocks(context, chunk) for group in groups]
-    shares = [group.blocks(min(context, BALANCED_CONTEXT), chunk) for group in groups]
+    shares = [group.share(min(context, BALANCED_CONTEXT), chunk) for group in groups]
+    most = [group.most(context, chunk, max_num_seqs) for group in groups]
     largest = max(shares)
 
     def blocks(share: int) -> tuple[int, ...]:
         """The blocks of ``share / largest`` sequences."""
         return tuple(
-            1 + min(max(part * share // largest, batch * n), max_num_seqs * n)
-            for part, n in zip(shares, needed, strict=True)
+            1 + min(max(part * share // largest, batch * n), bound)
+            for part, n, bound in zip(shares, needed, most, strict=True)
         )
 
     def nbytes(share: int) -> int:
         return sum(group.nbytes(count) for group, count in zip(groups, blocks(share), strict=True))
 
-    every_block = largest * max_num_seqs * max(needed)
+    every_block = largest * max(most)
     return blocks(max(bisect_right(range(every_block + 1), room, key=nbytes) - 1, 0))

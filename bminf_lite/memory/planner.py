@@ -91,6 +91,11 @@ class MemoryRequirements:
         """The key-value cache of a token that every layer sees."""
         return sum(group.token_bytes for group in self.cache)
 
+    @property
+    def cache_per_sequence(self) -> int:
+        """The states of a sequence, however long it is."""
+        return sum(group.sequence_bytes for group in self.cache)
+
     def cache_bytes(self, context: int, batch: int, piece: int) -> int:
         """The key-value cache of ``batch`` sequences of ``context`` tokens, and the null block of each pool.
 
@@ -242,6 +247,13 @@ class MemoryPlan:
         """How many sequences of ``tokens`` tokens the engine runs at once, if no caller bounds them."""
         pools = zip(self.num_blocks(self.max_num_seqs), self.requirements.cache, strict=True)
         return min(self.max_num_seqs, *((count - 1) // group.blocks(tokens, self.chunk) for count, group in pools))
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots of states for which there is room beside the sequences of ``context`` tokens that run at once."""
+        counts = zip(self.num_blocks(self.max_num_seqs), self.requirements.cache, strict=True)
+        slots = [count - 1 for count, group in counts if group.sequence_bytes]
+        return min(slots) - self.sequences_of(self.context) if slots else 0
 
     @property
     def lengths(self) -> list[int]:
@@ -478,13 +490,16 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     ]
     slots = f"slots {format_size(plan.slot_bytes)}, " if plan.slot_bytes else ""
     encoder = f"{len(requirements.prompt_layers)} layers of an encoder and " if requirements.prompt_layers else ""
+    states = requirements.cache_per_sequence
     rows = {
         "model": f"{encoder}{len(requirements.layers)} layers, weights {format_size(requirements.weights)}, "
-        f"cache {format_size(requirements.cache_per_token)} per token",
+        f"cache {format_size(requirements.cache_per_token)} per token"
+        + (f" and {format_size(states)} per sequence" if states else ""),
         "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),
         "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
         f"{plan.chunk:,}",
-        "at once": ", or ".join(f"{plan.sequences_of(tokens):,} of {tokens:,} tokens" for tokens in plan.lengths),
+        "at once": ", or ".join(f"{plan.sequences_of(tokens):,} of {tokens:,} tokens" for tokens in plan.lengths)
+        + (f"; beside {plan.context:,} tokens {plan.num_snapshots:,} snapshots of states" if states else ""),
         "on the GPU": f"{format_size(plan.total_bytes)}: weights {format_size(plan.resident_bytes)}, {slots}"
         f"cache {format_size(plan.cache_bytes)}, scratch {format_size(plan.scratch_bytes)}",
         "on the host": host_text(plan),

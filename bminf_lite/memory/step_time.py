@@ -1,7 +1,7 @@
 """Predicts the time of a decode step on a GPU from what the step reads and launches.
 
-A step reads the weights, and the keys and values of each sequence, and moves logits a few times. That takes its bytes
-over the bandwidth. The other terms do not depend on the bandwidth:
+A step reads the weights, and the keys, values and states of each sequence, and moves logits a few times. That takes its
+bytes over the bandwidth. The other terms do not depend on the bandwidth:
 
 - a product takes a little longer than reading its weight, and each of several rows adds to that; rows come in whole
   tiles;
@@ -54,7 +54,7 @@ class DecodeWork:
         moved = self.matrix_bytes + batch * self.logit_bytes
         compute = self.matrix_bytes * (WEIGHT_SECONDS + ROW_SECONDS * rows)
         for group in cache:
-            nbytes = batch * group.token_bytes * group.tokens_read(context)
+            nbytes = batch * group.bytes_read(context)
             moved += nbytes
             compute += nbytes * INT8_CACHE_SECONDS * group.is_int8
         return moved / bandwidth + compute + self.launches * LAUNCH_SECONDS + self.norm_vectors * NORM_SECONDS

@@ -79,7 +79,7 @@ class ModelConfig(ABC):
     @property
     def _divided(self) -> dict[str, int]:
         """What the ranks of a model divide, by name."""
-        kv_heads, inner = math.gcd(*(x.kv_heads for x in self.cache_layout.layers)), self.intermediate_size
+        kv_heads, inner = math.gcd(*(x.num_shards for x in self.cache_layout.layers)), self.intermediate_size
         return {"heads": self.heads, "key-value heads": kv_heads, "hidden units of a feed-forward layer": inner}
 
     @property

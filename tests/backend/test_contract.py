@@ -10,7 +10,7 @@ import pytest
 from random_values import make_batch, norm_on, random_int8, random_rows
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import AttentionSpec, Norm, sequential_tables
+from bminf_lite.backend.values import AttentionSpec, Norm, StateArray, sequential_tables
 
 BACKENDS = {"cpu": ("bminf_lite.backend.cpu", "CpuBackend"), "cuda": ("bminf_lite.backend.cuda", "CudaBackend")}
 NOT_NUMBERS = [np.nan, np.inf, -np.inf]
@@ -146,6 +146,36 @@ def test_a_block_is_copied_as_a_whole_and_no_other(backend, int8, max_blocks):
     assert [int(block.min()) for block in backend.host(other.values)] == [5, 3, 5, 3]
     if max_blocks is not None:
         backend.grow(cache, max_blocks)
+        backend.copy_blocks([(cache, 2, 4)])
+        for array, values in zip(cache.arrays, before, strict=True):
+            np.testing.assert_array_equal(backend.host(array), values[[0, 1, 2, 1, 2]])
+    backend.free_layer_cache(cache)
+
+
+@pytest.mark.parametrize("max_slots", [None, 5])
+def test_a_slot_is_copied_in_every_array_of_a_state_and_no_other(backend, max_slots):
+    """Also where the arrays' slots are padded on a device, and the states grow."""
+    layout = (
+        StateArray("state", (3, 5)),
+        StateArray("inputs", (7,), None, ring=4),
+        StateArray("position", (), "int32"),
+        StateArray("large", (96, 1024), "float32"),
+    )
+    cache = backend.state_cache(4, layout, max_slots=max_slots)
+    types = ["float32", backend.activation_dtype, "int32", "float32"]
+    assert [(x.shape, x.dtype) for x in cache.arrays] == [
+        ((4, *array.slot_shape), np.dtype(kind)) for array, kind in zip(layout, types, strict=True)
+    ]
+    before = [np.random.default_rng(4).integers(-100, 100, x.shape).astype(x.dtype) for x in cache.arrays]
+    for array, values in zip(cache.arrays, before, strict=True):
+        for slot in range(4):
+            backend.assign(array[slot : slot + 1], values[slot : slot + 1])
+    backend.copy_blocks([(cache, 1, 3)])
+    for array, values in zip(cache.arrays, before, strict=True):
+        np.testing.assert_array_equal(backend.host(array), values[[0, 1, 2, 1]])
+    if max_slots is not None:
+        backend.grow(cache, max_slots)
+        assert cache.num_blocks == max_slots
         backend.copy_blocks([(cache, 2, 4)])
         for array, values in zip(cache.arrays, before, strict=True):
             np.testing.assert_array_equal(backend.host(array), values[[0, 1, 2, 1, 2]])

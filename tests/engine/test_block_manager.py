@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.backend.values import AllTokens, Window
+from bminf_lite.backend.values import AllTokens, Window, block_bytes
 from bminf_lite.engine.block_manager import Admission, BlockManager, SequenceBlocks
 from bminf_lite.engine.prefix_index import RUN_BLOCKS, append_keys, block_key, root_key
-from bminf_lite.memory.cache_memory import CacheGroup, block_bytes
+from bminf_lite.memory.cache_memory import CacheGroup
 
 SIZE = 4
 

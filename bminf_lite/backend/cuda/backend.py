@@ -33,7 +33,17 @@ from ..calibration import CalibrationOps
 from ..quantization import HostWeight
 from ..sampling import MAX_LOGPROBS, SamplerState
 from ..side_products import Adapter
-from ..values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm, ProductEpilogue
+from ..values import (
+    AnyCache,
+    Array,
+    AttentionSpec,
+    ForwardBatch,
+    LayerCache,
+    Norm,
+    ProductEpilogue,
+    StateArray,
+    StateCache,
+)
 from .arrays import Arrays, ZeroedScratch
 from .attention import AttentionLaunches
 from .calibration import CudaCalibrationOps
@@ -220,13 +230,16 @@ class CudaBackend(Backend):
     ) -> LayerCache:
         return self.caches.make(num_blocks, kv_heads, head_dim, int8, max_blocks)
 
-    def grow(self, cache: LayerCache, num_blocks: int) -> None:
+    def state_cache(self, num_slots: int, arrays: Sequence[StateArray], *, max_slots: int | None = None) -> StateCache:
+        return self.caches.make_states(num_slots, arrays, max_slots or num_slots)
+
+    def grow(self, cache: AnyCache, num_blocks: int) -> None:
         self.caches.grow(cache, num_blocks)
 
-    def copy_blocks(self, copies: Sequence[tuple[LayerCache, int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[AnyCache, int, int]]) -> None:
         self.kernels.copy_blocks.launch(self.arrays.upload(copies_of_blocks(copies)))
 
-    def free_layer_cache(self, cache: LayerCache) -> None:
+    def free_layer_cache(self, cache: AnyCache) -> None:
         self.caches.free(cache)
         super().free_layer_cache(cache)
 

@@ -1,9 +1,10 @@
-"""The key-value caches of layers on a GPU: pools of blocks that grow where they are."""
+"""The caches of layers on a GPU: pools of blocks of keys and values, or of slots of states, that grow in place."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -13,9 +14,8 @@ from ...cuda.kernels.attention.heads import MAX_HEAD_DIM
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
 from ...memory.arena import Arena
-from ...memory.cache_memory import block_bytes
 from ...memory.device import GrowingMemory
-from ..values import BLOCK_SIZE, LayerCache
+from ..values import BLOCK_SIZE, AnyCache, LayerCache, StateArray, StateCache, block_bytes
 from .arrays import Arrays
 
 
@@ -41,48 +41,70 @@ class LayerCaches:
         scales = (self.arrays.empty(shape, np.float16) for _ in range(2 if int8 else 0))
         return LayerCache(keys[..., :head_dim], values[..., :head_dim], *scales)
 
-    def grow(self, cache: LayerCache, num_blocks: int) -> None:
-        """Map memory for ``num_blocks`` blocks of a cache that was made to grow."""
-        _, kv_heads, _, head_dim = cache.keys.shape
-        cache.memory.grow(num_blocks)
-        self._set_pools(cache, num_blocks, kv_heads, head_dim)
+    def make_states(self, num_slots: int, arrays: Sequence[StateArray], max_slots: int) -> StateCache:
+        """The states of a layer; they can grow to ``max_slots`` slots without being copied."""
+        memory = self._memory([array.slot_bytes() for array in arrays], num_slots, max_slots)
+        cache = StateCache({}, memory=memory)
+        for lane, array in enumerate(arrays):
+            dtype = np.dtype(np.float16 if array.dtype is None else array.dtype)
+            shape = array.slot_shape
+            dense = (dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            strides = (array.slot_bytes(), *dense)
+            cache.named[array.name] = self._array(memory, lane, (num_slots, *shape), dtype, strides)
+        return cache
 
-    def free(self, cache: LayerCache) -> None:
+    def grow(self, cache: AnyCache, num_blocks: int) -> None:
+        """Map memory for ``num_blocks`` blocks or slots of a cache that was made to grow."""
+        memory: GrowingMemory = cache.memory
+        memory.grow(num_blocks)
+        cache.set_arrays(
+            [
+                self._array(memory, lane, (num_blocks, *array.shape[1:]), array.dtype, array.strides)
+                for lane, array in enumerate(cache.arrays)
+            ]
+        )
+
+    def free(self, cache: AnyCache) -> None:
         """Give back the memory of a cache that was made to grow, after all work under way."""
         if cache.memory is not None:
             self.arrays.stream.synchronize()
             cache.memory.free()
 
-    def _growing_cache(self, num_blocks: int, max_blocks: int, kv_heads: int, head_dim: int, int8: bool) -> LayerCache:
-        item_bytes = block_bytes(kv_heads, round_up(head_dim, HEAD_PAD), int8)
-        memory = GrowingMemory(self.device, self.arena, item_bytes, max_blocks)
+    def _memory(self, item_bytes: Sequence[int], count: int, most: int) -> GrowingMemory:
+        """Memory for ``count`` items in each lane, which can grow to ``most``."""
+        memory = GrowingMemory(self.device, self.arena, item_bytes, most)
         try:
-            memory.grow(num_blocks)
+            memory.grow(count)
         except BaseException:
             memory.free()
             raise
-        cache = LayerCache(None, None, memory=memory)
-        self._set_pools(cache, num_blocks, kv_heads, head_dim)
+        return memory
+
+    def _growing_cache(self, num_blocks: int, max_blocks: int, kv_heads: int, head_dim: int, int8: bool) -> LayerCache:
+        padded = round_up(head_dim, HEAD_PAD)
+        memory = self._memory(block_bytes(kv_heads, padded, int8), num_blocks, max_blocks)
+        codes, shape = np.int8 if int8 else np.float16, (num_blocks, kv_heads, BLOCK_SIZE)
+        keys, values = (self._array(memory, lane, (*shape, padded), codes)[..., :head_dim] for lane in range(2))
+        cache = LayerCache(keys, values, memory=memory)
+        if int8:
+            cache.key_scales, cache.value_scales = (self._array(memory, lane, shape, np.float16) for lane in (2, 3))
         return cache
 
-    def _set_pools(self, cache: LayerCache, num_blocks: int, kv_heads: int, head_dim: int) -> None:
-        """Let a cache hold ``num_blocks`` blocks: keys, values, and for int8 the scales, in lanes of its memory."""
-        memory: GrowingMemory = cache.memory
-        shape, padded = (num_blocks, kv_heads, BLOCK_SIZE), round_up(head_dim, HEAD_PAD)
-
-        def array(lane: int, shape: tuple[int, ...], dtype: type) -> cp.ndarray:
-            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-            unowned = cp.cuda.UnownedMemory(memory.address(lane), nbytes, memory, self.arrays.device)
-            return cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(unowned, 0))
-
-        int8 = memory.lanes == 4
-        codes = np.int8 if int8 else np.float16
-        cache.keys, cache.values = (array(lane, (*shape, padded), codes)[..., :head_dim] for lane in range(2))
-        if int8:
-            cache.key_scales, cache.value_scales = (array(lane, shape, np.float16) for lane in (2, 3))
+    def _array(
+        self,
+        memory: GrowingMemory,
+        lane: int,
+        shape: tuple[int, ...],
+        dtype: Any,
+        strides: tuple[int, ...] | None = None,
+    ) -> cp.ndarray:
+        """The first items of a lane as an array; the strides of padded items are given."""
+        nbytes = shape[0] * strides[0] if strides else math.prod(shape) * np.dtype(dtype).itemsize
+        unowned = cp.cuda.UnownedMemory(memory.address(lane), nbytes, memory, self.arrays.device)
+        return cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(unowned, 0), strides)
 
 
-def copies_of_blocks(copies: Sequence[tuple[LayerCache, int, int]]) -> np.ndarray:
+def copies_of_blocks(copies: Sequence[tuple[AnyCache, int, int]]) -> np.ndarray:
     """What :meth:`.CopyBlocks.launch` reads for the copies of :meth:`.Backend.copy_blocks`; padding is copied too."""
     rows = [
         (start + target * nbytes, start + source * nbytes, nbytes)
@@ -92,7 +114,7 @@ def copies_of_blocks(copies: Sequence[tuple[LayerCache, int, int]]) -> np.ndarra
     return np.array(rows, np.int64)
 
 
-def _lanes(cache: LayerCache) -> Sequence[tuple[int, int]]:
+def _lanes(cache: AnyCache) -> Sequence[tuple[int, int]]:
     """The address of each array of a cache, which stays, and the bytes of a block; arrays take long to tell them."""
     cache.lanes = cache.lanes or [(array.data.ptr, array.strides[0]) for array in cache.arrays]
     return cache.lanes
