@@ -6,9 +6,10 @@ for :class:`UsageError`), with a traceback under ``--debug``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 MAX_LISTED = 40
@@ -100,6 +101,19 @@ def require_bool(name: str, value: object) -> None:
     """Raise ``UsageError`` unless an argument is True or False."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}, but must be True or False")
+
+
+def require_function(name: str, value: object) -> None:
+    """Raise ``UsageError`` unless an optional argument is None or can be called."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name} is {value!r}, but must be a function, or None")
+
+
+def require_positive(name: str, value: Any) -> None:
+    """Raise ``UsageError`` unless an argument is a finite number above 0."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise UsageError(f"{name} is {value!r}, but must be a number more than 0, and finite")
 
 
 class QueueFull(UsageError):

@@ -29,13 +29,32 @@ MAX_THREADS = 16
 
 
 def expand(path: str | Path, what: str = "path") -> Path:
-    """``path`` with ``~`` expanded; ``UsageError`` for a value that is no path."""
-    if not isinstance(path, (str, os.PathLike)):
+    """``path`` with ``~`` expanded; ``UsageError`` for a value that is no path, or that the system cannot look up.
+
+    A path that does not exist passes.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise UsageError(f"{what} is {path!r}, but must be the path of a folder, as text or a pathlib.Path")
     try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise UsageError(f"{what} is {str(path)!r}: {error}") from error
+        found = Path(path).expanduser()
+        if not found.is_absolute():
+            _require_working_folder(what, path)
+        os.stat(found)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (RuntimeError, ValueError) as error:  # of an unknown user; of zero bytes and halves of surrogate pairs
+        raise UsageError(f"{what} is {str(path)!r}, which is no path: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{what} is {str(path)!r}, which cannot be reached: {error.strerror}") from error
+    return found
+
+
+def _require_working_folder(what: str, path: str | os.PathLike[str]) -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        problem = "is relative, but the working directory has been deleted: change to another one"
+        raise UsageError(f"{what} {str(path)!r} {problem}, or give an absolute path") from None
 
 
 def read_small_file(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
@@ -140,6 +159,8 @@ def check_writable(path: Path, what: str) -> None:
 
     ``what`` is what the user gave the path for, such as an option's name.
     """
+    if not path.is_absolute():
+        _require_working_folder(what, path)
     try:
         target = Path(os.path.realpath(path))
         earlier = _earlier_file(target)

@@ -187,7 +187,7 @@ def cache_groups(config: ModelConfig, layout: CacheLayout, itemsize: int = 2) ->
 
 def is_int8_cache(kv_cache: str) -> bool:
     """Whether ``kv_cache`` is ``int8``. Raises ``UsageError`` if it is neither that nor ``fp16``."""
-    if kv_cache not in ("fp16", "int8"):
+    if not isinstance(kv_cache, str) or kv_cache not in ("fp16", "int8"):
         raise UsageError(f"kv_cache is {kv_cache!r}, but must be fp16 or int8")
     return kv_cache == "int8"
 

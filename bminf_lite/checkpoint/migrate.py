@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from ..backend.quantization import rows_fit_fp16, rows_per_block
-from ..errors import CheckpointError, UsageError, checkpoint_error
+from ..errors import CheckpointError, UsageError, checkpoint_error, require_bool, require_whole
 from ..files import expand, linkable_root, thread_count
 from ..generation_config import not_obeyed_text
 from ..models.spec import GatedProduct, Parameter, Role, Spec
@@ -92,8 +92,9 @@ def migrate(
     Raises :class:`CheckpointError` if the source cannot be read or quantized or ``out`` cannot be written, and
     :class:`UsageError` for a recipe that makes no sense. ``out`` is untouched then, and after Ctrl-C.
     """
-    if shard_bytes < 1:
-        raise UsageError(f"shard_bytes is {shard_bytes}; it must be 1 or more")
+    require_whole("shard_bytes", shard_bytes)
+    for name, flag in (("force", force), ("dry_run", dry_run), ("portable", portable)):
+        require_bool(name, flag)
     chosen = load_recipe(recipe)
     if chosen.calibration is not None and calibrate is None:
         raise UsageError(f"recipe {chosen.name}: needs a text to calibrate on (--calibrate FILE, calibrate=...)")

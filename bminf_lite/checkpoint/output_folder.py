@@ -58,11 +58,22 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
             remedy = "name another folder, or replace it with --force"
             raise CheckpointError(f"{target}: another process made it meanwhile; {remedy}") from error
+        if (other := _other_file(error, partial, target)) is not None:
+            raise CheckpointError(f"{other}: cannot be read: {error.strerror}") from error
         raise CheckpointError(f"{target}: cannot be written: {error}") from error
     finally:
         _remove(partial)
         if lock >= 0:
             os.close(lock)
+
+
+def _other_file(error: OSError, *folders: Path) -> Path | None:
+    """The file of an error, if it is in none of ``folders`` and is none that they are in: one of the source."""
+    if not isinstance(error.filename, (str, os.PathLike)) or error.filename2 is not None:
+        return None
+    path = Path(error.filename).absolute()
+    related = any(path.is_relative_to(folder) or folder.is_relative_to(path) for folder in folders)
+    return None if related else path
 
 
 def check_target(target: Path, force: bool) -> None:

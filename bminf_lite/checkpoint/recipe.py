@@ -34,7 +34,7 @@ from typing import Any
 
 from ..backend.rotation import MAX_ROTATION, is_rotation, rotation_of
 from ..errors import UsageError
-from ..files import expand
+from ..files import expand, read_small_file
 from ..models.spec import Role, Spec
 
 if sys.version_info >= (3, 11):
@@ -43,6 +43,7 @@ else:
     import tomli as tomllib
 
 
+MAX_RECIPE_BYTES = 1 << 24
 OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
     "name": (str, "text"), "description": (str, "text"), "rules": (dict, "a table"), "calibration": (dict, "a table"),
     "rotation": (int, "a whole number"), "offline_rotation": (bool, "true or false"),
@@ -158,15 +159,15 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if recipe in built_in_recipes():
+    if isinstance(recipe, str) and recipe in built_in_recipes():
         return parse_recipe(_built_in().joinpath(f"{recipe}.toml").read_text(encoding="utf-8"), str(recipe))
     path = expand(recipe, "recipe")
     if not path.is_file():
         raise UsageError(f"recipe {str(recipe)!r} is neither built in ({', '.join(built_in_recipes())}) nor a file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small_file(path, MAX_RECIPE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {path}: cannot be read: {error}") from error
+        raise UsageError(f"recipe {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return parse_recipe(text, str(path))
 
 

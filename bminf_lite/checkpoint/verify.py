@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, checkpoint_error
+from ..errors import CheckpointError, checkpoint_error, require_function
 from ..files import expand, linkable_root, thread_count
 from .checksum import FileChecksums, FileRecord
 from .manifest import MANIFEST_FILE, file_records
@@ -33,6 +33,7 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
     is missing, has changed or is a link that leads out, and for a folder without checksums.
     """
     path = expand(path)
+    require_function("progress", progress)
     manifest = (
         read_json(path / MANIFEST_FILE, MAX_LIST_BYTES) if path.is_dir() and (path / MANIFEST_FILE).is_file() else {}
     )
@@ -46,7 +47,7 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
         for record in recorded:
             problems += _problems(record, path, pool)
             done += record.bytes
-            if progress:
+            if progress is not None:
                 progress(done, total, record.name)
     if problems:
         remedy = "copy the file again from where it is intact, or migrate again; a change of your own is harmless"

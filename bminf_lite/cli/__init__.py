@@ -63,6 +63,9 @@ class CommandLine(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
+        if sys.stdout is None:  # every result would be lost without a word
+            _print_error(UsageError("stdout is closed: connect it to a terminal, a file or a pipe"))
+            sys.exit(WRONG_USAGE)
         try:
             with _signals_end_in_order():
                 return super().main(*args, **options)
@@ -121,6 +124,14 @@ def _discard_stdout() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _has_working_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "\ninterrupted"  # on the line below the terminal's "^C"
@@ -128,6 +139,8 @@ def _message(error: BaseException) -> str:
         return f"error: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:
         return f"error: the output cannot be written: {error.strerror}; make room, or write it elsewhere"
+    if isinstance(error, FileNotFoundError) and not error.filename and not _has_working_folder():
+        return "error: the working directory has been deleted: change to another one, or give absolute paths"
     if isinstance(error, OSError) and error.strerror:
         return f"error: {error.strerror}" + (f": {error.filename}" if error.filename else "")
     if isinstance(error, MemoryError):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ..errors import BminfError, UsageError
+from ..files import expand
 from ..memory.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -37,8 +38,20 @@ def require_number(perplexity: float) -> None:
         )
 
 
-PATH = click.Path(path_type=Path)
-OUTPUT = click.Path(dir_okay=False, path_type=Path)
+class UserPath(click.Path):
+    """A path that the system can look up, whether or not there is something."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        """See :func:`bminf_lite.files.expand`."""
+        try:
+            expand(value, "path" if param is None else param.human_readable_name)
+        except UsageError as error:
+            self.fail(str(error), param, context)
+        return super().convert(value, param, context)
+
+
+PATH = UserPath(path_type=Path)
+OUTPUT = UserPath(dir_okay=False, path_type=Path)
 
 model_argument = click.argument("model", metavar="MODEL", type=PATH)
 text_argument = click.argument("text", metavar="FILE", type=PATH)

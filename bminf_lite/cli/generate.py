@@ -14,7 +14,15 @@ from ..errors import UsageError
 from ..files import read_small_file
 from ..memory.sizes import format_size
 from ._finish import finish_text, max_new_tokens
-from ._options import context_option, given_options, max_batch_option, model_options, sampling_options, stop_option
+from ._options import (
+    UserPath,
+    context_option,
+    given_options,
+    max_batch_option,
+    model_options,
+    sampling_options,
+    stop_option,
+)
 from ._prompts import Prompt, read_file, read_stdin
 
 if TYPE_CHECKING:
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 @click.command()
 @model_options
 @click.argument("prompt", metavar="[PROMPT | -]", required=False)
-@click.option("--prompts", metavar="FILE.jsonl", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+@click.option("--prompts", metavar="FILE.jsonl", type=UserPath(exists=True, dir_okay=False, path_type=Path),
               help='Many prompts: an object per line with "prompt" or "messages", and an optional "id".')  # fmt: skip
 @sampling_options
 @stop_option
@@ -38,7 +46,7 @@ if TYPE_CHECKING:
     "--logprobs", metavar="[K]", is_flag=False, flag_value=0, type=click.IntRange(0, 20),
     help="With --json: the log-probability of each token, and the K most likely tokens with theirs.",
 )  # fmt: skip
-@click.option("--json-schema", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+@click.option("--json-schema", metavar="FILE", type=UserPath(exists=True, dir_okay=False, path_type=Path),
               help="The text is JSON that this schema accepts.")  # fmt: skip
 @click.option("--regex", metavar="PATTERN", help="The text is one that this regular expression matches as a whole.")
 @click.option("--choice", multiple=True, metavar="TEXT", help="The text is one of these. Give it several times.")
@@ -127,7 +135,8 @@ def grammar_of(json_schema: Path | None, regex: str | None, choice: tuple[str, .
         try:
             structure = structure._replace(value=read_small_file(json_schema).decode())
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{json_schema} cannot be read as text: {error}") from error
+            problem = getattr(error, "strerror", None) or error
+            raise UsageError(f"{json_schema} cannot be read as text: {problem}") from error
     grammar = structure.grammar()
     validate(grammar)
     return grammar

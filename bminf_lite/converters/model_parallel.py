@@ -25,7 +25,7 @@ from ..checkpoint.output_folder import check_space, check_target, output_folder
 from ..checkpoint.recipe import load_recipe
 from ..checkpoint.torch_file import TorchFile
 from ..checkpoint.writer import CheckpointWriter, TensorDeclaration, write_json
-from ..errors import CheckpointError, UsageError, listed
+from ..errors import CheckpointError, UsageError, listed, require_bool
 from ..files import is_within, read_small_file
 
 RANK = re.compile(r"mp_rank_(\d+)(?:\D*\.(?:pt|bin))?")
@@ -200,6 +200,7 @@ def convert(write: Callable[[Path], None], source: Path, out: Path, recipe: str,
     recipe, ``out`` and the disk are checked before the merge, which may take minutes. Raises :class:`CheckpointError`
     and :class:`UsageError`; ``out`` is untouched then.
     """
+    require_bool("force", force)
     size = sum(path.stat().st_size for path in find_shards(source))
     if recipe == "merge":
         with output_folder(out, force, size) as folder:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..api import Model, load
-from ..errors import UsageError, require_bool, require_whole
+from ..errors import UsageError, require_bool, require_function, require_whole
 from ..files import expand
 from ..placement import is_int8_cache
 from .compare import Comparison, check_pair
@@ -49,6 +49,7 @@ def perplexity(
     ``UsageError`` for an unfit text or window, and what ``load`` raises.
     """
     _check_lengths(window, stride, tokens)
+    require_function("progress", progress)
     folder = _folder_of(model)
     windows = windows_for(folder, _texts(text), window, stride)
     if tokens is not None:
@@ -57,7 +58,7 @@ def perplexity(
         losses = []
         for i, loss in enumerate(window_losses(loaded, windows)):
             losses.append(loss)
-            if progress:
+            if progress is not None:
                 progress(i + 1, len(windows), "")
         return Perplexity.from_losses(np.concatenate(losses))
 
@@ -86,6 +87,7 @@ def compare(
     """
     _check_lengths(window, stride, tokens)
     require_bool("layers", layers)
+    require_function("progress", progress)
     int8_cache = is_int8_cache(kv_cache)
     model, reference = expand(model, "model"), expand(reference, "reference")
     target = None if report is None else expand(report, "report")

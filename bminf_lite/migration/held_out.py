@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError, require_positive
 from ..evaluation.compare import Progress, compare
 from ..evaluation.corpus import Window, fit_windows, parse_config
 
@@ -53,8 +52,7 @@ def check_divergence(name: str, limit: float | None, has_text: bool) -> None:
     """Raise ``UsageError`` for a ``limit``, called ``name``, that is no number above 0 or has no text to measure on."""
     if limit is None:
         return
-    if not 0 < limit < math.inf:
-        raise UsageError(f"{name} is {limit}; it must be more than 0, and finite")
+    require_positive(name, limit)
     if not has_text:
         raise UsageError(f"{name} needs a text to measure on (--calibrate FILE, calibrate=...)")
 

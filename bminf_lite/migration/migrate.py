@@ -24,7 +24,7 @@ from ..checkpoint.opened_model import OpenedModel, open_model
 from ..checkpoint.recipe import Recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..checkpoint.writer import SHARD_BYTES
-from ..errors import OutOfMemory, UsageError
+from ..errors import OutOfMemory, UsageError, require_bool, require_function, require_whole
 from ..evaluation.corpus import encode_texts, parse_config, read_texts, sliding_windows
 from ..files import expand
 from ..quantize import calibration
@@ -89,6 +89,12 @@ def migrate(
     source, out = expand(source, "source"), expand(out, "out")
     if isinstance(calibrate, (str, Path)):
         calibrate = expand(calibrate, "calibrate")
+    for name, flag in (("offline_only", offline_only), ("force", force), ("dry_run", dry_run), ("portable", portable)):
+        require_bool(name, flag)
+    functions = {"progress": progress, "calibration_progress": calibration_progress, "cost_progress": cost_progress}
+    for name, function in functions.items():
+        require_function(name, function)
+    require_whole("samples", samples)
     recipe = load_recipe(recipe)
     backend.check_device(device)
     check_divergence("max_divergence", max_divergence, calibrate is not None)

@@ -27,7 +27,7 @@ from ..checkpoint.output_folder import output_folder
 from ..checkpoint.recipe import Recipe, RotatedInputs, Scheme
 from ..checkpoint.tensor_file import DTYPES
 from ..checkpoint.writer import SHARD_BYTES, CheckpointWriter, TensorDeclaration, write_json
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError, require_bool
 from ..files import expand, thread_count
 from ..models.spec import Parameter, Role, Spec
 from . import ops, streaming
@@ -150,6 +150,7 @@ def save_pretrained(
     without a transformers configuration or an output head, whose architecture this package does not know, with adapters
     of peft, or whose embedding was trained after the output head had been quantized from it.
     """
+    require_bool("force", force)
     config = _config_of(model)
     if has_adapters(model):
         raise UsageError(

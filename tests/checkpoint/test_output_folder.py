@@ -10,10 +10,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import tiny_checkpoint
 import xxhash
 
 from bminf_lite.checkpoint import output_folder as module
 from bminf_lite.checkpoint.manifest import MANIFEST_FILE
+from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.output_folder import output_folder
 from bminf_lite.errors import CheckpointError
 
@@ -143,6 +145,32 @@ def test_a_disk_that_becomes_full(tmp_path: Path, code: int) -> None:
         fill(folder, "x")
         raise OSError(code, os.strerror(code))
     assert names(tmp_path) == set()
+
+
+def test_a_source_that_cannot_be_read_is_not_blamed_on_the_output(tmp_path: Path) -> None:
+    target, source = tmp_path / "out", tmp_path / "source" / "tokenizer.json"
+    problem = PermissionError(errno.EACCES, "Permission denied", str(source))
+    with (
+        pytest.raises(CheckpointError, match=rf"^{source}: cannot be read: Permission denied$"),
+        output_folder(target, False, 0),
+    ):
+        raise problem
+    with (
+        pytest.raises(CheckpointError, match=rf"^{target}: cannot be written: "),
+        output_folder(target, False, 0) as folder,
+    ):
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder / "config.json"))
+    with pytest.raises(CheckpointError, match=rf"^{target}: cannot be written: "), output_folder(target, False, 0):
+        raise OSError(errno.EIO, "Input/output error")
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read every file")
+def test_a_migration_names_the_file_that_it_cannot_read(tmp_path: Path) -> None:
+    source = tiny_checkpoint.write(tmp_path / "source")
+    (source / "tokenizer.json").chmod(0)
+    with pytest.raises(CheckpointError, match=rf"{source}/tokenizer\.json:? cannot be read"):
+        migrate(source, tmp_path / "out")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
