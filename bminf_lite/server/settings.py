@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..engine.sampling_params import SamplingParams
+from ..errors import UsageError
 from .limits import Limits
 from .security import Security
 
@@ -19,7 +20,7 @@ class ServerSettings:
     ``seed`` is that of requests that give none; without one each of them draws its own.
     ``split_special_tokens`` is the default of requests: texts are text, also where they spell control tokens.
 
-    Raises ``UsageError`` for a seed out of range.
+    Raises ``UsageError`` for a seed out of range, and for a name that is no text or not UTF-8, because messages are.
     """
 
     served_model_names: tuple[str, ...]
@@ -32,3 +33,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         SamplingParams(seed=self.seed)  # which checks it
+        for name in (*self.served_model_names, self.request_log or ""):
+            try:
+                str.encode(name)
+            except (TypeError, UnicodeEncodeError):  # noqa: PERF203, they are one or two
+                raise UsageError(f"{name!r} is a name of a model or a log, but must be text in UTF-8") from None

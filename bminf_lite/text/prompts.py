@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import CheckpointError, UsageError, is_whole, listed
+from ..errors import CheckpointError, UsageError, is_whole, listed, require_bool
 from .chat_template import ChatTemplate, Message, check_messages, content_text
 from .checkpoint_files import has_tokenizer, load_tokenizer
 from .control_tokens import ControlTokens, GuardedText, new_mark
@@ -23,6 +23,7 @@ from .tokenizer import Tokenizer
 from .tool_calls import (
     Tool,
     ToolFormat,
+    check_tools,
     find_tool_format,
     generic_instructions,
     generic_messages,
@@ -177,7 +178,10 @@ class PromptEncoder:
         in words; see :func:`.generic_messages`. With ``continue_final_message`` the text ends where the content of the
         last message does, with its white space; that message must be the assistant's, and have no calls.
         """
+        require_bool("add_generation_prompt", add_generation_prompt)
+        require_bool("continue_final_message", continue_final_message)
         check_messages(messages)
+        check_tools(tools)
         if not continue_final_message:
             return self._render(messages, add_generation_prompt, tools, variables)
         if messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):

@@ -124,7 +124,7 @@ def test_a_point_without_a_number_meets_no_target() -> None:
 def test_mistakes_are_told_before_any_work(source: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for limit in (0, math.nan, math.inf):
-        with pytest.raises(UsageError, match=r"target_divergence is .* must be more than 0"):
+        with pytest.raises(UsageError, match=r"target_divergence is .* must be a number more than 0"):
             bminf_lite.migrate(source, out, "auto", calibrate=text, target_divergence=limit)
     with pytest.raises(UsageError, match="target_divergence needs a text"):
         bminf_lite.migrate(source, out, "auto", target_divergence=1)

@@ -109,7 +109,7 @@ def test_other_mistakes_are_told_before_any_work(
     with pytest.raises(UsageError, match="needs a text"):
         bminf_lite.migrate(source, tmp_path / "out", max_divergence=0.1)
     for limit in (0, -1, math.nan, math.inf):
-        with pytest.raises(UsageError, match="must be more than 0"):
+        with pytest.raises(UsageError, match="must be a number more than 0"):
             bminf_lite.migrate(source, tmp_path / "out", calibrate=text, max_divergence=limit)
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda folder: Usage(1000, 900, 100))

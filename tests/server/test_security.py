@@ -205,3 +205,12 @@ def test_names_of_the_model():
     assert model_names(None, Path("/models/demo")) == ("demo",)
     assert model_names(None, None) == ("model",)
     assert model_names(["a", "b"], Path("/models/demo")) == ("a", "b")
+
+
+@pytest.mark.parametrize("name", ["a\ud800", "\udcff", 3, None, b"a"], ids=repr)
+def test_names_of_models_and_logs_are_text(name: Any):
+    for arguments in ({"served_model_names": ("good", name)}, {"served_model_names": ("a",), "request_log": name}):
+        if arguments.get("request_log", 0) is None:
+            continue
+        with pytest.raises(UsageError, match="is a name of a model or a log, but must be text in UTF-8"):
+            ServerSettings(**arguments)

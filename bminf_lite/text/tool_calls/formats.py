@@ -118,6 +118,19 @@ def tool_format(name: str) -> ToolFormat:
     return TOOL_FORMATS[name]
 
 
+def check_tools(tools: Any) -> None:
+    """Raise ``UsageError`` for a value that is neither None nor a list of tools; it lists wrong ones by number."""
+    if tools is None:
+        return
+    form = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+        raise UsageError(f"tools is {tools!r}, but must be a list of {form}")
+    functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
+    wrong = [i for i, f in enumerate(functions) if not (isinstance(f, Mapping) and isinstance(f.get("name"), str))]
+    if wrong:
+        raise UsageError(f"each of the tools must be {form}; not so: {', '.join(map(str, wrong[:20]))}")
+
+
 def function_names(tools: Sequence[Tool]) -> list[str]:
     """The names of the functions, in order."""
     return [tool["function"]["name"] for tool in tools]
