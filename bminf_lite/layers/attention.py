@@ -1,4 +1,4 @@
-"""Self-attention with grouped heads, and the two kinds of attention that an encoder-decoder adds.
+"""The kinds of attention that an encoder-decoder has beside causal self-attention.
 
 ``add_to`` adds the output to the residual stream, fp32 ``[T, features]``; ``x`` is the normalised stream.
 """
@@ -10,24 +10,6 @@ from dataclasses import dataclass
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache
 from .linear import Linear, RowParallelLinear
-
-
-@dataclass(frozen=True)
-class Attention:
-    """``o(attend(qkv(x)))``, causal. ``qkv`` computes query, key and value side by side."""
-
-    ops: Backend
-    spec: AttentionSpec
-    qkv: Linear
-    o: RowParallelLinear
-
-    def attend(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
-        """The heads' outputs ``[T, heads * head_dim]``, which ``o`` reads; with ``only_last`` those of last tokens."""
-        attention = self.ops.last_token_attention if only_last else self.ops.attention
-        return attention(self.qkv(x), self.spec, cache, batch)
-
-    def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        return self.o.add_to(residual, self.attend(x, cache, batch))
 
 
 @dataclass(frozen=True)

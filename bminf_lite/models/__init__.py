@@ -38,7 +38,7 @@ GUIDE = "docs/add_a_model.md"
 @functools.cache
 def names() -> tuple[str, ...]:
     """The architectures that exist, sorted."""
-    modules = (m.name for m in pkgutil.iter_modules(__path__))
+    modules = (m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg)
     return tuple(sorted(name for name in modules if name != "spec" and not name.startswith("_")))
 
 

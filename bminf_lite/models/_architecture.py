@@ -10,7 +10,7 @@ from ..backend.base import Backend
 from ..errors import UsageError
 from ..layers.loading import Weights
 from ._config import ModelConfig
-from ._decoder import Decoder
+from ._decoder import Decoder, DecoderConfig, ModelBuilder, spec
 from ._encoder_decoder import EncoderDecoder
 from .spec import Spec
 
@@ -41,3 +41,8 @@ class Architecture:
                 f"divide {config.max_tp_size}"
             )
         return self.network(self.ModelBuilder(config, weights, ops))
+
+
+def decoder(parse: Callable[[Mapping[str, Any]], DecoderConfig]) -> Architecture:
+    """The architecture of a decoder whose ``config.json`` is read by ``parse``."""
+    return Architecture(parse, spec, ModelBuilder, Decoder)

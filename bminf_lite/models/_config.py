@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -49,22 +49,18 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class ModelConfig(ABC):
-    """The part of a configuration that all architectures have; lengths in tokens, sizes in elements.
-
-    ``layers`` counts the layers that decode.
-    """
+    """What a model is besides its layers; ``context_length`` in tokens, sizes in elements."""
 
     is_encoder_decoder: ClassVar[bool] = False
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
     context_length: int
-    norm_eps: float
-    activation: str
-    tied_head: bool
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """The layers that decode."""
 
     @property
     @abstractmethod
@@ -77,19 +73,24 @@ class ModelConfig(ABC):
         return 0
 
     @property
-    def _divided(self) -> dict[str, int]:
+    @abstractmethod
+    def divided(self) -> dict[str, int]:
         """What the ranks of a model divide, by name."""
-        kv_heads, inner = math.gcd(*(x.num_shards for x in self.cache_layout.layers)), self.intermediate_size
-        return {"heads": self.heads, "key-value heads": kv_heads, "hidden units of a feed-forward layer": inner}
+
+    @property
+    def undivided(self) -> str | None:
+        """Why the model cannot be divided among ranks; None if it can."""
+        return None
 
     @property
     def max_tp_size(self) -> int:
         """The most ranks among which the model can be divided; other numbers of ranks divide this one."""
-        return math.gcd(*self._divided.values())
+        return math.gcd(*self.divided.values()) if self.undivided is None else 1
 
     def tp_problems(self, tp_size: int) -> list[str]:
         """Why the model cannot be divided among ``tp_size`` ranks; empty if it can."""
-        return [f"{count:,} {name} are not divisible by it" for name, count in self._divided.items() if count % tp_size]
+        found = [f"{count:,} {name} are not divisible by it" for name, count in self.divided.items() if count % tp_size]
+        return [*found, self.undivided] if tp_size > 1 and self.undivided is not None else found
 
     @property
     def max_source_length(self) -> int:
@@ -100,6 +101,15 @@ class ModelConfig(ABC):
     def decoder_start_token_ids(self) -> tuple[int, ...]:
         """The tokens from which a decoder starts; none without an encoder."""
         return ()
+
+
+def common_divisors(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The greatest common divisor of the counts of each name."""
+    found: dict[str, int] = {}
+    for own in counts:
+        for name, count in own.items():
+            found[name] = math.gcd(found.get(name, 0), count)
+    return found
 
 
 Fields = Mapping[str, Any]
@@ -238,3 +248,17 @@ class ConfigReader:
         if self._problems:
             raise CheckpointError(listed("config.json", self._problems))
         return self.fields
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_types(read: ConfigReader, default: list[str]) -> list[str]:
+    """``layer_types``: for each layer :data:`FULL`, or :data:`SLIDING` for a layer with a window."""
+    types, layers = read.config.get("layer_types"), read.fields["layers"]
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, SLIDING) for t in types):
+        read.problem("layer_types", f"layer_types is {types!r}, not {layers} times one of {FULL}, {SLIDING}")
+        return default
+    return types

@@ -1,17 +1,106 @@
-"""The parts that decoders share: the loop over the layers, and the output after the last one."""
+"""Decoders: their description by parts, the tensors of a checkpoint that follow from it, and the loop over the layers.
+
+An architecture's file reads a ``config.json`` and returns a :class:`DecoderConfig`, which lists the parts of each
+layer. Everything else follows from the parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch, LayerCache
-from ..layers.cache import KVCache
-from ..layers.linear import Linear
-from ..layers.norm import NormLayer
-from ._config import ModelConfig
+from ..layers.cache import CacheLayout, KVCache
+from ..layers.loading import Weights
+from ._config import ModelConfig, common_divisors
+from .parts.ends import Input, InputPart, Output, OutputPart
+from .parts.part import Layer, LayerParts, LayerSource, LayerTensors, SharedValues
+from .spec import Fold, ResidualStream, Spec, StreamNorm, Tensors, weights_of
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """A decoder: what lies before its layers, the parts of each layer, and what lies behind them.
+
+    The tensors of layer ``i`` are named ``{prefix}.{i}.…``. With ``tied_head`` the head is the embedding's table.
+    ``ignored`` and ``aliases`` are those of :class:`.spec.Spec`.
+    """
+
+    input: InputPart
+    layer_parts: tuple[LayerParts, ...]
+    output: OutputPart
+    tied_head: bool = False
+    prefix: str = "model.layers"
+    ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_parts)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return CacheLayout(tuple(layout for layer in self.layer_parts for layout in layer.layouts))
+
+    @property
+    def shared_norm_vectors(self) -> int:
+        return sum(layer.shared_norm_vectors for layer in self.layer_parts)
+
+    def layer_name(self, layer: int) -> str:
+        """The prefix of the tensors of layer ``layer``."""
+        return f"{self.prefix}.{layer}"
+
+    @property
+    def divided(self) -> dict[str, int]:
+        return common_divisors(layer.divided for layer in self.layer_parts)
+
+    @property
+    def undivided(self) -> str | None:
+        reasons = (sub.part.undivided for layer in self.layer_parts for sub in layer.sublayers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+def spec(config: DecoderConfig) -> Spec:
+    """Every tensor of the checkpoint, and what migration may do with them.
+
+    Factors move from a norm to the matrices that read it, and inside of parts. Norms with an offset, and norms whose
+    output is added to the residual stream, are left out.
+    """
+    layers = [layer.stated(config.layer_name(i)) for i, layer in enumerate(config.layer_parts)]
+    parts = [part for layer in layers for part in layer.parts]
+    tensors: Tensors = config.input.tensors() | config.output.tensors()
+    for layer in layers:
+        tensors |= layer.tensors
+    folds = [fold for layer in layers for fold in layer.folds]
+    norm = config.output.norm
+    if norm is not None and norm.is_foldable and (config.output.project or not config.tied_head):
+        folds.append(Fold(tuple(norm.tensors()), weights_of(config.output.reader)))
+    value_heads = tuple(fold for part in parts for fold in part.value_heads)
+    return Spec(
+        tensors,
+        tied={f"{config.output.name}.weight": f"{config.input.name}.weight"} if config.tied_head else {},
+        ignored=config.ignored,
+        foldable=(*folds, *value_heads),
+        aliases=config.aliases,
+        rotatable=tuple(name for part in parts for name in part.rotatable),
+        stream=residual_stream(config, layers),
+        value_heads=value_heads,
+        gated=tuple(product for layer in layers for product in layer.gated),
+        key_heads=tuple(heads for part in parts for heads in part.key_heads),
+    )
+
+
+def residual_stream(config: DecoderConfig, layers: list[LayerTensors]) -> ResidualStream | None:
+    """The tensors around the residual stream, if it starts at the embedding, and only RMSNorms read it."""
+    norm = config.output.norm
+    reads_norms = norm is not None and norm.is_rms and all(layer.reads_rms_norms for layer in config.layer_parts)
+    if norm is None or not reads_norms or not config.input.is_only_a_table:
+        return None
+    norms = [norm for layer in layers for norm in layer.norms]
+    norms.append(StreamNorm(f"{norm.name}.weight", weights_of(config.output.reader), norm.offset))
+    writers = tuple(name for layer in layers for part in layer.parts for name in part.writers)
+    return ResidualStream(weights_of(config.input.name), tuple(norms), writers)
 
 
 class DecoderLayer(Protocol):
@@ -26,53 +115,46 @@ class DecoderLayer(Protocol):
         ...
 
 
-class DecoderBuilder(Protocol):
+class ModelBuilder:
     """Makes the parts of a model one at a time, so that a caller may keep one of them in memory."""
 
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def ops(self) -> Backend: ...
+    def __init__(self, config: DecoderConfig, weights: Weights, ops: Backend):
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.shared = SharedValues(ops)
+        for layer in config.layer_parts:
+            for sub in layer.sublayers:
+                sub.part.share(self.shared)
 
-    def embed(self) -> Callable[[ForwardBatch], Array]:
+    def embed(self) -> Input:
         """Tokens to the residual stream, fp32 ``[T, features]``."""
+        return self.config.input.build(self.ops, self.weights)
 
-    def block(self, layer: int) -> DecoderLayer:
+    def block(self, layer: int) -> Layer:
         """Layer ``layer``, counted from 0."""
+        source = LayerSource(self.ops, self.weights, self.config.layer_name(layer), self.shared)
+        return self.config.layer_parts[layer].build(source)
 
-    def output(self) -> Callable[[Array], Array]:
+    def output(self) -> Output:
         """The residual stream to logits, fp32 ``[T, vocab]``."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """The residual stream ``r`` to logits: ``head(project(norm(r)))``, fp32 ``[T, vocab]``, limited by ``softcap``."""
-
-    norm: NormLayer | None
-    project: Linear | None
-    head: Linear
-    softcap: float | None = None
-
-    def __call__(self, residual: Array) -> Array:
-        x = self.norm(residual) if self.norm else residual
-        logits = self.head.fp32(self.project(x) if self.project else x)
-        return logits if self.softcap is None else self.head.ops.soft_cap(logits, self.softcap)
+        return self.config.output.build(self.ops, self.weights)
 
 
 class Decoder:
     """Tokens in, logits out."""
 
-    def __init__(self, builder: DecoderBuilder):
+    def __init__(self, builder: ModelBuilder):
         self.ops = builder.ops
         self.config = builder.config
         self.embed = builder.embed()
-        self.blocks = self.ops.blocks(builder.block, self.config.layers)
+        self.blocks = self.ops.blocks(builder.block, self.config.num_layers)
         self.output = builder.output()
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
         """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``."""
         with self.ops.step(batch):
-            residual, last = self.embed(batch), self.config.layers - 1
+            residual, last = self.embed(batch), self.config.num_layers - 1
             only_last = batch.last_positions is not None and not all_logits
             for i, (block, layer_cache) in enumerate(zip(self.blocks, cache.layers, strict=True)):
                 residual = block(residual, layer_cache, batch, only_last and i == last)

@@ -13,16 +13,17 @@ from typing import ClassVar
 
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, RelativeBias
-from ..layers.attention import Attention, CrossAttention, EncoderAttention
+from ..layers.attention import CrossAttention, EncoderAttention
 from ..layers.cache import CacheLayout, KVCache
 from ..layers.embedding import Embedding
 from ..layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..layers.loading import Weights
-from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import NormLayer, rms_norm
 from ..layers.relative_bias import load_relative_bias
 from ._config import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, ModelConfig, integer, number
-from ._decoder import Output
+from .parts.attention import Attention
+from .parts.ends import Output
+from .parts.feed_forward import FeedForward, GatedFeedForward
 from .spec import Fold, GatedProduct, Parameter, Role, Spec, Tensors, embedding, head, linear, norm, weights_of
 
 KEYS = {
@@ -95,8 +96,14 @@ class Config(ModelConfig):
 
     is_encoder_decoder: ClassVar[bool] = True
 
+    intermediate_size: int
     encoder_layers: int
+    layers: int
+    heads: int
     head_dim: int
+    norm_eps: float
+    activation: str
+    tied_head: bool
     gated: bool
     buckets: int
     max_distance: int
@@ -125,8 +132,16 @@ class Config(ModelConfig):
         return ("wi_0", "wi_1") if self.gated else ("wi",)
 
     @property
+    def num_layers(self) -> int:
+        return self.layers
+
+    @property
     def cache_layout(self) -> CacheLayout:
         return CacheLayout.uniform(self.layers, self.heads, self.head_dim)
+
+    @property
+    def divided(self) -> dict[str, int]:
+        return {"heads": self.heads, "hidden units of a feed-forward layer": self.intermediate_size}
 
 
 def check_buckets(read: ConfigReader) -> None:
@@ -246,8 +261,8 @@ class BlockParts:
         spec = AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale, bias=bias)
         return spec.shard(self.ops.communicator.tp_size)
 
-    def mlp(self, name: str) -> GatedMLP | MLP:
-        kind = GatedMLP if self.config.gated else MLP
+    def mlp(self, name: str) -> FeedForward:
+        kind = GatedFeedForward if self.config.gated else FeedForward
         names = self._named([f"{name}.{part}" for part in self.config.inner])
         inner = ColumnParallelLinear(self.ops, self.weights, names, [self.config.intermediate_size] * len(names))
         return kind(self.ops, self.config.activation, inner, self.row_parallel(f"{name}.wo"))
@@ -268,7 +283,7 @@ class EncoderBlock:
 
     def __call__(self, residual: Array, batch: ForwardBatch) -> Array:
         residual = self.attention.add_to(residual, self.self_norm(residual), batch)
-        return self.mlp.add_to(residual, self.mlp_norm(residual))
+        return self.mlp.add_to(residual, self.mlp.hidden(self.mlp_norm(residual)))
 
 
 class DecoderBlock:
@@ -291,9 +306,9 @@ class DecoderBlock:
         self.mlp = parts.mlp(stack.mlp)
 
     def __call__(self, residual: Array, cache: LayerCache, source: LayerCache, batch: ForwardBatch) -> Array:
-        residual = self.attention.add_to(residual, self.self_norm(residual), cache, batch)
+        residual = self.attention.add_to(residual, self.attention.hidden(self.self_norm(residual), cache, batch))
         residual = self.cross_attention.add_to(residual, self.cross_norm(residual), source, batch)
-        return self.mlp.add_to(residual, self.mlp_norm(residual))
+        return self.mlp.add_to(residual, self.mlp.hidden(self.mlp_norm(residual)))
 
 
 class ModelBuilder:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..layers.alibi import alibi_slopes
 from . import llama
+from ._architecture import decoder
 from ._config import MAX_LAYERS, ConfigReader, flag, integer, number
-from ._transformer import Config, NormKind, TensorNames, grouped_rows
+from ._decoder import DecoderConfig
+from .parts.attention import grouped_rows
+from .parts.norms import NormKind
 
 KEYS = {
     "vocab_size": integer("vocab_size", 250880),
@@ -21,20 +23,9 @@ KEYS = {
     "tied_head": flag("tie_word_embeddings", True),
 }
 OLDER_KEYS = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-NAMES = TensorNames(
-    embedding="transformer.word_embeddings",
-    embedding_norm="transformer.word_embeddings_layernorm",
-    layers="transformer.h",
-    final_norm="transformer.ln_f",
-    qkv=("self_attention.query_key_value",),
-    attention_out="self_attention.dense",
-    mlp_in=("mlp.dense_h_to_4h",),
-    mlp_out="mlp.dense_4h_to_h",
-    aliases=((r"((?:word_embeddings|word_embeddings_layernorm|h|ln_f)\..*)", r"transformer.\1"),),
-)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     renamed = {new: config[old] for old, new in OLDER_KEYS.items() if config.get(old) is not None}
     read = ConfigReader({**config, **renamed}, KEYS)
     fields = read.fields
@@ -47,17 +38,27 @@ def parse(config: Mapping[str, Any]) -> Config:
     read.require(fields["head_dim"] % 2 == 0, odd, "hidden_size", "n_head")
     fields["kv_heads"], fields["intermediate_size"] = fields["heads"], 4 * fields["hidden_size"]
     fields["activation"] = "gelu_tanh"
-    return replace(
-        llama.family_config(read, None),
-        names=NAMES,
+    fields, kind = read.checked_fields() | {"activation": "gelu_tanh"}, NormKind.LAYER
+    attention = llama.attention(
+        fields,
+        slopes=tuple(map(float, alibi_slopes(fields["heads"]))),
+        qkv=("self_attention.query_key_value",),
+        out="self_attention.dense",
         qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        gated=False,
-        norm_kind=NormKind.LAYER,
+        out_bias=True,
         fused_rows=grouped_rows,
-        alibi_slopes=tuple(map(float, alibi_slopes(fields["heads"]))),
+    )
+    inner, down = ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"
+    mlp = llama.feed_forward(fields, gated=False, inner=inner, down=down, bias=True)
+    return llama.model(
+        fields,
+        [llama.pre_norm(fields, attention, mlp, kind)] * fields["layers"],
+        kind,
+        names={"embedding": "transformer.word_embeddings", "final_norm": "transformer.ln_f"},
+        input={"norm": llama.norm(fields, "transformer.word_embeddings_layernorm", kind)},
+        prefix="transformer.h",
+        aliases=((r"((?:word_embeddings|word_embeddings_layernorm|h|ln_f)\..*)", r"transformer.\1"),),
     )
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from . import gptj, llama
+from . import gptj
+from ._architecture import decoder
 from ._config import ConfigReader
-from ._transformer import Config
+from ._decoder import DecoderConfig
+from .parts.attention import AttentionPart
 
 SHARDS = 4
-NAMES = replace(gptj.NAMES, qkv=("attn.qkv_proj",))
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, gptj.KEYS)
     heads = read.fields["heads"]
     read.require(heads % SHARDS == 0, f"n_head ({heads}) is not a multiple of the {SHARDS} shards", "n_head")
-    return replace(gptj.parse_gptj(read), names=NAMES, fused_rows=sharded_rows)
+    return gptj.parse_gptj(read, qkv=("attn.qkv_proj",), fused_rows=sharded_rows)
 
 
-def sharded_rows(config: Config) -> np.ndarray:
+def sharded_rows(part: AttentionPart) -> np.ndarray:
     """Rows of a fused matrix that holds, shard after shard, a part of the queries, of the values and of the keys."""
-    query, value, key = np.arange(3 * config.query_features).reshape(SHARDS, 3, -1).swapaxes(0, 1)
+    query, value, key = np.arange(3 * part.features[0]).reshape(SHARDS, 3, -1).swapaxes(0, 1)
     return np.concatenate([query.ravel(), key.ravel(), value.ravel()])
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

@@ -5,14 +5,16 @@ The norm has no bias, neighbouring elements of a head are rotated against each o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from . import llama
+from ._architecture import decoder
 from ._config import ConfigReader, flag, number, with_defaults
+from ._decoder import DecoderConfig
 from ._rotary import Rotary, parse_rotary
-from ._transformer import Config, NormKind, TensorNames
+from .parts.norms import NormKind
 
 KEYS = with_defaults(
     llama.KEYS,
@@ -29,22 +31,27 @@ KEYS = with_defaults(
     "o_bias": llama.ATTENTION_BIAS,
     "logits_multiplier": number("logit_scale", 0.0625, low=1e-30),
 }
-NAMES = TensorNames(mlp_norm=None)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     if read.value(flag("use_qk_norm", False)):
         read.problem("use_qk_norm", "use_qk_norm is true; LayerNorms of single heads are not supported")
-    return parse_cohere(read, theta=500000.0)[0]
-
-
-def parse_cohere(read: ConfigReader, theta: float) -> tuple[Config, Rotary | None]:
-    """The configuration without windows, and its rotation; ``theta`` is the default of ``rope_theta``."""
     llama.check_heads(read)
-    rotary = parse_rotary(read, theta, interleaved=True)
-    config = llama.family_config(read, rotary)
-    return replace(config, names=NAMES, parallel=True, norm_kind=NormKind.LAYER_WITHOUT_BIAS), rotary
+    rotary = parse_rotary(read, theta=500000.0, interleaved=True)
+    return cohere_model(read, [(None, rotary)] * read.fields["layers"])
 
 
-architecture = replace(llama.architecture, parse=parse)
+def cohere_model(read: ConfigReader, layers: Sequence[tuple[int | None, Rotary | None]]) -> DecoderConfig:
+    """The configuration; ``layers`` has the window and the rotation of each layer."""
+    fields, kind = read.checked_fields(), NormKind.LAYER_WITHOUT_BIAS
+    attention, mlp = llama.attention(fields), llama.feed_forward(fields)
+    return llama.model(
+        fields,
+        [llama.parallel(fields, replace(attention, window=w, rotary=r), mlp, kind) for w, r in layers],
+        kind,
+        output={"multiplier": fields["logits_multiplier"]},
+    )
+
+
+architecture = decoder(parse)

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from . import llama
+from ._architecture import decoder
 from ._config import MAX_LAYERS, ConfigReader, integer, number
-from ._gpt import Config, TensorNames, gpt_architecture
+from ._decoder import DecoderConfig
+from .parts.ends import PositionsPart
+from .parts.norms import NormKind
 
 KEYS = {
     "vocab_size": integer("vocab_size", 30000),
@@ -21,30 +25,27 @@ KEYS = {
 }
 """A ``config.json`` of this project's own; the defaults are the published model."""
 
-NAMES = TensorNames(
-    embedding="word_embeddings",
-    positions="position_embeddings",
-    layers="transformer.layers",
-    final_norm="transformer.final_layernorm",
-    head="lm_head",
-    attention_norm="input_layernorm",
-    qkv=("attention.query_key_value",),
-    attention_out="attention.dense",
-    mlp_norm="post_attention_layernorm",
-    up="mlp.dense_h_to_4h",
-    down="mlp.dense_4h_to_h",
-)
 
-
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     read.reject_unknown_keys()
     read.require_divisible("hidden_size", "heads")
-    fields = read.checked_fields()
-    size = fields["hidden_size"]
-    return Config(
-        **fields, embedding_size=size, intermediate_size=4 * size, activation="gelu_tanh", tied_head=True, names=NAMES
+    fields, kind = read.checked_fields(), NormKind.LAYER
+    fields |= {"kv_heads": fields["heads"], "head_dim": fields["hidden_size"] // fields["heads"], "tied_head": True}
+    fields |= {"intermediate_size": 4 * fields["hidden_size"], "activation": "gelu_tanh"}
+    qkv, out = ("attention.query_key_value",), "attention.dense"
+    attention = llama.attention(fields, qkv=qkv, out=out, qkv_bias=True, out_bias=True)
+    inner, down = ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"
+    mlp = llama.feed_forward(fields, gated=False, inner=inner, down=down, bias=True)
+    return llama.model(
+        fields,
+        [llama.pre_norm(fields, attention, mlp, kind)] * fields["layers"],
+        kind,
+        names={"embedding": "word_embeddings", "final_norm": "transformer.final_layernorm"},
+        input={"positions": PositionsPart("position_embeddings", fields["context_length"])},
+        prefix="transformer.layers",
+        ignored=(),
     )
 
 
-architecture = gpt_architecture(parse)
+architecture = decoder(parse)

@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import llama
-from ._config import ConfigReader, integer, with_defaults
+from . import llama, olmo2
+from ._architecture import decoder
+from ._config import FULL, SLIDING, ConfigReader, integer, layer_types, with_defaults
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import FULL, SLIDING, Config, QueryKeyNorm, layer_types
-from .olmo2 import NAMES
+from .parts.attention import QueryKeyNorm
 
 KEYS = with_defaults(llama.KEYS, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5)
 WINDOW = integer("sliding_window", 4096)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
     window, default = read.value_or_none(WINDOW), [FULL] * read.fields["layers"]
@@ -27,13 +28,14 @@ def parse(config: Mapping[str, Any]) -> Config:
         pattern = period(read)
         default = [SLIDING if (i + 1) % pattern else FULL for i in range(len(default))]
     types, rotary = layer_types(read, default), parse_rotary(read)
-    return replace(
-        llama.family_config(read, rotary),
-        rotary=tuple(rotary if window is None or kind == SLIDING else None for kind in types),
-        windows=tuple(window if kind == SLIDING else None for kind in types),
-        names=NAMES,
-        qk_norm=QueryKeyNorm.HEAD,
-    )
+    fields = read.checked_fields()
+    attention = llama.attention(fields, qk_norm=QueryKeyNorm.HEAD)
+    layers = []
+    for kind in types:
+        is_rotated = window is None or kind == SLIDING
+        own = replace(attention, rotary=rotary if is_rotated else None, window=window if kind == SLIDING else None)
+        layers.append(olmo2.post_norm(fields, own))
+    return llama.model(fields, layers)
 
 
 def period(read: ConfigReader) -> int:
@@ -45,4 +47,4 @@ def period(read: ConfigReader) -> int:
     return found
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

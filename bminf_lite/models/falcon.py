@@ -8,16 +8,18 @@ tokens; here only the slopes are rounded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 
 from ..layers.alibi import alibi_slopes
 from . import llama
+from ._architecture import decoder
 from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, choice, flag, integer, number
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import Config, NormKind, TensorNames, grouped_rows
+from .parts.attention import grouped_rows
+from .parts.norms import NormKind
 
 KEYS = {
     "vocab_size": integer("vocab_size", 65024),
@@ -32,19 +34,9 @@ KEYS = {
     "tied_head": flag("tie_word_embeddings", True),
     "parallel": flag("parallel_attn", True),
 }
-NAMES = TensorNames(
-    embedding="transformer.word_embeddings",
-    layers="transformer.h",
-    final_norm="transformer.ln_f",
-    qkv=("self_attention.query_key_value",),
-    attention_out="self_attention.dense",
-    mlp_in=("mlp.dense_h_to_4h",),
-    mlp_out="mlp.dense_4h_to_h",
-    mlp_norm=None,
-)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     if config.get("n_embed") is not None:
         config = {**config, "hidden_size": config["n_embed"]}
     read = ConfigReader(config, KEYS)
@@ -61,28 +53,33 @@ def parse(config: Mapping[str, Any]) -> Config:
     fields["head_dim"] = max(fields["hidden_size"] // fields["heads"], 1)
     odd = f"hidden_size ({fields['hidden_size']}) gives heads of {fields['head_dim']} elements, an odd number"
     read.require(fields["head_dim"] % 2 == 0, odd, "hidden_size", "num_attention_heads")
-    names = NAMES
-    if new and norms == 2:
-        names = replace(NAMES, attention_norm="ln_attn", mlp_norm="ln_mlp")
-    elif not fields["parallel"]:
-        names = replace(NAMES, mlp_norm="post_attention_layernorm")
     has_alibi = read.value(flag("alibi", False))
-    parsed = llama.family_config(read, None if has_alibi else parse_rotary(read))
+    rotary = None if has_alibi else parse_rotary(read)
+    fields, kind = read.checked_fields(), NormKind.LAYER
     slopes: tuple[float, ...] = ()
     if has_alibi:
-        rounded = alibi_slopes(parsed.heads).astype(ml_dtypes.bfloat16)
-        slopes = tuple(float(slope) * parsed.head_dim**-0.5 for slope in rounded)  # they are scaled like scores
-    return replace(
-        parsed,
-        alibi_slopes=slopes,
-        names=names,
+        rounded = alibi_slopes(fields["heads"]).astype(ml_dtypes.bfloat16)
+        slopes = tuple(float(slope) * fields["head_dim"] ** -0.5 for slope in rounded)  # they are scaled like scores
+    attention = llama.attention(
+        fields,
+        rotary=rotary,
+        slopes=slopes,
+        qkv=("self_attention.query_key_value",),
+        out="self_attention.dense",
         qkv_bias=has_bias,
-        o_bias=has_bias,
-        mlp_bias=has_bias,
-        gated=False,
-        norm_kind=NormKind.LAYER,
+        out_bias=has_bias,
         fused_rows=grouped_rows,
     )
+    inner, down = ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"
+    mlp = llama.feed_forward(fields, gated=False, inner=inner, down=down, bias=has_bias)
+    if not fields["parallel"]:
+        layer = llama.pre_norm(fields, attention, mlp, kind)
+    elif new and norms == 2:
+        layer = llama.parallel(fields, attention, mlp, kind, ("ln_attn", "ln_mlp"))
+    else:
+        layer = llama.parallel(fields, attention, mlp, kind)
+    names = {"embedding": "transformer.word_embeddings", "final_norm": "transformer.ln_f"}
+    return llama.model(fields, [layer] * fields["layers"], kind, names=names, prefix="transformer.h")
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

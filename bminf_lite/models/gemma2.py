@@ -14,9 +14,24 @@ import ml_dtypes
 import numpy as np
 
 from . import llama
-from ._config import ACTIVATIONS, ConfigReader, Key, choice, flag, integer, number, with_defaults
-from ._rotary import parse_rotary
-from ._transformer import FULL, SLIDING, Config, TensorNames, layer_types
+from ._architecture import decoder
+from ._config import (
+    ACTIVATIONS,
+    FULL,
+    SLIDING,
+    ConfigReader,
+    Key,
+    choice,
+    flag,
+    integer,
+    layer_types,
+    number,
+    with_defaults,
+)
+from ._decoder import DecoderConfig
+from ._rotary import Rotary, parse_rotary
+from .parts.attention import QueryKeyNorm
+from .parts.part import LayerParts, Sublayer
 
 KEYS = with_defaults(
     llama.KEYS,
@@ -34,11 +49,6 @@ KEYS = with_defaults(
     "qkv_bias": llama.ATTENTION_BIAS,
     "o_bias": llama.ATTENTION_BIAS,
 }
-NAMES = TensorNames(
-    attention_post_norm="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_post_norm="post_feedforward_layernorm",
-)
 WINDOW = integer("sliding_window", 4096)
 QUERY_SCALE = number("query_pre_attn_scalar", 256, low=1e-6)
 ATTENTION_CAP = number("attn_logit_softcapping", 50.0, low=1e-3)
@@ -47,7 +57,7 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 """Types to which the factor of the embedding is rounded, by their names in ``config.json``."""
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
     types = layer_types(read, [FULL if i % 2 else SLIDING for i in range(read.fields["layers"])])
@@ -56,23 +66,34 @@ def parse(config: Mapping[str, Any]) -> Config:
 
 
 def parse_gemma(
-    read: ConfigReader, types: list[str], rotary: Mapping[str, Any], attention_cap: Key, logits_cap: Key
-) -> Config:
+    read: ConfigReader,
+    types: list[str],
+    rotary: Mapping[str, Rotary | None],
+    attention_cap: Key,
+    logits_cap: Key,
+    qk_norm: QueryKeyNorm = QueryKeyNorm.NONE,
+) -> DecoderConfig:
     """The configuration of a Gemma whose layers of each of the ``types`` have a rotation of their own."""
     if read.value(flag("use_bidirectional_attention", False)):
         read.problem("use_bidirectional_attention", "use_bidirectional_attention is true; only causal models are run")
     window, attention_softcap, logits_softcap = map(read.value_or_none, (WINDOW, attention_cap, logits_cap))
     score_scale = read.value(QUERY_SCALE) ** -0.5
-    return replace(
-        llama.family_config(read, None),
-        names=NAMES,
-        rotary=tuple(rotary[kind] for kind in types),
-        windows=tuple(window if kind == SLIDING else None for kind in types),
-        norm_offset=1.0,
-        score_scale=score_scale,
-        attention_softcap=attention_softcap,
-        logits_softcap=logits_softcap,
-        embedding_multiplier=embedding_multiplier(read),
+    fields = read.checked_fields()
+    attention = llama.attention(
+        fields, score_scale=score_scale, softcap=attention_softcap, qk_norm=qk_norm, norm_offset=1.0
+    )
+    norms = (
+        llama.norm(fields, f"{name}_layernorm", offset=1.0)
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    )
+    before, behind, before_mlp, behind_mlp = norms
+    mlp = Sublayer(llama.feed_forward(fields), before_mlp, behind_mlp)
+    layers = []
+    for kind in types:
+        own = replace(attention, rotary=rotary[kind], window=window if kind == SLIDING else None)
+        layers.append(LayerParts((Sublayer(own, before, behind), mlp)))
+    return llama.model(
+        fields, layers, offset=1.0, input={"multiplier": embedding_multiplier(read)}, output={"softcap": logits_softcap}
     )
 
 
@@ -83,4 +104,4 @@ def embedding_multiplier(read: ConfigReader) -> float:
     return float(root.astype(DTYPES.get(dtype, np.float32)))
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from . import gemma2, llama
-from ._config import ConfigReader, integer, with_defaults
+from ._architecture import decoder
+from ._config import FULL, SLIDING, ConfigReader, integer, layer_types, with_defaults
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import FULL, SLIDING, Config, QueryKeyNorm, layer_types
+from .parts.attention import QueryKeyNorm
 
 KEYS = with_defaults(gemma2.KEYS, vocab_size=262208, max_position_embeddings=131072)
 ATTENTION_CAP, LOGITS_CAP = (replace(cap, default=None) for cap in (gemma2.ATTENTION_CAP, gemma2.LOGITS_CAP))
@@ -21,7 +23,7 @@ BASES = {FULL: ("rope_theta", 1000000.0), SLIDING: ("rope_local_base_freq", 1000
 """By type of layer, the key of the rotary base in the older spelling, and its default."""
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
     pattern = read.value(integer("sliding_window_pattern", 6))
@@ -30,8 +32,7 @@ def parse(config: Mapping[str, Any]) -> Config:
     if not read.is_null(ATTENTION_CAP):
         text = f"attn_logit_softcapping is {read.config[ATTENTION_CAP.name]!r}; Gemma 3 has none for attention scores"
         read.problem(ATTENTION_CAP.name, text)
-    parsed = gemma2.parse_gemma(read, types, rotary, ATTENTION_CAP, LOGITS_CAP)
-    return replace(parsed, qk_norm=QueryKeyNorm.HEAD)
+    return gemma2.parse_gemma(read, types, rotary, ATTENTION_CAP, LOGITS_CAP, QueryKeyNorm.HEAD)
 
 
 def rotary_parameters(read: ConfigReader, kind: str) -> dict[str, Any]:
@@ -50,4 +51,4 @@ def rotary_parameters(read: ConfigReader, kind: str) -> dict[str, Any]:
     return {"rope_theta": read.config.get(key, default)} | dict(own or {}) | dict(scaling or {})
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

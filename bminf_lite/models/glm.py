@@ -6,13 +6,15 @@ Gate and up projection are one matrix.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
-from ._config import ConfigReader, flag, with_defaults
+from ._architecture import decoder
+from ._config import ConfigReader, Fields, flag, with_defaults
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import Config, TensorNames
+from .parts.attention import AttentionPart
+from .parts.feed_forward import FeedForwardPart
 
 KEYS = with_defaults(
     llama.KEYS,
@@ -24,14 +26,21 @@ KEYS = with_defaults(
     max_position_embeddings=131072,
     rms_norm_eps=1.5625e-7,
 ) | {"qkv_bias": flag("attention_bias", True)}
-NAMES = TensorNames(mlp_in=("mlp.gate_up_proj",))
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
+    fields, attention, mlp = glm_parts(config)
+    return llama.model(fields, [llama.pre_norm(fields, attention, mlp)] * fields["layers"])
+
+
+def glm_parts(config: Mapping[str, Any]) -> tuple[Fields, AttentionPart, FeedForwardPart]:
+    """The fields of the configuration, and the parts of a layer."""
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
     rotary = parse_rotary(read, part=0.5, interleaved=True)
-    return replace(llama.family_config(read, rotary), names=NAMES)
+    fields = read.checked_fields()
+    attention = llama.attention(fields, rotary=rotary)
+    return fields, attention, llama.feed_forward(fields, inner=("mlp.gate_up_proj",))
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

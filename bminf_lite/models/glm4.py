@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from . import glm, llama
-from ._transformer import Config
-
-NAMES = replace(glm.NAMES, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
-
-
-def parse(config: Mapping[str, Any]) -> Config:
-    return replace(glm.parse(config), names=NAMES)
+from . import llama
+from ._architecture import decoder
+from ._decoder import DecoderConfig
+from .glm import glm_parts
+from .parts.part import LayerParts, Sublayer
 
 
-architecture = replace(llama.architecture, parse=parse)
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
+    fields, attention, mlp = glm_parts(config)
+    before, behind, before_mlp, behind_mlp = (
+        llama.norm(fields, f"{name}_layernorm") for name in ("input", "post_self_attn", "post_attention", "post_mlp")
+    )
+    layer = LayerParts((Sublayer(attention, before, behind), Sublayer(mlp, before_mlp, behind_mlp)))
+    return llama.model(fields, [layer] * fields["layers"])
+
+
+architecture = decoder(parse)

@@ -6,10 +6,15 @@ Its matrices are stored ``[in, out]`` (``Conv1D`` in transformers), query, key a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, choice, flag, integer, number
-from ._gpt import Config, TensorNames, gpt_architecture
+from . import llama
+from ._architecture import decoder
+from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, Fields, choice, flag, integer, number
+from ._decoder import DecoderConfig
+from .parts.ends import PositionsPart
+from .parts.norms import NormKind
 
 KEYS = {
     "vocab_size": integer("vocab_size", 50257),
@@ -24,26 +29,11 @@ KEYS = {
     "scale_scores": flag("scale_attn_weights", True),
     "scale_by_layer": flag("scale_attn_by_inverse_layer_idx", False),
 }
-NAMES = TensorNames(
-    embedding="transformer.wte",
-    positions="transformer.wpe",
-    layers="transformer.h",
-    final_norm="transformer.ln_f",
-    head="lm_head",
-    attention_norm="ln_1",
-    qkv=("attn.c_attn",),
-    attention_out="attn.c_proj",
-    mlp_norm="ln_2",
-    up="mlp.c_fc",
-    down="mlp.c_proj",
-    transposed=True,
-    ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
-    aliases=((r"((?:wte|wpe|h|ln_f)\..*)", r"transformer.\1"),),
-)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
-    return Config(**checked_fields(ConfigReader(config, KEYS)), names=NAMES)
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
+    fields = checked_fields(ConfigReader(config, KEYS))
+    return gpt2_model(fields | {"kv_heads": fields["heads"]}, transposed=True)
 
 
 def checked_fields(read: ConfigReader) -> dict[str, Any]:
@@ -52,7 +42,29 @@ def checked_fields(read: ConfigReader) -> dict[str, Any]:
     if read.value(flag("add_cross_attention", False)):
         read.problem("add_cross_attention", "add_cross_attention is true; cross-attention of GPT-2 is not supported")
     fields = read.checked_fields()
-    return fields | {"embedding_size": fields["hidden_size"]}
+    return fields | {"head_dim": fields["hidden_size"] // fields["heads"], "qkv_bias": True, "o_bias": True}
 
 
-architecture = gpt_architecture(parse)
+def gpt2_model(fields: Fields, transposed: bool, **attention: Any) -> DecoderConfig:
+    """The configuration with these options of attention; ``transposed``: matrices are stored ``[in, out]``."""
+    kind = NormKind.LAYER
+    mixer = llama.attention(fields, qkv=("attn.c_attn",), out="attn.c_proj", transposed=transposed, **attention)
+    scale = fields["head_dim"] ** -0.5 if fields["scale_scores"] else 1.0
+    by_layer = fields.get("scale_by_layer", False)
+    mlp = llama.feed_forward(
+        fields, gated=False, inner=("mlp.c_fc",), down="mlp.c_proj", bias=True, transposed=transposed
+    )
+    mixers = (replace(mixer, score_scale=scale / (i + 1) if by_layer else scale) for i in range(fields["layers"]))
+    return llama.model(
+        fields,
+        [llama.pre_norm(fields, own, mlp, kind, names=("ln_1", "ln_2")) for own in mixers],
+        kind,
+        names={"embedding": "transformer.wte", "final_norm": "transformer.ln_f"},
+        input={"positions": PositionsPart("transformer.wpe", fields["context_length"])},
+        prefix="transformer.h",
+        ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+        aliases=((r"((?:wte|wpe|h|ln_f)\..*)", r"transformer.\1"),),
+    )
+
+
+architecture = decoder(parse)

@@ -6,23 +6,25 @@ GPT-2 with one key-value head, and matrices that are stored ``[out, in]``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import gpt2
+from ._architecture import decoder
 from ._config import ConfigReader, flag, with_defaults
-from ._gpt import Config, gpt_architecture
+from ._decoder import DecoderConfig
+from .parts.attention import grouped_rows
 
 KEYS = with_defaults(
     {field: key for field, key in gpt2.KEYS.items() if field != "scale_by_layer"},
     activation_function="gelu_pytorch_tanh",
 ) | {"multi_query": flag("multi_query", True)}
-NAMES = replace(gpt2.NAMES, transposed=False)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     fields = gpt2.checked_fields(ConfigReader(config, KEYS))
-    return Config(**fields, interleaved_qkv=not fields["multi_query"], names=NAMES)
+    if fields["multi_query"]:
+        return gpt2.gpt2_model(fields | {"kv_heads": 1}, transposed=False)
+    return gpt2.gpt2_model(fields | {"kv_heads": fields["heads"]}, transposed=False, fused_rows=grouped_rows)
 
 
-architecture = gpt_architecture(parse)
+architecture = decoder(parse)

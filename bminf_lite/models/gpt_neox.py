@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..layers.position import rope_frequencies, rope_parameters
+from . import llama
+from ._architecture import decoder
 from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, choice, flag, integer, number
-from ._gpt import Config, TensorNames, gpt_architecture
+from ._decoder import DecoderConfig
 from ._rotary import Rotary
+from .parts.attention import grouped_rows
+from .parts.norms import NormKind
 
 KEYS = {
     "vocab_size": integer("vocab_size", 50432),
@@ -27,29 +31,41 @@ KEYS = {
     "parallel": flag("use_parallel_residual", True),
     "attention_bias": flag("attention_bias", True),
 }
-NAMES = TensorNames(
-    embedding="gpt_neox.embed_in",
-    layers="gpt_neox.layers",
-    final_norm="gpt_neox.final_layer_norm",
-    head="embed_out",
-    attention_norm="input_layernorm",
-    qkv=("attention.query_key_value",),
-    attention_out="attention.dense",
-    mlp_norm="post_attention_layernorm",
-    up="mlp.dense_h_to_4h",
-    down="mlp.dense_4h_to_h",
-    ignored=(r".*attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
-    aliases=((r"lm_head\.(.*)", r"embed_out.\1"),),
-)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     """GPT-NeoX's configuration, with the rotary keys of every version of transformers."""
     read = ConfigReader(config, KEYS)
     read.require_divisible("hidden_size", "heads")
     rotary = parse_rotary(read)
-    fields = read.checked_fields()
-    return Config(**fields, embedding_size=fields["hidden_size"], rotary=rotary, interleaved_qkv=True, names=NAMES)
+    fields, kind = read.checked_fields(), NormKind.LAYER
+    fields |= {"kv_heads": fields["heads"], "head_dim": fields["hidden_size"] // fields["heads"]}
+    attention = llama.attention(
+        fields,
+        rotary=rotary,
+        qkv=("attention.query_key_value",),
+        out="attention.dense",
+        qkv_bias=fields["attention_bias"],
+        out_bias=fields["attention_bias"],
+        fused_rows=grouped_rows,
+    )
+    inner, down = ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"
+    mlp = llama.feed_forward(fields, gated=False, inner=inner, down=down, bias=True)
+    names = ("input_layernorm", "post_attention_layernorm")
+    form = llama.parallel if fields["parallel"] else llama.pre_norm
+    return llama.model(
+        fields,
+        [form(fields, attention, mlp, kind, names=names)] * fields["layers"],
+        kind,
+        names={
+            "embedding": "gpt_neox.embed_in",
+            "final_norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+        },
+        prefix="gpt_neox.layers",
+        ignored=(r".*attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
+        aliases=((r"lm_head\.(.*)", r"embed_out.\1"),),
+    )
 
 
 def parse_rotary(read: ConfigReader) -> Rotary | None:
@@ -77,4 +93,4 @@ def parse_rotary(read: ConfigReader) -> Rotary | None:
     return Rotary(tuple(map(float, frequencies)), scale)
 
 
-architecture = gpt_architecture(parse)
+architecture = decoder(parse)

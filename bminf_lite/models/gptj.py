@@ -6,13 +6,14 @@ The first elements of each head are rotated in pairs of neighbours.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
+from ._architecture import decoder
 from ._config import ACTIVATIONS, MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, choice, flag, integer, number
+from ._decoder import DecoderConfig
 from ._rotary import Rotary, rotary_of_size
-from ._transformer import Config, NormKind, TensorNames
+from .parts.norms import NormKind
 
 KEYS = {
     "vocab_size": integer("vocab_size", 50400),
@@ -26,45 +27,32 @@ KEYS = {
     "tied_head": flag("tie_word_embeddings", False),
 }
 ROTATED = integer("rotary_dim", 64, low=2, high=MAX_HEAD_DIM)
-NAMES = TensorNames(
-    embedding="transformer.wte",
-    layers="transformer.h",
-    final_norm="transformer.ln_f",
-    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-    attention_out="attn.out_proj",
-    mlp_in=("mlp.fc_in",),
-    mlp_out="mlp.fc_out",
-    attention_norm="ln_1",
-    mlp_norm=None,
-    ignored=(r"transformer\.h\.\d+\.attn\.(masked_bias|bias|embed_positions|causal_mask)",),
-)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
-    return parse_gptj(ConfigReader(config, KEYS))
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
+    return parse_gptj(ConfigReader(config, KEYS), qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"))
 
 
-def parse_gptj(read: ConfigReader) -> Config:
-    """The configuration of a GPT-J. Raises with every problem."""
+def parse_gptj(read: ConfigReader, **attention: Any) -> DecoderConfig:
+    """The configuration of a GPT-J with these options of attention. Raises with every problem."""
     read.require_divisible("hidden_size", "heads")
     head_dim, rotated = max(read.fields["hidden_size"] // read.fields["heads"], 1), read.value(ROTATED)
     text = f"rotary_dim ({rotated}) of heads of {head_dim} elements is not a number of pairs"
     read.require(rotated <= head_dim and rotated % 2 == head_dim % 2 == 0, text, "rotary_dim", "n_embd", "n_head")
     rotary: Rotary = rotary_of_size(rotated, interleaved=True)
-    fields = read.checked_fields()
-    return Config(
-        **fields,
-        kv_heads=fields["heads"],
-        head_dim=head_dim,
-        rotary=(rotary,) * fields["layers"],
-        windows=(None,) * fields["layers"],
-        names=NAMES,
-        mlp_bias=True,
-        head_bias=True,
-        gated=False,
-        parallel=True,
-        norm_kind=NormKind.LAYER,
+    fields, kind = read.checked_fields(), NormKind.LAYER
+    fields |= {"kv_heads": fields["heads"], "head_dim": head_dim}
+    mixer = llama.attention(fields, rotary=rotary, out="attn.out_proj", **attention)
+    mlp = llama.feed_forward(fields, gated=False, inner=("mlp.fc_in",), down="mlp.fc_out", bias=True)
+    return llama.model(
+        fields,
+        [llama.parallel(fields, mixer, mlp, kind, ("ln_1",))] * fields["layers"],
+        kind,
+        names={"embedding": "transformer.wte", "final_norm": "transformer.ln_f"},
+        output={"bias": True},
+        prefix="transformer.h",
+        ignored=(r"transformer\.h\.\d+\.attn\.(masked_bias|bias|embed_positions|causal_mask)",),
     )
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

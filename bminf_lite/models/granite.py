@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
+from ._architecture import decoder
 from ._config import ConfigReader, number
-from ._transformer import Config
+from ._decoder import DecoderConfig
+from ._rotary import parse_rotary
 
 KEYS = (
     llama.KEYS
@@ -21,10 +22,21 @@ KEYS = (
 )
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     divisor = read.value(number("logits_scaling", 1.0, low=1e-30))
-    return replace(llama.parse_family(read), logits_multiplier=1 / divisor)
+    llama.check_heads(read)
+    rotary = parse_rotary(read)
+    fields = read.checked_fields()
+    multiplier = fields["residual_multiplier"]
+    attention = llama.attention(fields, rotary=rotary, score_scale=fields["score_scale"], multiplier=multiplier)
+    mlp = llama.feed_forward(fields, multiplier=multiplier)
+    return llama.model(
+        fields,
+        [llama.pre_norm(fields, attention, mlp)] * fields["layers"],
+        input={"multiplier": fields["embedding_multiplier"]},
+        output={"multiplier": 1 / divisor},
+    )
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
+from ._architecture import decoder
 from ._config import ConfigReader, flag, with_defaults
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import Config
 
 KEYS = with_defaults(
     llama.KEYS,
@@ -25,10 +25,13 @@ KEYS = with_defaults(
 ) | {"qkv_bias": llama.ATTENTION_BIAS, "mlp_bias": flag("mlp_bias", False)}
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
-    return llama.family_config(read, parse_rotary(read, theta=100000.0, interleaved=True))
+    rotary = parse_rotary(read, theta=100000.0, interleaved=True)
+    fields = read.checked_fields()
+    attention, mlp = llama.attention(fields, rotary=rotary), llama.feed_forward(fields)
+    return llama.model(fields, [llama.pre_norm(fields, attention, mlp)] * fields["layers"])
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

@@ -6,13 +6,13 @@ This version runs the original context, where the factor on the queries is 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
+from ._architecture import decoder
 from ._config import ConfigReader, with_defaults
-from ._transformer import Config
-from .mistral import all_windows
+from ._decoder import DecoderConfig
+from .mistral import parse_mistral
 
 KEYS = with_defaults(
     llama.KEYS,
@@ -37,12 +37,10 @@ ROPE = {
 }
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config = {**config, "rope_parameters": ROPE}
-    read = ConfigReader(config, KEYS)
-    windows = all_windows(read, default=None)
-    return replace(llama.parse_family(read), windows=windows)
+    return parse_mistral(ConfigReader(config, KEYS), default_window=None)
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

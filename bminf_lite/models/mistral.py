@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
+from ._architecture import decoder
 from ._config import ConfigReader, integer, with_defaults
-from ._transformer import Config
+from ._decoder import DecoderConfig
+from ._rotary import parse_rotary
 
 KEYS = with_defaults(llama.KEYS, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=4096 * 32)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     """Mistral's configuration: every layer has the window, or none where ``sliding_window`` is null."""
-    read = ConfigReader(config, KEYS)
-    windows = all_windows(read, default=4096)
-    return replace(llama.parse_family(read), windows=windows)
+    return parse_mistral(ConfigReader(config, KEYS), default_window=4096)
 
 
-def all_windows(read: ConfigReader, default: int | None) -> tuple[int | None, ...]:
-    """The window ``sliding_window`` in every layer."""
-    window, layers = read.value_or_none(integer("sliding_window", default)), read.fields["layers"]
-    return tuple(window for _ in range(layers))
+def parse_mistral(read: ConfigReader, default_window: int | None) -> DecoderConfig:
+    """The configuration with the window ``sliding_window`` in every layer."""
+    window = read.value_or_none(integer("sliding_window", default_window))
+    llama.check_heads(read)
+    rotary = parse_rotary(read)
+    fields = read.checked_fields()
+    attention = llama.attention(fields, rotary=rotary, window=window)
+    return llama.model(fields, [llama.pre_norm(fields, attention, llama.feed_forward(fields))] * fields["layers"])
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

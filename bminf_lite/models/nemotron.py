@@ -6,13 +6,14 @@ Half of each head is rotated, and the feed-forward layer has no gate.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
+from ._architecture import decoder
 from ._config import ACTIVATIONS, ConfigReader, choice, number, with_defaults
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import Config, NormKind, TensorNames
+from .parts.norms import NormKind
 
 KEYS = (
     with_defaults(
@@ -29,15 +30,17 @@ KEYS = (
         "activation": choice("hidden_act", "relu2", ACTIVATIONS),
     }
 )
-NAMES = TensorNames(mlp_in=("mlp.up_proj",))
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
     rotary = parse_rotary(read, part=0.5)
-    parsed = llama.family_config(read, rotary)
-    return replace(parsed, names=NAMES, norm_kind=NormKind.LAYER, norm_offset=1.0, gated=False)
+    fields, kind = read.checked_fields(), NormKind.LAYER
+    attention = llama.attention(fields, rotary=rotary)
+    mlp = llama.feed_forward(fields, gated=False, inner=("mlp.up_proj",))
+    layer = llama.pre_norm(fields, attention, mlp, kind, offset=1.0)
+    return llama.model(fields, [layer] * fields["layers"], kind, offset=1.0)
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

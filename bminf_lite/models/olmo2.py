@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
-from ._config import ConfigReader, with_defaults
-from ._transformer import Config, QueryKeyNorm, TensorNames
+from ._architecture import decoder
+from ._config import ConfigReader, Fields, with_defaults
+from ._decoder import DecoderConfig
+from ._rotary import parse_rotary
+from .parts.attention import AttentionPart, QueryKeyNorm
+from .parts.part import LayerParts, Sublayer
 
 BIASES = {"qkv_bias": llama.ATTENTION_BIAS, "o_bias": llama.ATTENTION_BIAS}
 KEYS = with_defaults(llama.KEYS, vocab_size=50304, rms_norm_eps=1e-5) | BIASES
-NAMES = TensorNames(
-    attention_norm=None,
-    mlp_norm=None,
-    attention_post_norm="post_attention_layernorm",
-    mlp_post_norm="post_feedforward_layernorm",
-)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
-    return replace(llama.parse_family(ConfigReader(config, KEYS)), names=NAMES, qk_norm=QueryKeyNorm.WHOLE)
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
+    read = ConfigReader(config, KEYS)
+    llama.check_heads(read)
+    rotary = parse_rotary(read)
+    fields = read.checked_fields()
+    attention = llama.attention(fields, rotary=rotary, qk_norm=QueryKeyNorm.WHOLE)
+    return llama.model(fields, [post_norm(fields, attention)] * fields["layers"])
 
 
-architecture = replace(llama.architecture, parse=parse)
+def post_norm(fields: Fields, attention: AttentionPart) -> LayerParts:
+    """A layer that reads the residual stream itself, and normalises what its parts add to it."""
+    mlp = llama.feed_forward(fields)
+    names = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return LayerParts(
+        tuple(
+            Sublayer(part, post_norm=llama.norm(fields, name))
+            for part, name in zip((attention, mlp), names, strict=True)
+        )
+    )
+
+
+architecture = decoder(parse)

@@ -10,27 +10,26 @@ from dataclasses import replace
 from typing import Any
 
 from . import llama, olmo2
-from ._config import ConfigReader, integer
+from ._architecture import decoder
+from ._config import FULL, SLIDING, ConfigReader, integer, layer_types
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import FULL, SLIDING, Config, QueryKeyNorm, layer_types
+from .parts.attention import QueryKeyNorm
 
 WINDOW = integer("sliding_window", 4096)
 THETA = 500000.0
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, olmo2.KEYS)
     llama.check_heads(read)
     types = layer_types(read, [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(read.fields["layers"])])
     window = read.value_or_none(WINDOW)
     rotary = {kind: parse_rotary(read, parameters=parameters_of(read, kind)) for kind in (FULL, SLIDING)}
-    return replace(
-        llama.family_config(read, None),
-        rotary=tuple(rotary[kind] for kind in types),
-        windows=tuple(window if kind == SLIDING else None for kind in types),
-        names=olmo2.NAMES,
-        qk_norm=QueryKeyNorm.WHOLE,
-    )
+    fields = read.checked_fields()
+    attention = llama.attention(fields, qk_norm=QueryKeyNorm.WHOLE)
+    own = (replace(attention, rotary=rotary[t], window=window if t == SLIDING else None) for t in types)
+    return llama.model(fields, [olmo2.post_norm(fields, part) for part in own])
 
 
 def parameters_of(read: ConfigReader, kind: str) -> dict[str, Any]:
@@ -49,4 +48,4 @@ def parameters_of(read: ConfigReader, kind: str) -> dict[str, Any]:
     return {"rope_theta": theta} | dict(scaling or {})
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from . import llama
+from ._architecture import decoder
 from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, choice, flag, integer
-from ._gpt import Config, TensorNames, gpt_architecture
+from ._decoder import DecoderConfig
+from .parts.ends import InputPart, OutputPart, PositionsPart
+from .parts.norms import NormKind
+from .parts.part import LayerParts, Sublayer
 
 KEYS = {
     "vocab_size": integer("vocab_size", 50272),
@@ -24,32 +29,49 @@ KEYS = {
     "tied_head": flag("tie_word_embeddings", True),
     "norm_first": flag("do_layer_norm_before", True),
     "affine_norms": flag("layer_norm_elementwise_affine", True),
-    "attention_bias": flag("enable_bias", True),
+    "qkv_bias": flag("enable_bias", True),
+    "o_bias": flag("enable_bias", True),
     "mlp_bias": flag("enable_bias", True),
 }
-NAMES = TensorNames(
-    embedding="model.decoder.embed_tokens",
-    positions="model.decoder.embed_positions",
-    layers="model.decoder.layers",
-    final_norm="model.decoder.final_layer_norm",
-    head="lm_head",
-    attention_norm="self_attn_layer_norm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    attention_out="self_attn.out_proj",
-    mlp_norm="final_layer_norm",
-    up="fc1",
-    down="fc2",
-    project_in="model.decoder.project_in",
-    project_out="model.decoder.project_out",
-    aliases=((r"(decoder\..*)", r"model.\1"),),
-)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     read.require_divisible("hidden_size", "heads")
-    final_norm = read.fields["norm_first"] and not read.value(flag("_remove_final_layer_norm", False))
-    return Config(**read.checked_fields(), norm_eps=1e-5, final_norm=final_norm, first_position=2, names=NAMES)
+    is_first = read.fields["norm_first"]
+    has_final_norm = is_first and not read.value(flag("_remove_final_layer_norm", False))
+    fields = read.checked_fields() | {"norm_eps": 1e-5}
+    fields |= {"kv_heads": fields["heads"], "head_dim": fields["hidden_size"] // fields["heads"]}
+    kind = NormKind.LAYER if fields["affine_norms"] else NormKind.LAYER_WITHOUT_WEIGHT
+    attention = llama.attention(fields, out="self_attn.out_proj")
+    mlp = llama.feed_forward(fields, gated=False, inner=("fc1",), down="fc2")
+    sublayers = []
+    for part, name in ((attention, "self_attn_layer_norm"), (mlp, "final_layer_norm")):
+        norm = llama.norm(fields, name, kind)
+        sublayers.append(Sublayer(part, norm) if is_first else Sublayer(part, stream_norm=norm))
+    vocab_size, hidden, size = fields["vocab_size"], fields["hidden_size"], fields["embedding_size"]
+    project_in, project_out = (f"model.decoder.project_{end}" if size != hidden else None for end in ("in", "out"))
+    final_norm = llama.norm(fields, "model.decoder.final_layer_norm", kind) if has_final_norm else None
+    positions = PositionsPart("model.decoder.embed_positions", fields["context_length"], first=2)
+    return DecoderConfig(
+        vocab_size,
+        hidden,
+        fields["context_length"],
+        InputPart(
+            vocab_size,
+            hidden,
+            "model.decoder.embed_tokens",
+            embedding_size=size,
+            project=project_in,
+            positions=positions,
+        ),
+        (LayerParts(tuple(sublayers)),) * fields["layers"],
+        OutputPart(vocab_size, hidden, final_norm, embedding_size=size, project=project_out),
+        tied_head=fields["tied_head"],
+        prefix="model.decoder.layers",
+        ignored=(),
+        aliases=((r"(decoder\..*)", r"model.\1"),),
+    )
 
 
-architecture = gpt_architecture(parse)
+architecture = decoder(parse)

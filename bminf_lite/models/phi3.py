@@ -7,14 +7,13 @@ first: the context is the original one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
-from ._config import ConfigReader, with_defaults
+from ._architecture import decoder
+from ._config import ConfigReader, integer, with_defaults
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import Config, TensorNames
-from .mistral import all_windows
 
 KEYS = with_defaults(
     llama.KEYS,
@@ -24,15 +23,17 @@ KEYS = with_defaults(
     max_position_embeddings=4096,
     rms_norm_eps=1e-5,
 )
-NAMES = TensorNames(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",))
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(with_longrope(config), KEYS)
     llama.check_heads(read)
     rotary = parse_rotary(read, part=1.0)
-    windows = all_windows(read, default=None)
-    return replace(llama.family_config(read, rotary), windows=windows, names=NAMES)
+    window = read.value_or_none(integer("sliding_window", None))
+    fields = read.checked_fields()
+    attention = llama.attention(fields, rotary=rotary, window=window, qkv=("self_attn.qkv_proj",))
+    mlp = llama.feed_forward(fields, inner=("mlp.gate_up_proj",))
+    return llama.model(fields, [llama.pre_norm(fields, attention, mlp)] * fields["layers"])
 
 
 def with_longrope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,4 +47,4 @@ def with_longrope(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

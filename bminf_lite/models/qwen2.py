@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from . import llama
-from ._config import ConfigReader, flag, integer, with_defaults
-from ._transformer import FULL, SLIDING, Config, layer_types
+from ._architecture import decoder
+from ._config import FULL, SLIDING, ConfigReader, flag, integer, layer_types, with_defaults
+from ._decoder import DecoderConfig
+from ._rotary import parse_rotary
 
 KEYS = with_defaults(
     llama.KEYS, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
@@ -16,10 +18,14 @@ KEYS = with_defaults(
 WINDOW = integer("sliding_window", 4096)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     windows = qwen_windows(read)
-    return replace(llama.parse_family(read), windows=windows, qkv_bias=True)
+    llama.check_heads(read)
+    rotary = parse_rotary(read)
+    fields = read.checked_fields()
+    attention, mlp = llama.attention(fields, rotary=rotary, qkv_bias=True), llama.feed_forward(fields)
+    return llama.model(fields, [llama.pre_norm(fields, replace(attention, window=w), mlp) for w in windows])
 
 
 def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
@@ -37,4 +43,4 @@ def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

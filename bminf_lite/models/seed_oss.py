@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
+from ._architecture import decoder
 from ._config import ConfigReader, flag, with_defaults
-from ._transformer import Config
+from ._decoder import DecoderConfig
 
 KEYS = with_defaults(
     llama.KEYS,
@@ -26,8 +26,8 @@ KEYS = with_defaults(
 }
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     return llama.parse_family(ConfigReader(config, KEYS))
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

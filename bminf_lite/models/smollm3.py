@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from . import llama
-from ._config import ConfigReader, flag, integer, with_defaults
+from ._architecture import decoder
+from ._config import FULL, SLIDING, ConfigReader, flag, integer, layer_types, with_defaults
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import FULL, SLIDING, Config, layer_types
 
 KEYS = (
     with_defaults(
@@ -27,17 +28,19 @@ KEYS = (
 WINDOW = integer("sliding_window", None)
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
     rotary, rotated = parse_rotary(read, theta=2e6), rotated_layers(read)
     window = read.value_or_none(WINDOW) if read.value(flag("use_sliding_window", False)) else None
     types = layer_types(read, [FULL if is_rotated or window is None else SLIDING for is_rotated in rotated])
-    return replace(
-        llama.family_config(read, rotary),
-        rotary=tuple(rotary if is_rotated else None for is_rotated in rotated),
-        windows=tuple(window if kind == SLIDING else None for kind in types),
-    )
+    fields = read.checked_fields()
+    attention, mlp = llama.attention(fields), llama.feed_forward(fields)
+    layers = []
+    for is_rotated, kind in zip(rotated, types, strict=True):
+        own = replace(attention, rotary=rotary if is_rotated else None, window=window if kind == SLIDING else None)
+        layers.append(llama.pre_norm(fields, own, mlp))
+    return llama.model(fields, layers)
 
 
 def rotated_layers(read: ConfigReader) -> list[bool]:
@@ -52,4 +55,4 @@ def rotated_layers(read: ConfigReader) -> list[bool]:
     return [flag == 1 for flag in given[:layers]]
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

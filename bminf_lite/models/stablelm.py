@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
+from ._architecture import decoder
 from ._config import ConfigReader, flag, number, with_defaults
+from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from ._transformer import Config, NormKind, TensorNames
+from .parts.norms import NormKind
 
 KEYS = with_defaults(
     llama.KEYS,
@@ -25,14 +26,16 @@ KEYS = with_defaults(
 }
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
     rotary = parse_rotary(read, part=0.25)
     if read.value(flag("qk_layernorm", False)):
         read.problem("qk_layernorm", "qk_layernorm is true; LayerNorms of single heads are not supported")
-    names = TensorNames(mlp_norm=None if read.fields["parallel"] else "post_attention_layernorm")
-    return replace(llama.family_config(read, rotary), names=names, norm_kind=NormKind.LAYER)
+    fields, kind = read.checked_fields(), NormKind.LAYER
+    attention, mlp = llama.attention(fields, rotary=rotary), llama.feed_forward(fields)
+    form = llama.parallel if fields["parallel"] else llama.pre_norm
+    return llama.model(fields, [form(fields, attention, mlp, kind)] * fields["layers"], kind)
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

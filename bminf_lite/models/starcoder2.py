@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from . import llama
-from ._config import ACTIVATIONS, ConfigReader, choice, flag, number, with_defaults
-from ._transformer import Config, NormKind, TensorNames
-from .mistral import all_windows
+from ._architecture import decoder
+from ._config import ACTIVATIONS, ConfigReader, choice, flag, integer, number, with_defaults
+from ._decoder import DecoderConfig
+from ._rotary import parse_rotary
+from .parts.norms import NormKind
 
 BIAS = flag("use_bias", True)
 KEYS = with_defaults(
@@ -29,14 +30,17 @@ KEYS = with_defaults(
     "o_bias": BIAS,
     "mlp_bias": BIAS,
 }
-NAMES = TensorNames(mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj")
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
-    windows = all_windows(read, default=None)
-    parsed = llama.parse_family(read)
-    return replace(parsed, windows=windows, names=NAMES, norm_kind=NormKind.LAYER, gated=False)
+    window = read.value_or_none(integer("sliding_window", None))
+    llama.check_heads(read)
+    rotary = parse_rotary(read)
+    fields, kind = read.checked_fields(), NormKind.LAYER
+    attention = llama.attention(fields, rotary=rotary, window=window)
+    mlp = llama.feed_forward(fields, gated=False, inner=("mlp.c_fc",), down="mlp.c_proj")
+    return llama.model(fields, [llama.pre_norm(fields, attention, mlp, kind)] * fields["layers"], kind)
 
 
-architecture = replace(llama.architecture, parse=parse)
+architecture = decoder(parse)

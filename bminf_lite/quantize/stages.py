@@ -68,7 +68,7 @@ class LayerwiseModel:
         self._encoders: int = config.encoder_layers if config.is_encoder_decoder else 0
         kind = "decoder layer" if self._encoders else "layer"
         self.names = [f"encoder layer {i}" for i in range(self._encoders)]
-        self.names += [f"{kind} {i}" for i in range(config.layers)]
+        self.names += [f"{kind} {i}" for i in range(config.num_layers)]
 
     def start(self, batches: Sequence[SequenceBatch]) -> list[HiddenState]:
         """The state of each batch before the first layer."""

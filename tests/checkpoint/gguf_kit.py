@@ -10,7 +10,6 @@ import numpy as np
 from tiny_models import OFFSET_NORMS, Golden, RandomWeights
 
 from bminf_lite import models
-from bminf_lite.models._rotary import Rotary
 
 ARCHITECTURES = {"phi": "phi2", "cohere": "command-r", "gpt_neox": "gptneox", "gemma3_text": "gemma3",
                  "olmo3": "olmo2", "ministral3": "mistral3", "gpt_bigcode": "starcoder"}  # fmt: skip
@@ -47,7 +46,7 @@ def write(
     for key, value in (common_metadata(config, golden.config) | metadata).items():
         add(writer, f"{architecture}.{key}", value)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.layers)
+    names = gguf.get_tensor_name_map(number, config.num_layers)
     tied = golden.spec.tied
     for name, values in tensors.items():
         if name in tied:
@@ -68,36 +67,39 @@ def write(
 
 
 def common_metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What all architectures have, and what follows from fields of a configuration."""
+    """What all architectures have, and what follows from the parts of the first layer."""
     rope = given.get("rope_parameters") or {}
+    mixer, mlp = (sub.part for sub in config.layer_parts[0].sublayers)
+    norm = config.layer_parts[0].norms[0]
     found: dict[str, Any] = {
-        "embedding_length": config.hidden_size, "block_count": config.layers, "context_length": config.context_length,
-        "feed_forward_length": config.intermediate_size, "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "attention.layer_norm_epsilon": config.norm_eps,
+        "embedding_length": config.hidden_size, "block_count": config.num_layers,
+        "context_length": config.context_length, "feed_forward_length": mlp.inner_size,
+        "attention.head_count": mixer.heads, "attention.head_count_kv": mixer.kv_heads,
+        "attention.layer_norm_rms_epsilon": norm.eps, "attention.layer_norm_epsilon": norm.eps,
         "rope.freq_base": float(rope.get("rope_theta", given.get("rope_theta", 10000.0))),
     }  # fmt: skip
-    rotary = getattr(config, "rotary", None)
-    if isinstance(rotary, tuple) and rotary[0]:
-        found |= {"rope.dimension_count": rotary[0].size, "attention.key_length": config.head_dim}
-    elif isinstance(rotary, Rotary):
-        found["rope.dimension_count"] = rotary.size
-        found["rope.freq_base"] = float(given.get("rotary_emb_base", 10000.0))
-        found["use_parallel_residual"] = config.parallel
+    if mixer.rotary:
+        found["rope.dimension_count"] = mixer.rotary.size
+        if given["model_type"] == "gpt_neox":
+            found["rope.freq_base"] = float(given.get("rotary_emb_base", 10000.0))
+            found["use_parallel_residual"] = config.layer_parts[0].parallel
+        else:
+            found["attention.key_length"] = mixer.head_dim
     return found
 
 
 def convert(model_type: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
     """A tensor as the converter changes it."""
+    mixer = config.layer_parts[0].sublayers[0].part
     if model_type in PERMUTED and name.rpartition(".")[0].endswith("q_proj"):
-        return permuted(values, config.heads)
+        return permuted(values, mixer.heads)
     if model_type in PERMUTED and name.rpartition(".")[0].endswith("k_proj"):
-        return permuted(values, config.kv_heads)
+        return permuted(values, mixer.kv_heads)
     if model_type in ("gpt_neox", "bloom") and "query_key_value" in name:
-        parts = values.reshape(config.heads, 3, config.head_dim, *values.shape[1:]).swapaxes(0, 1)
+        parts = values.reshape(mixer.heads, 3, mixer.head_dim, *values.shape[1:]).swapaxes(0, 1)
         return parts.reshape(values.shape)
     if model_type == "falcon" and "query_key_value" in name:
-        grouped = values.reshape(config.kv_heads, -1, config.head_dim, *values.shape[1:])
+        grouped = values.reshape(mixer.kv_heads, -1, mixer.head_dim, *values.shape[1:])
         parts = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
         return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
     if model_type in OFFSET_NORMS and name.endswith("norm.weight"):

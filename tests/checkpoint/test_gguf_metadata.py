@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import Golden, case_without_golden, goldens, random_tokens
+from tiny_models import Golden, case_without_golden, goldens, mixers, random_tokens
 
 import bminf_lite
 from bminf_lite import models
@@ -83,7 +83,7 @@ def test_any_scaling_gives_llama_cpp_s_angles(
     )  # fmt: skip
     yarn = kind == "yarn" and extension != 0 and (factor or 1) > 1
     config = config_json(found)
-    rotary, *_ = models.find(config).parse(config).rotary
+    rotary = mixers(models.find(config).parse(config))[0].rotary
     divisor = (factor or 1.0) if kind != "none" else 1.0
     expected = angles(base or 10000.0, divisor, yarn, original or CONTEXT, betas[0] or 32.0, betas[1] or 1.0)
     np.testing.assert_allclose(rotary.frequencies, expected, rtol=2e-6)
@@ -102,7 +102,7 @@ def test_divisors_of_frequencies_multiply_the_factor(tmp_path: Path, factor: flo
     found = header(tensors={"rope_freqs.weight": tensor}, rope__scaling__factor=factor,
                    rope__scaling__attn_factor=attention)  # fmt: skip
     config = config_json(found)
-    rotary, *_ = models.find(config).parse(config).rotary
+    rotary = mixers(models.find(config).parse(config))[0].rotary
     expected = angles(10000.0, factor, False, CONTEXT, 32, 1) / divisors
     np.testing.assert_allclose(rotary.frequencies, expected, rtol=2e-6)
     assert rotary.scale == attention
@@ -146,10 +146,10 @@ def test_olmo_3_s_converter_writes_the_whole_factor() -> None:
 def test_absent_keys_have_llama_cpp_s_values(architecture: str) -> None:
     """As many key-value heads as heads, heads that divide the embedding, and a base of 10,000."""
     config = config_json(header(architecture, attention__head_count_kv=1 if architecture == "falcon" else None))
-    parsed = models.find(config).parse(config)
-    assert parsed.head_dim == HEAD_DIM
+    mixer = mixers(models.find(config).parse(config))[0]
+    assert mixer.head_dim == HEAD_DIM
     if architecture not in ("falcon", "starcoder", "gpt2", "bloom"):
-        assert parsed.kv_heads == HEADS
+        assert mixer.kv_heads == HEADS
     if "rope.freq_base" in TABLE[architecture].keys:
         assert config.get("rope_theta", config.get("rotary_emb_base")) == 10000.0
 

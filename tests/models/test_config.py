@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny_models import ENCODER_DECODERS, FAMILIES
+from tiny_models import ENCODER_DECODERS, FAMILIES, mixers, windows
 
 from bminf_lite import models
 from bminf_lite.errors import CheckpointError
@@ -150,15 +150,15 @@ def test_all_problems_come_in_one_error():
 
 def test_absent_keys_mean_the_class_defaults_and_null_its_own():
     assert parse("llama").context_length == 2048
-    assert parse("mistral").windows == (4096,) * 3
-    assert parse("mistral", sliding_window=None).windows == (None,) * 3
-    assert parse("qwen3").head_dim == 128
+    assert windows(parse("mistral")) == (4096,) * 3
+    assert windows(parse("mistral", sliding_window=None)) == (None,) * 3
+    assert mixers(parse("qwen3"))[0].head_dim == 128
     without = {k: v for k, v in TINY.items() if k != "num_key_value_heads"}
     without |= {"num_attention_heads": 16, "hidden_size": 64}
     for family, heads in (("llama", 16), ("mistral", 8)):
         config = {"model_type": family, **without}
-        assert models.find(config).parse(config).kv_heads == heads
-        assert models.find(config).parse(config | {"num_key_value_heads": None}).kv_heads == 16
+        assert mixers(models.find(config).parse(config))[0].kv_heads == heads
+        assert mixers(models.find(config).parse(config | {"num_key_value_heads": None}))[0].kv_heads == 16
 
 
 def test_what_every_checkpoint_may_say_is_no_unknown_key():
@@ -167,7 +167,7 @@ def test_what_every_checkpoint_may_say_is_no_unknown_key():
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
-    ("changes", "windows"),
+    ("changes", "expected"),
     [
         ({}, (None, None, None)),
         ({"sliding_window": 8}, (None, None, None)),
@@ -179,8 +179,8 @@ def test_what_every_checkpoint_may_say_is_no_unknown_key():
         ({"sliding_window": 8, "layer_types": [SLIDING, SLIDING, SLIDING]}, (None, None, None)),
     ],
 )
-def test_windows_of_qwen(family, changes, windows):
-    assert parse(family, **changes).windows == windows
+def test_windows_of_qwen(family, changes, expected):
+    assert windows(parse(family, **changes)) == expected
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
@@ -189,16 +189,16 @@ def test_windows_of_qwen(family, changes, windows):
     [({}, 2304**0.5), ({"dtype": "float32"}, 2304**0.5), ({"dtype": "bfloat16", "hidden_size": 3584}, 59.75)],
 )
 def test_the_factor_of_gemma_s_embedding_has_the_model_s_type(model_type, changes, multiplier):
-    assert parse(model_type, **changes).embedding_multiplier == multiplier
+    assert parse(model_type, **changes).input.multiplier == multiplier
     old = {"torch_dtype" if key == "dtype" else key: value for key, value in changes.items()}
-    assert parse(model_type, **old).embedding_multiplier == multiplier
+    assert parse(model_type, **old).input.multiplier == multiplier
 
 
 def test_windows_and_rotary_bases_of_gemma():
-    assert parse("gemma2", num_hidden_layers=4).windows == (4096, None, 4096, None)
+    assert windows(parse("gemma2", num_hidden_layers=4)) == (4096, None, 4096, None)
     parsed = parse("gemma3_text", num_hidden_layers=7, sliding_window=8)
-    assert parsed.windows == (8, 8, 8, 8, 8, None, 8)
-    found = [rotary.frequencies[1] for rotary in parsed.rotary[4:6]]
+    assert windows(parsed) == (8, 8, 8, 8, 8, None, 8)
+    found = [mixer.rotary.frequencies[1] for mixer in mixers(parsed)[4:6]]
     assert found == pytest.approx([10000.0 ** (-1 / 128), 1000000.0 ** (-1 / 128)])
 
 

@@ -125,7 +125,7 @@ def undivided(
     """A model on one rank whose sums over what ranks would compute are made in groups of columns."""
     model = tiny_model(Backend(dtype or np.float32), config, weights, slots=2, int8_cache=int8_cache)
     found = list(row_parallel(model.network))
-    assert len(found) >= 2 * model.config.layers
+    assert len(found) >= 2 * model.config.num_layers
     for layer in found:
         layer.product.weight = replace(layer.product.weight, tp_size=groups)
     return model

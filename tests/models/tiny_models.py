@@ -187,6 +187,16 @@ class RandomWeights:
         return quantize_weight(weight, self.dynamic) if self.quantized else weight
 
 
+def mixers(config: Any) -> list[Any]:
+    """The mixer of each layer of a decoder's configuration."""
+    return [sub.part for layer in config.layer_parts for sub in layer.sublayers if sub.part.layout is not None]
+
+
+def windows(config: Any) -> tuple[int | None, ...]:
+    """The window of each layer of a decoder's configuration."""
+    return tuple(mixer.window for mixer in mixers(config))
+
+
 CAPACITY = 128
 """Tokens that a tiny model's cache holds for each sequence."""
 

@@ -1,0 +1,217 @@
+"""Causal self-attention with grouped key-value heads (https://arxiv.org/abs/2305.13245)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from ...backend.base import Backend
+from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
+from ...layers.cache import KeyValues
+from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from ...layers.loading import RowTransform, TransformedWeights
+from ...layers.norm import rms_norm
+from .._rotary import Rotary, rotary_pairs
+from ..spec import Fold, KeyHeads, Tensors, linear, norm, weights_of
+from .part import LayerSource, Part, PartTensors, SharedValues
+
+
+class QueryKeyNorm(Enum):
+    """The RMSNorm of queries and keys: none, of each head, or of all heads together."""
+
+    NONE = "none"
+    HEAD = "head"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class AttentionPart(Part):
+    """Attention of ``heads`` query heads to ``kv_heads`` heads of keys and values, of ``head_dim`` elements each.
+
+    ``qkv`` has one name where query, key and value are one matrix, else three. ``fused_rows`` gives the rows of one
+    matrix, as stored, in the order queries, keys, values; None if they are in that order. ``transposed``: matrices are
+    stored ``[in, out]``. ``score_scale`` multiplies attention scores; None means one over the root of the head's size.
+    ``softcap`` limits them. ``slopes`` has the slope of each head with ALiBi (see
+    :class:`~bminf_lite.backend.values.LinearBias`), else it is empty. ``multiplier`` multiplies the output.
+    ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys.
+    """
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: Rotary | None = None
+    window: int | None = None
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    transposed: bool = False
+    fused_rows: Callable[[AttentionPart], np.ndarray] | None = None
+    qk_norm: QueryKeyNorm = QueryKeyNorm.NONE
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    score_scale: float | None = None
+    softcap: float | None = None
+    slopes: tuple[float, ...] = ()
+    multiplier: float = 1.0
+
+    @property
+    def layout(self) -> KeyValues:
+        return KeyValues(self.kv_heads, self.head_dim, window=self.window)
+
+    @property
+    def divided(self) -> Mapping[str, int]:
+        return {"heads": self.heads, "key-value heads": self.kv_heads}
+
+    @property
+    def undivided(self) -> str | None:
+        if self.qk_norm is QueryKeyNorm.WHOLE:
+            return "queries and keys are normalised over all heads, of which a rank has a part"
+        return None
+
+    @property
+    def features(self) -> tuple[int, int, int]:
+        """Widths of query, key and value."""
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+
+    # -- the checkpoint -----------------------------------------------------------------------------------------------
+
+    def stated(self, layer: str) -> PartTensors:
+        """Factors move from value heads, which have a matrix of their own, to the output."""
+        qkv, out = [f"{layer}.{name}" for name in self.qkv], f"{layer}.{self.out}"
+        widths = self.features if len(qkv) == 3 else (sum(self.features),)
+        before = [
+            linear(name, (width, self.hidden_size), self.qkv_bias, self.transposed)
+            for name, width in zip(qkv, widths, strict=True)
+        ]
+        after = linear(out, (self.hidden_size, self.features[0]), self.out_bias, self.transposed)
+        tensors: Tensors = {}
+        for matrix in before:
+            tensors |= matrix
+        tensors |= after | self._norm_tensors(layer)
+        value_heads, key_heads, group = [], [], self.heads // self.kv_heads
+        if len(qkv) == 3:
+            value_heads.append(Fold(tuple(before[2]), weights_of(out), self.head_dim, group))
+        if len(qkv) == 3 and self.qk_norm is QueryKeyNorm.NONE:
+            pairs = rotary_pairs(self.rotary, self.head_dim)
+            key_heads.append(KeyHeads(tuple(before[0]), tuple(before[1]), pairs, group))
+        return PartTensors(
+            tensors, weights_of(*qkv), tuple(after), value_heads=tuple(value_heads), key_heads=tuple(key_heads)
+        )
+
+    def _norm_tensors(self, layer: str) -> Tensors:
+        if self.qk_norm is QueryKeyNorm.NONE:
+            return {}
+        counts = (self.heads, self.kv_heads) if self.qk_norm is QueryKeyNorm.WHOLE else (1, 1)
+        found: Tensors = {}
+        for name, count in zip((self.q_norm, self.k_norm), counts, strict=True):
+            found |= norm(f"{layer}.{name}", count * self.head_dim)
+        return found
+
+    def _row_transforms(self, layer: str) -> dict[str, RowTransform]:
+        """The changes of the tensors as they are read, by name."""
+        changes: dict[str, RowTransform] = {}
+        if self.multiplier != 1:
+            changes[f"{layer}.{self.out}"] = RowTransform(factors=self.multiplier)
+        of_head = self.rotary.head_transform(self.head_dim) if self.rotary else None
+        if of_head is None and self.fused_rows is None:
+            return changes
+        rows = np.arange(sum(self.features)) if self.fused_rows is None else self.fused_rows(self)
+        parts = [part.reshape(-1, self.head_dim) for part in np.split(rows, np.cumsum(self.features)[:-1])]
+        factors = [np.ones(part.shape, np.float32) for part in parts]
+        if of_head is not None:
+            for i in range(2):
+                parts[i] = parts[i][:, of_head.order]
+                factors[i] *= 1 if of_head.factors is None else of_head.factors
+        has_factors = of_head is not None and of_head.factors is not None
+        if len(self.qkv) == 1:
+            order, all_factors = (np.concatenate([part.ravel() for part in x]) for x in (parts, factors))
+            changes[f"{layer}.{self.qkv[0]}"] = RowTransform(order, all_factors if has_factors else None)
+            return changes
+        for name, norm_name, part, factor in zip(self.qkv, (self.q_norm, self.k_norm), parts, factors, strict=False):
+            order = part.ravel() - part.min()
+            changes[f"{layer}.{name}"] = RowTransform(order, factor.ravel() if has_factors else None)
+            is_whole = self.qk_norm is QueryKeyNorm.WHOLE
+            changes[f"{layer}.{norm_name}"] = RowTransform(order if is_whole else order[: self.head_dim])
+        return changes
+
+    # -- the layer ----------------------------------------------------------------------------------------------------
+
+    def share(self, shared: SharedValues) -> None:
+        shared.rope(self.rotary, self.head_dim)
+        shared.linear_bias(self.slopes)
+
+    def build(self, source: LayerSource) -> Attention:
+        ops = source.ops
+        weights = TransformedWeights(source.weights, self._row_transforms(source.name))
+        norms = None
+        if self.qk_norm is not QueryKeyNorm.NONE:
+            names = source.named((self.q_norm, self.k_norm))
+            norms = [rms_norm(ops, weights, name, self.norm_eps, offset=self.norm_offset).norm for name in names]
+        of_head = norms if self.qk_norm is QueryKeyNorm.HEAD else None
+        spec = AttentionSpec(
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.head_dim**-0.5 if self.score_scale is None else self.score_scale,
+            window=self.window,
+            rope=source.shared.rope(self.rotary, self.head_dim),
+            q_norm=of_head[0] if of_head else None,
+            k_norm=of_head[1] if of_head else None,
+            bias=source.shared.linear_bias(self.slopes),
+            softcap=self.softcap,
+        ).shard(ops.communicator.tp_size)
+        out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)
+        qkv = ColumnParallelLinear(ops, weights, source.named(self.qkv), self.features, self.qkv_bias)
+        if norms and self.qk_norm is QueryKeyNorm.WHOLE:
+            return AttentionWithWholeNorms(ops, spec, qkv, out, *norms)
+        return Attention(ops, spec, qkv, out)
+
+
+def grouped_rows(part: AttentionPart) -> np.ndarray:
+    """Rows of a fused matrix that holds, for each key-value head, its query heads, the key and the value."""
+    group = part.heads // part.kv_heads
+    rows = np.arange(sum(part.features)).reshape(part.kv_heads, group + 2, part.head_dim)
+    return np.concatenate([rows[:, :group].ravel(), rows[:, group].ravel(), rows[:, group + 1].ravel()])
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``out(attend(qkv(x)))``. ``qkv`` computes query, key and value side by side."""
+
+    ops: Backend
+    spec: AttentionSpec
+    qkv: Linear
+    out: RowParallelLinear
+
+    def project(self, x: Array) -> Array:
+        """Query, key and value of ``x``, side by side."""
+        return self.qkv(x)
+
+    def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
+        """The heads' outputs ``[T, heads * head_dim]``, which ``out`` reads: with ``only_last`` of last tokens."""
+        attention = self.ops.last_token_attention if only_last else self.ops.attention
+        return attention(self.project(x), self.spec, cache, batch)
+
+    def fp32(self, hidden: Array) -> Array:
+        return self.out.fp32(hidden)
+
+    def add_to(self, residual: Array, hidden: Array) -> Array:
+        return self.out.add_to(residual, hidden)
+
+
+@dataclass(frozen=True)
+class AttentionWithWholeNorms(Attention):
+    """``out(attend(norm_qk(qkv(x))))``: queries and keys are each normalised over all heads together (OLMo 2)."""
+
+    q_norm: Norm
+    k_norm: Norm
+
+    def project(self, x: Array) -> Array:
+        return self.ops.norm_qk(self.qkv.fp32(x), self.q_norm, self.k_norm)

@@ -1,0 +1,152 @@
+"""What lies before the first layer of a decoder and behind the last: embeddings, positions, and the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...backend.base import Backend
+from ...backend.values import Array, ForwardBatch
+from ...layers.embedding import Embedding, PositionEmbedding
+from ...layers.linear import Linear
+from ...layers.loading import Weights
+from ...layers.norm import NormLayer
+from ..spec import Tensors, bias, embedding, head, linear
+from .norms import NormPart
+
+
+@dataclass(frozen=True)
+class PositionsPart:
+    """The table ``name`` of learned positions; position 0 has the row ``first``, behind which are ``count`` rows."""
+
+    name: str
+    count: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class InputPart:
+    """Tokens to the residual stream: rows of the table ``name``, multiplied by ``multiplier``.
+
+    The rows have ``features`` elements, which ``project`` brings to ``hidden_size`` if they differ. Learned
+    ``positions`` are added to them, and ``norm`` normalises them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    name: str = "model.embed_tokens"
+    multiplier: float = 1.0
+    norm: NormPart | None = None
+    embedding_size: int | None = None
+    project: str | None = None
+    positions: PositionsPart | None = None
+
+    @property
+    def features(self) -> int:
+        """Elements of a row of the table."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+    @property
+    def is_only_a_table(self) -> bool:
+        """Whether the residual stream starts as rows of the table, times a number."""
+        return self.norm is None and self.project is None and self.positions is None
+
+    def tensors(self) -> Tensors:
+        found = embedding(self.name, (self.vocab_size, self.features))
+        if self.positions is not None:
+            rows = self.positions.first + self.positions.count
+            found |= embedding(self.positions.name, (rows, self.hidden_size))
+        if self.project is not None:
+            found |= linear(self.project, (self.hidden_size, self.features))
+        return found | (self.norm.tensors() if self.norm else {})
+
+    def build(self, ops: Backend, weights: Weights) -> Input:
+        positions = None
+        if self.positions is not None:
+            positions = PositionEmbedding(ops, weights, self.positions.name, self.positions.first)
+        return Input(
+            Embedding(ops, weights, self.name, self.multiplier),
+            Linear(ops, weights, [self.project]) if self.project is not None else None,
+            positions,
+            self.norm.build(ops, weights) if self.norm else None,
+        )
+
+
+@dataclass(frozen=True)
+class Input:
+    """Computes :class:`InputPart`."""
+
+    embedding: Embedding
+    project: Linear | None
+    positions: PositionEmbedding | None
+    norm: NormLayer | None
+
+    def __call__(self, batch: ForwardBatch) -> Array:
+        """A step's tokens to the residual stream, fp32 ``[T, features]``."""
+        residual = self.embedding(batch)
+        if self.project is not None:
+            residual = self.project.fp32(residual)
+        if self.positions is not None:
+            residual = self.positions.add_to(residual, batch)
+        return residual if self.norm is None else self.norm(residual)
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """The residual stream to logits: ``head(project(norm(r))) * multiplier``, limited by ``softcap``.
+
+    ``project`` brings ``hidden_size`` elements to ``embedding_size``, those that the head reads. A multiplier wants a
+    norm, into which it is folded.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    norm: NormPart | None
+    name: str = "lm_head"
+    bias: bool = False
+    multiplier: float = 1.0
+    softcap: float | None = None
+    embedding_size: int | None = None
+    project: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.norm is not None or self.multiplier == 1
+
+    @property
+    def features(self) -> int:
+        """Elements that the head reads."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+    @property
+    def reader(self) -> str:
+        """The matrix that reads the norm."""
+        return self.name if self.project is None else self.project
+
+    def tensors(self) -> Tensors:
+        found = self.norm.tensors() if self.norm else {}
+        if self.project is not None:
+            found |= linear(self.project, (self.features, self.hidden_size))
+        found |= head(self.name, (self.vocab_size, self.features))
+        return found | (bias(self.name, self.vocab_size) if self.bias else {})
+
+    def build(self, ops: Backend, weights: Weights) -> Output:
+        return Output(
+            self.norm.build(ops, weights, scale=self.multiplier) if self.norm else None,
+            Linear(ops, weights, [self.project]) if self.project is not None else None,
+            Linear(ops, weights, [self.name], self.bias),
+            self.softcap,
+        )
+
+
+@dataclass(frozen=True)
+class Output:
+    """The residual stream ``r`` to logits: ``head(project(norm(r)))``, fp32 ``[T, vocab]``, limited by ``softcap``."""
+
+    norm: NormLayer | None
+    project: Linear | None
+    head: Linear
+    softcap: float | None = None
+
+    def __call__(self, residual: Array) -> Array:
+        x = self.norm(residual) if self.norm else residual
+        logits = self.head.fp32(self.project(x) if self.project else x)
+        return logits if self.softcap is None else self.head.ops.soft_cap(logits, self.softcap)

@@ -1,0 +1,110 @@
+"""Feed-forward layers: ``down(f(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202), or ``down(f(up(x)))``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...backend.base import Backend
+from ...backend.values import Array, ForwardBatch, LayerCache
+from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from ...layers.loading import RowTransform, TransformedWeights
+from ..spec import Fold, Tensors, linear, weights_of
+from .part import LayerSource, Part, PartTensors
+
+
+@dataclass(frozen=True)
+class FeedForwardPart(Part):
+    """A feed-forward layer of ``inner_size`` hidden units; ``activation`` is one of ``backend.functions.ACTIVATIONS``.
+
+    ``inner`` has the names of gate and up, one name for both where they are one matrix, or that of the only matrix of a
+    layer that is not ``gated``. ``transposed``: matrices are stored ``[in, out]``. ``multiplier`` multiplies the
+    output.
+    """
+
+    hidden_size: int
+    inner_size: int
+    activation: str
+    gated: bool = True
+    inner: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    bias: bool = False
+    transposed: bool = False
+    multiplier: float = 1.0
+
+    @property
+    def divided(self) -> Mapping[str, int]:
+        return {"hidden units of a feed-forward layer": self.inner_size}
+
+    @property
+    def widths(self) -> list[int]:
+        """The widths of gate and up, or of up."""
+        return [self.inner_size] * (2 if self.gated else 1)
+
+    def stated(self, layer: str) -> PartTensors:
+        """Factors move to ``down`` from ``up``, or from the only matrix before it if a ReLU lies between."""
+        inner, down = [f"{layer}.{name}" for name in self.inner], f"{layer}.{self.down}"
+        width = sum(self.widths) // len(inner)
+        before = [linear(name, (width, self.hidden_size), self.bias, self.transposed) for name in inner]
+        after = linear(down, (self.hidden_size, self.inner_size), self.bias, self.transposed)
+        tensors: Tensors = {}
+        for matrix in before:
+            tensors |= matrix
+        is_separate = len(inner) == len(self.widths)
+        folds = [Fold(tuple(before[-1]), weights_of(down))] if is_separate and self._commutes else []
+        gate, up, output = weights_of(inner[0], inner[-1], down)
+        return PartTensors(
+            tensors | after, weights_of(*inner), tuple(after), tuple(folds), rotatable=(output,),
+            bounded=((gate, up, output),) if self._is_bounded else (),
+        )  # fmt: skip
+
+    @property
+    def _commutes(self) -> bool:
+        """Whether a factor on the last matrix before ``down`` is a factor on the input of ``down``."""
+        return self.gated or self.activation == "relu"
+
+    @property
+    def _is_bounded(self) -> bool:
+        return self.gated and self.activation != "relu_squared" and not self.bias
+
+    def build(self, source: LayerSource) -> FeedForward:
+        down, ops, weights = f"{source.name}.{self.down}", source.ops, source.weights
+        changed = weights
+        if self.multiplier != 1:
+            changed = TransformedWeights(weights, {down: RowTransform(factors=self.multiplier)})
+        inner = ColumnParallelLinear(ops, weights, source.named(self.inner), self.widths, self.bias)
+        kind = GatedFeedForward if self.gated else FeedForward
+        return kind(ops, self.activation, inner, RowParallelLinear(ops, changed, down, self.bias))
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """``down(f(up(x)))``."""
+
+    ops: Backend
+    activation: str
+    inner: Linear
+    down: RowParallelLinear
+
+    def hidden(
+        self, x: Array, cache: LayerCache | None = None, batch: ForwardBatch | None = None, only_last: bool = False
+    ) -> Array:
+        """``f(up(x))``, which ``down`` reads."""
+        return self.ops.activated_linear(x, self.inner.weight, self.activation)
+
+    def fp32(self, hidden: Array) -> Array:
+        return self.down.fp32(hidden)
+
+    def add_to(self, residual: Array, hidden: Array) -> Array:
+        return self.down.add_to(residual, hidden)
+
+
+@dataclass(frozen=True)
+class GatedFeedForward(FeedForward):
+    """``down(f(gate(x)) * up(x))``; ``inner`` computes gate and up side by side."""
+
+    def hidden(
+        self, x: Array, cache: LayerCache | None = None, batch: ForwardBatch | None = None, only_last: bool = False
+    ) -> Array:
+        """``f(gate(x)) * up(x)``, which ``down`` reads."""
+        return self.ops.gated_linear(x, self.inner.weight, self.activation)

@@ -1,0 +1,300 @@
+"""What a part of a layer states and computes, and the layer: norms around parts.
+
+A new kind of layer is a new :class:`Part` in a file of its own. Nothing else in the package knows which parts there
+are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ...backend.base import Backend
+from ...backend.communicator import shard
+from ...backend.values import Array, ForwardBatch, LayerCache, LinearBias, Rope
+from ...layers.cache import Layout
+from ...layers.loading import Weights
+from ...layers.norm import NormLayer
+from .._config import common_divisors
+from .._rotary import Rotary
+from ..spec import Fold, GatedProduct, KeyHeads, StreamNorm, Tensors, weights_of
+from .norms import NormPart
+
+
+@dataclass(frozen=True)
+class PartTensors:
+    """The tensors of a part of one layer, and what migration may do with them, under their full names.
+
+    - ``tensors``: all of them, with shapes and roles;
+    - ``readers``: the matrices that read the part's input;
+    - ``writers``: the matrices, and their biases, whose output is added to the residual stream;
+    - ``folds``: places inside the part where factors can move, and ``value_heads`` those between heads;
+    - ``key_heads``: heads whose keys may be scaled;
+    - ``rotatable``: the matrices whose input a recipe may rotate;
+    - ``bounded``: gate, up and down of gated products with a known bound (see :class:`.spec.GatedProduct`).
+    """
+
+    tensors: Tensors
+    readers: tuple[str, ...]
+    writers: tuple[str, ...]
+    folds: tuple[Fold, ...] = ()
+    value_heads: tuple[Fold, ...] = ()
+    key_heads: tuple[KeyHeads, ...] = ()
+    rotatable: tuple[str, ...] = ()
+    bounded: tuple[tuple[str, str, str], ...] = ()
+
+
+class PartLayer(Protocol):
+    """What computes a part. ``x`` is the input ``[T, features]``: a norm of the residual stream, or the stream."""
+
+    def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> Array:
+        """What :meth:`add_to` reads; with ``only_last``, which only mixers see, that of last tokens ``[B, ...]``."""
+        ...
+
+    def fp32(self, hidden: Array) -> Array:
+        """The part's output, fp32 ``[T, features]``."""
+        ...
+
+    def add_to(self, residual: Array, hidden: Array) -> Array:
+        """``residual`` fp32 ``[T, features]``, which may be overwritten, plus the part's output."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """What a part of the layer ``name`` is built from; ``shared`` holds what the layers of a model have in common."""
+
+    ops: Backend
+    weights: Weights
+    name: str
+    shared: SharedValues
+
+    def named(self, names: Iterable[str]) -> list[str]:
+        """The full names of the layer's tensors."""
+        return [f"{self.name}.{name}" for name in names]
+
+
+class SharedValues:
+    """Arrays on the device that several layers use; each is made once."""
+
+    def __init__(self, ops: Backend):
+        self.ops = ops
+        self._ropes: dict[tuple[Rotary, int], Rope] = {}
+        self._slopes: dict[tuple[float, ...], LinearBias] = {}
+
+    def rope(self, rotary: Rotary | None, head_dim: int) -> Rope | None:
+        """The rotation of heads of ``head_dim`` elements."""
+        if rotary is None:
+            return None
+        key = rotary, head_dim
+        if key not in self._ropes:
+            self._ropes[key] = rotary.rope(self.ops, head_dim)
+        return self._ropes[key]
+
+    def linear_bias(self, slopes: tuple[float, ...]) -> LinearBias | None:
+        """ALiBi with a slope for each head, of which a rank has its share; None without slopes."""
+        if not slopes:
+            return None
+        if slopes not in self._slopes:
+            own = np.array(slopes)[shard(len(slopes), self.ops.communicator)]
+            self._slopes[slopes] = LinearBias(self.ops.vector(own))
+        return self._slopes[slopes]
+
+
+class Part(ABC):
+    """A mixer, which reads other tokens of a sequence, or a feed-forward, which does not."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """What a mixer keeps in the cache; None for a feed-forward."""
+        return None
+
+    @property
+    def divided(self) -> Mapping[str, int]:
+        """What the ranks of a model divide, by name."""
+        return {}
+
+    @property
+    def undivided(self) -> str | None:
+        """Why the part cannot be divided among ranks; None if it can."""
+        return None
+
+    def share(self, shared: SharedValues) -> None:
+        """Make the values that the part has in common with others, before any layer is built."""
+        return
+
+    @abstractmethod
+    def stated(self, layer: str) -> PartTensors:
+        """The tensors of the part in the layer ``layer``, such as ``model.layers.0``."""
+
+    @abstractmethod
+    def build(self, source: LayerSource) -> PartLayer:
+        """What computes the part."""
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """A part with its norms: ``r = r + post_norm(part(norm(r)))``, then ``r = stream_norm(r)``; each may be missing."""
+
+    part: Part
+    norm: NormPart | None = None
+    post_norm: NormPart | None = None
+    stream_norm: NormPart | None = None
+
+    @property
+    def norms(self) -> tuple[NormPart, ...]:
+        """The norms that exist."""
+        return tuple(norm for norm in (self.norm, self.post_norm, self.stream_norm) if norm is not None)
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """What :class:`.spec.Spec` has of a layer."""
+
+    tensors: Tensors
+    folds: tuple[Fold, ...]
+    norms: tuple[StreamNorm, ...]
+    parts: tuple[PartTensors, ...]
+    gated: tuple[GatedProduct, ...]
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer: parts one after another. If they are ``parallel``, all read the same residual stream.
+
+    In a parallel layer the mixer is the first part, and parts without a norm read what the first one's norm returns.
+    """
+
+    sublayers: tuple[Sublayer, ...]
+    parallel: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.layouts) <= 1, "a layer has one mixer"
+        if self.parallel:
+            assert self.sublayers[0].norm and self.sublayers[0].part.layout
+            assert not any(sub.post_norm or sub.stream_norm for sub in self.sublayers)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """What the mixer keeps in the cache, if there is one."""
+        return tuple(sub.part.layout for sub in self.sublayers if sub.part.layout is not None)
+
+    @property
+    def norms(self) -> tuple[NormPart, ...]:
+        """The norms of all parts."""
+        return tuple(norm for sub in self.sublayers for norm in sub.norms)
+
+    @property
+    def shared_norm_vectors(self) -> int:
+        """Vectors of the norms that the products of several parts apply, counted once for each part but the first."""
+        shared = sum(sub.norm is None for sub in self.sublayers[1:]) if self.parallel else 0
+        return shared * self.sublayers[0].norm.num_vectors if shared and self.sublayers[0].norm else 0
+
+    @property
+    def reads_rms_norms(self) -> bool:
+        """Whether every part reads an RMSNorm of the residual stream, and adds to the stream directly."""
+        inputs = [sub.norm or (self.sublayers[0].norm if self.parallel else None) for sub in self.sublayers]
+        has_others = any(sub.post_norm or sub.stream_norm for sub in self.sublayers)
+        return not has_others and all(norm is not None and norm.is_rms for norm in inputs)
+
+    def stated(self, layer: str) -> LayerTensors:
+        """The tensors of the layer ``layer``, such as ``model.layers.0``."""
+        parts = tuple(sub.part.stated(layer) for sub in self.sublayers)
+        tensors: Tensors = {}
+        for part in parts:
+            tensors |= part.tensors
+        for norm in self.norms:
+            tensors |= norm.tensors(layer)
+        inputs = self._inputs()
+        folds = [
+            Fold(tuple(norm.tensors(layer)), tuple(name for part in places for name in parts[part].readers))
+            for norm, places in inputs if norm.is_foldable
+        ]  # fmt: skip
+        stream_norms, gated = [], []
+        for norm, places in inputs:
+            (weight,) = weights_of(norm.full_name(layer))
+            if norm.is_rms:
+                readers = tuple(name for part in places for name in parts[part].readers)
+                stream_norms.append(StreamNorm(weight, readers, norm.offset))
+            if not norm.has_bias:
+                products = (product for part in places for product in parts[part].bounded)
+                gated += [GatedProduct(*product, weight, norm.offset) for product in products]
+        folds += [fold for part in parts for fold in part.folds]
+        return LayerTensors(tensors, tuple(folds), tuple(stream_norms), parts, tuple(gated))
+
+    def _inputs(self) -> list[tuple[NormPart, list[int]]]:
+        """The norms that parts read, and the numbers of these parts."""
+        if self.parallel and self.sublayers[0].norm:
+            first = [place for place, sub in enumerate(self.sublayers) if place == 0 or sub.norm is None]
+            others = [(sub.norm, [place]) for place, sub in enumerate(self.sublayers) if place and sub.norm]
+            return [(self.sublayers[0].norm, first), *others]
+        return [(sub.norm, [place]) for place, sub in enumerate(self.sublayers) if sub.norm]
+
+    def build(self, source: LayerSource) -> Layer:
+        """The layer on the device of ``source``."""
+        return Layer(self, source)
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """What the ranks of a model divide, by name."""
+        return common_divisors(sub.part.divided for sub in self.sublayers)
+
+
+class Layer:
+    """Computes :class:`LayerParts` on the device of ``source``."""
+
+    def __init__(self, parts: LayerParts, source: LayerSource):
+        self.ops = source.ops
+        self.parallel = parts.parallel
+        mixers = (place for place, sub in enumerate(parts.sublayers) if sub.part.layout is not None)
+        self.mixer = next(mixers, -1)
+        """The number of the mixer; -1 without one."""
+
+        def norms(chosen: Iterable[NormPart | None]) -> list[NormLayer | None]:
+            return [norm.build(source.ops, source.weights, source.name) if norm else None for norm in chosen]
+
+        self.norms = norms(sub.norm for sub in parts.sublayers)
+        self.post_norms = norms(sub.post_norm for sub in parts.sublayers)
+        self.stream_norms = norms(sub.stream_norm for sub in parts.sublayers)
+        self.parts = [sub.part.build(source) for sub in parts.sublayers]
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
+        """See :class:`.._decoder.DecoderLayer`."""
+        if self.parallel:
+            return self._parallel(residual, cache, batch, only_last)
+        if only_last and self.mixer < 0:
+            residual = self.ops.last_tokens(residual, batch)
+        for place, part in enumerate(self.parts):
+            norm, post_norm, stream_norm = self.norms[place], self.post_norms[place], self.stream_norms[place]
+            x = norm(residual) if norm else residual
+            is_last_mixer = only_last and place == self.mixer
+            hidden = part.hidden(x, cache, batch, is_last_mixer)
+            if is_last_mixer:
+                residual = self.ops.last_tokens(residual, batch)
+            if post_norm:
+                residual = self.ops.norm_add(part.fp32(hidden), post_norm.norm, residual)
+            else:
+                residual = part.add_to(residual, hidden)
+            if stream_norm:
+                residual = stream_norm(residual)
+        return residual
+
+    def _parallel(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> Array:
+        mixer, *others = self.parts
+        norm, *other_norms = self.norms
+        assert norm is not None
+        x = norm(residual)
+        heads = mixer.hidden(x, cache, batch, only_last)
+        if only_last:
+            residual = self.ops.last_tokens(residual, batch)
+            x = norm(residual)
+        inputs = (own(residual) if own else x for own in other_norms)
+        hidden = [part.hidden(x, cache, batch, False) for part, x in zip(others, inputs, strict=True)]  # beside mixing
+        residual = mixer.add_to(residual, heads)
+        for part, own in zip(others, hidden, strict=True):
+            residual = part.add_to(residual, own)
+        return residual
