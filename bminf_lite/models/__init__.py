@@ -4,14 +4,14 @@
 module has, from top to bottom:
 
 - ``KEYS``, the table of the keys in ``config.json`` with their bounds and defaults (:mod:`._config`), and
-  ``parse(config) -> Config``, a frozen dataclass; it raises :class:`~bminf_lite.errors.CheckpointError` with every
-  nonsensical value.
-- ``architecture = Architecture(parse, spec, ModelBuilder, Decoder)``: beside ``parse``, the name, shape and role of
-  every tensor of the checkpoint (:mod:`.spec`), and the layers of :mod:`..layers` wired together. They name no device.
+  ``parse(config) -> DecoderConfig`` (:mod:`._decoder`), which lists the parts of each layer (:mod:`.parts`); it raises
+  :class:`~bminf_lite.errors.CheckpointError` with every nonsensical value.
+- ``architecture = decoder(parse)``. The tensors of a checkpoint (:mod:`.spec`), what the cache keeps, and the layers
+  follow from the parts. They name no device.
 
-An architecture states how it differs from others: ``mistral.py`` is LLaMA with windows; most decoders are a
-configuration and tensor names for :mod:`._transformer` or :mod:`._gpt`, ``t5.py`` for :mod:`._encoder_decoder`. A
-module whose name begins with an underscore is shared by architectures. ``docs/add_a_model.md`` adds one step by step.
+An architecture states how it differs from others: ``mistral.py`` is LLaMA with windows. Encoder-decoders such as
+``t5.py`` are configurations of :mod:`._encoder_decoder`. A module whose name begins with an underscore is shared by
+architectures. ``docs/add_a_model.md`` adds one step by step.
 """
 
 from __future__ import annotations
