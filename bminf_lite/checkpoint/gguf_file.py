@@ -21,6 +21,7 @@ from ..errors import CheckpointError
 from ..gguf_files.architectures import (
     config_json,
     generation_config,
+    in_metadata,
     is_transposed,
     offset,
     row_order,
@@ -29,6 +30,7 @@ from ..gguf_files.architectures import (
 )
 from ..gguf_files.header import GgufHeader, GgufTensor, read_header
 from ..gguf_files.tokenizer import tokenizer_files
+from ..models.spec import Spec
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 
 
@@ -148,8 +150,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     """
     header = read_header(path)
     config = config_json(header)
-    architecture = models.find(config)
-    names = tensor_names(header, architecture.spec(architecture.parse(config)).parameters)
+    names = tensor_names(header, _spec_of(header, config).parameters)
     by_file: dict[Path, dict[str, StoredTensor]] = {part: {} for part in header.paths}
     known = {file_name: name for name, file_name in names.items()}
     left_out = tensors_in_config(header)
@@ -172,6 +173,16 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             file.close()
         raise
     return GgufCheckpoint(config, generation_config(header), functools.partial(_text_files, header), files)
+
+
+def _spec_of(header: GgufHeader, config: dict[str, Any]) -> Spec:
+    """The model's tensors. Errors name the file, and the keys of its metadata instead of those of a ``config.json``."""
+    try:
+        architecture = models.find(config)
+        return architecture.spec(architecture.parse(config))
+    except CheckpointError as error:
+        problem = str(error).removeprefix("config.json").removeprefix(": ")
+        raise CheckpointError(f"{header.path}: {in_metadata(header, problem)}") from None
 
 
 def _text_files(header: GgufHeader) -> dict[str, str]:

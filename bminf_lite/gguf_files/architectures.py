@@ -5,15 +5,16 @@ The package ``gguf`` knows the names. The orders of rows and the metadata of eac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, checkpoint_error
+from ..errors import CheckpointError, checkpoint_error, is_whole
 from .header import GgufHeader
-from .rope import FACTORS, LONG_FACTORS, rope_scaling, shortest, small_tensor
+from .rope import FACTORS, LONG_FACTORS, number, rope_scaling, shortest, small_tensor
 from .special_tokens import end_ids
 from .unread import ReadHeader, unread_problems
 
@@ -50,6 +51,15 @@ SAMPLING = {
     "mirostat": "mirostat",
 }
 """Recommendations for sampling, ``general.sampling.{key}``, and their names in a ``generation_config.json``."""
+SIZES = {
+    "embedding_length": 1, "block_count": 1, "attention.head_count": 1, "context_length": 1, "attention.key_length": 1,
+    "feed_forward_length": 0, "attention.head_count_kv": 0, "attention.value_length": 0, "rope.dimension_count": 0,
+    "rope.scaling.original_context_length": 0, "attention.sliding_window": 0,
+}  # fmt: skip
+"""Whole numbers, and the least. Some files write 0 for what they have not."""
+PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+"""Sizes of which some files have a list."""
+LARGEST_SIZE = 2**31 - 1
 REQUIRED = ("embedding_length", "block_count", "attention.head_count", "context_length")
 
 
@@ -82,6 +92,8 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     not read.
     """
     known = converted(header)
+    if problems := _size_problems(header):
+        raise checkpoint_error(header.path, problems, "export the model again")
     header = ReadHeader(header.paths, header.metadata, header.tensors)
     if header.of_model("expert_count"):
         raise CheckpointError(f"{header.path}: is a mixture of experts, which this version does not run")
@@ -112,6 +124,32 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     if problems:
         raise checkpoint_error(header.path, problems, "migrate the model's Hugging Face folder instead")
     return config
+
+
+def _size_problems(header: GgufHeader) -> list[str]:
+    """What is wrong with the numbers with which others are computed."""
+    problems = []
+    for key, least in SIZES.items():
+        value = header.of_model(key)
+        numbers = value if isinstance(value, list) and key in PER_LAYER else [value]
+        if value is not None and not (numbers and all(is_whole(n) and least <= n <= LARGEST_SIZE for n in numbers)):
+            wanted = f"a whole number from {least} to {LARGEST_SIZE:,}"
+            problems.append(f"{header.architecture}.{key} is {value!r}, but must be {wanted}")
+    if problems:
+        return problems
+    size, heads = header.of_model("embedding_length", 1), header.of_model("attention.head_count", 1)
+    if isinstance(heads, list) and len(set(heads)) > 1:
+        return [f"{header.architecture}.attention.head_count is {heads!r}, and such layers are not supported"]
+    if size < _first(heads):
+        return [f"{header.architecture}.attention.head_count is {heads}, but embedding_length is {size}"]
+    return []
+
+
+def in_metadata(header: GgufHeader, text: str) -> str:
+    """A text with keys of the file's metadata in place of the names of a ``config.json``."""
+    for key, name in converted(header).keys.items():
+        text = re.sub(rf"\b{re.escape(name)}\b", f"{header.architecture}.{key}", text)
+    return text
 
 
 _FACTORS_OF_1 = ("logit_scale", "embedding_scale", "residual_scale")
@@ -351,8 +389,10 @@ def _ministral3(header: GgufHeader, config: dict[str, Any]) -> None:
         problem = f"attention.temperature_length is {length}, not the original context of {original}"
         raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
     config["rope_scaling"] |= {
-        "mscale": 1.0, "mscale_all_dim": shortest(multiplier), "llama_4_scaling_beta": shortest(beta),
-    }  # fmt: skip
+        "mscale": 1.0,
+        "mscale_all_dim": shortest(multiplier),
+        "llama_4_scaling_beta": number(header, "attention.temperature_scale"),
+    }
 
 
 TABLE: dict[str, Converted] = {

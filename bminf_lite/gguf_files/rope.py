@@ -32,16 +32,16 @@ def rope_scaling(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any] |
     kind = header.of_model("rope.scaling.type", "linear")
     if kind not in _TYPES:
         raise _error(header, f"rope.scaling.type is {kind!r}, not one of {', '.join(_TYPES)}")
-    factor = _number(header, "rope.scaling.factor", _number(header, "rope.scale_linear", 1.0))
-    attention = _number(header, "rope.scaling.attn_factor", 1.0)
-    is_extended = _number(header, "rope.scaling.yarn_ext_factor", -1.0, lambda x: x in (-1, 0, 1)) != 0
+    factor = number(header, "rope.scaling.factor", number(header, "rope.scale_linear", 1.0))
+    attention = number(header, "rope.scaling.attn_factor", 1.0)
+    is_extended = number(header, "rope.scaling.yarn_ext_factor", -1.0, lambda x: x in (-1, 0, 1)) != 0
     if kind == "yarn" and is_extended and factor > 1:
         if FACTORS in header.tensors:
             raise _error(header, f"has YaRN (rope.scaling.type) and the tensor {FACTORS}, which are not combined here")
         return _yarn(header, factor, attention)
     for name in _ONLY_YARN:
         header.of_model(name)  # without an effect
-    attention *= _number(header, "rope.scaling.yarn_attn_factor", 1.0)
+    attention *= number(header, "rope.scaling.yarn_attn_factor", 1.0)
     if kind == "none":
         factor = 1.0
     if FACTORS not in header.tensors and attention == 1:
@@ -57,10 +57,10 @@ def _yarn(header: GgufHeader, factor: float, attention: float) -> dict[str, Any]
     }
     for name in ("beta_fast", "beta_slow"):
         if header.of_model(f"rope.scaling.yarn_{name}") is not None:
-            found[name] = _number(header, f"rope.scaling.yarn_{name}")
-    weight = _number(header, "rope.scaling.yarn_log_multiplier", 0.0, lambda x: x >= 0)
+            found[name] = number(header, f"rope.scaling.yarn_{name}")
+    weight = number(header, "rope.scaling.yarn_log_multiplier", 0.0, lambda x: x >= 0)
     of_yarn = _mscale(factor, 1.0) / (_mscale(factor, weight) if weight else 1.0)
-    given = _number(header, "rope.scaling.yarn_attn_factor", 1.0)
+    given = number(header, "rope.scaling.yarn_attn_factor", 1.0)
     if given != 1 and not math.isclose(given, of_yarn, rel_tol=1e-3):
         problem = f"rope.scaling.yarn_attn_factor is {given}, and YaRN's formula gives {of_yarn:.4f}"
         raise _error(header, f"{problem}: programs differ in which of them counts")
@@ -99,7 +99,7 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
-def _number(
+def number(
     header: GgufHeader, key: str, default: float = 0.0, is_valid: Callable[[float], bool] = lambda x: x > 0
 ) -> float:
     """A number of the metadata; llama.cpp takes 0 for a key that is absent."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tolerances import assert_close
 
 import bminf_lite
 from bminf_lite import models
+from bminf_lite.checkpoint import gguf_file
 from bminf_lite.checkpoint.inspect import inspect
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
@@ -369,3 +373,49 @@ def test_it_can_be_calibrated(tmp_path: Path) -> None:
     ids = random_tokens(7, 600, 97)
     report = bminf_lite.migrate(path, tmp_path / "out", "w8a8-smooth", calibrate=ids, device="cpu")
     assert report.calibration["products"] and report.cost["kl"] < 0.05
+
+
+VALUES = [0, -1, 3, 2**31, 1e30, math.nan, math.inf, "x", [], [1, 2], True, 10**6]
+ADDED = (
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor", "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier",
+    "attention.sliding_window", "attention.sliding_window_pattern", "attention.key_length", "attention.scale",
+    "attention.temperature_scale", "rope.dimension_count", "logit_scale", "expert_count",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "nemotron", "ministral3", "gemma3_text", "glm4", "gpt_neox"])
+def test_any_number_in_the_metadata_is_read_or_refused_with_the_file_s_name(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = gguf_kit.write(tmp_path / "model.gguf", golden_of(family), **FURTHER.get(family, {}))
+    header = read_header(path)
+    keys = [key for key in header.metadata if key != "tokenizer.ggml.tokens"]
+    for key in dict.fromkeys([*keys, *(f"{header.architecture}.{name}" for name in ADDED)]):
+        for value in VALUES:
+            changed = replace(header, metadata=header.metadata | {key: value})
+            monkeypatch.setattr(gguf_file, "read_header", lambda _, found=changed: found)
+            try:
+                found = gguf_file.open_gguf(path)
+            except CheckpointError as error:
+                assert str(error).startswith(str(path)) and "config.json" not in str(error), (key, value)
+            else:
+                for file in found.files:
+                    file.close()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"attention.head_count": 0}, "llama.attention.head_count is 0, but must be a whole number from 1 to"),
+        ({"attention.head_count": 3}, "llama.attention.head_count (3) is not a multiple of llama."),
+        ({"attention.head_count": 100}, "llama.attention.head_count is 100, but embedding_length is 64"),
+        ({"embedding_length": "x"}, "llama.embedding_length is 'x', but must be a whole number"),
+        ({"feed_forward_length": 2**31 - 1}, "llama.feed_forward_length is 2147483647, not a whole number from 1 to"),
+        ({"attention.layer_norm_rms_epsilon": 3.0}, "llama.attention.layer_norm_rms_epsilon is 3.0, not a number"),
+    ],
+)
+def test_sizes_have_the_names_of_the_metadata(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = gguf_kit.write(tmp_path / "model.gguf", wide(), **metadata)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))}: {re.escape(message)}"):
+        open_model(path)
