@@ -1,28 +1,35 @@
 """Gives the blocks of the key-value cache to sequences. It counts and names blocks, and holds no arrays.
 
-Layers that keep the same tokens form a group and share block tables (see ``CacheLayout``); each group has a pool of
-blocks, and so have the sources of an encoder-decoder (:mod:`.block_groups`). A block has one of three states: held by
-one or more sequences, idle (held by none, but found by its key and reused until it is evicted, the least recently used
-first), or free.
+Layers that keep the same of a sequence form a group and share block tables (see ``CacheLayout``); each group has a pool
+of blocks, and so have the sources of an encoder-decoder (:mod:`.block_groups`). A block is held by one or more
+sequences, idle (held by none, but found by its key and reused until it is evicted, the least recently used first), or
+free.
 
 A block whose first tokens alone are those of a sequence is copied for it; the caller copies the contents.
 
 A sequence holds the blocks of the tokens that a group keeps, and gives back those that a window has passed. A prefix is
 reused as far as every group has the blocks that the next token sees.
+
+Layers with states have one block for each sequence, a slot, and a prefix is reused only where they have a snapshot of
+it. Snapshots are sparse: one at the end of each prompt, the slot that a sequence leaves when it ends, and some within
+long prompts, into free slots alone. A snapshot leaves when a group of tokens forgets a block that its prefix needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..backend.values import BLOCK_SIZE, NULL_BLOCK, Retention
-from .block_groups import BlockPool, SourceGroup, TokenGroup
-from .prefix_index import append_keys, block_key, root_key
+from .block_groups import SNAPSHOT_TOKENS, BlockPool, SourceGroup, make_groups
+from .prefix_index import PrefixIndex, append_keys, block_key, root_key
+from .snapshot_index import PrefixEnd
 
 MIN_COPIED = 1 / 4
 """The part of a block's tokens that a copy must bring at least; fewer are computed."""
+TokenIds = Callable[[int, int], Sequence[int]]
+"""The tokens of a sequence from a position to another."""
 
 
 @dataclass(eq=False)
@@ -31,7 +38,11 @@ class SequenceBlocks:
 
     ``tables`` has a list of blocks for each group, ``NULL_BLOCK`` where the window has passed; ``source_table`` has the
     blocks of the source. ``keys`` are the keys of the leading full blocks; the index has the first ``num_indexed``.
-    ``partial_keys`` are those of the blocks of which it has copies, and of those that it left partly full.
+    ``partial_keys`` are those of the blocks of which it has copies, and of those that it left partly full; and those of
+    prefixes of which there are snapshots.
+
+    ``snapshot_position`` is that of the last snapshot, and ``prompt_length`` the tokens that the sequence starts with,
+    where the next one is made at the latest. Until then ``prompt_ends`` has the prefixes for which it will stand.
     """
 
     root: bytes
@@ -41,6 +52,34 @@ class SequenceBlocks:
     keys: list[bytes] = field(default_factory=list)
     num_indexed: int = 0
     partial_keys: list[bytes] = field(default_factory=list)
+    snapshot_position: int = 0
+    prompt_length: int = 0
+    prompt_ends: Sequence[tuple[int, bytes]] = ()
+
+
+class Prefix(NamedTuple):
+    """What the cache has of a sequence: ``num_tokens`` tokens, ``num_blocks`` full blocks of which are shared.
+
+    ``copied`` is empty, or has for each group the key and the number of the block whose contents are to be copied.
+    """
+
+    num_blocks: int
+    num_tokens: int
+    copied: Sequence[tuple[bytes, int]] = ()
+
+
+class UnderWay:
+    """What running sequences compute, and others can share afterwards: full blocks, and prompts with snapshots."""
+
+    def __init__(self, sequences: Iterable[SequenceBlocks]):
+        sequences = [*sequences]
+        self.keys = {key for s in sequences for key in s.keys[s.num_indexed :]}
+        self.ends = [end for s in sequences for end in s.prompt_ends]
+
+    def add(self, sequence: SequenceBlocks) -> None:
+        """Add what a sequence that starts will compute."""
+        self.keys.update(sequence.keys[sequence.num_indexed :])
+        self.ends += sequence.prompt_ends
 
 
 class Admission(NamedTuple):
@@ -75,17 +114,24 @@ class BlockManager:
         self.prefix_cache = prefix_cache
         self.block_size = block_size
         self.start_tokens = max(int(block_size * MIN_COPIED), 1)
-        sizes = block_size, self.start_tokens
-        self.groups = [TokenGroup(kept, n, *sizes) for kept, n in zip(retentions, num_blocks, strict=True)]
-        self.sources = SourceGroup(num_source_blocks, *sizes) if num_source_blocks else None
+        self.groups = make_groups(retentions, num_blocks, block_size, self.start_tokens)
+        self.has_snapshots = prefix_cache and any(group.has_snapshots for group in self.groups)
+        self.sources: SourceGroup | None = None
+        if num_source_blocks:
+            self.sources = SourceGroup(num_source_blocks, block_size, lambda: PrefixIndex(self.start_tokens))
 
     @property
-    def pools(self) -> list[BlockPool]:
+    def pools(self) -> list[BlockPool[Any]]:
         """The pool of each group."""
         return [group.pool for group in self.groups]
 
     @property
-    def source_pool(self) -> BlockPool | None:
+    def block_pools(self) -> list[BlockPool[Any]]:
+        """The pools whose blocks hold tokens; all pools if a sequence's tokens are nowhere."""
+        return [group.pool for group in self.groups if not group.has_snapshots] or self.pools
+
+    @property
+    def source_pool(self) -> BlockPool[PrefixIndex] | None:
         """The pool of the sources of an encoder-decoder."""
         return self.sources.pool if self.sources else None
 
@@ -130,43 +176,44 @@ class BlockManager:
 
     def admit(
         self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0, growth: int = 0,
-        max_cached_tokens: int | None = None, token_ids: Callable[[int, int], Sequence[int]] = lambda start, stop: (),
-        hits: int | None = None,
+        max_cached_tokens: int | None = None, token_ids: TokenIds = lambda start, stop: (),
+        prefix: Prefix | None = None,
     ) -> Admission | None:  # fmt: skip
         """Give a sequence what the cache has of its prefix, and new blocks for the rest of its ``num_tokens`` tokens.
 
         At most ``max_cached_tokens`` come from the cache, by default all but the last. A group with a window gets
         blocks for the next ``budget`` tokens only. Returns None and changes nothing if fewer than ``spare`` blocks of a
         group would be left, and in a group without a window ``growth`` more. ``token_ids`` gives the tokens from a
-        position to another; without it only full blocks are found. ``hits`` is :meth:`cached_prefix` of the most that
+        position to another; without it only full blocks are found. ``prefix`` is :meth:`cached_prefix` of the most that
         may come from the cache, if the caller has it.
         """
-        most = num_tokens - 1 if max_cached_tokens is None else max_cached_tokens
-        hits = self.cached_prefix(sequence, most) if hits is None else hits
-        first = hits * self.block_size  # token that the full blocks lack
-        rest = token_ids(first, min(first + self.block_size, most))
-        starts = [group.pool.index.find_start(self._parent(sequence, hits), rest) for group in self.groups]
-        cached = first + min(count for _, count in starts)
+        if prefix is None:
+            most = num_tokens - 1 if max_cached_tokens is None else max_cached_tokens
+            prefix = self.cached_prefix(sequence, most, token_ids)
+        hits, cached, copied = prefix
         found = [group.hit_blocks(sequence.keys, hits, cached) for group in self.groups]
-        new = [self.blocks_for(group.end(num_tokens, cached + budget)) - hits for group in self.groups]
+        new = [group.num_new(num_tokens, cached + budget, hits) for group in self.groups]
         for group, blocks, count in zip(self.groups, found, new, strict=True):
-            if not group.has_room(blocks, count, spare + growth * group.retention.keeps_all):
+            if not group.has_room(blocks, count, spare, growth):
                 return None
         source, num_source_blocks = self.cached_source(sequence), self.blocks_for(sequence.num_source_tokens)
         if self.sources and source is None and self.sources.pool.num_available < num_source_blocks:
             return None
-        copied_keys = [key for key, _ in starts] if cached > first else []
-        copied = [group.pool.index.find(key) for group, key in zip(self.groups, copied_keys, strict=False)]
-        sequence.partial_keys += copied_keys
+        sequence.partial_keys += [key for key, _ in copied]
+        if self.has_snapshots:
+            for group, (_, block) in zip(self.groups, copied, strict=False):
+                group.pool.use(block)
         for table, group, blocks, count in zip(sequence.tables, self.groups, found, new, strict=True):
-            group.pool.share(blocks)
-            table += [NULL_BLOCK] * (hits - len(blocks)) + blocks
+            group.start(table, hits, blocks)
             table += [group.pool.take() for _ in range(count)]
         if self.sources:
             self.sources.pool.share(source or ())
             sequence.source_table = source or [self.sources.pool.take() for _ in range(num_source_blocks)]
         sequence.num_indexed = hits
-        copies = [(b, table[hits]) for b, table in zip(copied, sequence.tables, strict=False) if b is not None]
+        if self.has_snapshots:
+            self._expect_snapshot(sequence, cached, num_tokens, token_ids)
+        tables = zip(copied, self.groups, sequence.tables, strict=False)
+        copies = [(b, group.copied_block(table, hits) if b else NULL_BLOCK) for (_, b), group, table in tables]
         return Admission(cached, source is not None, copies)
 
     def extend(self, sequence: SequenceBlocks, num_computed: int, num_tokens: int) -> bool:
@@ -177,7 +224,7 @@ class BlockManager:
         missing = []
         for table, group in zip(sequence.tables, self.groups, strict=True):
             group.pass_blocks(table, num_computed)
-            missing.append(self.blocks_for(num_tokens) - len(table))
+            missing.append(group.num_missing(table, num_tokens))
         if any(n > group.pool.num_available for n, group in zip(missing, self.groups, strict=True)):
             return False
         for table, group, count in zip(sequence.tables, self.groups, missing, strict=True):
@@ -207,8 +254,7 @@ class BlockManager:
             else:
                 break
             for table, group in zip(sequence.tables, self.groups, strict=True):
-                if table[place] != NULL_BLOCK:
-                    group.pool.index.add(key, table[place], parent, ids)
+                group.enter(table, place, key, parent, ids)
 
     def enter_source(self, sequence: SequenceBlocks) -> None:
         """Enter the blocks of a source in the index, after its encoding has been launched."""
@@ -222,6 +268,7 @@ class BlockManager:
         if self.sources:
             self.sources.release(sequence.source_table)
         sequence.num_indexed = 0
+        sequence.prompt_ends = ()
 
     def discard(self, sequence: SequenceBlocks) -> None:
         """Remove the blocks of a sequence, shared ones included, from the index: no other sequence finds them."""
@@ -231,18 +278,122 @@ class BlockManager:
         if self.sources:
             self.sources.discard(sequence.root, sequence.num_source_tokens)
 
-    def cached_prefix(self, sequence: SequenceBlocks, num_tokens: int) -> int:
-        """How many of the leading full blocks of ``num_tokens`` tokens can be reused.
+    def can_grow(self, sequences: int, num_tokens: int) -> bool:
+        """Whether one sequence may have ``num_tokens`` tokens more and ``sequences`` sequences the next one."""
+        return all(group.can_grow(sequences, num_tokens) for group in self.groups)
 
-        In every group the cache has those of them that the next token sees.
+    # -- prefixes -----------------------------------------------------------------------------------------------------
+
+    def cached_prefix(self, sequence: SequenceBlocks, most: int, token_ids: TokenIds) -> Prefix:
+        """The longest prefix of up to ``most`` tokens behind which every group can go on.
+
+        In every group the cache has those full blocks of it that the next token sees, and the start of the one behind
+        them, if the prefix ends there.
         """
-        keys = sequence.keys[: num_tokens // self.block_size]
+        keys = sequence.keys[: most // self.block_size]
         for group in self.groups:
             del keys[group.num_hits(keys) :]
+        if self.has_snapshots:
+            return self._longest_snapshot(sequence, keys, most, token_ids)
         hits = len(keys)
         while hits and not all(group.sees(keys, hits) for group in self.groups):
             hits -= 1
-        return hits
+        first = hits * self.block_size  # token that the full blocks lack
+        rest, parent = token_ids(first, min(first + self.block_size, most)), self._parent(sequence, hits)
+        starts = [group.find_start(parent, rest) for group in self.groups]
+        count = min(count for *_, count in starts)
+        return Prefix(hits, first + count, [(key, block) for key, block, _ in starts] if count else ())
+
+    def _longest_snapshot(self, sequence: SequenceBlocks, keys: list[bytes], most: int, token_ids: TokenIds) -> Prefix:
+        """The same where a sequence goes on from a snapshot; the groups have at most the full blocks of ``keys``."""
+        size, first_exact = self.block_size, next(group for group in self.groups if group.has_snapshots)
+        for hits in range(len(keys), -1, -1):
+            first = hits * size
+
+            def rest(first: int = first) -> Sequence[int]:
+                return token_ids(first, min(first + size - 1, most))
+
+            for count, key in first_exact.keys_behind(self._parent(sequence, hits), rest):
+                blocks = [group.find_end(key, count) for group in self.groups]
+                if None not in blocks and all(group.sees(keys, hits) for group in self.groups):
+                    return Prefix(hits, first + count, [(key, block or NULL_BLOCK) for block in blocks])
+        return Prefix(0, 0)
+
+    def under_way(self, sequences: Iterable[SequenceBlocks]) -> UnderWay:
+        """What running sequences compute."""
+        return UnderWay(sequences)
+
+    def is_under_way(
+        self, sequence: SequenceBlocks, prefix: Prefix, most: int, under_way: UnderWay, token_ids: TokenIds
+    ) -> bool:
+        """Whether a running sequence computes what this one needs next behind its cached ``prefix``.
+
+        That is the next of the full blocks of its first ``most`` tokens. Equal keys mean equal positions, because a key
+        depends on the keys before it. Where snapshots are needed, it is a prompt with which this one begins.
+        """
+        if self.has_snapshots:
+            ends = [(p, key) for p, key in under_way.ends if prefix.num_tokens < p <= most]
+            return any(end.key == key for p, key in ends for end in self._ends(sequence, (p,), token_ids).values())
+        hits = prefix.num_blocks
+        return hits < most // self.block_size and sequence.keys[hits] in under_way.keys
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def snapshot(self, sequence: SequenceBlocks, position: int, token_ids: TokenIds) -> Sequence[tuple[int, int]]:
+        """Take a slot for a snapshot of a sequence whose next step begins at ``position``, if the policy wants one.
+
+        It is wanted at the prompt's end, and within a prompt behind ``SNAPSHOT_TOKENS`` tokens without one, if a slot
+        is free. Returns the copies of :class:`Admission`, which the caller makes before that step; none without one.
+        """
+        if position > sequence.prompt_length:
+            return ()
+        at_end = position == sequence.prompt_length
+        if at_end:
+            sequence.prompt_ends = ()
+        elif position - sequence.snapshot_position < SNAPSHOT_TOKENS:
+            return ()
+        ends = self._ends(sequence, (position - 1, position), token_ids)
+        tables = [*zip(self.groups, sequence.tables, strict=True)]
+        copies = [group.snapshot(table, [*ends.values()], at_end) for group, table in tables]
+        made = [pair for pair in copies if pair is not None]
+        if len(made) < len(copies):
+            return ()
+        sequence.snapshot_position = position
+        self._note(sequence, ends)
+        return made
+
+    def keep_state(self, sequence: SequenceBlocks, positions: Sequence[int], token_ids: TokenIds) -> None:
+        """Let the slot of a sequence that is about to leave stand for its prefixes up to ``positions``."""
+        ends = self._ends(sequence, positions, token_ids)
+        self._note(sequence, ends)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            for end in ends.values():
+                group.keep_state(table, end)
+
+    def _expect_snapshot(self, sequence: SequenceBlocks, cached: int, length: int, token_ids: TokenIds) -> None:
+        """Note that a snapshot will be made at the end of a prompt of ``length`` tokens."""
+        sequence.snapshot_position, sequence.prompt_length = cached, length
+        ends = self._ends(sequence, (length - 1, length), token_ids)
+        sequence.prompt_ends = [(position, end.key) for position, end in ends.items()]
+
+    def _ends(self, sequence: SequenceBlocks, positions: Sequence[int], token_ids: TokenIds) -> dict[int, PrefixEnd]:
+        """The ends of a sequence's prefixes, by position; it has the keys of their full blocks."""
+        ends = {}
+        for position in positions:
+            place = position // self.block_size
+            rest = token_ids(place * self.block_size, position)
+            if position and len(rest) == position % self.block_size:
+                ends[position] = PrefixEnd.of(self._parent(sequence, place), rest)
+        return ends
+
+    def _note(self, sequence: SequenceBlocks, ends: dict[int, PrefixEnd]) -> None:
+        """Let the blocks of a sequence be found where its prefixes end."""
+        sequence.partial_keys += [end.key for end in ends.values()]
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            for position, end in ends.items():
+                group.note_end(table, position // self.block_size, end)
+
+    # -- sources and checks -------------------------------------------------------------------------------------------
 
     def cached_source(self, sequence: SequenceBlocks) -> list[int] | None:
         """The blocks of the sequence's source if the cache has all of them: an encoder reads a source as a whole."""

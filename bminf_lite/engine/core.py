@@ -72,8 +72,8 @@ class Runner(Rows, Protocol):
 class EngineStats:
     """What the engine does now, and what it has done since the model was loaded.
 
-    Blocks are those of the group of layers that has the fewest available: ``blocks_used`` are held by requests,
-    ``blocks_cached`` are held by none and may be reused, ``blocks_free`` are the rest. ``cached_tokens`` of
+    Blocks are those of the group of layers with tokens that has the fewest available: ``blocks_used`` are held by
+    requests, ``blocks_cached`` are held by none and may be reused, ``blocks_free`` are the rest. ``cached_tokens`` of
     ``prompt_tokens`` came from the cache, and ``accepted_tokens`` of ``draft_tokens`` were accepted.
     """
 
@@ -189,7 +189,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot, which does not wait for the engine."""
-        scheduler, pool = self._scheduler, min(self.blocks.pools, key=lambda p: p.num_available)
+        scheduler, pool = self._scheduler, min(self.blocks.block_pools, key=lambda p: p.num_available)
         cached, used = pool.num_idle, pool.num_used
         return EngineStats(
             waiting=self._num_waiting,

@@ -28,6 +28,8 @@ from .step_builder import StepPlan
 
 FIRST_BLOCKS = 64
 """Blocks that a pool has at first, unless its bound is lower."""
+FIRST_SLOTS = 2
+"""The same of the states of sequences, of which one may take 100 MB: the null slot, and one for the first sequence."""
 
 
 class Network(Protocol):
@@ -178,8 +180,9 @@ class Executor:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _pools(self, max_blocks: Sequence[int]) -> KVCache:
-        first = [min(n, FIRST_BLOCKS) for n in max_blocks]
-        return KVCache(self.ops, self.config.cache_layout, first, max_blocks)
+        layout = self.config.cache_layout
+        first = [FIRST_SLOTS if kept.per_sequence else FIRST_BLOCKS for kept in layout.groups]
+        return KVCache(self.ops, layout, [*map(min, first, max_blocks)], max_blocks)
 
     def _grow(self, plan: StepPlan) -> None:
         """Enlarge the caches, by half at least, if the plan needs a block beyond them."""

@@ -5,13 +5,14 @@ that stands for what else changes the contents: the request's ``cache_salt``, an
 Blocks with equal keys therefore hold equal keys and values of attention.
 
 A block is also found by its start, its first few tokens behind the same parent, for a sequence that goes on like it and
-then differs.
+then differs. And it is found by the key of a prefix that ends within it, where a snapshot of a state stands for that
+prefix (:mod:`.snapshot_index`).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import takewhile
@@ -61,24 +62,35 @@ _remembered_keys = lru_cache(REMEMBERED_RUNS)(_keys)
 
 
 class PrefixIndex:
-    """Blocks by their key, one block for each key, and by their first ``start_tokens`` tokens, the newest of each."""
+    """Blocks by their key, one block for each key, and by their first ``start_tokens`` tokens, the newest of each.
 
-    def __init__(self, start_tokens: int) -> None:
+    ``on_forget`` is called with each key under which a block is not found any more.
+    """
+
+    def __init__(self, start_tokens: int, on_forget: Callable[[bytes], None] | None = None) -> None:
         self.start_tokens = start_tokens
+        self._on_forget = on_forget
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._starting_with: dict[bytes, tuple[int, array[int]]] = {}
         self._start_of: dict[int, bytes] = {}
+        self._block_of_end: dict[bytes, int] = {}
+        self._ends_of: dict[int, list[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._key_of
+        return block in self._key_of or block in self._ends_of
 
     def find(self, key: bytes) -> int | None:
         """The block with this key."""
         return self._block_of.get(key)
+
+    def find_end(self, key: bytes) -> int | None:
+        """The block whose first tokens are the last of the prefix with this key: all its tokens, or some of them."""
+        block = self._block_of.get(key)
+        return self._block_of_end.get(key) if block is None else block
 
     def num_leading(self, keys: Iterable[bytes]) -> int:
         """How many blocks have the first of these keys, up to one that no block has."""
@@ -89,13 +101,13 @@ class PrefixIndex:
         """The blocks with these keys, which must be in the index."""
         return [*map(self._block_of.__getitem__, keys)]
 
-    def find_start(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, int]:
-        """The key of a block behind ``parent``, and how many tokens from its first on are those of ``token_ids``.
+    def find_start(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, int, int]:
+        """A block behind ``parent``: its key, number, and how many tokens from its first on are those of ``token_ids``.
 
         The count is 0, or ``start_tokens`` or more. Only the newest block with the same start is compared.
         """
         block, found = self._starting_with.get(self._start(parent, token_ids), (NULL_BLOCK, ()))
-        return self._key_of.get(block, b""), sum(takewhile(bool, map(eq, found, token_ids)))
+        return self._key_of.get(block, b""), block, sum(takewhile(bool, map(eq, found, token_ids)))
 
     def add(self, key: bytes, block: int, parent: bytes = b"", token_ids: Sequence[int] = ()) -> None:
         """Enter a block. An earlier block of the same key stays, and the new one is not entered.
@@ -109,6 +121,12 @@ class PrefixIndex:
                 self._start_of[block] = start = self._start(parent, token_ids)
                 self._starting_with[start] = block, array("i", token_ids)
 
+    def add_end(self, key: bytes, block: int) -> None:
+        """Let :meth:`find_end` find a block that the prefix with this key ends in. An earlier one stays."""
+        if self.find_end(key) is None:
+            self._block_of_end[key] = block
+            self._ends_of.setdefault(block, []).append(key)
+
     def forget(self, block: int) -> None:
         """Remove a block, whose contents are about to change."""
         key = self._key_of.pop(block, None)
@@ -117,6 +135,16 @@ class PrefixIndex:
         start = self._start_of.pop(block, None)
         if start is not None and self._starting_with.get(start, (NULL_BLOCK,))[0] == block:
             del self._starting_with[start]
+        if self._on_forget is not None:
+            self._forget_ends(block, key, self._on_forget)
+
+    def _forget_ends(self, block: int, key: bytes | None, on_forget: Callable[[bytes], None]) -> None:
+        ends = self._ends_of.pop(block, [])
+        for end in ends:
+            del self._block_of_end[end]
+        for gone in ends if key is None else [*ends, key]:
+            if self.find_end(gone) is None:
+                on_forget(gone)
 
     def _start(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
         return parent + array("i", token_ids[: self.start_tokens]).tobytes()

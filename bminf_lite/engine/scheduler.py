@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -29,7 +29,7 @@ import numpy as np
 
 from ..backend.sampling import Choice, TokenScores, num_accepted
 from ..errors import BminfError, UsageError
-from .block_manager import BlockManager
+from .block_manager import BlockManager, Prefix, UnderWay
 from .config import EngineConfig
 from .drafts import Drafter
 from .request import Request
@@ -160,6 +160,8 @@ class Scheduler:
         if not plan:
             return None
         drafts = self._draft(plan) if self.drafter is not None else {}
+        if self.blocks.has_snapshots:
+            self._take_snapshots(plan, copies)
         return self._step(plan, drafts, sources, copies)
 
     def _step(
@@ -234,8 +236,8 @@ class Scheduler:
     def _has_room_for_drafts(self, request: Request, count: int) -> bool:
         """Take blocks for drafts, unless the running requests may need them next."""
         assert request.blocks is not None
-        computed, needed = request.num_computed_tokens, self.blocks.blocks_for(count)
-        if any(pool.num_available < len(self.running) + needed for pool in self.blocks.pools):
+        computed = request.num_computed_tokens
+        if not self.blocks.can_grow(len(self.running), count):
             return False
         return self.blocks.extend(request.blocks, computed, computed + 1 + count)
 
@@ -283,7 +285,7 @@ class Scheduler:
         while a running one computes the block that it needs next: then it waits to share that block.
         """
         growth: Growth | None = None
-        under_way = self._keys_under_way()
+        under_way = self.blocks.under_way(r.blocks for r in self.running if r.blocks)
         self._refusal, position = None, 0
         while position < min(len(self.waiting), MAX_PASSED) and budget.tokens > 0:
             request = self.waiting[position]
@@ -293,8 +295,8 @@ class Scheduler:
                 break  # a preempted request whose newest token is on its way
             if self.blocks.prefix_cache and len(blocks.keys) < num_tokens // self.blocks.block_size:
                 self.blocks.compute_keys(blocks, request.token_ids(0, num_tokens))
-            hits = self.blocks.cached_prefix(blocks, request.max_cached_tokens)
-            if self._is_computed_for_another(request, hits, sources, under_way):
+            prefix = self.blocks.cached_prefix(blocks, request.max_cached_tokens, request.token_ids)
+            if self._is_computed_for_another(request, prefix, sources, under_way):
                 position += 1
                 continue
             if not self.rows.has_room(request):
@@ -312,7 +314,7 @@ class Scheduler:
             admission = self.blocks.admit(
                 blocks, num_tokens, piece,
                 spare=len(self.running), growth=growth.blocks() if growth else 0,
-                max_cached_tokens=request.max_cached_tokens, token_ids=request.token_ids, hits=hits,
+                token_ids=request.token_ids, prefix=prefix,
             )  # fmt: skip
             if admission is None:
                 self._refuse(request)
@@ -320,7 +322,7 @@ class Scheduler:
             del self.waiting[position]
             insort(self.running, request, key=ORDER)
             request.row = self.rows.add(request)
-            under_way.update(blocks.keys[blocks.num_indexed :])
+            under_way.add(blocks)
             request.num_computed_tokens = admission.num_cached_tokens
             if not request.num_preemptions:
                 request.start_time = time.perf_counter()
@@ -351,28 +353,25 @@ class Scheduler:
             and all(p.num_available <= n for p, n in zip(self.blocks.pools, refusal.num_available, strict=True))
         )
 
-    def _keys_under_way(self) -> set[bytes]:
-        """The keys of full blocks that running requests compute and that are not in the index yet."""
-        running = (r.blocks for r in self.running if r.blocks)
-        return {key for blocks in running for key in blocks.keys[blocks.num_indexed :]}
-
     def _is_computed_for_another(
-        self, request: Request, hits: int, sources: Sequence[Request], under_way: Collection[bytes]
+        self, request: Request, prefix: Prefix, sources: Sequence[Request], under_way: UnderWay
     ) -> bool:
-        """Whether a running request computes the first block that the cache lacks, or a source that is the same.
-
-        The cache has the first ``hits`` blocks. Equal keys mean equal positions, because a key depends on the keys
-        before it.
-        """
+        """Whether a running request computes what the cache lacks first behind a ``prefix``, or an equal source."""
         blocks = request.blocks
         assert blocks is not None
         if not self.blocks.prefix_cache:
             return False
         if request.source_token_ids and any(r.blocks and r.blocks.root == blocks.root for r in sources):
             return True
-        if hits >= request.max_cached_tokens // self.blocks.block_size:
-            return False
-        return blocks.keys[hits] in under_way
+        return self.blocks.is_under_way(blocks, prefix, request.max_cached_tokens, under_way, request.token_ids)
+
+    def _take_snapshots(self, plan: dict[Request, int], copies: Copies) -> None:
+        """Add the copies that make snapshots of states, which the requests of a step have before it."""
+        for request in plan:
+            assert request.blocks is not None
+            made = self.blocks.snapshot(request.blocks, request.num_computed_tokens, request.token_ids)
+            if made:
+                copies.append((request, made))
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
@@ -464,6 +463,17 @@ class Scheduler:
             start = blocks.num_indexed * size
             self.blocks.enter(blocks, request.token_ids(start, accepted), start, has_ended=has_ended)
 
+    def _keep_state(self, request: Request) -> None:
+        """Let the state of a request that leaves stand for its accepted tokens.
+
+        The newest step computes its last token, drafts apart. The state serves to go on there and behind it, as far as
+        tokens are accepted; see :class:`~bminf_lite.layers.cache.State`.
+        """
+        assert request.blocks is not None
+        computed, known = request.num_computed_tokens, request.num_known_tokens
+        positions = range(max(computed - 1, 1), min(computed, known) + 1)
+        self.blocks.keep_state(request.blocks, positions, request.token_ids)
+
     def _leave(self, request: Request) -> None:
         """Remove a request from the state in which it is."""
         self._with_deadline.pop(request, None)
@@ -479,6 +489,8 @@ class Scheduler:
         """Take a request's row and blocks; its accepted tokens stay in the index."""
         assert request.blocks is not None
         self._enter(request, request.finish_reason != "error")
+        if self.blocks.has_snapshots and request.finish_reason != "error":
+            self._keep_state(request)
         self.blocks.release(request.blocks)
         self.running.remove(request)
         self.rows.remove(request.row)

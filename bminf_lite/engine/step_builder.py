@@ -93,8 +93,8 @@ class StepBuilder:
         self.blocks = blocks
         self.table_size = TableSize(config.max_num_seqs, config.vocab_size, config.num_draft_tokens)
         self.rows = SamplerRows(self.table_size)
-        width, rows = blocks_for(config.context_length), config.max_num_seqs + 1
-        self._tables = [HostTables(rows, width) for _ in config.num_blocks]
+        rows = config.max_num_seqs + 1
+        self._tables = [HostTables(rows, group.blocks_for(config.context_length)) for group in blocks.groups]
         self._source_tables = HostTables(rows, blocks_for(config.max_source_length))
         lengths = [*(n for n in CAPTURED_LENGTHS if n < config.context_length), config.context_length]
         self.sizes = captured_sizes(
@@ -175,7 +175,7 @@ class StepBuilder:
 
     def _captured_inputs(self, step: Step, size: StepSize) -> StepInputs:
         """The integers of a step that is padded to ``size``; tables are as wide as its longest sequences need."""
-        widths = [blocks_for(size.max_context_len)] * len(self._tables)
+        widths = [group.blocks_for(size.max_context_len) for group in self.blocks.groups]
         source_width = blocks_for(self.config.max_source_length) if self.blocks.source_pool is not None else 0
         only_last = size.prompts > 0
         inputs = StepInputs(size, widths, source_width, only_last * size.sequences, only_last=only_last)
