@@ -1,29 +1,35 @@
 """A device that computes nothing: a sequence's next token is a hash of its tokens, read back through its block tables.
 
-A wrong block, a block that was overwritten, or a token at a wrong place changes the hash.
+A wrong block, a block that was overwritten, or a token at a wrong place changes the hash. A layer with a state keeps
+the tokens up to a chunk's end as its state, and those behind it in a ring, by the contract of ``layers.cache.State``.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from zlib import crc32
 
 import numpy as np
 
 from bminf_lite.backend.sampling import TokenScores
+from bminf_lite.backend.values import StateArray
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.scheduler import Scheduler
 from bminf_lite.engine.step import ScheduledTokens, Step, StepResult
-from bminf_lite.layers.cache import CacheLayout
+from bminf_lite.layers.cache import CacheLayout, KeyValues, State
 
 VOCAB = 50
 SIZE = 4
 UNWRITTEN = -7
+CHUNK = 3
+STATE = -1
+"""Stands for a state where windows are listed."""
 
 
 def parts_of(step: Step) -> list[ScheduledTokens]:
@@ -40,6 +46,58 @@ def windows_of(blocks: BlockManager) -> list[int | None]:
 def visible(tokens: np.ndarray, window: int | None) -> np.ndarray:
     """What the last of the tokens sees."""
     return tokens if window is None else tokens[max(len(tokens) - window, 0) :]
+
+
+@dataclass
+class Slot:
+    """What a sequence has in a layer with a state: the tokens up to ``end``, and the last ones by position."""
+
+    ring: list[int]
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return len(self.tokens)
+
+    def advance(self, start: int, ids: list[int]) -> None:
+        """Compute accepted tokens from ``start`` on."""
+        if start == 0:
+            self.tokens = []
+        assert start - len(self.ring) <= self.end <= start and self.end % CHUNK == 0, "a state that does not serve"
+        inputs = self.read(start)[self.end :] + ids
+        chunk_end = (start + len(ids) - 1) // CHUNK * CHUNK
+        self.tokens += inputs[: chunk_end - self.end]
+        self.write(start, ids)
+
+    def write(self, start: int, ids: list[int]) -> None:
+        for position, token in enumerate(ids, start):
+            self.ring[position % len(self.ring)] = token
+
+    def read(self, stop: int) -> list[int]:
+        """The first ``stop`` tokens."""
+        behind = [self.ring[position % len(self.ring)] for position in range(self.end, stop)]
+        return (self.tokens + behind)[:stop]
+
+
+class SlotPool:
+    """The slots of a layer with a state. Nobody ever clears one."""
+
+    def __init__(self, num_slots: int, num_draft_tokens: int):
+        self.slots = [Slot([UNWRITTEN] * (CHUNK + num_draft_tokens)) for _ in range(num_slots)]
+
+    def __getitem__(self, slot: int) -> Slot:
+        return deepcopy(self.slots[slot])
+
+    def __setitem__(self, target: int, contents: Slot) -> None:
+        self.slots[target] = contents
+
+    def write(self, table: list[int], start: int, ids: list[int], is_draft: bool) -> None:
+        (slot,) = table
+        assert slot != 0
+        (self.slots[slot].write if is_draft else self.slots[slot].advance)(start, ids)
+
+    def read(self, table: list[int], stop: int) -> np.ndarray:
+        return np.array(self.slots[table[0]].read(stop), np.int32)
 
 
 def next_token(parts: Sequence[np.ndarray]) -> int:
@@ -68,7 +126,12 @@ class StubRunner:
     def __init__(self, blocks: BlockManager, config: EngineConfig, max_steps_in_flight: int = 0):
         self.blocks = blocks
         self.max_steps_in_flight = max_steps_in_flight
-        self.pools = [np.full((p.num_blocks, blocks.block_size), UNWRITTEN, np.int32) for p in blocks.pools]
+        self.pools = [
+            SlotPool(group.pool.num_blocks, config.num_draft_tokens)
+            if group.has_snapshots
+            else np.full((group.pool.num_blocks, blocks.block_size), UNWRITTEN, np.int32)
+            for group in blocks.groups
+        ]
         source_blocks = blocks.source_pool.num_blocks if blocks.source_pool else 0
         self.sources = np.full((source_blocks, blocks.block_size), UNWRITTEN, np.int32)
         self.last_token = np.zeros(config.max_num_seqs + 1, np.int32)
@@ -100,7 +163,10 @@ class StubRunner:
                 assert part.num_tokens == 1, "only the newest token may be unknown"
                 ids.append(int(self.last_token[request.row]))
             for pool, table in zip(self.pools, request.blocks.tables, strict=True):
-                self._write(pool, table, part.start, np.array(ids, np.int32))
+                if isinstance(pool, SlotPool):
+                    pool.write(table, part.start, ids, i < len(offsets) and offsets[i] > 0)
+                else:
+                    self._write(pool, table, part.start, np.array(ids, np.int32))
         chosen, scores = [], []
         for part in parts:
             scores += [float(self._follows(part.request, part.start + 1 + i)) for i in range(part.num_scored)]
@@ -143,7 +209,10 @@ class StubRunner:
         """The token behind the first ``stop`` ones."""
         seen = [self._read(self.sources, request.blocks.source_table, 0, len(request.source_token_ids))]
         for pool, table, window in zip(self.pools, request.blocks.tables, windows_of(self.blocks), strict=True):
-            seen.append(self._read(pool, table, max(stop - window, 0) if window else 0, stop))
+            if isinstance(pool, SlotPool):
+                seen.append(pool.read(table, stop))
+            else:
+                seen.append(self._read(pool, table, max(stop - window, 0) if window else 0, stop))
         return next_token(seen)
 
     def _write(self, pool: np.ndarray, table: list[int], first: int, ids: np.ndarray) -> None:
@@ -191,12 +260,16 @@ class StubHandle:
 
 
 def make_config(
-    blocks: int = 12, windows: Sequence[int | None] = (None,), source_blocks: int = 0, **limits: object
+    blocks: int = 12, windows: Sequence[int | None] = (None,), source_blocks: int = 0, slots: int = 0, **limits: object
 ) -> EngineConfig:
+    """A small cache; ``windows`` has an entry for each group: None, a window, or ``STATE`` with ``slots`` slots."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_num_mixed_tokens": 6, "max_logit_rows": 5}
+    state = State((StateArray("tokens", (1,)),))
+    layers = tuple(state if window == STATE else KeyValues(1, 1, window=window) for window in windows)
+    counts = tuple(slots or blocks if window == STATE else blocks for window in windows)
     return EngineConfig(
-        context_length=32, vocab_size=VOCAB, cache_layout=CacheLayout.uniform(len(windows), 1, 1, windows),
-        num_blocks=(blocks,) * len(windows), num_source_blocks=source_blocks, **(defaults | limits),
+        context_length=32, vocab_size=VOCAB, cache_layout=CacheLayout(layers), num_blocks=counts,
+        num_source_blocks=source_blocks, **(defaults | limits),
     )  # fmt: skip
 
 

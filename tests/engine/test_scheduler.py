@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from stub_runner import VOCAB, Driver, make_config, make_request, parts_of
+from stub_runner import STATE, VOCAB, Driver, make_config, make_request, parts_of
 
 from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError
@@ -281,6 +281,10 @@ KINDS = {
     "both": {"windows": (None, 6, 3)},
     "source": {"windows": (None,), "source_blocks": 8},
     "no reuse": {"windows": (None,), "prefix_cache": False},
+    "states": {"windows": (None, STATE), "slots": 6},
+    "states alone": {"windows": (STATE,), "slots": 9},
+    "few states": {"windows": (STATE, None, 6), "slots": 3},
+    "states without reuse": {"windows": (None, STATE), "prefix_cache": False},
 }
 
 
