@@ -313,7 +313,8 @@ def _mismatched(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> 
 def _mixed_headers(probes: Probes, cupy: dict[str, str]) -> list[Problem]:
     """A note on wheels of another CUDA version beside CuPy's: CuPy may compile its own kernels against their headers.
 
-    The kernels of this package are compiled against headers of the compiler's version.
+    The kernels of this package are compiled against headers of the compiler's version, but some models also need one of
+    CuPy's.
     """
     major = libraries.major_of(cupy)
     others = probes.other_headers(major) if major else []
@@ -321,7 +322,7 @@ def _mixed_headers(probes: Probes, cupy: dict[str, str]) -> list[Problem]:
         return []
     versions = ", ".join(sorted({text(headers.version) for headers in others}))
     what = f"Headers of CUDA {versions}, which a PyTorch of that version brings, are beside {next(iter(cupy))}."
-    effect = "CuPy may compile its own kernels against them, which fails; this package's kernels are not concerned."
+    effect = "CuPy may compile its own kernels against them, which fails, and some models need such a kernel."
     newest = max(headers.version for headers in others)
     remedy = f"pip uninstall {' '.join(cupy)}, then {install_command('cupy', newest)}"
     return [Problem(what, remedy, (effect, *(str(headers.path) for headers in others)))]

@@ -107,6 +107,11 @@ def test_closing_gives_all_memory_back(asked: tuple[str, dict[str, Any]]):
     assert asked[1]["left"] == 0
 
 
+def test_kernels_and_their_self_tests_need_no_kernel_of_cupy(asked: tuple[str, Any]) -> None:
+    """CuPy cannot compile its own beside the headers of another CUDA version, which :mod:`.doctor` notes."""
+    assert [name for name in asked[1]["kernels_of_cupy"] if name.startswith("bminf_lite.cuda.")] == []
+
+
 def test_every_kernel_that_is_launched_is_modelled(asked: tuple[str, dict[str, Any]]):
     launched = {kernel_name(e) for _, e, _, how in asked[1]["requested"] if how["launches"]}
     assert len(launched) >= 10 and launched <= set(MODELS)

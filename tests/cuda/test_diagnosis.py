@@ -68,7 +68,7 @@ def test_a_complete_machine_is_usable_and_says_what_it_has():
 
 @pytest.mark.parametrize(("cuda", "other"), [((12, 9), (13, 0)), ((13, 1), (12, 8))])
 def test_headers_of_another_cuda_beside_cupy_are_noted(cuda: Version, other: Version):
-    """As with PyTorch for CUDA 13 and cupy-cuda12x: CuPy's own kernels fail, and this package's do not."""
+    """As with PyTorch for CUDA 13 and cupy-cuda12x: CuPy's own kernels fail, and this package's compile."""
     asked = []
 
     def other_headers(major: int) -> list[Headers]:

@@ -87,7 +87,8 @@ def _record_compilations(machine: Machine) -> None:
 
 def report(machine: Machine) -> str:
     """As JSON: bytes of memory that are ``left`` taken, and what was ``requested``: source, expression, macros and the
-    fields of :class:`Requested`.
+    fields of :class:`Requested`, and which functions used ``kernels_of_cupy``.
     """
     requested = [[*key, asdict(value)] for key, value in machine.requested.items()]
-    return json.dumps({"left": machine.memory.taken, "requested": requested})
+    of_cupy = sorted(machine.kernels_of_cupy)
+    return json.dumps({"left": machine.memory.taken, "requested": requested, "kernels_of_cupy": of_cupy})

@@ -321,18 +321,18 @@ class ndarray:
         return self.values().copy()
 
     def fill(self, value: Any) -> None:
-        _put(self, lambda x: value, self)
+        _put(self, lambda x: value, self, by_kernel=value != 0 or not self.flags.c_contiguous)
 
     def copy(self) -> ndarray:
         out = empty(self.shape, self.dtype)
-        _put(out, lambda x: x, self)
+        _put(out, lambda x: x, self, by_kernel=not _are_bytes(out, self))
         return out
 
     def astype(self, dtype: Any, copy: bool = True) -> ndarray:
         if not copy and self.dtype == dtype:
             return self
         out = empty(self.shape, dtype)
-        _put(out, lambda x: x, self)
+        _put(out, lambda x: x, self, by_kernel=not _are_bytes(out, self))
         return out
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -340,7 +340,7 @@ class ndarray:
             raise TypeError("Unsupported type <class 'numpy.ndarray'>")
         target = self[index] if index is not Ellipsis else self
         np.broadcast_shapes(target.shape, value.shape if isinstance(value, ndarray) else ())
-        _put(target, lambda x: x, value)
+        _put(target, lambda x: x, value, by_kernel=not _are_bytes(target, value))
 
     def all(self) -> ndarray:
         out = empty((), bool)
@@ -376,8 +376,16 @@ class _Values:
         return _view_at(*self.place)
 
 
-def _put(out: ndarray, function: Callable[..., Any], *operands: Any) -> None:
-    """``out[...] = function(*operands)`` on the current stream."""
+def _are_bytes(out: ndarray, value: Any) -> bool:
+    """Whether CuPy copies ``value`` without a kernel."""
+    same = isinstance(value, ndarray) and (value.shape, value.dtype) == (out.shape, out.dtype)
+    return bool(same and value.flags.c_contiguous and out.flags.c_contiguous)
+
+
+def _put(out: ndarray, function: Callable[..., Any], *operands: Any, by_kernel: bool = True) -> None:
+    """``out[...] = function(*operands)`` on the current stream, which CuPy does ``by_kernel``, or by bytes."""
+    if by_kernel and out.size:
+        Machine.current.note_kernel_of_cupy()
     if any(isinstance(x, np.ndarray) for x in operands):
         raise TypeError("Unsupported type <class 'numpy.ndarray'>")
     target = _Values(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 from collections.abc import Callable
@@ -99,12 +100,22 @@ class Machine:
     turn: threading.RLock = field(default_factory=threading.RLock)
     order: LaunchOrder = field(default_factory=LaunchOrder)
     """Of all streams, as if they were one."""
+    kernels_of_cupy: set[str] = field(default_factory=set)
+    """The package's functions that called an operation for which CuPy compiles a kernel, as ``module.function``."""
     runs_ptx: bool = False
     """Whether kernels that ptx.py can run are run by it, and not by their models."""
 
     def __post_init__(self) -> None:
         self.streams[0] = FakeStream(0)
         self.memory.is_recording = lambda: self.recording
+
+    def note_kernel_of_cupy(self) -> None:
+        """Remember the function of the package that calls."""
+        frame = inspect.currentframe()
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith("bminf_lite."):
+            frame = frame.f_back
+        if frame is not None:
+            self.kernels_of_cupy.add(f"{frame.f_globals['__name__']}.{frame.f_code.co_name}")
 
     def new_stream(self) -> FakeStream:
         stream = FakeStream(next(self.numbers))

@@ -13,6 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -221,12 +222,16 @@ class Int8Gemm:
         layouts = plan.layouts
         random = np.random.default_rng(0)
         codes = random.integers(-128, 128, (layouts.out_features, layouts.in_features), np.int8)
+        padded = np.zeros(layouts.padded, np.int8)
+        padded[: layouts.out_features, : layouts.in_features] = codes
         x = random.integers(-128, 128, (rows, layouts.in_features), np.int8)
         layout, result = plan.activation(rows), plan.result(rows)
         # An activation's padding must not change the result.
         buffer = np.full(layout.size, 85, np.int8)
         buffer[layout.offset(np.arange(rows)[:, None], np.arange(layouts.in_features)).ravel()] = x.ravel()
-        w, xs, acc = plan.pack_weight(cp.asarray(codes)), cp.asarray(buffer), cp.full(result.size, -1, np.int32)
+        # Arrays are filled on the host: for that CuPy would compile a kernel of its own, which may fail (see doctor).
+        w = cp.asarray(plan.pack_padded(padded))
+        xs, acc = cp.asarray(buffer), cp.asarray(np.full(result.size, -1, np.int32))
         plan.run(acc.data.ptr, w.data.ptr, xs.data.ptr, rows, cp.cuda.get_current_stream().ptr)
         exact = x.astype(np.float64) @ codes.astype(np.float64).T  # quicker than NumPy's product of integers
         return np.array_equal(result.unpack(cp.asnumpy(acc)), exact)
@@ -273,7 +278,12 @@ class GemmPlan:
             return cp.ascontiguousarray(codes).reshape(-1)
         padded = cp.zeros(self.layouts.padded, np.int8)
         padded[: expected[0], : expected[1]] = codes
-        return padded.reshape(-1) if self.layouts.is_row_major else self.weight.pack(padded)
+        packed: cp.ndarray = self.pack_padded(padded)
+        return packed
+
+    def pack_padded(self, codes: Any) -> Any:
+        """The same for codes that are padded with zeros to ``layouts.padded``; an array of NumPy's gives one too."""
+        return codes.reshape(-1) if self.layouts.is_row_major else self.weight.pack(codes)
 
     def run(self, acc: int, w: int, x: int, rows: int, stream: int) -> None:
         """Put the product of ``rows`` activations at ``x`` and the weight at ``w`` into ``acc``, on ``stream``.
