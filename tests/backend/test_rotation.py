@@ -13,6 +13,8 @@ from random_values import SEEDS, norm_on, random_int8, random_norm, random_rows
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, int8_parts
 from bminf_lite.backend.rotation import MAX_ROTATION, is_rotation, rotated, rotation_of
+from bminf_lite.backend.values import Array
+from bminf_lite.cuda.runtime.kernel import Kernel
 
 BLOCKS = [2, 4, 8, 16, 32, 64, 128, 256]
 
@@ -146,6 +148,86 @@ def test_behind_a_norm_and_with_float_activations(
 
     for got, expected in zip(products(backend), products(Backend(backend.activation_dtype.type)), strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=0.02 * max(np.abs(expected).max(), 1e-6))
+
+
+@given(SEEDS, SHAPES, st.booleans(), st.booleans())
+def test_a_rotation_behind_a_norm_is_equal_everywhere(
+    backend: Backend, seed: int, shape: tuple[int, int, int], center: bool, gated: bool
+) -> None:
+    """Norms of a stream as it is, behind a product and behind a norm that is added to it.
+
+    Each is read by two products that rotate it and one that does not.
+    """
+    (block, count, rows), rng = shape, np.random.default_rng(seed)
+    check_behind_norms(backend, rng, rows, block * count, block, center, gated)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "block"),
+    [(1, 576, 64), (1, 4096, 256), (1, 6144, 64), (1, 14336, 256), (1, 20480, 128), (3, 4096, 32), (150, 640, 128)],
+)
+def test_norms_of_any_width_are_rotated_alike_everywhere(backend: Backend, rows: int, width: int, block: int) -> None:
+    check_behind_norms(backend, np.random.default_rng(width), rows, width, block, width == 6144, False)
+
+
+def check_behind_norms(
+    backend: Backend, rng: np.random.Generator, rows: int, width: int, block: int, center: bool, gated: bool
+) -> None:
+    stream, addend = (random_rows(rng, rows, width, np.float32) for _ in range(2))
+    x = random_rows(rng, rows, 40, backend.activation_dtype.type)
+    norms = [random_norm(rng, width, center), random_norm(rng, width, False)]
+    before, weight = random_int8(rng, width, 40, True), rotated_weight(rng, 32, width, block)
+    bias = rng.standard_normal(32).astype(np.float32)
+    other = rotated_weight(rng, 24, width, 1)
+
+    norm, post_norm = (norm_on(backend, each) for each in norms)
+    weights = [backend.weight([weight], [bias]), backend.weight([other]), backend.weight([weight], [bias])]
+    first = backend.weight([before])
+
+    def streams() -> list[Array]:
+        return [
+            backend.array(stream.copy()),
+            backend.linear_add(backend.array(x), first, backend.array(stream.copy())),
+            backend.norm_add(backend.array(addend), post_norm, backend.array(stream.copy())),
+        ]
+
+    reference = Backend(backend.activation_dtype.type)
+    definitions = [reference.weight([weight], [bias]), reference.weight([other]), reference.weight([weight], [bias])]
+    for fused, alone in zip(streams(), streams(), strict=True):
+        values = np.array(backend.host(backend.norm(alone, norm)))  # a norm's last bit is a device's own
+        y = backend.norm(fused, norm)
+        if gated:
+            got = backend.host(backend.gated_linear(y, weights[0], "relu"))
+            np.testing.assert_array_equal(got, reference.gated_linear(values, definitions[0], "relu"))
+        for on_device, definition in zip(weights, definitions, strict=True):
+            got = backend.host(backend.linear(y, on_device, fp32=True))
+            np.testing.assert_array_equal(got, reference.linear(values, definition, fp32=True))
+        np.testing.assert_array_equal(backend.host(fused), backend.host(alone))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 150])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_rotation_behind_a_norm_takes_no_kernel_of_its_own(
+    cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, rows: int, dynamic: bool
+) -> None:
+    rng, launched, launch = np.random.default_rng(0), list[str](), Kernel.__call__
+
+    def count(called: Kernel, *arguments: object, **options: object) -> None:
+        launched.append(called.name.partition("<")[0])
+        launch(called, *arguments, **options)  # type: ignore[arg-type]
+
+    def kernels(block: int) -> list[str]:
+        weight = cuda_backend.weight([rotated_weight(rng, 64, 512, block, dynamic)])
+        norm = norm_on(cuda_backend, random_norm(rng, 512, False))
+        stream = cuda_backend.array(random_rows(rng, rows, 512, np.float32))
+        launched.clear()
+        cuda_backend.host(cuda_backend.linear(cuda_backend.norm(stream, norm), weight))
+        return list(launched)
+
+    kernels(1)  # loads what is loaded once
+    monkeypatch.setattr(Kernel, "__call__", count)
+    assert kernels(64) == kernels(1)
 
 
 def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:

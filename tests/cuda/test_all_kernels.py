@@ -188,8 +188,10 @@ def test_products_of_one_row_start_beside_attention() -> None:
     registers, allocated, quarters = 65536, 8 * 32, 4
     attention = [f"attention_decode<128, 128, 16384, 4, 2, {unit}, 1, 0, __half>" for unit in (4, 8)]
     norms = ("1, 512, 1", "1, 512, 2", "2, 256, 1", "2, 512, 1")  # RMSNorm, LayerNorm
+    norms += ("8, 512, 1", "8, 512, 2", "9, 256, 1", "9, 512, 1")  # the same, rotated
     products = [f"gemv<{row}, 0, 0, 4, false>" for row in norms]  # TO_HALF
     products += [f"gemv<0, 512, {vectors}, 2, 0, 4, false>" for vectors in (1, 2, 4)]  # fp16, ADD
+    products += [f"gemv<3, 512, {vectors}, 2, 0, 4, false>" for vectors in (1, 2)]  # the same, rotated
     taken = []
     for source, names, threads, defines in (
         ("attention/decode.cu", attention, DECODE_THREADS, ()),

@@ -175,7 +175,7 @@ class DeferredNorm:
 
     A norm is ``used`` once a kernel has computed it while reading. If the residual stream changes after that, it is
     ``stale`` and must not be read again. If several products read one norm, as all layers of a decoder read the
-    encoder's output, its ``codes`` are kept from the second on.
+    encoder's output, its ``codes``, and the block of their rotation, are kept from the second on.
     """
 
     residual: ResidualStream
@@ -183,7 +183,7 @@ class DeferredNorm:
     values: cp.ndarray | None = None
     used: bool = False
     stale: bool = False
-    codes: QuantizedActivations | None = None
+    codes: tuple[QuantizedActivations, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

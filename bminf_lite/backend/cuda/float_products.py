@@ -29,7 +29,7 @@ class GemvFloatProducts:
         x, weight = product.x, product.weight
         if x.shape[0] > GEMV_FLOAT_MAX_ROWS or weight.plan is not None or weight.pitch > gemv.MAX_WIDTH:
             return False
-        if weight.rotation > 1 or (weight.is_half and product.is_logits):
+        if weight.is_half and product.is_logits:
             return False
         if not isinstance(x, DeferredNorm):
             return isinstance(x, cp.ndarray) and x.dtype == np.float16
@@ -47,8 +47,9 @@ class GemvFloatProducts:
             x.used, norm, x = True, x.norm, results.materializer.materialize(stream)
             kernels.step.reads(stream)
         kernels.gemv_float.launch(
-            kernels.step, results.arrays.padded(x), norm, product.weight, out, product.epilogue, product.function
-        )
+            kernels.step, results.arrays.padded(x), norm, product.weight, out, product.epilogue, product.function,
+            product.weight.rotation,
+        )  # fmt: skip
         return results.placed(product, out)
 
 

@@ -40,13 +40,15 @@ class InputCodes:
     def _quantized(self, x: Array, weight: Weight) -> QuantizedActivations:
         assert weight.plan is not None
         layout = weight.plan.activation(x.shape[0])
-        norm = x if isinstance(x, DeferredNorm) and x.used and weight.rotation == 1 else None
-        if norm is not None and norm.codes is not None and norm.codes.layout == layout:
-            return norm.codes
+        norm = x if isinstance(x, DeferredNorm) and x.used else None
+        if norm is not None and norm.codes is not None:
+            known, rotation = norm.codes
+            if known.layout == layout and rotation == weight.rotation:
+                return known
         codes = self._allocate(layout)
         self.materializer.transform(x, codes, weight.rotation)
         if norm is not None:
-            norm.codes = codes
+            norm.codes = codes, weight.rotation
         return codes
 
     def _allocate(self, layout: Layout) -> QuantizedActivations:
@@ -70,7 +72,7 @@ class GemvProducts:
         stream = product.stream
         if stream is None:
             return isinstance(x, cp.ndarray) and x.dtype == np.float16
-        fits = weight.pitch <= gemv.MAX_FUSED_NORM_WIDTH and weight.rotation == 1
+        fits = weight.pitch <= gemv.MAX_FUSED_NORM_WIDTH and (weight.rotation == 1 or isinstance(x, DeferredNorm))
         return fits and not isinstance(stream.pending, DeferredMatmul) and stream is not product.target
 
     def run(self, product: Product) -> Array:

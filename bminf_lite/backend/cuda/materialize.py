@@ -41,8 +41,6 @@ class Materializer:
 
         Codes and fp16 values may be those of ``x`` transformed in blocks of ``rotation`` elements.
         """
-        if isinstance(x, DeferredNorm) and rotation > 1:
-            x = self.materialize(x)
         if isinstance(x, DeferredNorm) and x.values is None:
             assert not x.stale, STALE
             residual = x.residual
@@ -50,7 +48,7 @@ class Materializer:
             self._add_norm(residual)
             if x.shape[1] <= MAX_NORM_WIDTH:
                 assert not isinstance(residual.pending, NormAddend)
-                self.write_rows(residual.pending, out, residual.values, x.norm)
+                self.write_rows(residual.pending, out, residual.values, x.norm, rotation)
                 residual.pending = None
                 return
             fp32_out = isinstance(out, cp.ndarray) and out.dtype == np.float32

@@ -51,6 +51,7 @@ class GemvInput(IntEnum):
 
     An fp16 row, a norm of an fp32 row, a rotated fp16 row, a bf16 row of another library, an fp32 row, or a ``SUM``: an
     fp32 row plus the RMSNorm of another one. ``RMS_NORM_OF_SUM`` is the norm of a sum. The kernel also writes the sum.
+    ``ROTATED_`` norms are rotated.
     """
 
     HALF = 0
@@ -61,6 +62,9 @@ class GemvInput(IntEnum):
     FLOAT = 5
     SUM = 6
     RMS_NORM_OF_SUM = 7
+    ROTATED_RMS_NORM = 8
+    ROTATED_LAYER_NORM = 9
+    ROTATED_RMS_NORM_OF_SUM = 10
 
 
 class Source(IntEnum):

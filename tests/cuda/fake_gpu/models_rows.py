@@ -21,6 +21,12 @@ F32, F16 = np.float32, np.float16
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = Source
 TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED, TO_INT32, _ = Epilogue
 THREADS, WARPS, CHUNK = GEMV_THREADS, GEMV_THREADS // 32, GEMV_CHUNK
+ROTATED_KINDS = {
+    GemvInput.ROTATED: GemvInput.HALF,
+    GemvInput.ROTATED_RMS_NORM: GemvInput.RMS_NORM,
+    GemvInput.ROTATED_LAYER_NORM: GemvInput.LAYER_NORM,
+    GemvInput.ROTATED_RMS_NORM_OF_SUM: GemvInput.RMS_NORM_OF_SUM,
+}
 FUNCTIONS = [ACTIVATIONS[activation.name.lower()] for activation in Activation]
 
 
@@ -50,13 +56,12 @@ def offsets(order: int, rows: int, columns: int, ld: int) -> np.ndarray:
 
 def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
     """The activations of ``gemv`` and ``gemv_float``, normalised, rotated or added, fp32 ``[rows, k]``."""
-    kind = call.number("INPUT")
+    kind, rotation = call.number("INPUT"), 1
+    if kind in ROTATED_KINDS:
+        kind, rotation = ROTATED_KINDS[kind], call.rotation
     threads = call.number("ROW_THREADS") if "ROW_THREADS" in call.template else THREADS
     call.require(call.number("VECTORS") * threads * 8 >= call.pitch, "the threads do not cover a row")
-    dtype = F16 if kind in (GemvInput.HALF, GemvInput.ROTATED) else F32
-    x = call.rows("x", rows, pitch, call.pitch, dtype)[:, : call.k].astype(F32)
-    if kind == GemvInput.ROTATED:
-        return rotated(x, call.rotation)
+    x = call.rows("x", rows, pitch, call.pitch, F16 if kind == GemvInput.HALF else F32)[:, : call.k].astype(F32)
     if kind in (GemvInput.SUM, GemvInput.RMS_NORM_OF_SUM):
         call.require(call.sum != call.x, "the sum lies where the input does")
         addend = call.rows("addend", 1, 0, call.pitch, F32)[:, : call.k]
@@ -65,7 +70,7 @@ def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
         total = call.rows("sum", 1, 0, call.pitch, F32)
         total[:, : call.k], total[:, call.k :] = x, 0
     is_normed = kind in (GemvInput.RMS_NORM, GemvInput.LAYER_NORM, GemvInput.RMS_NORM_OF_SUM)
-    return normalise(x, norm_of(call, kind, call.k, call.pitch)) if is_normed else x
+    return rotated(normalise(x, norm_of(call, kind, call.k, call.pitch)) if is_normed else x, rotation)
 
 
 def write_outputs(call: Call, y: np.ndarray, pitch: int) -> None:

@@ -33,4 +33,39 @@ __device__ __forceinline__ void rotate_row(float (&v)[VECTORS][8], int block, fl
     for (int i = 0; i < COUNT; ++i) v[i / 8][i % 8] = __fmul_rn(v[i / 8][i % 8], scale);
 }
 
+// The same of a row whose elements a thread has as Layout says, WholeVectors or HalfVectors. Of halves a lane has two
+// runs of four elements, 128 apart, of the 256 that its warp has in each vector. A transform of halves takes one
+// exchange of lanes more than one of whole vectors of the same block, but for blocks of 256, where both take five.
+template <class Layout, int VECTORS>
+__device__ __forceinline__ void rotate_in_layout(float (&v)[VECTORS][8], int block, float scale) {
+    if constexpr (!Layout::HALVES) {
+        rotate_row<false>(v, block, scale);
+    } else {
+        const auto pairs_in_lane = [&](int h) {
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+                for (int j = 0; j < 8; ++j)
+                    if (!(j & h)) {
+                        const float sum = __fadd_rn(v[i][j], v[i][j + h]);
+                        v[i][j + h] = __fsub_rn(v[i][j], v[i][j + h]), v[i][j] = sum;
+                    }
+        };
+        if (1 < block) pairs_in_lane(1);
+        if (2 < block) pairs_in_lane(2);
+        for (int d = 1; d < WARP && 4 * d < block; d *= 2) {
+            const float sign = threadIdx.x & d ? -1.0f : 1.0f;
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[i][j] = __fmaf_rn(sign, v[i][j], __shfl_xor_sync(FULL, v[i][j], d));
+        }
+        if (4 * WARP < block) pairs_in_lane(4);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[i][j] = __fmul_rn(v[i][j], scale);
+    }
+}
+
 }  // namespace bminf

@@ -1,7 +1,8 @@
 // int8 matrix-vector product (decoding at batch 1), memory-bound: reading the weight takes all of the time.
 //
 //     out = epilogue(x_scale * w_scale[n] * (sum over k of codes[k] * weight[n, k]) + bias[n])
-//     codes, x_scale = quantize(norm(x)), or quantize(rotate(x)), or quantize(norm(sum)) with sum = x + norm(addend)
+//     codes, x_scale = quantize(norm(x)), or quantize(rotate(x)), or quantize(norm(sum)) with sum = x + norm(addend);
+//                      norms may be rotated
 //
 // x: fp16, bf16 or fp32 [k]; weight: int8 [n, pitch]; w_scale, bias: fp32 [n]; out: fp16, bf16 or fp32 [n], or fp16 [n
 // / 2] of a gated layer.
@@ -250,10 +251,10 @@ __device__ __forceinline__ void multiply_units(
     }
 }
 
-// INPUT: what is quantized, x, a norm of it, a rotation in blocks of `rotation` elements (see rotate_row), or a sum
-// with the norm of `addend`, which is written to `sum`. inverse_k: 1 / k. ROW_THREADS, VECTORS: see InputRow. F: the
-// function of GATED and ACTIVATED. U: chunks of a unit. EARLY: x was complete before this kernel could start, so the
-// kernel waits for its predecessor only before it writes. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
+// INPUT: what is quantized, x, a norm of it, rotations of both in blocks of `rotation` elements (see rotate_row), or a
+// sum with the norm of `addend`, which is written to `sum`. inverse_k: 1 / k. ROW_THREADS, VECTORS: see InputRow. F:
+// the function of GATED and ACTIVATED. U: chunks of a unit. EARLY: x was complete before this kernel could start, so
+// the kernel waits for its predecessor only before it writes. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
 // PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
 // block has.
 template <int INPUT, int ROW_THREADS, int VECTORS, int EPILOGUE, int F, int U, bool EARLY>

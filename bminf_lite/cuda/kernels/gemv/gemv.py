@@ -71,7 +71,7 @@ class Addend:
 
 
 class Gemv:
-    """One row, fp16, normalised fp32 or rotated fp16, times an int8 weight of plain rows with dynamic activations."""
+    """One row times an int8 weight of plain rows with dynamic activations: fp16 or a norm of fp32, rotated or not."""
 
     source = "gemv/gemv.cu"
 
@@ -101,7 +101,7 @@ class Gemv:
         """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
 
         ``x`` is fp32 if it is normalised by ``norm`` or has an ``addend``, which is added first; else fp16 or fp32.
-        With a ``rotation`` there is neither, ``x`` is fp16, and it is transformed in blocks of so many elements.
+        A norm, or fp16 values, may be transformed in blocks of ``rotation`` elements.
         ``early``: ``x`` is complete before the kernel can start (:meth:`StepContext.reads`). With a norm and an
         activation the kernel then computes beside its predecessor.
 
@@ -116,7 +116,8 @@ class Gemv:
         elif norm is None and x.dtype == np.float32:
             kind = FLOAT
         else:
-            kind = ROTATED if rotation > 1 else input_of(norm)
+            kind = input_of(norm)
+        kind = ROTATED_KINDS[kind] if rotation > 1 else kind
         early = early and launcher.has_clusters and kind in EARLY_INPUTS and epilogue in ACTIVATED_EPILOGUES
         kernel, grid, shared = self._plan(kind, n, pitch, epilogue, activation, early)
         norm_weight, norm_bias, eps = norm_arguments(norm)
@@ -173,19 +174,21 @@ class GemvFloat:
 
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
-        epilogue: int, activation: int = 0,
+        epilogue: int, activation: int = 0, rotation: int = 1,
     ) -> None:  # fmt: skip
-        """``out`` from the rows of ``x``; ``activation`` for a gated or activated epilogue."""
+        """``out`` from the rows of ``x``; ``activation`` for a gated or activated epilogue; ``rotation`` as above."""
         outputs = weight.out_features // (2 if epilogue == Epilogue.GATED else 1)
         vectors = vectors_for(weight.pitch, GEMV_THREADS)
         kind = "bminf::int8" if weight.scale is not None else "__half"
-        expression = f"gemv_float<{input_of(norm)}, {vectors}, {kind}, {int(epilogue)}, {int(activation)}>"
+        source = ROTATED_KINDS[input_of(norm)] if rotation > 1 else input_of(norm)
+        expression = f"gemv_float<{source}, {vectors}, {kind}, {int(epilogue)}, {int(activation)}>"
         norm_weight, norm_bias, eps = norm_arguments(norm)
         grid = min(2 * self._launcher.num_sms, ceil_div(outputs, WARPS))
         self._launcher.launch(
             step, self.source, expression, (grid, x.shape[0]), GEMV_THREADS,
-            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, weight.matrix.data.ptr, address(weight.scale),
-             address(weight.bias), out.data.ptr, pitch_of(out), weight.out_features, weight.in_features, weight.pitch),
+            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, rotation, rotation**-0.5, weight.matrix.data.ptr,
+             address(weight.scale), address(weight.bias), out.data.ptr, pitch_of(out), weight.out_features,
+             weight.in_features, weight.pitch),
             shared=2 * weight.pitch, bytes_moved=x.shape[0] * weight.nbytes + nbytes_of(x, out),
         )  # fmt: skip
 
@@ -243,10 +246,12 @@ def best_unit(rows: int, pitch: int) -> int:
     return min(UNITS, key=cost)
 
 
-HALF, RMS_NORM, LAYER_NORM, ROTATED, FLOAT, SUM, RMS_NORM_OF_SUM = map(int, ENGINE_INPUTS)
+HALF, RMS_NORM, LAYER_NORM, ROTATED, FLOAT, SUM, RMS_NORM_OF_SUM, *ROTATED_NORMS = map(int, ENGINE_INPUTS)
+ROTATED_KINDS = dict(zip((HALF, RMS_NORM, LAYER_NORM, RMS_NORM_OF_SUM), (ROTATED, *ROTATED_NORMS), strict=True))
+"""The rotated kind of each kind of input that can be rotated."""
 INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(ENGINE_INPUTS), numbers(EPILOGUES), numbers(Activation)
-FLOAT_INPUTS = (HALF, RMS_NORM, LAYER_NORM)
-EARLY_INPUTS = (RMS_NORM, LAYER_NORM)
+EARLY_INPUTS = (RMS_NORM, LAYER_NORM, *ROTATED_NORMS[:2])
+FLOAT_INPUTS = (HALF, ROTATED, *EARLY_INPUTS)
 ACTIVATED_EPILOGUES = (Epilogue.GATED, Epilogue.ACTIVATED)
 
 
@@ -256,7 +261,8 @@ def _possible(
     has_activation = epilogue in ACTIVATED_EPILOGUES
     if early == BOOLEANS[1] and not (has_activation and source in EARLY_INPUTS):
         return False
-    widest = {HALF: MAX_WIDTH, ROTATED: MAX_WIDTH, SUM: MAX_FUSED_SUM_WIDTH, RMS_NORM_OF_SUM: MAX_FUSED_SUM_WIDTH}
+    sums = dict.fromkeys((SUM, RMS_NORM_OF_SUM, ROTATED_NORMS[2]), MAX_FUSED_SUM_WIDTH)
+    widest = {HALF: MAX_WIDTH, ROTATED: MAX_WIDTH, **sums}
     is_wide = vectors * 8 * GEMV_THREADS > widest.get(source, MAX_FUSED_NORM_WIDTH)
     return (has_activation or activation == 0) and not is_wide
 

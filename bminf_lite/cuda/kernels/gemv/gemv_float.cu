@@ -1,15 +1,17 @@
 // Matrix-vector products in floating point, for one or a few rows: an fp16 weight, or an int8 weight whose input is not
 // quantized.
 //
-//     out[row] = epilogue(w_scale * (weight @ fp16(norm(x[row]))) + bias)
+//     out[row] = epilogue(w_scale * (weight @ fp16(rotate(norm(x[row])))) + bias)
 //
 // x: fp16 or fp32 [rows, x_pitch]; weight: fp16 or int8 [n, pitch]; w_scale: fp32 [n] or null; bias: fp32 [n] or null;
 // out: fp16 or fp32 [rows, out_pitch].
 //
-// The grid is (any, rows). Each block puts its normed input row into shared memory as fp16; then each warp computes one
-// output at a time, in fp32 and in a fixed order, so that results do not depend on the grid.
+// The norm and the rotation may be left out. The grid is (any, rows). Each block puts its input row into shared memory
+// as fp16; then each warp computes one output at a time, in fp32 and in a fixed order, so that results do not depend on
+// the grid.
 #include "common/common.cuh"
 #include "common/epilogue.cuh"
+#include "common/rotation.cuh"
 #include "constants/gemv.cuh"
 
 using namespace bminf;
@@ -38,26 +40,30 @@ __device__ __forceinline__ float dot(const int8* w, const __half* x, float acc) 
     return acc;
 }
 
-// INPUT: what is multiplied, x or a norm of it. VECTORS: vectors of eight elements of x per thread. W: __half or int8.
-// F: the function of GATED and ACTIVATED. Dynamic shared memory: `pitch` fp16 numbers.
+// INPUT: what is multiplied, x, a norm of it, or either rotated in blocks of `rotation` elements (see rotate_row).
+// VECTORS: vectors of eight elements of x per thread. W: __half or int8. F: the function of GATED and ACTIVATED.
+// Dynamic shared memory: `pitch` fp16 numbers.
 template <int INPUT, int VECTORS, class W, int EPILOGUE, int F>
 __global__ void __launch_bounds__(THREADS) gemv_float(
-    const void* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
-    const W* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, void* out,
-    long long out_pitch, int n, int k, int pitch) {
+    const void* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps, int rotation,
+    float rotation_scale, const W* __restrict__ weight, const float* __restrict__ w_scale,
+    const float* __restrict__ bias, void* out, long long out_pitch, int n, int k, int pitch) {
     extern __shared__ __align__(16) char shared[];
     __shared__ RowScratch<THREADS, VECTORS> scratch;
     __half* row = reinterpret_cast<__half*>(shared);
     launch_dependent_grids();
     wait_on_dependent_grids();
     {
-        using Source = typename Conditional<INPUT == HALF, __half, float>::type;
+        constexpr bool NORMED = INPUT != HALF && INPUT != ROTATED;
+        constexpr bool CENTER = INPUT == LAYER_NORM || INPUT == ROTATED_LAYER_NORM;
+        constexpr bool IS_ROTATED = INPUT == ROTATED || INPUT == ROTATED_RMS_NORM || INPUT == ROTATED_LAYER_NORM;
+        using Source = typename Conditional<NORMED, float, __half>::type;
         const Source* source = static_cast<const Source*>(x) + blockIdx.y * x_pitch;
         float v[VECTORS][8];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) load_row8(source, (i * THREADS + threadIdx.x) * 8, k, pitch, v[i]);
-        if constexpr (INPUT != HALF)
-            normalise_row<THREADS, INPUT == LAYER_NORM, false>(v, norm_weight, norm_bias, eps, k, pitch, scratch);
+        if constexpr (NORMED) normalise_row<THREADS, CENTER, false>(v, norm_weight, norm_bias, eps, k, pitch, scratch);
+        if constexpr (IS_ROTATED) rotate_row<false>(v, rotation, rotation_scale);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int column = (i * THREADS + threadIdx.x) * 8;

@@ -10,8 +10,18 @@
 
 namespace bminf {
 
-constexpr bool is_sum(int input) { return input == SUM || input == RMS_NORM_OF_SUM; }
-constexpr bool is_normed(int input) { return input == RMS_NORM || input == LAYER_NORM || input == RMS_NORM_OF_SUM; }
+// What a norm is, without its rotation.
+constexpr int unrotated(int input) {
+    if (input == ROTATED_RMS_NORM) return RMS_NORM;
+    if (input == ROTATED_LAYER_NORM) return LAYER_NORM;
+    return input == ROTATED_RMS_NORM_OF_SUM ? static_cast<int>(RMS_NORM_OF_SUM) : input;
+}
+constexpr bool is_rotated_norm(int input) { return unrotated(input) != input; }
+constexpr bool is_sum(int input) { return input == SUM || unrotated(input) == RMS_NORM_OF_SUM; }
+constexpr bool is_layer_norm(int input) { return unrotated(input) == LAYER_NORM; }
+constexpr bool is_normed(int input) {
+    return unrotated(input) == RMS_NORM || is_layer_norm(input) || unrotated(input) == RMS_NORM_OF_SUM;
+}
 
 // KIND: what the row is, a GemvInput. The first ROW_THREADS threads of the block hold it, each N vectors of eight
 // elements. The other threads wait. Fewer threads take less time, as each takes part in every reduction.
@@ -83,7 +93,7 @@ __device__ __forceinline__ void load_input(const RowAddresses<Row>& x, int k, fl
 template <class Row>
 __device__ __forceinline__ auto input_norm(const typename Row::Norm& params, double inverse_k) {
     constexpr int VECTORS = Row::VECTORS;
-    constexpr bool WITH_BIAS = Row::INPUT == LAYER_NORM && VECTORS == 1;
+    constexpr bool WITH_BIAS = is_layer_norm(Row::INPUT) && VECTORS == 1;
     if constexpr (is_normed(Row::INPUT) && VECTORS <= (is_sum(Row::INPUT) ? 1 : 2))
         return LoadedNorm<VECTORS, WITH_BIAS, typename Row::Norm>(params, inverse_k);
     else
@@ -167,10 +177,15 @@ __device__ __forceinline__ float quantize_input(
     if constexpr (INPUT == ROTATED) rotate_row<true>(v, rotation, rotation_scale);
     if constexpr (is_sum(INPUT)) add_normed<Row>(v, addend, k, pitch, scratch);
     float top;
-    if constexpr (is_normed(INPUT))
-        top = normalise_row<THREADS, INPUT == LAYER_NORM, true>(v, norm, scratch);
-    else
+    if constexpr (is_rotated_norm(INPUT)) {
+        normalise_row<THREADS, is_layer_norm(INPUT), false>(v, norm, scratch);
+        rotate_in_layout<typename Row::Layout>(v, rotation, rotation_scale);
+        top = row_max<THREADS>(v, scratch, 1);
+    } else if constexpr (is_normed(INPUT)) {
+        top = normalise_row<THREADS, is_layer_norm(INPUT), true>(v, norm, scratch);
+    } else {
         top = row_max<THREADS>(v, scratch);
+    }
     const float ratio = row_ratio(top);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) store_codes<Row>(codes, i, width, quantize8(v[i], ratio));

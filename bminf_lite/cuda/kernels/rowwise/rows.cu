@@ -6,10 +6,10 @@
 //     out = quantize(f(gate) * up)                     (gates: x = [gate, up])
 //     out = quantize(x)                                (identity)
 //
-// or writes fp16 or fp32 instead of codes, or adds a norm to fp32 values. Gates and the identity may rotate the values
-// before they are quantized. A row is held in registers by THREADS threads, VECTORS vectors of eight elements each, so
-// that it is read and written once. Rows of few threads share a block. The other kernels here are the embedding, norms
-// of queries and keys, a gather of rows, and conversions.
+// or writes fp16 or fp32 instead of codes, or adds a norm to fp32 values. Values may be rotated before they are
+// quantized or rounded to fp16. A row is held in registers by THREADS threads, VECTORS vectors of eight elements each,
+// so that it is read and written once. Rows of few threads share a block. The other kernels here are the embedding,
+// norms of queries and keys, a gather of rows, and conversions.
 #include "common/common.cuh"
 #include "common/layout.cuh"
 #include "common/rotation.cuh"
@@ -80,12 +80,23 @@ __device__ __forceinline__ auto norm_of(const NormParams<Layout>& params) {
     }
 }
 
+// The norm of a row in place, rotated if ROTATED. With TOP it returns the absmax of the result.
+template <int THREADS, bool CENTER, bool TOP, bool ROTATED, int VECTORS, class Norm>
+__device__ __forceinline__ float norm_and_rotate(
+    float (&v)[VECTORS][8], const Norm& norm, int rotation, float rotation_scale,
+    RowScratch<THREADS, VECTORS>& scratch) {
+    const float top = normalise_row<THREADS, CENTER, (TOP && !ROTATED)>(v, norm, scratch);
+    if constexpr (!ROTATED) return top;
+    rotate_in_layout<typename Norm::Layout>(v, rotation, rotation_scale);
+    return TOP ? row_max<THREADS>(v, scratch, 1) : 0.0f;
+}
+
 // The codes of the norm of a row of which each of THREADS threads has one vector. stream: the row; padded: elements
 // that it has in memory, and that the codes have.
-template <Order OUT, bool CENTER, int THREADS, class Norm>
+template <Order OUT, bool CENTER, bool ROTATED, int THREADS, class Norm>
 __device__ __forceinline__ void quantize_norm(
     const float* stream, const Norm& norm, int padded, int row, int8* out, long long out_ld, float* scales,
-    RowScratch<THREADS, 1>& scratch) {
+    int rotation, float rotation_scale, RowScratch<THREADS, 1>& scratch) {
     using Layout = typename Norm::Layout;
     uint4 raw[2];
     float v[1][8];
@@ -93,7 +104,8 @@ __device__ __forceinline__ void quantize_norm(
     for (int half = 0; half < 2; ++half) raw[half] = ld_global_v4(stream + min(Layout::column(0, half), padded - 4));
     load8(reinterpret_cast<const float*>(raw), v[0]);
     clear_tail<Layout>(v[0], 0, norm.k);
-    const RowScale s = row_scale(normalise_row<THREADS, CENTER, true>(v, norm, scratch));
+    const RowScale s =
+        row_scale(norm_and_rotate<THREADS, CENTER, true, ROTATED>(v, norm, rotation, rotation_scale, scratch));
     if (threadIdx.x == 0) scales[row] = s.scale;
     const uint2 codes = quantize8(v[0], s.ratio);
 #pragma unroll
@@ -178,8 +190,9 @@ __global__ void __launch_bounds__(
     wait_on_dependent_grids();
     const int row = min(index, rows - 1), written = index < rows ? padded : 0;
     if constexpr (HALVES) {
-        quantize_norm<static_cast<Order>(OUT), PREPARE == LAYER_NORM>(
-            residual + row * residual_pitch, norm, padded, row, static_cast<int8*>(out), out_ld, scales, scratch);
+        quantize_norm<static_cast<Order>(OUT), PREPARE == LAYER_NORM, ROTATED>(
+            residual + row * residual_pitch, norm, padded, row, static_cast<int8*>(out), out_ld, scales, rotation,
+            rotation_scale, scratch);
         return;
     }
     if constexpr (is_half_to_codes(SOURCE, PREPARE, TARGET, ROTATED)) {
@@ -236,12 +249,13 @@ __global__ void __launch_bounds__(
     if constexpr (NORM && SOURCE != NONE)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) store_vector(residual + row * residual_pitch, column_of(i), written, v[i]);
-    if constexpr (ROTATED) rotate_row<false>(v, rotation, rotation_scale);
     float top = 0;
     if constexpr (NORM) {
-        top = normalise_row<THREADS, PREPARE == LAYER_NORM, TARGET == CODES>(v, norm, scratch);
-    } else if constexpr (TARGET == CODES) {
-        top = row_max<THREADS>(v, scratch);
+        top = norm_and_rotate<THREADS, PREPARE == LAYER_NORM, TARGET == CODES, ROTATED>(
+            v, norm, rotation, rotation_scale, scratch);
+    } else {
+        if constexpr (ROTATED) rotate_row<false>(v, rotation, rotation_scale);
+        if constexpr (TARGET == CODES) top = row_max<THREADS>(v, scratch);
     }
     const RowScale s = row_scale(top);
     if (TARGET == CODES && thread == 0 && written) scales[row] = s.scale;

@@ -106,8 +106,8 @@ class RowKernels:
         """Read ``rows`` of ``k`` elements, add them to ``residual``, normalise or gate them, and write codes or values.
 
         With ``norm``, ``residual`` fp32 is normalised after ``source`` was added to it, unless that is ``NO_ROWS``.
-        With ``activation``, the rows of ``source`` have ``2 k`` elements: gate and up. Without a norm, the values may
-        be rotated in blocks of ``rotation`` elements, at most ``MAX_ROTATION``, before they are quantized or rounded.
+        With ``activation``, the rows of ``source`` have ``2 k`` elements: gate and up. What becomes codes or fp16 may
+        be rotated before, in blocks of ``rotation`` elements, at most ``MAX_ROTATION``.
         """
         read, source_kind, order = source
         written, target_kind, out_order = target
@@ -115,13 +115,13 @@ class RowKernels:
             row_op = IDENTITY if activation is None else GATE + activation
         elif norm.center:
             row_op = LAYER_NORM
-            if source_kind == NONE and target_kind in (TO_HALF, TO_FLOAT) and self._prefers_persistent(rows, k):
+            is_plain = source_kind == NONE and target_kind in (TO_HALF, TO_FLOAT) and rotation == 1
+            if is_plain and self._prefers_persistent(rows, k):
                 assert residual is not None
                 self._layer_norm_persistent(step, residual, norm, target, rows, k, bytes_moved)
                 return
         else:
             row_op = RMS_NORM
-        assert norm is None or rotation == 1
         kernel, grid, block = self._transform_kernel(
             rows, k, source_kind, row_op, target_kind, order, out_order, rotation
         )
@@ -317,7 +317,7 @@ def _possible_transform(
         and not (is_norm and threads * vectors * 8 > MAX_NORM_WIDTH)
         and (in_order == ROW or source == FROM_INT32)
         and (out_order == ROW or target == CODES)
-        and (rotated == "false" or not (is_norm or target == TO_FLOAT))
+        and (rotated == "false" or target in (CODES, TO_HALF))
         and (target != ADD_TO_FLOAT or (source == NONE and is_norm))
     )
 
