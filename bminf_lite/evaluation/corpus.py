@@ -6,7 +6,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ..models import ModelConfig
 from ..quantize.stages import split_for_encoder_decoder
 from ..text.checkpoint_files import load_tokenizer
 from ..text.jsonl import decode_utf8, parse_lines
-from ..text.long_text import encode_document
+from ..text.long_text import encode_document, special_frame
 from ..text.tokenizer import Tokenizer
 
 DEFAULT_WINDOW = 1024
@@ -29,6 +29,8 @@ DEFAULT_WINDOW = 1024
 @dataclass(frozen=True)
 class Window:
     """Consecutive tokens of one document, int32 ``[n]``, of which the last ``scored`` are to be predicted.
+
+    Before them may stand the tokens that begin every text of the tokenizer.
 
     Each is predicted from the tokens before it in the window, so ``scored`` is less than ``n``. For an encoder-decoder
     ``source`` holds the earlier tokens, and ``tokens`` begins with the decoder's start tokens.
@@ -77,6 +79,12 @@ def encode_texts(texts: Iterable[str], tokenizer: Tokenizer) -> list[np.ndarray]
     return [encode_document(tokenizer, text) for text in texts]
 
 
+def leading_tokens(tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens that the tokenizer puts before every text, int32: mostly the token of a text's begin, or none."""
+    frame = special_frame(tokenizer, "text")
+    return np.zeros(0, np.int32) if frame is None else frame[0]
+
+
 def windows_for(
     folder: Path, texts: Iterable[str], window: int | None = None, stride: int | None = None
 ) -> list[Window]:
@@ -89,8 +97,9 @@ def windows_for(
     window = min(config.context_length, DEFAULT_WINDOW) if window is None else window
     stride = max(window // 2, 1) if stride is None else stride
     check_window(window, stride, config.context_length)
-    documents = encode_texts(texts, load_tokenizer(folder, config.vocab_size))
-    return fit_windows(sliding_windows(documents, window, stride), config)
+    tokenizer = load_tokenizer(folder, config.vocab_size)
+    documents = encode_texts(texts, tokenizer)
+    return fit_windows(sliding_windows(documents, window, stride, leading_tokens(tokenizer)), config)
 
 
 def parse_config(folder: str | Path) -> ModelConfig:
@@ -120,33 +129,54 @@ def check_window(window: int, stride: int, context: int | None = None) -> None:
 
 
 def sliding_windows(
-    documents: Sequence[Sequence[int] | np.ndarray], window: int, stride: int | None = None
+    documents: Sequence[Sequence[int] | np.ndarray],
+    window: int,
+    stride: int | None = None,
+    leading: Sequence[int] | np.ndarray = (),
 ) -> list[Window]:
     """Windows of up to ``window`` tokens, one every ``stride`` tokens of each document, that score each token once.
 
     A window scores the tokens that no earlier window scored. So after a document's first window each scored token has
     at least ``window - stride`` tokens before it. Without a ``stride``, or with one as long as the window, windows do
-    not overlap, and the first token of each is not scored because it has nothing before it. Raises ``UsageError`` as
-    :func:`check_window` does, and if there is no token to score.
+    not overlap, and the first token of each is not scored because no token of the text is before it.
+
+    If a document begins with the tokens ``leading``, each of its windows does: a model that was trained to see them
+    first predicts badly without them. They count as tokens of the window, and are not scored. llama.cpp's perplexity
+    does so too (https://github.com/ggml-org/llama.cpp/pull/1303). Raises ``UsageError`` as :func:`check_window` does,
+    if ``leading`` leaves no room for two tokens, and if there is no token to score.
     """
     stride = window if stride is None else stride
     check_window(window, stride)
+    before = np.asarray(leading, np.int32)
     windows: list[Window] = []
     for document in documents:
         tokens = np.asarray(document, np.int32)
-        done = 1
-        for start in range(0, len(tokens), stride):
-            end = min(start + window, len(tokens))
-            done = max(done, start + 1)
-            if end > done:
-                windows.append(Window(tokens[start:end], end - done))
-            done = end
-            if end == len(tokens):
-                break
+        if len(before) and np.array_equal(tokens[: len(before)], before):
+            windows += _windows_behind(before, tokens[len(before) :], window, stride)
+        else:
+            windows += _windows_behind(before[:0], tokens, window, stride)
     if not windows:
         lengths = max((len(d) for d in documents), default=0)
         raise UsageError(f"the text is too short: scoring needs 2 tokens at least, not {lengths}; give a longer text")
     return windows
+
+
+def _windows_behind(leading: np.ndarray, tokens: np.ndarray, window: int, stride: int) -> Iterator[Window]:
+    """Windows of one document that begin with ``leading`` each, which is not part of ``tokens``."""
+    room = window - len(leading)
+    if len(tokens) > room and room < 2:
+        problem = f"the window is {window:,} tokens; it must be {len(leading) + 2:,} or more"
+        raise UsageError(f"{problem}, because each window begins with the {len(leading):,} tokens that begin a text")
+    stride = min(stride, room)
+    done = 0 if len(leading) else 1
+    for start in range(0, len(tokens), stride):
+        end = min(start + room, len(tokens))
+        done = max(done, start + 1) if start else done
+        if end > done:
+            yield Window(np.concatenate([leading, tokens[start:end]]), end - done)
+        done = end
+        if end == len(tokens):
+            break
 
 
 def truncate_windows(windows: Sequence[Window], count: int) -> list[Window]:

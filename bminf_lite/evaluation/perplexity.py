@@ -36,14 +36,20 @@ class Perplexity:
         return f"{self.value:.4f}{error} over {self.tokens:,} tokens"
 
 
-def perplexity(model: Model, token_ids: Sequence[int], window: int = 512, stride: int | None = None) -> Perplexity:
-    """Perplexity of ``token_ids`` in windows of ``window`` tokens, one every ``stride`` tokens.
+def perplexity(
+    model: Model,
+    token_ids: Sequence[int],
+    window: int = 512,
+    stride: int | None = None,
+    leading: Sequence[int] | np.ndarray = (),
+) -> Perplexity:
+    """Perplexity of ``token_ids`` in windows of ``window`` tokens, one every ``stride``, each behind ``leading``.
 
     See :func:`.corpus.sliding_windows`. Raises ``UsageError`` for fewer than 2 tokens, for a window shorter than 2
     tokens or longer than the model's context, and for a stride shorter than 1 token or longer than the window.
     """
     check_window(window, window if stride is None else stride, model.engine_config.context_length)
-    windows = sliding_windows([token_ids], window, stride)
+    windows = sliding_windows([token_ids], window, stride, leading)
     if model.engine_config.is_encoder_decoder:
         windows = [w.for_encoder_decoder(model.engine_config.decoder_start_token_ids) for w in windows]
     return Perplexity.from_losses(np.concatenate(list(window_losses(model, windows))))

@@ -50,7 +50,7 @@ def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """
     if len(text) <= 2 * DOCUMENT_PIECE:
         return np.array(tokenizer.encode(text), np.int32)
-    frame = _frame(tokenizer, text[:CUT_CONTEXT])
+    frame = special_frame(tokenizer, text[:CUT_CONTEXT])
     parts, start = [], 0
     while frame is not None and len(text) - start > 2 * DOCUMENT_PIECE:
         cut = _cut(tokenizer, text, start + DOCUMENT_PIECE)
@@ -69,8 +69,11 @@ def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.concatenate([frame[0], *parts, rest, frame[1]])
 
 
-def _frame(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """The special tokens before and after a text, int32; None if they are not all that framing changes."""
+def special_frame(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """The special tokens that a tokenizer puts before and after ``text``, int32.
+
+    None if they are not all that framing changes.
+    """
     plain, framed = (tokenizer.encode(text, add_special_tokens=special) for special in (False, True))
     for first in range(len(framed) - len(plain) + 1):
         end = first + len(plain)

@@ -13,6 +13,7 @@ from cli_kit import output, run
 from safetensors.numpy import save_file
 
 import bminf_lite
+from bminf_lite.evaluation.corpus import leading_tokens
 from bminf_lite.evaluation.perplexity import perplexity as measure
 
 CPU = ("--device", "cpu")
@@ -27,7 +28,8 @@ def test_it_prints_what_the_function_gives(source: Path, text: Path):
     options = ("--window", 64, "--stride", 16)
     found = facts(source, text, *options)
     with bminf_lite.load(source, device="cpu") as loaded:
-        expected = measure(loaded, loaded.tokenizer.encode(text.read_text()), 64, 16)
+        tokenizer = loaded.tokenizer
+        expected = measure(loaded, tokenizer.encode(text.read_text()), 64, 16, leading_tokens(tokenizer))
     assert (found["perplexity"], found["standard_error"]) == (expected.value, expected.standard_error)
     assert found["tokens"] == len(text.read_text()) and found["device"] == "cpu"
     assert run("perplexity", source, text, *options, *CPU).stdout == f"perplexity {expected}\n"

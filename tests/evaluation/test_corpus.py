@@ -39,6 +39,27 @@ def test_separate_windows_score_all_but_their_first(lengths, window):
     np.testing.assert_array_equal(np.concatenate([w.tokens for w in windows]), expected)
 
 
+@given(documents, st.integers(4, 12), st.integers(1, 12), st.integers(1, 2))
+def test_each_window_begins_with_the_tokens_that_begin_a_text(lengths, window, stride, count):
+    """They are part of the window, and neither scored nor a context; each token of the text is scored once."""
+    leading, texts = np.arange(-count, 0), [np.arange(n) + 1000 * i for i, n in enumerate(lengths)]
+    windows = sliding_windows([np.concatenate([leading, t]) for t in texts], window, min(stride, window), leading)
+    for w in windows:
+        assert 1 <= w.scored <= len(w.tokens) - count <= window - count
+        np.testing.assert_array_equal(w.tokens[:count], leading)
+        assert np.all(np.diff(w.tokens[count:]) == 1)
+    if stride < window - count:
+        scored = np.concatenate([w.tokens[-w.scored :] for w in windows])
+        np.testing.assert_array_equal(scored, np.concatenate(texts))
+
+
+def test_a_window_has_room_behind_the_tokens_that_begin_a_text():
+    with pytest.raises(UsageError, match="must be 4 or more, because each window begins with the 2 tokens"):
+        sliding_windows([[-2, -1, 0, 1, 2]], 3, None, [-2, -1])
+    [window] = sliding_windows([[5, 6, 7]], 3, None, [4])
+    assert window.scored == 2  # a document that does not begin with them stays as it is
+
+
 @given(documents, st.integers(2, 12), st.integers(1, 100))
 def test_the_first_tokens(lengths, window, count):
     windows = sliding_windows([np.arange(n) + 1000 * i for i, n in enumerate(lengths)], window, max(window // 2, 1))
