@@ -52,6 +52,12 @@ OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
 """The keys of a recipe beside ``linear`` and ``head``, and the types of their values."""
 
 
+DEFAULT_RECIPE = "w8a8"
+"""The recipe of a migration that names none."""
+PORTABLE_RECIPE = "w8a8"
+"""The same for a result that other readers open."""
+
+
 class Scheme(str, Enum):
     """The number formats of a weight matrix and of its input."""
 
@@ -150,6 +156,11 @@ class Recipe:
 def built_in_recipes() -> list[str]:
     """The names of the recipes that come with the package, sorted."""
     return sorted(file.name.removesuffix(".toml") for file in _built_in().iterdir() if file.name.endswith(".toml"))
+
+
+def default_recipe(portable: bool) -> str:
+    """The name of the recipe of a migration that names none; ``portable``: of one whose result other readers open."""
+    return PORTABLE_RECIPE if portable else DEFAULT_RECIPE
 
 
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:

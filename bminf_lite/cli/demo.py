@@ -61,7 +61,7 @@ def demo() -> None:
 
 def show_migration(source: Path, target: Path) -> None:
     """Migrate, and print the size before and after."""
-    from ..checkpoint.migrate import migrate
+    from ..migration.migrate import migrate
 
     started = time.perf_counter()
     report = migrate(source, target)

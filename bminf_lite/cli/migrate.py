@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("source", metavar="SOURCE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--recipe", default="w8a8", show_default=True,
+@click.option("--recipe", show_default="w8a8",
               metavar="w8a8|w8a16|w8a8-rotate|w8a8-rotate-all|w8a8-smooth|auto|FILE",
               help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 after rotations that spread "
                    "outliers, of which that of down projections' input must be supported by other readers "
@@ -45,14 +45,15 @@ if TYPE_CHECKING:
               "with --target-divergence.")  # fmt: skip
 @device_option
 @click.option("--dry-run", is_flag=True, help="Check the source, and list how each tensor would be stored.")
-@click.option("--portable", is_flag=True, help="Keep matrices that other readers open only as float (GPT-2's) float in "
-              "the file, about four times as large, and quantize them when they are loaded.")  # fmt: skip
+@click.option("--portable", is_flag=True, help="Write what other readers open: without --recipe this is w8a8. Matrices "
+              "that they open only as float (GPT-2's) stay float in the file, about four times as large, and are "
+              "quantized when they are loaded.")  # fmt: skip
 @click.option("--force", is_flag=True,
               help="Replace OUT if it is a migrated checkpoint in which no file was added or changed.")  # fmt: skip
 def migrate(
     source: Path,
     out: Path,
-    recipe: str,
+    recipe: str | None,
     calibrate: Path | None,
     samples: int,
     max_divergence: float | None,

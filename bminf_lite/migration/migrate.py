@@ -21,11 +21,11 @@ from ..checkpoint.conversion import Progress
 from ..checkpoint.manifest import MigrationReport
 from ..checkpoint.migrate import migrate as migrate_folder
 from ..checkpoint.opened_model import OpenedModel, open_model
-from ..checkpoint.recipe import Recipe, load_recipe
+from ..checkpoint.recipe import Recipe, default_recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..checkpoint.writer import SHARD_BYTES
 from ..errors import OutOfMemory, UsageError, require_bool, require_function, require_whole
-from ..evaluation.corpus import encode_texts, parse_config, read_texts, sliding_windows
+from ..evaluation.corpus import encode_texts, leading_tokens, parse_config, read_texts, sliding_windows
 from ..files import expand
 from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
@@ -46,7 +46,7 @@ CalibrationSource = str | Path | Sequence[int]
 def migrate(
     source: str | Path,
     out: str | Path,
-    recipe: str | Path | Recipe = "w8a8",
+    recipe: str | Path | Recipe | None = None,
     *,
     calibrate: CalibrationSource | None = None,
     samples: int = 128,
@@ -64,7 +64,8 @@ def migrate(
 ) -> MigrationReport:
     """Quantize the checkpoint in the folder ``source``, or the GGUF file ``source``, into the new folder ``out``.
 
-    ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. A recipe with a calibration needs
+    ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`; without one it is
+    :func:`.recipe.default_recipe`. A recipe with a calibration needs
     ``calibrate``: a file of text or JSONL, or token ids. ``samples`` pieces of up to 512 tokens each, spread over the
     whole text, run through the float model on ``device``. A few other pieces are held out, also from a recipe without
     a calibration, and the report's ``cost`` is measured on them; the migration fails if the mean divergence exceeds
@@ -77,8 +78,9 @@ def migrate(
     :mod:`bminf_lite.checkpoint.offline_rotation`).
 
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
-    tensor would become. ``portable`` keeps GPT-2's matrices float in the file, because other readers open them in no
-    other form; they are quantized when the file is loaded. The result is split into files of at most ``shard_bytes``.
+    tensor would become. ``portable`` makes a result that other readers open: without a ``recipe`` it is ``w8a8``, and
+    GPT-2's matrices, which have no other form, stay float in the file and are quantized when it is loaded. The result
+    is split into files of at most ``shard_bytes``.
     ``progress`` and ``calibration_progress`` are called as :data:`.conversion.Progress` and
     :data:`.calibration.Progress` say; ``cost_progress`` is called with layers.
 
@@ -95,7 +97,7 @@ def migrate(
     for name, function in functions.items():
         require_function(name, function)
     require_whole("samples", samples)
-    recipe = load_recipe(recipe)
+    recipe = load_recipe(default_recipe(portable) if recipe is None else recipe)
     backend.check_device(device)
     check_divergence("max_divergence", max_divergence, calibrate is not None)
     check_divergence("target_divergence", target_divergence, calibrate is not None)
@@ -173,12 +175,15 @@ def load_calibration_split(source: str | Path, text: CalibrationSource, samples:
     if samples < 1:
         raise UsageError(f"samples is {samples}; it must be 1 or more")
     config = parse_config(source)
+    leading = np.zeros(0, np.int32)
     if isinstance(text, (str, Path)):
-        documents = encode_texts(read_texts(Path(text)), load_tokenizer(Path(source), config.vocab_size))
+        tokenizer = load_tokenizer(Path(source), config.vocab_size)
+        documents, leading = encode_texts(read_texts(Path(text)), tokenizer), leading_tokens(tokenizer)
     else:
         documents = [np.array(validate_token_ids(text, config.vocab_size), np.int32)]
     total = sum(map(len, documents))
     if total < MIN_TOKENS:
         raise UsageError(f"the calibration text is too short: {total:,} tokens; give {MIN_TOKENS} or more")
-    sequences = [window.tokens for window in sliding_windows(documents, min(SAMPLE_TOKENS, config.context_length))]
+    length = min(SAMPLE_TOKENS, config.context_length)
+    sequences = [window.tokens for window in sliding_windows(documents, length, None, leading)]
     return split_samples(sequences, samples)
