@@ -70,6 +70,27 @@ def test_a_text_on_which_the_tokenizer_panics_is_a_request_s_fault(tmp_path: Pat
         server.close()
 
 
+def test_tokens_on_which_the_decoder_panics_end_a_request_and_not_the_server(tmp_path: Path):
+    file = api_kit.folder_with_template(tmp_path) / "tokenizer.json"
+    content = json.loads(file.read_text())
+    endless = {"type": "Replace", "pattern": {"Regex": r"([\s\S]+[\s\S]+)+\z."}, "content": "z"}
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], endless]}
+    file.write_text(json.dumps(content))
+    server = api_kit.fake_server(tmp_path)
+    try:
+        body = {"model": NAME, "prompt": "Hi", "max_tokens": 80}
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 500
+        assert f"{file} cannot turn these tokens into text" in answer.json()["error"]["message"]
+        events = server.events("/v1/completions", body)
+        assert f"{file} cannot turn these tokens into text" in events[-1]["error"]["message"]
+        server.json("/v1/completions", body | {"max_tokens": 2})
+        refused = server.post("/detokenize", {"tokens": list(range(40, 120))})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tokens"
+    finally:
+        server.close()
+
+
 def test_what_the_tokenizer_is(fake: LiveServer):
     info = fake.http.get("/tokenizer_info").json()
     assert info["eos_token"] == info["bos_token"] == "<|endoftext|>" and info["chat_template"]
