@@ -21,16 +21,16 @@ def enforceable(schema: Any) -> Any:
     Zod, pydantic and OpenAPI write these. ``oneOf`` becomes ``anyOf`` where no two of its branches accept the same
     value, as far as :mod:`.disjoint_schemas` sees. Raises ``RecursionError`` for a schema that nests too deeply.
     """
-    return _kept(schema, None if _refers_to_branches(schema) else Disjointness(schema))
+    return _kept(schema, None if _must_keep_branches(schema) else Disjointness(schema))
 
 
-def _refers_to_branches(schema: Any) -> bool:
-    """Whether a ``$ref`` leads through ``oneOf``, which then must keep its name."""
+def _must_keep_branches(schema: Any) -> bool:
+    """Whether a ``$ref`` leads through ``oneOf``, which then must keep its name, or may not start at the root."""
     parts = [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, Mapping):
-            if "/oneOf/" in str(part.get("$ref", "")):
+            if "/oneOf/" in str(part.get("$ref", "")) or ("$id" in part and part is not schema):
                 return True
             parts += part.values()
         elif isinstance(part, list):

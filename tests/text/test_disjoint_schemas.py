@@ -140,6 +140,12 @@ def test_a_reference_to_a_branch_still_leads_to_it() -> None:
     assert enforceable(schema) == schema
 
 
+def test_references_with_another_root_are_not_followed() -> None:
+    inner = {"$id": "other", "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": {}, "B": {}}}
+    schema = {**ROOT, "type": "object", "properties": {"x": inner}}
+    assert enforceable(schema) == schema
+
+
 def test_the_refusal_says_what_to_write() -> None:
     schema = {"type": "object", "properties": {"x": {"oneOf": [having(a=STRING), having(b=STRING)]}}}
     with pytest.raises(
