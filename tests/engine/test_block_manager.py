@@ -10,17 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.backend.values import AllTokens, Window, block_bytes
+from bminf_lite.backend.values import AllTokens, LatestState, Window, block_bytes
+from bminf_lite.engine import block_manager
 from bminf_lite.engine.block_manager import Admission, BlockManager, SequenceBlocks
 from bminf_lite.engine.prefix_index import RUN_BLOCKS, append_keys, block_key, root_key
 from bminf_lite.memory.cache_memory import CacheGroup
 
 SIZE = 4
+STATE = -1
+"""Stands for a group of layers with states where windows are listed."""
 
 
-def manager(blocks: int = 20, windows: tuple[int | None, ...] = (None,), **options) -> BlockManager:
-    kept = [AllTokens() if window is None else Window(window) for window in windows]
-    return BlockManager(kept, [blocks] * len(windows), max_piece=8, block_size=SIZE, **options)
+def manager(blocks: int = 20, windows: tuple[int | None, ...] = (None,), slots: int = 0, **options) -> BlockManager:
+    kinds = {None: AllTokens(), STATE: LatestState()}
+    kept = [kinds[window] if window in kinds else Window(window) for window in windows]
+    counts = [slots or blocks if window == STATE else blocks for window in windows]
+    return BlockManager(kept, counts, max_piece=8, block_size=SIZE, **options)
 
 
 def tokens(count: int, first: int = 0) -> list[int]:
@@ -217,11 +222,127 @@ def test_a_source_is_shared_as_a_whole():
     blocks.check([another])
 
 
-@pytest.mark.parametrize("windows", [(None,), (5,), (None, 3, 9)])
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def tables_of(blocks: BlockManager, sequence: SequenceBlocks) -> list[tuple]:
+    return [*zip(blocks.groups, sequence.tables, strict=True)]
+
+
+def state_turn(
+    blocks: BlockManager, ids: list[int], new: int = 0, *, pieces: int = 1000, keep: bool = True
+) -> tuple[int, list[tuple[int, int]]]:
+    """A prompt and ``new`` tokens behind it that end; how many were cached, and the copies to and from slots."""
+    answer = [*ids, *tokens(new, 1000)]
+
+    def token_ids(start: int, stop: int) -> list[int]:
+        return answer[start:stop]
+
+    sequence = blocks.new_sequence()
+    blocks.compute_keys(sequence, ids)
+    admission = blocks.admit(sequence, len(ids), 8, token_ids=token_ids)
+    assert admission is not None
+    place = next(i for i, group in enumerate(blocks.groups) if group.has_snapshots)
+    copies = [pairs[place] for pairs in [admission.copies] if pairs]
+    computed = cached = admission.num_cached_tokens
+    for stop in [*range(cached + pieces, len(ids), pieces), len(ids)]:
+        assert blocks.extend(sequence, computed, stop)
+        computed = stop
+        blocks.enter(sequence, answer[:stop])
+        copies += [pairs[place] for pairs in [blocks.snapshot(sequence, stop, token_ids)] if pairs]
+    assert blocks.extend(sequence, len(ids), len(answer))
+    blocks.enter(sequence, answer, has_ended=True)
+    if keep:
+        blocks.keep_state(sequence, range(max(len(answer) - 1, 1), len(answer) + 1), token_ids)
+    blocks.check([sequence])
+    blocks.release(sequence)
+    blocks.check([])
+    return cached, copies
+
+
+@pytest.mark.parametrize("windows", [(None, STATE), (STATE,), (STATE, 6)])
+@pytest.mark.parametrize("length", range(2, 14))
+def test_a_snapshot_serves_its_prefix_and_the_one_with_a_token_less(windows, length):
+    """At a prompt's end and at a turn's end, at any position of a block, and nowhere else."""
+    blocks = manager(40, windows, slots=12)
+    place = windows.index(STATE)
+    cached, copies = state_turn(blocks, tokens(length), 5)
+    assert cached == 0 and len(copies) == 1
+    own, snapshot = copies[0]
+    index = blocks.pools[place].index
+    assert len(index) == 2 and own != snapshot
+    turn = [*tokens(length), *tokens(5, 1000)]
+    expected = {
+        length - 1: tokens(length),
+        length: [*tokens(length), 77],
+        length + 4: turn,
+        length + 5: [*turn, 77, 78],
+        0: [*tokens(length - 2), 99, 98] if length > 2 else [99, 98],
+    }
+    for count, ids in expected.items():
+        sequence = blocks.new_sequence()
+        blocks.compute_keys(sequence, ids)
+        prefix = blocks.cached_prefix(sequence, len(ids) - 1, lambda a, b, ids=ids: ids[a:b])
+        assert prefix.num_tokens == count
+        if count:
+            assert prefix.copied[place][1] == (snapshot if count <= length else own)
+
+
+def test_snapshots_are_evicted_the_least_recently_used_first_and_never_for_one_within_a_prompt(monkeypatch):
+    monkeypatch.setattr(block_manager, "SNAPSHOT_TOKENS", 4)
+    blocks = manager(100, (None, STATE), slots=7)
+    pool = blocks.pools[1]
+    for first in (100, 200, 300):
+        state_turn(blocks, tokens(9, first), 3)
+    assert (pool.num_free, pool.num_idle) == (0, 6)
+    assert state_turn(blocks, tokens(9, 100))[0] == 8
+    cached, copies = state_turn(blocks, tokens(30, 400), pieces=6)
+    assert cached == 0 and len(copies) == 1, "at the end alone: no slot was free"
+    assert [state_turn(blocks, [*tokens(9, first), 7], keep=False)[0] for first in (400, 100, 300, 200)] == [0, 9, 0, 0]
+    roomy = manager(100, (None, STATE), slots=20)
+    assert len(state_turn(roomy, tokens(30), pieces=6)[1]) == 5
+    assert [state_turn(roomy, [*tokens(n), 99, 98])[0] for n in (5, 6, 11, 12, 17, 18)] == [5, 6, 11, 12, 17, 18]
+
+
+@pytest.mark.parametrize("windows", [(None, STATE), (STATE, 6), (None, STATE, 6)])
+def test_a_snapshot_leaves_with_the_blocks_that_its_prefix_needs(windows):
+    blocks = manager(8, windows, slots=30)
+    state_pool = blocks.pools[windows.index(STATE)]
+    state_turn(blocks, tokens(10), 1)
+    assert len(state_pool.index) == 2
+    state_turn(blocks, tokens(26, 500))
+    held = state_pool.num_free
+    assert state_turn(blocks, [*tokens(10), 99])[0] == 0
+    assert held == 29 - 1, "the snapshot of the long prompt's end alone, for which its own slot would stand too"
+
+
+def test_what_is_discarded_has_no_snapshot_any_more():
+    blocks = manager(30, (None, STATE))
+    ids = tokens(11)
+    sequence, _ = start(blocks, ids, token_ids=lambda a, b: ids[a:b])
+    blocks.enter(sequence, ids)
+    assert blocks.snapshot(sequence, 11, lambda a, b: ids[a:b])
+    blocks.release(sequence)
+    blocks.discard(sequence)
+    assert [len(pool.index) for pool in blocks.pools] == [0, 0]
+    blocks.check([])
+
+
+def test_a_sequence_needs_a_slot_and_no_more_however_long_it_is():
+    blocks = manager(100, (None, STATE), slots=3)
+    first, second = (start(blocks, tokens(9, i))[0] for i in range(2))
+    assert start(blocks, tokens(3, 50)) is None
+    assert blocks.extend(first, 9, 100) and len(first.tables[1]) == 1
+    assert not blocks.snapshot(second, 9, lambda a, b: tokens(9, 1)[a:b]), "nobody gives up a slot for a snapshot"
+    assert blocks.shortage(300) is None
+    assert "no slot" in manager(100, (None, STATE), slots=1).shortage(3)
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 3, 9), (None, STATE), (STATE,), (5, STATE, None)])
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 18), st.booleans()), max_size=40))
 def test_accounts_are_exact_after_every_action(windows, actions):
     """Prompts that share prefixes start, grow and end in any order."""
-    blocks = manager(14, windows)
+    blocks = manager(14, windows, slots=6)
     live: list[tuple[SequenceBlocks, list[int]]] = []
     for kind, length, flag in actions:
         if kind == 0 or not live:
@@ -231,11 +352,19 @@ def test_accounts_are_exact_after_every_action(windows, actions):
                 blocks.enter(started[0], ids[: started[1]])
         elif kind == 1:
             sequence, ids = live.pop(length % len(live))
-            computed = min(len(table) for table in sequence.tables) * SIZE - length % 3
-            blocks.enter(sequence, ids[:computed], has_ended=flag)
+            tables = [table for table, window in zip(sequence.tables, windows, strict=True) if window != STATE]
+            computed = min([len(ids), *(len(table) * SIZE for table in tables)]) - length % 3
+            blocks.enter(sequence, ids[: max(computed, 0)], has_ended=flag)
+            if blocks.has_snapshots and flag:
+                kept = range(max(computed - 1, 1), max(computed, 0) + 1)
+                blocks.keep_state(sequence, kept, lambda a, b, ids=ids: ids[a:b])
             blocks.release(sequence)
         else:
             sequence, ids = live[length % len(live)]
+            is_computed = all(group.num_missing(table, len(ids)) <= 0 for group, table in tables_of(blocks, sequence))
+            if blocks.has_snapshots and is_computed:
+                blocks.snapshot(sequence, len(ids), lambda a, b, ids=ids: ids[a:b])
+                blocks.check([s for s, _ in live])
             if blocks.extend(sequence, len(ids), len(ids) + 1):
                 blocks.enter(sequence, ids)
                 ids.append(length)

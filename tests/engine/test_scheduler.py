@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from stub_runner import STATE, VOCAB, Driver, make_config, make_request, parts_of
 
+from bminf_lite.engine import block_manager
 from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError
 
@@ -346,8 +347,9 @@ class Histories(RuleBasedStateMachine):
             assert all(r.finish_reason in ("stop", "length", "context", "cancelled") for r in self.driver.requests)
 
 
-def test_any_history_gives_each_request_what_it_gets_alone():
-    run_state_machine_as_test(Histories, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))
+def test_any_history_gives_each_request_what_it_gets_alone(monkeypatch):
+    monkeypatch.setattr(block_manager, "SNAPSHOT_TOKENS", 5)  # within prompts of up to 20 tokens too
+    run_state_machine_as_test(Histories, settings=settings(max_examples=45, stateful_step_count=30, deadline=None))
 
 
 @pytest.mark.slow
