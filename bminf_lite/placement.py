@@ -247,6 +247,7 @@ def _decode_work(
         launches=meta.layer_products[-1] - sources + attentions,
         norm_vectors=meta.layer_vectors[-1] + config.shared_norm_vectors,
         logit_bytes=LOGIT_BYTES * config.vocab_size,
+        experts=tuple(meta.expert_bytes),
     )
 
 

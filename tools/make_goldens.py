@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
-from tiny_models import ENCODER_DECODERS, EVERY, GOLDENS, digest, random_tensors, random_tokens
+from tiny_models import ENCODER_DECODERS, EVERY, GOLDENS, MIXTURES, digest, random_tensors, random_tokens
 
 from bminf_lite import models
+from bminf_lite.models.spec import Spec
 
 Case = dict[str, Any]
 
@@ -210,6 +213,8 @@ CASES |= {
         "relu": {"feed_forward_proj": "relu"},
     },
 }
+EXPERTS: Case = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 12}
+OLMOE: Case = {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}
 PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
 SHORT = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]
 LONGROPE = {
@@ -252,6 +257,28 @@ BASES |= {
     "falcon": FALCON,
     "gpt_bigcode": BASES["gpt2"],
 }
+CASES |= {
+    "mixtral": {
+        "two of eight": {"num_local_experts": 8},
+        "one of three, window, tied": {
+            "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True,
+        },
+        "all of two": {"num_local_experts": 2},
+        "three of five, gelu": {"num_local_experts": 5, "num_experts_per_tok": 3, "hidden_act": "gelu_pytorch_tanh"},
+    },
+    "qwen3_moe": {
+        "plain weights": EXPERTS,
+        "renormalised, window": EXPERTS | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 7},
+        "dense layers": EXPERTS | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        "biases, tied": EXPERTS | {"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": True},
+    },
+    "olmoe": {
+        "plain weights": OLMOE,
+        "renormalised, grouped, tied": OLMOE
+        | {"norm_topk_prob": True, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        "biases": OLMOE | {"attention_bias": True, "num_experts_per_tok": 1},
+    },
+}  # fmt: skip
 CASES |= {
     "phi3": PLAIN
     | {
@@ -455,15 +482,52 @@ def build(config: Case, seed: int) -> PreTrainedModel:
     auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
     # Falcon's eager attention adds ALiBi twice in transformers 5.23: it is in the mask already.
     attention = "sdpa" if config.get("alibi") else "eager"
-    model = auto.from_config(hf_config, attn_implementation=attention, dtype=torch.float32).eval()
+    experts = {"experts_implementation": "eager"} if config["model_type"] in MIXTURES else {}
+    model = auto.from_config(hf_config, attn_implementation=attention, dtype=torch.float32, **experts).eval()
     if seq2seq and not parsed(config).tied_head:  # transformers 5 ties such a head until a checkpoint says otherwise
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     parameters = parameters_of(model)
-    weights = random_tensors(seed, {name: tuple(p.shape) for name, p in parameters.items()}, config["model_type"])
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    if config["model_type"] in MIXTURES:
+        shapes = {name: p.shape for name, p in spec_of(config).parameters.items() if name not in spec_of(config).tied}
+    weights = random_tensors(seed, shapes, config["model_type"])
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(torch.from_numpy(weights[name]))
+            parameter.copy_(torch.from_numpy(values_of(config, name, weights)))
     return model
+
+
+def spec_of(config: Case) -> Spec:
+    """The tensors of a checkpoint, as this project knows them."""
+    return models.find(config).spec(parsed(config))
+
+
+def values_of(config: Case, name: str, weights: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The values of transformers' parameter ``name``, which may hold the matrices of all experts."""
+    if config["model_type"] not in MIXTURES:
+        return weights[name]
+    spec = spec_of(config)
+    for pattern, replacement in spec.aliases:
+        name = re.sub(f"^{pattern}$", replacement, name)
+    if name not in spec.fused:
+        return weights[name]
+    return np.stack([np.concatenate([weights[matrix] for matrix in expert]) for expert in spec.fused[name]])
+
+
+def tensors_of(config: Case, model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """The tensors of the model's checkpoint by name; experts have matrices of their own."""
+    found = {name: parameter.detach().numpy() for name, parameter in parameters_of(model).items()}
+    if config["model_type"] not in MIXTURES:
+        return found
+    spec, split = spec_of(config), {}
+    for name, values in found.items():
+        for pattern, replacement in spec.aliases:
+            name = re.sub(f"^{pattern}$", replacement, name)
+        for names, expert in zip(spec.fused.get(name, ()), values, strict=False):
+            split |= dict(zip(names, np.split(expert, len(names)), strict=True))
+        if name not in spec.fused:
+            split[name] = values
+    return split
 
 
 def parsed(config: Case) -> Any:
@@ -498,7 +562,7 @@ def make(family: str) -> None:
         config = config_of(family, case)
         model = build(config, seed)
         tokens = random_tokens(seed, TOKENS, config["vocab_size"])
-        weights = digest({n: p.detach().numpy() for n, p in parameters_of(model).items()})
+        weights = digest(tensors_of(config, model))
         cases[name] = {"config": config, "seed": seed, "weights": weights, "tokens": tokens.tolist()}
         if family in ENCODER_DECODERS:
             source = random_tokens(seed + 500, SOURCE_TOKENS, config["vocab_size"])

@@ -26,7 +26,9 @@ from .attention import attend, cached
 from .blas_threads import blas_threads
 from .calibration import CalibrationOps
 from .communicator import Communicator, OneRank
+from .expert_values import ExpertActivation, RouterSpec
 from .functions import ACTIVATIONS, normalise, product_by_row, rotate, silently, soft_capped, softmax, stored
+from .mixture import Mixture, choose_experts, expert_result, mix
 from .quantization import (
     HostWeight,
     int8_parts,
@@ -233,6 +235,25 @@ class Backend:
         values = np.concatenate([self._round(np.asarray(p).astype(np.float32)) for p in parts])
         return Weight(values.astype(np.float32), None, bias, False)
 
+    def mixture(
+        self,
+        spec: RouterSpec,
+        router: np.ndarray,
+        hidden: Iterable[Sequence[HostWeight]],
+        down: Iterable[Sequence[HostWeight]],
+        activation: ExpertActivation,
+        correction_bias: np.ndarray | None = None,
+    ) -> Mixture:
+        """A router, fp32 ``[experts, in]``, and its experts.
+
+        ``hidden`` and ``down`` give the matrices of each expert that are stacked along ``out``, as :meth:`weight` takes
+        them: those before the ``activation``, and the one behind it. All of ``hidden`` is read before ``down``.
+        """
+        assert not spec.scales_input
+        before, behind = ([self.weight(parts) for parts in matrices] for matrices in (hidden, down))
+        matrix = np.ascontiguousarray(router.astype(np.float32).T)
+        return Mixture(spec, matrix, before, behind, activation, correction_bias)
+
     @silently
     def adapted(self, base: Weight, adapter: Adapter) -> Weight:
         """The weight ``base`` with one more side product, ``adapter`` rounded to the activation type.
@@ -405,6 +426,16 @@ class Backend:
         ``activation`` names ``f``, one of :data:`ACTIVATIONS`, which is computed in fp32.
         """
         return self.product(x, weight, ProductEpilogue.ACTIVATE, activation)
+
+    @silently
+    def experts(self, x: Array, mixture: Mixture) -> Array:
+        """The sum of what each token's experts make of it: ``[T, in]`` -> fp32 ``[T, out]``; see :mod:`.mixture`.
+
+        An expert computes :meth:`linear` of :meth:`gated_linear`, each rounded to the activation type. The results of a
+        token are multiplied by the router's weights and added in fp32 in the order of the experts' ranks.
+        """
+        topk_ids, topk_weights = choose_experts(x, mixture)
+        return mix(topk_ids, topk_weights, lambda expert, tokens: expert_result(self, x[tokens], mixture, expert))
 
     # -- around the products --------------------------------------------------------------------------------------
 

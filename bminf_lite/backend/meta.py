@@ -12,7 +12,9 @@ import numpy as np
 
 from ..cuda.kernels.arrays import PAD, round_up
 from ..memory.arena import ALIGNMENT
+from ..memory.step_time import ExpertBytes
 from .base import Backend
+from .expert_values import ExpertActivation, RouterSpec
 from .quantization import HostWeight, int8_parts, stack_outliers
 from .values import Array
 
@@ -24,7 +26,8 @@ class MetaBackend(Backend):
 
     ``layer_bytes`` are the bytes of each layer's matrices, stack by stack. ``non_layer_bytes`` are those of all other
     arrays, of which ``table_bytes`` are embedding tables. ``layer_products`` and ``layer_vectors`` count the matrices
-    and the vectors of norms, stack by stack.
+    and the vectors of norms, stack by stack. ``expert_bytes`` has the matrices of each mixture of experts, which
+    ``layer_bytes`` count too.
     """
 
     name = "meta"
@@ -35,6 +38,7 @@ class MetaBackend(Backend):
         self.non_layer_bytes = 0
         self.table_bytes = 0
         self.layer_products: list[int] = []
+        self.expert_bytes: list[ExpertBytes] = []
         self.layer_vectors: list[int] = []
         self._in_layer = False
         self._widest = 0
@@ -82,6 +86,20 @@ class MetaBackend(Backend):
             self.non_layer_bytes += aligned(rows * groups * 4)
         self.non_layer_bytes += aligned(rows * 4) * any(bias is not None for bias in biases)
         return None
+
+    def mixture(
+        self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
+        down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
+    ) -> Any:  # fmt: skip
+        """A product before the activation and one behind it; a step reads the matrices of the experts it chooses."""
+        self.non_layer_bytes += aligned(router.nbytes)
+        before = sum(self.layer_bytes[-1]), self.layer_products[-1]
+        for matrices in (hidden, down):
+            for parts in matrices:
+                self.weight(parts)
+        self.layer_products[-1] = before[1] + 3
+        read = ExpertBytes(sum(self.layer_bytes[-1]) - before[0], spec.num_experts, spec.top_k)
+        self.expert_bytes.append(read)
 
     def table(self, values: np.ndarray) -> Array:
         rows, columns = values.shape

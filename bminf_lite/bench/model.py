@@ -175,6 +175,8 @@ class RandomWeights:
             rows, columns = parameter.shape
             return cast(np.ndarray, RandomMatrix((rows, columns), np.float16, self._seeds[name]))
         random = np.random.default_rng(self._seeds[name])
+        if parameter.role is Role.ROUTER:
+            return random.standard_normal(parameter.shape).astype(np.float32) / np.float32(parameter.shape[1] ** 0.5)
         if name.endswith(".bias"):
             return random.uniform(-0.1, 0.1, parameter.shape).astype(np.float32)
         return random.uniform(0.5, 1.5, parameter.shape).astype(np.float32)

@@ -128,12 +128,13 @@ def open_model(path: str | Path) -> OpenedModel:
         description = _with_decoder_start(checkpoint, describe_model(checkpoint.config, checkpoint.path))
         checkpoint.rename(description.spec.aliases)
         description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
+        fused_problems = _split_fused(checkpoint, description.spec)
         spec = description.spec
         problems, is_misnamed = _all_problems(checkpoint, spec)
         with _errors_naming(checkpoint.path):
             vocab_size = description.config.vocab_size
             eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, vocab_size)
-        if problems:
+        if problems := fused_problems + problems:
             raise checkpoint_error(checkpoint.path, problems, "" if is_misnamed and len(problems) == 1 else UNFIT)
         return OpenedModel(checkpoint, description, eos_ids)
     except BaseException:
@@ -176,6 +177,23 @@ def _resolve_ties(checkpoint: Checkpoint, spec: Spec) -> Spec:
         if source not in checkpoint.tensors and held is not None:
             checkpoint.rename_tensor(held, source)
     return spec
+
+
+def _split_fused(checkpoint: Checkpoint, spec: Spec) -> list[str]:
+    """Give the matrices of experts that lie in one tensor their names. Returns what is wrong with such tensors."""
+    problems = []
+    for name, experts in spec.fused.items():
+        if name not in checkpoint.tensors:
+            continue
+        shapes = [spec.parameters[matrix].shape for matrix in experts[0]]
+        expected = (len(experts), sum(rows for rows, _ in shapes), shapes[0][1])
+        found = checkpoint.tensors[name].shape
+        if found != expected:
+            problems.append(f"tensor {name!r} has shape {list(found)}; config.json needs {list(expected)}")
+            continue
+        parts = {matrix: shape for names in experts for matrix, shape in zip(names, shapes, strict=True)}
+        checkpoint.split(name, {matrix: (shape[0], shape[1]) for matrix, shape in parts.items()})
+    return problems
 
 
 def configured_eos_ids(

@@ -12,6 +12,7 @@ wrong with the files in one error.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +78,7 @@ class Checkpoint:
         _check_manifest(path, self.manifest, files)
         self._checksums = self.manifest.get("checked_when_loaded") or {}
         self._derived: dict[str, DerivedTensor] = {}
+        self._parts: dict[str, tuple[str, int]] = {}  # of a fused tensor: its name in the file, and the first byte
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -117,6 +119,23 @@ class Checkpoint:
         self.tensors = {new if name == old else name: info for name, info in self.tensors.items()}
         self._name_in_file[new] = self._name_in_file.pop(old)
 
+    def split(self, name: str, parts: Mapping[str, tuple[int, int]]) -> None:
+        """Replace the tensor ``name`` by matrices of these names and shapes, which lie in it one behind the other."""
+        whole, begin = self.tensors[name], 0
+        found: dict[str, TensorInfo] = {}
+        for part, shape in parts.items():
+            nbytes = math.prod(shape) * DTYPES[whole.dtype].itemsize
+            stored = whole.stored_bytes * nbytes // max(whole.nbytes, 1)
+            skipped = begin * whole.stored_bytes // whole.nbytes if whole.stored_bytes else begin
+            found[part] = TensorInfo(
+                whole.dtype, shape, whole.file, whole.offset + skipped, nbytes, whole.stored_as, stored
+            )
+            self._parts[part] = self._name_in_file[name], begin
+            begin += nbytes
+        assert begin == whole.nbytes
+        self.tensors = {k: v for other, info in self.tensors.items()
+                        for k, v in (found.items() if other == name else ((other, info),))}  # fmt: skip
+
     def with_derived(self, tensors: Mapping[str, DerivedTensor], config: dict[str, Any] | None = None) -> Checkpoint:
         """A checkpoint with the same files, in which ``tensors`` are computed, and with another ``config`` if given.
 
@@ -141,11 +160,16 @@ class Checkpoint:
         if name in self._derived:
             self._derived[name].read_into(buffer, offset)
             return
-        self._files[self._info(name).file].read_tensor(self._name_in_file[name], buffer, offset)
+        stored, begin = self._place(name)
+        self._files[self._info(name).file].read_tensor(stored, buffer, begin + offset)
 
     def is_verbatim(self, name: str) -> bool:
         """Whether :meth:`read_into` gives the bytes of the tensor's file from its offset on."""
-        return name not in self._derived and self._files[self._info(name).file].is_verbatim(self._name_in_file[name])
+        return name not in self._derived and self._files[self._info(name).file].is_verbatim(self._place(name)[0])
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """The name of a tensor in its file, and the byte of that tensor at which it begins."""
+        return self._parts[name] if name in self._parts else (self._name_in_file[name], 0)
 
     def stored(self, name: str) -> np.ndarray:
         """A tensor as it is stored, read when it is used: a :class:`StoredMatrix`, valid while the files are open."""

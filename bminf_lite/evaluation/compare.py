@@ -278,7 +278,7 @@ class LinearAccumulator:
 
     def add_reference(self, call: LinearCall) -> None:
         """The reference's product, with whose input and output the model's calls are compared."""
-        self._x, self._y = self._host(call.x), self._output(call)
+        self._x, self._y, self._rows = self._host(call.x), self._output(call), call.rows
         self._reference_input.add(self._x)
 
     def add_own(self, call: LinearCall) -> None:
@@ -288,16 +288,28 @@ class LinearAccumulator:
         instead, scaled by channel as the model's weights say.
         """
         if self._factors is None:
-            self._factors = self._find_factors(self.tensors, self._host(call.x), self._x)
+            ours, theirs = self._common(call)
+            self._factors = self._find_factors(self.tensors, self._host(call.x)[ours], self._x[theirs])
         x = self.ops.array(self._factors.to_model(self._x))
         y = self.ops.host(self.ops.linear(x, call.weight, fp32=True))
         self._own.add(self._y, self._factors.to_reference(y))
 
     def add_accumulated(self, call: LinearCall) -> None:
-        """The model's product in a layer that was given the model's own input."""
+        """The model's product in a layer that was given the model's own input.
+
+        Of an expert, only tokens count that both models gave to it.
+        """
         self._input.add(self._host(call.x))
         assert self._factors is not None
-        self._accumulated.add(self._y, self._factors.to_reference(self._output(call)))
+        ours, theirs = self._common(call)
+        self._accumulated.add(self._y[theirs], self._factors.to_reference(self._output(call))[ours])
+
+    def _common(self, call: LinearCall) -> tuple[Any, Any]:
+        """The rows of the call, and of the reference's call, that are of the same tokens."""
+        if call.rows is None or self._rows is None:
+            return slice(None), slice(None)
+        _, ours, theirs = np.intersect1d(call.rows, self._rows, assume_unique=True, return_indices=True)
+        return ours, theirs
 
     def result(self, schemes: dict[str, str]) -> LinearReport:
         """The report of everything that was added; ``schemes`` are those of the model's matrices."""

@@ -50,6 +50,8 @@ class FidelityAccumulator:
     def add(self, expected: np.ndarray, got: np.ndarray) -> None:
         """The outputs of one batch."""
         tokens = len(expected)
+        if tokens == 0:
+            return
         product = np.einsum("ij,ij->i", expected, got, dtype=np.float64)
         sizes = [np.einsum("ij,ij->i", x, x, dtype=np.float64) for x in (expected, got)]
         norm = np.sqrt(sizes[0] * sizes[1])
@@ -60,6 +62,8 @@ class FidelityAccumulator:
 
     def result(self) -> Fidelity:
         """The fidelity of all outputs that were added."""
+        if self._tokens == 0:
+            return Fidelity(math.nan, math.nan)
         noise = self._noise / self._tokens
         return Fidelity(math.inf if noise == 0 else -10 * math.log10(noise), self._cosine / self._tokens)
 

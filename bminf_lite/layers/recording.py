@@ -6,13 +6,15 @@ Calibration and comparison need the input of each linear layer. Layers built wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.expert_values import ExpertActivation, RouterSpec
+from ..backend.mixture import Mixture, choose_experts, expert_result, mix
 from ..backend.quantization import HostWeight
 from ..backend.side_products import Adapter
 from ..backend.values import Array
@@ -29,24 +31,31 @@ class LinearCall:
     """An activation ``x`` ``[T, in]`` that is about to be multiplied by ``weight`` ``[out, in]``, both on the device.
 
     ``tensors`` are the checkpoint's names of the matrices that ``weight`` was stacked from, along ``out``.
-    ``operation`` is one of :data:`PRODUCTS`.
+    ``operation`` is one of :data:`PRODUCTS`. ``rows`` int ``[n]``, for an expert, says which of a step's tokens ``x``
+    has, in ascending order.
     """
 
     tensors: tuple[str, ...]
     operation: str
     x: Array
     weight: Any
+    rows: np.ndarray | None = None
 
 
 Observer = Callable[[LinearCall], Any]
 """Called before a product. It returns None, or the weight to multiply by instead of ``weight``."""
 
 
+LEAST_ROWS = 64
+"""Tokens of a step that an observed expert gets at least, if there are so many tokens."""
+
+
 class LinearHooks:
     """``ops`` and ``weights`` for layers whose products are observed.
 
     ``ops`` passes each call on to the given backend, and calls ``observe`` before each product. The observer may
-    compute with the given backend, and must not change ``x``. It may replace the product's weight. ``on_weight`` is
+    compute with the given backend, and must not change ``x``. It may replace the product's weight. An expert that fewer
+    than ``LEAST_ROWS`` of a step's tokens chose is shown others too, whose results are dropped. ``on_weight`` is
     called for each weight that is made, with the names of its matrices and the matrices on the host.
     """
 
@@ -82,6 +91,7 @@ class _HookedBackend:
         self._on_weight = on_weight
         self.requested: list[str] = []
         self._tensors: dict[int, tuple[str, ...]] = {}
+        self._rows: np.ndarray | None = None
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._ops, name)
@@ -89,7 +99,7 @@ class _HookedBackend:
             return value
 
         def product(x: Array, weight: Any, *args: Any, **kwargs: Any) -> Any:
-            other = self._observe(LinearCall(self._tensors[id(weight)], name, x, weight))
+            other = self._observe(LinearCall(self._tensors[id(weight)], name, x, weight, self._rows))
             return value(x, weight if other is None else other, *args, **kwargs)
 
         return product
@@ -97,6 +107,28 @@ class _HookedBackend:
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """``work`` itself: replaying a graph would not call the observer."""
         return work
+
+    def mixture(
+        self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
+        down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
+    ) -> Mixture:  # fmt: skip
+        """A mixture whose experts have weights of their own, each remembered with its tensors."""
+        before, behind = ([self.weight(parts) for parts in matrices] for matrices in (hidden, down))
+        matrix = np.ascontiguousarray(router.astype(np.float32).T)
+        return Mixture(spec, matrix, before, behind, activation, correction_bias)
+
+    def experts(self, x: Array, mixture: Mixture) -> Array:
+        """The backend's operation, in which every expert is observed, in order of their numbers."""
+        rows = np.asarray(self._ops.host(x))
+        topk_ids, topk_weights = choose_experts(rows, mixture)
+        results: dict[int, np.ndarray] = {}
+        for expert in range(mixture.spec.num_experts):
+            chosen = np.flatnonzero((topk_ids == expert).any(axis=1))
+            self._rows = shown = _with_others(chosen, len(rows))
+            found = expert_result(self, self._ops.array(rows[shown]), mixture, expert)
+            results[expert] = np.asarray(self._ops.host(found))[np.searchsorted(shown, chosen)]
+        self._rows = None
+        return self._ops.array(mix(topk_ids, topk_weights, lambda expert, _: results[expert]))
 
     def adapted(self, base: Any, adapter: Adapter) -> Any:
         """The backend's weight, which is made of the tensors of ``base``."""
@@ -112,6 +144,14 @@ class _HookedBackend:
             self._on_weight(tuple(self.requested), parts)
         self.requested.clear()
         return weight
+
+
+def _with_others(chosen: np.ndarray, count: int) -> np.ndarray:
+    """``chosen`` of ``count`` tokens, ascending, and the first others if they are fewer than ``LEAST_ROWS``."""
+    if len(chosen) >= min(LEAST_ROWS, count):
+        return chosen
+    others = np.setdiff1d(np.arange(min(count, 2 * LEAST_ROWS)), chosen)
+    return np.sort(np.concatenate([chosen, others[: LEAST_ROWS - len(chosen)]]))
 
 
 class _TrackedWeights:

@@ -33,10 +33,25 @@ NORM_SECONDS = 1.3e-6
 
 
 @dataclass(frozen=True)
+class ExpertBytes:
+    """The matrices of a mixture of ``num_experts`` experts, in bytes, of which a token chooses ``top_k``."""
+
+    nbytes: int
+    num_experts: int
+    top_k: int
+
+    def read(self, tokens: int) -> float:
+        """Bytes that a step of ``tokens`` tokens reads, if each chooses its experts at random."""
+        left_out = (1 - self.top_k / self.num_experts) ** tokens
+        return self.nbytes * (1 - left_out)
+
+
+@dataclass(frozen=True)
 class DecodeWork:
     """What a decode step of a model reads and launches.
 
     - ``matrix_bytes``: the weights that it reads, in bytes, embedding tables left out;
+    - ``experts``: of these, the matrices of experts, of which it reads those that its tokens choose;
     - ``launches``: the products and attentions of all layers;
     - ``norm_vectors``: the vectors that products apply in all layers, two for a LayerNorm; those of a norm that two
       products share count twice;
@@ -47,12 +62,15 @@ class DecodeWork:
     launches: int
     norm_vectors: int
     logit_bytes: int
+    experts: tuple[ExpertBytes, ...] = ()
 
     def seconds(self, cache: Sequence[CacheGroup], context: int, batch: int, bandwidth: float) -> float:
         """Seconds of a step of ``batch`` sequences behind ``context`` tokens; ``bandwidth`` in bytes per second."""
         rows = tiled_rows(batch) if batch > 1 else 0
-        moved = self.matrix_bytes + batch * self.logit_bytes
-        compute = self.matrix_bytes * (WEIGHT_SECONDS + ROW_SECONDS * rows)
+        left_out = sum(mixture.nbytes - mixture.read(batch) for mixture in self.experts)
+        weights = self.matrix_bytes - left_out
+        moved = weights + batch * self.logit_bytes
+        compute = weights * (WEIGHT_SECONDS + ROW_SECONDS * rows)
         for group in cache:
             nbytes = batch * group.bytes_read(context)
             moved += nbytes

@@ -17,6 +17,7 @@ class Role(str, Enum):
     LINEAR = "linear"  # [out, in], multiplied by activations: int8 after migration
     HEAD = "head"  # the output projection [vocab, hidden]: int8 too unless the recipe says otherwise
     EMBEDDING = "embedding"  # looked up, stays float
+    ROUTER = "router"  # [experts, in], chooses experts: stays float
     VECTOR = "vector"  # weights and biases of norms, biases of matrices: stay float
 
 
@@ -118,7 +119,9 @@ class Spec:
     ``rotatable`` are the matrices whose input a recipe may rotate: the second of each feed-forward layer.
     ``stream`` is the residual stream if it may be rotated, and ``value_heads`` are the folds of value heads, of
     ``block`` channels each, whose channels may be rotated. ``gated`` are the gated products with a known bound,
-    and ``key_heads`` the heads whose keys may be scaled. ``source_readers`` are the matrices of layers that decode that
+    and ``key_heads`` the heads whose keys may be scaled. ``fused`` maps the name of a tensor ``[experts, rows, in]``,
+    under which a file may hold the matrices of experts, to the names of each expert's matrices, stacked along the rows.
+    ``source_readers`` are the matrices of layers that decode that
     read an encoder's output: once for a source, and not in each step.
     """
 
@@ -134,6 +137,7 @@ class Spec:
     value_heads: tuple[Fold, ...] = ()
     gated: tuple[GatedProduct, ...] = ()
     key_heads: tuple[KeyHeads, ...] = ()
+    fused: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     source_readers: tuple[str, ...] = ()
 
 
@@ -156,6 +160,11 @@ def norm(name: str, features: int, bias: bool = False) -> Tensors:
 def bias(name: str, features: int) -> Tensors:
     """The bias ``{name}.bias`` ``[features]``."""
     return {f"{name}.bias": Parameter((features,), Role.VECTOR)}
+
+
+def router(name: str, shape: tuple[int, int]) -> Tensors:
+    """The matrix ``{name}.weight`` ``[experts, in]`` that chooses experts."""
+    return {f"{name}.weight": Parameter(shape, Role.ROUTER)}
 
 
 def embedding(name: str, shape: tuple[int, int]) -> Tensors:

@@ -199,7 +199,8 @@ class QuantizationSearch:
             yield candidate, of_candidate, max(evaluator.errors(candidate))
 
     def _scheme(self, name: str) -> Scheme:
-        return self.recipe.scheme_of(name, self.spec.parameters[name].role is Role.HEAD)
+        role = self.spec.parameters[name].role
+        return Scheme.FLOAT if role is Role.ROUTER else self.recipe.scheme_of(name, role is Role.HEAD)
 
     def _are_stored(self, names: Sequence[str]) -> bool:
         """Whether the file holds codes of these matrices; some are quantized when they are loaded."""

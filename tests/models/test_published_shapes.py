@@ -51,6 +51,9 @@ PARAMETERS = {
     "flan-t5-xl": 2.850e9,
     "mt5-xl": 3.743e9,
     "umt5-xl": 3.768e9,
+    "mixtral-8x7b": 46.70e9,
+    "qwen3-30b-a3b": 30.53e9,
+    "olmoe-1b-7b": 6.919e9,
 }
 """Counted from the shapes. The first ten papers say 2.6, 11, 2.8, 2.8, 0.97, 0.3, 7, 1.24, 8 and 70 billion."""
 

@@ -1,4 +1,4 @@
-"""Random configurations of the families in ``tiny_models.DECODERS``: any combination of what a family knows."""
+"""Random configurations of the families in ``tiny_models.DECODERS`` and ``MIXTURES``: any combination of options."""
 
 from __future__ import annotations
 
@@ -202,11 +202,34 @@ def gpt_bigcode(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     return renamed(draw, config) | {"multi_query": draw.flag()}
 
 
+def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    count = draw.up_to(9, 2)
+    size = {"qwen3_moe": "moe_intermediate_size"}.get(config["model_type"], "intermediate_size")
+    own = {
+        "num_local_experts" if config["model_type"] == "mixtral" else "num_experts": count,
+        "num_experts_per_tok": draw.up_to(count + 1), size: draw.up_to(60, 8),
+        "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
+    }  # fmt: skip
+    if config["model_type"] == "mixtral":  # transformers' scaled rotations need a head_dim
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        return own | {"sliding_window": draw.one_of(None, 5, 33), "head_dim": head_dim}
+    own |= {"norm_topk_prob": draw.flag(), "attention_bias": draw.flag()}
+    if config["model_type"] == "olmoe":
+        return own
+    layers = config["num_hidden_layers"]
+    return own | {
+        "head_dim": config["hidden_size"] // config["num_attention_heads"], "decoder_sparse_step": draw.up_to(3),
+        "mlp_only_layers": [layer for layer in range(layers) if draw.up_to(4) == 1],
+        "use_sliding_window": draw.flag(), "sliding_window": draw.up_to(40),
+    }  # fmt: skip
+
+
 OWN = {
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
     "exaone4": exaone4, "phi": phi, "gptj": gptj, "codegen": codegen, "falcon": falcon, "starcoder2": starcoder2,
     "gpt_bigcode": gpt_bigcode, "nemotron": nemotron, "helium": helium,
     "gemma2": gemma2, "gemma3_text": gemma3_text, "bloom": bloom,
+    "mixtral": experts, "qwen3_moe": experts, "olmoe": experts,
 }  # fmt: skip
 """What each family adds to the common keys."""

@@ -14,6 +14,7 @@ from tiny_models import (
     EVERY,
     FAMILIES,
     GPTS,
+    MIXTURES,
     Golden,
     RandomWeights,
     TinyEncoderDecoder,
@@ -40,7 +41,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::Deprecatio
 CASES = {family: list(goldens(family)) for family in EVERY}
 SAVED = ("plain", "untied", "norm after, projections", "parallel", "tied", "untied, gated", "gated", "few buckets",
          "multi-head, tied", "multipliers", "layer types", "longrope", "half of heads", "multi-query", "soft-caps",
-         "four heads", "alibi, multi-head, sequential, biases")  # fmt: skip
+         "four heads", "alibi, multi-head, sequential, biases", "two of eight", "plain weights")  # fmt: skip
 
 
 def cases(*families: str, every: int = 1) -> list[Golden]:
@@ -82,7 +83,7 @@ def spellings(config: dict[str, Any], hf_config: Any) -> dict[str, dict[str, Any
 def random_config(rng: np.random.Generator, family: str) -> dict[str, Any]:
     """Any combination of what the family knows."""
 
-    if family in DECODERS:
+    if family in (*DECODERS, *MIXTURES):
         ropes = [make_goldens.LINEAR, make_goldens.LLAMA3, make_goldens.YARN, make_goldens.YARN_TUNED]
         return random_decoder_config(rng, family, ropes)
 
@@ -188,6 +189,14 @@ def test_absent_keys_mean_the_defaults_of_the_class(family: str) -> None:
         return
     layer = parsed.layer_parts[0]
     mixer, mlp = (sub.part for sub in layer.sublayers)
+    if family in MIXTURES:
+        size = getattr(hf_config, "moe_intermediate_size", hf_config.intermediate_size)
+        count = getattr(hf_config, "num_local_experts", None) or hf_config.num_experts
+        assert (mlp.inner_size, mlp.router.num_experts, mlp.router.top_k) == (
+            size,
+            count,
+            hf_config.num_experts_per_tok,
+        )
     found = {
         "vocab_size": parsed.vocab_size, "hidden_size": parsed.hidden_size, "num_hidden_layers": parsed.num_layers,
         "num_attention_heads": mixer.heads, "max_position_embeddings": parsed.context_length,
@@ -226,7 +235,9 @@ def test_the_checkpoint_s_tensors_are_those_of_transformers(golden: Golden) -> N
     assert {name: p.shape for name, p in golden.spec.parameters.items() if name not in golden.spec.tied} == theirs
 
 
-@pytest.mark.parametrize("golden", [g for g in cases(*GPTS, *ENCODER_DECODERS, *DECODERS) if g.name in SAVED], ids=str)
+@pytest.mark.parametrize(
+    "golden", [g for g in cases(*GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES) if g.name in SAVED], ids=str
+)
 def test_a_saved_checkpoint_loads_generates_and_migrates(golden: Golden, tmp_path) -> None:
     """A ragged batch of prompts, token for token; and the logits of the migrated checkpoint."""
     hf = make_goldens.build(golden.config, golden.seed)
@@ -244,7 +255,8 @@ def test_a_saved_checkpoint_loads_generates_and_migrates(golden: Golden, tmp_pat
         bminf_lite.migrate(tmp_path / "source", tmp_path / recipe, recipe=recipe)
         with bminf_lite.load(tmp_path / recipe, device="cpu") as model:
             logits = model.logits(golden.tokens, source=golden.source)
-        assert 1e-4 < relative_error(logits, golden.logits) < (0.06 if golden.source is None else 0.15)
+        is_loose = golden.source is not None or golden.config["model_type"] in MIXTURES  # rounding changes a choice
+        assert 1e-4 < relative_error(logits, golden.logits) < (0.15 if is_loose else 0.06)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

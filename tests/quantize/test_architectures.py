@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from outliers import multiplied, width
-from tiny_models import Golden, RandomWeights, goldens, random_tokens, two_of_each_family
+from tiny_models import MIXTURES, Golden, RandomWeights, goldens, random_tokens, two_of_each_family
 from tiny_models import one_of_each_architecture as each
 
 import bminf_lite
@@ -19,11 +19,16 @@ from bminf_lite.quantize.smoothing import expand_channels, fold_factors, reduce_
 
 ALL = [*two_of_each_family(), *(pytest.param(golden, id=str(golden)) for golden in each() if golden.weights == "")]
 SECOND = (
-    "mlp.down_proj.weight", "mlp.c_proj.weight", "fc2.weight", "dense_4h_to_h.weight", "DenseReluDense.wo.weight",
-    "mlp.fc_out.weight",
+    "down_proj.weight", ".w2.weight", "mlp.c_proj.weight", "fc2.weight", "dense_4h_to_h.weight",
+    "DenseReluDense.wo.weight", "mlp.fc_out.weight",
     "ff.dense_relu_dense.wo.weight",
 )  # fmt: skip
 """The names of these matrices in all architectures."""
+
+
+def looseness(golden: Golden) -> float:
+    """How much more a mixture's error may be: rounding changes some choices of experts."""
+    return 2.0 if golden.config["model_type"] in MIXTURES else 1.0
 
 
 def matrices(golden: Golden) -> set[str]:
@@ -96,8 +101,10 @@ def test_calibrated_recipes(golden: Golden, recipe: str, tmp_path: Path) -> None
     report = bminf_lite.migrate(source, tmp_path / "out", recipe, calibrate=ids, device="cpu")
     decided = [name for product in report.calibration["products"] for name in product["tensors"]]
     assert len(decided) == len(set(decided)) and set(decided) == matrices(golden)
-    assert 0 < report.cost["kl"] < 0.01
-    assert migrated_error(golden, tmp_path / "out") < min(0.5 * migrated_error(golden, tmp_path / "plain"), 0.05)
+    assert 0 < report.cost["kl"] < 0.01 * looseness(golden)
+    assert migrated_error(golden, tmp_path / "out") < min(
+        0.5 * migrated_error(golden, tmp_path / "plain"), 0.05 * looseness(golden)
+    )
 
 
 @pytest.mark.slow
@@ -114,7 +121,7 @@ def test_inputs_of_the_second_matrix_of_a_feed_forward_layer_are_rotated(golden:
         }
     assert {name for name, block in found.items() if block > 1} == set(spec.rotatable)
     assert set(report.late_rotations) == set(report.late) & set(spec.rotatable)
-    assert migrated_error(golden, tmp_path / "out") < 0.1
+    assert migrated_error(golden, tmp_path / "out") < 0.1 * looseness(golden)
 
 
 @pytest.mark.slow
@@ -128,7 +135,7 @@ def test_inputs_of_all_matrices_are_rotated(golden: Golden, tmp_path: Path) -> N
         for name in matrices(golden):
             weight = weights.weight(name)
             assert isinstance(weight, Int8Weight) and weight.rotation == rotation_of(weight.shape[1], MAX_ROTATION)
-    assert migrated_error(golden, tmp_path / "out") < 0.1
+    assert migrated_error(golden, tmp_path / "out") < 0.1 * looseness(golden)
 
 
 @pytest.mark.slow

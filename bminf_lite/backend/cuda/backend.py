@@ -27,6 +27,7 @@ from ...cuda.kernels.gemm.plans import kinds_for, row_major_first
 from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
+from ...errors import UsageError
 from ...memory.device import MARGIN, device_arena
 from ..base import Backend
 from ..calibration import CalibrationOps
@@ -215,6 +216,12 @@ class CudaBackend(Backend):
 
     def adapted(self, base: Weight, adapter: Adapter) -> Weight:  # type: ignore[override]
         return self.loader.adapted(base, adapter)
+
+    def mixture(self, *_: Any, **__: Any) -> Any:
+        """Raises ``UsageError``: the kernels of experts are not part of a model yet."""
+        raise UsageError(
+            "mixtures of experts are computed on the CPU in this version; load the model with device='cpu'"
+        )
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         return self.loader.blocks(build, count, self.placement)

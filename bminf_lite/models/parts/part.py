@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +35,8 @@ class PartTensors:
     - ``folds``: places inside the part where factors can move, and ``value_heads`` those between heads;
     - ``key_heads``: heads whose keys may be scaled;
     - ``rotatable``: the matrices whose input a recipe may rotate;
+    - ``foldable``: factors per channel may move from a norm to the ``readers``;
+    - ``fused``: see :class:`.spec.Spec`;
     - ``bounded``: gate, up and down of gated products with a known bound (see :class:`.spec.GatedProduct`).
     """
 
@@ -45,6 +47,8 @@ class PartTensors:
     value_heads: tuple[Fold, ...] = ()
     key_heads: tuple[KeyHeads, ...] = ()
     rotatable: tuple[str, ...] = ()
+    foldable: bool = True
+    fused: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     bounded: tuple[tuple[str, str, str], ...] = ()
 
 
@@ -211,8 +215,8 @@ class LayerParts:
             tensors |= norm.tensors(layer)
         inputs = self._inputs()
         folds = [
-            Fold(tuple(norm.tensors(layer)), tuple(name for part in places for name in parts[part].readers))
-            for norm, places in inputs if norm.is_foldable
+            Fold(tuple(norm.tensors(layer)), tuple(name for place in places for name in parts[place].readers))
+            for norm, places in inputs if norm.is_foldable and all(parts[place].foldable for place in places)
         ]  # fmt: skip
         stream_norms, gated = [], []
         for norm, places in inputs:

@@ -1,0 +1,86 @@
+"""Mixtures of experts over a backend's products: each token is computed by the experts that a router chooses.
+
+:mod:`.routing` defines the choice, and :mod:`.experts` the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from .expert_values import ExpertActivation, RouterSpec
+from .experts import activated, rounded, rows_by_expert, weighted_sum
+from .functions import product_by_row
+from .routing import route
+from .values import Array
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A router and its experts on a device.
+
+    ``router`` is fp32 ``[in, experts]``. ``hidden`` and ``down`` have a weight of the backend for each expert: the
+    matrices before the ``activation``, gate and up stacked, and the one behind it. ``correction_bias`` is that of
+    :func:`.routing.route`.
+    """
+
+    spec: RouterSpec
+    router: np.ndarray
+    hidden: Sequence[Any]
+    down: Sequence[Any]
+    activation: ExpertActivation
+    correction_bias: np.ndarray | None = None
+
+
+class Products(Protocol):
+    """The operations of a backend that compute an expert."""
+
+    activation_dtype: np.dtype
+
+    def linear(self, x: Array, weight: Any) -> Array: ...
+
+    def gated_linear(self, x: Array, weight: Any, activation: str) -> Array: ...
+
+    def activated_linear(self, x: Array, weight: Any, activation: str) -> Array: ...
+
+
+def choose_experts(x: np.ndarray, mixture: Mixture) -> tuple[np.ndarray, np.ndarray]:
+    """``topk_ids`` int32 and ``topk_weights`` fp32 ``[T, top_k]`` of tokens ``[T, in]``.
+
+    Logits are fp32 and computed row by row, so they do not depend on the other tokens of a step.
+    """
+    logits = product_by_row(x.astype(np.float32), mixture.router)
+    return route(logits, mixture.spec, mixture.correction_bias)
+
+
+def expert_result(ops: Products, x: Array, mixture: Mixture, expert: int) -> Array:
+    """What one expert makes of rows ``[n, in]``: ``[n, out]`` in the activation type."""
+    weight, activation = mixture.hidden[expert], mixture.activation
+    if activation.limit is not None:
+        product = ops.linear(x, weight).astype(np.float32)
+        hidden = rounded(activated(product, activation), ops.activation_dtype)
+    elif activation.gated:
+        hidden = ops.gated_linear(x, weight, activation.function)
+    else:
+        hidden = ops.activated_linear(x, weight, activation.function)
+    return ops.linear(hidden, mixture.down[expert])
+
+
+def mix(
+    topk_ids: np.ndarray, topk_weights: np.ndarray, result_of: Callable[[int, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """The sum of each token's experts in the order of their ranks, fp32 ``[T, out]``.
+
+    ``result_of`` gives what an expert makes of the tokens with these numbers, ``[n, out]``.
+    """
+    (tokens, top_k), results = topk_ids.shape, None
+    for expert, pairs in rows_by_expert(topk_ids.ravel()):
+        found = result_of(expert, pairs // top_k)
+        if results is None:
+            results = np.empty((tokens * top_k, found.shape[1]), np.float32)
+        results[pairs] = found
+    assert results is not None
+    return weighted_sum(results.reshape(tokens, top_k, -1), topk_weights)

@@ -1,0 +1,168 @@
+"""Mixtures of experts: what a file may hold, and what is decided and compared where few tokens reach an expert."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tiny_models import MIXTURES, Golden, RandomWeights, TinyModel, goldens, random_tokens
+
+import bminf_lite
+from bminf_lite import models
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.expert_values import ExpertActivation, RouterSpec
+from bminf_lite.backend.experts import ExpertLayer, ExpertWeights, experts_forward
+from bminf_lite.backend.mixture import choose_experts, mix
+from bminf_lite.backend.quantization import quantize_weight
+from bminf_lite.checkpoint.opened_model import open_model
+from bminf_lite.errors import CheckpointError
+from bminf_lite.evaluation.compare import compare
+from bminf_lite.evaluation.corpus import Window
+from bminf_lite.layers.recording import LEAST_ROWS, LinearCall, LinearHooks
+
+FIRST = [next(goldens(family)) for family in MIXTURES]
+NAMES_SINCE_5 = (r"\.block_sparse_moe\.", ".mlp.")
+
+
+def fused(golden: Golden) -> dict[str, np.ndarray]:
+    """The golden's tensors, those of experts in one tensor for a layer, with the names of transformers 5."""
+    tensors, spec = dict(RandomWeights(golden.config, golden.seed).tensors), golden.spec
+    for name, experts in spec.fused.items():
+        tensors[name] = np.stack([np.concatenate([tensors.pop(matrix) for matrix in expert]) for expert in experts])
+    return {re.sub(*NAMES_SINCE_5, name): values for name, values in tensors.items()}
+
+
+@pytest.mark.parametrize("golden", FIRST, ids=str)
+def test_fused_and_separate_tensors_are_the_same_model(golden: Golden, tmp_path: Path) -> None:
+    """Float and migrated, bit for bit; a migrated folder has a matrix for each expert."""
+    golden.save(tmp_path / "separate", RandomWeights(golden.config, golden.seed).tensors)
+    golden.save(tmp_path / "fused", fused(golden))
+    found = []
+    for source in ("separate", "fused"):
+        bminf_lite.migrate(tmp_path / source, tmp_path / f"{source} w8a8")
+        for folder in (source, f"{source} w8a8"):
+            with bminf_lite.load(tmp_path / folder, device="cpu") as model:
+                found.append(model.logits(golden.tokens))
+    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(found[1], found[3])
+    with open_model(tmp_path / "fused w8a8") as migrated:
+        stored = {name: info.dtype for name, info in migrated.checkpoint.tensors.items()}
+        spec = migrated.spec
+    assert all(stored[matrix] == "I8" for experts in spec.fused.values() for expert in experts for matrix in expert)
+    routers = {stored[name] for name, p in spec.parameters.items() if p.role.value == "router"}
+    assert routers == {"F32"}
+
+
+@pytest.mark.parametrize("golden", FIRST, ids=str)
+def test_a_fused_tensor_of_another_shape_is_named(golden: Golden, tmp_path: Path) -> None:
+    tensors = fused(golden)
+    name = next(name for name in tensors if name.endswith("gate_up_proj"))
+    tensors[name] = np.ascontiguousarray(tensors[name][:-1])
+    golden.save(tmp_path / "source", tensors)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj' has shape \[\d, \d+, 48\]; config\.json needs \[\d, "):
+        bminf_lite.load(tmp_path / "source", device="cpu")
+
+
+@pytest.mark.parametrize("golden", FIRST, ids=str)
+@pytest.mark.parametrize("kind", ["w8a8", "w8a16", "float"])
+def test_a_token_gets_the_same_bits_alone_and_together(golden: Golden, kind: str) -> None:
+    """Rows of tokens in one step against one step each; float products of BLAS may differ in their last bits."""
+    weights = RandomWeights(golden.config, golden.seed, kind != "float", kind == "w8a8")
+    together, alone = (TinyModel(CpuBackend(), golden.config, weights) for _ in range(2))
+    expected = together.run(golden.tokens)
+    found = np.concatenate([alone.run(golden.tokens[i : i + 1]) for i in range(len(golden.tokens))])
+    if kind == "w8a8":
+        np.testing.assert_array_equal(found, expected)
+    else:
+        np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dynamic", [True, False, None])
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_the_operation_is_the_definition(dynamic: bool | None, limit: float | None) -> None:
+    """:meth:`Backend.experts` of weights of their own equals ``experts_forward`` of one array for all experts."""
+    rng = np.random.default_rng(3)
+    spec, activation = RouterSpec(6, 3, renormalise=True), ExpertActivation("silu", limit=limit)
+    router, x = rng.standard_normal((6, 32)).astype(np.float32), rng.standard_normal((17, 32)).astype(np.float32)
+    hidden, down = (rng.standard_normal(shape).astype(np.float32) for shape in ((6, 80, 32), (6, 32, 40)))
+    ops = Backend(np.float16)
+
+    def weights(values: np.ndarray) -> tuple[list[list[Any]], ExpertWeights]:
+        if dynamic is None:
+            return [[expert.astype(np.float16)] for expert in values], ExpertWeights(values.astype(np.float16))
+        quantized = [quantize_weight(expert, dynamic) for expert in values]
+        codes, scale = (np.stack([getattr(q, f) for q in quantized]) for f in ("codes", "scale"))
+        return [[q] for q in quantized], ExpertWeights(codes, scale.astype(np.float32), dynamic=dynamic)
+
+    (separate, all_hidden), (separate_down, all_down) = weights(hidden), weights(down)
+    mixture = ops.mixture(spec, router, separate, separate_down, activation)
+    ids, topk_weights = choose_experts(x, mixture)
+    expected = experts_forward(x, ids, topk_weights, ExpertLayer(all_hidden, all_down, activation), np.float16)
+    if dynamic:
+        np.testing.assert_array_equal(ops.experts(x, mixture), expected)
+    else:  # BLAS sums in another order for other numbers of rows
+        np.testing.assert_allclose(ops.experts(x, mixture), expected, rtol=2e-3, atol=0.3)
+
+
+def test_results_are_added_in_the_order_of_ranks() -> None:
+    ids, weights = np.array([[2, 0], [0, 2]], np.int32), np.array([[1, 1e-8], [1, 1e-8]], np.float32)
+    results = {0: np.float32(3e7), 2: np.float32(-1)}
+    found = mix(ids, weights, lambda expert, tokens: np.full((len(tokens), 1), results[expert]))
+    assert found.ravel().tolist() == [np.float32(-1) + np.float32(1e-8) * np.float32(3e7), np.float32(3e7)]
+
+
+@pytest.mark.parametrize("golden", FIRST, ids=str)
+def test_every_expert_is_observed_with_enough_tokens(golden: Golden) -> None:
+    """Whether tokens chose it or not; the result is that of a model that nobody watches."""
+    seen: list[LinearCall] = []
+    weights, ops = RandomWeights(golden.config, golden.seed), CpuBackend()
+    hooks = LinearHooks(ops, weights, seen.append)
+    tokens = random_tokens(5, 100, 97)
+    model = TinyModel(CpuBackend(), golden.config, weights)
+    expected = model.run(tokens)
+    architecture = models.find(golden.config)
+    model.network = architecture.Model(model.config, hooks.weights, hooks.ops)
+    model.clear()
+    found = model.run(tokens)  # with other numbers of rows, for which BLAS has other orders of sums
+    np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
+    expert_calls = [call for call in seen if call.rows is not None]
+    named = {name for call in expert_calls for name in call.tensors}
+    assert named == {matrix for experts in golden.spec.fused.values() for expert in experts for matrix in expert}
+    assert all(len(call.rows) == call.x.shape[0] >= LEAST_ROWS for call in expert_calls if call.rows is not None)
+
+
+@pytest.mark.parametrize("golden", FIRST, ids=str)
+def test_migrated_mixtures_are_compared_expert_by_expert(golden: Golden, tmp_path: Path) -> None:
+    golden.save(tmp_path / "source", RandomWeights(golden.config, golden.seed).tensors)
+    bminf_lite.migrate(tmp_path / "source", tmp_path / "out", "w8a8")
+    windows = [Window(random_tokens(i, 90, 97), 89) for i in range(2)]
+    found = compare(tmp_path / "out", tmp_path / "source", windows, "cpu")
+    spec = golden.spec
+    names = {name for linear in found.linears for name in linear.tensors}
+    assert {matrix for experts in spec.fused.values() for expert in experts for matrix in expert} <= names
+    assert all(linear.own.snr_db > 25 for linear in found.linears)
+    assert 0 < found.divergence.kl < 0.2
+
+
+def test_a_calibration_decides_experts_that_no_token_chooses(tmp_path: Path) -> None:
+    """A router whose weights are zeros but for two experts: all tokens choose these."""
+    golden = FIRST[0]
+    tensors = dict(RandomWeights(golden.config, golden.seed).tensors)
+    for name, parameter in golden.spec.parameters.items():
+        if parameter.role.value == "router":
+            tensors[name] = np.zeros_like(tensors[name])  # of equal experts the first are chosen
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(golden.config))
+    tokens = random_tokens(1, 600, 97).tolist()
+    report = bminf_lite.migrate(folder, tmp_path / "out", "auto", calibrate=tokens, device="cpu")
+    assert report.calibration is not None
+    decided = {name for product in report.calibration["products"] for name in product["tensors"]}
+    assert {matrix for experts in golden.spec.fused.values() for e in experts for matrix in e} <= decided
