@@ -63,16 +63,28 @@ def rope_frequencies(parameters: RopeParameters, head_dim: int, max_positions: i
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ValueError(f"rope_type is {kind!r}, not one of {', '.join(_SCALINGS)}")
+    for key in _NUMBERS:  # also those that this type does not use: a file with a wrong one is not what it seems
+        value = parameters.get(key)
+        if value is not None and not (value == 0 and key in ("mscale", "mscale_all_dim")):  # where 0 is none
+            _number(parameters, key)
+    if not isinstance(parameters.get("truncate", True), bool):
+        raise ValueError(f"rope parameter truncate is {parameters['truncate']!r}, not true or false")
     theta = _number(parameters, "rope_theta")
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1) / np.float32(theta) ** exponents
     return _SCALINGS[kind](frequencies, parameters, head_dim, max_positions)
 
 
+_NUMBERS = (
+    "factor", "original_max_position_embeddings", "attention_factor", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+
+
 def _number(parameters: RopeParameters, key: str, default: float | None = None) -> float:
     value = parameters.get(key)
     value = default if value is None else value
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-30 < value < 1e30:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-9 < value < 1e30:
         raise ValueError(f"rope parameter {key} is {value!r}, not a positive number")
     return value
 

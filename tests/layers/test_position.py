@@ -111,6 +111,11 @@ def test_both_spellings(config, expected):
         ({"rope_theta": float("nan")}, "rope_theta"),
         ({"rope_theta": 10**400}, "rope_theta"),
         ({"rope_theta": 1e-300}, "rope_theta"),
+        ({"rope_theta": 1e-29}, "rope_theta"),
+        ({"rope_scaling": {"type": "dynamic", "factor": "x"}}, "rope parameter factor is 'x', not a positive number"),
+        ({"rope_scaling": {"type": "default", "attention_factor": [1]}}, r"attention_factor is \[1\], not a positive"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": -1}}, "mscale is -1"),
+        ({"rope_parameters": YARN | {"truncate": "x"}}, "truncate is 'x', not true or false"),
         ({"rope_scaling": {"type": "linear"}}, "factor is None, not a positive number"),
         ({"rope_scaling": {"type": "linear", "factor": -1.0}}, "factor"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "is not larger than low_freq_factor"),
@@ -122,6 +127,13 @@ def test_both_spellings(config, expected):
 def test_what_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         rope_frequencies(rope_parameters(config), 64, 2048)
+
+
+@pytest.mark.parametrize("value", [None, 0])
+def test_numbers_that_are_absent(value):
+    """DeepSeek's YaRN gives 0 for the factors of attention that it has not."""
+    config = {"rope_parameters": YARN | {"mscale": value, "mscale_all_dim": value, "beta_fast": None}}
+    rope_frequencies(rope_parameters(config), 64, 2048)
 
 
 @pytest.mark.parametrize(
