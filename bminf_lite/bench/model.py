@@ -68,9 +68,10 @@ class BenchModel:
         """The backend."""
         return self.network.ops
 
-    def cache_bytes(self, tokens: float) -> float:
-        """Bytes of the keys and values of ``tokens`` tokens of one sequence."""
-        return tokens * self.engine_config.cache_layout.bytes_per_token(self.ops.activation_dtype.itemsize)
+    def cache_bytes(self, tokens: float, states: float = 0.0) -> float:
+        """Bytes of the keys and values of ``tokens`` tokens of one sequence, and of ``states`` of its states."""
+        layout, itemsize = self.engine_config.cache_layout, self.ops.activation_dtype.itemsize
+        return tokens * layout.bytes_per_token(itemsize) + states * layout.bytes_per_sequence(itemsize)
 
 
 def random_model(

@@ -235,14 +235,15 @@ WORKLOAD_RUNNERS = {"pp": _prefill, "enc": _encode, "tg": _decode}
 
 
 def cache_bytes_per_token(bench_model: BenchModel, test: Workload) -> float:
-    """Bytes of the keys and values that a token reads and adds; each chunk of ``pp`` reads them once."""
+    """Bytes of the keys and values that a token reads and adds, and of its state; a chunk of ``pp`` reads them once."""
     if test.kind == "enc":
         return bench_model.cache_bytes(1)
     if test.kind == "tg":
-        return bench_model.cache_bytes(test.depth + (test.tokens + 1) / 2 + 1)
+        return bench_model.cache_bytes(test.depth + (test.tokens + 1) / 2 + 1, 1)
     chunk = min(test.tokens, bench_model.engine_config.max_num_batched_tokens)
-    read = sum(test.depth + min(first + chunk, test.tokens) for first in range(0, test.tokens, chunk))
-    return bench_model.cache_bytes(read / test.tokens + 1)
+    chunks = range(0, test.tokens, chunk)
+    read = sum(test.depth + min(first + chunk, test.tokens) for first in chunks)
+    return bench_model.cache_bytes(read / test.tokens + 1, len(chunks) / test.tokens)
 
 
 def trace_step(bench_model: BenchModel, profiler: Profiler, batch: int = 1, depth: int = 0) -> Trace:

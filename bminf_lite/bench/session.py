@@ -40,7 +40,8 @@ class Session:
         room = capacity + (len(self.start) if engine_config.is_encoder_decoder else 0)
         shape = engine_config.cache_layout
         self.cache = KVCache.for_sequences(self.ops, shape, batch, room)
-        self.table = sequential_tables(batch, room)
+        self.tables = self.cache.tables(batch, room)
+        self.capacity = blocks_for(max(room, 1)) * BLOCK_SIZE
         self.source_table: np.ndarray | None = None
         self.source_len = 0
         self.encoder: SourceEncoder | None = None
@@ -80,13 +81,25 @@ class Session:
             self.prepare_prefill(depth)()
         return depth
 
+    @property
+    def _widths(self) -> list[int]:
+        """The widths of the block tables of a step."""
+        return [table.shape[1] for table in self.tables]
+
     def poison(self, first: int, cache: KVCache | None = None) -> None:
         """Fill the cache from position ``first`` on with NaN, so that reading an unwritten place gives a wrong result.
 
-        Of an int8 cache, the scales are filled. The default ``cache`` is that of the decoder.
+        Of an int8 cache, the scales are filled, and states at position 0 alone: behind it they are those of the tokens.
+        The default ``cache`` is that of the decoder.
         """
         full, place = divmod(first, BLOCK_SIZE)
-        for layer in (self.cache if cache is None else cache).layers:
+        cache = self.cache if cache is None else cache
+        for layer, layout in zip(cache.layers, cache.layout.layers, strict=True):
+            if layout.retention.per_sequence:
+                for array in layer.arrays if first == 0 else ():
+                    if array.dtype.kind == "f":
+                        self.ops.assign(array[1:], np.array(np.nan, array.dtype))
+                continue
             int8 = layer.key_scales is not None
             for pool in (layer.key_scales, layer.value_scales) if int8 else (layer.keys, layer.values):
                 nan = np.array(np.nan, pool.dtype)
@@ -120,16 +133,16 @@ class Session:
 
     def _captured_prefill(self, tokens: np.ndarray, past: int) -> Callable[[], list[np.ndarray]]:
         """One captured step with ``tokens`` ``[batch, count]`` after ``past`` tokens."""
-        count, width = tokens.shape[1], self.table.shape[1]
-        size = StepSize(0, self.batch, tokens.size, width * BLOCK_SIZE)
-        inputs = StepInputs(size, [width] * len(self.cache.num_blocks), num_logits=self.batch, only_last=True)
+        count = tokens.shape[1]
+        size = StepSize(0, self.batch, tokens.size, self.capacity)
+        inputs = StepInputs(size, self._widths, num_logits=self.batch, only_last=True)
         inputs.tokens[:] = tokens.ravel()
         inputs.cu_seqlens[:] = np.arange(0, tokens.size + 1, count)
         inputs.logit_rows[:] = inputs.cu_seqlens[1:] - 1
         inputs.context_lens[:] = past
         inputs.last_positions[:] = past + count - 1
-        for table in inputs.tables:
-            table[:] = self.table
+        for table, own in zip(inputs.tables, self.tables, strict=True):
+            table[:] = own
         if count not in self._prefills:
             self._prefills[count] = CapturedStep(self.ops, inputs, lambda b: self.bench_model.network(b, self.cache))
         step, sampler = self._prefills[count], self._greedy(self.batch)
@@ -178,7 +191,7 @@ class Session:
     def _packed(
         self, tokens: Sequence[Sequence[int] | np.ndarray] | np.ndarray, context_lens: list[int], sequences: list[int]
     ) -> ForwardBatch:
-        tables = [self.table[sequences]] * len(self.cache.num_blocks)
+        tables = [table[sequences] for table in self.tables]
         if self.source_table is None:
             return ForwardBatch.packed(self.ops.array, tokens, context_lens, tables)
         lens = [self.source_len] * len(sequences)
@@ -205,13 +218,12 @@ class Session:
 
     def _decode_inputs(self) -> StepInputs:
         """The integers of a decode step as the engine builds them, but for tokens and lengths."""
-        size = StepSize(self.batch, 0, 0, self.table.shape[1] * BLOCK_SIZE)
-        widths = [self.table.shape[1]] * len(self.cache.num_blocks)
-        inputs = StepInputs(size, widths, 0 if self.source_table is None else self.source_table.shape[1])
+        size = StepSize(self.batch, 0, 0, self.capacity)
+        inputs = StepInputs(size, self._widths, 0 if self.source_table is None else self.source_table.shape[1])
         inputs.cu_seqlens[:] = np.arange(self.batch + 1)
         inputs.rows[:] = np.arange(1, self.batch + 1)
-        for table in inputs.tables:
-            table[:] = self.table
+        for table, own in zip(inputs.tables, self.tables, strict=True):
+            table[:] = own
         if self.source_table is not None:
             inputs.source_table[:] = self.source_table
             inputs.source_lens[:] = self.source_len

@@ -14,6 +14,7 @@ from model_kit import WatchedBackend, request, run
 
 from bminf_lite.backend.communicator import simulated_ranks
 from bminf_lite.backend.values import ForwardBatch, StateArray
+from bminf_lite.bench.session import Session
 from bminf_lite.cli.plan import plan_to_dict
 from bminf_lite.engine import block_manager
 from bminf_lite.engine.core import Engine
@@ -25,6 +26,7 @@ from bminf_lite.memory.step_time import DecodeWork
 from bminf_lite.placement import cache_groups
 
 if TYPE_CHECKING:
+    from bminf_lite.bench.model import BenchModel
     from bminf_lite.models._config import ModelConfig
 
 KINDS = ["arwc", "ccac", "r"]
@@ -298,6 +300,23 @@ def test_two_ranks_hold_states_of_their_own(kinds: str) -> None:
     finally:
         engine.close()
     assert found[1].num_cached_tokens == 69 and results(found) == alone(prompts, 12, kinds)
+
+
+def test_a_bench_session_decodes_what_the_engine_decodes() -> None:
+    """Also behind a cache of NaN, because a sequence at position 0 reads no state."""
+    prompts = [tokens(21, i) for i in range(2)]
+    with HybridModel() as model:
+        bench_model = SimpleNamespace(ops=model.network.ops, network=model.network, engine_config=model.config)
+        session = Session(cast("BenchModel", bench_model), 2, 64)
+        session.poison(0)
+        session.tokens = lambda shape: np.array(prompts, np.int32)  # type: ignore[method-assign]
+        (chosen,) = session.prepare_prefill(21)()
+        session.tokens = lambda shape: chosen[0]  # type: ignore[method-assign]
+        session.poison(21)
+        session.prepare_decode(21)
+        decoded = [chosen, *session.decode(19)]
+    expected = [ids for ids, _ in alone(prompts, 20)]
+    assert [[int(r[0, i]) for r in decoded] for i in range(2)] == expected
 
 
 def twice(layer: Layout) -> Layout:
