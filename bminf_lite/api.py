@@ -108,7 +108,7 @@ def load(
             warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
         ops = backend.create(device, memory_limit)
         try:
-            cache_layout = config.cache_layout.with_int8(int8).with_drafts(num_draft_tokens)
+            cache_layout = config.cache_layout.with_int8(int8)
             KVCache.for_sequences(ops, cache_layout, 1, 1).close()  # raises now if the backend cannot have such a cache
             plan = plan_placement(
                 ops, opened.spec, lambda: checkpoint_requirements(opened, None, kv_cache, num_draft_tokens), context,

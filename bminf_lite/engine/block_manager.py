@@ -11,8 +11,9 @@ A sequence holds the blocks of the tokens that a group keeps, and gives back tho
 reused as far as every group has the blocks that the next token sees.
 
 Layers with states have one block for each sequence, a slot, and a prefix is reused only where they have a snapshot of
-it. Snapshots are sparse: one at the end of each prompt, the slot that a sequence leaves when it ends, and some within
-long prompts, into free slots alone. A snapshot leaves when a group of tokens forgets a block that its prefix needs.
+it. Snapshots are sparse: one at the end of each prompt, the slot that a sequence leaves when it ends, one where a
+prompt branches off from an earlier one, and some within long prompts, into free slots alone. A snapshot leaves when a
+group of tokens forgets a block that its prefix needs.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class SequenceBlocks:
 
     ``snapshot_position`` is that of the last snapshot, and ``prompt_length`` the tokens that the sequence starts with,
     where the next one is made at the latest. Until then ``prompt_ends`` has the prefixes for which it will stand.
+    ``branch`` is the position where a piece of the prompt is to end for a snapshot, 0 for none: up to it the cache has
+    blocks of an earlier prompt, but no snapshot.
     """
 
     root: bytes
@@ -55,17 +58,20 @@ class SequenceBlocks:
     snapshot_position: int = 0
     prompt_length: int = 0
     prompt_ends: Sequence[tuple[int, bytes]] = ()
+    branch: int = 0
 
 
 class Prefix(NamedTuple):
     """What the cache has of a sequence: ``num_tokens`` tokens, ``num_blocks`` full blocks of which are shared.
 
     ``copied`` is empty, or has for each group the key and the number of the block whose contents are to be copied.
+    ``branch`` is the position up to which it would be found, if there were a snapshot.
     """
 
     num_blocks: int
     num_tokens: int
     copied: Sequence[tuple[bytes, int]] = ()
+    branch: int = 0
 
 
 class UnderWay:
@@ -190,7 +196,7 @@ class BlockManager:
         if prefix is None:
             most = num_tokens - 1 if max_cached_tokens is None else max_cached_tokens
             prefix = self.cached_prefix(sequence, most, token_ids)
-        hits, cached, copied = prefix
+        hits, cached, copied, _ = prefix
         found = [group.hit_blocks(sequence.keys, hits, cached) for group in self.groups]
         new = [group.num_new(num_tokens, cached + budget, hits) for group in self.groups]
         for group, blocks, count in zip(self.groups, found, new, strict=True):
@@ -211,7 +217,7 @@ class BlockManager:
             sequence.source_table = source or [self.sources.pool.take() for _ in range(num_source_blocks)]
         sequence.num_indexed = hits
         if self.has_snapshots:
-            self._expect_snapshot(sequence, cached, num_tokens, token_ids)
+            self._expect_snapshots(sequence, prefix, num_tokens, token_ids)
         tables = zip(copied, self.groups, sequence.tables, strict=False)
         copies = [(b, group.copied_block(table, hits) if b else NULL_BLOCK) for (_, b), group, table in tables]
         return Admission(cached, source is not None, copies)
@@ -293,11 +299,11 @@ class BlockManager:
         keys = sequence.keys[: most // self.block_size]
         for group in self.groups:
             del keys[group.num_hits(keys) :]
-        if self.has_snapshots:
-            return self._longest_snapshot(sequence, keys, most, token_ids)
         hits = len(keys)
         while hits and not all(group.sees(keys, hits) for group in self.groups):
             hits -= 1
+        if self.has_snapshots:
+            return self._longest_snapshot(sequence, keys[:hits], most, token_ids)
         first = hits * self.block_size  # token that the full blocks lack
         rest, parent = token_ids(first, min(first + self.block_size, most)), self._parent(sequence, hits)
         starts = [group.find_start(parent, rest) for group in self.groups]
@@ -307,6 +313,7 @@ class BlockManager:
     def _longest_snapshot(self, sequence: SequenceBlocks, keys: list[bytes], most: int, token_ids: TokenIds) -> Prefix:
         """The same where a sequence goes on from a snapshot; the groups have at most the full blocks of ``keys``."""
         size, first_exact = self.block_size, next(group for group in self.groups if group.has_snapshots)
+        branch = len(keys) * size if any(not group.has_snapshots for group in self.groups) else 0
         for hits in range(len(keys), -1, -1):
             first = hits * size
 
@@ -316,8 +323,8 @@ class BlockManager:
             for count, key in first_exact.keys_behind(self._parent(sequence, hits), rest):
                 blocks = [group.find_end(key, count) for group in self.groups]
                 if None not in blocks and all(group.sees(keys, hits) for group in self.groups):
-                    return Prefix(hits, first + count, [(key, block or NULL_BLOCK) for block in blocks])
-        return Prefix(0, 0)
+                    return Prefix(hits, first + count, [(key, block or NULL_BLOCK) for block in blocks], branch)
+        return Prefix(0, 0, branch=branch)
 
     def under_way(self, sequences: Iterable[SequenceBlocks]) -> UnderWay:
         """What running sequences compute."""
@@ -342,19 +349,20 @@ class BlockManager:
     def snapshot(self, sequence: SequenceBlocks, position: int, token_ids: TokenIds) -> Sequence[tuple[int, int]]:
         """Take a slot for a snapshot of a sequence whose next step begins at ``position``, if the policy wants one.
 
-        It is wanted at the prompt's end, and within a prompt behind ``SNAPSHOT_TOKENS`` tokens without one, if a slot
-        is free. Returns the copies of :class:`Admission`, which the caller makes before that step; none without one.
+        It is wanted at the prompt's end and where the prompt branches off, and elsewhere within a prompt behind
+        ``SNAPSHOT_TOKENS`` tokens without one, if a slot is free. Returns the copies of :class:`Admission`, which the
+        caller makes before that step; none without a snapshot.
         """
         if position > sequence.prompt_length:
             return ()
-        at_end = position == sequence.prompt_length
+        at_end, is_branch = position == sequence.prompt_length, 0 < position == sequence.branch
         if at_end:
             sequence.prompt_ends = ()
-        elif position - sequence.snapshot_position < SNAPSHOT_TOKENS:
+        elif not is_branch and position - sequence.snapshot_position < SNAPSHOT_TOKENS:
             return ()
         ends = self._ends(sequence, (position - 1, position), token_ids)
         tables = [*zip(self.groups, sequence.tables, strict=True)]
-        copies = [group.snapshot(table, [*ends.values()], at_end) for group, table in tables]
+        copies = [group.snapshot(table, [*ends.values()], at_end or is_branch) for group, table in tables]
         made = [pair for pair in copies if pair is not None]
         if len(made) < len(copies):
             return ()
@@ -370,9 +378,10 @@ class BlockManager:
             for end in ends.values():
                 group.keep_state(table, end)
 
-    def _expect_snapshot(self, sequence: SequenceBlocks, cached: int, length: int, token_ids: TokenIds) -> None:
-        """Note that a snapshot will be made at the end of a prompt of ``length`` tokens."""
-        sequence.snapshot_position, sequence.prompt_length = cached, length
+    def _expect_snapshots(self, sequence: SequenceBlocks, prefix: Prefix, length: int, token_ids: TokenIds) -> None:
+        """Note where snapshots of a prompt of ``length`` tokens will be made."""
+        sequence.snapshot_position, sequence.prompt_length = prefix.num_tokens, length
+        sequence.branch = prefix.branch if prefix.branch - prefix.num_tokens >= self.block_size else 0
         ends = self._ends(sequence, (length - 1, length), token_ids)
         sequence.prompt_ends = [(position, end.key) for position, end in ends.items()]
 

@@ -20,7 +20,8 @@ class EngineConfig:
     - ``max_num_mixed_tokens``: prompt tokens of a step that also decodes sequences whose tokens are streamed. It
       bounds the time between two tokens of a stream while others' prompts are processed. If more prompts wait than
       streams, it is multiplied by prompts per stream, rounded up.
-    - ``num_draft_tokens``: drafts of a request that a step checks, at most; 0 for none.
+    - ``num_draft_tokens``: drafts of a request that a step checks, at most; 0 for none. ``cache_layout`` is that of
+      steps without drafts.
     - ``max_num_draft_rows``: rows of a step that checks drafts, at most: the newest tokens of its requests, and drafts.
     - ``max_logit_rows``: prompt tokens of a step whose logits are computed, for log-probabilities of prompts.
     - ``max_queue``: requests that may wait.

@@ -180,7 +180,7 @@ class Executor:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _pools(self, max_blocks: Sequence[int]) -> KVCache:
-        layout = self.config.cache_layout
+        layout = self.config.cache_layout.with_drafts(self.config.num_draft_tokens)
         first = [FIRST_SLOTS if kept.per_sequence else FIRST_BLOCKS for kept in layout.groups]
         return KVCache(self.ops, layout, [*map(min, first, max_blocks)], max_blocks)
 

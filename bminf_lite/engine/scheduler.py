@@ -509,6 +509,8 @@ class Budget:
         if request.whole_prompt:
             return request.num_uncomputed_tokens
         limit = min(self.tokens, self.logit_rows) if request.prompt_logprobs else self.tokens
+        if request.blocks and request.num_computed_tokens < request.blocks.branch:
+            limit = min(limit, request.blocks.branch - request.num_computed_tokens)
         return min(request.num_uncomputed_tokens, limit)
 
     def spend(self, request: Request, count: int) -> None:

@@ -98,7 +98,8 @@ class State:
       when it begins. ``context_lens`` says how many tokens are accepted. Rows of drafts follow the row of their
       sequence, with the same slot (see ``has_drafts``); they advance nothing. So rejected drafts are overwritten by
       position, and nothing is copied, committed or replayed, also where a check crosses the end of a chunk.
-    - A sequence at position 0 reads no state. So no slot is ever cleared.
+    - A sequence at position 0 reads no state. So no slot is ever cleared. Padding has slot 0, and its rows are at
+      position 0: they may write there, in any order, and read nothing.
 
     It follows that after a step the slot serves to go on at the position of the last token that is no draft, and at
     the one behind it. ``ring`` is stated for steps without drafts: the tokens of a chunk, or of a short convolution,

@@ -174,7 +174,7 @@ class HybridModel:
         self, kinds: str = "arwc", slots: int = 30, blocks: int = 80, ops: Backend | None = None, **limits: Any
     ):
         self.network = Hybrid(kinds, ops)
-        layout = self.network.cache_layout.with_drafts(limits.get("num_draft_tokens", 0))
+        layout = self.network.cache_layout
         counts = tuple(slots if kept.per_sequence else blocks for kept in layout.groups)
         config = EngineConfig(512, VOCAB, layout, counts, max_num_seqs=8)
         self.config = replace(config, **limits)

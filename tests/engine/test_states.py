@@ -118,6 +118,15 @@ def test_snapshots_within_a_prompt_serve_prompts_that_go_on_otherwise(monkeypatc
     assert [r.num_cached_tokens for r in found] == [0, 80, 160, 299]
 
 
+def test_a_common_beginning_is_computed_twice_and_then_reused() -> None:
+    """The second prompt that begins like an earlier one shows where they part, and leaves a snapshot there."""
+    prompts = [[*tokens(150, 7), *tokens(20 + i, 20 + i)] for i in range(4)]
+    with HybridModel() as model:
+        found = [run(model, [request(0, ids, max_new_tokens=6)])[0] for ids in prompts]
+    assert [r.num_cached_tokens for r in found] == [0, 0, 128, 128]
+    assert results(found) == alone(prompts, 6)
+
+
 def test_answers_to_one_prompt_compute_it_once() -> None:
     prompt = tokens(100, 6)
     many = [request(i, prompt, max_new_tokens=8, temperature=0.9) for i in range(5)]
