@@ -67,8 +67,6 @@ class GgufFile(TensorFile):
         infos = {}
         for name, stored in self._stored.items():
             tensor, nbytes = stored.tensor, math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
-            if tensor.offset + tensor.nbytes > self.nbytes:
-                raise CheckpointError(f"{self.path}: ends before tensor {name!r}; it is truncated: download it again")
             stored_as = "" if tensor.type == stored.dtype else tensor.type
             infos[name] = TensorInfo(
                 stored.dtype, stored.shape, self.path, tensor.offset, nbytes, stored_as, tensor.nbytes
@@ -88,7 +86,8 @@ class GgufFile(TensorFile):
         row = max(math.prod(info.shape[1:]), 1) * itemsize
         first, end = offset // row, -(-(offset + len(buffer)) // row)
         rows = self._rows(stored, first, end)
-        values = (rows - rows.dtype.type(stored.offset)).reshape(-1).view(np.uint8)
+        with np.errstate(all="ignore"):  # who reads values that are not finite says so
+            values = (rows - rows.dtype.type(stored.offset)).reshape(-1).view(np.uint8)
         buffer[:] = values[offset - first * row : offset - first * row + len(buffer)].data
 
     def is_verbatim(self, name: str) -> bool:
@@ -126,7 +125,8 @@ def _dequantized(raw: np.ndarray, type_name: str, path: Path) -> np.ndarray:
     import gguf
 
     try:
-        values: np.ndarray = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
+        with np.errstate(all="ignore"):  # scales of a damaged file may not be finite, which who reads the values says
+            values: np.ndarray = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
     except NotImplementedError as error:
         raise CheckpointError(f"{path}: the package gguf cannot dequantize {type_name}") from error
     return values.astype(np.float32, copy=False)

@@ -85,6 +85,10 @@ class Converted:
     further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
 
 
+_EQUAL = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+"""Keys whose values may be a list for all layers, of one value."""
+
+
 def config_json(header: GgufHeader) -> dict[str, Any]:
     """The ``config.json`` of the model.
 
@@ -102,11 +106,18 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     missing += [] if "token_embd.weight" in header.tensors else ["the tensor token_embd.weight"]
     if missing:
         raise checkpoint_error(header.path, [f"lacks {name}" for name in missing], "export the model again")
+    heads, width = _first(header.of_model("attention.head_count")), header.of_model("embedding_length")
+    if width < heads:
+        problem = f"{header.architecture}.embedding_length is {width}, less than attention.head_count, {heads}"
+        raise CheckpointError(f"{header.path}: {problem}; export the model again")
     config: dict[str, Any] = {"model_type": known.model_type, **known.fixed}
     for key, name in known.keys.items():
         value = header.of_model(key)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
+        if isinstance(value, list) and key in _EQUAL:
+            problem = f"{header.architecture}.{key} is {str(value)[:60]}: layers differ, which this version does not run"
+            raise CheckpointError(f"{header.path}: {problem}")
         if value is not None:
             config[name] = shortest(value) if isinstance(value, float) else value
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import CheckpointError, checkpoint_error
 from .header_file import HeaderFile, HeaderProblem
+from .metadata_types import metadata_problems
 
 INSTALL = "pip install 'bminf-lite[gguf]'"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -102,7 +103,10 @@ def _read_part(path: Path, modified: int) -> GgufHeader:
         raise CheckpointError(f"{path}: is no GGUF file that can be read: {error}; download it again") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    tensors, problems = {}, []
+    if problems := metadata_problems(header.metadata):
+        raise checkpoint_error(path, problems, "export the model again")
+    size = path.stat().st_size
+    tensors = {}
     for name, entry in header.tensors.items():
         try:
             kind = gguf.GGMLQuantizationType(entry.type_number)
@@ -114,8 +118,13 @@ def _read_part(path: Path, modified: int) -> GgufHeader:
         if count % block_size or (entry.shape and entry.shape[-1] % block_size):
             problems.append(f"tensor {name!r} {list(entry.shape)} has no whole blocks of {block_size} ({kind.name})")
             continue
-        nbytes = count // block_size * block_bytes
-        tensors[name] = GgufTensor(path, entry.shape, kind.name, header.data_start + entry.offset, nbytes)
+        if not entry.shape or (len(entry.shape) == 1 and block_size > 1):
+            problems.append(f"tensor {name!r} {list(entry.shape)} has no rows ({kind.name})")
+            continue
+        nbytes, start = count // block_size * block_bytes, header.data_start + entry.offset
+        if start + nbytes > size:
+            raise CheckpointError(f"{path}: ends before tensor {name!r}; it is truncated: download it again")
+        tensors[name] = GgufTensor(path, entry.shape, kind.name, start, nbytes)
     if problems:
         raise checkpoint_error(path, problems, "download it again, or upgrade the package gguf")
     return GgufHeader((path,), header.metadata, tensors)

@@ -75,7 +75,7 @@ class HeaderFile:
         if self._take(4, "its first bytes") != MAGIC:
             raise HeaderProblem("it does not begin with GGUF")
         version = self._number("<I", "its version")
-        if version & 0xFFFF == 0:
+        if version and version & 0xFFFF == 0:
             raise HeaderProblem("its bytes have the order of big-endian machines: convert it with gguf-convert-endian")
         if version not in VERSIONS:
             known = " and ".join(map(str, VERSIONS))
