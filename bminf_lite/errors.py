@@ -87,7 +87,7 @@ def library_errors(message: str, kind: type[BminfError] = CheckpointError) -> It
 
 def is_whole(value: object) -> bool:
     """Whether a value is a whole number, of Python's or NumPy's types."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))  # the usual case first
 
 
 def require_whole(name: str, value: Any, most: int | None = None, least: int = 1) -> None:

@@ -125,16 +125,20 @@ class PromptEncoder:
     ) -> EncodedPrompt:
         """See :meth:`bminf_lite.Model.encode`. A text may be guarded already."""
         encoded = self._tokenize(prompt, add_special_tokens, split_special_tokens)
+        limits = self.limits
+        context, longest = limits.context_length, limits.max_source_length
+        reads = f"the model's encoder reads {longest:,} at most"
+        if not limits.is_encoder_decoder:
+            longest, reads = context - 1, f"the model's context is {context:,} and a new token must fit"
+        if isinstance(encoded.token_ids, list):  # of JSON, which may have millions
+            _check_length(encoded.token_ids, longest, reads)
         ids = self.validate_token_ids(encoded.token_ids)
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
-        limits = self.limits
-        context, longest = limits.context_length, limits.max_source_length
+        _check_length(ids, longest, reads)
         if not limits.is_encoder_decoder:
-            _check_length(ids, context - 1, f"the model's context is {context:,} and a new token must fit")
             return replace(encoded, token_ids=ids, target=())
         target = self.validate_token_ids(encoded.target)
-        _check_length(ids, longest, f"the model's encoder reads {longest:,} at most")
         if len(target) + len(limits.decoder_start_token_ids) >= context:
             raise UsageError(f"the target has {len(target):,} tokens, but the decoder's context is {context:,}")
         return replace(encoded, token_ids=ids, target=tuple(target))

@@ -10,7 +10,7 @@ import pytest
 from api_kit import LiveServer
 from test_chat import HI
 
-from bminf_lite.server.schemas.unsupported import UnsupportedFields
+from bminf_lite.server.schemas.unsupported import FieldsOfChats, UnsupportedFields
 from bminf_lite.server.settings import ServerSettings
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -36,6 +36,15 @@ def test_a_field_that_is_not_supported_is_refused_by_name(fake: LiveServer, path
     response = fake.post(path, BODIES[path] | {field: 0.123})
     param, message = message_of(response)
     assert response.status_code == 400 and param in (field, None) and message.startswith(field), message
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize("field", sorted(FieldsOfChats.model_fields.keys() | {"stop", "logprobs"}))
+def test_a_field_of_chats_is_refused_where_it_does_nothing(fake: LiveServer, path: str, field: str):
+    response = fake.post(path, BODIES[path] | {field: 5})
+    param, message = message_of(response)
+    assert response.status_code == 400 and param in (field, None) and message.startswith(field), message
+    assert fake.post(path, BODIES[path] | {"n": 1, "stop": [], "logprobs": False}).status_code == 200
 
 
 @every_route

@@ -9,10 +9,11 @@ import msgspec
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ...grammar import Structure
-from .base import Body, invalid, one_of, option
+from .base import Body, invalid, one_of, option, refused
 from .chat import ToolChoice, check_template_variables, check_tool_choice
 from .messages import FunctionName, Parameters
 from .sampling import SamplingFields, SchemaField, Stops, format_structure
+from .unsupported import FieldsOfChats
 
 
 class TextBlock(Body):
@@ -206,7 +207,10 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class MessagesBody(SamplingFields):
+_NO_LOGPROBS = "is not supported here: use /v1/chat/completions"
+
+
+class MessagesBody(SamplingFields, FieldsOfChats):
     """See https://docs.anthropic.com/en/api/messages. The model may have any name.
 
     ``output_format`` is the name of ``output_config.format`` in the beta of structured outputs.
@@ -221,6 +225,9 @@ class MessagesBody(SamplingFields):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    stop: Annotated[Any, refused("is not supported here: its name is stop_sequences", [])] = None
+    logprobs: Annotated[Any, refused(_NO_LOGPROBS, False)] = None
+    top_logprobs: Annotated[Any, refused(_NO_LOGPROBS, 0)] = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> MessagesBody:

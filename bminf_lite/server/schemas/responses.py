@@ -11,6 +11,7 @@ from .base import Body, invalid, option, refused
 from .chat import NamedFunction, ToolChoice, Word, check_template_variables, check_tool_choice, kind_of_choice
 from .messages import Content, FunctionName, Parameters, plain_content
 from .sampling import SamplingFields, SchemaField, format_structure
+from .unsupported import FieldsOfChats
 
 STATELESS = "this server keeps no responses: set store to false and send the whole conversation as the input"
 
@@ -162,7 +163,7 @@ class ReasoningConfig(Body):
     effort: str | None = None
 
 
-class ResponsesBody(SamplingFields):
+class ResponsesBody(SamplingFields, FieldsOfChats):
     """See https://platform.openai.com/docs/api-reference/responses/create."""
 
     model: str | None = None
@@ -186,6 +187,9 @@ class ResponsesBody(SamplingFields):
     conversation: Annotated[Any, refused(STATELESS)] = None
     prompt: Annotated[Any, refused("prompt templates are not kept here: send the text as the input")] = None
     background: bool | None = None
+    max_tokens: Annotated[Any, refused("is not supported here: its name is max_output_tokens")] = None
+    stop: Annotated[Any, refused("is not supported here: use /v1/chat/completions", [])] = None
+    logprobs: Annotated[Any, refused("is not supported here: use top_logprobs", False)] = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> ResponsesBody:

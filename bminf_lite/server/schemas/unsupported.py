@@ -13,6 +13,7 @@ from .base import Body, refused
 _BEAMS = "there is no beam search: leave it out"
 _STRUCTURE = "is not supported: use structured_outputs"
 _SAMPLER = "this way of choosing tokens is not supported: use temperature, top_k, top_p and min_p"
+_FORMAT = "is not supported here: use text.format, output_config.format or /v1/chat/completions"
 _LONGER = "is not supported here: its name is max_tokens"
 
 
@@ -69,3 +70,16 @@ class UnsupportedFields(Body):
     mm_processor_kwargs: Annotated[Any, refused("is not supported: the model reads text only", {})] = None
     lora_path: Annotated[Any, refused("is not supported: the server has one model")] = None
     return_hidden_states: Annotated[Any, refused("is not supported: the server gives tokens and texts", False)] = None
+
+
+class FieldsOfChats(Body):
+    """Fields of chat completions that the other interfaces of conversations have under other names."""
+
+    structured_outputs: Annotated[Any, refused(_FORMAT)] = None
+    response_format: Annotated[Any, refused(_FORMAT)] = None
+    guided_json: Annotated[Any, refused(_FORMAT)] = None
+    guided_regex: Annotated[Any, refused(_FORMAT)] = None
+    guided_choice: Annotated[Any, refused(_FORMAT)] = None
+    guided_grammar: Annotated[Any, refused(_FORMAT)] = None
+    n: Annotated[Any, refused("is not supported here: send the request again, or use /v1/chat/completions", 1)] = None
+    max_completion_tokens: Annotated[Any, refused("is a field of chat completions: use max_output_tokens in a response, max_tokens in a message")] = None
