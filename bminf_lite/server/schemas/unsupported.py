@@ -82,4 +82,6 @@ class FieldsOfChats(Body):
     guided_choice: Annotated[Any, refused(_FORMAT)] = None
     guided_grammar: Annotated[Any, refused(_FORMAT)] = None
     n: Annotated[Any, refused("is not supported here: send the request again, or use /v1/chat/completions", 1)] = None
-    max_completion_tokens: Annotated[Any, refused("is a field of chat completions: use max_output_tokens in a response, max_tokens in a message")] = None
+    max_completion_tokens: Annotated[
+        Any, refused("is a field of chat completions: use max_output_tokens in a response, max_tokens in a message")
+    ] = None
