@@ -88,7 +88,14 @@ def serve(
     require_extra()
     from ..api import load
     from ..server.client import EngineFailure
-    from ..server.launcher import checked_format, default_http_workers, launch, model_names, require_safe
+    from ..server.launcher import (
+        checked_format,
+        checked_seconds,
+        default_http_workers,
+        launch,
+        model_names,
+        require_safe,
+    )
     from ..server.limits import DEFAULT_LIMITS
     from ..server.listener import Address, Listener
     from ..server.request_log import checked_path
@@ -101,14 +108,14 @@ def serve(
     settings = ServerSettings(
         names, security, DEFAULT_LIMITS.changed(limit), checked_path(request_log), form, seed, split_special_tokens
     )
-    address = Address(host, port)
+    address, seconds = Address(host, port), checked_seconds(shutdown_timeout)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, http_workers or default_http_workers())) as listener, load(
         model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache, context=context,
         max_queue=max_queue, max_num_batched_tokens=max_num_batched_tokens,
     ) as loaded:  # fmt: skip
         try:
-            launch(loaded, listener, settings, shutdown_timeout, lambda message: click.echo(message, err=True))
+            launch(loaded, listener, settings, seconds, lambda message: click.echo(message, err=True))
         except EngineFailure as error:
             click.echo(f"error: {error}", err=True)
             sys.stderr.flush()

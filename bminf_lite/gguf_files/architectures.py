@@ -116,9 +116,7 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         if isinstance(value, list) and key in _EQUAL:
-            problem = (
-                f"{header.architecture}.{key} is {str(value)[:60]}: layers differ, which is not supported"
-            )
+            problem = f"{header.architecture}.{key} is {str(value)[:60]}: layers differ, which is not supported"
             raise CheckpointError(f"{header.path}: {problem}")
         if value is not None:
             config[name] = shortest(value) if isinstance(value, float) else value

@@ -37,6 +37,8 @@ from .settings import ServerSettings
 MAX_RESTARTS = 5
 RESTART_SECONDS = 60.0
 """The server gives up when more than ``MAX_RESTARTS`` of its HTTP processes end within this many seconds."""
+_MAX_SHUTDOWN_SECONDS = 1_000_000
+"""Eleven days, which every clock can wait for."""
 _KILL_SECONDS = 3.0
 """After its time for a shutdown has passed, an HTTP process has this long before it is killed."""
 
@@ -284,11 +286,12 @@ def serve(
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
     names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
+    seconds = checked_seconds(shutdown_timeout)
     settings = ServerSettings(names, security, limits, checked_path(request_log), form, seed, split_special_tokens)
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, default_http_workers() if http_workers is None else http_workers)) as listener:
-        launch(model, listener, settings, shutdown_timeout, log)
+        launch(model, listener, settings, seconds, log)
 
 
 def checked_format(name: str | None) -> str | None:
@@ -299,4 +302,12 @@ def checked_format(name: str | None) -> str | None:
 def model_names(names: str | Sequence[str] | None, folder: Path | None) -> tuple[str, ...]:
     """The names of the model in requests; by default that of its folder."""
     names = (names,) if isinstance(names, str) else tuple(names or ())
-    return names or ("model" if folder is None else folder.absolute().name,)
+    return names or ("model" if folder is None else folder.absolute().name or "model",)
+
+
+def checked_seconds(value: float) -> float:
+    """The time for a shutdown. Raises ``UsageError`` unless it is a number of seconds, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MAX_SHUTDOWN_SECONDS:
+        wanted = f"must be a number of seconds, 0 to {_MAX_SHUTDOWN_SECONDS:,}"
+        raise UsageError(f"shutdown_timeout is {value!r}, but {wanted}")
+    return value

@@ -8,6 +8,9 @@ from typing import Any
 
 from ..errors import UsageError
 
+LARGEST = 1 << 40
+"""A terabyte, or 35,000 years."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -37,8 +40,10 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not value > 0:
-                raise UsageError(f"the limit {field.name} is {value!r}, but must be more than 0")
+            if value is not None and not 0 < value <= LARGEST:
+                raise UsageError(
+                    f"the limit {field.name} is {value!r}, but must be more than 0 and at most {LARGEST:,}"
+                )
 
     def changed(self, settings: Iterable[str]) -> Limits:
         """These limits with some of them set as texts such as ``body=1000000``; ``UsageError`` for others."""

@@ -23,13 +23,17 @@ from pathlib import Path
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import UsageError
+from ..errors import UsageError, listed
 from ..files import expand, read_small_file
 from .errors import ApiError, path_of
 from .event_stream import RAW_SEND
 from .limits import Limits
 
 _HOST = re.compile(r"(?P<name>\[[^\[\]]+\]|[^:\[\]]+)(:\d*)?")
+
+_PATH = re.compile(r"/[!-~]*")
+_NAME = re.compile(r"\*|[^\s/:@?#\[\]]+|\[[0-9a-fA-F:.]+\]")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@?#]+", re.IGNORECASE)
 
 OPEN_PATHS = ("/", "/health", "/health/live", "/health/ready")
 """Paths that need no key: the page, which asks for the key, and what supervisors ask."""
@@ -43,12 +47,29 @@ class Security:
     - ``open_paths``: paths that need none.
     - ``allowed_hosts``: names of the server beside ``localhost`` and IP addresses; ``*`` allows every name.
     - ``allowed_origins``: sites whose pages may use the server; ``*`` allows every site.
+
+    Raises ``UsageError`` for a path, a name and a site that no request can have.
     """
 
     key_digests: tuple[bytes, ...] = field(default=(), repr=False)
     open_paths: tuple[str, ...] = OPEN_PATHS
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        kinds = (
+            ("path without a key", self.open_paths, _PATH, "must begin with /, as /metrics"),
+            ("allowed host", self.allowed_hosts, _NAME, "must be a name such as llm.example.org, or *"),
+            ("allowed origin", self.allowed_origins, _ORIGIN, "must be a site such as https://chat.example, or *"),
+        )
+        problems = [
+            f"the {kind} {value!r} {wanted}"
+            for kind, values, pattern, wanted in kinds
+            for value in values
+            if not pattern.fullmatch(value)
+        ]
+        if problems:
+            raise UsageError(listed("who may use the server", problems))
 
 
 def digests(keys: Iterable[str]) -> tuple[bytes, ...]:

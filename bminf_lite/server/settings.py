@@ -9,6 +9,9 @@ from ..errors import UsageError
 from .limits import Limits
 from .security import Security
 
+MAX_NAME = 256
+"""Characters of a model's name."""
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -20,7 +23,8 @@ class ServerSettings:
     ``seed`` is that of requests that give none; without one each of them draws its own.
     ``split_special_tokens`` is the default of requests: texts are text, also where they spell control tokens.
 
-    Raises ``UsageError`` for a seed out of range, and for a name that is no text or not UTF-8, because messages are.
+    Raises ``UsageError`` for a seed out of range, for a name that is no text or not UTF-8, because messages are, and for
+    a model's name that is empty, longer than :data:`MAX_NAME` or not printable.
     """
 
     served_model_names: tuple[str, ...]
@@ -38,3 +42,7 @@ class ServerSettings:
                 str.encode(name)
             except (TypeError, UnicodeEncodeError):  # noqa: PERF203, they are one or two
                 raise UsageError(f"{name!r} is a name of a model or a log, but must be text in UTF-8") from None
+        for name in self.served_model_names:
+            if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+                wanted = f"must be a printable text of 1 to {MAX_NAME} characters"
+                raise UsageError(f"the served model name is {repr(name)[:MAX_NAME]}, but {wanted}")
