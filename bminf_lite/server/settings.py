@@ -23,7 +23,7 @@ class ServerSettings:
     ``seed`` is that of requests that give none; without one each of them draws its own.
     ``split_special_tokens`` is the default of requests: texts are text, also where they spell control tokens.
 
-    Raises ``UsageError`` for a seed out of range, for a name that is no text or not UTF-8, because messages are, and for
+    Raises ``UsageError`` for a seed out of range, a name that is no text or not UTF-8, because messages are, and for
     a model's name that is empty, longer than :data:`MAX_NAME` or not printable.
     """
 
