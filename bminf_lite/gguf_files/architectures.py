@@ -60,6 +60,8 @@ SIZES = {
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 """Sizes of which some files have a list."""
 LARGEST_SIZE = 2**31 - 1
+MOST_LAYERS = 1 << 16
+"""Some architectures get a list of their layers' kinds, which must not have 2 billion items."""
 REQUIRED = ("embedding_length", "block_count", "attention.head_count", "context_length")
 
 
@@ -85,10 +87,6 @@ class Converted:
     further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
 
 
-_EQUAL = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-"""Keys whose values may be a list for all layers, of one value."""
-
-
 def config_json(header: GgufHeader) -> dict[str, Any]:
     """The ``config.json`` of the model.
 
@@ -106,18 +104,11 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     missing += [] if "token_embd.weight" in header.tensors else ["the tensor token_embd.weight"]
     if missing:
         raise checkpoint_error(header.path, [f"lacks {name}" for name in missing], "export the model again")
-    heads, width = _first(header.of_model("attention.head_count")), header.of_model("embedding_length")
-    if width < heads:
-        problem = f"{header.architecture}.embedding_length is {width}, less than attention.head_count, {heads}"
-        raise CheckpointError(f"{header.path}: {problem}; export the model again")
     config: dict[str, Any] = {"model_type": known.model_type, **known.fixed}
     for key, name in known.keys.items():
         value = header.of_model(key)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
-        if isinstance(value, list) and key in _EQUAL:
-            problem = f"{header.architecture}.{key} is {str(value)[:60]}: layers differ, which is not supported"
-            raise CheckpointError(f"{header.path}: {problem}")
         if value is not None:
             config[name] = shortest(value) if isinstance(value, float) else value
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
@@ -143,8 +134,9 @@ def _size_problems(header: GgufHeader) -> list[str]:
     for key, least in SIZES.items():
         value = header.of_model(key)
         numbers = value if isinstance(value, list) and key in PER_LAYER else [value]
-        if value is not None and not (numbers and all(is_whole(n) and least <= n <= LARGEST_SIZE for n in numbers)):
-            wanted = f"a whole number from {least} to {LARGEST_SIZE:,}"
+        most = MOST_LAYERS if key == "block_count" else LARGEST_SIZE
+        if value is not None and not (numbers and all(is_whole(n) and least <= n <= most for n in numbers)):
+            wanted = f"a whole number from {least} to {most:,}"
             problems.append(f"{header.architecture}.{key} is {value!r}, but must be {wanted}")
     if problems:
         return problems

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..errors import CheckpointError, checkpoint_error
 from .header_file import HeaderFile, HeaderProblem
-from .metadata_types import metadata_problems
 
 INSTALL = "pip install 'bminf-lite[gguf]'"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -103,7 +102,7 @@ def _read_part(path: Path, modified: int) -> GgufHeader:
         raise CheckpointError(f"{path}: is no GGUF file that can be read: {error}; download it again") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if problems := metadata_problems(header.metadata):
+    if problems := _type_problems(header.metadata):
         raise checkpoint_error(path, problems, "export the model again")
     size = path.stat().st_size
     tensors = {}
@@ -128,3 +127,22 @@ def _read_part(path: Path, modified: int) -> GgufHeader:
     if problems:
         raise checkpoint_error(path, problems, "download it again, or upgrade the package gguf")
     return GgufHeader((path,), header.metadata, tensors)
+
+
+def _type_problems(metadata: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the types of metadata that name things, of those that are there."""
+    texts, lists = ("general.architecture", "tokenizer.ggml.model"), ("tokenizer.ggml.tokens",)
+    found = [f"{key} is {_short(metadata[key])}, not a text" for key in texts if not _is_text(metadata.get(key, ""))]
+    for key in lists:
+        values = metadata.get(key, [])
+        if not isinstance(values, list) or not all(map(_is_text, values)):
+            found.append(f"{key} is {_short(values)}, not a list of texts")
+    return found
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _short(value: Any) -> str:
+    return repr(value[:5] if isinstance(value, list) else value)[:60]
