@@ -88,11 +88,18 @@ def compare(
 
 
 def lines(result: Comparison) -> str:
-    """The comparison as text: predictions, and the products with the least signal to noise."""
+    """The comparison as text: predictions, the products with the least signal to noise, and what to try next."""
+    from ..evaluation.advice import ProductCounts, advice
+
     found = sorted(result.linears, key=lambda linear: linear.own.snr_db)[:MAX_SHOWN]
     width = max(len(linear.name) for linear in found)
     title = f"least signal to noise of its own, of {len(result.linears)} products:"
-    return "\n".join([result.divergence.summary(), "", title, *(linear_line(linear, width) for linear in found)])
+    worst = [linear.tensors[0] for linear in found if "w8a8" in linear.scheme]
+    tips = advice(result.divergence.kl, ProductCounts.of(linear.scheme for linear in result.linears), worst)
+    return "\n".join(
+        [result.divergence.summary(), "", title, *(linear_line(linear, width) for linear in found)]
+        + ["", *tips] * bool(tips)
+    )
 
 
 def linear_line(linear: LinearReport, width: int) -> str:

@@ -98,12 +98,40 @@ def migrate(
     if report.calibration:
         click.echo("\n".join(product_lines(report.calibration["products"])))
     click.echo(f"{'would write' if dry_run else 'wrote'} {out}, {report}")
-    if report.cost:
+    if not report.cost:
+        click.echo("\n".join(next_steps(report, source, out)))
+    else:
         trade = report.cost.get("trade")
-        click.echo("\n".join([*(trade_lines(trade) if trade else []), cost_line(report.cost)]))
+        click.echo("\n".join([*(trade_lines(trade) if trade else []), cost_line(report.cost), *advice_lines(report)]))
         if plot and trade:
             save_trade(trade, plot)
             click.echo(f"wrote {plot}")
+
+
+def next_steps(report: MigrationReport, source: Path, out: Path) -> list[str]:
+    """What a result that was not measured is expected to cost, and how to measure it."""
+    from ..evaluation.advice import expectation
+
+    measuring = f"measure it on a text of yours: bminf-lite compare {out} {source} TEXT"
+    return [line for line in (expectation(report.recipe.name), measuring) if line]
+
+
+def advice_lines(report: MigrationReport) -> list[str]:
+    """What to try next for a result that was measured."""
+    from ..checkpoint.recipe import RotatedInputs
+    from ..evaluation.advice import ProductCounts, advice
+
+    cost, recipe = report.cost, report.recipe
+    if cost is None or cost["kl"] is None:
+        return []
+    if report.calibration:
+        schemes = [
+            p["scheme"] + (f" H{p['rotation']}" if p["rotation"] > 1 else "") for p in report.calibration["products"]
+        ]
+    else:
+        rotation = " H" if recipe.rotated_inputs is RotatedInputs.ALL else ""
+        schemes = [tensor.scheme.value + rotation for tensor in report.tensors]
+    return advice(cost["kl"], ProductCounts.of(schemes))
 
 
 def _with_progress(work: Callable[..., MigrationReport], calibrates: bool, has_target: bool) -> MigrationReport:
