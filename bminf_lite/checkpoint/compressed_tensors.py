@@ -2,9 +2,9 @@
 
 Three layouts of a quantized layer ``X`` are read. ``int-quantized`` and ``naive-quantized`` keep ``X.weight`` as int8
 ``[out, in]``; ``pack-quantized`` keeps ``X.weight_packed``, int32 ``[out, ceil(in / 4)]`` with ``code + 128`` in each
-byte, and ``X.weight_shape``, int64 ``[2]``. All have ``X.weight_scale``, ``[out, 1]``. Two are written:
-``int-quantized`` where activations are quantized too, ``pack-quantized`` where they are not, because both transformers
-and vLLM open these.
+byte, and ``X.weight_shape``, int64 ``[2]``. All have ``X.weight_scale``, ``[out, 1]``, or with the strategy ``group``
+``[out, in / group_size]``, where activations are float. Two are written: ``int-quantized`` where activations are
+quantized too, ``pack-quantized`` where they are not, because both transformers and vLLM open these.
 
 A configuration that this package cannot run is refused, and the error names the setting.
 
@@ -56,13 +56,15 @@ QUANTIZATION_SUFFIXES = (".weight_scale", ".weight_packed", ".weight_shape", ".w
 class ConfigGroup:
     """Layers that are quantized alike. ``dynamic``: activations are quantized too, per token, at run time.
 
-    ``conv1d``: the layers are those that unquantized checkpoints store ``[in, out]``.
+    ``conv1d``: the layers are those that unquantized checkpoints store ``[in, out]``. ``group_size``: columns of a row
+    that have a scale of their own; 0 is the whole row.
     """
 
     targets: Targets
     packed: bool
     dynamic: bool
     conv1d: bool = False
+    group_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -221,14 +223,29 @@ def _parse_group(where: str, group: object, default_format: object) -> ConfigGro
     targets = group.get("targets")
     problems += _target_problems(f"{where}.targets", targets)
     weights, inputs = group.get("weights"), group.get("input_activations")
-    problems += _mismatches(f"{where}.weights", weights, dynamic=False, strategies=("channel", "tensor"))
+    size = _group_size(weights)
+    problems += _mismatches(f"{where}.weights", weights, False, ("channel", "tensor", *("group",) * bool(size)), size)
+    if size and inputs is not None:
+        problem = f"has groups of {size} columns and quantized activations; this version runs groups with float ones"
+        problems.append(f"{where} {problem}")
     if inputs is not None:
         problems += _mismatches(f"{where}.input_activations", inputs, dynamic=True, strategies=("token",))
     if group.get("output_activations") is not None:
         problems.append(f"{where}.output_activations is set; quantized outputs cannot be run")
     if problems or not isinstance(targets, list):
         return problems
-    return ConfigGroup(Targets(targets), layout == PACKED_FORMAT, inputs is not None, layout == CONV1D_FORMAT)
+    is_conv1d = layout == CONV1D_FORMAT
+    return ConfigGroup(Targets(targets), layout == PACKED_FORMAT, inputs is not None, is_conv1d, size)
+
+
+def _group_size(weights: object) -> int:
+    """The columns that have one scale, of weights with the strategy ``group``, as given or by its size; 0 of others."""
+    if not isinstance(weights, dict):
+        return 0
+    size: object = weights.get("group_size")
+    if type(size) is int and size > 0 and weights.get("strategy") in (None, "group"):
+        return size
+    return 0
 
 
 def _target_problems(where: str, targets: object) -> list[str]:
@@ -237,11 +254,17 @@ def _target_problems(where: str, targets: object) -> list[str]:
     return [f"{where}: {problem}" for problem in pattern_problems(targets)]
 
 
-def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[str]) -> list[str]:
-    """A problem for each setting of weights or activations that is not symmetric int8 with one of ``strategies``."""
+def _mismatches(
+    where: str, args: object, dynamic: bool, strategies: Sequence[str], group_size: int = 0
+) -> list[str]:  # fmt: skip
+    """A problem for each setting of weights or activations that is not symmetric int8 with one of ``strategies``.
+
+    With a ``group_size`` the strategy is ``group``. A permutation of columns (``actorder``) may be part of the stored
+    weights (``weight``), but groups of columns that are not neighbours cannot be run.
+    """
     if not isinstance(args, dict):
         return [f"{where} must be an object, not {args!r}"]
-    default_strategy = "channel" if args.get("group_size") == -1 else "tensor"
+    default_strategy = "group" if group_size else "channel" if args.get("group_size") == -1 else "tensor"
     given = args | {"strategy": args.get("strategy") or default_strategy}
     wanted: dict[str, tuple[Any, Sequence[Any]]] = {  # by key, the format's default and the values that can be run
         "num_bits": (8, [8]),
@@ -249,7 +272,8 @@ def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[st
         "symmetric": (True, [True]),
         "dynamic": (False, [dynamic]),
         "strategy": (None, strategies),
-        "group_size": (None, [None, -1]),
+        "group_size": (None, [group_size] if group_size else [None, -1]),
+        "actorder": (None, [None, False, "weight", "static"]),
         "block_structure": (None, [None]),
     }
     return [
@@ -264,24 +288,27 @@ def quantization_config(
     outliers: Mapping[str, int] | None = None,
     conv1d: Collection[str] = (),
     rotations: Mapping[str, int] | None = None,
+    group_sizes: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint whose linear layers have ``schemes``, by module name.
 
     Layers that stay float are listed in ``ignore``. With one scheme the group targets the class ``Linear``; with two,
     each group lists its layers. ``outliers`` counts the columns that a layer keeps in fp16. ``conv1d`` are the layers
     that the source stores ``[in, out]``, and ``rotations`` the blocks in which layers rotate their input.
+    ``group_sizes`` are the columns that have a scale of their own, of layers where that is not the whole row.
     """
     formats = FORMATS | ({Scheme.W8A8: OUTLIER_FORMAT} if outliers else {})
-    members: dict[tuple[Scheme, str], list[str]] = {}
+    members: dict[tuple[Scheme, str, int], list[str]] = {}
     for scheme in (Scheme.W8A8, Scheme.W8A16):
         for module in (module for module, s in schemes.items() if s is scheme):
-            members.setdefault((scheme, CONV1D_FORMAT if module in conv1d else formats[scheme]), []).append(module)
+            layout, size = CONV1D_FORMAT if module in conv1d else formats[scheme], (group_sizes or {}).get(module, 0)
+            members.setdefault((scheme, layout, size), []).append(module)
     groups = {}
-    for index, ((scheme, layout), modules) in enumerate(members.items()):
+    for index, ((scheme, layout, size), modules) in enumerate(members.items()):
         groups[f"group_{index}"] = {
             "targets": ["Linear"] if len(members) == 1 and not conv1d else modules,
             "format": layout,
-            "weights": _quantization_args(dynamic=False, strategy="channel"),
+            "weights": _quantization_args(dynamic=False, strategy="group" if size else "channel", group_size=size),
             "input_activations": _quantization_args(dynamic=True, strategy="token") if scheme is Scheme.W8A8 else None,
             "output_activations": None,
         }
@@ -311,8 +338,8 @@ def _transform_config(rotations: Mapping[str, int]) -> dict[str, Any]:
 FORMATS = {Scheme.W8A8: "int-quantized", Scheme.W8A16: PACKED_FORMAT}
 
 
-def _quantization_args(dynamic: bool, strategy: str) -> dict[str, Any]:
-    fixed = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None}
+def _quantization_args(dynamic: bool, strategy: str, group_size: int = 0) -> dict[str, Any]:
+    fixed = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": group_size or None}
     return fixed | {"strategy": strategy, "dynamic": dynamic}
 
 

@@ -89,7 +89,7 @@ class ConversionTask:
         if self.scheme is Scheme.FLOAT:
             return {self.name: TensorDeclaration("F16" if self.narrowed else self.info.dtype, self.info.shape)}
         rows, columns = self.shape
-        others = {self.scale_name: TensorDeclaration("F32", (rows, 1))}
+        others = {self.scale_name: TensorDeclaration("F32", (rows, self.groups))}
         if self.rewrite.outliers is not None:
             count = len(self.rewrite.outliers)
             others[f"{self.module}.outlier_columns"] = TensorDeclaration("I32", (count,))
@@ -108,6 +108,11 @@ class ConversionTask:
     def rows(self) -> int:
         """The number of rows of the result, all axes but the last taken together."""
         return math.prod(self.shape[:-1])
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of columns that have scales of their own."""
+        return self.shape[-1] // self.rewrite.group_size if self.rewrite.group_size else 1
 
     @property
     def row_elements(self) -> int:
@@ -146,7 +151,7 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class ConvertedBlock:
-    """The result of a block, per row: scales, and sums of squares of weights and errors in units of the scale.
+    """The result of a block, per row or group of columns: scales, and sums of squares of weights and errors in scales.
 
     Empty for a block that is copied, which has a ``checksum`` if it is a whole tensor. ``bad_row`` is the first row of
     the tensor with a NaN, an infinity or a value beyond :data:`LARGEST_WEIGHT`, which is ``bad_value``.
@@ -215,12 +220,13 @@ class Converter:
 
     def scale_rows(self, name: str, factors: np.ndarray) -> None:
         """Multiply the scales of a matrix by powers of two, fp32 ``[out]``, after :meth:`run`; they are fp32 then."""
-        self._write_scale(name, self._scales[name].astype(np.float32) * factors)
+        self._write_scale(name, self._scales[name].astype(np.float32) * factors[:, None])
 
     def _write_scale(self, name: str, scale: np.ndarray) -> None:
+        """Write scales ``[out, groups]``."""
         tensor = f"{name.removesuffix('.weight')}.weight_scale"
         self._scales[name] = scale
-        self.writer.write_late(tensor, scale[:, None])
+        self.writer.write_late(tensor, scale)
         self.checksums[tensor] = array_checksum(scale)
 
     def source_records(self) -> list[FileRecord]:
@@ -242,8 +248,9 @@ class Converter:
         if any(part.needs_fp32_scale for part in parts):
             parts = [part for _, part in self._convert_all(_blocks(task, fp32_scale=True))]
         scale, signal, noise = (np.concatenate([getattr(p, f) for p in parts]) for f in ("scale", "signal", "noise"))
-        self.row_norms[task.name] = scale.astype(np.float32) * np.sqrt(signal)
-        self._write_scale(task.name, scale)
+        norms = (scale.astype(np.float32) * np.sqrt(signal)).reshape(-1, task.groups)
+        self.row_norms[task.name] = norms[:, 0] if task.groups == 1 else np.sqrt((norms**2).sum(axis=1))
+        self._write_scale(task.name, scale.reshape(-1, task.groups))
         if task.packed:
             self.writer.write(f"{task.module}.weight_shape", np.array(task.shape, np.int64))
         if task.rewrite.outliers is not None:
@@ -306,6 +313,7 @@ class Converter:
         return ConvertedBlock(checksum=array_checksum(values) if whole else "")
 
     def _quantize(self, block: RowBlock, values: np.ndarray) -> ConvertedBlock:
+        task = block.task
         if values.dtype != np.float32:
             widened = self._buffer("fp32", values.size, np.float32).reshape(values.shape)
             np.copyto(widened, values)
@@ -313,10 +321,12 @@ class Converter:
         if block.task.rewrite.rotation is not None:
             values = rotated(values, block.task.rewrite.rotation)
         kept = self._extract_outliers(block.task, values)
+        rows = len(values)
+        values = values.reshape(rows * task.groups, -1)  # each group of columns is quantized as a row of its own
         row_max = row_maxima(values)
-        fits = (row_max <= LARGEST_WEIGHT) & np.isfinite(kept).all(axis=1)
+        fits = (row_max <= LARGEST_WEIGHT).reshape(rows, -1).all(axis=1) & np.isfinite(kept).all(axis=1)
         if not fits.all():
-            return _bad_block(block, values, fits)
+            return _bad_block(block, values.reshape(rows, -1), fits)
         scale = _calibrated_scales(block) if block.task.rewrite.codes is not None else exact_scales(row_max)
         if not block.fp32_scale:
             if not fits_fp16(scale):
@@ -329,6 +339,7 @@ class Converter:
         if block.task.rewrite.codes is not None:
             np.copyto(rounded, block.task.rewrite.codes[block.start : block.stop])
         np.copyto(codes, rounded, casting="unsafe")
+        codes = codes.reshape(rows, -1)
         stored = pack(codes) if block.task.packed else codes
         self.writer.write(block.task.data_name, stored, block.start * stored.shape[1])
         if kept.size:
@@ -415,7 +426,7 @@ def tensor_report(task: ConversionTask, size: int, *per_row: np.ndarray) -> Tens
     ratio = np.divide(signal, noise, out=np.full_like(signal, np.inf), where=noise > 0)
     worst, weighted = int(np.argmin(ratio)), scale**2
     snr = decibels((weighted * signal).sum() / (weighted * noise).sum())
-    return replace(report, snr_db=snr, worst_row=worst, worst_row_snr_db=decibels(ratio[worst]))
+    return replace(report, snr_db=snr, worst_row=worst // task.groups, worst_row_snr_db=decibels(ratio[worst]))
 
 
 def decibels(ratio: float) -> float:

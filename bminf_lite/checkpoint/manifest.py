@@ -6,6 +6,7 @@
 - ``tied_head``, the scheme for a head without a tensor of its own, or null;
 - ``quantized_when_loaded``, by name the schemes of matrices that stay float and ``[in, out]`` in the file, and
   ``rotated_when_loaded``, the blocks in which these, and a head without a tensor of its own, rotate their input;
+  ``grouped_when_loaded``, their columns that share a scale;
 - ``rotated_offline``, what was rotated in the weights (see :mod:`.offline_rotation`);
 - ``left_out``, the parts of a multimodal source that are not its text model;
 - ``dequantized``, the quantized types of a GGUF source;
@@ -94,7 +95,8 @@ class MigrationReport:
 
     ``tied_head`` is the scheme for a head without a tensor of its own, or None; ``late`` holds the schemes, by name, of
     matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
-    ``late_rotations`` are the blocks in which these rotate their input. ``conv1d`` are matrices that the source stores
+    ``late_rotations`` are the blocks in which these rotate their input, and ``late_groups`` the columns that share a
+    scale, where that is no whole row. ``conv1d`` are matrices that the source stores
     ``[in, out]`` and the result as int8. ``rotated_offline`` says what is rotated in the weights. ``calibration`` holds
     a calibration's decisions, and ``cost`` the measured distance from the source. ``skipped`` lists the source's files
     that were not copied, each with the reason. ``left_out`` names the parts of a multimodal model, such as
@@ -115,6 +117,7 @@ class MigrationReport:
     skipped: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     late_rotations: Mapping[str, int] = field(default_factory=dict)
+    late_groups: Mapping[str, int] = field(default_factory=dict)
     rotated_offline: tuple[str, ...] = ()
     dequantized: tuple[str, ...] = ()
     not_obeyed: str = ""
@@ -187,6 +190,7 @@ class MigrationReport:
             **({"dequantized": list(self.dequantized)} if self.dequantized else {}),
             **({"rotated_offline": list(self.rotated_offline)} if self.rotated_offline else {}),
             **({"rotated_when_loaded": dict(self.late_rotations)} if self.late_rotations else {}),
+            **({"grouped_when_loaded": dict(self.late_groups)} if self.late_groups else {}),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             **({"calibration": dict(self.calibration)} if self.calibration else {}),

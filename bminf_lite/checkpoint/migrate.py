@@ -115,7 +115,7 @@ def migrate(
             model = within_fp16(model)
         checkpoint = model.checkpoint
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
-        rewrites = calibrated.rewrites if chosen.calibration else _rotations(model.spec, chosen)
+        rewrites = calibrated.rewrites if chosen.calibration else _recipe_rewrites(model.spec, chosen)
         schemes = SchemeChoice.of(model.spec, chosen, rewrites, portable)
         tasks = _make_tasks(checkpoint, schemes, rewrites, _narrowed(model))
         estimated = tuple(map(_estimate_report, tasks))
@@ -123,10 +123,12 @@ def migrate(
         copied, skipped = _files_to_copy(checkpoint.path)
         late = [name for name in (*schemes.late, *model.spec.tied) if name in rewrites]
         late_rotations = {name: rewrites[name].rotation or 1 for name in late}
+        late_groups = {name: size for name in late if (size := rewrites[name].group_size)}
         report = MigrationReport(
             chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late, conv1d=schemes.conv1d,
             skipped=tuple(skipped), left_out=tuple(model.left_out()),
             late_rotations={name: block for name, block in late_rotations.items() if block > 1},
+            late_groups=late_groups,
             rotated_offline=rotated_offline, dequantized=tuple(dequantized),
             not_obeyed=not_obeyed_text(model.generation_config),
         )  # fmt: skip
@@ -179,10 +181,15 @@ def _is_quantized(spec: Spec, recipe: Recipe, name: str) -> bool:
     return role in (Role.LINEAR, Role.HEAD) and recipe.scheme_of(name, role is Role.HEAD) is not Scheme.FLOAT
 
 
-def _rotations(spec: Spec, recipe: Recipe) -> dict[str, WeightRewrite]:
-    """The rotations of a recipe without a calibration, by tensor name."""
-    blocks = {name: recipe.rotation_of(spec, name) for name in spec.parameters}
-    return {name: WeightRewrite(rotation=block) for name, block in blocks.items() if block > 1}
+def _recipe_rewrites(spec: Spec, recipe: Recipe) -> dict[str, WeightRewrite]:
+    """The rotations and the groups of columns of a recipe without a calibration, by tensor name."""
+    found = {}
+    for name in spec.parameters:
+        block, size = recipe.rotation_of(spec, name), recipe.group_size_of(spec, name)
+        rewrite = WeightRewrite(rotation=block if block > 1 else None, group_size=size or None)
+        if rewrite != NO_REWRITE:
+            found[name] = rewrite
+    return found
 
 
 @dataclass(frozen=True)
@@ -293,7 +300,7 @@ def _in_features(parameter: Parameter) -> int:
 
 def _estimate_report(task: ConversionTask) -> TensorReport:
     """The report of a dry run: scales are declared as fp32, and nearly always fp16."""
-    return tensor_report(task, task.nbytes - (0 if task.scheme is Scheme.FLOAT else 2 * task.rows))
+    return tensor_report(task, task.nbytes - (0 if task.scheme is Scheme.FLOAT else 2 * task.rows * task.groups))
 
 
 def _quantization(schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]) -> dict[str, Any]:
@@ -308,7 +315,8 @@ def _quantization(schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]) 
         for name, rewrite in rewrites.items()
         if rewrite.rotation is not None and schemes.stored[name] is not Scheme.FLOAT
     }
-    return {"quantization_config": quantization_config(stored, kept, conv1d, rotations)}
+    sizes = {name.removesuffix(".weight"): rewrite.group_size or 0 for name, rewrite in rewrites.items()}
+    return {"quantization_config": quantization_config(stored, kept, conv1d, rotations, sizes)}
 
 
 def _convert(

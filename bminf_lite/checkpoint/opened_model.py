@@ -235,6 +235,7 @@ class CheckpointWeights:
         late = checkpoint.manifest.get("quantized_when_loaded") or {}
         self.late = {name: self._scheme(f"quantized_when_loaded[{name!r}]", scheme) for name, scheme in late.items()}
         self.late_rotations = self._rotations(checkpoint.manifest.get("rotated_when_loaded") or {})
+        self.late_groups = self._groups(checkpoint.manifest.get("grouped_when_loaded") or {})
 
     def weight(self, name: str) -> HostWeight:
         """The matrix ``name`` ``[out, in]``, float or int8."""
@@ -247,7 +248,8 @@ class CheckpointWeights:
         scheme, block = self.scheme_of(name), self.late_rotations.get(name, 1)
         if scheme is Scheme.FLOAT:
             return weight
-        return replace(quantize_weight(rotated(weight, block), dynamic=scheme is Scheme.W8A8), rotation=block)
+        size = self.late_groups.get(name, 0)
+        return replace(quantize_weight(rotated(weight, block), scheme is Scheme.W8A8, size), rotation=block)
 
     def vector(self, name: str) -> np.ndarray:
         """The float tensor ``name``."""
@@ -279,6 +281,15 @@ class CheckpointWeights:
                 problem = f"rotated_when_loaded[{name!r}] is {block!r}, which is no block of such a matrix's inputs"
                 raise CheckpointError(f"{self.checkpoint.path / MANIFEST_FILE}: {problem}")
         return dict(blocks)
+
+    def _groups(self, sizes: Mapping[str, Any]) -> dict[str, int]:
+        """The columns that share a scale, of matrices that are quantized when they are loaded, by name."""
+        for name, size in sizes.items():
+            is_late = name in self.late or name in self.spec.tied
+            if not is_late or type(size) is not int or size < 1 or _in_features(self.spec.parameters[name]) % size:
+                problem = f"grouped_when_loaded[{name!r}] is {size!r}, which is no group of such a matrix's columns"
+                raise CheckpointError(f"{self.checkpoint.path / MANIFEST_FILE}: {problem}")
+        return dict(sizes)
 
     def _scheme(self, key: str, value: object) -> Scheme:
         """A scheme in the manifest; None means float."""
@@ -369,7 +380,9 @@ def _expected_tensors(
         yield _ExpectedTensor(f"{module}.weight_shape", ("I64", "I32"), ((2,),))
     else:
         yield _ExpectedTensor(name, ("I8",), ((rows, columns),))
-    per_row = ((rows, 1), (rows,), (1,))
+    per_row: tuple[tuple[int, ...], ...] = ((rows, 1), (rows,), (1,))
+    if group.group_size:
+        per_row = ((rows, -(-columns // group.group_size)),)
     yield _ExpectedTensor(f"{module}.weight_scale", FLOAT_DTYPES, per_row)
     yield _ExpectedTensor(f"{module}.weight_zero_point", ("I8", "I32", "I64"), per_row, required=False)
     for transform in quantization.transforms_of(module) if quantization else ():
@@ -383,9 +396,12 @@ def _expected_tensors(
 def _transform_problems(
     name: str, parameter: Parameter, is_tied: bool, quantization: QuantizationConfig
 ) -> Iterator[str]:
-    """The reasons why the transforms of a matrix's input cannot be run."""
+    """The reasons why the transforms of a matrix's input, or its groups of columns, cannot be run."""
     module = name.removesuffix(".weight")
     transforms = quantization.transforms_of(module)
+    group = None if is_tied else quantization.group_of(module)
+    if group and group.group_size and _in_features(parameter) % group.group_size:
+        yield f"{module}: {_in_features(parameter):,} columns are no groups of {group.group_size:,} (config.json)"
     if not transforms:
         return
     names = ", ".join(transform.name for transform in transforms)

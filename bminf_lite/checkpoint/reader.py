@@ -206,7 +206,7 @@ class Checkpoint:
         codes = self.stored(name) if packed is None else self._unpacked(module, packed)
         return Int8Weight(
             codes,
-            self._scale(module, codes.shape[0]),
+            self._scale(module, codes.shape[0], codes.shape[1] // group.group_size if group.group_size else 1),
             group.dynamic,
             self._outliers(module, codes),
             self.quantization.rotation_of(module) if self.quantization else 1,
@@ -221,11 +221,15 @@ class Checkpoint:
             raise CheckpointError(f"{packed.file}: {module}.weight_shape {[rows, columns]} {problem}")
         return unpack(self.read(f"{module}.weight_packed"), columns)
 
-    def _scale(self, module: str, rows: int) -> np.ndarray:
-        """The scales of a layer ``[out]``; a single scale of the whole tensor is repeated for its rows."""
+    def _scale(self, module: str, rows: int, groups: int = 1) -> np.ndarray:
+        """The scales of a layer ``[out]``, or ``[out, groups]`` of its groups of columns.
+
+        A single scale of the whole tensor is repeated for its rows.
+        """
         scale = self.vector(f"{module}.weight_scale")
-        if scale.size not in (1, rows):
-            raise CheckpointError(f"{self.path}: {module}.weight_scale has {scale.size} values for {rows} rows")
+        if scale.size not in (1, rows) if groups == 1 else scale.size != rows * groups:
+            problem = f"{rows} rows" if groups == 1 else f"{rows} rows of {groups} groups of columns"
+            raise CheckpointError(f"{self.path}: {module}.weight_scale has {scale.size} values for {problem}")
         values = scale.astype(np.float32)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.path}: {module}.weight_scale holds a NaN or an infinity")
@@ -235,6 +239,8 @@ class Checkpoint:
         zero_point = f"{module}.weight_zero_point"
         if zero_point in self.tensors and self.read(zero_point).any():
             raise CheckpointError(f"{self.path}: {zero_point} is not zero; only symmetric weights can be run")
+        if groups > 1:
+            return np.ascontiguousarray(scale.reshape(rows, groups))
         return np.ascontiguousarray(np.broadcast_to(scale.reshape(-1), (rows,)))
 
     def _outliers(self, module: str, codes: np.ndarray) -> OutlierColumns | None:

@@ -17,6 +17,10 @@ must apply the result's ``transform_config``. ``offline_rotation = true`` folds 
 value heads into the weights (see :mod:`.offline_rotation`), which other readers do not notice. A recipe that rotates
 all inputs leaves the weights as they are, because it rotates the same activations, after the gain of their norm.
 
+``group_size = N``, a power of two from 16 to 1,024, gives each N neighbouring columns of a w8a16 matrix scales of their
+own, or fewer where N does not divide its width. On a GPU only other readers run the result: this package has no kernel
+for it yet.
+
 A recipe with a table ``[calibration]`` needs a text to calibrate on; the keys of the table are the fields of
 :class:`CalibrationSettings`.
 """
@@ -47,11 +51,13 @@ MAX_RECIPE_BYTES = 1 << 24
 OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
     "name": (str, "text"), "description": (str, "text"), "rules": (dict, "a table"), "calibration": (dict, "a table"),
     "rotation": (int, "a whole number"), "offline_rotation": (bool, "true or false"),
-    "rotated_inputs": (str, "text"),
+    "rotated_inputs": (str, "text"), "group_size": (int, "a whole number"),
 }  # fmt: skip
 """The keys of a recipe beside ``linear`` and ``head``, and the types of their values."""
 
 
+MIN_GROUP, MAX_GROUP = 16, 1024
+"""The fewest and the most columns that may share a scale where a row does not."""
 DEFAULT_RECIPE = "w8a8"
 """The recipe of a migration that names none."""
 PORTABLE_RECIPE = "w8a8"
@@ -96,7 +102,8 @@ class Recipe:
 
     ``calibration`` is None for a recipe that needs no text. ``rotation`` is the largest block in which inputs are
     rotated; 1 is none. ``rotated_inputs`` are the matrices whose inputs these are. ``offline_rotation`` rotates the
-    residual stream and value heads in the weights.
+    residual stream and value heads in the weights. ``group_size`` is the most columns of a w8a16 matrix that share a
+    scale; 0 is a row.
     """
 
     name: str
@@ -108,6 +115,7 @@ class Recipe:
     rotation: int = 1
     offline_rotation: bool = False
     rotated_inputs: RotatedInputs = RotatedInputs.FEED_FORWARD
+    group_size: int = 0
 
     def scheme_of(self, tensor: str, is_head: bool = False) -> Scheme:
         """The decision for a tensor, by its full name (``model.layers.0.mlp.up_proj.weight``)."""
@@ -129,6 +137,19 @@ class Recipe:
             rotates = tensor in spec.rotatable and scheme is Scheme.W8A8
         return rotation_of(parameter.shape[0 if parameter.transposed else 1], self.rotation) if rotates else 1
 
+    def group_size_of(self, spec: Spec, tensor: str) -> int:
+        """The columns of a matrix of ``spec`` that share a scale: the most allowed ones that divide its width.
+
+        0, a whole row, for a matrix that is not w8a16 or whose width has no divisor of :data:`MIN_GROUP` columns.
+        """
+        parameter = spec.parameters[tensor]
+        is_head = parameter.role is Role.HEAD
+        if not (is_head or parameter.role is Role.LINEAR) or self.scheme_of(tensor, is_head) is not Scheme.W8A16:
+            return 0
+        width = parameter.shape[0 if parameter.transposed else 1]
+        size = rotation_of(width, self.group_size)
+        return size if MIN_GROUP <= size < width else 0
+
     def check_patterns(self, tensors: Iterable[str]) -> None:
         """Raise :class:`UsageError` for every pattern that matches none of ``tensors``."""
         names = list(tensors)
@@ -146,6 +167,7 @@ class Recipe:
             "head": self.head.value,
             "rules": rules,
         }
+        result |= {"group_size": self.group_size} if self.group_size else {}
         result |= {"rotation": self.rotation} if self.rotation > 1 else {}
         result |= {"offline_rotation": True} if self.offline_rotation else {}
         if self.rotated_inputs is not RotatedInputs.FEED_FORWARD:
@@ -205,6 +227,11 @@ def parse_recipe(text: str, source: str) -> Recipe:
             problems.append(f"calibration.{key} is {calibration[key]!r}, not {what}")
     if not is_rotation(raw.get("rotation", 1)):
         problems.append(f"rotation is {raw['rotation']!r}, not a power of two from 1 to {MAX_ROTATION}")
+    size = raw.get("group_size", 0)
+    if size and not (MIN_GROUP <= size <= MAX_GROUP and size & (size - 1) == 0):
+        problems.append(f"group_size is {size!r}, not a power of two from {MIN_GROUP} to {MAX_GROUP:,}, or 0 for a row")
+    elif size and calibration:
+        problems.append("group_size is for recipes without [calibration], which rounds with a scale for each row")
     scopes = [scope.value for scope in RotatedInputs]
     if "rotated_inputs" in raw and raw["rotated_inputs"] not in scopes:
         problems.append(f"rotated_inputs is {raw['rotated_inputs']!r}, not one of {', '.join(scopes)}")
@@ -224,6 +251,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
         raw.get("rotation", 1),
         raw.get("offline_rotation", False),
         RotatedInputs(raw.get("rotated_inputs", RotatedInputs.FEED_FORWARD)),
+        size,
     )
 
 

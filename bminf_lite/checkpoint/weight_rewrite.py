@@ -20,7 +20,7 @@ class WeightRewrite:
     ``outliers`` (int32 ``[n]``, ascending) of an int8 tensor stay fp16. ``codes`` int8 ``[out, in]`` and ``scale``
     ``[out]`` are stored instead of rounding; row factors apply to that scale. Rows of an int8 tensor are transformed
     in blocks of ``rotation`` elements after the factors, and its inputs at run time; ``codes`` are then those of the
-    transformed rows.
+    transformed rows. Each ``group_size`` neighbouring columns of an int8 tensor have scales of their own.
     """
 
     scheme: Scheme | None = None
@@ -30,6 +30,7 @@ class WeightRewrite:
     codes: np.ndarray | None = None
     scale: np.ndarray | None = None
     rotation: int | None = None
+    group_size: int | None = None
 
     def merged(self, other: WeightRewrite) -> WeightRewrite:
         """This rewrite, with every property that ``other`` sets."""

@@ -14,6 +14,7 @@ import numpy as np
 from ...cuda.kernels.arrays import PAD, round_up
 from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
+from ...errors import DeviceError
 from ...memory.arena import Arena
 from ...memory.staging import Staging
 from ...memory.streaming import StreamedBlocks
@@ -71,7 +72,10 @@ class Loader:
             n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
             quantized = int8_parts(parts)
             if quantized and (quantized[0].group_size or quantized[0].input_group_size):
-                raise ValueError("a GPU has no kernel for weights with scales of groups of columns")
+                raise DeviceError(
+                    "a GPU has no kernel for weights with scales of groups of columns: load the model on the CPU "
+                    "(device='cpu'), or migrate its float source with a recipe without group_size"
+                )
             padded = round_up(n, PAD), round_up(k, PAD)
             if not quantized:
                 values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
