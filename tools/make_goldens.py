@@ -213,6 +213,7 @@ CASES |= {
         "relu": {"feed_forward_proj": "relu"},
     },
 }
+LFM2: Case = {"num_hidden_layers": 3, "block_multiple_of": 16, "norm_eps": 1e-4}
 EXPERTS: Case = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 12}
 OLMOE: Case = {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}
 PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
@@ -258,6 +259,13 @@ BASES |= {
     "gpt_bigcode": BASES["gpt2"],
 }
 CASES |= {
+    "lfm2": {
+        "two kinds": LFM2 | {"layer_types": ["conv", "full_attention", "conv"]},
+        "untied, biases": LFM2
+        | {"layer_types": ["conv", "conv", "full_attention"], "tie_word_embeddings": False, "conv_bias": True, "conv_L_cache": 4},
+        "older keys": LFM2 | {"full_attn_idxs": [2], "block_ff_dim": 96, "block_ffn_dim_multiplier": 1.5},
+        "attention alone": LFM2 | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 2},
+    },
     "mixtral": {
         "two of eight": {"num_local_experts": 8},
         "one of three, window, tied": {

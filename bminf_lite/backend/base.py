@@ -52,6 +52,7 @@ from .values import (
     Norm,
     Placement,
     ProductEpilogue,
+    ShortConvolution,
     StateArray,
     StateCache,
 )
@@ -529,6 +530,34 @@ class Backend:
         """
         assert batch.last_positions is not None
         return self.last_tokens(self.attention(qkv, spec, cache, batch), batch)
+
+    @silently
+    def short_convolution(
+        self, bcx: Array, convolution: ShortConvolution, cache: StateCache, batch: ForwardBatch
+    ) -> Array:
+        """``c * convolution(b * x)`` of a step's tokens: ``[T, 3 * channels]``, b, c and x, -> ``[T, channels]``.
+
+        ``b * x`` is rounded to the activation type, and kept for later tokens in the ring ``inputs`` of the ``cache``,
+        which has as many rows as the convolution has taps, and one more for each draft of a step. Inputs before the
+        first token are 0. The sum is fp32.
+        """
+        b, c, x = np.split(bcx.astype(np.float32), 3, axis=1)
+        inputs, taps = self._round(b * x), convolution.taps
+        slots, ring = batch.block_tables[cache.group][:, 0], cache["inputs"]
+        mixed, size = np.zeros(c.shape, np.float32), ring.shape[1]
+        for sequence, rows in sequences(batch):
+            start, own = int(batch.context_lens[sequence]), inputs[rows]
+            past = np.zeros((len(taps) - 1, own.shape[1]), own.dtype)
+            known = min(start, len(past))
+            past[len(past) - known :] = ring[slots[sequence], np.arange(start - known, start) % size]
+            seen = np.concatenate([past, own]).astype(np.float32)
+            for j, tap in enumerate(taps):
+                mixed[rows] += tap * seen[len(past) - j : len(seen) - j]
+            last = np.arange(max(start + len(own) - size, start), start + len(own))
+            ring[slots[sequence], last % size] = own[last - start]
+        if convolution.bias is not None:
+            mixed += convolution.bias
+        return self._round(c * mixed)
 
     @silently
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:

@@ -265,6 +265,17 @@ def block_bytes(kv_heads: int, head_dim: int, int8: bool, itemsize: int = 2) -> 
 
 
 @dataclass(frozen=True)
+class ShortConvolution:
+    """A causal convolution of each channel: ``y[t] = sum(taps[j] * x[t - j]) + bias``, in the order of ``j`` from 0.
+
+    ``taps`` are fp32 ``[channels]`` each, and so is ``bias``.
+    """
+
+    taps: tuple[Array, ...]
+    bias: Array = None
+
+
+@dataclass(frozen=True)
 class AllTokens:
     """What a layer keeps if every token sees all tokens before it, of which there are at most ``max_tokens``."""
 

@@ -114,7 +114,8 @@ class LayerwiseModel:
     def _decode(self, block: Any, layer: int, residual: Array, step: ForwardBatch, *source: LayerCache) -> Array:
         count, longest = step.batch_size, step.max_query_len
         with closing(KVCache.for_sequences(self.ops, self._layouts[layer], count, longest)) as cache:
-            return block(residual, cache.layers[0], *source, replace(step, block_tables=(self._table(count, longest),)))
+            tables = tuple(map(self.ops.array, cache.tables(count, longest)))
+            return block(residual, cache.layers[0], *source, replace(step, block_tables=tables))
 
     def _table(self, sequences: int, tokens: int) -> Array:
         return self.ops.array(sequential_tables(sequences, tokens))

@@ -131,6 +131,7 @@ def check(alone_ops: Backend, ops: Backend, config: dict[str, Any], *, quantized
     """Serve a scenario on ``ops``, and compare its results with those of each request alone on ``alone_ops``."""
     parsed = models.find(config).parse(config)
     shape = parsed.cache_layout.with_int8(int8_cache)
+    has_states = any(kept.per_sequence for kept in shape.groups)
     scenario = Scenario(parsed.vocab_size, parsed.is_encoder_decoder)
     requests = scenario.requests
     limits = {"cache_layout": shape, "prefix_cache": False}
@@ -152,11 +153,13 @@ def check(alone_ops: Backend, ops: Backend, config: dict[str, Any], *, quantized
                 assert found[i].output_token_ids == alone[i].output_token_ids, i
                 assert found[i].logprobs == alone[i].logprobs, i
             cached += (request.num_cached_tokens for request in found.values())
-            assert found[order[-1]].num_preemptions > 0
+            assert found[order[-1]].num_preemptions > 0 or has_states
             assert found[DECODING].finish_reason == "cancelled" and len(found[DECODING].output_tokens) < NEW
             if READING in found:
                 assert found[READING].finish_reason == "cancelled"
                 assert 0 < found[READING].num_computed_tokens < PROMPT
+    if has_states:
+        return  # tests/models/test_states_of_models.py has room for snapshots
     assert any(count >= BLOCK_SIZE for count in cached), "full blocks are shared"
     assert any(count % BLOCK_SIZE for count in cached), "blocks that are equal in part are copied"
     assert found[NEXT_TURN].num_cached_tokens > PROMPT, "blocks are shared that were decoded"

@@ -51,6 +51,7 @@ PARAMETERS = {
     "flan-t5-xl": 2.850e9,
     "mt5-xl": 3.743e9,
     "umt5-xl": 3.768e9,
+    "lfm2-1.2b": 1.170e9,
     "mixtral-8x7b": 46.70e9,
     "qwen3-30b-a3b": 30.53e9,
     "olmoe-1b-7b": 6.919e9,

@@ -35,9 +35,11 @@ DECODERS = (
     "gemma2", "gemma3_text", "bloom",
 )  # fmt: skip
 """Other families of decoders."""
+STATES = ("lfm2",)
+"""Families with layers that keep a state, which run on the CPU alone."""
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 """Families with experts, which run on the CPU alone."""
-EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES)
+EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES)
 
 EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "shared", "word_embeds", "word_embeddings",
               "position_embeddings", "relative_attention_bias")  # fmt: skip
@@ -209,8 +211,8 @@ class TinyModel:
     def __init__(
         self, backend: Backend, config: dict[str, Any], weights: RandomWeights, slots: int = 1, int8_cache: bool = False
     ):
-        if backend.name != "cpu" and config["model_type"] in MIXTURES:
-            pytest.skip("mixtures of experts run on the CPU")
+        if backend.name != "cpu" and config["model_type"] in (*MIXTURES, *STATES):
+            pytest.skip("mixtures of experts and layers with states run on the CPU")
         architecture = models.find(config)
         self.backend = backend
         self.config = architecture.parse(config)
@@ -224,6 +226,7 @@ class TinyModel:
         self.context_lens = [0] * self.slots
         self.cache = KVCache.for_sequences(self.backend, self.cache_layout, self.slots, CAPACITY)
         self.table = sequential_tables(self.slots, CAPACITY)
+        self.tables = self.cache.tables(self.slots, CAPACITY)
 
     def source_arguments(self, slots: list[int]) -> dict[str, Any]:
         """The arguments of ``ForwardBatch.packed`` for the sources of some slots."""
@@ -234,7 +237,7 @@ class TinyModel:
         slots = list(range(len(rows))) if slots is None else list(slots)
         context_lens, source = [self.context_lens[s] for s in slots], self.source_arguments(slots)
         batch = ForwardBatch.packed(
-            self.backend.array, rows, context_lens, [self.table[slots]] * len(self.cache.num_blocks), **source
+            self.backend.array, rows, context_lens, [table[slots] for table in self.tables], **source
         )
         for slot, row in zip(slots, rows, strict=True):
             self.context_lens[slot] += len(row)

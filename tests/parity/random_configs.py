@@ -224,6 +224,16 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def lfm2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers = config["num_hidden_layers"]
+    kinds = [draw.one_of("conv", FULL) for _ in range(layers - 1)] + [FULL]  # transformers needs an attention layer
+    return {
+        "layer_types": kinds, "conv_L_cache": draw.up_to(6, 2), "conv_bias": draw.flag(), "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": draw.one_of(1.0, 1.3), "block_auto_adjust_ff_dim": draw.flag(),
+        "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
+    }  # fmt: skip
+
+
 OWN = {
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
@@ -231,5 +241,6 @@ OWN = {
     "gpt_bigcode": gpt_bigcode, "nemotron": nemotron, "helium": helium,
     "gemma2": gemma2, "gemma3_text": gemma3_text, "bloom": bloom,
     "mixtral": experts, "qwen3_moe": experts, "olmoe": experts,
+    "lfm2": lfm2,
 }  # fmt: skip
 """What each family adds to the common keys."""

@@ -15,6 +15,7 @@ from tiny_models import (
     FAMILIES,
     GPTS,
     MIXTURES,
+    STATES,
     Golden,
     RandomWeights,
     TinyEncoderDecoder,
@@ -41,7 +42,8 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::Deprecatio
 CASES = {family: list(goldens(family)) for family in EVERY}
 SAVED = ("plain", "untied", "norm after, projections", "parallel", "tied", "untied, gated", "gated", "few buckets",
          "multi-head, tied", "multipliers", "layer types", "longrope", "half of heads", "multi-query", "soft-caps",
-         "four heads", "alibi, multi-head, sequential, biases", "two of eight", "plain weights")  # fmt: skip
+         "four heads", "alibi, multi-head, sequential, biases", "two of eight", "plain weights",
+         "two kinds")  # fmt: skip
 
 
 def cases(*families: str, every: int = 1) -> list[Golden]:
@@ -83,7 +85,7 @@ def spellings(config: dict[str, Any], hf_config: Any) -> dict[str, dict[str, Any
 def random_config(rng: np.random.Generator, family: str) -> dict[str, Any]:
     """Any combination of what the family knows."""
 
-    if family in (*DECODERS, *MIXTURES):
+    if family in (*DECODERS, *MIXTURES, *STATES):
         ropes = [make_goldens.LINEAR, make_goldens.LLAMA3, make_goldens.YARN, make_goldens.YARN_TUNED]
         return random_decoder_config(rng, family, ropes)
 
@@ -236,7 +238,7 @@ def test_the_checkpoint_s_tensors_are_those_of_transformers(golden: Golden) -> N
 
 
 @pytest.mark.parametrize(
-    "golden", [g for g in cases(*GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES) if g.name in SAVED], ids=str
+    "golden", [g for g in cases(*GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES) if g.name in SAVED], ids=str
 )
 def test_a_saved_checkpoint_loads_generates_and_migrates(golden: Golden, tmp_path) -> None:
     """A ragged batch of prompts, token for token; and the logits of the migrated checkpoint."""

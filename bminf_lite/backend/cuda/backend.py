@@ -223,6 +223,10 @@ class CudaBackend(Backend):
             "mixtures of experts are computed on the CPU in this version; load the model with device='cpu'"
         )
 
+    def short_convolution(self, *_: Any, **__: Any) -> Any:
+        """Raises ``UsageError``: there is no kernel for it."""
+        raise UsageError("short convolutions run on the CPU in this version; load the model with device='cpu'")
+
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         return self.loader.blocks(build, count, self.placement)
 

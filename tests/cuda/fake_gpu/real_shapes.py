@@ -51,11 +51,11 @@ SOURCE = 64
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The package's shapes and some more, each with one layer. Mixtures of experts run on the CPU."""
+    """The package's shapes and some more, each with one layer. Mixtures of experts, and states, run on the CPU."""
     for file in (resources.files("bminf_lite") / "configs").iterdir():
         if file.name.endswith(".json"):
             config = json.loads(file.read_text(encoding="utf-8"))
-            if "num_experts_per_tok" in config:
+            if "num_experts_per_tok" in config or "conv_L_cache" in config:
                 continue
             yield file.name, config | {name: 1 for name in LAYERS if name in config}
     yield from MORE.items()

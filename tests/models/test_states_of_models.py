@@ -1,0 +1,91 @@
+"""Models whose layers keep states, served: prefixes from snapshots, preemption, company and drafts change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from model_kit import RowwiseBackend, make_model, request, run
+from tiny_models import STATES, Golden, goldens
+
+from bminf_lite import models
+from bminf_lite.api import Model
+from bminf_lite.engine.request import Request
+
+each_golden = pytest.mark.parametrize("golden", [g for family in STATES for g in goldens(family)], ids=str)
+
+
+@contextmanager
+def served(
+    golden: Golden, num_draft_tokens: int = 0, num_blocks: int = 40, piece: int = 512, **limits: Any
+) -> Iterator[Model]:
+    """A w8a8 model, whose products are exact, with blocks for ``num_blocks`` times 64 tokens."""
+    config = golden.config | {"max_position_embeddings": 512}
+    layout = models.find(config).parse(config).cache_layout.with_drafts(num_draft_tokens)
+    limits |= {"cache_layout": layout, "num_draft_tokens": num_draft_tokens}
+    model = make_model(RowwiseBackend(), quantized=True, num_blocks=num_blocks, chunk=piece, limits=limits, **config)
+    try:
+        yield model
+    finally:
+        model._engine.close()
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, 1]).integers(0, 97, count).tolist()
+
+
+def results(requests: Sequence[Request]) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities, which are to be equal to the bit."""
+    return [(r.output_token_ids, r.logprobs.tolist()) for r in requests]
+
+
+def alone(golden: Golden, prompts: Sequence[list[int]], new: int = 20) -> list[tuple[list[int], list[float]]]:
+    """What each prompt gives by itself, without a prefix from the cache."""
+    with served(golden, prefix_cache=False) as model:
+        return [results(run(model, [request(i, ids, max_new_tokens=new)]))[0] for i, ids in enumerate(prompts)]
+
+
+@each_golden
+@pytest.mark.parametrize("piece", [512, 24])
+def test_batched_equals_alone(golden: Golden, piece: int) -> None:
+    prompts = [tokens(length, length) for length in (1, 2, 3, 40, 64, 65, 130)]
+    with served(golden, piece=piece) as model:
+        together = run(model, [request(i, ids, max_new_tokens=20) for i, ids in enumerate(prompts)])
+    assert results(together) == alone(golden, prompts)
+
+
+@each_golden
+def test_turns_go_on_from_snapshots(golden: Golden) -> None:
+    """The same prompt again, and a turn behind the answer: all but the last token come from the cache."""
+    prompt = tokens(100, 3)
+    with served(golden) as model:
+        (first,) = run(model, [request(0, prompt, max_new_tokens=20)])
+        turns = [prompt, [*prompt, *first.output_token_ids, 5, 6]]
+        found = [run(model, [request(i, ids, max_new_tokens=20)])[0] for i, ids in enumerate(turns)]
+    assert [r.num_cached_tokens for r in found] == [99, 119]
+    assert results(found) == alone(golden, turns)
+
+
+@each_golden
+def test_preempted_requests_give_what_they_give_alone(golden: Golden) -> None:
+    """Three sequences of up to 190 tokens in a cache of 6 blocks, whose end nobody knows."""
+    prompts = [tokens(60, seed) for seed in range(3)]
+    new = 130
+    with served(golden, num_blocks=7) as model:
+        found = run(model, [request(i, ids, frozenset([97]), max_new_tokens=new) for i, ids in enumerate(prompts)])
+    assert sum(r.num_preemptions for r in found) > 0
+    assert results(found) == alone(golden, prompts, new)
+
+
+@each_golden
+def test_drafts_change_nothing(golden: Golden) -> None:
+    """Texts that repeat themselves, so that drafts are accepted."""
+    prompts = [tokens(9, seed) * 6 for seed in range(5)]
+    with served(golden, num_draft_tokens=4) as model:
+        found = run(model, [request(i, ids, max_new_tokens=40) for i, ids in enumerate(prompts)])
+        scheduler = model._engine._scheduler
+        assert scheduler.num_accepted_tokens > 0
+    assert results(found) == alone(golden, prompts, 40)
