@@ -262,7 +262,8 @@ CASES |= {
     "lfm2": {
         "two kinds": LFM2 | {"layer_types": ["conv", "full_attention", "conv"]},
         "untied, biases": LFM2
-        | {"layer_types": ["conv", "conv", "full_attention"], "tie_word_embeddings": False, "conv_bias": True, "conv_L_cache": 4},
+        | {"layer_types": ["conv", "conv", "full_attention"], "tie_word_embeddings": False}
+        | {"conv_bias": True, "conv_L_cache": 4},
         "older keys": LFM2 | {"full_attn_idxs": [2], "block_ff_dim": 96, "block_ffn_dim_multiplier": 1.5},
         "attention alone": LFM2 | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 2},
     },
