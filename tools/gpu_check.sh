@@ -156,20 +156,20 @@ families() {
     done
     return $status
 }
-peers() { "$python" tools/bench_peers.py --shape llama-3-8b -p 512 -n 128 -r 3; }
+peers() { "$python" benchmarks/bench_peers.py --shape llama-3-8b -p 512 -n 128 -r 3; }
 
 # The engine and the server under load, a line of JSON for each measurement as it ends; PyTorch's operations and models.
 engine() {
-    "$python" tools/measure_engine.py bits turn decoding streams grammars "4096 of 128/128" "1024 of 2048/128" \
+    "$python" benchmarks/measure_engine.py bits turn decoding streams grammars "4096 of 128/128" "1024 of 2048/128" \
         > "$out/engine.jsonl"
 }
 engine_long() {
-    "$python" tools/measure_engine.py "2048 of 128/2048" "2048 of 1000/1000" "1024 of 2048/2048" \
+    "$python" benchmarks/measure_engine.py "2048 of 128/2048" "2048 of 1000/1000" "1024 of 2048/2048" \
         > "$out/engine-long.jsonl"
 }
-server() { "$python" tools/measure_server.py > "$out/server.jsonl"; }
-server_long() { "$python" tools/measure_server.py --runs 1 --seconds 80 rows > "$out/server-long.jsonl"; }
-torch() { "$python" tools/bench_torch.py "$out/torch.json"; }
+server() { "$python" benchmarks/measure_server.py > "$out/server.jsonl"; }
+server_long() { "$python" benchmarks/measure_server.py --runs 1 --seconds 80 rows > "$out/server-long.jsonl"; }
+torch() { "$python" benchmarks/bench_torch.py "$out/torch.json"; }
 
 # Models larger than their memory limit (the last takes 52 GB of host memory), and loading files of 8.6 GB.
 stream() {
@@ -177,8 +177,8 @@ stream() {
         bench stream-6GiB --shape llama-3-8b -p 0 -n 32 -r 3 --memory-limit 6GiB
 }
 stream_70b() { bench stream-70b --shape llama-3-70b -p 0 -n 12 -r 3 --memory-limit 24GiB; }
-memory() { "$python" tools/measure_memory.py --shape llama-3-8b --memory-limit 4GiB; }
-loading() { "$python" tools/measure_loading.py --shape llama-3-8b --folder "$out/loading"; }
+memory() { "$python" benchmarks/measure_memory.py --shape llama-3-8b --memory-limit 4GiB; }
+loading() { "$python" benchmarks/measure_loading.py --shape llama-3-8b --folder "$out/loading"; }
 
 failed=0
 : > "$out/summary.txt"

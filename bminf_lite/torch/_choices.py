@@ -5,7 +5,7 @@ configuration on its own operands, timed by events of torch's current stream, an
 remembered for the process.
 
 Products of floats are sums in an order that depends on the kernel, so theirs is chosen by ``float_products.json``,
-which ``tools/measure_float_products.py`` writes. It holds what was measured and nothing else.
+which ``benchmarks/measure_float_products.py`` writes. It holds what was measured and nothing else.
 """
 
 from __future__ import annotations

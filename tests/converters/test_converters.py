@@ -6,8 +6,6 @@ How a tensor is cut is written here independently, from the model's side: by hea
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,13 +129,12 @@ def test_int8_is_what_migrating_the_merged_checkpoint_gives(tmp_path: Path, voca
         assert loaded.logits([1, 2, 3], source=None if model == "cpm-1" else [13, 12, 11]).shape == (3, 48)
 
 
-def test_a_single_file_through_the_script(tmp_path: Path, vocabulary: Path) -> None:
+def test_a_single_file(tmp_path: Path, vocabulary: Path) -> None:
     """``merge.pt``, a state_dict of the whole model, without a wrapper."""
     tensors = random_tensors(CPM1)
     torch_writer.save(tmp_path / "merge.pt", tensors)
-    script = Path(__file__).parents[2] / "tools" / "migrate_cpm1.py"
-    arguments = ["--vocabulary", vocabulary, "--recipe", "merge", "--heads", "6"]
-    subprocess.run([sys.executable, script, tmp_path / "merge.pt", tmp_path / "out", *arguments], check=True)
+    result = convert("cpm-1", tmp_path / "merge.pt", tmp_path / "out", vocabulary, "--recipe", "merge", "--heads", "6")
+    assert result.exit_code == 0, result.output
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert all(np.array_equal(merged[name], tensor) for name, tensor in tensors.items())
 

@@ -35,7 +35,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(tmp_path: 
 
 
 def test_every_command_of_every_part_is_known(tmp_path: Path) -> None:
-    """Options of ``bminf-lite``, tools and folders of tests, as the script names them."""
+    """Options of ``bminf-lite``, scripts and folders of tests, as the script names them."""
     recorder = tmp_path / "python"
     recorder.write_text(
         f'#!/bin/bash\nIFS=$\'\\t\'; echo "$*" >> {tmp_path}/calls; [ "$1" != - ] || cat > {os.devnull}\n'
@@ -54,7 +54,7 @@ def test_every_command_of_every_part_is_known(tmp_path: Path) -> None:
         assert main.get_command(None, command[0]) is not None, command
         help_text = CliRunner().invoke(main, [command[0], "--help"]).output
         assert all(option in help_text for option in command if option.startswith("-")), command
-    for tool in (call[0] for call in calls if call[0].startswith("tools/")):
+    for tool in (call[0] for call in calls if call[0].startswith(("benchmarks/", "tools/"))):
         assert (REPOSITORY / tool).is_file()
     for word in re.findall(r"tests/[\w/.:]+", SCRIPT.read_text()):
         path, _, test = word.partition("::")

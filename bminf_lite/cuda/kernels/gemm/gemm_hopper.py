@@ -82,7 +82,7 @@ class GemmTileConfig:
 EXCHANGE = 1500
 """Cost of exchanging sums between blocks, in the unit of ``GemmTileConfig.cost``: weight rows times stages."""
 SLOWER = {256: 1, 224: 1.02, 192: 1.02, 160: 1.03, 128: 1.05, 96: 1.1, 64: 1.2}
-"""The cost of a weight row in tiles of each width; see ``tools/measure_gemm_tiles.py``."""
+"""The cost of a weight row in tiles of each width; see ``benchmarks/measure_gemm_tiles.py``."""
 NARROW = {128: 1, 64: 1.01, 32: 1.04}
 """The cost of results by the bytes of a row in a box."""
 TILE_CONFIGS = (

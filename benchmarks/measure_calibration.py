@@ -1,7 +1,7 @@
 """Time the phases of a calibrated migration, and measure its peak memory on the host and on the device.
 
-    python tools/make_random_checkpoint.py --shape llama-3-8b SOURCE
-    python tools/measure_calibration.py SOURCE OUT --recipe auto --samples 128 --device cuda
+    python benchmarks/make_random_checkpoint.py --shape llama-3-8b SOURCE
+    python benchmarks/measure_calibration.py SOURCE OUT --recipe auto --samples 128 --device cuda
 
 The migration is that of ``bminf-lite migrate SOURCE OUT --recipe auto --calibrate FILE``. Without ``--calibrate`` the
 text is the bundled one, repeated for all samples. OUT is removed at the end.

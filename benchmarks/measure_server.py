@@ -1,7 +1,7 @@
 """Measure what a server gives over HTTP beside what its engine gives by itself, on a model with random weights.
 
-    python tools/measure_server.py [--shape llama-3-8b] [--device cuda] [--kv-cache int8] [--only http] [CASE ...]
-    python tools/measure_server.py --runs 1 --seconds 200 rows > results.jsonl
+    python benchmarks/measure_server.py [--shape llama-3-8b] [--device cuda] [--kv-cache int8] [--only http] [CASE ...]
+    python benchmarks/measure_server.py --runs 1 --seconds 200 rows > results.jsonl
 
 The server's processes are those of ``bminf_lite.serve``. Its engine is measured in the process that it serves from,
 between the loads over HTTP: requests go to it directly, and their tokens are not read. So both have the same model and

@@ -1,6 +1,6 @@
 """Make results for the benchmark page from runs of ``bench_torch.py``, and show the figures that matter most.
 
-    python tools/torch_report.py results.json ... [--write]
+    python benchmarks/torch_report.py results.json ... [--write]
 
 The sections of one machine may be in several files. Prints ratios to the peers. ``--write`` writes ``torch-*.json``
 into ``benchmarks/results``, from which ``make_benchmarks.py`` makes the page and its plots. A table that the run has
@@ -17,7 +17,7 @@ from typing import Any
 
 from bminf_lite.bench.report import markdown_table
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).parent / "results"
 NAMES = {
     "ours": "bminf_lite.torch", "w8a8": "w8a8", "w8a16": "w8a16", "engine": "the engine's kernel",
     "ours, bf16": "bminf_lite.torch, bf16", "torch": "eager torch", "torch, bf16": "eager torch, bf16",
@@ -138,7 +138,7 @@ def published(run: Run) -> dict[str, Found]:
         "torch-rows": (
             "PyTorch: softmax and norms",
             f"128 MiB of rows in fp16, 256 MiB in fp32. {graphs} The Triton kernels are those of "
-            "`tools/triton_peers.py`.",
+            "`benchmarks/triton_peers.py`.",
             lambda: times(run, "rows"),
         ),
         "torch-square": (

@@ -1,6 +1,6 @@
 """Measure the GPU memory that a model under a limit uses, as another process sees it.
 
-    python tools/measure_memory.py --shape llama-3-8b --memory-limit 4GiB
+    python benchmarks/measure_memory.py --shape llama-3-8b --memory-limit 4GiB
 
 Loads random weights of a shape under the limit, processes a prompt of the planned context less 64 tokens, and decodes
 64 tokens. Another process samples the GPU's used memory every millisecond. Prints for each stage the largest increase

@@ -1,6 +1,6 @@
 """The perplexity that each recipe costs the demo model, as it is and with outliers that change nothing in float.
 
-    PYTHONPATH=tests/quantize python tools/measure_quantization.py [RECIPE ...]
+    PYTHONPATH=tests/quantize python benchmarks/measure_quantization.py [RECIPE ...]
 
 The recipes are the keys of ``RECIPES``, by default all. Calibrates on the first part of the held-out text and measures
 on the rest of it; prints a table in Markdown.

@@ -1,6 +1,6 @@
 """Measure what constrained decoding costs the host in each step: taking the new tokens, and computing the masks.
 
-    python tools/measure_grammar.py [TOKENIZER.json]
+    python benchmarks/measure_grammar.py [TOKENIZER.json]
 
 Sequences follow a JSON schema, each at a place of its own, and take random allowed tokens, which is harder than what a
 model writes. Without a file the vocabulary has 128,000 tokens: all bytes, and the most frequent words and parts of

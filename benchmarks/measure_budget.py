@@ -1,6 +1,6 @@
 """A migration with a target, and what its assignment would cost a model of another shape.
 
-    python tools/measure_budget.py [MODEL] [--share 0.5] [--shape llama-3-8b] [--plot FILE]
+    python benchmarks/measure_budget.py [MODEL] [--share 0.5] [--shape llama-3-8b] [--plot FILE]
 
 MODEL, by default the bundled one, is migrated with w8a8 and then with ``auto`` and a target of ``share`` of the
 divergence of w8a8, both measured on the same part of the held-out text in its folder. The assignment is then carried

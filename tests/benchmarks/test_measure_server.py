@@ -1,4 +1,4 @@
-"""The tools that measure a server run, and what they print adds up."""
+"""The scripts that measure a server run, and what they print adds up."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from server_process import DEMO
 pytest.importorskip("starlette", reason="the server needs the extra serve")
 pytestmark = pytest.mark.slow
 
-TOOLS = Path(__file__).parents[2] / "tools"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(tool: str, *arguments: str) -> str:
-    """What a tool prints."""
+def run(script: str, *arguments: str) -> str:
+    """What a script prints."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(TOOLS / tool), *arguments]
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=200, env=environment).stdout
 
 

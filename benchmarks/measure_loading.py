@@ -1,6 +1,6 @@
 """Time loading a checkpoint from the page cache to the GPU, and reading its files alone.
 
-    python tools/measure_loading.py --shape llama-3-8b --folder /tmp/measure [--memory-limit 6GiB]
+    python benchmarks/measure_loading.py --shape llama-3-8b --folder /tmp/measure [--memory-limit 6GiB]
 
 The command makes a random checkpoint of the shape in ``--folder``, as ``migrate`` writes it (w8a8, the embedding in
 bf16), and loads it ``--repeat`` times, each time in a process of its own. "reading" is the time of eight threads that

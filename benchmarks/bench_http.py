@@ -1,6 +1,6 @@
 """Measure what a streamed token costs on its way from the engine to a client over HTTP.
 
-    python tools/bench_http.py --streams 256 --rate 30000 --tokens 400
+    python benchmarks/bench_http.py --streams 256 --rate 30000 --tokens 400
 
 Three kinds of processes run, as in a server: the engine's (a fake engine, which has no model, behind the real
 connections), HTTP processes (uvicorn, uvloop, the tokenizer of the bundled model), and a load client over raw asyncio.

@@ -1,6 +1,6 @@
 """Write a random checkpoint of a model's shape, for measurements that depend on sizes alone, such as migration.
 
-    python tools/make_random_checkpoint.py --shape llama-3-8b OUT
+    python benchmarks/make_random_checkpoint.py --shape llama-3-8b OUT
 
 Matrices and embeddings are normal with a standard deviation of 0.02, as at a model's initialization. The weights of
 norms are log-normal around 1, and one channel in a thousand is 10 times larger, so that activations have outliers. The

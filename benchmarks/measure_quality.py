@@ -1,8 +1,8 @@
 """What each recipe costs, and what an int8 cache costs: the table of docs/quantization.md.
 
-    python tools/measure_quality.py bundled digits
-    python tools/measure_quality.py OPT
-    PYTHONPATH=tests/quantize python tools/measure_quality.py million
+    python benchmarks/measure_quality.py bundled digits
+    python benchmarks/measure_quality.py OPT
+    PYTHONPATH=tests/quantize python benchmarks/measure_quality.py million
 
 ``bundled`` is the model in the package, ``digits`` that of ``tests/data/digits_model``, and OPT a folder that
 ``train_demo_model.py --architecture opt`` wrote. Each is migrated by each recipe and compared with its source by the

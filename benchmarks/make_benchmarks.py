@@ -4,7 +4,7 @@ Each result is a JSON file with ``title``, ``note``, ``gpu`` or ``cpu``, ``versi
 in each a ``date`` (ISO) and a ``command``. A row has ``what`` and further columns. ``figures`` are plots: each has
 ``file``, ``title``, the labels ``x`` and ``y``, and ``series``, lists of points by name. Needs matplotlib.
 
-    python tools/make_benchmarks.py
+    python benchmarks/make_benchmarks.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPEED = "decode, tokens/s"
 HEADER = """# Benchmarks
 
 Each table names its machine, versions, date and command. This page is made from `benchmarks/results/` by
-`python tools/make_benchmarks.py`. More figures, with how they came about, are in
+`python benchmarks/make_benchmarks.py`. More figures, with how they came about, are in
 [dev/measurements.md](dev/measurements.md).
 """
 

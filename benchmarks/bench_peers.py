@@ -6,7 +6,7 @@ greedily, ignoring end-of-sequence tokens. A round runs every peer once, so that
 all peers; results are medians over the rounds. Needs torch and transformers (the extra ``parity``), and matplotlib for
 --plot.
 
-    python tools/bench_peers.py --shape llama-3-8b -p 512,2048 -n 128 --plot peers.png
+    python benchmarks/bench_peers.py --shape llama-3-8b -p 512,2048 -n 128 --plot peers.png
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures up to how many rows a w8a16 product of bminf_lite.torch is faster without dequantizing its weight.
 
-    python tools/measure_float_products.py [table.json]
+    python benchmarks/measure_float_products.py [table.json]
 
 Writes the rows for this GPU, by type and by the weight's size, into the table that the package reads, or into a copy of
 it. Weights are read from memory, not from the L2 cache: several of them take turns. Takes about 20 seconds.
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> None:
     path = Path(arguments[0] if arguments else str(FLOAT_PRODUCTS))
     about = {
         "driver": driver_release(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "command": "python tools/measure_float_products.py", "date": time.strftime("%Y-%m-%d"),
+        "command": "python benchmarks/measure_float_products.py", "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     table = json.loads(FLOAT_PRODUCTS.read_text())
     table[torch.cuda.get_device_name(0)] = {"about": about} | {

@@ -1,6 +1,6 @@
 """Measure the processor time that the host spends in steps of many sequences, with a device that computes nothing.
 
-    python tools/measure_host.py [--requests 4096] [--sequences 1024] [--tokens 128] [--step-ms 20]
+    python benchmarks/measure_host.py [--requests 4096] [--sequences 1024] [--tokens 128] [--step-ms 20]
 
 All requests are there at once, with ``--tokens`` prompt tokens and as many new ones. Steps are captured sizes, as on a
 GPU. The time is that of the engine's thread, so other load on the machine counts little. A GPU does not wait for the

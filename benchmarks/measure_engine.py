@@ -1,6 +1,6 @@
 """Measure the engine under load on one model with random weights: throughput, steps, times between tokens, equal bits.
 
-    python tools/measure_engine.py [--shape llama-3-8b] [--kv-cache int8] [--context 40960] [PART ...]
+    python benchmarks/measure_engine.py [--shape llama-3-8b] [--kv-cache int8] [--context 40960] [PART ...]
 
 Parts, which run in the order given, by default all but those of full size: see :data:`PARTS`. Each prints a line of
 JSON when it is done. The model is loaded and warmed up once; for ``decoding`` it is loaded before that once more, and

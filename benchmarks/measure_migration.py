@@ -1,6 +1,6 @@
 """Time and peak memory of a migration, and of reading its source and writing its result alone.
 
-    python tools/measure_migration.py --gigabytes 2 --folder /tmp/measure
+    python benchmarks/measure_migration.py --gigabytes 2 --folder /tmp/measure
 
 The command makes a random fp32 checkpoint of LLaMA's architecture in ``--folder``, and runs each measurement in a
 process of its own, ``--repeat`` times in turn. "plain" reads the source through a small buffer and writes as many bytes

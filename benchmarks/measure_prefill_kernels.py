@@ -1,7 +1,7 @@
 """Compare source trees by prefill attention and int8 products: bits, the time of a launch, and what limits it.
 
-    python tools/measure_prefill_kernels.py before=../before "after=.:CLUSTER_WORK=1" --rounds 2 --cases attention
-    python tools/measure_prefill_kernels.py now=. "narrow=.:BANDS=(16,)" --cases product
+    python benchmarks/measure_prefill_kernels.py before=../before "after=.:CLUSTER_WORK=1" --rounds 2 --cases attention
+    python benchmarks/measure_prefill_kernels.py now=. "narrow=.:BANDS=(16,)" --cases product
 
 A variant is NAME=FOLDER or NAME=FOLDER:SETTINGS. FOLDER holds a source tree of this package, and SETTINGS are the names
 and values of constants of ``cuda/kernels/attention/prefill.py`` and ``cuda/kernels/gemm/gemm_hopper.py``. Each round

@@ -1,6 +1,6 @@
 """GPTQ on a device: whether it equals its definition, and how long the products of a layer take.
 
-    python tools/measure_gptq.py --device cuda [--shape llama-3-8b] [--tokens 65536] [--equality OUT,IN OUT,IN ...]
+    python benchmarks/measure_gptq.py --device cuda [--shape llama-3-8b] [--tokens 65536] [--equality OUT,IN OUT,IN ...]
 
 The first part rounds random matrices ``[OUT, IN]``, with inputs that depend on each other, on the device and by the
 definition in NumPy. From the same root, codes of the first block must be equal. It prints the share of equal codes over

@@ -1,6 +1,6 @@
 """Times int8 products of many rows with every plausible tile, on compute capability 9.0.
 
-    python tools/measure_gemm_tiles.py [--products 6144x4096,28672x4096:gated] [--rows 66,128,512] [--json FILE]
+    python benchmarks/measure_gemm_tiles.py [--products 6144x4096,28672x4096:gated] [--rows 66,128,512] [--json FILE]
 
 Prints the configuration that the model of the cost chooses (``GemmTileConfig.cost``) beside the fastest one, and how
 much longer the chosen ones take. ``SLOWER``, ``NARROW`` and ``EXCHANGE`` of ``gemm_hopper.py`` were fitted to such

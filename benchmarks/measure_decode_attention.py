@@ -1,6 +1,6 @@
 """Compare variants of decode attention: bits of outputs, time of a launch, and tokens per second of a model.
 
-    python tools/measure_decode_attention.py before=../before "after=.:LONGEST_ALONE=4096;UNITS=(4,2,1)" --rounds 2
+    python benchmarks/measure_decode_attention.py before=../before "after=.:LONGEST_ALONE=4096;UNITS=(4,2,1)" --rounds 2
 
 A variant is NAME=FOLDER or NAME=FOLDER:SETTINGS. FOLDER holds a source tree of this package, and SETTINGS are the names
 and values of constants of ``cuda/kernels/attention/decode.py``. Each variant runs in processes of its own. First each

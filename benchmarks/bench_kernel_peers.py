@@ -1,6 +1,6 @@
 """Time single kernels and PyTorch's in one run at the same sizes: eager, and compiled (on a GPU by Triton).
 
-    python tools/bench_kernel_peers.py [--device cuda|cpu] [--no-compile]
+    python benchmarks/bench_kernel_peers.py [--device cuda|cpu] [--no-compile]
 
 Takes the kernels of ``bminf-lite bench --kernels`` that have a peer in :data:`PEERS`. Needs torch (extra ``parity``).
 """

@@ -1,6 +1,6 @@
 """Measures bminf_lite.torch on a GPU beside eager torch, torch.compile, Triton, torch._int_mm and bitsandbytes.
 
-    python tools/bench_torch.py results.json [section ...] [--prepare]
+    python benchmarks/bench_torch.py results.json [section ...] [--prepare]
 
 Sections: rows, square, linear, tiles, dot, backward, host, stream, lora, decode, engine; all by default. A library that
 is not installed has no results. A section that fails is reported and left out. Device times are of CUDA graphs'
@@ -544,7 +544,7 @@ def main(arguments: list[str]) -> None:
         "gpu": torch.cuda.get_device_name(0), "driver": driver_release(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "triton": version(triton_peers and triton_peers.triton),
         "bitsandbytes": version(bitsandbytes), "date": time.strftime("%Y-%m-%d"),
-        "command": "python tools/bench_torch.py results.json",
+        "command": "python benchmarks/bench_torch.py results.json",
         "copy_bandwidth": 0.0 if prepare else bandwidth(GPU),
     }  # fmt: skip
     to = Recorder(path, about, prepare)

@@ -35,7 +35,7 @@ def run() -> torch_report.Run:
     add("host", "no_grad", "softmax", 1e-5, host_seconds=8e-6)
     about = {
         "gpu": "A GPU", "driver": "1", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6", "bitsandbytes": "",
-        "date": "2026-01-02", "command": "python tools/bench_torch.py results.json",
+        "date": "2026-01-02", "command": "python benchmarks/bench_torch.py results.json",
     }  # fmt: skip
     return torch_report.Run({"about": about, "results": results})
 
