@@ -95,8 +95,8 @@ class State:
       of sums that depends on its position alone. So its bits do not depend on how a prompt is cut.
     - A step brings the state to the last chunk's end at or before the position of its last token that is no draft, and
       not further: the inputs from there on lie in the ring. Where the last token ends a chunk, a later step does it,
-      when it begins. ``context_lens`` says how many tokens are accepted. Rows of drafts follow the row of their
-      sequence, with the same slot (see ``has_drafts``); they advance nothing. So rejected drafts are overwritten by
+      when it begins. Tokens before the ``context_lens`` of a sequence's first row are accepted. Rows of drafts follow
+      that row, with the same slot (see ``has_drafts``); they advance nothing. So rejected drafts are overwritten by
       position, and nothing is copied, committed or replayed, also where a check crosses the end of a chunk.
     - A sequence at position 0 reads no state. So no slot is ever cleared. Padding has slot 0, and its rows are at
       position 0: they may write there, in any order, and read nothing.
