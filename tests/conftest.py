@@ -39,7 +39,7 @@ LEFT_OUT = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu.
+    """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/fake_gpu/README.md.
 
     ``--under-checker``: for compute-sanitizer. The GPU's blocks are allocations of their own
     (tests/cuda/separate_blocks.py), some results are cleared (tests/cuda/cleared_results.py), hypothesis tries few

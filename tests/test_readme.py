@@ -88,7 +88,7 @@ PAGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "benchmarks/README.md", "tests/fake_gpu/README.md"])
 def test_links_and_paths_exist(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     folder = (REPOSITORY / page).parent

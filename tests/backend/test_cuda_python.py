@@ -1,4 +1,4 @@
-"""Tests that need a GPU, run on one made of NumPy (see ``fake_gpu``), each profile of a GPU in a process of its own.
+"""Tests that need a GPU, run on one made of NumPy (tests/fake_gpu), each profile of a GPU in a process of its own.
 
 So the Python of the GPU's path is executed wherever the tests are: shapes, pitches, signatures, lifetimes, graphs.
 """
@@ -71,7 +71,7 @@ def run(profile: str, report: Path) -> subprocess.CompletedProcess[str]:
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A module in a process of its own."""
-    folders = os.pathsep.join([str(TESTS.parent), str(TESTS / "cuda")])
+    folders = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True)
 

@@ -1,4 +1,4 @@
-"""The benchmark's tests of a GPU on a GPU made of NumPy (see ``fake_gpu``)."""
+"""The benchmark's tests of a GPU on a GPU made of NumPy (tests/fake_gpu)."""
 
 from __future__ import annotations
 
