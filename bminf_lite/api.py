@@ -120,10 +120,8 @@ def load(
         except BaseException:
             ops.close()
             raise
-        engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens)
-        engine_config = replace(
-            engine_config, prefix_cache=prefix_cache, max_queue=max_queue, num_draft_tokens=num_draft_tokens
-        )
+        engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens, prefix_cache)
+        engine_config = replace(engine_config, max_queue=max_queue, num_draft_tokens=num_draft_tokens)
         return Model(network, engine_config, checkpoint.path, opened.generation_config, opened.eos_ids)
 
 

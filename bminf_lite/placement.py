@@ -137,7 +137,7 @@ def plan_placement(
 
 def make_engine_config(
     config: ModelConfig, cache_layout: CacheLayout, plan: MemoryPlan | None, max_num_seqs: int | None = None,
-    max_chunk: int = CHUNK,
+    max_chunk: int = CHUNK, prefix_cache: bool = True,
 ) -> EngineConfig:  # fmt: skip
     """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``.
 
@@ -149,10 +149,10 @@ def make_engine_config(
     if plan is None:
         max_num_seqs = max_num_seqs or EngineConfig.max_num_seqs
         room, groups = (available_memory() or CPU_CACHE) // 4, cache_groups(config, cache_layout, itemsize=4)
-        blocks = cache_blocks(groups, config.context_length, chunk, room, max_num_seqs)
+        blocks = cache_blocks(groups, config.context_length, chunk, room, max_num_seqs, snapshots=prefix_cache)
     else:
         max_num_seqs = max_num_seqs or plan.max_num_seqs
-        blocks, chunk = plan.num_blocks(max_num_seqs), plan.chunk
+        blocks, chunk = plan.num_blocks(max_num_seqs, prefix_cache), plan.chunk
         logit_rows = min(plan.max_logit_rows, logit_rows)
     num_blocks, num_source_blocks = (blocks[:-1], blocks[-1]) if config.is_encoder_decoder else (blocks, 0)
     return EngineConfig(
@@ -164,6 +164,7 @@ def make_engine_config(
         max_num_seqs,
         max_num_batched_tokens=chunk,
         max_logit_rows=logit_rows,
+        prefix_cache=prefix_cache,
         is_encoder_decoder=config.is_encoder_decoder,
         max_source_length=config.max_source_length,
         decoder_start_token_ids=config.decoder_start_token_ids,

@@ -93,14 +93,14 @@ class CacheGroup:
         """The most blocks that a sequence of ``context`` tokens holds at once, if steps compute ``piece`` of them."""
         return self.retention.most_blocks(context, piece)
 
-    def share(self, context: int, piece: int) -> int:
-        """The blocks of a sequence for which the group gets a share of the memory: for states, a snapshot beside it."""
-        return self.blocks(context, piece) + self.retention.per_sequence
+    def share(self, context: int, piece: int, snapshots: bool) -> int:
+        """The blocks of a sequence for which the group gets a share of the memory, and a snapshot of its state."""
+        return self.blocks(context, piece) + (snapshots and self.retention.per_sequence)
 
-    def most(self, context: int, piece: int, max_num_seqs: int) -> int:
+    def most(self, context: int, piece: int, max_num_seqs: int, snapshots: bool) -> int:
         """The most blocks that are of use, the null block left out."""
         held = max_num_seqs * self.blocks(context, piece)
-        return held + max(max_num_seqs, MIN_SNAPSHOTS) * self.retention.per_sequence
+        return held + max(max_num_seqs, MIN_SNAPSHOTS) * (snapshots and self.retention.per_sequence)
 
     def nbytes(self, num_blocks: int) -> int:
         """The memory of pools of ``num_blocks`` blocks."""
@@ -108,17 +108,23 @@ class CacheGroup:
 
 
 def cache_blocks(
-    groups: Sequence[CacheGroup], context: int, chunk: int, room: int, max_num_seqs: int, batch: int = 1
+    groups: Sequence[CacheGroup],
+    context: int,
+    chunk: int,
+    room: int,
+    max_num_seqs: int,
+    batch: int = 1,
+    snapshots: bool = True,
 ) -> tuple[int, ...]:
     """Blocks of each group, null blocks included, that fit in ``room`` bytes.
 
     They hold ``batch`` sequences of ``context`` tokens at least, and ``max_num_seqs`` at most. Groups share the rest of
     the room so that each can serve the same number of sequences of ``context`` tokens, or of ``BALANCED_CONTEXT`` if
-    that is less. Layers with states have a snapshot for each of these sequences, as far as there is room.
+    that is less. With ``snapshots``, layers with states have one for each of these sequences, as far as there is room.
     """
     needed = [group.blocks(context, chunk) for group in groups]
-    shares = [group.share(min(context, BALANCED_CONTEXT), chunk) for group in groups]
-    most = [group.most(context, chunk, max_num_seqs) for group in groups]
+    shares = [group.share(min(context, BALANCED_CONTEXT), chunk, snapshots) for group in groups]
+    most = [group.most(context, chunk, max_num_seqs, snapshots) for group in groups]
     largest = max(shares)
 
     def blocks(share: int) -> tuple[int, ...]:

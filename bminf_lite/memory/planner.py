@@ -230,18 +230,20 @@ class MemoryPlan:
         room = self.chunk * self.requirements.scratch_per_token + self.left // PROMPT_LOGITS_SHARE
         return max(room // max(self.requirements.scratch_per_sequence, 1), 1)
 
-    def num_blocks(self, max_num_seqs: int) -> tuple[int, ...]:
+    def num_blocks(self, max_num_seqs: int, snapshots: bool = True) -> tuple[int, ...]:
         """Blocks of each pool of the cache, null blocks included, for an engine with ``max_num_seqs``.
 
         The cache takes its planned memory and what the plan leaves, less logits and captured steps. There are blocks
-        for ``batch`` sequences of ``context`` tokens at least, and for ``max_num_seqs`` at most.
+        for ``batch`` sequences of ``context`` tokens at least, and for ``max_num_seqs`` at most. An engine that reuses
+        no prefixes has no ``snapshots``.
         """
         logits = self.requirements.scratch_per_sequence
         captured = max(self.machine.memory // CAPTURE_SHARE - self.captured_bytes, 0)
         few = min(max_num_seqs, FEW_SEQUENCES) * FEW_LOGITS_SHARE * logits
         spare = max((max_num_seqs - self.batch) * logits + captured, few)
         room = self.cache_bytes + max(self.left - spare, 0)
-        return cache_blocks(self.requirements.cache, self.context, self.chunk, room, max_num_seqs, self.batch)
+        groups = self.requirements.cache
+        return cache_blocks(groups, self.context, self.chunk, room, max_num_seqs, self.batch, snapshots)
 
     def sequences_of(self, tokens: int) -> int:
         """How many sequences of ``tokens`` tokens the engine runs at once, if no caller bounds them."""

@@ -86,6 +86,7 @@ def test_few_sequences_have_slots_for_several_snapshots() -> None:
     group = CacheGroup.of([(64 << 20,)], LatestState())
     assert cache_blocks([group], 8192, 2048, 1 << 40, 1) == (1 + 1 + MIN_SNAPSHOTS,)
     assert cache_blocks([group], 8192, 2048, 0, 1) == (2,)
+    assert cache_blocks([group], 8192, 2048, 1 << 40, 5, snapshots=False) == (6,)
     assert (group.sequence_bytes, group.token_bytes, group.is_int8) == (64 << 20, 0, False)
     assert group.bytes_read(10) == group.bytes_read(10_000) == 64 << 20
 
