@@ -538,9 +538,9 @@ def test_the_log_tells_of_clients_that_have_gone(chat_folder: Path, tmp_path: Pa
     sent = 0
     try:
         for path in (PATH, "/v1/completions", "/v1/responses", "/v1/messages"):
-            body = json.dumps(
-                {"messages": HI, "prompt": "a" if path == "/v1/completions" else None, "input": "a", "max_tokens": 900}
-            )
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            prompt = "a" if path == "/v1/completions" else None
+            body = json.dumps({"messages": HI, "prompt": prompt, "input": "a", limit: 900})
             head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             request = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
             for is_whole in (False, True):
