@@ -101,7 +101,7 @@ def test_results_are_found() -> None:
     ],
 )
 def test_a_plan_meets_measurements(shape: str, context: int, batch: int, kv_cache: str, milliseconds: float) -> None:
-    """Steps of docs/dev/measurements.md, on an H200."""
+    """Decode steps of an H200: docs/dev/measurements.md, "Steps that predictions are held to"."""
     assert 1e3 * batch / predicted(shape, context, batch, kv_cache) == pytest.approx(milliseconds, rel=MARK)
 
 
