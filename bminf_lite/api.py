@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import numpy as np
 
 from . import backend
-from .checkpoint.opened_model import open_model
+from .backend.values import Placement
+from .checkpoint.opened_model import OpenedModel, open_model
 from .completions import Completion, arun, run
 from .engine.config import EngineConfig
 from .engine.core import Engine, EngineStats, closed_error
+from .engine.draft_model import DraftedNetwork, DraftNetwork
 from .engine.executor import Network
 from .engine.model_runner import ModelRunner
 from .engine.outputs import Piece, Result
@@ -30,7 +32,14 @@ from .grammar import Grammar, Structure, only_structure
 from .grammar.matcher import GrammarCompiler
 from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
-from .placement import checkpoint_requirements, is_int8_cache, make_engine_config, plan_placement
+from .memory.planner import MemoryRequirements
+from .placement import (
+    checkpoint_requirements,
+    is_int8_cache,
+    make_engine_config,
+    plan_placement,
+    with_draft_model,
+)
 from .request_builder import GenerationRequest, RequestBuilder, build_logits_request, decoder_and_source
 from .text.chat_template import Message
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
@@ -49,6 +58,8 @@ MAX_BATCHED_TOKENS = 1 << 16
 """The bound of ``max_num_batched_tokens``."""
 MAX_DRAFT_TOKENS = 16
 """The bound of ``num_draft_tokens``: a sequence with a grammar has a bit mask for each."""
+DRAFT_MODEL_TOKENS = 4
+"""Drafts that a draft model makes for each request, unless ``num_draft_tokens`` is given."""
 FINALIZER_SECONDS = 5.0
 """How long the end of a model that was not closed waits for its engine.
 
@@ -68,6 +79,7 @@ def load(
     max_queue: int = EngineConfig.max_queue,
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
     num_draft_tokens: int = EngineConfig.num_draft_tokens,
+    draft_model: str | Path | None = None,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
@@ -90,6 +102,9 @@ def load(
     - ``num_draft_tokens``: the most guesses of a request's next tokens that a step checks, up to
       :data:`MAX_DRAFT_TOKENS`; 0 for none. They are what followed the request's last tokens where these occurred
       before, so they help completions that repeat their prompt. A token is the one that the request gets without them.
+    - ``draft_model``: a smaller checkpoint with the same vocabulary that makes the guesses instead; then
+      ``num_draft_tokens`` is :data:`DRAFT_MODEL_TOKENS` unless it is given. It takes memory of its own, and a context
+      is at most as long as its own.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
@@ -102,27 +117,55 @@ def load(
     require_bool("prefix_cache", prefix_cache)
     int8 = is_int8_cache(kv_cache)
     backend.check_device(device, memory_limit)
-    with open_model(path) as opened:
+    with open_model(path) as opened, nullcontext() if draft_model is None else open_model(draft_model) as draft:
         checkpoint, config = opened.checkpoint, opened.config
+        if draft is not None:
+            _check_draft_model(opened, draft)
+            num_draft_tokens = num_draft_tokens or DRAFT_MODEL_TOKENS
         if not_obeyed := not_obeyed_text(opened.generation_config):
             warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
         ops = backend.create(device, memory_limit)
         try:
-            cache_layout = config.cache_layout.with_int8(int8)
+            layout = config.cache_layout if draft is None else config.cache_layout.beside(draft.config.cache_layout)
+            cache_layout = layout.with_int8(int8)
             KVCache.for_sequences(ops, cache_layout, 1, 1).close()  # raises now if the backend cannot have such a cache
-            plan = plan_placement(
-                ops, opened.spec, lambda: checkpoint_requirements(opened, None, kv_cache, num_draft_tokens), context,
-                max_num_batched_tokens,
-            )  # fmt: skip
+
+            def needed() -> MemoryRequirements:
+                own = checkpoint_requirements(opened, None, kv_cache, num_draft_tokens)
+                if draft is None:
+                    return own
+                other = checkpoint_requirements(draft, None, kv_cache, num_draft_tokens)
+                return with_draft_model(own, other, config, cache_layout.with_drafts(num_draft_tokens))
+
+            plan = plan_placement(ops, opened.spec, needed, context, max_num_batched_tokens)
             weights = opened.weights()
             built_from = with_finite_checks(weights, ops) if check else (weights, ops)
-            network = opened.architecture.Model(config, *built_from)
+            network: Network = opened.architecture.Model(config, *built_from)
+            if draft is not None:
+                ops.placement = Placement()  # no layer of it is streamed
+                second = cast(DraftNetwork, draft.architecture.Model(draft.config, draft.weights(), ops))
+                network = DraftedNetwork(network, config.num_layers, second)
         except BaseException:
             ops.close()
             raise
         engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens, prefix_cache)
         engine_config = replace(engine_config, max_queue=max_queue, num_draft_tokens=num_draft_tokens)
+        if draft is not None:
+            shorter = min(config.context_length, draft.config.context_length)
+            engine_config = replace(engine_config, context_length=shorter)
         return Model(network, engine_config, checkpoint.path, opened.generation_config, opened.eos_ids)
+
+
+def _check_draft_model(model: OpenedModel, draft: OpenedModel) -> None:
+    """Raise ``UsageError`` for a draft model whose tokens are not those of the model."""
+    sizes = model.config.vocab_size, draft.config.vocab_size
+    if model.config.is_encoder_decoder or draft.config.is_encoder_decoder:
+        raise UsageError("draft_model: a model with an encoder neither has a draft model nor is one")
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"draft_model {draft.path} has {sizes[1]:,} tokens in its vocabulary, but the model has {sizes[0]:,}; give "
+            "a smaller model of the same family"
+        )
 
 
 class RequestOptions(SamplingOptions, total=False):

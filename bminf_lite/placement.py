@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,19 @@ def checkpoint_requirements(
     """The memory that the model of an open checkpoint needs, as it is stored or as if it were migrated."""
     scheme_of = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
     return requirements(model.description, scheme_of, kv_cache, num_draft_tokens)
+
+
+def with_draft_model(
+    model: MemoryRequirements, draft: MemoryRequirements, config: ModelConfig, layout: CacheLayout
+) -> MemoryRequirements:
+    """What a model needs beside a draft model that is never streamed; ``layout`` has the layers of both."""
+    return replace(
+        model,
+        fixed=model.fixed + draft.weights - LIBRARY_BYTES,
+        cache=cache_groups(config, layout),
+        scratch_per_token=model.scratch_per_token + draft.scratch_per_token,
+        scratch_per_sequence=model.scratch_per_sequence + draft.scratch_per_sequence,
+    )
 
 
 def plan_placement(

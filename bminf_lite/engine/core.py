@@ -25,7 +25,7 @@ from ..backend.values import BLOCK_SIZE
 from ..errors import BminfError, QueueFull, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
-from .drafts import NgramDrafter
+from .drafts import Drafter
 from .request import Request
 from .scheduler import Rows, Scheduler
 from .step import Step, StepResult
@@ -57,6 +57,10 @@ class Runner(Rows, Protocol):
 
     def launch(self, step: Step) -> Launched:
         """Start a step."""
+        ...
+
+    def drafter(self) -> Drafter:
+        """What guesses the next tokens of requests."""
         ...
 
     def warm_up(self) -> None:
@@ -298,7 +302,7 @@ class Engine:
         """The scheduler and the runner, which are made when they are first needed."""
         if self._runner is None or self._scheduler is None:
             self._runner = self._make_runner(self.blocks)
-            drafter = NgramDrafter() if self.config.num_draft_tokens else None
+            drafter = self._runner.drafter() if self.config.num_draft_tokens else None
             self._scheduler = Scheduler(self.config, self.blocks, self._runner, drafter)
         return self._scheduler, self._runner
 

@@ -6,8 +6,8 @@ that equal the choices are accepted (:mod:`bminf_lite.backend.sampling`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,19 +18,32 @@ NGRAM_SIZES = (4, 2)
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Drafter(Protocol):
-    """A source of drafts. It is called in the engine's thread, and must be quick."""
+class Drafter(ABC):
+    """A source of drafts. It is called in the engine's thread, and must be quick.
 
+    With ``needs_newest_token``, a request waits for its newest token before it gets drafts.
+    """
+
+    needs_newest_token = False
+
+    def prepare(self, counts: Mapping[Request, int]) -> None:
+        """Called before a step's drafts are proposed.
+
+        ``counts`` has the requests, with the most drafts that each may have, if the drafter needs newest tokens; else
+        it is empty.
+        """
+        return
+
+    @abstractmethod
     def propose(self, request: Request, count: int) -> Sequence[int]:
         """Up to ``count`` tokens that are expected behind the known tokens of a request."""
-        ...
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request that has ended."""
-        ...
+        return
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes what followed the last tokens of a request where they occurred before, in its prompt or its completion.
 
     The last occurrence counts. It helps where a completion repeats its prompt: edits of a text, quotations, tables.

@@ -19,6 +19,7 @@ from ..backend.values import Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache
 from .config import EngineConfig
+from .draft_model import DraftedNetwork
 from .sampler_rows import MaskWrite, TableSize
 from .sampler_table import SamplerTable
 from .source_encoder import RUNS_TO_CAPTURE, EncoderDecoder, SourceEncoder
@@ -138,6 +139,12 @@ class Executor:
         self.table.write_masks(masks)
         step.choice = self.ops.fetch(self.ops.sample(step.logits[: step.sequences], step.sampler))
 
+    def guess(self, tokens: np.ndarray, positions: np.ndarray, tables: Sequence[np.ndarray], count: int) -> np.ndarray:
+        """The draft model's guesses, see :meth:`.DraftedNetwork.guess`, after what was started before."""
+        assert isinstance(self.network, DraftedNetwork)
+        self._grow_to([int(table.max()) + 1 for table in tables])
+        return self.network.guess(self.cache, tokens, positions, tables, count)
+
     def _packed_for(self, inputs: StepInputs) -> Array:
         """Memory for the integers of a step that is not captured."""
         count = len(inputs.packed)
@@ -185,8 +192,11 @@ class Executor:
         return KVCache(self.ops, layout, [*map(min, first, max_blocks)], max_blocks)
 
     def _grow(self, plan: StepPlan) -> None:
-        """Enlarge the caches, by half at least, if the plan needs a block beyond them."""
-        needed = (plan.num_blocks, (plan.num_source_blocks,))
+        """Enlarge the caches if the plan needs a block beyond them."""
+        self._grow_to(plan.num_blocks, (plan.num_source_blocks,))
+
+    def _grow_to(self, *needed: Sequence[int]) -> None:
+        """Enlarge the caches, by half at least, if they have fewer blocks in a group than ``needed``."""
         for (cache, max_blocks), counts in zip(self._caches(), needed, strict=False):
             for group, (count, most) in enumerate(zip(counts, max_blocks, strict=True)):
                 if count > cache.num_blocks[group]:

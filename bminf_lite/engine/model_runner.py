@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from ..backend.communicator import RankThreads
 from .block_manager import BlockManager
 from .config import EngineConfig
+from .draft_model import DraftedNetwork, ModelDrafter
+from .drafts import Drafter, NgramDrafter
 from .executor import ExecutedStep, Executor, Network
 from .request import Request
 from .step import Step, StepResult
@@ -118,6 +122,16 @@ class ModelRunner:
                 part.request.take_logits(part.stop - part.num_taken, logits)
                 first += part.num_taken
         return launched
+
+    def drafter(self) -> Drafter:
+        """The draft model if there is one, else n-grams."""
+        is_drafted = isinstance(self.executors[0].network, DraftedNetwork)
+        return ModelDrafter(self.guess) if is_drafted else NgramDrafter()
+
+    def guess(self, requests: Sequence[Request], count: int) -> np.ndarray:
+        """What the draft model expects behind the newest tokens of requests: int32 ``[B, count]``."""
+        tokens, positions, tables = self.builder.newest_tokens(requests, count)
+        return self._on_ranks(lambda rank: self.executors[rank].guess(tokens, positions, tables, count))[0]
 
     def warm_up(self) -> None:
         """Take all memory of the caches, load what steps may need, and capture steps and encodings of every size."""

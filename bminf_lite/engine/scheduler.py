@@ -205,13 +205,25 @@ class Scheduler:
         rows = min(self.config.max_num_draft_rows, self.config.max_num_batched_tokens) - len(plan)
         if any(count > 1 for count in plan.values()):
             return found
-        for request in plan:
-            most = min(self.config.num_draft_tokens, rows, request.max_length - request.num_tokens - 1)
+        counts = {r: min(self.config.num_draft_tokens, r.max_length - r.num_tokens - 1) for r in plan}
+        self.drafter.prepare(self._with_room(counts, rows) if self.drafter.needs_newest_token else {})
+        for request, count in counts.items():
+            most = min(count, rows)
             drafts = self._propose(request, most) if most > 0 else ()
             if drafts and self._has_room_for_drafts(request, len(drafts)):
                 found[request] = drafts
                 rows -= len(drafts)
                 self.num_draft_tokens += len(drafts)
+        return found
+
+    def _with_room(self, counts: dict[Request, int], rows: int) -> dict[Request, int]:
+        """The requests whose drafts have ``rows`` and blocks in the cache, which are taken; with their numbers."""
+        found = {}
+        for request, count in counts.items():
+            most = min(count, rows)
+            if most > 0 and not request.num_pending_tokens and self._has_room_for_drafts(request, most):
+                found[request] = most
+                rows -= most
         return found
 
     def _propose(self, request: Request, most: int) -> Sequence[int]:
@@ -228,8 +240,12 @@ class Scheduler:
         return drafts
 
     def _waits_to_draft(self, request: Request) -> bool:
-        """Whether a request with a grammar waits for its pending token: without it, the grammar can't check drafts."""
-        if self.drafter is None or request.matcher is None or not request.num_pending_tokens:
+        """Whether a request waits for its pending token: a drafter needs it, or a grammar, to check drafts."""
+        if self.drafter is None or not request.num_pending_tokens:
+            return False
+        if self.drafter.needs_newest_token:
+            return True
+        if request.matcher is None:
             return False
         return len(self.drafter.propose(request, 2)) > 1
 

@@ -169,6 +169,20 @@ class StepBuilder:
             copies=[pairs for _, pairs in step.copies],
         )
 
+    def newest_tokens(self, requests: Sequence[Request], count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """The newest known tokens of requests, their positions, and the tables of their blocks, for a draft model.
+
+        ``count`` more tokens of each have blocks.
+        """
+        positions = np.array([r.num_known_tokens - 1 for r in requests], np.int32)
+        tokens = [r.token_ids(p, p + 1)[0] for r, p in zip(requests, positions.tolist(), strict=True)]
+        for request in requests:
+            self._update_tables(request)
+        rows = [r.row for r in requests]
+        widths = [group.blocks_for(int(positions.max()) + 1 + count) for group in self.blocks.groups]
+        tables = [host.array[rows, :width] for host, width in zip(self._tables, widths, strict=True)]
+        return np.array(tokens, np.int32), positions, tables
+
     def empty_inputs(self, size: StepSize) -> StepInputs:
         """The integers of a captured step of padding alone."""
         return self._captured_inputs(Step(), size)

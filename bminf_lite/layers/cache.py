@@ -8,6 +8,7 @@ number in each. All states form one group, in which a sequence has one slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -159,6 +160,10 @@ class CacheLayout:
         """Layers with equal heads; ``windows`` has an entry for each, or none if no layer has a window."""
         return cls(tuple(KeyValues(kv_heads, head_dim, window=w) for w in windows or (None,) * layers))
 
+    def beside(self, other: CacheLayout) -> CacheLayout:
+        """These layers, and behind them those of a second model that reads the same tokens."""
+        return CacheLayout((*self.layers, *other.layers))
+
     @property
     def groups(self) -> tuple[Retention, ...]:
         """The retention of each group of layers, in order of their first layers."""
@@ -236,6 +241,12 @@ class KVCache:
     def tables(self, sequences: int, tokens: int) -> list[np.ndarray]:
         """For each group a block table int32 ``[sequences, W]`` that gives every sequence blocks of its own."""
         return self.layout.tables(sequences, tokens)
+
+    def part(self, layers: slice) -> KVCache:
+        """Some of the layers, as the cache of one of two models. The memory stays this cache's."""
+        view = copy(self)
+        view.layers = self.layers[layers]
+        return view
 
     def close(self) -> None:
         """Free the memory now, even if a traceback or a caller still refers to the cache or to its layers."""

@@ -162,3 +162,11 @@ class Decoder:
             if not all_logits and not only_last:
                 residual = self.ops.last_tokens(residual, batch)
             return self.output(residual)
+
+    def read(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Add a step's tokens to the cache, without logits."""
+        with self.ops.step(batch):
+            residual, last = self.embed(batch), self.config.num_layers - 1
+            only_last = batch.last_positions is not None
+            for i, (block, layer_cache) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+                residual = block(residual, layer_cache, batch, only_last and i == last)

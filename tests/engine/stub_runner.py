@@ -18,6 +18,7 @@ from bminf_lite.backend.sampling import TokenScores
 from bminf_lite.backend.values import StateArray
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
+from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.scheduler import Scheduler
@@ -228,7 +229,7 @@ class StubRunner:
         return found
 
 
-class Oracle:
+class Oracle(Drafter):
     """A drafter that knows what a request gets, and is wrong now and then."""
 
     def __init__(self, windows: Sequence[int | None], context_length: int):

@@ -16,6 +16,7 @@ from model_kit import WatchedBackend, make_model, run
 
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
+from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.grammar import Grammar
@@ -121,7 +122,7 @@ def test_preempted(arena):
     assert model.stats().preemptions > 0
 
 
-class KnowingDrafter:
+class KnowingDrafter(Drafter):
     """Proposes what the tasks get alone, with a wrong token now and then."""
 
     def __init__(self, expected: dict[int, list[int]]):
@@ -142,7 +143,7 @@ def test_with_drafts(arena, drafter, num_blocks, monkeypatch):
     """Greedy and drawn, with penalties and grammars, while others are cancelled."""
     if drafter == "knowing":
         expected = {task.index: arena.expected[task].output_token_ids for task in arena.tasks}
-        monkeypatch.setattr("bminf_lite.engine.core.NgramDrafter", lambda: KnowingDrafter(expected))
+        monkeypatch.setattr("bminf_lite.engine.model_runner.NgramDrafter", lambda: KnowingDrafter(expected))
     limits = {"num_draft_tokens": 4, "max_num_draft_rows": 64, "prefix_cache": False}
     model = arena.with_limits(**limits, **({} if num_blocks is None else {"num_blocks": (num_blocks,)}))
     cancelled = [replace(task, index=1000 + task.index).request() for task in arena.tasks[::5]]

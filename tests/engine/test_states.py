@@ -18,6 +18,7 @@ from bminf_lite.bench.session import Session
 from bminf_lite.cli.plan import plan_to_dict
 from bminf_lite.engine import block_manager
 from bminf_lite.engine.core import Engine
+from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.model_runner import ModelRunner
 from bminf_lite.engine.request import Request
 from bminf_lite.layers.cache import CacheLayout, KeyValues, KVCache, Layout, State
@@ -181,7 +182,7 @@ def test_drafts_are_exact_also_where_a_check_crosses_the_end_of_a_chunk(
     kinds: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, and among 50 ragged requests that arrive, share steps and reuse prefixes."""
-    monkeypatch.setattr("bminf_lite.engine.core.NgramDrafter", AnyToken)
+    monkeypatch.setattr("bminf_lite.engine.model_runner.NgramDrafter", AnyToken)
     prompts = [repetitive(20 + 5 * (i % 17), i % 11) for i in range(count)]
     expected = alone(prompts, 30, kinds)
     with HybridModel(kinds, blocks=200, ops=WatchedBackend(1), num_draft_tokens=5, max_num_seqs=24) as model:
@@ -192,7 +193,7 @@ def test_drafts_are_exact_also_where_a_check_crosses_the_end_of_a_chunk(
     assert 0 < stats.accepted_tokens < stats.draft_tokens and stats.accepted_tokens > 10 * count
 
 
-class AnyToken:
+class AnyToken(Drafter):
     """Drafts that are right three times of four."""
 
     answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}

@@ -11,7 +11,6 @@ import pytest
 from model_kit import RowwiseBackend, make_model, request, run
 from tiny_models import STATES, Golden, goldens
 
-from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
 
@@ -24,8 +23,7 @@ def served(
 ) -> Iterator[Model]:
     """A w8a8 model, whose products are exact, with blocks for ``num_blocks`` times 64 tokens."""
     config = golden.config | {"max_position_embeddings": 512}
-    layout = models.find(config).parse(config).cache_layout.with_drafts(num_draft_tokens)
-    limits |= {"cache_layout": layout, "num_draft_tokens": num_draft_tokens}
+    limits["num_draft_tokens"] = num_draft_tokens
     model = make_model(RowwiseBackend(), quantized=True, num_blocks=num_blocks, chunk=piece, limits=limits, **config)
     try:
         yield model

@@ -1,0 +1,101 @@
+"""A second, smaller model that guesses the next tokens of requests.
+
+Its layers lie behind the model's in the same cache, under the same block tables, and each step runs both models on its
+tokens. So the draft model knows every token that the model knows, also those of a prefix from the cache, and a rejected
+draft is overwritten where the next token lies. Its guesses take steps of its own, one for each draft, between two steps
+of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ..backend.base import Backend
+from ..backend.values import Array, ForwardBatch
+from ..layers.cache import KVCache
+from .drafts import Drafter
+from .request import Request
+
+
+class DraftNetwork(Protocol):
+    """A draft model as it is called; see :class:`bminf_lite.models._decoder.Decoder`."""
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
+        """Logits fp32 ``[B, vocab]`` of last tokens."""
+        ...
+
+    def read(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Add a step's tokens to the cache."""
+        ...
+
+
+class Network(Protocol):
+    """The model; see :class:`.executor.Network`."""
+
+    ops: Backend
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array: ...
+
+
+class DraftedNetwork:
+    """A model with ``num_layers`` layers, and a draft model that reads the same tokens."""
+
+    def __init__(self, network: Network, num_layers: int, draft: DraftNetwork):
+        self.ops = network.ops
+        self.network = network
+        self.draft = draft
+        self._own, self._others = slice(num_layers), slice(num_layers, None)
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
+        """The model's logits, see :class:`.executor.Network`."""
+        self.draft.read(batch, cache.part(self._others))
+        return self.network(batch, cache.part(self._own), all_logits)
+
+    def guess(
+        self, cache: KVCache, tokens: np.ndarray, positions: np.ndarray, tables: Sequence[np.ndarray], count: int
+    ) -> np.ndarray:
+        """The ``count`` most likely tokens behind the newest tokens of some sequences, one after another.
+
+        ``tokens`` and ``positions`` are int32 ``[B]``, those of the newest tokens, and ``tables`` their block tables,
+        with room for ``count`` tokens. Returns int32 ``[B, count]``.
+        """
+        drafts = np.empty((len(tokens), count), np.int32)
+        for place in range(count):
+            batch = ForwardBatch.packed(self.ops.array, tokens[:, None], (positions + place).tolist(), tables)
+            logits = self.draft(batch, cache.part(self._others))
+            drafts[:, place] = tokens = np.argmax(self.ops.host(logits), axis=1).astype(np.int32)
+        return drafts
+
+
+class Guesses(Protocol):
+    """Computes the guesses of a draft model; see :meth:`.ModelRunner.guess`."""
+
+    def __call__(self, requests: Sequence[Request], count: int) -> np.ndarray:
+        """``count`` tokens behind the newest token of each request, whose blocks have room: int32 ``[B, count]``."""
+        ...
+
+
+class ModelDrafter(Drafter):
+    """The drafter of a draft model: it guesses for all requests of a step at once."""
+
+    needs_newest_token = True
+
+    def __init__(self, guess: Guesses) -> None:
+        self._guess = guess
+        self._drafts: dict[Request, list[int]] = {}
+
+    def prepare(self, counts: Mapping[Request, int]) -> None:
+        """Guess for these requests, up to as many tokens as each may have."""
+        self._drafts.clear()
+        if counts:
+            guesses = self._guess(list(counts), max(counts.values())).tolist()
+            self._drafts = dict(zip(counts, guesses, strict=True))
+
+    def propose(self, request: Request, count: int) -> Sequence[int]:
+        return self._drafts.get(request, [])[:count]
+
+    def forget(self, request: Request) -> None:
+        self._drafts.pop(request, None)
