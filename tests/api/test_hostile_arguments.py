@@ -160,7 +160,6 @@ def test_paths_that_the_system_cannot_look_up(folders: Folders, name: str) -> No
         "load": lambda: bminf_lite.load(path, **cpu),
         "source": lambda: bminf_lite.migrate(path, folders.out),
         "out": lambda: bminf_lite.migrate(folders.float, path),
-        "recipe": lambda: bminf_lite.migrate(folders.float, folders.out, path),
         "verify": lambda: bminf_lite.verify(path),
         "plan": lambda: bminf_lite.plan(path),
         "perplexity": lambda: bminf_lite.perplexity(path, folders.text, **cpu),
@@ -170,6 +169,7 @@ def test_paths_that_the_system_cannot_look_up(folders: Folders, name: str) -> No
     }
     if path is not None:
         found |= {
+            "recipe": lambda: bminf_lite.migrate(folders.float, folders.out, path),
             "report": lambda: bminf_lite.compare(
                 folders.int8, folders.float, folders.text, report=path, device="cpu", tokens=20
             ),
