@@ -65,7 +65,7 @@ def copy_pages(_: Sphinx) -> None:
 def link_within_site(_: Sphinx, __: str, source: list[str]) -> None:
     """Lead links of the repository to the site's pages, and those to ``docs/dev``, which has none, to its files."""
     text = re.sub(r"\]\(docs/", "](/", source[0])
-    text = re.sub(r"\]\((?:\.\./)+examples/", "](/_pages/examples/", text)
+    text = re.sub(r"\]\((?:\.\./)+(examples/|CONTRIBUTING\.md)", r"](/_pages/\1", text)
     source[0] = re.sub(r"\]\((?:\.\./)?(dev/[\w-]+\.md)(?:#[^)]*)?\)", r"](path:/\1)", text)
 
 

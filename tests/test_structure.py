@@ -116,6 +116,15 @@ def test_dependencies_point_down(path):
     assert used - {own} <= MAY_IMPORT[own], f"{relative(path)} imports {sorted(used - {own} - MAY_IMPORT[own])}"
 
 
+@pytest.mark.parametrize("folder", ["engine", "models/parts", "backend", "backend/cuda"])
+def test_the_first_page_names_every_module(folder):
+    """docs/architecture.md has a table with a sentence for each module of these folders."""
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    table = text.split(f"**`{folder}/`**", 1)[1].split("\n\n**", 1)[0].split("\n## ", 1)[0]
+    names = {path.name for path in (PACKAGE / folder).glob("*.py")} - {"__init__.py"}
+    assert names - set(re.findall(r"`(\w+\.py)`", table)) == set()
+
+
 def test_the_vocabulary_stands_on_nothing():
     assert not any(own_imports(path) for path in modules() if module_name(path) in VOCABULARY)
 
