@@ -87,7 +87,7 @@ async def write(stream: EventStream, generation: Generation, text: TextStream) -
 
 
 def request(port: int, tokens: int, keep_alive: bool = False) -> bytes:
-    """A streamed request for so many tokens."""
+    """A streamed request for ``tokens`` tokens."""
     body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": tokens, "stream": True}
     return completion_request(port, body, keep_alive)
 

@@ -187,9 +187,9 @@ def bench_speeds(bench_model: BenchModel, decoded: Mapping[int, Workload]) -> di
 def decoding(speeds: Mapping[int, float], decoded: Mapping[int, Workload] = DECODED) -> Part:
     """Decoding while requests come and go, and the share that this is of the ``speeds`` of ``bench``.
 
-    So many callers make requests of ``depth`` prompt tokens, one after another. Counted are the steps without prompt
-    tokens in which all of them decode. The first requests are as if they had begun earlier, at equal distances. So the
-    tokens before a counted one are as many as those of ``bench``, from ``depth`` to ``depth + tokens``, on the average.
+    ``batch`` callers each make requests of ``depth`` prompt tokens, one after another. Counted are the steps without
+    prompt tokens in which all of them decode. The first requests are as if they had begun earlier, at equal distances.
+    So a counted token has on the average the context that it has in ``bench``: from ``depth`` to ``depth + tokens``.
     """
 
     async def serve(model: Model, workload: Workload, caller: int) -> None:

@@ -5,8 +5,8 @@
 The first part rounds random matrices ``[OUT, IN]``, with inputs that depend on each other, on the device and by the
 definition in NumPy. From the same root, codes of the first block must be equal. It prints the share of equal codes over
 all blocks, and the square of each product's error, relative to plain rounding, with the device's root and with the
-definition's. The second part times the Hessian of so many tokens, its root, and the rounding of each product of a layer
-of the shape, with random numbers, and multiplies by the number of layers.
+definition's. The second part times the Hessian of ``--tokens`` tokens, its root, and the rounding of each product of a
+layer of the shape, with random numbers, and multiplies by the number of layers.
 """
 
 from __future__ import annotations

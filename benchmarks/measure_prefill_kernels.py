@@ -38,7 +38,7 @@ QUERY = ("nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """So many new tokens of one sequence behind so many, and the heads."""
+    """``tokens`` new tokens of one sequence behind ``context`` tokens in the cache, and the heads."""
 
     tokens: int
     context: int

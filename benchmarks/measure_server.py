@@ -436,10 +436,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def main() -> None:
     parser = model_parser(__doc__)
-    parser.add_argument("--http-workers", type=int, help="HTTP processes; by default as many as the server starts")
+    parser.add_argument("--http-workers", type=int, help="HTTP processes (default: those that a server starts)")
     parser.add_argument("--clients", type=int, default=4, help="processes of the load client (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="cut each run after so many: its requests end")
+    parser.add_argument("--seconds", type=float, help="cut each run after SECONDS: its requests end")
     parser.add_argument("--only", choices=SIDES, help="measure one of them (default: both)")
     parser.add_argument("--whole", action="store_true", help="also measure the engine with whole answers")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="keep the vocabulary, which takes seconds")

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROW_ELEMENTS_PER_WARP = 512
-"""So many elements of a row for each of its warps, of which there are at most 16."""
+"""Elements of a row for each of its warps, of which there are at most 16."""
 TILES = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": 8}, num_warps=warps, num_stages=stages)
     for m, n, k, warps, stages in ((128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (16, 64, 128, 4, 5))

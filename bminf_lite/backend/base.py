@@ -56,7 +56,7 @@ from .values import (
 T = TypeVar("T")
 
 FEW_ROWS = 4
-"""Float products of up to this many rows are computed by row, which takes BLAS no longer for so few."""
+"""Float products of up to ``FEW_ROWS`` rows are computed row by row, which takes BLAS no longer than one product."""
 EXACT_IN_FP32 = 1024
 """Products of int8 codes summed over this many terms stay below 2**24, so fp32 arithmetic is exact."""
 

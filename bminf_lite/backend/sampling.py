@@ -50,7 +50,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 """Tokens with a bias, for each sequence."""
 MAX_END_TOKENS = 15
-"""End-of-sequence tokens that ``min_tokens`` can forbid, for each sequence: as many as make a row 128 bytes long."""
+"""End-of-sequence tokens that ``min_tokens`` can forbid, for each sequence. With 15 a row has 128 bytes."""
 
 PROMPT_FLAG = 1 << 30
 """Set in ``SamplerState.counts`` for a token of the prompt; the bits below say how often it was generated."""

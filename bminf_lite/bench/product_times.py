@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROMPT, ANSWER, SEQUENCES = 2048, 128, 16
 STEPS_PER_REQUEST = ANSWER / SEQUENCES
 GEMV_ROWS = 4
-"""Up to so many rows, a product with float activations reads int8 weights directly."""
+"""A product with float activations of at most ``GEMV_ROWS`` rows reads int8 weights directly."""
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,8 @@ class Session:
     def prepare_encode(self, count: int, eagerly: bool = False) -> Callable[[], None]:
         """Prepare a source of ``count`` random tokens for each sequence, with NaN in the cache of its keys and values.
 
-        The returned function runs the encoder and fills that cache. If the engine captures sources of so many tokens,
-        it pads them likewise, and the first functions run it step by step; ``eagerly`` all do, without padding.
+        The returned function runs the encoder and fills that cache. If the engine captures sources of ``count``
+        tokens, it pads them likewise, and the first functions run it step by step; ``eagerly`` all do, without padding.
         """
         encoder, table = self.encoder, self.source_table
         assert encoder is not None and table is not None
@@ -211,7 +211,7 @@ class Session:
             self._sampler = replace(self._greedy(self.batch), rows=self._decoding.arrays.rows)
         self._inputs.tokens[:] = self.tokens((self.batch,))
         self._inputs.context_lens[:] = past
-        # The next results take the memory of these, which are as many as are in use at a time.
+        # The next results take the memory of these: one array for each result that is in use at the same time.
         marks = np.full((2, self.batch), UNWRITTEN, np.int32)
         unwritten = [self.ops.array(marks) for _ in range(self.ops.max_steps_in_flight + 2)]
         del unwritten

@@ -125,7 +125,7 @@ class TensorFile(ABC):
         return status.st_size, status.st_mtime_ns
 
     def _read_bytes(self, offset: int, size: int) -> bytes:
-        """``size`` bytes from ``offset`` on, or as many as there are."""
+        """``size`` bytes from ``offset`` on, or fewer if the file ends before."""
         content = bytearray(max(min(size, self.nbytes - offset), 0))
         self._read_into(memoryview(content), offset)
         return bytes(content)

@@ -32,7 +32,7 @@ def speed(value: str) -> float:
 @model_argument
 @memory_limit_option
 @click.option(
-    "--context", type=int, metavar="N", help="Tokens per sequence; by default the model's context, or as many as fit."
+    "--context", type=int, metavar="N", help="Tokens per sequence; by default the model's context, or what fits."
 )
 @click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Sequences decoded together.")
 @kv_cache_option

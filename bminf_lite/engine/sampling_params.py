@@ -78,13 +78,13 @@ class SamplingParams:
     - ``seed``: 0 to 2**64 - 1. The same seed gives the same tokens; ``None`` draws a seed at random.
     - ``stop``: strings that end the completion and are not part of it. One string counts as a tuple of one.
     - ``ignore_eos``: continue after an end-of-sequence token.
-    - ``min_tokens``: end-of-sequence tokens are not chosen before so many tokens are generated; at most
+    - ``min_tokens``: end-of-sequence tokens are not chosen before ``min_tokens`` tokens are generated; at most
       ``max_new_tokens``. It has no effect with ``ignore_eos``.
     - ``logit_bias``: numbers from -100 to 100 that are added to the logits of some tokens, by token id; up to 300. A
       bias of -inf forbids a token.
     - ``begin_suppress_tokens``: token ids that are not chosen first; up to 15. With ``min_tokens`` over 1 they can only
       be end-of-sequence tokens.
-    - ``logprobs``: report the log-probability of each token, and of so many most likely tokens beside it (0 to 20);
+    - ``logprobs``: report the log-probability of each token, and of the ``logprobs`` most likely ones (0 to 20);
       ``None`` reports nothing. They are those of the model, before temperature, penalties and filters.
     """
 

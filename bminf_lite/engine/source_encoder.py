@@ -32,7 +32,7 @@ class SourceEncoder:
     """Fills ``cache`` with keys and values of sources.
 
     Sources that have few tokens together are padded to one of the backend's ``source_sizes``, which is captured once.
-    Sizes of more than ``max_num_tokens`` are not used: the memory of so many tokens is planned. The device runs more
+    Sizes of more than ``max_num_tokens`` are not used, because memory is planned for that number. The device runs more
     tokens than the sizes have for longer than the host launches them.
     """
 

@@ -30,7 +30,7 @@ MAX_CACHED = 64
 MAX_VOCABULARIES = 4
 """Vocabularies that are kept: one for each set of tokens that end a completion, which requests may choose."""
 MATCHERS_PER_LEXER = 8
-"""A grammar gets another lexer when each of those that it has serves so many completions."""
+"""A grammar gets another lexer when each of its lexers serves ``MATCHERS_PER_LEXER`` completions."""
 QUICK_SECONDS = 0.2
 """A grammar that takes longer to compile is compiled once: it must not keep others waiting, or take much memory."""
 _UNSUPPORTED = (

@@ -103,8 +103,8 @@ class State:
       position 0: they may write there, in any order, and read nothing.
 
     It follows that after a step the slot serves to go on at the position of the last token that is no draft, and at
-    the one behind it. ``ring`` is stated for steps without drafts: the tokens of a chunk, or of a short convolution,
-    which has no state but its ring, as many as its kernel is long. :meth:`with_drafts` adds the drafts of a step.
+    the one behind it. ``ring`` is stated for steps without drafts: the tokens of a chunk. A short convolution has no
+    state but its ring, whose length is that of its kernel. :meth:`with_drafts` adds the drafts of a step.
     """
 
     arrays: tuple[StateArray, ...]

@@ -47,7 +47,7 @@ Observer = Callable[[LinearCall], Any]
 
 
 LEAST_ROWS = 64
-"""Tokens of a step that an observed expert gets at least, if there are so many tokens."""
+"""An observed expert gets at least ``LEAST_ROWS`` tokens of a step, or all tokens of a shorter step."""
 
 
 class LinearHooks:

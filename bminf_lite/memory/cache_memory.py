@@ -22,7 +22,7 @@ MIN_SNAPSHOTS = 16
 """Snapshots of states for which there are slots, if there is room, however few sequences a step has."""
 BALANCED_CONTEXT = 8192
 """Layers with windows take most of the cache of short sequences, and those without take most of that of long ones. For
-models of longer contexts, pools are balanced for sequences of so many tokens."""
+models of longer contexts, pools are balanced for sequences of ``BALANCED_CONTEXT`` tokens."""
 
 
 def grows(nbytes: int, page: int = PAGE_BYTES) -> bool:

@@ -20,7 +20,7 @@ from .cache_memory import grows, lane_bytes
 from .sizes import format_size, parse_size
 
 CHUNK_BYTES, CHUNKS = 64 << 20, 1024
-"""Memory is mapped in chunks of at most this size, and of about one part in so many of the limit. A chunk can only be
+"""Memory is mapped in chunks of about 1 / ``CHUNKS`` of the limit, ``CHUNK_BYTES`` at most. A chunk can only be
 given back as a whole, so a block for which the free memory suffices may find no room if chunks are large.
 """
 MARGIN = 256 << 20

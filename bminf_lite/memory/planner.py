@@ -34,21 +34,21 @@ SCRATCH_SHARE = 16
 CAPTURED_TOKENS = 512
 """Tokens of the largest captured step with prompts."""
 WEIGHTS_SHARE = 32
-"""Integers of captured steps and records of attention are planned as one part in so many of the weights' bytes."""
+"""Integers of captured steps and records of attention are planned as 1 / ``WEIGHTS_SHARE`` of the weights' bytes."""
 CAPTURE_SHARE = 16
-"""One part in so many of the memory is left to captured steps and to steps of prompts."""
+"""1 / ``CAPTURE_SHARE`` of the memory is left to captured steps and to steps of prompts."""
 FEW_SEQUENCES, FEW_LOGITS_SHARE = 64, 8
-"""The logits of up to so many sequences take at most one part in so many of the memory that a plan leaves. Captured
-steps need as much again and more: they have logits of their own, with more rows than sequences.
+"""The logits of up to ``FEW_SEQUENCES`` sequences take at most 1 / ``FEW_LOGITS_SHARE`` of what a plan leaves. Captured
+steps need more than that again: they have logits of their own, with more rows than sequences.
 """
 LOGITS_SHARE = 16
-"""The logits of more sequences take at most one part in so many."""
+"""The logits of more sequences take at most 1 / ``LOGITS_SHARE`` of that memory."""
 SEQUENCES_SHARE = 8
-"""A default context leaves one part in so many of its room, or less, to the logits of several sequences. A step takes
+"""A default context leaves at most 1 / ``SEQUENCES_SHARE`` of its room to the logits of several sequences. A step takes
 hardly longer for several sequences than for one.
 """
 PROMPT_LOGITS_SHARE = 64
-"""The logits of prompt tokens may take one part in so many of what a plan leaves, beside the scratch of a chunk."""
+"""The logits of prompt tokens take at most 1 / ``PROMPT_LOGITS_SHARE`` of the rest, beside the scratch of a chunk."""
 GPU_SEQUENCES = 1024
 """The default bound of the sequences of a step on a GPU, if memory suffices. More of them make a token cheaper."""
 GB = 1e9
@@ -226,7 +226,7 @@ class MemoryPlan:
 
     @property
     def max_logit_rows(self) -> int:
-        """The most prompt tokens of a step whose logits are computed, about as many as find room where a chunk does."""
+        """The most prompt tokens of a step whose logits are computed: about those that fit in a chunk's scratch."""
         room = self.chunk * self.requirements.scratch_per_token + self.left // PROMPT_LOGITS_SHARE
         return max(room // max(self.requirements.scratch_per_sequence, 1), 1)
 
@@ -347,9 +347,9 @@ def plan_memory(
 
 
 def default_context(plan: MemoryPlan) -> int:
-    """Tokens per sequence: the model's context, or as many as fit besides all weights if they are enough.
+    """Tokens per sequence: the model's context, or what fits besides all weights if that is enough.
 
-    They leave room for the logits of several sequences if they are enough then, too. Otherwise layers are streamed, and
+    It leaves room for the logits of several sequences if it is still enough then. Otherwise layers are streamed, and
     the cache gets a share of the memory: whole blocks, one at least.
     """
     whole = plan.requirements.context_length

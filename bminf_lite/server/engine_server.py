@@ -135,7 +135,7 @@ class EngineServer:
                 connection.send(Ready())
 
     def shut_down_clients(self, seconds: float) -> None:
-        """Ask all HTTP processes to end, with so much time for running requests."""
+        """Ask all HTTP processes to end, with ``seconds`` for running requests."""
         for connection in list(self._connections):
             connection.send(ShutDown(seconds))
 

@@ -180,7 +180,8 @@ def generation_request(
 ) -> GenerationRequest:  # fmt: skip
     """The engine's request for ``n`` completions of a prompt.
 
-    ``prompt_logprobs``: report log-probabilities of the prompt, and so many most likely tokens beside each.
+    ``prompt_logprobs``: report log-probabilities of the prompt, and beside each its ``prompt_logprobs`` most likely
+    tokens.
     """
     return GenerationRequest(
         prompt,

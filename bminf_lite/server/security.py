@@ -177,7 +177,7 @@ class _Access:
         if scope["method"] != "POST":
             return None
         if self._num_requests >= self._limits.requests:
-            most = f"{self._limits.requests:,} requests are being worked on, as many as this process takes at a time"
+            most = f"{self._limits.requests:,} requests are being worked on, the most that this process takes at a time"
             return ApiError(429, f"{most}: try again later", code="too_many_requests", retry_after=1)
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":

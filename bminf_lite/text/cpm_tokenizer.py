@@ -215,7 +215,7 @@ class EvaTokenizer(WordListTokenizer):
         return (self.ids[self.END], self.sentinels[0])
 
     def encode_turns(self, turns: Sequence[str], longest: int) -> list[int]:
-        """The last utterances, as many as fit into ``longest`` tokens and one at least."""
+        """The last utterances that fit into ``longest`` tokens together, and one at least."""
         separator = self.ids[self.END]
         ids = self.encode(turns[-1])
         for turn in reversed(turns[:-1]):

@@ -155,7 +155,7 @@ _FACTORS: dict[Any, Callable[[Mapping[str, Any]], float]] = {
 
 
 def _table_problems(step: Mapping[str, Any]) -> Iterator[str]:
-    """Of the table of a SentencePiece model: a number of bytes, a trie of so many, and texts that end with zero bytes.
+    """Problems of a SentencePiece model's table: the size of a trie in bytes, the trie, and texts that end with zeros.
 
     The library makes room for the trie before it reads it.
     """

@@ -30,9 +30,9 @@ UNMEASURED_GEMV_ROWS = CODE_ROWS[-1]
 Key = tuple[int, int, int, torch.dtype]
 """A class of rows, the weight's rows and columns, and the type of the result."""
 ROUNDS, RUNS = 3, 4
-"""Each configuration is timed so often, over so many launches at a time."""
+"""Each configuration is timed ``ROUNDS`` times, over ``RUNS`` launches each time."""
 LEAST_GAIN = 1.02
-"""Another configuration than the modelled one must be at least so many times as fast."""
+"""Another configuration than the modelled one is chosen if it is at least ``LEAST_GAIN`` times as fast."""
 MAX_MEASURED = 1024
 """Classes that a GPU's choices hold; products of further ones take the modelled configuration."""
 HEAD_START_CYCLES = 200_000

@@ -16,7 +16,7 @@ from ..errors import UsageError
 from . import ops
 
 ROW_BLOCKS = 64
-"""A GPU quantizes so many of the CPU's blocks of rows at once."""
+"""A GPU quantizes ``ROW_BLOCKS`` of the CPU's blocks of rows at once."""
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,11 +96,10 @@ class Int8Linear(nn.Linear):
     change the bias alone; ``.to(device)`` moves all. ``weight`` shows the codes' dtype, device and shape only.
     ``transposed``: the source stored its weight ``[in, out]``, as transformers' ``Conv1D`` does.
 
-    With a ``rotation`` above 1 the codes are those of a weight whose rows were rotated in blocks of so many elements,
-    and each input is rotated likewise (:func:`.ops.rotated`). As in the engine, w8a8 quantizes the rotated values in
-    fp32, and w8a16 rounds them to the dtype of ``x``. The rotation belongs to the codes: ``state_dict`` has it, as
-    ``rotation``, and loading codes sets it. Raises ``ValueError`` unless it is a power of two up to 256 that divides
-    ``in``.
+    With a ``rotation`` above 1 the codes are those of a weight whose rows were rotated in blocks of that size, and each
+    input is rotated likewise (:func:`.ops.rotated`). As in the engine, w8a8 quantizes the rotated values in fp32, and
+    w8a16 rounds them to the dtype of ``x``. The rotation belongs to the codes: ``state_dict`` has it, as ``rotation``,
+    and loading codes sets it. Raises ``ValueError`` unless it is a power of two up to 256 that divides ``in``.
     """
 
     codes: Tensor

@@ -19,7 +19,7 @@ from .linear import Int8Linear
 
 SLOTS = 2
 ALIGNMENT = 256
-"""Codes of a layer start at multiples of so many bytes of their block."""
+"""Codes of a layer start at multiples of ``ALIGNMENT`` bytes within their block."""
 
 
 @dataclass

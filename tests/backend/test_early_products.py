@@ -16,7 +16,7 @@ from bminf_lite.cuda.kernels.launcher import StepContext
 from bminf_lite.cuda.runtime.kernel import Kernel
 from bminf_lite.layers.cache import KVCache
 
-SPEC = AttentionSpec(16, 16, 64, 0.125)  # so many blocks that what follows starts behind the projection
+SPEC = AttentionSpec(16, 16, 64, 0.125)  # enough blocks that what follows starts behind the projection
 WIDTH, INNER = SPEC.heads * SPEC.head_dim, 1024
 
 

@@ -138,7 +138,7 @@ def test_softmax_of_many_rows(cuda_backend, width, dtype):
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("width", [4100, 8192, 10_000, 16384])
 def test_norms_of_many_wide_rows(cuda_backend, width, center):
-    """So many that each block takes several, one after another."""
+    """Enough rows that each block takes several, one after another."""
     rng = np.random.default_rng(width)
     x, norm = random_rows(rng, 700, width, np.float32) + np.float32(center), random_norm(rng, width, center)
     given_norm, residual = norm_on(cuda_backend, norm), cuda_backend.arrays.padded(cuda_backend.array(x))

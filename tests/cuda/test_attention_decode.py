@@ -54,7 +54,7 @@ CONTEXT_LENS = sorted(
 LONG_CONTEXT_LENS = [3500, 8191, 9000, 20_000, 33_000, 70_000]
 """Of which some have enough segments for several blocks to merge them, and one more than are merged at a time."""
 CHECKED_CONTEXT_LENS, CHECKED_LONG_CONTEXT_LENS = [0, 70, 1100], [1100, 8191]
-"""The same for a checker: of one segment and of two, and of so many that two blocks merge them."""
+"""The same for a checker: of one segment and of two, and of enough segments that two blocks merge them."""
 ITEM_BLOCKS = (264, 24, 1)
 """Blocks that find their items."""
 

@@ -310,7 +310,7 @@ def test_log_probabilities_of_a_prompt(kind, rows):
 
 @pytest.mark.parametrize("rows", [1, 7, 256])
 def test_the_most_likely_tokens_at_the_places_of_a_prompt(rows):
-    """As many as a request wants, beside others that want fewer or none."""
+    """The number that a request wants, beside others that want fewer or none."""
     with tiny("full", limits={"max_logit_rows": rows}) as model:
         prompts = [prompt_of(40, i) for i in range(3)]
         plain, most, best = (request(i, prompt, max_new_tokens=2) for i, prompt in enumerate(prompts))

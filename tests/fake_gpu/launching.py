@@ -120,7 +120,7 @@ class Call:
         return [words(address + bytes_, 1).ravel() for address, bytes_ in changed]
 
     def mapped(self, name: str, box_rows: int) -> np.ndarray:
-        """The matrix that a tensor map describes, whose boxes have so many rows."""
+        """The matrix that a tensor map describes, whose boxes have ``box_rows`` rows."""
         described = self.arguments[name][: struct.calcsize(TENSOR_MAP)]
         address, columns, rows, pitch, element, box = struct.unpack(TENSOR_MAP, described)
         self.require(box == box_rows, f"{name} has boxes of {box} rows")

@@ -60,7 +60,7 @@ def batch_of(call: Call) -> int:
 
 
 def logits_of(call: Call, block_chunks: int = 1) -> np.ndarray:
-    """The logits of a kernel whose blocks have so many chunks."""
+    """The logits of a kernel whose blocks have ``block_chunks`` chunks."""
     call.require(call.launch.grid[0] == -(-call.chunks // block_chunks), "blocks")
     call.require(call.chunks * SAMPLING_CHUNK >= call.vocab, "chunks")
     call.require(call.launch.block == SAMPLING_THREADS, "threads")

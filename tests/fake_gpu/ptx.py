@@ -30,7 +30,7 @@ from bminf_lite.cuda.runtime.bindings import bind
 from .races import NO_WORDS, WARP, WARP_BARRIER, Kind, SharedMemory, words
 
 Check = Callable[[np.ndarray, int], None]
-"""Raises unless so many bytes may be accessed at each of these addresses."""
+"""Takes addresses and a number of bytes. Raises unless that many bytes may be accessed at each address."""
 Lanes = Any
 """The threads that an instruction runs for: their numbers, or a slice of all."""
 
@@ -60,7 +60,7 @@ def dtype_of(name: str) -> Any:
 
 @functools.cache
 def _memory(bits: int) -> np.ndarray:
-    """This process's memory from ``_LOWEST`` on, as unsigned numbers of so many bits."""
+    """This process's memory from ``_LOWEST`` on, as unsigned numbers of ``bits`` bits."""
     everything = (ctypes.c_ubyte * ((1 << 47) - 2 * _LOWEST)).from_address(_LOWEST)
     return np.frombuffer(everything, unsigned(bits))
 
@@ -418,7 +418,7 @@ class Grid:
         return _memory(8 * size), (address - _LOWEST) // size
 
     def access(self, address: np.ndarray, nbytes: int, lanes: Lanes, kind: Kind) -> None:
-        """Check accesses of so many bytes to memory that all blocks share."""
+        """Check accesses of ``nbytes`` bytes to memory that all blocks share."""
         self.check(address, nbytes)
         if kind != Kind.READ:
             self.written.append(words(address, nbytes).ravel())

@@ -23,7 +23,7 @@ NO_WORDS = np.zeros(0, np.int64)
 
 
 def words(addresses: np.ndarray, nbytes: int) -> np.ndarray:
-    """The words of accesses of so many bytes, ``[accesses, words of an access]``."""
+    """The words of accesses of ``nbytes`` bytes, ``[accesses, words of an access]``."""
     return addresses[:, None] // WORD + np.arange(-(-nbytes // WORD))
 
 
@@ -106,7 +106,7 @@ class SharedMemory:
         self._waited[numbers, threads % self._waited.shape[1]] = self._tick()
 
     def access(self, kind: Kind, addresses: np.ndarray, nbytes: int, threads: np.ndarray) -> None:
-        """Each thread accesses so many bytes."""
+        """Each thread accesses ``nbytes`` bytes."""
         touched = words(addresses, nbytes)
         self._note(kind, touched.ravel(), np.repeat(threads, touched.shape[1]))
 

@@ -101,7 +101,7 @@ def test_matchers_of_one_grammar_are_independent_and_filled_together():
 
 
 def test_many_completions_of_a_grammar_share_a_few_lexers(monkeypatch):
-    """Those of one lexer are computed one after another, so many have several; one at a time has one."""
+    """Masks of one lexer are computed one after another, so 24 completions have several; a single one has one."""
     monkeypatch.setattr(matcher_module, "thread_count", lambda: 3)
     monkeypatch.setattr(matcher_module, "QUICK_SECONDS", 60.0)  # on a busy machine too
     compiler, grammar = make_compiler(), Grammar.regex("[a-c]{1,9}")

@@ -339,7 +339,7 @@ def _work(arena: Arena, random: Random, blocks: list[Block], calls: int) -> None
 
 
 def _interrupt(work: Callable[[], None], after: int) -> None:
-    """Raise ``KeyboardInterrupt`` in ``work`` after so many lines of the arena's."""
+    """Raise ``KeyboardInterrupt`` in ``work`` after ``after`` lines of the arena."""
     lines = count()
 
     def local(frame: FrameType, event: str, _: object) -> Callable | None:

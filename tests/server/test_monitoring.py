@@ -53,7 +53,7 @@ def metrics(server: LiveServer) -> dict[str, float]:
 
 
 def log_lines(tmp_path: Path, count: int) -> list[dict[str, Any]]:
-    """The lines of the log when there are so many."""
+    """The lines of the log when there are ``count``."""
     deadline = time.monotonic() + 300
     while len(lines := (tmp_path / "log").read_text().splitlines()) < count and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -24,7 +24,7 @@ from .layer_caches import reserved_blocks
 from .materialize import Materializer
 
 RECORD_SHARE = 256
-"""The records of a launch take at most one part in so many of the memory that the backend may use."""
+"""The records of a launch take at most 1 / ``RECORD_SHARE`` of the memory that the backend may use."""
 
 
 class AttentionLaunches:

@@ -76,7 +76,8 @@ MIXED_SIZES = tuple(
 SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 """Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
 WRITE_KERNEL_MAX_BYTES = 64 << 10
-"""Up to so many bytes a kernel reads them from host memory: other work is not delayed by a turn of the copy engine."""
+"""A kernel reads transfers of at most ``WRITE_KERNEL_MAX_BYTES`` from host memory, as a copy would wait for the copy
+engine."""
 KERNEL_EPILOGUES = {
     ProductEpilogue.STORE: Epilogue.TO_HALF,
     ProductEpilogue.STORE_FP32: Epilogue.TO_FLOAT,

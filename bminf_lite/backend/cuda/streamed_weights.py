@@ -195,7 +195,7 @@ class PinnedBuffers:
 def host_table(rows: int, pitch: int, device: int) -> cp.ndarray | None:
     """An uninitialized fp16 table ``[rows, pitch]`` in pinned memory, which kernels can read.
 
-    None if the system does not pin so much: kernels cannot read pageable memory.
+    None if the system refuses to pin that memory: kernels cannot read pageable memory.
     """
     memory = HostMemory(rows * pitch * 2)
     if not memory.pinned:

@@ -155,7 +155,7 @@ class Loader:
             return StreamedBlocks(built, streamed, link, place.slots)
 
     def table(self, values: np.ndarray, on_host: bool) -> Array:
-        """See :meth:`Backend.table`; in pinned host memory if ``on_host`` and the system pins so much."""
+        """See :meth:`Backend.table`; in pinned host memory if ``on_host`` and the system can pin it."""
         with self._uploading():
             rows, columns = values.shape
             table = host_table(rows, round_up(columns, PAD), self.arrays.device) if on_host else None

@@ -158,12 +158,12 @@ class AttentionMask(IntEnum):
 
 
 LARGE_SHARED_MEMORY = 163 << 10
-"""With so much shared memory per block, two blocks of prefill attention for heads of 128 elements fit an SM."""
+"""The shared memory of a block with which two blocks of prefill attention for heads of 128 elements fit an SM."""
 GEMV_THREADS = 512
 GEMV_CHUNK = 512
 """Bytes of one row of the weight that a warp multiplies at once, 16 per thread."""
 DECODE_HEADS = 8
-"""At most so many query heads of one key-value head share a block of the decode kernel: the N of an MMA."""
+"""At most ``DECODE_HEADS`` query heads of one key-value head share a block of the decode kernel: the N of an MMA."""
 DECODE_THREADS = 288
 """Eight warps compute, one loads."""
 DECODE_GROUP = 16

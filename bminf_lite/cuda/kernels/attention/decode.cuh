@@ -11,7 +11,7 @@
 
 namespace bminf {
 
-constexpr int COST_KEYS = 128;  // an item costs 1, and 1 for so many keys
+constexpr int COST_KEYS = 128;  // an item costs 1, and 1 more for each COST_KEYS keys
 
 // The keys of a sequence that its query sees, and their segments. Without any key there is one empty segment.
 struct KeyRange {

@@ -48,7 +48,7 @@ UNIT_WORK: tuple[tuple[int, DecodeWork], ...] = (
 )
 """The blocks of a unit and its work: the template arguments ``UNIT`` and ``WORK``."""
 SMS_PER_BLOCK = 4
-"""Where there are so many SMs for each block, the next kernel may start with attention: it finds room beside it."""
+"""With at least ``SMS_PER_BLOCK`` SMs for each block, the next kernel may start with attention: it finds room."""
 SEGMENT_WAVES = 2
 """Units of one segment that a launch may have for each one that runs at the same time."""
 CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))

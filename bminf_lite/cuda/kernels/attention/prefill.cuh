@@ -4,7 +4,7 @@
 // A piece of work is a tile of rows of one key-value head of one sequence. Blocks take pieces in turn, so the grid does
 // not depend on the lengths of sequences. The query heads that share the key-value head are
 // packed into rows: row r is token r / group under the head r % group. So grouped-query heads fill a tile even if there
-// are few tokens, and the rows of a tile have neighbouring positions, so few keys need a mask.
+// are few tokens, and as the rows of a tile have neighbouring positions, few keys need a mask.
 //
 // Where few rows see many keys, a tile is split into several pieces, each with some of the segments. The first of them
 // begins at the first segment and merges its segments itself. The others hand over a record for each segment, and
@@ -47,7 +47,7 @@ struct PrefillParams {
     const __half* key_scales;  // of codes: [blocks, kv_heads, BLOCK_SIZE]
     const __half* value_scales;
     float* records;          // [max_records, rows of a tile * (D + 2)]: see Record
-    int max_records, parts;  // parts: into about so many parts all tiles are split if they are
+    int max_records, parts;  // parts: about how many all tiles make, if they are split
     float* running;          // [gridDim.x, rows of a tile * D]: see RunningResult; null if it is in shared memory
     int* counters;           // the blocks' next piece of work, and the blocks that have ended; zero before and after
 };
@@ -83,14 +83,14 @@ __device__ __forceinline__ int next_index(const PrefillParams& p, int takers) {
     return __shfl_sync(FULL, index, 0);
 }
 
-// Ends the use of the counters by one of so many that take work, in one thread; the last one clears them.
+// One of `takers` finds no more work; one thread of each calls it. The last one clears the counters.
 __device__ __forceinline__ void end_work(const PrefillParams& p, int takers) {
     if (atomicAdd(p.counters + 1, 1) == takers - 1) p.counters[0] = p.counters[1] = 0;
 }
 
 // The part of the walk over sequences that one lane computes.
 struct SequenceWork {
-    int start, tokens, before, end, tiles, segments;  // end: of its keys; segments: at most so many a tile sees
+    int start, tokens, before, end, tiles, segments;  // end: of its keys; segments: the most that a tile sees
 };
 
 template <int MASK, int ROWS>
@@ -122,8 +122,8 @@ struct Split {
     int longest, per_part;
 };
 
-// The order of pieces of work: so many of one head, then as many of the next. With 1 heads take turns, so the longest
-// pieces of all heads come first.
+// The order of pieces of work: in_turn pieces of one head, then in_turn of the next. With 1 heads take turns, so the
+// longest pieces of all heads come first.
 struct PieceOrder {
     int in_turn;
 
@@ -133,9 +133,9 @@ struct PieceOrder {
     }
 };
 
-// The order of tiles of ROWS rows for so many that take work. Where the keys and values of all heads do not fit in the
-// L2 cache, one head follows another, because those of one may fit; but only if a head has a tile for each that takes
-// work, and no tile is split. Called by whole warps.
+// The order of tiles of ROWS rows for `takers`, which take work. Where the keys and values of all heads do not fit in
+// the L2 cache, one head follows another, because those of one may fit; but only if a head has a tile for each that
+// takes work, and no tile is split. Called by whole warps.
 template <int ROWS>
 __device__ __forceinline__ PieceOrder find_order(const PrefillParams& p, const Split& split, int takers) {
     constexpr float CACHE = 32 << 20;  // bytes
@@ -274,7 +274,7 @@ struct CachedRows {
     static constexpr int PARTS = COUNT > BLOCK_SIZE ? COUNT / BLOCK_SIZE : 1;
     Cached<CACHE> pool;
     unsigned start[PARTS];  // the row in the pool of the first key of each block
-    int valid;              // so many keys are present
+    int valid;              // the number of keys that are present
 
     template <int MASK>
     __device__ __forceinline__ static CachedRows find(

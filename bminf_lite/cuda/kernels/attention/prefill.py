@@ -41,7 +41,8 @@ MAX_RECORD_BYTES = 256 << 20
 TILE_ROWS = SMALL_TILE, TILE, CLUSTER_TILE = 64, 128, 256
 """Rows of a tile, from which :func:`tile_rows` chooses."""
 CLUSTER_ROWS, CLUSTER_WORK = 4096, 32 << 20
-"""Tiles are ``CLUSTER_TILE`` rows if sequences have so many in the mean, and so many products of a row and a key.
+"""A step uses tiles of ``CLUSTER_TILE`` rows if its sequences have at least ``CLUSTER_ROWS`` rows in the mean, and at
+least ``CLUSTER_WORK`` products of a row and a key each.
 
 For less work, a launch with clusters has taken longer.
 """
@@ -205,7 +206,7 @@ class PrefillAttention:
     ) -> int:  # fmt: skip
         """Bytes of scratch memory that a launch can use; with less, it splits fewer sequences.
 
-        It needs at least as many as with ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
+        It needs at least what this returns for ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
         """
         rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, heads // kv_heads)
         tile_config = self._config(rows, head_dim, mask, scores, int8)
@@ -309,7 +310,7 @@ class PrefillAttention:
 
     @staticmethod
     def _tiles(tile_config: AttentionTileConfig, tokens: int, batch_size: int, group: int) -> int:
-        """At most so many tiles; the last one of each sequence may be partly empty."""
+        """The most tiles that a step can have; the last one of each sequence may be partly empty."""
         return (tokens * group + batch_size * (tile_config.rows - 1)) // tile_config.rows
 
     def _residents(self, tile_config: AttentionTileConfig) -> int:
@@ -317,11 +318,11 @@ class PrefillAttention:
         return self._num_sms * tile_config.blocks // tile_config.cluster
 
     def _parts(self, tile_config: AttentionTileConfig) -> int:
-        """Into about so many parts tiles are split: one for each resident, or two if rows are few and records small."""
+        """About the number of parts that all tiles make: one for each resident, or two for small tiles."""
         return self._residents(tile_config) * (1 if tile_config.rows > SMALL_TILE else 2)
 
     def _split_tiles(self, tile_config: AttentionTileConfig, kv_heads: int) -> int:
-        """At most so many tiles are split, into at most so many pieces more than tiles, per key-value head."""
+        """The most tiles per key-value head that are split, and the most pieces that this adds to the tiles."""
         return ceil_div(self._parts(tile_config), kv_heads)
 
     def _running_bytes(self, tile_config: AttentionTileConfig, max_context_len: int) -> int:

@@ -90,7 +90,7 @@ struct KVPipeline {
     __device__ __forceinline__ unsigned empty(unsigned t, bool value) const { return full(t, value) + STAGES * 16; }
     __device__ __forceinline__ unsigned copied(unsigned t, bool value) const { return full(t, value) + STAGES * 32; }
 
-    // So many consumer warps of a block arrive.
+    // The number of consumer warps of a block that arrive.
     __device__ __forceinline__ void init(int consumers) const {
         for (int i = 0; i < STAGES * 2; ++i) {
             mbarrier_init(barriers + i * 8, IS_INT8<CACHE> ? WARPGROUP : 1);

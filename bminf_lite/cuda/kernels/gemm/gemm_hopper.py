@@ -91,9 +91,11 @@ TILE_CONFIGS = (
 )
 PLAUSIBLE = 5
 PLAUSIBLE_COST = 1.25
-"""The fastest is among so many configurations of the least modelled cost, and costs at most so many times the least."""
+"""The fastest configuration is sought among the ``PLAUSIBLE`` ones of the lowest modelled cost, as far as they cost at
+most ``PLAUSIBLE_COST`` times the lowest."""
 BANDS, BAND_BYTES = (64, 32, 16), 20 << 20
-"""Row tiles of a band, see ``TileScheduler`` in the kernel: as many as have so few bytes, or the fewest.
+"""Row tiles of a band, see ``TileScheduler`` in the kernel: the most of ``BANDS`` with at most ``BAND_BYTES``, else the
+fewest.
 
 The L2 cache keeps a band's rows for all columns, and the weight is read once for each band.
 """

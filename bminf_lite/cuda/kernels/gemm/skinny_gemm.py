@@ -86,7 +86,7 @@ class SkinnyGemm:
         return next(tiles for tiles in self.tile_counts if rows <= 8 * tiles)
 
     def supports(self, rows: int) -> bool:
-        """Whether the kernel supports so many rows, and the GPU has int8 MMA of compute capability 8.0."""
+        """Whether the kernel supports ``rows`` rows, and the GPU has int8 MMA of compute capability 8.0."""
         return 1 < rows <= self.max_rows and self._device.compute_capability >= (8, 0)
 
     def launch(
@@ -130,7 +130,7 @@ class SkinnyGemm:
 
 
 def pipeline_for(tiles: int, room: int) -> PipelineConfig:
-    """The largest pipeline that leaves room for the epilogue in so much shared memory."""
+    """The largest pipeline that leaves room for the epilogue in ``room`` bytes of shared memory."""
     pipelines = WIDE_PIPELINES if tiles > 2 else PIPELINES
     return next(pipeline for pipeline in pipelines if pipeline.nbytes + MIN_EPILOGUE_SHARED_MEMORY <= room)
 

@@ -26,7 +26,7 @@ TILE_ROWS: Mapping[Order, int] = {Order.COL32: 1, Order.COL4_4R2_8C: 8, Order.CO
 
 
 def leading_dimension(order: Order, rows: int) -> int:
-    """Elements from one group of columns to the next in the densest layout of so many rows."""
+    """Elements from one group of columns to the next in the densest layout of ``rows`` rows."""
     return GROUP * round_up(rows, TILE_ROWS[order])
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WARPS = GEMV_THREADS // 32
 LARGE_SHARED_MEMORY = 227 << 10
-"""From so much shared memory per block on, blocks of two kernels fit an SM with twelve chunks in flight per warp."""
+"""With at least this shared memory per block, blocks of two kernels fit an SM with twelve chunks in flight per warp."""
 MAX_FUSED_NORM_WIDTH = 4 * 8 * GEMV_THREADS
 """``gemv`` normalises inputs of up to this many elements; a thread's part of more does not fit its registers."""
 MAX_FUSED_SUM_WIDTH = 2 * 8 * GEMV_THREADS
@@ -49,12 +49,12 @@ EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED, 
 
 
 def pipeline_chunks(shared: int, codes: int = 0) -> int:
-    """Chunks in flight per warp on a GPU with so much shared memory per block, of which a row's codes take a part."""
+    """Chunks in flight per warp, if a block has ``shared`` bytes of shared memory and a row's codes take ``codes``."""
     return 12 if shared >= LARGE_SHARED_MEMORY and codes <= LONG_CODES else 8
 
 
 def defines_for(chunks: int) -> tuple[str, ...]:
-    """The macros of a kernel with so many chunks in flight per warp."""
+    """The macros of a kernel with ``chunks`` chunks in flight per warp."""
     return (f"PIPELINE_CHUNKS={chunks}",)
 
 

@@ -76,7 +76,7 @@ __device__ __forceinline__ void apply(float (&v)[8], const W* weight, const W* b
 
 // ---- LayerNorm of long rows of 16-bit elements -------------------------------------------------------------------
 //
-// Such a norm executes so many instructions for each byte that they take nearly as long as the memory does. So mean and
+// The instructions of such a norm take nearly as long as its reads and writes of memory. So mean and
 // variance come from one reduction, and an element of the result from two operations:
 //
 //     out = fma(fma(x, inverse, -mean * inverse), weight, bias)

@@ -28,7 +28,7 @@ PART_BYTES = 16 * CHUNK // PART
 BLOCK_CHUNKS = THREADS // 32 * PART // CHUNK
 """Chunks whose parts a block of ``best_token`` and ``token_logprobs`` has."""
 MAX_VOCAB = 2**23 - 1
-"""The sum of the integer weights of so many tokens fits 64 bits."""
+"""The sum of the integer weights of ``MAX_VOCAB`` tokens fits 64 bits."""
 ROWS_AT_ONCE = 256
 """Rows that draw in one launch: more than fill any GPU. It bounds the scratch, 8 bytes per row and token."""
 
