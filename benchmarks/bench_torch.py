@@ -288,13 +288,11 @@ def dot(to: Recorder) -> None:
             wide = (a_float.t().contiguous() if ta else a_float), (b_float if tb else b_float.t().contiguous())
             m, w = (left.t() if ta else left), (right.t() if tb else right)
             peers: Peers = {
-                "ours": lambda: ops.dot(
-                    left, right, ta, tb, a_scale=a_scale, b_scale=b_scale, dtype=torch.bfloat16
-                ),
+                "ours": lambda: ops.dot(left, right, ta, tb, a_scale=a_scale, b_scale=b_scale, dtype=torch.bfloat16),
                 "ours, bf16": lambda: ops.dot(*wide, ta, tb),
                 "torch, bf16": lambda: (wide[0].t() if ta else wide[0]) @ (wide[1].t() if tb else wide[1]),
                 "_int_mm": lambda: torch._int_mm(m.contiguous(), w),
-            }  # fmt: skip
+            }
             if triton_peers:
                 peers["triton"] = lambda: triton_peers.matmul(m, w, a_scale, b_scale, torch.bfloat16)
             form = f"{'a.T' if ta else 'a'} @ {'b.T' if tb else 'b'}"

@@ -89,15 +89,17 @@ class ProductCase:
 Case = AttentionCase | ProductCase
 CASES: tuple[Case, ...] = (
     *(AttentionCase(*sizes) for sizes in ((32768, 0), (8192, 24576), (2048, 30720), (8192, 0), (2048, 0), (512, 0))),
-    AttentionCase(128, 32640), AttentionCase(8192, 24576, head_dim=64),
+    AttentionCase(128, 32640),
+    AttentionCase(8192, 24576, head_dim=64),
     AttentionCase(8192, 24576, heads=16, head_dim=256),
     *(
         ProductCase(rows, *weight)
         for rows in (32768, 8192, 2048)
         for weight in ((28672, 4096, "gated"), (4096, 14336, "add"), (4096, 4096, "add"), (6144, 4096))
     ),
-    ProductCase(32768, 16384, 2048, "gated"), ProductCase(16384, 35840, 5120, "gated"),
-)  # fmt: skip
+    ProductCase(32768, 16384, 2048, "gated"),
+    ProductCase(16384, 35840, 5120, "gated"),
+)
 
 
 # ---- in the process of a variant ------------------------------------------------------------------------------------

@@ -68,8 +68,9 @@ def compare(before: Path, after: Path, promised: Sequence[str], invariant: Seque
     old, new = (json.loads(path.read_text()) for path in (before, after))
     rows: list[Row] = [
         (f"part {part} {tree}", text, True)
-        for tree, results in (("before", old), ("after", new)) for part, text in results["errors"].items()
-    ]  # fmt: skip
+        for tree, results in (("before", old), ("after", new))
+        for part, text in results["errors"].items()
+    ]
     if "bits" in old and "bits" in new:
         rows += compare_bits(old["bits"], new["bits"], promised, invariant)
     rows += compare_speeds(old.get("bench", {}), new.get("bench", {}))

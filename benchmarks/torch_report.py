@@ -142,7 +142,8 @@ def published(run: Run) -> dict[str, Found]:
             lambda: times(run, "rows"),
         ),
         "torch-square": (
-            "PyTorch: square_linear_", f"8,192 rows, fp16. {graphs} The peers write to other memory.",
+            "PyTorch: square_linear_",
+            f"8,192 rows, fp16. {graphs} The peers write to other memory.",
             lambda: times(run, "square"),
         ),
         "torch-linear": (
@@ -152,7 +153,8 @@ def published(run: Run) -> dict[str, Found]:
             lambda: times(run, "linear"),
         ),
         "torch-dot": (
-            "PyTorch: dot", f"2,048 x 4,096 by 4,096 x 4,096, int8 with scales and bf16. {graphs}",
+            "PyTorch: dot",
+            f"2,048 x 4,096 by 4,096 x 4,096, int8 with scales and bf16. {graphs}",
             lambda: times(run, "dot"),
         ),
         "torch-backward": (
@@ -162,11 +164,16 @@ def published(run: Run) -> dict[str, Found]:
             lambda: times(run, "backward"),
         ),
         "torch-models": (
-            "PyTorch: models and calls", "Random weights; the rows may be of several runs."
-            + (" The compiled models run `torch.compile` in the mode `reduce-overhead` with a static cache."
-               if run.cases("decode", "compiled") else ""), lambda: models(run),
+            "PyTorch: models and calls",
+            "Random weights; the rows may be of several runs."
+            + (
+                " The compiled models run `torch.compile` in the mode `reduce-overhead` with a static cache."
+                if run.cases("decode", "compiled")
+                else ""
+            ),
+            lambda: models(run),
         ),
-    }  # fmt: skip
+    }
     found = {}
     for name, (title, note, make) in files.items():
         if rows := make():

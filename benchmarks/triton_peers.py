@@ -115,9 +115,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def matmul(
-    a: Tensor, b: Tensor, a_scale: Tensor | None = None, b_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor, b: Tensor, a_scale: Tensor | None = None, b_scale: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """``a @ b`` of matrices with any strides: floats, or int8 codes with scales of rows and columns."""
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty((m, n), dtype=dtype or a.dtype, device=a.device)
@@ -125,9 +124,7 @@ def matmul(
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
-    _matmul[grid](
-        a, b, out, a_scale, b_scale, m, n, k, *a.stride(), *b.stride(), SCALED=a_scale is not None
-    )  # fmt: skip
+    _matmul[grid](a, b, out, a_scale, b_scale, m, n, k, *a.stride(), *b.stride(), SCALED=a_scale is not None)
     return out
 
 

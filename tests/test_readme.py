@@ -79,13 +79,14 @@ def test_the_version_stands_once() -> None:
 
 
 PAGES = [
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "examples/README.md",
     *sorted(
-        str(page.relative_to(REPOSITORY))
-        for page in (REPOSITORY / "docs").rglob("*.md")
-        if "_pages" not in page.parts
+        str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs").rglob("*.md") if "_pages" not in page.parts
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("page", [*PAGES, "benchmarks/README.md", "tests/fake_gpu/README.md"])

@@ -270,7 +270,10 @@ CASES |= {
     "mixtral": {
         "two of eight": {"num_local_experts": 8},
         "one of three, window, tied": {
-            "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "sliding_window": 7,
+            "tie_word_embeddings": True,
         },
         "all of two": {"num_local_experts": 2},
         "three of five, gelu": {"num_local_experts": 5, "num_experts_per_tok": 3, "hidden_act": "gelu_pytorch_tanh"},
@@ -287,7 +290,7 @@ CASES |= {
         | {"norm_topk_prob": True, "num_key_value_heads": 2, "tie_word_embeddings": True},
         "biases": OLMOE | {"attention_bias": True, "num_experts_per_tok": 1},
     },
-}  # fmt: skip
+}
 CASES |= {
     "phi3": PLAIN
     | {

@@ -107,9 +107,8 @@ def checkpoint_model(
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
     with open_model(path) as model:
         plan = plan_placement(
-            ops, model.spec, lambda: checkpoint_requirements(model, kv_cache=kv_cache),
-            max_chunk=max_num_batched_tokens,
-        )  # fmt: skip
+            ops, model.spec, lambda: checkpoint_requirements(model, kv_cache=kv_cache), max_chunk=max_num_batched_tokens
+        )
         name, weights = path.resolve().name, model.weights()
         return _build(name, model.description, weights, ops, plan, kv_cache, max_batch, max_num_batched_tokens)
 

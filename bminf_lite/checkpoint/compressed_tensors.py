@@ -254,9 +254,7 @@ def _target_problems(where: str, targets: object) -> list[str]:
     return [f"{where}: {problem}" for problem in pattern_problems(targets)]
 
 
-def _mismatches(
-    where: str, args: object, dynamic: bool, strategies: Sequence[str], group_size: int = 0
-) -> list[str]:  # fmt: skip
+def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[str], group_size: int = 0) -> list[str]:
     """A problem for each setting of weights or activations that is not symmetric int8 with one of ``strategies``.
 
     With a ``group_size`` the strategy is ``group``. A permutation of columns (``actorder``) may be part of the stored

@@ -183,7 +183,7 @@ def bench(
 
 def _check_load(
     offline: int | None, online: float | None, requests: int | None, max_batch: int | None, trace: bool, kernels: bool
-) -> None:  # fmt: skip
+) -> None:
     """Raise ``UsageError`` for options of a load that contradict each other, or have no effect."""
     if offline is not None and online is not None:
         raise click.UsageError("Give either --offline or --online.")

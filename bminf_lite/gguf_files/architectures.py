@@ -418,16 +418,14 @@ TABLE: dict[str, Converted] = {
         permuted=True,
         further=_llama,
     ),
-    "stablelm": Converted(
-        "stablelm", COMMON | EPSILON, {}, further=_stablelm
-    ),
+    "stablelm": Converted("stablelm", COMMON | EPSILON, {}, further=_stablelm),
     "starcoder2": Converted("starcoder2", COMMON | {"attention.layer_norm_epsilon": "norm_epsilon"}, {}),
     "phi2": Converted("phi", COMMON | EPSILON, {}, further=_partial),
-    "command-r": Converted(
-        "cohere", COMMON | EPSILON | {"logit_scale": "logit_scale"}, {}
-    ),
+    "command-r": Converted("cohere", COMMON | EPSILON | {"logit_scale": "logit_scale"}, {}),
     "cohere2": Converted(
-        "cohere2", COMMON | WINDOW | EPSILON | {"logit_scale": "logit_scale"}, {},
+        "cohere2",
+        COMMON | WINDOW | EPSILON | {"logit_scale": "logit_scale"},
+        {},
         required=("attention.sliding_window",),
     ),
     "smollm3": Converted("smollm3", COMMON | RMS, {"no_rope_layer_interval": 4}, permuted=True, further=_biases),
@@ -485,5 +483,5 @@ TABLE: dict[str, Converted] = {
         further=_gpt_neox,
     ),
     "gpt2": Converted("gpt2", GPT_NAMES, {}, transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
-}  # fmt: skip
+}
 """By the name of the architecture in GGUF."""

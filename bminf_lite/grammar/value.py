@@ -238,9 +238,7 @@ class _Checkers:
         with self._free:
             worker = self._idle.pop() if self._idle else None
             if worker is None or not worker.alive:
-                setup = {
-                    "memory": CHECK_BYTES, "limits": LIMITS, "whitespace": WHITESPACE, "max_choices": MAX_CHOICES,
-                }  # fmt: skip
+                setup = {"memory": CHECK_BYTES, "limits": LIMITS, "whitespace": WHITESPACE, "max_choices": MAX_CHOICES}
                 worker = WorkerProcess(CHECK_WORKER, setup)
             try:
                 return check.ask(worker, request)

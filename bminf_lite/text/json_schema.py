@@ -7,9 +7,9 @@ from typing import Any
 
 from .disjoint_schemas import Disjointness
 
-FORMATS = frozenset({
-    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown",
-})  # fmt: skip
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
 """The formats of strings that llguidance enforces. Others are annotations, as JSON Schema says."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum", "default", "examples")

@@ -33,9 +33,7 @@ from ._choices import TileChoices, most_gemv_rows, row_class, time_launches
 
 KINDS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """The types of elements that kernels have, in CUDA C++."""
-EPILOGUES = {
-    torch.float32: Epilogue.TO_FLOAT, torch.float16: Epilogue.TO_HALF, torch.bfloat16: Epilogue.TO_BFLOAT16,
-}  # fmt: skip
+EPILOGUES = {torch.float32: Epilogue.TO_FLOAT, torch.float16: Epilogue.TO_HALF, torch.bfloat16: Epilogue.TO_BFLOAT16}
 GEMV_INPUTS = {torch.float16: GemvInput.HALF, torch.bfloat16: GemvInput.BFLOAT16}
 """The types of a single row that the product quantizes itself."""
 RowsLaunch = tuple[int, int, Launch | None, tuple[int | float, ...]]
@@ -458,9 +456,8 @@ def _norm(
         bias_at, bias_dtype = bias.data_ptr(), bias.dtype
     aligned = (source | weight_at | bias_at) % 16 == 0
     found = _norm_launch(
-        index, stream_of(index), x.dtype, x.shape, x.stride(), weight_dtype, bias_dtype, center, aligned,
-        not statistics,
-    )  # fmt: skip
+        index, stream_of(index), x.dtype, x.shape, x.stride(), weight_dtype, bias_dtype, center, aligned, not statistics
+    )
     if found is None:
         y = _norm(x.contiguous(), weight, bias, eps, center, True, statistics)
         return x.copy_(y) if in_place else y

@@ -35,29 +35,36 @@ class Tolerance:
 
 TOLERANCES: dict[tuple[str, type], Tolerance] = {
     ("linear, float sum", np.float32): Tolerance(
-        64 * FP32, 2 * FP32,
+        64 * FP32,
+        2 * FP32,
         "fp32 sums of up to 14336 products in any order: their errors average out to far below 64 roundings",
     ),
     ("linear, float sum", np.float16): Tolerance(
-        64 * FP32, FP16 + 2 * FP32,
-        "products of fp16 numbers are exact in fp32; sums as above; one rounding to fp16", FP16_FLOOR,
+        64 * FP32,
+        FP16 + 2 * FP32,
+        "products of fp16 numbers are exact in fp32; sums as above; one rounding to fp16",
+        FP16_FLOOR,
     ),
     ("adapter", np.float32): Tolerance(64 * FP32, 2 * FP32, "two sums as in linear, the first scaled; additions"),
     ("adapter", np.float16): Tolerance(
-        FP16 + 64 * FP32, 2 * FP32,
+        FP16 + 64 * FP32,
+        2 * FP32,
         "a last bit of fp32 may round an input of the second sum the other way to fp16; sums and additions as above",
         FP16_FLOOR,
     ),
     ("linear_add", np.float32): Tolerance(64 * FP32, 2 * FP32, "the product as in linear, and one addition"),
     ("linear_add", np.float16): Tolerance(
-        64 * FP32, FP16 + 2 * FP32,
-        "as in linear; the product is not rounded to fp16 where it is added in fp32", FP16_FLOOR,
+        64 * FP32,
+        FP16 + 2 * FP32,
+        "as in linear; the product is not rounded to fp16 where it is added in fp32",
+        FP16_FLOOR,
     ),
     ("gated_linear", np.float32): Tolerance(
         96 * FP32, 8 * FP32, "gate and up as in linear; exp within two units; their quotient and product round"
     ),
     ("gated_linear", np.float16): Tolerance(
-        3 * FP16, FP16,
+        3 * FP16,
+        FP16,
         "gate and up are not rounded to fp16 where fused, and f has slope at most 1.13; the result is rounded",
         FP16_FLOOR,
     ),
@@ -68,7 +75,8 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
     ("soft-cap", np.float32): Tolerance(0.0, 8 * FP32, "a quotient, tanh within two units, a product"),
     ("soft-cap", np.float16): Tolerance(0.0, 8 * FP32, "logits stay in fp32 whatever the activation type is"),
     ("softmax", np.float32): Tolerance(
-        4 * FP32, 32 * FP32,
+        4 * FP32,
+        32 * FP32,
         "a score's rounding is a relative error in its weight: terms are the weight times the magnitudes in its score; "
         "two exponentials of two units, their product and quotient, a sum of up to 2**17 of them",
     ),
@@ -82,9 +90,11 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
         64 * FP32, 4 * FP32, "scores are sums as in linear; an error in a score is a relative error in its weight"
     ),
     ("attention", np.float16): Tolerance(
-        2 * FP16, FP16,
+        2 * FP16,
+        FP16,
         "a last bit of fp32 may round a query or a key the other way to fp16; weights may be rounded to fp16 before "
-        "they multiply the values; the result is rounded", FP16_FLOOR,
+        "they multiply the values; the result is rounded",
+        FP16_FLOOR,
     ),
     ("cached", np.float32): Tolerance(
         16 * FP32, 4 * FP32, "a norm and a rotation: two products and a sum, cosines within two units"
@@ -114,7 +124,7 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
     ("logits, int8 cache", np.float16): Tolerance(
         3e-2, 0.0, "the last bit of fp16 decides some codes of keys and values next to a tie, and of activations"
     ),
-}  # fmt: skip
+}
 """By operation and the type that its result is rounded to."""
 
 

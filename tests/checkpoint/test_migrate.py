@@ -327,9 +327,7 @@ def test_torch_files_give_the_bits_that_safetensors_give(
 
 def test_memory_does_not_grow_with_the_file(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """A PyTorch file of 40 MB is migrated by a process on one core that grows by 30 MB at most."""
-    config = CONFIG | {
-        "num_hidden_layers": 5, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4,
-    }  # fmt: skip
+    config = CONFIG | {"num_hidden_layers": 5, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4}
     rows = np.random.default_rng(0).standard_normal((2048, 256)).astype(np.float32)
     tensors = {}
     for name, parameter in describe_model(config).spec.parameters.items():

@@ -37,9 +37,10 @@ CHANGES: dict[str, tuple[Callable[[str], str], str]] = {
     "an adapter's base": (lambda name: f"base_model.model.{name}", "have 'base_model.model.' in their names"),
     "the body alone": (lambda name: name.removeprefix("model."), "lack 'model.' before their names"),
     "another name of the body": (
-        lambda name: name.replace("model.", "transformer."), "have the prefix 'transformer.', not 'model.'"
+        lambda name: name.replace("model.", "transformer."),
+        "have the prefix 'transformer.', not 'model.'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])

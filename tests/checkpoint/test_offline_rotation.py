@@ -70,9 +70,7 @@ def test_what_is_written(make_checkpoint: MakeCheckpoint, tmp_path: Path, dtype:
     rules = {"*.1.mlp.up_proj.weight": Scheme.FLOAT}
     recipe = dataclasses.replace(offline_part(load_recipe("w8a8-rotate")), rules=rules)
     report = bminf_lite.migrate(source, tmp_path / "out", recipe)
-    assert report.rotated_offline == (
-        "residual stream" + " (its tied head is stored apart)" * tied, "value heads"
-    )  # fmt: skip
+    assert report.rotated_offline == ("residual stream" + " (its tied head is stored apart)" * tied, "value heads")
     assert "rotated in the weights: residual stream" in str(report) and report.only_bminf_lite is None
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False and "transform_config" not in config["quantization_config"]

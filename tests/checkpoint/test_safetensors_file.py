@@ -81,8 +81,11 @@ DEFECTS = {
     "deep": (b'{"a":' + b"[" * 100_000, b"", "not valid JSON"),
     "huge number": (b'{"a":' + b"9" * 5000 + b"}", b"", "not valid JSON"),
     "not an object": (b"[]", b"", "not a JSON object"),
-    "duplicate": (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
-                  b'"a":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"x", "names 'a' twice"),
+    "duplicate": (
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}}',
+        b"x",
+        "names 'a' twice",
+    ),
     "duplicate key": (b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"x", "'dtype' twice"),
     "entry": ({"a": 1}, b"", "tensor 'a': its entry"),
     "extra key": ({"a": {**entry(0, 1), "x": 1}}, b"x", "tensor 'a': its entry"),
@@ -98,7 +101,7 @@ DEFECTS = {
     "gap": ({"a": entry(0, 2), "b": entry(3, 4)}, b"xxxx", "1 bytes before tensor 'b'"),
     "truncated": ({"a": entry(0, 4), "b": entry(4, 8)}, b"xxxxxx", "truncated: it has"),
     "trailing": ({"a": entry(0, 2)}, b"xxxx", "2 bytes after the last tensor"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

@@ -70,7 +70,7 @@ def test_a_log_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> N
         lines(second / 100, f"at {second}")
     assert capsys.readouterr().err.splitlines() == [
         f"at {int(QUIET_SECONDS + i * LINE_SECONDS)} ({QUIET_SECONDS + i * LINE_SECONDS:.0f}%)" for i in range(4)
-    ]  # fmt: skip
+    ]
 
 
 def test_durations() -> None:

@@ -184,7 +184,10 @@ class Problem:
         frequencies = 10000.0 ** -np.linspace(0, 1, shape.head_dim // 2)
         weight = rng.uniform(0.5, 1.5, (2, shape.head_dim)).astype(np.float32)
         spec = AttentionSpec(
-            heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, scale=shape.head_dim**-0.5,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            scale=shape.head_dim**-0.5,
             window=shape.window,
             bias={
                 ScoreKind.BIASED: RelativeBias(cp.asarray(rng.standard_normal((shape.heads, 81)), cp.float32), 40),
@@ -194,7 +197,7 @@ class Problem:
             rope=Rope(cp.asarray(frequencies, cp.float32)) if shape.rotated else None,
             q_norm=Norm(cp.asarray(weight[0]), 1e-6) if shape.rotated else None,
             k_norm=Norm(cp.asarray(weight[1]), 1e-6) if shape.rotated else None,
-        )  # fmt: skip
+        )
         width = shape.heads * shape.head_dim if shape.cross else spec.qkv_features
         qkv = cp.asarray(rng.standard_normal((len(counts), -(-width // 16) * 16)), cp.float16)
         return cls(shape, spec, LayerCache(*map(cp.asarray, pools)), qkv, np.array(context_lens, np.int32), tables)

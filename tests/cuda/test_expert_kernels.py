@@ -257,10 +257,11 @@ LAYERS = {
     "gpt-oss": (Sizes(208, 72, 208, 12, 3), RELU, {"score": Score.SOFTMAX_OF_CHOSEN}),
     "llama4": (Sizes(96, 64, 96, 4, 1, bias=False), RELU, {"score": Score.SIGMOID, "scales_input": True}),
     "nemotron_h": (
-        Sizes(96, 272, 64, 40, 6), ExpertActivation("relu_squared", gated=False),
+        Sizes(96, 272, 64, 40, 6),
+        ExpertActivation("relu_squared", gated=False),
         {"score": Score.SIGMOID, "renormalise": True, "scale": 2.5, "num_groups": 4, "top_groups": 2},
     ),
-}  # fmt: skip
+}
 
 
 def run(

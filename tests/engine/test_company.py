@@ -61,11 +61,13 @@ class Arena:
         families = [rng.integers(0, 61, 400) for _ in range(4)]
         self.tasks = [
             Task(
-                i, tuple(families[i % 4][: rng.integers(1, 200)].tolist()),
-                SamplingParams(max_new_tokens=int(rng.integers(1, 100)), seed=i, **SAMPLERS[i % 4]), GRAMMARS[i % 5],
+                i,
+                tuple(families[i % 4][: rng.integers(1, 200)].tolist()),
+                SamplingParams(max_new_tokens=int(rng.integers(1, 100)), seed=i, **SAMPLERS[i % 4]),
+                GRAMMARS[i % 5],
             )
             for i in range(count)
-        ]  # fmt: skip
+        ]
         alone = self.with_limits(prefix_cache=False)
         self.expected = {task: run(alone, [task.request()])[0] for task in self.tasks}
 

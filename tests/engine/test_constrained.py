@@ -55,19 +55,24 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
         lambda inner: st.one_of(
             st.builds(
                 lambda items, low, more: {"type": "array", "items": items, "minItems": low, "maxItems": low + more},
-                inner, st.integers(0, 2), st.integers(0, 2),
+                inner,
+                st.integers(0, 2),
+                st.integers(0, 2),
             ),
             st.builds(
                 lambda members, required: {
-                    "type": "object", "properties": members, "required": sorted(members)[:required],
+                    "type": "object",
+                    "properties": members,
+                    "required": sorted(members)[:required],
                     "additionalProperties": False,
                 },
-                st.dictionaries(key, inner, max_size=3), st.integers(0, 3),
+                st.dictionaries(key, inner, max_size=3),
+                st.integers(0, 3),
             ),
             st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=3)),
         ),
         max_leaves=5,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

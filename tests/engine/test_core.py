@@ -37,9 +37,7 @@ class StubEngine(Engine):
             self.runner.before_launch = lambda: self.before_launch()
             return self.runner
 
-        super().__init__(
-            make_config(blocks, **limits), make_runner, block_size=SIZE,
-        )  # fmt: skip
+        super().__init__(make_config(blocks, **limits), make_runner, block_size=SIZE)
         self.before_launch: Callable[[], None] = lambda: None
 
     def close(self, timeout: float | None = None) -> None:

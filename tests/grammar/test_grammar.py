@@ -55,7 +55,7 @@ BAD = [
     (lambda: Grammar.choice("abc"), "must be a list of texts"),
     (lambda: Grammar.choice([str(n) for n in range(MAX_CHOICES + 1)]), "5,001 texts, but may have 5,000"),
     (lambda: Grammar("xml", "a"), "'xml', but must be one of json_object"),
-]  # fmt: skip
+]
 
 
 def test_what_a_schema_need_not_say_is_left_out():

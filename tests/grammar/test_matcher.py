@@ -48,14 +48,16 @@ def vocabularies() -> dict[str, tuple[Tokenizer, str, str]]:
     return {
         "byte level": (JsonTokenizer(tokenizer_kit.byte_level(), ENDS), "[a-zé你🙂 ]{4,12}!", "hello"),
         "byte fallback": (
-            JsonTokenizer(tokenizer_kit.sentencepiece_like(), ENDS), "( |the|cat|é|漢){3,8}\n?", "the cat",
+            JsonTokenizer(tokenizer_kit.sentencepiece_like(), ENDS),
+            "( |the|cat|é|漢){3,8}\n?",
+            "the cat",
         ),
         "T5": (JsonTokenizer(tokenizer_kit.metaspace(), ENDS), "[sé theca]{3,12}", "the cat"),
         "CPM-1": (Cpm1Tokenizer([*first, *WORDS], lambda text: []), "( ?[abc12]){3,9}\n你好", ""),
         "CPM-2": (Cpm2Tokenizer([*first, *WORDS]), "( ?[abc12]){3,9}\n你好", ""),
         "EVA": (EvaTokenizer([*first, *WORDS]), r"\{[abc12你]{2,9}:\}", ""),
         "demo": (load_tokenizer(DEMO, 2048), r"[A-Z][a-z]{1,9}(, [a-zäü]{1,7}){0,4}\.", "The module"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", vocabularies())

@@ -119,13 +119,17 @@ TOKENIZER: dict[str, tuple[Change, str]] = {
     "added token of a trillion": (tokenizer(added_tokens=[added(id=10**12)]), "tokenizer.json"),
     "added token that is a number": (tokenizer(added_tokens=[1]), "tokenizer.json"),
     "100,000 tokens at the start": (
-        tokenizer(post_processor={
-            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [255] * 100_000, "tokens": ["<s>"] * 100_000}},
-        }), "too long|tokenizer.json",
+        tokenizer(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [255] * 100_000, "tokens": ["<s>"] * 100_000}},
+            }
+        ),
+        "too long|tokenizer.json",
     ),
-}  # fmt: skip
+}
 TOKENIZER_CONFIG: dict[str, tuple[Change, str]] = {
     "list": ("[]", "tokenizer_config.json"),
     "template of a number": ({"chat_template": 5}, "chat_template"),

@@ -34,8 +34,10 @@ def chat(content: Any) -> list[dict[str, Any]]:
 
 FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
     *((path, {"temperature": "hot"}, "temperature") for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)),
-    *((path, {"structured_outputs": {"regex": "("}}, "structured_outputs") for path in
-      (CHAT, COMPLETIONS, RESPONSES, MESSAGES)),
+    *(
+        (path, {"structured_outputs": {"regex": "("}}, "structured_outputs")
+        for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+    ),
     (CHAT, {"temperature": -1}, "temperature"),
     (CHAT, {"top_p": 7}, "top_p"),
     (COMPLETIONS, {"top_k": 2**70}, "top_k"),
@@ -98,7 +100,7 @@ FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": [5] * 3_000_000}, "tokens"),
     ("/detokenize", {"tokens": ["a"]}, "tokens"),
-)  # fmt: skip
+)
 """Where it is sent, what is wrong in it, and the beginning of the field's name."""
 
 RAW: dict[str, bytes] = {

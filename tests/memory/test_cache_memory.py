@@ -24,12 +24,13 @@ groups = st.builds(
     CacheGroup,
     layers=st.lists(
         st.tuples(st.lists(st.integers(1, 1 << 18), min_size=2, max_size=4).map(tuple), st.integers(1, 40)),
-        min_size=1, max_size=2,
+        min_size=1,
+        max_size=2,
     ).map(tuple),
     retention=st.builds(AllTokens, st.none() | st.integers(1, 4096))
     | st.builds(Window, st.integers(1, 4096))
     | st.just(LatestState()),
-)  # fmt: skip
+)
 
 
 def retention(window: int | None, most: int | None = None) -> Retention:

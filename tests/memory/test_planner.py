@@ -46,10 +46,11 @@ cache_groups = st.builds(
     CacheGroup,
     layers=st.lists(
         st.tuples(st.lists(st.integers(1, 1 << 18), min_size=2, max_size=4).map(tuple), st.integers(1, 40)),
-        min_size=1, max_size=2,
+        min_size=1,
+        max_size=2,
     ).map(tuple),
     retention=st.builds(AllTokens, st.none() | st.integers(1, 8192)) | st.builds(Window, st.integers(1, 8192)),
-)  # fmt: skip
+)
 requirement_sets = st.builds(
     MemoryRequirements,
     layers=st.lists(st.integers(1, 1000).map(lambda n: n * MIB), min_size=1, max_size=40).map(tuple),

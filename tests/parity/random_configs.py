@@ -207,9 +207,10 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     size = {"qwen3_moe": "moe_intermediate_size"}.get(config["model_type"], "intermediate_size")
     own = {
         "num_local_experts" if config["model_type"] == "mixtral" else "num_experts": count,
-        "num_experts_per_tok": draw.up_to(count + 1), size: draw.up_to(60, 8),
+        "num_experts_per_tok": draw.up_to(count + 1),
+        size: draw.up_to(60, 8),
         "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
-    }  # fmt: skip
+    }
     if config["model_type"] == "mixtral":  # transformers' scaled rotations need a head_dim
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         return own | {"sliding_window": draw.one_of(None, 5, 33), "head_dim": head_dim}

@@ -64,7 +64,9 @@ fields = st.fixed_dictionaries(
         "bad_words_ids": st.lists(tokens.map(lambda token: [token]), min_size=1, max_size=6),
         "sequence_bias": st.lists(
             st.tuples(tokens, st.floats(-20, 20, width=16).filter(bool)).map(lambda pair: [[pair[0]], pair[1]]),
-            min_size=1, max_size=6, unique_by=lambda entry: entry[0][0],
+            min_size=1,
+            max_size=6,
+            unique_by=lambda entry: entry[0][0],
         ),
         "begin_suppress_tokens": several,
         "min_new_tokens": st.integers(0, 1),
@@ -72,7 +74,7 @@ fields = st.fixed_dictionaries(
         "decoder_start_token_id": tokens,
         "eos_token_id": st.lists(tokens, min_size=1, max_size=3, unique=True),
     },
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

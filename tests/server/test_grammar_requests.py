@@ -174,9 +174,10 @@ def test_a_request_whose_client_leaves_is_not_checked_any_more(monkeypatch: pyte
     for i in range(24):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
-                f"{live.url}/v1/completions", json={"prompt": "a", "guided_regex": f"bomb {i}"},
+                f"{live.url}/v1/completions",
+                json={"prompt": "a", "guided_regex": f"bomb {i}"},
                 timeout=httpx.Timeout(30, read=0.05),
-            )  # fmt: skip
+            )
     start = time.perf_counter()
     live.json("/v1/completions", {"prompt": "a", "max_tokens": 1, "guided_regex": "quick"})
     assert time.perf_counter() - start < 10  # a check of each would take for ever

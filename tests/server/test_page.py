@@ -385,9 +385,10 @@ def test_the_conversation_is_exported(page: Page, stub: Stub) -> None:
         page.get_by_role("button", name="Export as JSON").click()
     answer = {"text": "Hello, world.", "reasoning": ""}
     assert json.loads(exported.value.path().read_text()) == {
-        "model": "demo-int8", "system": "Be brief.",
+        "model": "demo-int8",
+        "system": "Be brief.",
         "turns": [{"mode": "chat", "question": "Hi", "chosen": 0, "answers": [answer]}],
-    }  # fmt: skip
+    }
 
 
 def test_defaults_are_shown(page: Page, stub: Stub) -> None:

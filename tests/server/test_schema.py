@@ -24,11 +24,11 @@ junk = st.recursive(
     scalars,
     lambda values: st.one_of(st.lists(values, max_size=3), st.dictionaries(keys, values, max_size=3)),
     max_leaves=6,
-)  # fmt: skip
+)
 
-schemas = st.sampled_from([
-    {"type": "object"}, {"enum": [1, "a"]}, {"type": "objekt"}, {"$ref": "#/x"}, {"pattern": "("}, {}, True,
-])  # fmt: skip
+schemas = st.sampled_from(
+    [{"type": "object"}, {"enum": [1, "a"]}, {"type": "objekt"}, {"$ref": "#/x"}, {"pattern": "("}, {}, True]
+)
 sampling = {
     "temperature": st.floats(-0.5, 2.5),
     "top_p": st.floats(-0.1, 1.1),

@@ -92,10 +92,14 @@ OF_EVERY_TEXT = {
     },
     "a part of a kind that does not exist": {"decoder": {"type": "None"}},
     "a frame of tokens without an id": {
-        "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}],
-                           "pair": [], "special_tokens": {}}
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OF_EVERY_TEXT)
