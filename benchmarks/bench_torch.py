@@ -47,7 +47,7 @@ except ImportError:
 
 GPU = torch.device("cuda", 0)
 ELEMENTS = 1 << 26
-"""Of a tensor of rows: 128 MiB in 16 bits, more than the L2 cache."""
+"""The elements of a tensor of rows: 128 MiB in 16 bits, more than the L2 cache holds."""
 WIDTHS = (256, 1024, 2048, 4096, 8192, 16384)
 LINEARS = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 14336), "down": (14336, 4096)}
 """in_features and out_features of the products of a layer of LLaMA 8B."""

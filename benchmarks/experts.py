@@ -124,7 +124,7 @@ class Layers:
         self.routings = routings
 
     def microseconds(self) -> float:
-        """Of a layer: the median over replays of a graph of all."""
+        """The time of a layer: the median over replays of a graph of all layers, divided by their number."""
         self.launch()
         self.stream.synchronize()
         graph, found = CudaGraph(self.launch, self.stream.ptr), []

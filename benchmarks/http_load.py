@@ -15,7 +15,7 @@ from typing import Any
 
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 _TAIL_BYTES = 512
-"""Of an answer, that are kept: its usage and its end."""
+"""The last bytes of an answer, which are kept: they hold its usage and its end."""
 _CONNECTING = 32
 """Connections that a client opens at a time."""
 

@@ -38,7 +38,7 @@ def kind_of(tensors: Iterable[str]) -> str:
 
 
 def shape_products(spec: Spec, products: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, ProductMethod]]:
-    """By kind: how many products of it a model with ``spec`` has, and one of them in plain w8a8.
+    """The kinds of products of a model with ``spec``, each with its number and one of them in plain w8a8.
 
     ``products`` are those of a model of the same architecture, which say what is stacked.
     """

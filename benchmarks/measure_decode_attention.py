@@ -103,7 +103,7 @@ class Attention:
             )  # fmt: skip
 
     def seconds(self) -> float:
-        """Of one launch behind another: what a graph of all layers takes longer than one of the first half."""
+        """One launch in a row of launches: what a graph of all layers takes longer than one of half, per layer."""
         half = len(self.caches) // 2
         return (self._graph_seconds(len(self.caches)) - self._graph_seconds(half)) / (len(self.caches) - half)
 
@@ -133,7 +133,7 @@ def is_chosen(name: str, cases: list[str]) -> bool:
 
 
 def check(cases: list[str]) -> dict[str, Any]:
-    """Of each checked batch the digest of the output's bits and of the cache, and the error against the definition."""
+    """For each checked batch: a digest of the output's bits and of the cache, and the error against the definition."""
     from bminf_lite.backend.attention import attend, cached
     from bminf_lite.backend.values import LayerCache
 

@@ -52,7 +52,7 @@ class StepLog:
     wait_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     decoded: list[tuple[int, int, float]] = field(default_factory=list)
-    """Of each step without prompt tokens: its sequences, the sum of their positions, seconds from the step before."""
+    """Each step without prompt tokens: its sequences, the sum of their positions, seconds from the step before."""
     last_end: float = 0.0
     is_captured: bool = False
 

@@ -29,7 +29,7 @@ DTYPES = torch.float16, torch.bfloat16
 ELEMENTS = [1 << power for power in (20, 22, 24, 26, 27)]
 ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
 COLD_BYTES = 128 << 20
-"""Of all weights that take turns: more than the L2 cache."""
+"""The bytes of all weights that take turns: more than the L2 cache holds."""
 Product = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], object]
 
 

@@ -39,7 +39,7 @@ ROWS = "66,96,128,192,256,384,512,640,768,1024,1280,1536,2048"
 COST_BOUND = 1.35
 """Configurations of a higher cost, relative to the least, are not timed."""
 COLD_BYTES = 256 << 20
-"""Of all weights that take turns: more than the L2 cache."""
+"""The bytes of all weights that take turns: more than the L2 cache holds."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Timer:
             sys.exit(f"error: {ops.device.name}: gemm_hopper.cu needs a GPU of compute capability 9.0")
 
     def seconds(self, product: Product, rows: int, configs: list[GemmTileConfig]) -> dict[GemmTileConfig, float]:
-        """Of one product behind another, with each configuration."""
+        """The time of a product in a row of products, by configuration."""
         channels, arrays = product.channels, self.ops.arrays
         count = max(2, COLD_BYTES // (channels * product.columns))
         weights, x = [self._codes(channels, product.columns) for _ in range(count)], self._codes(rows, product.columns)

@@ -116,7 +116,7 @@ class Launches(abc.ABC):
         """On ``stream``."""
 
     def milliseconds(self, count: int) -> float:
-        """Of one of ``count`` launches in a row."""
+        """The time of one of ``count`` launches in a row."""
         import cupy as cp
 
         start, end = cp.cuda.Event(), cp.cuda.Event()
@@ -128,7 +128,7 @@ class Launches(abc.ABC):
         return float(cp.cuda.get_elapsed_time(start, end)) / count
 
     def digest(self) -> str:
-        """Of the bits of the outputs of the first launch."""
+        """A digest of the bits of the first launch's outputs."""
         self.launch()
         self.stream.synchronize()
         return hashlib.sha256(self.out.get().tobytes()).hexdigest()

@@ -88,7 +88,7 @@ class Load:
 
     @property
     def temperature(self) -> float:
-        """Of sampling."""
+        """The temperature of sampling."""
         return 0.0 if self.kind == "greedy" else 1.0
 
     def body(self, prompt: list[int]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ BENCHES: dict[str, tuple[str, ...]] = {
     "CPM-2": ("cpm-2", "-p", "256", "-n", "64", "-d", "256", "-b", "1,16", "-r", "5"),
     "Gemma 3 27B": ("gemma-3-27b", "-p", "512", "-n", "64", "-b", "1,16", "-r", "3"),
 }
-"""By name: a shape, and options of ``bminf-lite bench``."""
+"""Each benchmark, by its name: a shape, and options of ``bminf-lite bench``."""
 LANGUAGES = (".py", ".cu", ".cuh", ".html", ".j2", ".toml")
 Trees = dict[str, Path]
 Results = dict[str, dict[str, Any]]

@@ -26,7 +26,7 @@ SAMPLED: dict[str, Any] = {
 NUM_ALONE = 2
 """Requests of the greedy call that are served again, one after the other."""
 MEMORY_LIMIT = "2GiB"
-"""Of each process on a GPU. It fixes the number of blocks of the cache, whatever else runs there."""
+"""The limit of each process on a GPU. It fixes the number of blocks of the cache, whatever else runs there."""
 
 
 @dataclass(frozen=True)

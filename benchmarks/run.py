@@ -18,7 +18,7 @@ MAIN = 'if __name__ == "__main__":'
 
 
 def scripts() -> dict[str, str]:
-    """By name, the first sentence of each script's docstring.
+    """The first sentence of each script's docstring, by the script's name.
 
     A module without a main program is no script. ``proof_bits`` is a part of ``proof``, which starts it.
     """

@@ -117,7 +117,7 @@ def require_positive(name: str, value: Any) -> None:
 
 
 class QueueFull(UsageError):
-    """As many requests wait as may wait (``max_queue``); the same request may be taken later."""
+    """The queue is full: ``max_queue`` requests wait. The same request may be taken later."""
 
 
 class DeviceError(BminfError, RuntimeError):

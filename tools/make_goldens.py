@@ -148,7 +148,7 @@ for _family in ENCODER_DECODERS:
         "vocab_size": 97,
         "decoder_start_token_id": 0,
     }
-"""Of the families whose configurations have keys of their own."""
+"""Configurations of the families that have keys of their own."""
 
 CASES |= {
     "gpt2": {

@@ -53,7 +53,7 @@ SERVER_OPTIONS = ("--max-batch", "8")
 WARM_UP = 0.25
 """The part of the time after which all processes that the server needs have started."""
 MORE_FILES = 16
-"""That may be open after the warm-up: those of a worker process, or of connections that are being closed."""
+"""Files more than after the warm-up that may be open: of a worker process, or of connections that are being closed."""
 MEBIBYTE = 1 << 20
 
 

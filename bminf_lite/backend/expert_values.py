@@ -21,7 +21,7 @@ class Score(IntEnum):
 
 
 class GroupScore(IntEnum):
-    """By what groups of experts are ranked."""
+    """The score by which groups of experts are ranked."""
 
     TOP_TWO = 0
     """The sum of the two largest scores of a group."""

@@ -33,7 +33,7 @@ class SideProduct(Protocol):
         """What the matrix multiplies, ``[T, in]``: ``x``, or ``x`` without what this side product takes."""
 
     def within(self, columns: slice) -> SideProduct | None:
-        """That of some columns of the weight, counted from the first of these; None if it reads none of them."""
+        """The side product of some columns, counted from the first of these; None if it reads none of them."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .compressed_tensors import QUANTIZATION_SUFFIXES
 LEAST_SHARE = 0.5
 """The least share of a model's names that a change explains."""
 MAX_PARTS = 20
-"""Of a name; those of published models have ten at most."""
+"""The parts that a name may have; names of published models have ten at most."""
 MAX_REMOVED = 3
 """Parts of a name that a wrapper adds at most."""
 

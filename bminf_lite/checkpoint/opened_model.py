@@ -31,7 +31,7 @@ from .tensor_file import FLOAT_DTYPES, TensorInfo
 
 UNFIT = "the files do not fit config.json: get both anew from the same place, or export the model again"
 MAX_TOKEN_ID = (1 << 24) - 1
-"""Of the largest vocabulary that could be; published ones have 262,144 tokens."""
+"""The largest token id that is accepted; published vocabularies have 262,144 tokens at most."""
 TIED_ROWS = 64
 """The number of rows that are compared to tell whether a tensor is a copy of another."""
 

@@ -39,9 +39,9 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 VARIANT = re.compile(r"\.(fp16|bf16|fp32|ema|non_ema)[-.]")
 """Words that transformers puts into names of files: ``model.fp16.safetensors``."""
 MAX_CONFIG_BYTES = 1 << 24
-"""Of a file of settings; published ones have some thousand bytes."""
+"""The size that a file of settings may have; published ones have some thousand bytes."""
 MAX_LIST_BYTES = 1 << 27
-"""Of a file that lists tensors, at about 100 bytes (an index) or 500 bytes (a manifest) for each."""
+"""The size that a list of tensors may have: an index has about 100 bytes for each tensor, a manifest 500."""
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 """Where the weights are: the first of these that exists, or the shards of its ``.index.json``."""

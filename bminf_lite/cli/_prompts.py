@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 MAX_PROMPT_BYTES = 1 << 26
-"""Of a prompt on stdin: more than any context holds."""
+"""The size that a prompt on stdin may have: more than any context holds."""
 
 
 @dataclass(frozen=True)

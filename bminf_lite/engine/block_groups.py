@@ -258,7 +258,7 @@ class TokenGroup(Group[PrefixIndex]):
         return self.pool.index.find_end(key) if count else NULL_BLOCK
 
     def num_new(self, num_tokens: int, next_tokens: int, hits: int) -> int:
-        """For all tokens, or for the next where earlier ones pass."""
+        """Counts blocks for all tokens, or for the next ones where a window passes earlier ones."""
         return self.blocks_for(num_tokens if self.retention.keeps_all else min(num_tokens, next_tokens)) - hits
 
     def has_room(self, blocks: Sequence[int], new: int, spare: int, growth: int) -> bool:

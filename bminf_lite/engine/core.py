@@ -335,7 +335,7 @@ class Engine:
             raise BminfError("the scheduler has requests and plans no step: this is a bug in bminf-lite")
 
     def _add_arrived(self) -> None:
-        """In every turn: if Ctrl-C keeps a caller from waking the thread, the next message, a cancellation, does it."""
+        """Called in every turn: if Ctrl-C interrupts a caller before it wakes the thread, its cancellation wakes it."""
         while self._arriving:
             self._add(self._arriving[0])
             self._arriving.popleft()

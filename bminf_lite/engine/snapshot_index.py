@@ -24,7 +24,7 @@ class PrefixEnd(NamedTuple):
 
     @classmethod
     def of(cls, parent: bytes, token_ids: Sequence[int]) -> PrefixEnd:
-        """That of a prefix of full blocks up to ``parent``, and ``token_ids``."""
+        """The end of a prefix: full blocks up to ``parent``, then ``token_ids``."""
         if not len(token_ids):
             return cls(parent, parent, b"")
         return cls(block_key(parent, token_ids), parent, array("i", token_ids).tobytes())

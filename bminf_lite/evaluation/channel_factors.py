@@ -204,7 +204,7 @@ def _sampled(parts: Sequence[HostWeight], some: Sample) -> tuple[np.ndarray, np.
 def _block(
     weight: HostWeight, first: int, end: int, rows: np.ndarray, columns: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the rows ``first`` to ``end``: those numbered ``rows``, the ``columns`` of all, and their steps."""
+    """From the rows ``first`` to ``end``: the rows numbered ``rows``, ``columns`` of all rows, and the rows' steps."""
     if not isinstance(weight, Int8Weight):
         values = np.asarray(weight[first:end])
         some = values[:, columns].astype(np.float32)

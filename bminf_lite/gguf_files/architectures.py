@@ -484,4 +484,4 @@ TABLE: dict[str, Converted] = {
     ),
     "gpt2": Converted("gpt2", GPT_NAMES, {}, transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
 }
-"""By the name of the architecture in GGUF."""
+"""How each architecture is converted, by its name in GGUF."""

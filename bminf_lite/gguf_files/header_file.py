@@ -18,14 +18,14 @@ import numpy as np
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16
-"""Of metadata; files have some dozens."""
+"""The entries of metadata that a file may have; published ones have some dozens."""
 MAX_TENSORS = 1 << 17
 MAX_DIMENSIONS = 4
-"""That of ggml."""
+"""The dimensions that a tensor may have: ggml's bound."""
 MAX_ELEMENTS = 1 << 22
-"""Of all lists together. The longest are vocabularies and their merges, of up to a million."""
+"""The elements of all lists together. The longest are vocabularies and their merges, of up to a million."""
 MAX_TEXT_BYTES = 1 << 28
-"""Of all texts together."""
+"""The bytes of all texts together."""
 DEFAULT_ALIGNMENT = 32
 
 _SCALARS = {
@@ -160,7 +160,7 @@ class HeaderFile:
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
-    """That of the tensors' data."""
+    """The alignment of the tensors' data, in bytes."""
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise HeaderProblem(f"general.alignment is {alignment!r}, which is no power of two")

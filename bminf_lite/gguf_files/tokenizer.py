@@ -71,7 +71,7 @@ WORDS = {
     "codeshell": Words((DIGITS, GPT2)),
     "exaone": Words((DIGITS, GPT2)),
 }
-"""By ``tokenizer.ggml.pre``."""
+"""How texts are cut into words, by ``tokenizer.ggml.pre``."""
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, str]:
@@ -117,7 +117,7 @@ def _ids(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _repeated(tokens: Sequence[str]) -> dict[str, int]:
-    """Of each token whose text a later one has too, the id of that one, which is the same in a decoded text."""
+    """Ids whose text a later token has too, each with the id of the later one: both decode to the same text."""
     ids = _ids(tokens)
     return {str(index): ids[token] for index, token in enumerate(tokens) if token and ids[token] != index}
 

@@ -46,7 +46,7 @@ REASONING_FORMATS = {
     form.name: form
     for form in (ReasoningFormat("think", "<think>", "</think>"), ReasoningFormat("mistral", "[THINK]", "[/THINK]"))
 }
-"""By name."""
+"""The formats, by their names."""
 
 
 def find_reasoning_format(template: str | None) -> ReasoningFormat | None:

@@ -94,7 +94,7 @@ def _advance(stop: str, borders: Sequence[int], matched: int, text: str) -> tupl
 
 @lru_cache(1024)
 def _borders(stop: str) -> list[int]:
-    """Of each prefix of a text, the length of the longest shorter prefix that it ends with."""
+    """For each prefix of a text, the length of the longest shorter prefix that it ends with."""
     borders, border = [0], 0
     for character in stop[1:]:
         while border and stop[border] != character:

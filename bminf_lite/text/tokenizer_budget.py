@@ -18,13 +18,13 @@ from ..errors import CheckpointError, checkpoint_error
 from ..files import TooManyValues, parse_json
 
 MAX_VALUES = 1 << 23
-"""Of a file; the largest vocabularies, of 262,144 tokens, have 2 million with their merges."""
+"""The values that a file may hold; the largest vocabularies, of 262,144 tokens, have 2 million with their merges."""
 MAX_STEPS = 64
-"""Of one part of the pipeline; published files have six at most."""
+"""The steps that a part of the pipeline may have; published files have six at most."""
 MAX_GROWTH = 16.0
-"""Of all replacements together; in published files a run of spaces becomes one character."""
+"""The growth that all replacements together may cause; published files make one character of a run of spaces."""
 MAX_FORM_GROWTH = 32.0
-"""Of one character by a table of the file. NFKC makes 18 of an Arabic ligature."""
+"""The characters that a table of the file may make of one. NFKC makes 18 of an Arabic ligature."""
 MAX_ADDED = 1_000
 """Characters, or tokens, that are put around a text."""
 MAX_TOKEN = 4_096

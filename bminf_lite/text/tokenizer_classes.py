@@ -67,7 +67,7 @@ CLASSES: Mapping[str, TokenizerClass] = {
     ),
     "T5Tokenizer": TokenizerClass({"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}),
 }  # fmt: skip
-"""By name, without the ending ``Fast``. Other classes are :data:`GENERIC`."""
+"""The classes by name, without the ending ``Fast``. Other classes are :data:`GENERIC`."""
 
 _GENERIC_NAME = "TokenizersBackend"
 _OF_MODELS = {

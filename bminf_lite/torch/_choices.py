@@ -107,6 +107,6 @@ def most_gemv_rows(gpu: str, dtype: torch.dtype, elements: int) -> int:
 
 @functools.cache
 def _float_products() -> dict[str, dict[str, Any]]:
-    """By GPU: ``about``, and by dtype pairs of a weight's elements and rows, in ascending order."""
+    """What was measured on each GPU: ``about``, and by dtype pairs of a weight's elements and rows, ascending."""
     table: dict[str, dict[str, Any]] = json.loads(FLOAT_PRODUCTS.read_text())
     return table

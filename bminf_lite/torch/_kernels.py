@@ -37,7 +37,7 @@ EPILOGUES = {torch.float32: Epilogue.TO_FLOAT, torch.float16: Epilogue.TO_HALF, 
 GEMV_INPUTS = {torch.float16: GemvInput.HALF, torch.bfloat16: GemvInput.BFLOAT16}
 """The types of a single row that the product quantizes itself."""
 RowsLaunch = tuple[int, int, Launch | None, tuple[int | float, ...]]
-"""Of an operation over rows: their pitch, their columns, the launch unless there are no rows, its last arguments."""
+"""How an operation over rows is launched: pitch and columns, the launch (None without rows), its last arguments."""
 SCALE_BYTES = 4
 SHAPES = 4096
 """Launches of operations over rows that are kept; beyond that, the least recently used is dropped."""

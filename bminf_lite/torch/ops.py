@@ -523,7 +523,7 @@ def _refuse_second_gradient(ctx: Any, *gradients: Tensor) -> Any:
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """For a gradient that is refused."""
+    """Saves nothing: the gradient is refused."""
 
 
 class _SoftmaxInPlace(torch.autograd.Function):

@@ -99,7 +99,7 @@ class Machine:
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x1000, 16))
     turn: threading.RLock = field(default_factory=threading.RLock)
     order: LaunchOrder = field(default_factory=LaunchOrder)
-    """Of all streams, as if they were one."""
+    """The order of the launches of all streams, as if they were one stream."""
     kernels_of_cupy: set[str] = field(default_factory=set)
     """The package's functions that called an operation for which CuPy compiles a kernel, as ``module.function``."""
     runs_ptx: bool = False

@@ -46,7 +46,7 @@ def norm_of(call: Call, kind: int, k: int, reads: int) -> Norm:
 
 
 def offsets(order: int, rows: int, columns: int, ld: int) -> np.ndarray:
-    """Of the elements of a matrix in a layout."""
+    """The offsets of the elements of a matrix in a layout."""
     layout = Layout(Order(order), rows, columns, ld)
     return np.asarray(layout.offset(np.arange(rows)[:, None], np.arange(columns)))
 
@@ -235,7 +235,7 @@ def transform(call: Call) -> None:
 
 
 def write_rows(call: Call, values: np.ndarray, padded: int, target: int) -> None:
-    """As codes with scales, as fp16 or as fp32, padding included."""
+    """Writes rows as codes with scales, as fp16 or as fp32, padding included."""
     rows, k = values.shape
     full = np.zeros((rows, padded), F32)
     full[:, :k] = values

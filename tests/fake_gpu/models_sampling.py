@@ -25,7 +25,7 @@ from .launching import Call, model
 F32 = np.float32
 _DRAWING, JUNK = 0x5A, 0xA5
 CHUNK_BYTES = 8 * SAMPLING_CHUNK
-"""Of the list of tokens."""
+"""The bytes of a chunk of the list of tokens."""
 
 
 def state_of(call: Call) -> SamplerState:

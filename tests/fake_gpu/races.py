@@ -67,7 +67,7 @@ class Kind(Enum):
 
 
 class _Accesses:
-    """Of each word, two threads that accessed it last, and when."""
+    """For each word, two threads that accessed it last, and when."""
 
     def __init__(self, count: int) -> None:
         self.thread = np.full((2, count), -1, np.int32)
@@ -135,7 +135,7 @@ class SharedMemory:
             self._copied[touched] = -1
 
     def _waited_for(self, touched: np.ndarray, threads: np.ndarray, else_: np.ndarray) -> np.ndarray:
-        """Of words that have been copied, whether each thread has waited for the copy."""
+        """Whether each thread has waited for the copy of its word; ``else_`` for words that were not copied."""
         copied = self._copied[touched]
         if (copied < 0).all():
             return else_

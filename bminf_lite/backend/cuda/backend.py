@@ -391,7 +391,7 @@ class CudaBackend(Backend):
         return out
 
     def last_token_attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """By the kernel of one token a sequence, which gives the same bits as that of several."""
+        """The kernel for one token per sequence computes it, with the bits that several tokens get."""
         table, features = batch.block_tables[cache.group], spec.heads * spec.head_dim
         qkv = self.materializer.to_half(qkv)
         _, prompts = batch.parts

@@ -40,7 +40,7 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """Those of the tools that may be called, and whether one must be."""
+    """The tools that may be called, and whether one of them must be."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]

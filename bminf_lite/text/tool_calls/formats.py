@@ -81,7 +81,7 @@ TOOL_FORMATS = {
         HERMES, QWEN3_CODER, LLAMA3_JSON, LLAMA4_PYTHONIC, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, GENERIC,
     )
 }  # fmt: skip
-"""By name: what an option may choose instead of what :func:`find_tool_format` finds."""
+"""The formats by name: an option may choose one instead of what :func:`find_tool_format` finds."""
 
 
 def find_tool_format(template: str | None, has_token: Callable[[str], bool]) -> ToolFormat:

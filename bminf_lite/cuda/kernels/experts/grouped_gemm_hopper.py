@@ -57,7 +57,7 @@ class GroupedTile:
 
 
 TILES = GroupedTile(128, 64), GroupedTile(256, 160)
-"""For few rows of each expert, and for many."""
+"""The tiles for few rows of each expert, and for many."""
 
 
 class GroupedGemmHopper(GroupedGemm):

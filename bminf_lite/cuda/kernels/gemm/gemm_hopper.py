@@ -28,7 +28,7 @@ THREADS = 384
 STAGING_BYTES = THREADS * 2 // 3 // 32 * 2 * BOX_ROWS * ROW_BYTES
 EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.TO_BFLOAT16, Epilogue.ADD, Epilogue.GATED)
 FLOAT_EPILOGUES = (Epilogue.TO_FLOAT, Epilogue.ADD)
-"""Those with fp32 results."""
+"""The epilogues with fp32 results."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class PipelineConfig:
 
 
 PIPELINES = (PipelineConfig(16, 2, 4), PipelineConfig(8, 2, 4))
-"""For much shared memory and for little."""
+"""The pipeline for much shared memory, and the one for little."""
 WIDE_PIPELINES = (PipelineConfig(8, 2, 8), PipelineConfig(4, 2, 8))
 """The same for more than 16 rows, whose activations take more registers than 16 warps have."""
 RESERVED_SHARED_MEMORY = 512
