@@ -21,7 +21,7 @@ from bminf_lite.errors import BminfError
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:.*not obeyed here:UserWarning")
 SECONDS = 10
-"""Of the processor, for one input; the slowest takes about 1."""
+"""The processor time that one input may take; the slowest takes about 1 second."""
 Change = Callable[[Path], None]
 
 

@@ -95,7 +95,7 @@ def imports(path: Path) -> set[str]:
 
 
 def own_imports(path: Path) -> set[str]:
-    """Those of them that are this package's."""
+    """The imported modules that are this package's."""
     return {name for name in imports(path) if name.split(".")[0] == "bminf_lite"}
 
 

@@ -27,7 +27,7 @@ BATCHES = (1, 2, 3, 8, 16, 17, 64, 65, 256)
 ROWS, WIDE_ROWS = 2048, 600
 """Rows in all, and of more than 4,096 elements: enough for the kernels that many rows have."""
 WIDTHS = (40, 200, 1000, 1024, 2048, 4096, 5120, 8192, 16384)
-"""Those of 8 to 1,024 threads a row, of one to four vectors a thread, and of a last vector that is not full."""
+"""Widths for 8 to 1,024 threads a row, for one to four vectors a thread, and with a last vector that is not full."""
 KINDS = ("rms", "layer")
 SOME_WIDTHS = [40, 5120, *repeats(*(width for width in WIDTHS if width not in (40, 5120)))]
 """``WIDTHS``, of which a checker gets two."""

@@ -120,7 +120,7 @@ def test_every_kernel_that_is_launched_is_modelled(asked: tuple[str, dict[str, A
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", PROFILES)
 def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(profile: str):
-    """Of each kernel that takes much dynamic shared memory, the instantiation that takes most."""
+    """Compiles the largest instantiation of each kernel that takes much dynamic shared memory."""
     done = place_real_sizes(profile)
     assert done.returncode == 0, done.stderr
     most: dict[str, Any] = {}

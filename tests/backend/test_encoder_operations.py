@@ -106,6 +106,6 @@ def test_encoder_attention_of_cpm2(cuda_backend, counts):
 @pytest.mark.parametrize("heads", [64, 3])
 @pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 def test_cross_attention_of_cpm2(cuda_backend, heads, counts, tokens, int8):
-    """Of one token where few heads leave much of the GPU to each of them, too, and of several."""
+    """Attention of one token, also where few heads leave much of the GPU to each of them, and of several tokens."""
     spec = AttentionSpec(heads, heads, 64, 0.125)
     check_cross_attention(cuda_backend, spec, np.random.default_rng(2), counts, tokens, 768, int8)

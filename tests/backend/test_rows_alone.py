@@ -16,7 +16,7 @@ from bminf_lite.backend.quantization import OutlierColumns
 from bminf_lite.backend.values import Norm
 
 EVERY_WIDTH = [1, 31, 1024, 1025, 4097, 16392, 128256, 131_073]
-"""Of one vector and less, of a warp, a block and a cluster, with a rest and without, and wider than all of them."""
+"""Widths of one vector and less, of a warp, a block and a cluster, with a rest and without, and wider ones."""
 FORMS = st.sampled_from(["none", "one for all", "each row"])
 
 

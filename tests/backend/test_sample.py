@@ -336,7 +336,7 @@ def test_where_the_tail_is_cut(cuda_backend: Backend, vocab: int, spread: float)
 
 @given(SEEDS, st.integers(1, 9), st.sampled_from([1, 2, 45, 700]))
 def test_log_probabilities_of_given_tokens(backend, seed, count, vocab):
-    """Those of chosen tokens are the ones that sampling reports, and a row's do not depend on the other rows."""
+    """Scores of chosen tokens are those that sampling reports, and a row's do not depend on other rows."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 5, (count, vocab)).astype(np.float32)
     tokens = rng.integers(0, vocab, count).astype(np.int32)

@@ -144,7 +144,7 @@ def test_olmo_3_s_converter_writes_the_whole_factor() -> None:
 
 @pytest.mark.parametrize("architecture", sorted(set(TABLE) - {"mistral3"}))  # which must say more
 def test_absent_keys_have_llama_cpp_s_values(architecture: str) -> None:
-    """As many key-value heads as heads, heads that divide the embedding, and a base of 10,000."""
+    """The defaults: each head has keys and values, heads divide the embedding, and the base is 10,000."""
     config = config_json(header(architecture, attention__head_count_kv=1 if architecture == "falcon" else None))
     mixer = mixers(models.find(config).parse(config))[0]
     assert mixer.head_dim == HEAD_DIM

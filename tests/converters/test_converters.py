@@ -38,7 +38,7 @@ WORDS = [
 ]  # fmt: skip
 TOKENS = {"cpm-1": (None, 7), "cpm-2": (WORDS.index("<s>"), WORDS.index("<eod>")),
           "eva": (WORDS.index("<s_0>"), WORDS.index("<sep>"))}  # fmt: skip
-"""Of each model, the decoder's first token and the one that ends a text."""
+"""For each model, the decoder's first token and the one that ends a text."""
 
 
 def convert(model: str, source: Path, out: Path, vocabulary: Path, *more: str) -> Result:

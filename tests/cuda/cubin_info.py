@@ -35,7 +35,7 @@ def sections(image: bytes) -> dict[str, bytes]:
 
 
 def kernel_info(image: bytes, symbol: str) -> KernelInfo:
-    """Of one kernel by its symbol."""
+    """The facts of one kernel, by its symbol."""
     content, at = sections(image)[f".nv.info.{symbol}"], 0
     parameters, threads = {}, 0
     while at < len(content):

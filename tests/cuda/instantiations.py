@@ -35,7 +35,7 @@ CAPABILITIES: dict[str, Capability] = {
     "sm_75": (7, 5), "sm_80": (8, 0), "sm_86": (8, 6), "sm_89": (8, 9), "sm_90a": (9, 0), "sm_100a": (10, 0),
     "sm_120a": (12, 0),
 }  # fmt: skip
-"""By what the package compiles for there."""
+"""The compute capability of each architecture that the package compiles for."""
 
 
 def families(arch: str) -> Iterator[KernelFamily]:

@@ -52,7 +52,7 @@ CONTEXT_LENS = sorted(
     {max(0, edge + d) for edge in (0, 16, 64, 128, 256, 512, 1024, 1152, 2048, 3072, 4999) for d in (-2, -1, 0, 1)}
 )
 LONG_CONTEXT_LENS = [3500, 8191, 9000, 20_000, 33_000, 70_000]
-"""Of which some have enough segments for several blocks to merge them, and one more than are merged at a time."""
+"""Some have enough segments for several blocks to merge them, and one has more than are merged at a time."""
 CHECKED_CONTEXT_LENS, CHECKED_LONG_CONTEXT_LENS = [0, 70, 1100], [1100, 8191]
 """The same for a checker: of one segment and of two, and of enough segments that two blocks merge them."""
 ITEM_BLOCKS = (264, 24, 1)

@@ -37,7 +37,7 @@ MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10
 
 
 def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[AttentionTileConfig]:
-    """Of plain causal attention over heads of ``depths``, and of other kinds over heads of 64 and 128."""
+    """Cases of plain causal attention over heads of ``depths``, and of other kinds over heads of 64 and 128."""
     others = [
         (64, SMALL_TILE, AttentionMask.CAUSAL, ScoreKind.BIASED),
         (64, TILE, AttentionMask.CROSS),

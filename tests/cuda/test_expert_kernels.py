@@ -55,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=["best", "mma.sync"])
 def kernels(request: pytest.FixtureRequest, device: Any) -> ExpertKernels:
-    """Those of this GPU; and with the grouped product that every GPU has, where there is a better one."""
+    """This GPU's kernels; and where it has a better grouped product, also those with the one that every GPU has."""
     launcher = Launcher(device, cp.cuda.get_current_stream().ptr)
     made = ExpertKernels(launcher, RowKernels(launcher))
     if request.param == "mma.sync":

@@ -71,7 +71,7 @@ def test_the_keys_of_a_prompt_are_a_chain_of_sha256(kind):
 
 
 def test_remembered_keys_are_those_of_the_chain():
-    """Of prompts that begin alike and then differ, in any block of a run, behind any root, appended in any pieces."""
+    """The prompts begin alike and then differ: in any block of a run, behind any root, appended in any pieces."""
     length, rng = 3 * RUN_BLOCKS * 4, np.random.default_rng(0)
     for root in (root_key(""), root_key("tenant")):
         for differs in (length, *rng.integers(0, length, 8)):

@@ -154,7 +154,7 @@ def test_every_model_runs_layer_by_layer_as_it_does_at_once(golden: Golden, tmp_
 
 
 def number_of_layers(spec: Spec) -> int:
-    """Of both stacks: how many prefixes with a number the names have."""
+    """The number of prefixes with a number in the names, of both stacks."""
     found = (re.match(r".*?\.\d+\.", name) for name in spec.parameters)
     return len({match.group() for match in found if match})
 

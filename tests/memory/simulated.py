@@ -111,7 +111,7 @@ class SimulatedDevice(Backend):
 
     @property
     def link(self) -> SimulatedLink:
-        """That of the stack that decodes."""
+        """The link of the stack that decodes."""
         return self.links[-1]
 
     def memory(self) -> dict[str, int]:

@@ -122,7 +122,7 @@ def test_a_gpu_that_refuses_leaves_nothing_mapped(
 
 
 def test_memory_that_another_process_takes(functions: SimpleNamespace) -> None:
-    """Of several chunks, those that were mapped before the refusal are given back."""
+    """Chunks that were mapped before one was refused are given back."""
     device, other = Device(0), ctypes.c_uint64()
     arena = device_arena(device, GIB)
     functions.cuMemAlloc_v2(other, 512 * MIB)

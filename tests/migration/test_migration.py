@@ -161,7 +161,7 @@ def test_too_little_memory_says_what_to_change(
 def test_paths_in_the_home_folder_are_expanded(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the source, the result, the recipe and the text."""
+    """The paths of the source, the result, the recipe and the text."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "source").symlink_to(source)
     (tmp_path / "text.txt").symlink_to(text)

@@ -35,7 +35,7 @@ class HalfHead(RandomWeights):
 
 @dataclass(frozen=True)
 class Sequences:
-    """As many sequences of one token as there are slots, and the bits of their logits in one step."""
+    """A sequence of one token for each slot, and the bits of their logits in one step."""
 
     model: TinyModel
     tokens: np.ndarray

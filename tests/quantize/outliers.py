@@ -20,7 +20,7 @@ FACTORS = (10, 30, 100)
 
 
 def channels(count: int, seed: int) -> np.ndarray:
-    """As many channels as there are factors."""
+    """A channel for each factor."""
     return np.random.default_rng(seed).choice(count, len(FACTORS), replace=False)
 
 

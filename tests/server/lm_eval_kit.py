@@ -27,7 +27,7 @@ MULTIPLE_CHOICE = {
 }  # fmt: skip
 """A task that scores each choice."""
 TOLERANCE = 0.02
-"""Of a sum of log-probabilities: the server computes several prompts in a step, the model here one.
+"""The tolerance of a sum of log-probabilities: the server computes several prompts in a step, the model here one.
 
 BLAS sums by shape, and a last bit can change an int8 code. A token at a wrong place makes a difference of over 1.
 """

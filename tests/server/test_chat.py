@@ -505,7 +505,7 @@ def test_an_error_within_a_stream_is_an_event(chat_folder):
     server = api_kit.scripted_server(chat_folder, "word " * 200)
 
     def events_of(path: str, body: dict[str, Any]) -> list[Any]:
-        """Those of a request that fails when its stream has begun."""
+        """The events of a request that fails when its stream has begun."""
         server.engine.may_fail.clear()
         with server.http.stream("POST", path, json=body | {"stream": True}) as response:
             pieces = response.iter_text()

@@ -241,7 +241,7 @@ def test_a_schema_that_cannot_be_enforced_names_its_function_and_the_place(
 
 
 def test_a_schema_that_nothing_enforces_is_not_refused(fake: LiveServer):
-    """That of a function that is not strict, and need not be called."""
+    """The schema of a function that is not strict and need not be called."""
     tools = [function("tag", {"a": UNIQUE}), FINE]
     assert fake.post(CHAT, {"messages": HI, "tools": tools, "max_tokens": 3}).status_code == 200
     choice = {"type": "function", "function": {"name": "fine"}}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_chat import TIME, WEATHER
 
 EXAMPLES = 2000
-"""Of all interfaces together, in the long test."""
+"""The examples of all interfaces together, in the long test."""
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 30), st.integers(), st.floats(-3, 3), st.floats(allow_nan=False),

@@ -92,7 +92,7 @@ def test_marks_that_are_special_tokens_reach_the_parsers():
 
 @pytest.mark.parametrize("form", REASONING_FORMATS.values(), ids=lambda form: form.name)
 def test_a_mark_that_is_cut_is_no_text(form):
-    """Of a mark, half at least; less may be anything."""
+    """At least half of a mark is no text; less may be the beginning of anything."""
     text = f"{form.begin}so it is{form.end}yes"
     for end in range(len(text) + 1):
         parser = ReasoningParser(form)

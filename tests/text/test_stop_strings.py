@@ -9,7 +9,7 @@ from bminf_lite.text.stop_strings import StopMatcher
 
 texts = st.text("ab", max_size=30)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)
-"""Of two letters, so that the beginnings of stop strings overlap in every way."""
+"""Texts of two letters, so that the beginnings of stop strings overlap in every way."""
 
 
 def text_before(text, stops):
@@ -82,7 +82,7 @@ def test_examples():
 
 
 def test_long_stop_strings_in_a_text_that_repeats_itself():
-    """As many and as long as a request may have; looking for each beginning of each would take 20 ms a character."""
+    """The most and longest stop strings of a request; looking for each beginning would take 20 ms a character."""
     stops = ["a" * 1023 + "b", *("a" + chr(0x4E00 + i) * 1000 for i in range(63))]
     matcher = StopMatcher(stops)
     assert "".join(matcher.push("a")[0] for _ in range(5000)) == "a" * (5000 - 1023)
