@@ -384,7 +384,8 @@ class LayerCache:
     They are in the backend's activation type, or int8 codes with a scale per token and head: then the scales are fp16
     ``[num_blocks, kv_heads, BLOCK_SIZE]``. ``group`` says which of a step's ``block_tables`` names the blocks.
     ``memory`` and ``lanes`` belong to the backend: what the arrays lie in, if they can grow in place, and of each array
-    its address and the bytes of a block, once they were needed.
+    its address and the bytes of a block, once they were needed. ``source`` holds the same layer's keys and values of
+    the sources of an encoder-decoder.
     """
 
     keys: Array
@@ -394,6 +395,7 @@ class LayerCache:
     group: int = 0
     memory: Any = None
     lanes: Sequence[tuple[int, int]] = ()
+    source: LayerCache | None = None
 
     @property
     def num_blocks(self) -> int:

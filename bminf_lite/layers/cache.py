@@ -215,7 +215,7 @@ class KVCache:
         self.num_blocks = list(num_blocks)
         self.layers: list[Any] = []
         """A ``LayerCache`` or a ``StateCache`` for each layer, as its layout says."""
-        self.source: KVCache | None = None
+        self._source: KVCache | None = None
         try:
             for index, own in enumerate(layout.layers):
                 group = layout.group_of(index)
@@ -226,6 +226,17 @@ class KVCache:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def source(self) -> KVCache | None:
+        """The cache of the sources of an encoder-decoder, whose layers each layer here refers to."""
+        return self._source
+
+    @source.setter
+    def source(self, source: KVCache) -> None:
+        self._source = source
+        for layer, own in zip(self.layers, source.layers, strict=True):
+            layer.source = own
 
     def _clear_null_block(self, layer: AnyCache) -> None:
         """Zeros, because kernels may read the null block where a window has passed: 0 times a NaN would be a NaN."""

@@ -27,9 +27,10 @@ from ..errors import CheckpointError
 from . import _multimodal
 from ._architecture import Architecture
 from ._config import ModelConfig
+from ._encoder_decoder import fill_source
 from ._multimodal import text_spec
 
-__all__ = ["Architecture", "ModelConfig", "find", "names", "text_config", "text_spec"]
+__all__ = ["Architecture", "ModelConfig", "fill_source", "find", "names", "text_config", "text_spec"]
 
 GUIDE = "docs/add_a_model.md"
 """How to add an architecture."""

@@ -123,7 +123,7 @@ class ModelBuilder:
         self.config = config
         self.weights = weights
         self.ops = ops
-        self.shared = SharedValues(ops)
+        self.shared = SharedValues(ops, weights)
         for layer in config.layer_parts:
             for sub in layer.sublayers:
                 sub.part.share(self.shared)

@@ -7,24 +7,23 @@ the encoded source through cross-attention, whose keys and values are computed o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from ..backend.base import Backend
-from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, RelativeBias
-from ..layers.attention import CrossAttention, EncoderAttention
+from ..backend.values import Array, ForwardBatch, LayerCache
 from ..layers.cache import CacheLayout, KVCache
-from ..layers.embedding import Embedding
-from ..layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..layers.loading import Weights
 from ..layers.norm import NormLayer, rms_norm
-from ..layers.relative_bias import load_relative_bias
-from ._config import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, ModelConfig, integer, number
-from .parts.attention import Attention
-from .parts.ends import Output
-from .parts.feed_forward import FeedForward, GatedFeedForward
-from .spec import Fold, GatedProduct, Parameter, Role, Spec, Tensors, embedding, head, linear, norm, weights_of
+from ._config import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, ModelConfig, common_divisors, integer, number
+from .parts.attention import AttentionPart
+from .parts.cross_attention import CrossAttention, CrossAttentionPart, EncoderAttentionPart
+from .parts.ends import Input, InputPart, Output, OutputPart
+from .parts.feed_forward import FeedForwardPart
+from .parts.norms import NormPart
+from .parts.part import Layer, LayerParts, LayerSource, RelativeBiasTable, SharedValues, Sublayer
+from .spec import Fold, Spec, norm, weights_of
 
 KEYS = {
     "vocab_size": integer("vocab_size", 32128),
@@ -131,17 +130,38 @@ class Config(ModelConfig):
         """The matrices of the feed-forward layer that read its input, after the prefix ``mlp``."""
         return ("wi_0", "wi_1") if self.gated else ("wi",)
 
+    @cached_property
+    def encoder_parts(self) -> tuple[LayerParts, ...]:
+        """The parts of each layer of the encoder."""
+        return tuple(layer_parts(self, self.names.encoder, layer) for layer in range(self.encoder_layers))
+
+    @cached_property
+    def decoder_parts(self) -> tuple[LayerParts, ...]:
+        """The parts of each layer of the decoder."""
+        return tuple(layer_parts(self, self.names.decoder, layer) for layer in range(self.layers))
+
+    @property
+    def input(self) -> InputPart:
+        """The embedding that encoder and decoder share."""
+        return InputPart(self.vocab_size, self.hidden_size, self.names.embedding)
+
+    @property
+    def output(self) -> OutputPart:
+        """What lies behind the decoder's layers; the logits' scale is folded into the norm."""
+        norm = NormPart(self.names.decoder.final_norm, self.hidden_size, self.norm_eps)
+        return OutputPart(self.vocab_size, self.hidden_size, norm, self.names.head, multiplier=self.logit_scale)
+
     @property
     def num_layers(self) -> int:
         return self.layers
 
     @property
     def cache_layout(self) -> CacheLayout:
-        return CacheLayout.uniform(self.layers, self.heads, self.head_dim)
+        return CacheLayout(tuple(layout for layer in self.decoder_parts for layout in layer.layouts))
 
     @property
     def divided(self) -> dict[str, int]:
-        return {"heads": self.heads, "hidden units of a feed-forward layer": self.intermediate_size}
+        return common_divisors(layer.divided for layer in (*self.encoder_parts, *self.decoder_parts))
 
 
 def check_buckets(read: ConfigReader) -> None:
@@ -153,204 +173,111 @@ def check_buckets(read: ConfigReader) -> None:
     read.require(max_distance > buckets // 2, text, *names)
 
 
+def layer_parts(config: Config, stack: StackTensorNames, layer: int) -> LayerParts:
+    """The parts of a layer of either stack; an encoder's has no cross-attention."""
+
+    def norm(name: str) -> NormPart:
+        return NormPart(name, config.hidden_size, config.norm_eps)
+
+    is_encoder = stack.cross is None
+    holder = layer if config.biases_per_layer else 0
+    bias = f"{stack.blocks}.{holder}.{stack.bias}"
+    attention = (EncoderAttentionPart if is_encoder else AttentionPart)(
+        config.hidden_size,
+        config.heads,
+        config.heads,
+        config.head_dim,
+        qkv=stack.qkv,
+        out=stack.self_out,
+        score_scale=config.score_scale,
+        relative=RelativeBiasTable(bias, config.buckets, config.heads, config.max_distance, bidirectional=is_encoder),
+    )
+    inner = tuple(f"{stack.mlp}.{name}" for name in config.inner)
+    sizes = config.hidden_size, config.intermediate_size
+    mlp = FeedForwardPart(*sizes, config.activation, config.gated, inner, down=f"{stack.mlp}.wo")
+    sublayers = [Sublayer(attention, norm(stack.self_norm)), Sublayer(mlp, norm(stack.mlp_norm))]
+    if cross := stack.cross:
+        heads = config.hidden_size, config.heads, config.head_dim
+        part = CrossAttentionPart(*heads, cross.q, cross.kv, cross.out, config.score_scale)
+        sublayers.insert(1, Sublayer(part, norm(cross.norm)))
+    return LayerParts(tuple(sublayers))
+
+
 def spec(config: Config) -> Spec:
     """Every tensor of the checkpoint.
 
-    Factors move from a norm to the matrices that read it (all layers of the decoder read the encoder's last norm), from
-    values to the output of attention, and from the last linear step before ``wo`` to ``wo``. Values in a fused matrix
-    are left out.
+    Factors move from a norm to the matrices that read it (all layers of the decoder read the encoder's last norm), and
+    inside of parts. Keys are not scaled.
     """
-    names, hidden, table = config.names, config.hidden_size, (config.vocab_size, config.hidden_size)
-    tensors = embedding(names.embedding, table) | head(names.head, table)
-    folds: list[Fold] = []
-    gated: list[GatedProduct] = []
-    rotatable: list[str] = []
-    source_readers: list[str] = []
-    for stack, layers in ((names.encoder, config.encoder_layers), (names.decoder, config.layers)):
-        for layer in range(layers):
-            block = f"{stack.blocks}.{layer}"
-            tensors |= _block_tensors(config, stack, block)
-            if layer == 0 or config.biases_per_layer:
-                bias = Parameter((config.buckets, config.heads), Role.EMBEDDING)
-                tensors[f"{block}.{stack.bias}.weight"] = bias
-            folds += _block_folds(config, stack, block)
-            rotatable += weights_of(f"{block}.{stack.mlp}.wo")
-            if config.gated and config.activation != "relu_squared":
-                gate, up, down = weights_of(*(f"{block}.{stack.mlp}.{name}" for name in (*config.inner, "wo")))
-                gated.append(GatedProduct(gate, up, down, f"{block}.{stack.mlp_norm}.weight"))
-            if stack.cross:
-                source_readers += [f"{block}.{name}" for name in stack.cross.kv]
-        tensors |= norm(stack.final_norm, hidden)
-    folds.append(Fold(weights_of(names.encoder.final_norm), weights_of(*source_readers)))
+    names = config.names
+    stated = [
+        layer.stated(f"{stack.blocks}.{number}")
+        for stack, layers in ((names.encoder, config.encoder_parts), (names.decoder, config.decoder_parts))
+        for number, layer in enumerate(layers)
+    ]
+    parts = [part for layer in stated for part in layer.parts]
+    encoder_norm, decoder_norm = (
+        norm(stack.final_norm, config.hidden_size) for stack in (names.encoder, names.decoder)
+    )
+    tensors = config.input.tensors() | config.output.tensors() | encoder_norm | decoder_norm
+    for layer in stated:
+        tensors |= layer.tensors
+    source_readers = tuple(name for part in parts for name in part.source_readers)
+    folds = [fold for layer in stated for fold in layer.folds]
+    folds.append(Fold(tuple(encoder_norm), source_readers))
     if not config.tied_head:
-        folds.append(Fold(weights_of(names.decoder.final_norm), weights_of(names.head)))
-    tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    tied_if_absent = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.head_may_be_absent else {}
-    copies = {f"{names.embedding}.weight": names.embedding_copies}
+        folds.append(Fold(tuple(decoder_norm), weights_of(names.head)))
+    value_heads = tuple(fold for part in parts for fold in part.value_heads)
+    same = {f"{names.head}.weight": f"{names.embedding}.weight"}
     return Spec(
-        tensors, tied, names.ignored, tuple(folds), copies=copies, tied_if_absent=tied_if_absent,
-        rotatable=tuple(rotatable), value_heads=tuple(fold for fold in folds if fold.block > 1),
-        gated=tuple(gated), source_readers=weights_of(*source_readers),
-    )  # fmt: skip
-
-
-def _block_tensors(config: Config, stack: StackTensorNames, block: str) -> Tensors:
-    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.heads * config.head_dim
-    shapes = dict.fromkeys(stack.qkv, (3 * heads // len(stack.qkv), hidden)) | {stack.self_out: (hidden, heads)}
-    norms = [stack.self_norm, stack.mlp_norm]
-    if cross := stack.cross:
-        shapes |= {cross.q: (heads, hidden), cross.out: (hidden, heads)}
-        shapes |= dict.fromkeys(cross.kv, (2 * heads // len(cross.kv), hidden))
-        norms.insert(1, cross.norm)
-    shapes |= {f"{stack.mlp}.{part}": (inner, hidden) for part in config.inner}
-    shapes |= {f"{stack.mlp}.wo": (hidden, inner)}
-    tensors: Tensors = {}
-    for name, shape in shapes.items():
-        tensors |= linear(f"{block}.{name}", shape)
-    for name in norms:
-        tensors |= norm(f"{block}.{name}", hidden)
-    return tensors
-
-
-def _block_folds(config: Config, stack: StackTensorNames, block: str) -> list[Fold]:
-    readers = {stack.self_norm: stack.qkv, stack.mlp_norm: tuple(f"{stack.mlp}.{part}" for part in config.inner)}
-    if cross := stack.cross:
-        readers[cross.norm] = (cross.q,)
-    values = {}
-    if len(stack.qkv) == 3:
-        values[stack.qkv[2]] = (stack.self_out,)
-    if cross and len(cross.kv) == 2:
-        values[cross.kv[1]] = (cross.out,)
-    if config.gated or config.activation == "relu":
-        readers[f"{stack.mlp}.{config.inner[-1]}"] = (f"{stack.mlp}.wo",)
-    return [
-        Fold(
-            weights_of(f"{block}.{producer}"), weights_of(*(f"{block}.{name}" for name in consumers)),
-            config.head_dim if producer in values else 1,
-        )
-        for producer, consumers in (readers | values).items()
-    ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BlockParts:
-    """Makes the parts of the layer ``block`` of either stack."""
-
-    config: Config
-    weights: Weights
-    ops: Backend
-    block: str
-
-    def heads_of(self, *names: str, count: int) -> Linear:
-        """The matrices, or the one, of ``count`` kinds of heads, such as those of queries, keys and values."""
-        width = self.config.heads * self.config.head_dim
-        return ColumnParallelLinear(self.ops, self.weights, self._named(names), [width] * count)
-
-    def row_parallel(self, name: str) -> RowParallelLinear:
-        return RowParallelLinear(self.ops, self.weights, f"{self.block}.{name}")
-
-    def _named(self, names: Sequence[str]) -> list[str]:
-        return [f"{self.block}.{name}" for name in names]
-
-    def norm(self, name: str) -> NormLayer:
-        return rms_norm(self.ops, self.weights, f"{self.block}.{name}", self.config.norm_eps)
-
-    def attention(self, bias: RelativeBias | None) -> AttentionSpec:
-        """Attention with a key and value head for each query head."""
-        config = self.config
-        spec = AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale, bias=bias)
-        return spec.shard(self.ops.communicator.tp_size)
-
-    def mlp(self, name: str) -> FeedForward:
-        kind = GatedFeedForward if self.config.gated else FeedForward
-        names = self._named([f"{name}.{part}" for part in self.config.inner])
-        inner = ColumnParallelLinear(self.ops, self.weights, names, [self.config.intermediate_size] * len(names))
-        return kind(self.ops, self.config.activation, inner, self.row_parallel(f"{name}.wo"))
-
-
-class EncoderBlock:
-    """``r = r + attention(norm(r))``, ``r = r + mlp(norm(r))``."""
-
-    def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, bias: RelativeBias):
-        stack = config.names.encoder
-        parts = BlockParts(config, weights, ops, f"{stack.blocks}.{layer}")
-        self.self_norm = parts.norm(stack.self_norm)
-        self.attention = EncoderAttention(
-            ops, parts.attention(bias), parts.heads_of(*stack.qkv, count=3), parts.row_parallel(stack.self_out)
-        )
-        self.mlp_norm = parts.norm(stack.mlp_norm)
-        self.mlp = parts.mlp(stack.mlp)
-
-    def __call__(self, residual: Array, batch: ForwardBatch) -> Array:
-        residual = self.attention.add_to(residual, self.self_norm(residual), batch)
-        return self.mlp.add_to(residual, self.mlp.hidden(self.mlp_norm(residual)))
-
-
-class DecoderBlock:
-    """``r = r + attention(norm(r))``, ``r = r + cross_attention(norm(r))``, ``r = r + mlp(norm(r))``."""
-
-    def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, bias: RelativeBias):
-        stack, cross = config.names.decoder, config.names.decoder.cross
-        assert cross is not None
-        parts = BlockParts(config, weights, ops, f"{stack.blocks}.{layer}")
-        self.self_norm = parts.norm(stack.self_norm)
-        self.attention = Attention(
-            ops, parts.attention(bias), parts.heads_of(*stack.qkv, count=3), parts.row_parallel(stack.self_out)
-        )
-        self.cross_norm = parts.norm(cross.norm)
-        self.cross_attention = CrossAttention(
-            ops, parts.attention(None), parts.heads_of(cross.q, count=1), parts.heads_of(*cross.kv, count=2),
-            parts.row_parallel(cross.out),
-        )  # fmt: skip
-        self.mlp_norm = parts.norm(stack.mlp_norm)
-        self.mlp = parts.mlp(stack.mlp)
-
-    def __call__(self, residual: Array, cache: LayerCache, source: LayerCache, batch: ForwardBatch) -> Array:
-        residual = self.attention.add_to(residual, self.attention.hidden(self.self_norm(residual), cache, batch))
-        residual = self.cross_attention.add_to(residual, self.cross_norm(residual), source, batch)
-        return self.mlp.add_to(residual, self.mlp.hidden(self.mlp_norm(residual)))
+        tensors,
+        same if config.tied_head else {},
+        names.ignored,
+        (*folds, *value_heads),
+        copies={f"{names.embedding}.weight": names.embedding_copies},
+        tied_if_absent=same if config.head_may_be_absent else {},
+        rotatable=tuple(name for part in parts for name in part.rotatable),
+        value_heads=value_heads,
+        gated=tuple(product for layer in stated for product in layer.gated),
+        source_readers=source_readers,
+    )
 
 
 class ModelBuilder:
-    """Makes the parts of a model one at a time; see :class:`._decoder.DecoderBuilder`."""
+    """Makes the parts of a model one at a time; see :class:`._decoder.ModelBuilder`."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
         self.config = config
         self.weights = weights
         self.ops = ops
-        self._biases: dict[str, RelativeBias] = {}
+        self.shared = SharedValues(ops, weights)
 
-    def embed(self) -> Embedding:
+    def embed(self) -> Input:
         """The embedding that encoder and decoder share."""
-        return Embedding(self.ops, self.weights, self.config.names.embedding)
+        return self.config.input.build(self.ops, self.weights)
 
-    def encoder_block(self, layer: int) -> EncoderBlock:
+    def encoder_block(self, layer: int) -> Layer:
         """Layer ``layer`` of the encoder, counted from 0."""
-        bias = self._bias(self.config.names.encoder, layer, bidirectional=True)
-        return EncoderBlock(self.config, self.weights, self.ops, layer, bias)
+        return self._layer(self.config.names.encoder, self.config.encoder_parts[layer], layer)
 
     def encoder_norm(self) -> NormLayer:
         return rms_norm(self.ops, self.weights, self.config.names.encoder.final_norm, self.config.norm_eps)
 
-    def block(self, layer: int) -> DecoderBlock:
+    def block(self, layer: int) -> Layer:
         """Layer ``layer`` of the decoder, counted from 0."""
-        bias = self._bias(self.config.names.decoder, layer, bidirectional=False)
-        return DecoderBlock(self.config, self.weights, self.ops, layer, bias)
+        return self._layer(self.config.names.decoder, self.config.decoder_parts[layer], layer)
 
     def output(self) -> Output:
         """The decoder's residual stream to logits; their scale is part of the norm's weight."""
-        config = self.config
-        name = config.names.decoder.final_norm
-        final_norm = rms_norm(self.ops, self.weights, name, config.norm_eps, config.logit_scale)
-        return Output(final_norm, None, Linear(self.ops, self.weights, [config.names.head]))
+        return self.config.output.build(self.ops, self.weights)
 
-    def _bias(self, stack: StackTensorNames, layer: int, bidirectional: bool) -> RelativeBias:
-        """The relative bias of a layer: its own, or that of its stack's first layer. Each is loaded once."""
-        name = f"{stack.blocks}.{layer if self.config.biases_per_layer else 0}.{stack.bias}"
-        if name not in self._biases:
-            max_distance = self.config.max_distance
-            self._biases[name] = load_relative_bias(self.ops, self.weights, name, bidirectional, max_distance)
-        return self._biases[name]
+    def _layer(self, stack: StackTensorNames, parts: LayerParts, layer: int) -> Layer:
+        return parts.build(LayerSource(self.ops, self.weights, f"{stack.blocks}.{layer}", self.shared))
+
+
+def fill_source(layer: Layer, encoded: Array, cache: LayerCache, batch: ForwardBatch) -> None:
+    """Store a decoder layer's keys and values of the encoder's output ``[T, features]`` for a step's sources."""
+    next(part for part in layer.parts if isinstance(part, CrossAttention)).fill_cache(encoded, cache, batch)
 
 
 class EncoderDecoder:
@@ -369,7 +296,7 @@ class EncoderDecoder:
         """The encoder's normalised output for whole sources, ``[T, features]``."""
         residual = self.embed(batch)
         for block in self.encoder:
-            residual = block(residual, batch)
+            residual = block(residual, None, batch)
         return self.encoder_norm(residual)
 
     def encode_to_cache(self, batch: ForwardBatch, source: KVCache) -> None:
@@ -377,19 +304,17 @@ class EncoderDecoder:
         with self.ops.step(batch):
             output = self.encode(batch)
             for block, cache in zip(self.decoder, source.layers, strict=True):
-                block.cross_attention.fill_cache(output, cache, batch)
+                fill_source(block, output, cache, batch)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
         """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``.
 
         ``cache.source`` must hold the sources of the batch's sequences; see :meth:`encode_to_cache`.
         """
-        source = cache.source
-        assert source is not None
         with self.ops.step(batch):
             residual = self.embed(batch)
-            for block, layer, source_layer in zip(self.decoder, cache.layers, source.layers, strict=True):
-                residual = block(residual, layer, source_layer, batch)
+            for block, layer in zip(self.decoder, cache.layers, strict=True):
+                residual = block(residual, layer, batch)
             if not all_logits:
                 residual = self.ops.last_tokens(residual, batch)
             return self.output(residual)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import Array, ForwardBatch, LayerCache, sequential_tables
+from ..backend.values import Array, ForwardBatch, sequential_tables
 from ..layers.cache import CacheLayout, KVCache
+from ..models import fill_source
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class LayerwiseModel:
         """Layer ``index``, counted through encoder and decoder. It may overwrite the arrays of its state."""
         if index < self._encoders:
             encode = self.builder.encoder_block(index)
-            return lambda state, batch: HiddenState(encode(state.residual, self._step(batch.sources)))
+            return lambda state, batch: HiddenState(encode(state.residual, None, self._step(batch.sources)))
         layer = index - self._encoders
         block = self.builder.block(layer)
         if not self._encoders:
@@ -101,21 +102,25 @@ class LayerwiseModel:
             count, lengths = len(batch.sources), [len(tokens) for tokens in batch.sources]
             with closing(KVCache.for_sequences(self.ops, self._layouts[layer], count, max(lengths))) as source:
                 sources = replace(self._step(batch.sources), source_tables=self._table(count, max(lengths)))
-                block.cross_attention.fill_cache(state.encoded, source.layers[0], sources)
+                fill_source(block, state.encoded, source.layers[0], sources)
                 lens = self.ops.array(np.array(lengths, np.int32))
                 step = replace(
                     self._step(batch.sequences),
                     source_tables=sources.source_tables, source_lens=lens, max_source_len=max(lengths),
                 )  # fmt: skip
-                return HiddenState(self._decode(block, layer, state.residual, step, source.layers[0]), state.encoded)
+                return HiddenState(self._decode(block, layer, state.residual, step, source), state.encoded)
 
         return run
 
-    def _decode(self, block: Any, layer: int, residual: Array, step: ForwardBatch, *source: LayerCache) -> Array:
+    def _decode(
+        self, block: Any, layer: int, residual: Array, step: ForwardBatch, source: KVCache | None = None
+    ) -> Array:
         count, longest = step.batch_size, step.max_query_len
         with closing(KVCache.for_sequences(self.ops, self._layouts[layer], count, longest)) as cache:
+            if source is not None:
+                cache.source = source
             tables = tuple(map(self.ops.array, cache.tables(count, longest)))
-            return block(residual, cache.layers[0], *source, replace(step, block_tables=tables))
+            return block(residual, cache.layers[0], replace(step, block_tables=tables))
 
     def _table(self, sequences: int, tokens: int) -> Array:
         return self.ops.array(sequential_tables(sequences, tokens))

@@ -16,6 +16,12 @@ import tiny_checkpoint
 import bminf_lite
 from bminf_lite.errors import BminfError, UsageError
 
+
+def shown(value: object) -> str:
+    """The value in the name of a test, the same in every process."""
+    return "object" if type(value) is object else repr(value)
+
+
 VALUES: dict[str, Any] = {
     "three ones": np.ones(3), "zeros": np.zeros((2, 2)), "an empty array": np.zeros(0), "no": "no", "": "",
     "a bool": np.bool_(True), "an int64": np.int64(2), "a float32": np.float32(2), "nan": float("nan"),
@@ -112,7 +118,7 @@ def test_every_sampling_parameter(model: bminf_lite.Model, field: str) -> None:
         ours(lambda o=options: model.generate("the", bminf_lite.SamplingParams(**o)), f"{field} is {label}")  # type: ignore
 
 
-@pytest.mark.parametrize("value", FLAGS, ids=repr)
+@pytest.mark.parametrize("value", FLAGS, ids=shown)
 @pytest.mark.parametrize("flag", ["force", "dry_run", "portable", "offline_only"])
 def test_flags_of_a_migration_are_true_or_false(folders: Folders, flag: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"^{flag} is .*, but must be True or False$"):
@@ -120,7 +126,7 @@ def test_flags_of_a_migration_are_true_or_false(folders: Folders, flag: str, val
     assert not folders.out.exists()
 
 
-@pytest.mark.parametrize("value", ["no", 1, np.ones(3), [], ""], ids=repr)
+@pytest.mark.parametrize("value", ["no", 1, np.ones(3), [], ""], ids=shown)
 def test_functions_can_be_called(folders: Folders, value: Any) -> None:
     given: dict[str, tuple[Path, ...]] = {
         "verify": (folders.int8,),
@@ -133,14 +139,14 @@ def test_functions_can_be_called(folders: Folders, value: Any) -> None:
             getattr(bminf_lite, name)(*arguments, progress=value)
 
 
-@pytest.mark.parametrize("value", ["no", 1, np.ones(3), None], ids=repr)
+@pytest.mark.parametrize("value", ["no", 1, np.ones(3), None], ids=shown)
 def test_flags_of_a_conversation_are_true_or_false(model: bminf_lite.Model, value: Any) -> None:
     with pytest.raises(UsageError, match=r"^add_generation_prompt is .*, but must be True or False"):
         model.chat([{"role": "user", "content": "a"}], add_generation_prompt=value)
 
 
 @pytest.mark.parametrize(
-    "tools", ["f", 3, [3], [{}], [{"function": {}}], [{"function": {"name": 3}}], {"function": {"name": "f"}}], ids=repr
+    "tools", ["f", 3, [3], [{}], [{"function": {}}], [{"function": {"name": 3}}], {"function": {"name": "f"}}], ids=shown
 )
 def test_tools_are_a_list_of_functions(model: bminf_lite.Model, tools: Any) -> None:
     with pytest.raises(UsageError, match=r"tools .*must be"):

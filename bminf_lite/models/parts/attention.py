@@ -16,7 +16,7 @@ from ...layers.loading import RowTransform, TransformedWeights
 from ...layers.norm import rms_norm
 from .._rotary import Rotary, rotary_pairs
 from ..spec import Fold, KeyHeads, Tensors, linear, norm, weights_of
-from .part import LayerSource, Part, PartTensors, SharedValues
+from .part import LayerSource, Part, PartTensors, RelativeBiasTable, SharedValues
 
 
 class QueryKeyNorm(Enum):
@@ -35,7 +35,8 @@ class AttentionPart(Part):
     matrix, as stored, in the order queries, keys, values; None if they are in that order. ``transposed``: matrices are
     stored ``[in, out]``. ``score_scale`` multiplies attention scores; None means one over the root of the head's size.
     ``softcap`` limits them. ``slopes`` has the slope of each head with ALiBi (see
-    :class:`~bminf_lite.backend.values.LinearBias`), else it is empty. ``multiplier`` multiplies the output.
+    :class:`~bminf_lite.backend.values.LinearBias`), else it is empty; ``relative`` is another bias by distance.
+    ``multiplier`` multiplies the output.
     ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys.
     """
 
@@ -60,9 +61,10 @@ class AttentionPart(Part):
     softcap: float | None = None
     slopes: tuple[float, ...] = ()
     multiplier: float = 1.0
+    relative: RelativeBiasTable | None = None
 
     @property
-    def layout(self) -> KeyValues:
+    def layout(self) -> KeyValues | None:
         return KeyValues(self.kv_heads, self.head_dim, window=self.window)
 
     @property
@@ -94,7 +96,7 @@ class AttentionPart(Part):
         tensors: Tensors = {}
         for matrix in before:
             tensors |= matrix
-        tensors |= after | self._norm_tensors(layer)
+        tensors |= after | self._norm_tensors(layer) | (self.relative.tensors(layer) if self.relative else {})
         value_heads, key_heads, group = [], [], self.heads // self.kv_heads
         if len(qkv) == 3:
             value_heads.append(Fold(tuple(before[2]), weights_of(out), self.head_dim, group))
@@ -146,6 +148,7 @@ class AttentionPart(Part):
     def share(self, shared: SharedValues) -> None:
         shared.rope(self.rotary, self.head_dim)
         shared.linear_bias(self.slopes)
+        shared.relative_bias(self.relative)
 
     def build(self, source: LayerSource) -> Attention:
         ops = source.ops
@@ -164,7 +167,7 @@ class AttentionPart(Part):
             rope=source.shared.rope(self.rotary, self.head_dim),
             q_norm=of_head[0] if of_head else None,
             k_norm=of_head[1] if of_head else None,
-            bias=source.shared.linear_bias(self.slopes),
+            bias=source.shared.linear_bias(self.slopes) or source.shared.relative_bias(self.relative),
             softcap=self.softcap,
         ).shard(ops.communicator.tp_size)
         out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)

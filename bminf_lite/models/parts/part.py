@@ -9,19 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ...backend.base import Backend
 from ...backend.communicator import shard
-from ...backend.values import Array, ForwardBatch, LayerCache, LinearBias, Rope
+from ...backend.values import Array, ForwardBatch, LinearBias, RelativeBias, Rope
 from ...layers.cache import Layout
 from ...layers.loading import Weights
 from ...layers.norm import NormLayer
+from ...layers.relative_bias import load_relative_bias
 from .._config import common_divisors
 from .._rotary import Rotary
-from ..spec import Fold, GatedProduct, KeyHeads, StreamNorm, Tensors, weights_of
+from ..spec import Fold, GatedProduct, KeyHeads, StreamNorm, Tensors, embedding, weights_of
 from .norms import NormPart
 
 
@@ -36,7 +37,7 @@ class PartTensors:
     - ``key_heads``: heads whose keys may be scaled;
     - ``rotatable``: the matrices whose input a recipe may rotate;
     - ``foldable``: factors per channel may move from a norm to the ``readers``;
-    - ``fused``: see :class:`.spec.Spec`;
+    - ``fused``, ``source_readers``: see :class:`.spec.Spec`;
     - ``bounded``: gate, up and down of gated products with a known bound (see :class:`.spec.GatedProduct`).
     """
 
@@ -48,6 +49,7 @@ class PartTensors:
     key_heads: tuple[KeyHeads, ...] = ()
     rotatable: tuple[str, ...] = ()
     foldable: bool = True
+    source_readers: tuple[str, ...] = ()
     fused: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     bounded: tuple[tuple[str, str, str], ...] = ()
 
@@ -55,7 +57,7 @@ class PartTensors:
 class PartLayer(Protocol):
     """What computes a part. ``x`` is the input ``[T, features]``: a norm of the residual stream, or the stream."""
 
-    def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> Array:
+    def hidden(self, x: Array, cache: Any, batch: ForwardBatch, only_last: bool) -> Array:
         """What :meth:`add_to` reads; with ``only_last``, which only mixers see, that of last tokens ``[B, ...]``."""
         ...
 
@@ -85,8 +87,10 @@ class LayerSource:
 class SharedValues:
     """Arrays on the device that several layers use; each is made once."""
 
-    def __init__(self, ops: Backend):
+    def __init__(self, ops: Backend, weights: Weights):
         self.ops = ops
+        self.weights = weights
+        self._relative: dict[RelativeBiasTable, RelativeBias] = {}
         self._ropes: dict[tuple[Rotary, int], Rope] = {}
         self._slopes: dict[tuple[float, ...], LinearBias] = {}
 
@@ -107,6 +111,31 @@ class SharedValues:
             own = np.array(slopes)[shard(len(slopes), self.ops.communicator)]
             self._slopes[slopes] = LinearBias(self.ops.vector(own))
         return self._slopes[slopes]
+
+    def relative_bias(self, table: RelativeBiasTable | None) -> RelativeBias | None:
+        """The bias by distance of a table, of whose heads a rank has its share; None without a table."""
+        if table is None:
+            return None
+        if table not in self._relative:
+            self._relative[table] = load_relative_bias(
+                self.ops, self.weights, table.name, table.bidirectional, table.max_distance
+            )
+        return self._relative[table]
+
+
+@dataclass(frozen=True)
+class RelativeBiasTable:
+    """The table ``{name}.weight`` ``[buckets, heads]`` of a bias by distance (T5), in the layer that holds it."""
+
+    name: str
+    buckets: int
+    heads: int
+    max_distance: int
+    bidirectional: bool
+
+    def tensors(self, layer: str) -> Tensors:
+        """The table, if the layer ``layer`` holds it; others read it there."""
+        return embedding(self.name, (self.buckets, self.heads)) if self.name.startswith(f"{layer}.") else {}
 
 
 class Part(ABC):
@@ -266,8 +295,8 @@ class Layer:
         self.stream_norms = norms(sub.stream_norm for sub in parts.sublayers)
         self.parts = [sub.part.build(source) for sub in parts.sublayers]
 
-    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
-        """See :class:`.._decoder.DecoderLayer`."""
+    def __call__(self, residual: Array, cache: Any, batch: ForwardBatch, only_last: bool = False) -> Array:
+        """See :class:`.._decoder.DecoderLayer`. ``cache`` is what the mixer's layout makes; None for an encoder."""
         if self.parallel:
             return self._parallel(residual, cache, batch, only_last)
         if only_last and self.mixer < 0:
@@ -287,7 +316,7 @@ class Layer:
                 residual = stream_norm(residual)
         return residual
 
-    def _parallel(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> Array:
+    def _parallel(self, residual: Array, cache: Any, batch: ForwardBatch, only_last: bool) -> Array:
         mixer, *others = self.parts
         norm, *other_norms = self.norms
         assert norm is not None
