@@ -146,7 +146,9 @@ def test_flags_of_a_conversation_are_true_or_false(model: bminf_lite.Model, valu
 
 
 @pytest.mark.parametrize(
-    "tools", ["f", 3, [3], [{}], [{"function": {}}], [{"function": {"name": 3}}], {"function": {"name": "f"}}], ids=shown
+    "tools",
+    ["f", 3, [3], [{}], [{"function": {}}], [{"function": {"name": 3}}], {"function": {"name": "f"}}],
+    ids=shown,
 )
 def test_tools_are_a_list_of_functions(model: bminf_lite.Model, tools: Any) -> None:
     with pytest.raises(UsageError, match=r"tools .*must be"):
