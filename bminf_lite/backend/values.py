@@ -268,10 +268,10 @@ def block_bytes(kv_heads: int, head_dim: int, int8: bool, itemsize: int = 2) -> 
 class ShortConvolution:
     """A causal convolution of each channel: ``y[t] = sum(taps[j] * x[t - j]) + bias``, in the order of ``j`` from 0.
 
-    ``taps`` are fp32 ``[channels]`` each, and so is ``bias``.
+    ``taps`` are fp32 ``[number of taps, channels]``, without gaps; ``bias`` is fp32 ``[channels]``.
     """
 
-    taps: tuple[Array, ...]
+    taps: Array
     bias: Array = None
 
 

@@ -20,6 +20,7 @@ from bminf_lite.cuda.kernels.rowwise.calibration import CalibrationKernels
 from bminf_lite.cuda.kernels.rowwise.gptq import GPTQKernels
 from bminf_lite.cuda.kernels.rowwise.pointwise import PointwiseKernels
 from bminf_lite.cuda.kernels.rowwise.rows import RowKernels
+from bminf_lite.cuda.kernels.rowwise.short_convolution import ShortConvolutionKernels
 from bminf_lite.cuda.kernels.rowwise.softmax import Softmax
 from bminf_lite.cuda.kernels.rowwise.tensor_rows import TensorRows
 from bminf_lite.cuda.kernels.sampling.sampler import Sampler
@@ -27,7 +28,7 @@ from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
-    TensorRows, ExpertKernels,
+    TensorRows, ExpertKernels, ShortConvolutionKernels,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

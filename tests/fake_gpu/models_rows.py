@@ -5,12 +5,13 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from bminf_lite.backend.base import Backend
 from bminf_lite.backend.functions import ACTIVATIONS, normalise, soft_capped
 from bminf_lite.backend.functions import softmax as softmax_of
 from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.rotation import rotated
-from bminf_lite.backend.values import Norm
+from bminf_lite.backend.values import ForwardBatch, Norm, ShortConvolution, StateCache
 from bminf_lite.cuda.kernels.constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput, Source, Target
 from bminf_lite.cuda.kernels.gemm.layouts import Layout
 from bminf_lite.cuda.runtime.cublaslt import Order
@@ -344,6 +345,43 @@ def add_positions(call: Call) -> None:
     positions = np.arange(tokens) - np.repeat(cu_seqlens[:-1] - context_lens, np.diff(cu_seqlens))
     table = call.rows("table", int(positions.max(initial=-1)) + 1, call.pitch, whole, F16)
     call.rows("residual", tokens, call.residual_pitch, whole, F32)[...] += table[positions]
+
+
+def convolved(call: Call, ring: np.ndarray) -> np.ndarray:
+    """The definition's short convolution of a step, with its inputs left in ``ring``."""
+    channels, count, tokens = call.channels, call.sequences, call.launch.grid[0]
+    width, has_taps = call.number("N"), "taps" in call.arguments
+    call.require(call.launch.grid[1] * call.launch.block * width >= channels, "blocks are missing")
+    lengths = [call.vector(name, n, np.int32) for name, n in (("cu_seqlens", count + 1), ("context_lens", count))]
+    slots = call.rows("slots", count, call.slots_pitch, 1, np.int32, align=4)
+    rows = call.rows("rows", tokens, call.pitch, 3 * channels, F16, 2 * width)
+    shape = (call.num_taps, channels) if has_taps else (1, channels)
+    taps = call.vector("taps", shape[0] * channels, F32, 4 * width).reshape(shape) if has_taps else np.zeros(shape, F32)
+    bias = call.vector("bias", channels, F32, 4 * width) if has_taps and call.bias else None
+    batch = ForwardBatch(np.zeros(tokens), *lengths, (slots,), count, 0, 0)
+    return np.asarray(
+        Backend(F16).short_convolution(rows, ShortConvolution(taps, bias), StateCache({"inputs": ring}), batch)
+    )
+
+
+def ring_of(call: Call) -> np.ndarray:
+    """The slots up to the last that a step has, ``[slots, rows, channels]``."""
+    used = int(call.rows("slots", call.sequences, call.slots_pitch, 1, np.int32, align=4).max(initial=0)) + 1
+    shape, size = (used, call.ring_rows, call.channels), call.ring_rows * call.channels
+    flat = call.rows("ring", used, call.slot_pitch, size, F16, 2 * call.number("N"))
+    return np.lib.stride_tricks.as_strided(flat, shape, (flat.strides[0], 2 * call.channels, 2))
+
+
+@model
+def short_convolution(call: Call) -> None:
+    ring = ring_of(call)
+    y = convolved(call, ring if call.number("STORES") else ring.copy())
+    call.rows("out", len(y), call.out_pitch, call.channels, F16, 2 * call.number("N"))[...] = y
+
+
+@model
+def store_inputs(call: Call) -> None:
+    convolved(call, ring_of(call))
 
 
 @model

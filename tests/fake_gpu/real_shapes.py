@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
@@ -51,13 +51,14 @@ SOURCE = 64
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The package's shapes and some more, each with one layer. Mixtures of experts, and states, run on the CPU."""
+    """The package's shapes and some more, each with one layer. Mixtures of experts run on the CPU."""
     for file in (resources.files("bminf_lite") / "configs").iterdir():
         if file.name.endswith(".json"):
             config = json.loads(file.read_text(encoding="utf-8"))
-            if "num_experts_per_tok" in config or "conv_L_cache" in config:
+            if "num_experts_per_tok" in config:
                 continue
-            yield file.name, config | {name: 1 for name in LAYERS if name in config}
+            one_of_each = {"num_hidden_layers": 2, "full_attn_idxs": [1]} if "full_attn_idxs" in config else {}
+            yield file.name, config | {name: 1 for name in LAYERS if name in config} | one_of_each
     yield from MORE.items()
 
 
@@ -66,8 +67,8 @@ def steps(context: int) -> Iterator[tuple[int, int, int]]:
     yield from ((1, 1, context - 1), (1, 1, 3), (2, 1, 40), (16, 1, 100), (1, context, 0), (3, 17, 0))
 
 
-def batch_of(ops: Backend, count: int, new: int, context_len: int, context: int, groups: int = 1) -> ForwardBatch:
-    tables, sources = [sequential_tables(count, context)] * groups, sequential_tables(count, SOURCE)
+def batch_of(ops: Backend, count: int, new: int, context_len: int, tables: Sequence[np.ndarray]) -> ForwardBatch:
+    sources = sequential_tables(count, SOURCE)
     tokens, lengths = np.zeros((count, new)), [context_len] * count
     return ForwardBatch.packed(ops.array, tokens, lengths, tables, sources, [SOURCE] * count)
 
@@ -83,10 +84,11 @@ def run(name: str, config: dict[str, Any]) -> None:
     context = min(2048, limits.context_length)
     for count, new, context_len in steps(context):
         cache = KVCache.for_sequences(ops, limits.cache_layout, count, context)
+        tables = cache.tables(count, context)
         if limits.is_encoder_decoder:
             cache.source = KVCache.for_sequences(ops, limits.cache_layout, count, SOURCE)
-            network.encode_to_cache(batch_of(ops, count, SOURCE, 0, context), cache.source)  # type: ignore[attr-defined]
-        network(batch_of(ops, count, new, context_len, context, len(limits.cache_layout.groups)), cache)
+            network.encode_to_cache(batch_of(ops, count, SOURCE, 0, tables), cache.source)  # type: ignore[attr-defined]
+        network(batch_of(ops, count, new, context_len, tables), cache)
         cache.close()
     ops.close()
 

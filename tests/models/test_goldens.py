@@ -255,7 +255,7 @@ def start_decoding(model: TinyModel, *prompts: np.ndarray) -> tuple[ForwardBatch
         ops.array,
         np.zeros((count, 1)),
         context_lens,
-        [model.table] * len(model.cache.num_blocks),
+        model.tables,
         **model.source_arguments(list(range(count))),
     )
     batch.max_context_len = 64

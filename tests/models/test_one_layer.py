@@ -11,7 +11,7 @@ from fake_gpu.real_shapes import configs
 from random_values import make_batch
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import sequential_tables
+from bminf_lite.backend.values import ForwardBatch, sequential_tables
 from bminf_lite.bench.model import BenchModel, random_model
 from bminf_lite.layers.cache import KVCache
 
@@ -35,7 +35,7 @@ class Sequences:
         self.bench_model, self.ops = bench_model, bench_model.ops
         limits, count = bench_model.engine_config, len(chosen)
         self.counts = [COUNTS[i] for i in chosen]
-        self.table, self.source = sequential_tables(count, max(COUNTS) + 1), {}
+        self.source: dict[str, Any] = {}
         self.tokens = [random_tokens(i) for i in chosen]
         self.cache = KVCache.for_sequences(self.ops, limits.cache_layout, count, max(COUNTS) + 1)
         if limits.is_encoder_decoder:
@@ -53,11 +53,11 @@ class Sequences:
 
     def logits(self) -> np.ndarray:
         """Behind the prompts, and behind one more token: ``[2, sequences, vocabulary]``."""
-        ones, zeros = [1] * len(self.counts), [0] * len(self.counts)
-        prompts = np.concatenate([t[:n] for t, n in zip(self.tokens, self.counts, strict=True)])
-        last = np.array([t[n] for t, n in zip(self.tokens, self.counts, strict=True)])
-        steps = (self.counts, zeros, self.table, prompts), (ones, self.counts, self.table, last)
-        batches = [make_batch(self.ops, *step, **self.source) for step in steps]
+        tables = self.cache.tables(len(self.counts), max(COUNTS) + 1)
+        prompts = [t[:n] for t, n in zip(self.tokens, self.counts, strict=True)]
+        last = [t[n : n + 1] for t, n in zip(self.tokens, self.counts, strict=True)]
+        steps = (prompts, [0] * len(prompts), tables), (last, self.counts, tables)
+        batches = [ForwardBatch.packed(self.ops.array, *step, **self.source) for step in steps]
         found = [self.ops.host(self.bench_model.network(batch, self.cache)).copy() for batch in batches]
         self.cache.close()
         return np.stack(found)

@@ -42,6 +42,7 @@ from ..values import (
     LayerCache,
     Norm,
     ProductEpilogue,
+    ShortConvolution,
     StateArray,
     StateCache,
 )
@@ -223,10 +224,6 @@ class CudaBackend(Backend):
         raise UsageError(
             "mixtures of experts are computed on the CPU in this version; load the model with device='cpu'"
         )
-
-    def short_convolution(self, *_: Any, **__: Any) -> Any:
-        """Raises ``UsageError``: there is no kernel for it."""
-        raise UsageError("short convolutions run on the CPU in this version; load the model with device='cpu'")
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         return self.loader.blocks(build, count, self.placement)
@@ -427,6 +424,14 @@ class CudaBackend(Backend):
             heads = padded
         longest = batch.max_source_len
         self.launches.prefill(heads, spec, source, batch, table, longest, out, AttentionMask.CROSS, lengths)
+        return out
+
+    def short_convolution(
+        self, bcx: Array, convolution: ShortConvolution, cache: StateCache, batch: ForwardBatch
+    ) -> Array:
+        rows, table = self.materializer.to_half(bcx), batch.block_tables[cache.group]
+        out = self.arrays.rows(len(rows), rows.shape[1] // 3, np.float16)
+        self.kernels.short_convolution.launch(self.kernels.step, rows, convolution, cache["inputs"], table, batch, out)
         return out
 
     # -- sampling ------------------------------------------------------------------------------------------------------

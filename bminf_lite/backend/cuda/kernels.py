@@ -17,6 +17,7 @@ from ...cuda.kernels.rowwise.calibration import CalibrationKernels
 from ...cuda.kernels.rowwise.gptq import GPTQKernels
 from ...cuda.kernels.rowwise.pointwise import PointwiseKernels
 from ...cuda.kernels.rowwise.rows import RowKernels
+from ...cuda.kernels.rowwise.short_convolution import ShortConvolutionKernels
 from ...cuda.kernels.rowwise.softmax import Softmax
 from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.driver import Device
@@ -35,6 +36,7 @@ class Kernels:
         self.rows = RowKernels(launcher)
         self.pointwise = PointwiseKernels(launcher)
         self.softmax = Softmax(launcher)
+        self.short_convolution = ShortConvolutionKernels(launcher)
         self.prepare_heads = PrepareHeads(launcher)
         self.copy_blocks = CopyBlocks(launcher)
         self.attention_decode = AttentionDecode(launcher)

@@ -205,6 +205,7 @@ GPTQ_ROOT_BLOCK = 64
 """Rows of a block of a Cholesky decomposition."""
 GPTQ_THREADS = 256
 UNALIGNED_NORM_THREADS = 512
+SHORT_CONVOLUTION_THREADS = 128
 SAMPLING_CHUNK = 2048
 """Token ids per block."""
 SAMPLING_PART = 512
@@ -273,6 +274,7 @@ HEADERS = {
     "constants/calibration.cuh": render_header(THREADS=CALIBRATION_THREADS, STRIP=CALIBRATION_STRIP),
     "constants/gptq.cuh": render_header(BLOCK=GPTQ_BLOCK, ROOT_BLOCK=GPTQ_ROOT_BLOCK, THREADS=GPTQ_THREADS),
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
+    "constants/short_convolution.cuh": render_header(THREADS=SHORT_CONVOLUTION_THREADS),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, N=PREPARE_ELEMENTS),
     "constants/decode.cuh": render_header(

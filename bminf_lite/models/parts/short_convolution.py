@@ -56,7 +56,7 @@ class ShortConvolutionPart(Part):
         own = shard(width, ops.communicator)
         taps = np.asarray(weights.vector(f"{kernel}.weight"))[own, 0, ::-1].astype(np.float32)
         bias = ops.vector(np.asarray(weights.vector(f"{kernel}.bias"))[own]) if self.bias else None
-        convolution = ShortConvolution(tuple(ops.vector(tap) for tap in np.ascontiguousarray(taps.T)), bias)
+        convolution = ShortConvolution(ops.array(np.ascontiguousarray(taps.T)), bias)
         return GatedConvolution(
             ops,
             convolution,

@@ -1,0 +1,62 @@
+"""Short convolutions over the last tokens of each sequence: the launcher of ``short_convolution.cu``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ....backend.values import ForwardBatch, ShortConvolution
+from ..arrays import address, ceil_div, nbytes_of, pitch_of
+from ..constants import SHORT_CONVOLUTION_THREADS as THREADS
+from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..launcher import Launcher, StepContext
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+EACH = (1, 8)
+"""Channels of a thread: eight where rows of channels are whole vectors."""
+
+
+class ShortConvolutionKernels:
+    """:meth:`.Backend.short_convolution` of fp16 activations."""
+
+    source = "rowwise/short_convolution.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        yield KernelFamily(cls.source, "short_convolution", (EACH, BOOLEANS))
+        yield KernelFamily(cls.source, "store_inputs", (EACH,))
+
+    def launch(
+        self, step: StepContext, rows: cp.ndarray, convolution: ShortConvolution, ring: cp.ndarray, slots: cp.ndarray,
+        batch: ForwardBatch, out: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """``rows`` fp16 ``[T, 3 * channels]`` -> ``out`` fp16 ``[T, channels]``, both with padded rows.
+
+        ``ring`` fp16 ``[slots, n, channels]`` takes the inputs, dense within a slot; ``slots`` int32 ``[B, W]`` has the
+        sequences' slots in its first column. One launch, or a second one that writes the ring if a sequence may have
+        more new tokens than the ring has rows beside those that the first one reads.
+        """
+        taps, (tokens, channels), ring_rows = convolution.taps, out.shape, ring.shape[1]
+        each = EACH[channels % EACH[1] == 0]
+        stores = batch.max_query_len <= ring_rows - len(taps) + 1
+        grid, moved = (tokens, ceil_div(channels, THREADS * each)), nbytes_of(rows, out)
+        inputs = rows.data.ptr, pitch_of(rows)
+        slot = ring.data.ptr, pitch_of(ring), ring_rows
+        sequences = (
+            address(batch.cu_seqlens), address(batch.context_lens), slots.data.ptr, pitch_of(slots), batch.batch_size,
+        )  # fmt: skip
+        self._launcher.launch(
+            step, self.source, f"short_convolution<{each}, {BOOLEANS[stores]}>", grid, THREADS,
+            (*inputs, taps.data.ptr, len(taps), address(convolution.bias), *slot, *sequences, batch.has_drafts,
+             out.data.ptr, pitch_of(out), channels),
+            bytes_moved=moved,
+        )  # fmt: skip
+        if not stores:
+            self._launcher.launch(
+                step, self.source, f"store_inputs<{each}>", grid, THREADS, (*inputs, *slot, *sequences, channels)
+            )
