@@ -34,6 +34,7 @@ reproduce a failure."""
 LEFT_OUT = {
     "compile_all": "compile every kernel for every architecture",
     "slow": "take seconds, or repeat with more models and sizes what others prove",
+    "real_model": "run a real model, SmolLM2 135M",
 }
 """Markers of tests that a plain run leaves out, and what these tests do."""
 

@@ -122,7 +122,7 @@ def test_int8_is_what_migrating_the_merged_checkpoint_gives(tmp_path: Path, voca
     for recipe, name in (("merge", "merged"), ("w8a8", "int8")):
         assert convert(model, source, tmp_path / name, vocabulary, "--recipe", recipe, *more).exit_code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["int8", "merged", "source", "vocab.txt"]
-    bminf_lite.migrate(tmp_path / "merged", tmp_path / "expected")
+    bminf_lite.migrate(tmp_path / "merged", tmp_path / "expected", "w8a8")
     for file in (tmp_path / "expected").iterdir():
         assert (tmp_path / "int8" / file.name).read_bytes() == file.read_bytes()
     with bminf_lite.load(tmp_path / "int8", device="cpu") as loaded:

@@ -132,7 +132,7 @@ def test_every_model_runs_layer_by_layer_as_it_does_at_once(golden: Golden, tmp_
     """The encoder of an encoder-decoder reads the first half of a window, and the decoder continues with the second."""
     weights, spec = RandomWeights(golden.config, golden.seed), golden.spec
     source = golden.save(tmp_path / "source", weights.tensors)
-    bminf_lite.migrate(source, tmp_path / "int8")
+    bminf_lite.migrate(source, tmp_path / "int8", "w8a8")
     random = np.random.default_rng(0)
     texts = [random.integers(0, golden.config["vocab_size"], n).astype(np.int32) for n in (13, 8, 2)]
     given = [Window(text, len(text) - 1) for text in texts]
@@ -174,7 +174,7 @@ def test_one_layer_of_each_is_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_bundled_model_s_weak_spot_is_found(tmp_path: Path):
     """Its down projections have inputs of 50 times their rms, as those of large models have."""
     demo = Path(str(resources.files("bminf_lite.demo_model")))
-    bminf_lite.migrate(demo, tmp_path / "int8")
+    bminf_lite.migrate(demo, tmp_path / "int8", "w8a8")
     text = [read_texts(demo / "heldout.txt")[0][:1500]]
     found = compare(tmp_path / "int8", demo, truncate_windows(windows_for(demo, text, 128, 128), 250), "cpu")
     worst = sorted(found.linears, key=lambda linear: linear.own.snr_db)[:4]

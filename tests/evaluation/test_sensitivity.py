@@ -36,6 +36,6 @@ def test_each_is_that_of_a_model_with_one_int8_product(source: Path, tmp_path: P
 def test_they_nearly_add_up_to_the_whole_model_s(source: Path, tmp_path: Path) -> None:
     with closing(backend.create("cpu")) as ops:
         found = product_divergences(source, windows(), ops)
-    bminf_lite.migrate(source, tmp_path / "all")
+    bminf_lite.migrate(source, tmp_path / "all", "w8a8")
     measured = compare(tmp_path / "all", source, windows(), "cpu", layers=False).divergence.kl
     assert sum(found.values()) == pytest.approx(measured, rel=0.2)

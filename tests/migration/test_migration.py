@@ -19,6 +19,7 @@ from tiny_checkpoint import WORDS
 
 import bminf_lite
 from bminf_lite.checkpoint.migrate import migrate as migrate_checkpoint
+from bminf_lite.checkpoint.recipe import DEFAULT_RECIPE, PORTABLE_RECIPE, load_recipe
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 from bminf_lite.migration import migrate as migration
 
@@ -32,8 +33,8 @@ class Usage(NamedTuple):
 
 
 def test_without_a_calibration_it_is_the_checkpoint_s_migration(source: Path, tmp_path: Path) -> None:
-    bminf_lite.migrate(source, tmp_path / "a")
-    migrate_checkpoint(source, tmp_path / "b")
+    bminf_lite.migrate(source, tmp_path / "a", "w8a8")
+    migrate_checkpoint(source, tmp_path / "b", "w8a8")
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
     assert "calibration" not in json.loads((tmp_path / "a" / "bminf_lite.json").read_text())
@@ -174,3 +175,11 @@ def test_paths_in_the_home_folder_are_expanded(
 def test_arguments_of_another_type_are_refused_by_name(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(UsageError, match="must be the path"):
         bminf_lite.migrate(*arguments)
+
+
+@pytest.mark.parametrize(("portable", "expected"), [(False, DEFAULT_RECIPE), (True, PORTABLE_RECIPE)])
+def test_a_migration_that_names_no_recipe_takes_the_default(
+    source: Path, tmp_path: Path, portable: bool, expected: str
+) -> None:
+    assert bminf_lite.migrate(source, tmp_path / "out", portable=portable).recipe.name == expected
+    assert not load_recipe(PORTABLE_RECIPE).rotation > 1  # other readers do not rotate inputs

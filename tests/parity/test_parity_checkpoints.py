@@ -73,7 +73,7 @@ def test_a_folder_with_a_vision_tower(tmp_path: Path) -> None:
             logits = model.logits(golden.tokens)
         if path.name == "source":
             assert_close(logits, golden.logits, "logits", np.float32, np.abs(golden.logits).max())
-            bminf_lite.migrate(path, tmp_path / "out")
+            bminf_lite.migrate(path, tmp_path / "out", "w8a8")
     theirs = make_goldens.logits_of(reopened(tmp_path / "out"), golden.tokens)
     assert relative_error(logits, theirs) < 0.02
 
@@ -151,7 +151,7 @@ def scaled(parameters: tuple[Any, Any], factor: float) -> tuple[Any, Any]:
 def test_the_migrated_demo_model_in_transformers(tmp_path):
     """A trained model: both predict the held-out text equally well, and nearly always the same token."""
     source = Path(bminf_lite.__file__).parent / "demo_model"
-    bminf_lite.migrate(source, tmp_path / "out")
+    bminf_lite.migrate(source, tmp_path / "out", "w8a8")
     with bminf_lite.load(tmp_path / "out", device="cpu") as model:
         text = (source / "heldout.txt").read_text(encoding="utf-8")
         ids = np.array(model.tokenizer.encode(text[:3000]))

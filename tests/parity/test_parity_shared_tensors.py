@@ -73,7 +73,7 @@ def test_transformers_refuses_gpt2_in_int8_and_opens_the_portable_form(tmp_path:
     hf = make_goldens.build(golden.config, golden.seed)
     hf.generation_config.eos_token_id = 1
     hf.save_pretrained(tmp_path / "source")
-    bminf_lite.migrate(tmp_path / "source", tmp_path / "int8")
+    bminf_lite.migrate(tmp_path / "source", tmp_path / "int8", "w8a8")
     with pytest.raises(Exception, match="bminf-lite-conv1d-1"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
     bminf_lite.migrate(tmp_path / "source", tmp_path / "portable", portable=True)
