@@ -58,6 +58,7 @@ def recipes() -> list[Recipe]:
         offline_part(rotate),
         rotate,
         replace(rotate, name="w8a8-rotate, GPTQ", calibration=gptq),
+        load_recipe("w8a8-rotate-all"),
         auto,
         replace(auto, name="auto, GPTQ", calibration=replace(auto.calibration, rounding="gptq")),
         load_recipe("w8a16"),

@@ -167,11 +167,14 @@ def _check_source(model: OpenedModel, recipe: Recipe, portable: bool) -> list[Co
 
 
 def _offline_rotations(model: OpenedModel, recipe: Recipe) -> tuple[str, ...]:
-    """What the recipe rotates in the weights of the model, in words. Raises ``UsageError`` if it can rotate nothing."""
+    """What the recipe rotates in the weights of the model, in words.
+
+    Raises ``UsageError`` if that is nothing, unless a calibration or rotations of inputs remain.
+    """
     if not recipe.offline_rotation:
         return ()
     found = rotates_offline(model.spec)
-    if not found and recipe.rotation == 1:
+    if not found and recipe.rotation == 1 and recipe.calibration is None:
         raise UsageError(NO_OFFLINE_ROTATION.format(recipe.name, model.description.config_json["model_type"]))
     return found
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bench.product_times import ProductMethod, ProductTime, TimeOf
-from ..checkpoint.recipe import CalibrationSettings, Recipe, Scheme, load_recipe
+from ..checkpoint.recipe import CalibrationSettings, Recipe, RotatedInputs, Scheme, load_recipe
 from ..models.spec import Role, Spec
 from ..quantize.decisions import Decision, ProductOption
 
@@ -33,22 +33,27 @@ GUESSES = 3
 
 def offline_part(recipe: Recipe) -> Recipe:
     """A recipe that rotates, with rotations in the weights alone, so that other readers open the result."""
-    return replace(recipe, name=f"{recipe.name}, offline only", rotation=1, offline_rotation=True)
+    return replace(
+        recipe, name=f"{recipe.name}, offline only", rotation=1, rotated_inputs=RotatedInputs.FEED_FORWARD,
+        offline_rotation=True,
+    )  # fmt: skip
 
 
 def budget_recipe(recipe: Recipe, offline_only: bool, rotates_stream: bool) -> Recipe:
     """``recipe``, which calibrates, with everything that options may use: rotations, outlier columns and GPTQ.
 
     With ``offline_only`` these are what other readers open. ``rotates_stream`` says whether the model's residual stream
-    can be rotated in its weights.
+    can be rotated in its weights, which is not done where all inputs can be rotated at run time.
     """
+    if offline_only:
+        recipe = offline_part(recipe)
     settings = recipe.calibration or CalibrationSettings()
     columns = 0 if offline_only else settings.outlier_columns or OUTLIER_COLUMNS
     rotation = 1 if offline_only else max(recipe.rotation, load_recipe("w8a8-rotate").rotation)
     return replace(
         recipe,
         rotation=rotation,
-        offline_rotation=rotates_stream,
+        offline_rotation=rotates_stream and recipe.rotated_inputs is not RotatedInputs.ALL,
         calibration=replace(settings, outlier_columns=columns, rounding="gptq"),
     )
 

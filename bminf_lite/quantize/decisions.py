@@ -7,7 +7,8 @@ rows nor their errors.
 Some products have too large an error with int8 activations even after smoothing: typically down projections, where a
 single token makes a few channels a thousand times larger than all others. If the recipe allows it and it suffices, a
 few of their input columns stay fp16; else all their activations stay float, with int8 weights. Both cost little time,
-because the size of the weights hardly grows.
+because the size of the weights hardly grows. Of a recipe that rotates all inputs, a product keeps its rotation unless
+that raises its error, as it may behind a ReLU, whose zeros int8 holds exactly.
 """
 
 from __future__ import annotations
@@ -182,8 +183,10 @@ class QuantizationSearch:
         may_keep_columns = self._are_stored(names) and (self.alternatives or rotated.rotation == 1)
         limits = self.settings if may_keep_columns else replace(self.settings, outlier_columns=0)
         if not self.alternatives:
-            start, smoothing = smoothed(rotated)
             keeps_rotation = self.recipe.rotated_inputs is RotatedInputs.ALL
+            if keeps_rotation and rotated.rotation > 1 and rotated.scheme is Scheme.W8A8:
+                rotated = min(rotated, plain, key=lambda candidate: max(evaluator.errors(candidate)))
+            start, smoothing = smoothed(rotated)
             candidate, error = select_precision(evaluator, start, limits, input_max, keeps_rotation)
             yield candidate, smoothing, error
             return

@@ -132,5 +132,5 @@ def test_mistakes_are_told_before_any_work(source: Path, text: Path, tmp_path: P
         bminf_lite.migrate(source, out, "w8a8", calibrate=text, target_divergence=1)
     with pytest.raises(UsageError, match="neither max_divergence nor dry_run"):
         bminf_lite.migrate(source, out, "auto", calibrate=text, target_divergence=1, dry_run=True)
-    with pytest.raises(UsageError, match="auto rotates nothing"):
-        bminf_lite.migrate(source, out, "auto", calibrate=text, offline_only=True)
+    with pytest.raises(UsageError, match="w8a8-smooth rotates nothing"):
+        bminf_lite.migrate(source, out, "w8a8-smooth", calibrate=text, offline_only=True)
