@@ -215,6 +215,12 @@ CASES |= {
 }
 LFM2: Case = {"num_hidden_layers": 3, "block_multiple_of": 16, "norm_eps": 1e-4}
 EXPERTS: Case = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 12}
+QWEN2_MOE: Case = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+}  # fmt: skip
+GLM4_MOE: Case = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3,
+}  # fmt: skip
 OLMOE: Case = {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}
 PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
 SHORT = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]
@@ -283,6 +289,32 @@ CASES |= {
         "renormalised, window": EXPERTS | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 7},
         "dense layers": EXPERTS | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
         "biases, tied": EXPERTS | {"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": True},
+    },
+    "qwen2_moe": {
+        "plain weights": QWEN2_MOE,
+        "renormalised, windows, no biases": QWEN2_MOE
+        | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 7, "qkv_bias": False},
+        "dense layers, tied": QWEN2_MOE | {"mlp_only_layers": [1], "tie_word_embeddings": True},
+    },
+    "glm4_moe": {
+        "plain weights": GLM4_MOE,
+        "groups, norms, biases": GLM4_MOE
+        | {"n_group": 3, "topk_group": 2, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
+        "two shared, not renormalised": GLM4_MOE
+        | {"n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    },
+    "granitemoe": {
+        "plain weights": {"num_local_experts": 5, "num_experts_per_tok": 2},
+        "multipliers, biases, tied": {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     },
     "olmoe": {
         "plain weights": OLMOE,
@@ -547,10 +579,11 @@ def parsed(config: Case) -> Any:
     return models.find(config).parse(config)
 
 
-def parameters_of(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """The parameters under the names that checkpoints have; a tied head is there once, under the embedding's name."""
+def parameters_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors under the names that checkpoints have; a tied head is there once, under the embedding's name."""
     renamed = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
-    return {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
+    biases = {name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return {renamed.get(name, name): parameter for name, parameter in model.named_parameters()} | biases
 
 
 @torch.no_grad()

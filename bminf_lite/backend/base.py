@@ -38,6 +38,7 @@ from .quantization import (
     stack_outliers,
 )
 from .rotation import rotated
+from .routing import sigmoid
 from .sampling import SamplerState, score
 from .sampling import sample as sample_tokens
 from .side_products import Adapter, SideProduct, added
@@ -286,6 +287,11 @@ class Backend(HostDevice):
         """
         topk_ids, topk_weights = choose_experts(x, mixture)
         return mix(topk_ids, topk_weights, lambda expert, tokens: expert_result(self, x[tokens], mixture, expert))
+
+    @silently
+    def scalar_gate(self, x: Array, vector: Array) -> Array:
+        """``sigmoid(x @ vector)`` of each row: ``[T, in]``, fp32 ``[in]`` -> fp32 ``[T, 1]``, row by row."""
+        return sigmoid(product_by_row(x.astype(np.float32), vector[:, None]))
 
     # -- around the products --------------------------------------------------------------------------------------
 

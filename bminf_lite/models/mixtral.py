@@ -45,6 +45,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         gate="w1",
         up="w3",
         down="w2",
+        fused=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
     )
     attention = llama.attention(fields, rotary=rotary, window=window)
     layer = llama.pre_norm(fields, attention, experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..backend.expert_values import WEIGHT_TYPES, RouterSpec
@@ -41,9 +42,7 @@ WINDOW = integer("sliding_window", 4096)
 
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
-    if config.get("num_local_experts") is not None:  # the name that transformers has written since version 5
-        config = {"num_experts": config["num_local_experts"], **config}
-    read = ConfigReader(config, KEYS)
+    read = ConfigReader(with_num_experts(config, "num_experts"), KEYS)
     check_top_k(read)
     dense = dense_layers(read)
     window = read.value_or_none(WINDOW) if read.value(flag("use_sliding_window", False)) else None
@@ -55,6 +54,12 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     return llama.model(fields, [llama.pre_norm(fields, attention, mlp if d else experts) for d in dense])
 
 
+def with_num_experts(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """``config`` with the number of experts under ``name``; transformers 5 writes ``num_local_experts``."""
+    given = config.get("num_local_experts")
+    return config if given is None else {name: given, **config}
+
+
 def dense_layers(read: ConfigReader) -> list[bool]:
     """Whether each layer has one feed-forward layer, not experts: as ``mlp_only_layers`` says, or between the steps."""
     layers, given = read.fields["layers"], read.config.get("mlp_only_layers") or []
@@ -64,8 +69,8 @@ def dense_layers(read: ConfigReader) -> list[bool]:
     return [layer in given or (layer + 1) % read.fields["step"] != 0 for layer in range(layers)]
 
 
-def experts_part(read: ConfigReader, inner_size: int) -> ExpertsPart:
-    """Experts with LLaMA's names, whose weights are rounded to the ``dtype`` of the model."""
+def experts_part(read: ConfigReader, inner_size: int, **others: Any) -> ExpertsPart:
+    """Experts with LLaMA's names and ``others`` of their options; their weights have the model's ``dtype``."""
     fields: Fields = read.fields
     dtype = str(read.config.get("dtype") or read.config.get("torch_dtype")).removeprefix("torch.")
     router = RouterSpec(
@@ -74,7 +79,7 @@ def experts_part(read: ConfigReader, inner_size: int) -> ExpertsPart:
         renormalise=fields["renormalise"],
         weight_type=dtype if dtype in WEIGHT_TYPES else "float32",
     )
-    return ExpertsPart(fields["hidden_size"], inner_size, fields["activation"], router)
+    return replace(ExpertsPart(fields["hidden_size"], inner_size, fields["activation"], router), **others)
 
 
 architecture = decoder(parse)

@@ -35,7 +35,8 @@ def fused(golden: Golden) -> dict[str, np.ndarray]:
     tensors, spec = dict(RandomWeights(golden.config, golden.seed).tensors), golden.spec
     for name, experts in spec.fused.items():
         tensors[name] = np.stack([np.concatenate([tensors.pop(matrix) for matrix in expert]) for expert in experts])
-    return {re.sub(*NAMES_SINCE_5, name): values for name, values in tensors.items()}
+    is_renamed = golden.config["model_type"] == "mixtral"
+    return {re.sub(*NAMES_SINCE_5, name) if is_renamed else name: values for name, values in tensors.items()}
 
 
 @pytest.mark.parametrize("golden", FIRST, ids=str)
@@ -62,10 +63,10 @@ def test_fused_and_separate_tensors_are_the_same_model(golden: Golden, tmp_path:
 @pytest.mark.parametrize("golden", FIRST, ids=str)
 def test_a_fused_tensor_of_another_shape_is_named(golden: Golden, tmp_path: Path) -> None:
     tensors = fused(golden)
-    name = next(name for name in tensors if name.endswith("gate_up_proj"))
+    name = next(name for name, values in tensors.items() if values.ndim == 3)
     tensors[name] = np.ascontiguousarray(tensors[name][:-1])
     golden.save(tmp_path / "source", tensors)
-    with pytest.raises(CheckpointError, match=r"gate_up_proj' has shape \[\d, \d+, 48\]; config\.json needs \[\d, "):
+    with pytest.raises(CheckpointError, match=r"' has shape \[\d, \d+, 48\]; config\.json needs \[\d, "):
         bminf_lite.load(tmp_path / "source", device="cpu")
 
 

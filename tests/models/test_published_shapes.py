@@ -55,6 +55,9 @@ PARAMETERS = {
     "mixtral-8x7b": 46.70e9,
     "qwen3-30b-a3b": 30.53e9,
     "olmoe-1b-7b": 6.919e9,
+    "qwen1.5-moe-a2.7b": 14.32e9,
+    "glm-4.5-air": 106.85e9,
+    "granite-3.1-3b-a800m": 3.299e9,
 }
 """Counted from the shapes. The first ten papers say 2.6, 11, 2.8, 2.8, 0.97, 0.3, 7, 1.24, 8 and 70 billion."""
 

@@ -37,7 +37,7 @@ DECODERS = (
 """Other families of decoders."""
 STATES = ("lfm2",)
 """Families with layers that keep a state."""
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe")
 """Families with experts, which run on the CPU alone."""
 EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES)
 

@@ -203,10 +203,12 @@ def gpt_bigcode(draw: Draw, config: Config, ropes: list[Config]) -> Config:
 
 
 def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
-    count = draw.up_to(9, 2)
-    size = {"qwen3_moe": "moe_intermediate_size"}.get(config["model_type"], "intermediate_size")
+    family, count = config["model_type"], draw.up_to(9, 2)
+    has_own_size = family in ("qwen2_moe", "qwen3_moe", "glm4_moe")
+    size = "moe_intermediate_size" if has_own_size else "intermediate_size"
+    names = {"mixtral": "num_local_experts", "granitemoe": "num_local_experts", "glm4_moe": "n_routed_experts"}
     own = {
-        "num_local_experts" if config["model_type"] == "mixtral" else "num_experts": count,
+        names.get(family, "num_experts"): count,
         "num_experts_per_tok": draw.up_to(count + 1),
         size: draw.up_to(60, 8),
         "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
@@ -214,10 +216,22 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     if config["model_type"] == "mixtral":  # transformers' scaled rotations need a head_dim
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         return own | {"sliding_window": draw.one_of(None, 5, 33), "head_dim": head_dim}
+    if family == "granitemoe":
+        return own | granite(draw, config, ropes) | {"mlp_bias": None}
     own |= {"norm_topk_prob": draw.flag(), "attention_bias": draw.flag()}
-    if config["model_type"] == "olmoe":
+    if family == "olmoe":
         return own
     layers = config["num_hidden_layers"]
+    if family == "glm4_moe":
+        groups = draw.one_of(1, 2) if count % 2 == 0 and count > 2 else 1
+        return own | {
+            "n_group": groups, "topk_group": groups, "use_qk_norm": draw.flag(), "n_shared_experts": draw.up_to(3),
+            "first_k_dense_replace": draw.up_to(layers + 1, 0), "routed_scaling_factor": draw.one_of(1.0, 2.5),
+            "rope_parameters": config["rope_parameters"] | {"partial_rotary_factor": 0.5},
+        }  # fmt: skip
+    if family == "qwen2_moe":
+        own |= {"attention_bias": None, "qkv_bias": draw.flag(), "shared_expert_intermediate_size": draw.up_to(60, 8)}
+        return own | {"decoder_sparse_step": draw.up_to(3), "use_sliding_window": draw.flag(), "sliding_window": 9}
     return own | {
         "head_dim": config["hidden_size"] // config["num_attention_heads"], "decoder_sparse_step": draw.up_to(3),
         "mlp_only_layers": [layer for layer in range(layers) if draw.up_to(4) == 1],
@@ -241,7 +255,8 @@ OWN = {
     "exaone4": exaone4, "phi": phi, "gptj": gptj, "codegen": codegen, "falcon": falcon, "starcoder2": starcoder2,
     "gpt_bigcode": gpt_bigcode, "nemotron": nemotron, "helium": helium,
     "gemma2": gemma2, "gemma3_text": gemma3_text, "bloom": bloom,
-    "mixtral": experts, "qwen3_moe": experts, "olmoe": experts,
+    "mixtral": experts, "qwen3_moe": experts, "olmoe": experts, "qwen2_moe": experts, "glm4_moe": experts,
+    "granitemoe": experts,
     "lfm2": lfm2,
 }  # fmt: skip
 """What each family adds to the common keys."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,16 +12,19 @@ from ...backend.expert_values import ExpertActivation, RouterSpec
 from ...backend.mixture import Mixture
 from ...backend.quantization import HostWeight
 from ...backend.values import Array, ForwardBatch, LayerCache
-from ..spec import Fold, Tensors, linear, router, weights_of
-from .part import LayerSource, Part, PartTensors
+from ..spec import Fold, Parameter, Role, Tensors, linear, router, weights_of
+from .feed_forward import FeedForwardPart
+from .part import LayerSource, Part, PartLayer, PartTensors
 
 
 @dataclass(frozen=True)
 class ExpertsPart(Part):
     """Gated feed-forward layers of ``inner_size`` hidden units, of which ``router`` chooses some for each token.
 
-    The matrices of expert ``e`` are ``{experts}.{e}.{gate}`` and so on. ``fused`` are the names, after ``experts``, of
-    tensors that hold gate and up of all experts ``[experts, 2 * inner_size, in]``, and all ``down``.
+    The matrices of expert ``e`` are ``{experts}.{e}.{gate}`` and so on. ``fused`` are the names of tensors that hold
+    gate and up of all experts ``[experts, 2 * inner_size, in]``, and all ``down``. ``correction_bias`` names the
+    router's, if it has one. ``shared`` is a feed-forward layer for every token, whose output is added; with a
+    ``shared_gate``, multiplied by the sigmoid of that matrix ``[1, in]`` times the input.
     """
 
     hidden_size: int
@@ -33,7 +36,10 @@ class ExpertsPart(Part):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    fused: tuple[str, str] = ("gate_up_proj", "down_proj")
+    fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    correction_bias: str | None = None
+    shared: FeedForwardPart | None = None
+    shared_gate: str | None = None
 
     @property
     def undivided(self) -> str | None:
@@ -46,13 +52,15 @@ class ExpertsPart(Part):
         """
         chooser, experts = f"{layer}.{self.router_name}", self._expert_names(layer)
         tensors: Tensors = router(chooser, (self.router.num_experts, self.hidden_size))
+        if self.correction_bias is not None:
+            tensors[f"{layer}.{self.correction_bias}"] = Parameter((self.router.num_experts,), Role.VECTOR)
         for gate, up, down in experts:
             tensors |= linear(gate, (self.inner_size, self.hidden_size))
             tensors |= linear(up, (self.inner_size, self.hidden_size))
             tensors |= linear(down, (self.hidden_size, self.inner_size))
         readers = (chooser, *(name for gate, up, _ in experts for name in (gate, up)))
-        inner, outer = (f"{layer}.{self.experts}.{name}" for name in self.fused)
-        return PartTensors(
+        inner, outer = (f"{layer}.{name}" for name in self.fused)
+        own = PartTensors(
             tensors,
             weights_of(*readers),
             weights_of(*(down for _, _, down in experts)),
@@ -66,25 +74,48 @@ class ExpertsPart(Part):
             bounded=tuple((gate, up, down) for gate, up, down in (weights_of(*names) for names in experts)),
         )
 
+        if self.shared is None:
+            return own
+        other = self.shared.stated(layer)
+        tensors |= other.tensors
+        gates = () if self.shared_gate is None else (f"{layer}.{self.shared_gate}",)
+        for gate in gates:
+            tensors |= router(gate, (1, self.hidden_size))
+        return replace(
+            own,
+            readers=own.readers + weights_of(*gates) + other.readers,
+            writers=own.writers + other.writers,
+            folds=own.folds + other.folds,
+            rotatable=own.rotatable + other.rotatable,
+            bounded=own.bounded + other.bounded,
+        )
+
     def _expert_names(self, layer: str) -> list[tuple[str, str, str]]:
         """Gate, up and down of each expert."""
         prefixes = (f"{layer}.{self.experts}.{expert}" for expert in range(self.router.num_experts))
         return [(f"{prefix}.{self.gate}", f"{prefix}.{self.up}", f"{prefix}.{self.down}") for prefix in prefixes]
 
-    def build(self, source: LayerSource) -> Experts:
+    def build(self, source: LayerSource) -> PartLayer:
         weights, experts = source.weights, self._expert_names(source.name)
 
         def matrices(*names: str) -> Sequence[HostWeight]:
             return [weights.weight(name) for name in weights_of(*names)]
 
+        def vector(name: str) -> np.ndarray:
+            return np.asarray(weights.vector(f"{source.name}.{name}")).astype(np.float32)
+
         mixture = source.ops.mixture(
             self.router,
-            np.asarray(weights.vector(f"{source.name}.{self.router_name}.weight")).astype(np.float32),
+            vector(f"{self.router_name}.weight"),
             (matrices(gate, up) for gate, up, _ in experts),
             (matrices(down) for _, _, down in experts),
             ExpertActivation(self.activation),
+            None if self.correction_bias is None else vector(self.correction_bias),
         )
-        return Experts(source.ops, mixture)
+        if self.shared is None:
+            return Experts(source.ops, mixture)
+        gate = None if self.shared_gate is None else source.ops.vector(vector(f"{self.shared_gate}.weight")[0])
+        return ExpertsWithShared(source.ops, mixture, self.shared.build(source), gate)
 
 
 @dataclass(frozen=True)
@@ -103,4 +134,28 @@ class Experts:
 
     def add_to(self, residual: Array, hidden: Array) -> Array:
         residual += hidden
+        return residual
+
+
+@dataclass(frozen=True)
+class ExpertsWithShared:
+    """The same beside a ``shared`` feed-forward layer for every token, whose output is multiplied by a ``gate``."""
+
+    ops: Backend
+    mixture: Mixture
+    shared: PartLayer
+    gate: Array | None
+
+    def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> tuple[Array, Array, Array]:
+        """The sum of the experts, fp32; what the shared layer's last matrix reads; and the gate fp32 ``[T, 1]``."""
+        gate = None if self.gate is None else self.ops.scalar_gate(x, self.gate)
+        return self.ops.experts(x, self.mixture), self.shared.hidden(x, cache, batch, False), gate
+
+    def fp32(self, hidden: tuple[Array, Array, Array]) -> Array:
+        experts, shared, gate = hidden
+        own = self.shared.fp32(shared)
+        return experts + (own if gate is None else gate * own)
+
+    def add_to(self, residual: Array, hidden: tuple[Array, Array, Array]) -> Array:
+        residual += self.fp32(hidden)
         return residual

@@ -1,0 +1,56 @@
+"""Granite 3 MoE (https://arxiv.org/abs/2408.13359): Granite with experts; the softmax is over the chosen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..backend.expert_values import RouterSpec, Score
+from . import granite, llama
+from ._architecture import decoder
+from ._config import ConfigReader, integer, number
+from ._decoder import DecoderConfig
+from ._rotary import parse_rotary
+from .mixtral import check_top_k
+from .parts.experts import ExpertsPart
+
+KEYS = {field: key for field, key in granite.KEYS.items() if field != "mlp_bias"} | {
+    "experts": integer("num_local_experts", 8),
+    "top_k": integer("num_experts_per_tok", 2),
+}
+ALIASES = (
+    (r"(.*\.block_sparse_moe)\.experts\.gate_up_proj", r"\1.input_linear.weight"),
+    (r"(.*\.block_sparse_moe)\.experts\.down_proj", r"\1.output_linear.weight"),
+    (r"(.*\.block_sparse_moe)\.router\.weight", r"\1.router.layer.weight"),
+)
+"""Names that transformers has in memory since version 5, and those of its files."""
+
+
+def parse(config: Mapping[str, Any]) -> DecoderConfig:
+    read = ConfigReader(config, KEYS)
+    check_top_k(read)
+    divisor = read.value(number("logits_scaling", 1.0, low=1e-30))
+    llama.check_heads(read)
+    rotary = parse_rotary(read)
+    fields = read.checked_fields()
+    multiplier = fields["residual_multiplier"]
+    attention = llama.attention(fields, rotary=rotary, score_scale=fields["score_scale"], multiplier=multiplier)
+    experts = ExpertsPart(
+        fields["hidden_size"],
+        fields["intermediate_size"],
+        fields["activation"],
+        RouterSpec(fields["experts"], fields["top_k"], Score.SOFTMAX_OF_CHOSEN, scale=multiplier),
+        router_name="block_sparse_moe.router.layer",
+        experts="block_sparse_moe.experts",
+        fused=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    )
+    return llama.model(
+        fields,
+        [llama.pre_norm(fields, attention, experts)] * fields["layers"],
+        input={"multiplier": fields["embedding_multiplier"]},
+        output={"multiplier": 1 / divisor},
+        aliases=ALIASES,
+    )
+
+
+architecture = decoder(parse)
