@@ -58,7 +58,7 @@ OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
 
 MIN_GROUP, MAX_GROUP = 16, 1024
 """The fewest and the most columns that may share a scale where a row does not."""
-DEFAULT_RECIPE = "w8a8"
+DEFAULT_RECIPE = "w8a8-rotate-all"
 """The recipe of a migration that names none."""
 PORTABLE_RECIPE = "w8a8"
 """The same for a result that other readers open."""

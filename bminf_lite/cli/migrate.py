@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("source", metavar="SOURCE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--recipe", show_default="w8a8",
+@click.option("--recipe", show_default="w8a8-rotate-all, or w8a8 with --portable",
               metavar="w8a8|w8a16|w8a8-rotate|w8a8-rotate-all|w8a8-smooth|auto|FILE",
               help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 after rotations that spread "
                    "outliers, of which that of down projections' input must be supported by other readers "
