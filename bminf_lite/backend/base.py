@@ -112,7 +112,12 @@ class Weight:
 
 
 class Backend(HostDevice):
-    """The operations over NumPy, on the host's memory."""
+    """The operations over NumPy, on the host's memory.
+
+    ``computes_shared_experts``: whether models may have experts beside a feed-forward layer for every token.
+    """
+
+    computes_shared_experts = True
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -279,14 +284,22 @@ class Backend(HostDevice):
         return self.product(x, weight, ProductEpilogue.ACTIVATE, activation)
 
     @silently
-    def experts(self, x: Array, mixture: Mixture) -> Array:
+    def experts(self, x: Array, mixture: Mixture, residual: Array = None) -> Array:
         """The sum of what each token's experts make of it: ``[T, in]`` -> fp32 ``[T, out]``; see :mod:`.mixture`.
+
+        With a ``residual`` fp32 ``[T, out]``, which may be overwritten, it is added to that. ``x`` is a :meth:`norm`.
 
         An expert computes :meth:`linear` of :meth:`gated_linear`, each rounded to the activation type. The results of a
         token are multiplied by the router's weights and added in fp32 in the order of the experts' ranks.
         """
         topk_ids, topk_weights = choose_experts(x, mixture)
-        return mix(topk_ids, topk_weights, lambda expert, tokens: expert_result(self, x[tokens], mixture, expert))
+        found = mix(topk_ids, topk_weights, lambda expert, tokens: expert_result(self, x[tokens], mixture, expert))
+        return found if residual is None else self.add(residual, found)
+
+    def add(self, residual: Array, addend: Array) -> Array:
+        """``residual + addend``, both fp32 ``[T, features]``; ``residual`` may be overwritten with the sum."""
+        residual += addend
+        return residual
 
     @silently
     def scalar_gate(self, x: Array, vector: Array) -> Array:

@@ -92,12 +92,18 @@ class MetaBackend(Backend):
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
     ) -> Any:  # fmt: skip
         """A product before the activation and one behind it; a step reads the matrices of the experts it chooses."""
-        self.non_layer_bytes += aligned(router.nbytes)
+        experts, features = router.shape
+        self.non_layer_bytes += aligned(experts * round_up(features, PAD) * 4)
+        if correction_bias is not None:
+            self.vector(correction_bias)
         before = sum(self.layer_bytes[-1]), self.layer_products[-1]
+        widths = [features]
         for matrices in (hidden, down):
             for parts in matrices:
                 self.weight(parts)
+                widths.append(sum(part.shape[0] for part in parts))
         self.layer_products[-1] = before[1] + 3
+        self._widest = max(self._widest, _bytes_of_experts(spec, features, widths[1] // 2, widths[-1]))
         read = ExpertBytes(sum(self.layer_bytes[-1]) - before[0], spec.num_experts, spec.top_k)
         self.expert_bytes.append(read)
 
@@ -116,6 +122,13 @@ class MetaBackend(Backend):
 
     def array(self, values: np.ndarray) -> Array:
         self.non_layer_bytes += aligned(values.nbytes)
+
+
+def _bytes_of_experts(spec: RouterSpec, features: int, hidden: int, out: int) -> int:
+    """Bytes per token of many: logits, the norm and its codes; of each pair codes, hidden values and the result."""
+    features, hidden, out = (round_up(width, PAD) for width in (features, hidden, out))
+    pair = features + 3 * hidden + 2 * out + 16  # four numbers: two of its place, and two scales
+    return 4 * spec.num_experts + 5 * features + spec.top_k * (pair + 8)
 
 
 def aligned(nbytes: int) -> int:

@@ -117,7 +117,7 @@ class _HookedBackend:
         matrix = np.ascontiguousarray(router.astype(np.float32).T)
         return Mixture(spec, matrix, before, behind, activation, correction_bias)
 
-    def experts(self, x: Array, mixture: Mixture) -> Array:
+    def experts(self, x: Array, mixture: Mixture, residual: Array = None) -> Array:
         """The backend's operation, in which every expert is observed, in order of their numbers."""
         rows = np.asarray(self._ops.host(x))
         topk_ids, topk_weights = choose_experts(rows, mixture)
@@ -128,7 +128,8 @@ class _HookedBackend:
             found = expert_result(self, self._ops.array(rows[shown]), mixture, expert)
             results[expert] = np.asarray(self._ops.host(found))[np.searchsorted(shown, chosen)]
         self._rows = None
-        return self._ops.array(mix(topk_ids, topk_weights, lambda expert, _: results[expert]))
+        found = self._ops.array(mix(topk_ids, topk_weights, lambda expert, _: results[expert]))
+        return found if residual is None else self._ops.add(residual, found)
 
     def adapted(self, base: Any, adapter: Adapter) -> Any:
         """The backend's weight, which is made of the tensors of ``base``."""

@@ -51,12 +51,10 @@ SOURCE = 64
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The package's shapes and some more, each with one layer. Mixtures of experts run on the CPU."""
+    """The package's shapes and some more, each with one layer of every kind that it has."""
     for file in (resources.files("bminf_lite") / "configs").iterdir():
         if file.name.endswith(".json"):
             config = json.loads(file.read_text(encoding="utf-8"))
-            if "num_experts_per_tok" in config:
-                continue
             one_of_each = {"num_hidden_layers": 2, "full_attn_idxs": [1]} if "full_attn_idxs" in config else {}
             yield file.name, config | {name: 1 for name in LAYERS if name in config} | one_of_each
     yield from MORE.items()

@@ -19,9 +19,9 @@ from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.expert_values import ExpertActivation, RouterSpec
 from bminf_lite.backend.experts import ExpertLayer, ExpertWeights, experts_forward
 from bminf_lite.backend.mixture import choose_experts, mix
-from bminf_lite.backend.quantization import quantize_weight
+from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 from bminf_lite.checkpoint.opened_model import open_model
-from bminf_lite.errors import CheckpointError
+from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.evaluation.compare import compare
 from bminf_lite.evaluation.corpus import Window
 from bminf_lite.layers.recording import LEAST_ROWS, LinearCall, LinearHooks
@@ -167,3 +167,46 @@ def test_a_calibration_decides_experts_that_no_token_chooses(tmp_path: Path) -> 
     assert report.calibration is not None
     decided = {name for product in report.calibration["products"] for name in product["tensors"]}
     assert {matrix for experts in golden.spec.fused.values() for e in experts for matrix in e} <= decided
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "told"), [("w8a16", "w8a16"), ("float", "float")])
+def test_a_gpu_says_which_experts_it_does_not_compute(cuda_backend: Backend, kind: str, told: str) -> None:
+    config = FIRST[0].config
+    weights, architecture = RandomWeights(config, 1, kind != "float", dynamic=False), models.find(config)
+
+    with pytest.raises(UsageError, match=f"expert 0 are {told}; a GPU computes experts in w8a8"):
+        architecture.Model(architecture.parse(config), weights, cuda_backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [8, 40, 21])
+@pytest.mark.parametrize("together", [False, True])
+def test_experts_on_a_gpu_lie_as_the_kernels_read_them(cuda_backend: Backend, features: int, together: bool) -> None:
+    """Eight rows of the gate, eight of up, and so on; padding has scales of 0."""
+    rng, spec = np.random.default_rng(features), RouterSpec(3, 2)
+    gates, ups, downs = (
+        [quantize_weight(rng.standard_normal(shape).astype(np.float32)) for _ in range(3)]
+        for shape in ((features, 40), (features, 40), (48, features))
+    )
+    hidden = [
+        [Int8Weight(*(np.concatenate([getattr(m, f) for m in pair]) for f in ("codes", "scale")))]
+        if together
+        else list(pair)
+        for pair in zip(gates, ups, strict=True)
+    ]
+    router = rng.standard_normal((3, 40)).astype(np.float32)
+    made: Any = cuda_backend.mixture(spec, router, hidden, [[d] for d in downs], ExpertActivation())
+    whole = -(-features // 8) * 8
+    codes, scale = (cuda_backend.host(x) for x in (made.hidden.matrix, made.hidden.scale))
+    assert codes.shape == (3, 2 * whole, 64) and made.down.in_features == whole
+    np.testing.assert_array_equal(cuda_backend.host(made.router.matrix), router)
+    for expert in range(3):
+        for side, matrix in enumerate((gates[expert], ups[expert])):
+            rows = codes[expert].reshape(-1, 2, 8, 64)[:, side].reshape(-1, 64)
+            np.testing.assert_array_equal(rows[:features, :40], matrix.codes)
+            assert not rows[features:].any() and not rows[:, 40:].any()
+            scales = scale[expert].reshape(-1, 2, 8)[:, side].ravel()
+            np.testing.assert_array_equal(scales[:features], matrix.scale.astype(np.float32))
+            assert not scales[features:].any()
+        np.testing.assert_array_equal(cuda_backend.host(made.down.matrix)[expert][:, :features], downs[expert].codes)

@@ -19,6 +19,7 @@ import numpy as np
 from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, pitch_of, round_up
 from ...cuda.kernels.attention.heads import head_pitch_of
 from ...cuda.kernels.constants import AttentionMask, Epilogue
+from ...cuda.kernels.experts.layer import ExpertLayerWeights
 from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
 from ...cuda.kernels.gemm.fgemm import FloatGemm
 from ...cuda.kernels.gemm.igemm import Int8Gemm
@@ -27,10 +28,10 @@ from ...cuda.kernels.gemm.plans import kinds_for, row_major_first
 from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
-from ...errors import UsageError
 from ...memory.device import MARGIN, device_arena
 from ..base import Backend
 from ..calibration import CalibrationOps
+from ..expert_values import ExpertActivation, RouterSpec
 from ..quantization import HostWeight
 from ..sampling import MAX_LOGPROBS, SamplerState
 from ..side_products import Adapter
@@ -57,6 +58,7 @@ from .int8_products import FusedProducts, GemvProducts, InputCodes, SumProducts
 from .kernels import Kernels
 from .layer_caches import LayerCaches, copies_of_blocks
 from .materialize import Materializer
+from .mixtures import MixtureLayers, MixtureLoader
 from .products import Product, ProductResults, Products
 from .weight_loader import Loader
 
@@ -96,6 +98,7 @@ class CudaBackend(Backend):
     mixed_sizes = MIXED_SIZES
     source_sizes = SOURCE_SIZES
     max_steps_in_flight = 1
+    computes_shared_experts = False
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
         super().__init__(np.float16)
@@ -116,6 +119,8 @@ class CudaBackend(Backend):
         self.fused = FusedGemms(self.int8_gemm, self.arrays)
         self.products = self._products()
         self.loader = Loader(self.arena, self.arrays, self.kernels, self.int8_gemm)
+        self.mixture_loader = MixtureLoader(self.loader, self.arrays)
+        self.mixtures = MixtureLayers(self.arrays, self.kernels, self.materializer)
         self.graph_memory = GraphMemory(self.arena)
         self.scratch = ZeroedScratch(self.arrays, self.arena)
         self.caches = LayerCaches(self.device, self.arena, self.arrays)
@@ -219,11 +224,11 @@ class CudaBackend(Backend):
     def adapted(self, base: Weight, adapter: Adapter) -> Weight:  # type: ignore[override]
         return self.loader.adapted(base, adapter)
 
-    def mixture(self, *_: Any, **__: Any) -> Any:
-        """Raises ``UsageError``: the kernels of experts are not part of a model yet."""
-        raise UsageError(
-            "mixtures of experts are computed on the CPU in this version; load the model with device='cpu'"
-        )
+    def mixture(  # type: ignore[override]
+        self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
+        down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
+    ) -> ExpertLayerWeights:  # fmt: skip
+        return self.mixture_loader.load(spec, router, hidden, down, activation, correction_bias)
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         return self.loader.blocks(build, count, self.placement)
@@ -284,6 +289,16 @@ class CudaBackend(Backend):
             assert target.shape == (x.shape[0], weight.out_features)
             kind = Epilogue.TO_FLOAT if target.dtype == np.float32 else Epilogue.TO_HALF
         return self.products.run(Product(x, weight, kind, activation, target))
+
+    def experts(self, x: Array, mixture: ExpertLayerWeights, residual: Array = None) -> Array:  # type: ignore[override]
+        return self.mixtures.forward(x, mixture, residual)
+
+    def add(self, residual: Array, addend: Array) -> Array:
+        target, values = self.materializer.as_residual(residual), self.materializer.materialize(addend)
+        self.materializer.flush_residual(target)
+        with self.arrays.current():
+            target.values += values
+        return ResidualStream(target.values)
 
     def all_reduce_add(self, partial: Array, bias: Array = None, residual: Array = None) -> Array:
         with self.arrays.current():

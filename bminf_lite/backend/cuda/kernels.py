@@ -11,6 +11,7 @@ from ...cuda.kernels.attention.copy_blocks import CopyBlocks
 from ...cuda.kernels.attention.decode import AttentionDecode
 from ...cuda.kernels.attention.prefill import PrefillAttention
 from ...cuda.kernels.attention.prepare_heads import PrepareHeads
+from ...cuda.kernels.experts.layer import ExpertKernels
 from ...cuda.kernels.gemv.gemv import Gemv, GemvFloat
 from ...cuda.kernels.launcher import Launcher, StepContext
 from ...cuda.kernels.rowwise.calibration import CalibrationKernels
@@ -34,6 +35,7 @@ class Kernels:
         self.gemv = Gemv(launcher)
         self.gemv_float = GemvFloat(launcher)
         self.rows = RowKernels(launcher)
+        self.experts = ExpertKernels(launcher, self.rows)
         self.pointwise = PointwiseKernels(launcher)
         self.softmax = Softmax(launcher)
         self.short_convolution = ShortConvolutionKernels(launcher)

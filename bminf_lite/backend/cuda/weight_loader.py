@@ -50,7 +50,7 @@ class Loader:
         self._links: list[SlotLink] = []
         self._layers = 0
         self._staging: Staging | None = None
-        self._depth = 0  # of nested ``_uploading``
+        self._depth = 0  # of nested ``uploading``
 
     @property
     def streamed_bytes(self) -> int:
@@ -66,7 +66,7 @@ class Loader:
 
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         """See :meth:`Backend.weight`."""
-        with self._uploading():
+        with self.uploading():
             stacked = stack_biases(parts, biases)
             bias = None if stacked is None else self.arrays.vector(stacked)
             n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
@@ -91,7 +91,7 @@ class Loader:
             else:
                 with self.arrays.current():
                     plain = self._stack(codes, padded, np.int8, self.arena)
-                    self._finish_uploads()
+                    self.finish_uploads()
                     packed = plan.pack_weight(plain[:n, :k])
                     with self.arrays.within(self._matrices):
                         data = self.arrays.empty(packed.shape, np.int8)
@@ -102,7 +102,7 @@ class Loader:
         """See :meth:`Backend.adapted`."""
         adapter.check(base.shape)
         rank, k = adapter.a.shape
-        with self._uploading(), np.errstate(over="ignore"):
+        with self.uploading(), np.errstate(over="ignore"):
             shape = round_up(rank, PAD), round_up(k, PAD)
             down = Weight(self._stack([adapter.a], shape, np.float16, self.arena), None, None, rank, k, shape[1])
             scale = self.arrays.vector(np.full(rank, adapter.scale, np.float32))
@@ -123,14 +123,14 @@ class Loader:
         data = self.arrays.empty(values.shape, dtype)
         if isinstance(values, StoredMatrix):
             self._file_staging().upload(values.read, values.nbytes, data.data.ptr)
-            self._finish_uploads()
+            self.finish_uploads()
         else:
             data.set(np.ascontiguousarray(values).view(dtype), self.arrays.stream)
         return FloatMatrix(data, kind)
 
     def blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
         """See :meth:`Backend.blocks`; ``place`` counts the layers of all stacks."""
-        with self._uploading():
+        with self.uploading():
             first = self._layers
             self._layers += count
             streamed = [index - first for index in place.streamed if first <= index < first + count]
@@ -149,14 +149,14 @@ class Loader:
                     built.append(build(index))
                 finally:
                     self._matrices = self.arena
-                self._finish_uploads()
+                self.finish_uploads()
                 link.keep(matrices)
             self.arrays.stream.synchronize()
             return StreamedBlocks(built, streamed, link, place.slots)
 
     def table(self, values: np.ndarray, on_host: bool) -> Array:
         """See :meth:`Backend.table`; in pinned host memory if ``on_host`` and the system can pin it."""
-        with self._uploading():
+        with self.uploading():
             rows, columns = values.shape
             table = host_table(rows, round_up(columns, PAD), self.arrays.device) if on_host else None
             if table is None:
@@ -164,7 +164,7 @@ class Loader:
             at_once = max(1, TABLE_BYTES // (2 * table.shape[1]))
             for first in range(0, rows, at_once):
                 block = self._padded_rows(values[first : first + at_once])
-                self._finish_uploads()
+                self.finish_uploads()
                 target, stream = table[first:].data.ptr, self.arrays.stream.ptr
                 runtime.memcpyAsync(target, block.data.ptr, block.nbytes, runtime.memcpyDeviceToHost, stream)
             return table[:, :columns]
@@ -173,6 +173,15 @@ class Loader:
         """A host matrix in fp16 with padded rows, never in a slot."""
         rows, columns = values.shape
         return self._stack([values], (rows, round_up(columns, PAD)), np.float16, self.arena)
+
+    def zeros(self, shape: tuple[int, ...], dtype: type) -> cp.ndarray:
+        """Zeros where the matrices of the present layer lie."""
+        with self.arrays.within(self._matrices):
+            return self.arrays.zeros(shape, dtype)
+
+    def matrix_rows(self, codes: np.ndarray, rows: int) -> cp.ndarray:
+        """A host matrix in int8, padded with zeros to ``rows`` rows, never in a slot; see :meth:`finish_uploads`."""
+        return self._stack([codes], (rows, round_up(codes.shape[1], PAD)), np.int8, self.arena)
 
     def _stack(
         self, parts: Sequence[np.ndarray], shape: tuple[int, int], dtype: type, allocator: Allocator
@@ -184,11 +193,11 @@ class Loader:
         first = 0
         with np.errstate(over="ignore"), self.arrays.current():
             for part in parts:
-                self._upload(part, data[first : first + part.shape[0]], k)
+                self.upload(part, data[first : first + part.shape[0]], k)
                 first += part.shape[0]
         return data
 
-    def _upload(self, part: np.ndarray, place: cp.ndarray, k: int) -> None:
+    def upload(self, part: np.ndarray, place: cp.ndarray, k: int) -> None:
         """Copy a host matrix into the first ``k`` columns of rows on the device, converted to their type."""
         whole = place.shape[1] == k
         if isinstance(part, RandomMatrix):
@@ -212,7 +221,7 @@ class Loader:
             self.kernels.calibration.to_half(self.matrix(part[first : first + step]), place[first : first + step])
 
     @contextmanager
-    def _uploading(self) -> Iterator[None]:
+    def uploading(self) -> Iterator[None]:
         """Finish uploads when the outermost of nested ``with`` ends, so that those of several matrices overlap."""
         self._depth += 1
         try:
@@ -220,9 +229,10 @@ class Loader:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._finish_uploads()
+                self.finish_uploads()
 
-    def _finish_uploads(self) -> None:
+    def finish_uploads(self) -> None:
+        """Wait until what is read from files has been queued on the stream, whose later work may then use it."""
         if self._staging is not None:
             self._staging.finish()
 

@@ -12,6 +12,7 @@ from ...backend.expert_values import ExpertActivation, RouterSpec
 from ...backend.mixture import Mixture
 from ...backend.quantization import HostWeight
 from ...backend.values import Array, ForwardBatch, LayerCache
+from ...errors import UsageError
 from ..spec import Fold, Parameter, Role, Tensors, linear, router, weights_of
 from .feed_forward import FeedForwardPart
 from .part import LayerSource, Part, PartLayer, PartTensors
@@ -104,6 +105,11 @@ class ExpertsPart(Part):
         def vector(name: str) -> np.ndarray:
             return np.asarray(weights.vector(f"{source.name}.{name}")).astype(np.float32)
 
+        if self.shared is not None and not source.ops.computes_shared_experts:
+            raise UsageError(
+                f"{source.name} has experts beside a layer for every token (shared experts), which this version "
+                "computes on the CPU only: load the model with device='cpu'"
+            )
         mixture = source.ops.mixture(
             self.router,
             vector(f"{self.router_name}.weight"),
@@ -126,15 +132,14 @@ class Experts:
     mixture: Mixture
 
     def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> Array:
-        """The sum of what each token's experts make of it, fp32 ``[T, features]``."""
-        return self.ops.experts(x, self.mixture)
+        """The input itself: the router and the experts are one operation."""
+        return x
 
     def fp32(self, hidden: Array) -> Array:
-        return hidden
+        return self.ops.experts(hidden, self.mixture)
 
     def add_to(self, residual: Array, hidden: Array) -> Array:
-        residual += hidden
-        return residual
+        return self.ops.experts(hidden, self.mixture, residual)
 
 
 @dataclass(frozen=True)
