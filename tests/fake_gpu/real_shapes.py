@@ -46,6 +46,8 @@ MORE: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 1, "vocab_size": 50432, "max_position_embeddings": 2048, "rotary_pct": 0.25,
     },
 }  # fmt: skip
+NO_GPU = ("qwen2_moe", "glm4_moe")
+"""Their experts beside a shared layer run on the CPU alone."""
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
 SOURCE = 64
 
@@ -55,6 +57,8 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
     for file in (resources.files("bminf_lite") / "configs").iterdir():
         if file.name.endswith(".json"):
             config = json.loads(file.read_text(encoding="utf-8"))
+            if config["model_type"] in NO_GPU:
+                continue
             one_of_each = {"num_hidden_layers": 2, "full_attn_idxs": [1]} if "full_attn_idxs" in config else {}
             yield file.name, config | {name: 1 for name in LAYERS if name in config} | one_of_each
     yield from MORE.items()
