@@ -7,7 +7,8 @@ preempted: it gives its blocks back, waits again, and recomputes its tokens. It 
 preempted least often, and of these the youngest.
 
 A :class:`.Drafter` may guess tokens that follow a request's newest one. A step that computes no prompt checks them: it
-samples behind each, and :meth:`Scheduler.commit` keeps those that equal the choices.
+samples behind each. :meth:`Scheduler.postprocess` accepts those that equal the choices, and :meth:`Scheduler.commit`
+advances the request.
 
 The host may be ahead of the device: a request's newest token is pending until the step that chooses it is fetched, and
 the next step is planned without knowing it. How many tokens a step with drafts brings is not known either, so its

@@ -28,7 +28,7 @@ class NewEvents(NamedTuple):
 
 
 class Answer:
-    """One answer. Its events joined depend on its tokens alone, not on how many of them an output joins.
+    """One answer. Its joined events do not depend on how its tokens were grouped into outputs.
 
     ``reasoning`` and ``tools`` separate these parts from the text; without them all text is content. Without
     ``parallel_calls`` the answer ends after its first call.

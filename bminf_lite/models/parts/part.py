@@ -1,7 +1,7 @@
 """What a part of a layer states and computes, and the layer: norms around parts.
 
-A new kind of layer is a new :class:`Part` in a file of its own. Nothing else in the package knows which parts there
-are.
+A new kind of layer is a new :class:`Part` in a file of its own, and the operation of :class:`.base.Backend` that it
+calls. Nothing else in the package knows which parts there are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PartTensors:
     - ``writers``: the matrices, and their biases, whose output is added to the residual stream;
     - ``folds``: places inside the part where factors can move, and ``value_heads`` those between heads;
     - ``key_heads``: heads whose keys may be scaled;
-    - ``rotatable``: the matrices whose input a recipe may rotate;
+    - ``rotatable``: the matrices whose input ``w8a8-rotate`` rotates, see :class:`.spec.Spec`;
     - ``foldable``: factors per channel may move from a norm to the ``readers``;
     - ``fused``, ``source_readers``: see :class:`.spec.Spec`;
     - ``bounded``: gate, up and down of gated products with a known bound (see :class:`.spec.GatedProduct`).
