@@ -116,7 +116,7 @@ class Spec:
     ``copies`` lists, for the name of a tensor, other names under which a file may hold the same values; a file that
     lacks the tensor may hold it under one of them alone. A tied tensor is always a copy. ``tied_if_absent`` is like
     ``tied``, but for tensors that a file may also hold with values of their own.
-    ``rotatable`` are the matrices whose input the recipe ``w8a8-rotate`` rotates, the second of each feed-forward layer;
+    ``rotatable`` are the matrices whose input ``w8a8-rotate`` rotates, the second of each feed-forward layer;
     the default recipe rotates every product's, without a statement.
     ``stream`` is the residual stream if it may be rotated, and ``value_heads`` are the folds of value heads, of
     ``block`` channels each, whose channels may be rotated. ``gated`` are the gated products with a known bound,
