@@ -31,8 +31,8 @@ from bminf_lite.backend.values import BLOCK_SIZE
 from bminf_lite.bench.serving import Load, run_load
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
-from bminf_lite.engine.executor import Network
 from bminf_lite.engine.model_runner import ModelRunner
+from bminf_lite.engine.network import Network
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.scheduler import Scheduler
 from bminf_lite.layers.cache import CacheLayout

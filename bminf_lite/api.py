@@ -20,9 +20,9 @@ from .checkpoint.opened_model import OpenedModel, open_model
 from .completions import Completion, arun, run
 from .engine.config import EngineConfig
 from .engine.core import Engine, EngineStats, closed_error
-from .engine.draft_model import DraftedNetwork, DraftNetwork
-from .engine.executor import Network
+from .engine.draft_model import DraftedNetwork
 from .engine.model_runner import ModelRunner
+from .engine.network import DraftNetwork, Network
 from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams

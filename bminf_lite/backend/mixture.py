@@ -35,7 +35,7 @@ class Mixture:
     correction_bias: np.ndarray | None = None
 
 
-class Products(Protocol):
+class ExpertProducts(Protocol):
     """The operations of a backend that compute an expert."""
 
     activation_dtype: np.dtype
@@ -56,7 +56,7 @@ def choose_experts(x: np.ndarray, mixture: Mixture) -> tuple[np.ndarray, np.ndar
     return route(logits, mixture.spec, mixture.correction_bias)
 
 
-def expert_result(ops: Products, x: Array, mixture: Mixture, expert: int) -> Array:
+def expert_result(ops: ExpertProducts, x: Array, mixture: Mixture, expert: int) -> Array:
     """What one expert makes of rows ``[n, in]``: ``[n, out]`` in the activation type."""
     weight, activation = mixture.hidden[expert], mixture.activation
     if activation.limit is not None:

@@ -21,7 +21,7 @@ from ..checkpoint.opened_model import ModelDescription, describe_model, open_mod
 from ..checkpoint.reader import read_json
 from ..checkpoint.recipe import Recipe, Scheme, load_recipe
 from ..engine.config import EngineConfig
-from ..engine.executor import Network
+from ..engine.network import Network
 from ..errors import UsageError
 from ..layers.loading import Weights
 from ..memory.planner import MemoryPlan

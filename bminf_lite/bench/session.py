@@ -11,8 +11,9 @@ import numpy as np
 
 from ..backend.sampling import SamplerState
 from ..backend.values import BLOCK_SIZE, Array, ForwardBatch, sequential_tables
+from ..engine.network import SourceNetwork
 from ..engine.sampling_params import SamplingParams, sampler_state
-from ..engine.source_encoder import EncoderDecoder, SourceEncoder
+from ..engine.source_encoder import SourceEncoder
 from ..engine.step_arrays import CapturedStep, StepInputs, StepSize
 from ..engine.step_builder import NO_TOKEN
 from ..errors import BminfError
@@ -48,7 +49,7 @@ class Session:
         if engine_config.is_encoder_decoder:
             self.cache.source = source = KVCache.for_sequences(self.ops, shape, batch, capacity)
             self.source_table = sequential_tables(batch, capacity)
-            network = cast(EncoderDecoder, bench_model.network)
+            network = cast(SourceNetwork, bench_model.network)
             self.encoder = SourceEncoder(network, source, engine_config.max_num_batched_tokens)
         self._decoding: CapturedStep | None = None
         self._inputs: StepInputs

@@ -13,31 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
-from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch
 from ..layers.cache import KVCache
 from .drafts import Drafter
+from .network import DraftNetwork, Network
 from .request import Request
-
-
-class DraftNetwork(Protocol):
-    """A draft model as it is called; see :class:`bminf_lite.models._decoder.Decoder`."""
-
-    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
-        """Logits fp32 ``[B, vocab]`` of last tokens."""
-        ...
-
-    def read(self, batch: ForwardBatch, cache: KVCache) -> None:
-        """Add a step's tokens to the cache."""
-        ...
-
-
-class Network(Protocol):
-    """The model; see :class:`.executor.Network`."""
-
-    ops: Backend
-
-    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array: ...
 
 
 class DraftedNetwork:

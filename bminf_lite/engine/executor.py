@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
-from ..backend.base import Backend
 from ..backend.sampling import SamplerState, SamplerVariant
-from ..backend.values import Array, ForwardBatch
+from ..backend.values import Array
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache
 from .config import EngineConfig
 from .draft_model import DraftedNetwork
+from .network import Network, SourceNetwork
 from .sampler_rows import MaskWrite, TableSize
 from .sampler_table import SamplerTable
-from .source_encoder import RUNS_TO_CAPTURE, EncoderDecoder, SourceEncoder
+from .source_encoder import RUNS_TO_CAPTURE, SourceEncoder
 from .step import StepResult
 from .step_arrays import CapturedStep, StepArrays, StepInputs, StepSize
 from .step_builder import StepPlan
@@ -31,16 +31,6 @@ FIRST_BLOCKS = 64
 """Blocks that a pool has at first, unless its bound is lower."""
 FIRST_SLOTS = 2
 """The same of the states of sequences, of which one may take 100 MB: the null slot, and one for the first sequence."""
-
-
-class Network(Protocol):
-    """A model as the executor calls it; see :mod:`bminf_lite.models`."""
-
-    ops: Backend
-
-    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
-        """Logits fp32 ``[L, vocab]`` of the batch's ``logit_rows``, or of all tokens ``[T, vocab]``."""
-        ...
 
 
 @dataclass
@@ -92,7 +82,7 @@ class Executor:
                 except BaseException:
                     self.close()
                     raise
-                self.encoder = SourceEncoder(cast(EncoderDecoder, network), source, config.max_num_batched_tokens)
+                self.encoder = SourceEncoder(cast(SourceNetwork, network), source, config.max_num_batched_tokens)
 
     def close(self) -> None:
         """Give the memory of the cache and of captured steps back; nothing can be run afterwards."""

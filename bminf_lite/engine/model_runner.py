@@ -13,7 +13,8 @@ from .block_manager import BlockManager
 from .config import EngineConfig
 from .draft_model import DraftedNetwork, ModelDrafter
 from .drafts import Drafter, NgramDrafter
-from .executor import ExecutedStep, Executor, Network
+from .executor import ExecutedStep, Executor
+from .network import Network
 from .request import Request
 from .step import Step, StepResult
 from .step_builder import StepBuilder

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
-from ..backend.base import Backend
 from ..backend.values import ForwardBatch
 from ..layers.cache import KVCache, blocks_for
+from .network import SourceNetwork
 from .step_arrays import TOKENS_PER_PROMPT, CapturedStep, StepInputs, StepSize
 
 Rows = Sequence[Sequence[int]] | np.ndarray
 """Integers of several sources: ragged rows, or an array ``[B, n]``."""
 RUNS_TO_CAPTURE = 3
 """Runs after which a backend with graphs has captured a step: it runs a step twice before it captures it."""
-
-
-class EncoderDecoder(Protocol):
-    """A model that has an encoder."""
-
-    ops: Backend
-
-    def encode_to_cache(self, batch: ForwardBatch, source: KVCache) -> None:
-        """Encode whole sources, and store the decoder's keys and values of them in ``source``."""
-        ...
 
 
 class SourceEncoder:
@@ -36,7 +25,7 @@ class SourceEncoder:
     tokens than the sizes have for longer than the host launches them.
     """
 
-    def __init__(self, network: EncoderDecoder, cache: KVCache, max_num_tokens: int):
+    def __init__(self, network: SourceNetwork, cache: KVCache, max_num_tokens: int):
         self.network = network
         self.cache = cache
         self.sizes = [

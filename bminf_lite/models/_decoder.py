@@ -14,9 +14,9 @@ from ..backend.values import Array, ForwardBatch, LayerCache
 from ..layers.cache import CacheLayout, KVCache
 from ..layers.loading import Weights
 from ._config import ModelConfig, common_divisors
-from .parts.ends import Input, InputPart, Output, OutputPart
+from .parts.ends import InputLayer, InputPart, OutputLayer, OutputPart
 from .parts.part import Layer, LayerParts, LayerSource, LayerTensors, SharedValues
-from .spec import Fold, ResidualStream, Spec, StreamNorm, Tensors, weights_of
+from .spec import Fold, Spec, StreamNorm, StreamTensors, Tensors, weights_of
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def spec(config: DecoderConfig) -> Spec:
     )
 
 
-def residual_stream(config: DecoderConfig, layers: list[LayerTensors]) -> ResidualStream | None:
+def residual_stream(config: DecoderConfig, layers: list[LayerTensors]) -> StreamTensors | None:
     """The tensors around the residual stream, if it starts at the embedding, and only RMSNorms read it."""
     norm = config.output.norm
     reads_norms = norm is not None and norm.is_rms and all(layer.reads_rms_norms for layer in config.layer_parts)
@@ -101,7 +101,7 @@ def residual_stream(config: DecoderConfig, layers: list[LayerTensors]) -> Residu
     norms = [norm for layer in layers for norm in layer.norms]
     norms.append(StreamNorm(f"{norm.name}.weight", weights_of(config.output.reader), norm.offset))
     writers = tuple(name for layer in layers for part in layer.parts for name in part.writers)
-    return ResidualStream(weights_of(config.input.name), tuple(norms), writers)
+    return StreamTensors(weights_of(config.input.name), tuple(norms), writers)
 
 
 class DecoderLayer(Protocol):
@@ -128,7 +128,7 @@ class ModelBuilder:
             for sub in layer.sublayers:
                 sub.part.share(self.shared)
 
-    def embed(self) -> Input:
+    def embed(self) -> InputLayer:
         """Tokens to the residual stream, fp32 ``[T, features]``."""
         return self.config.input.build(self.ops, self.weights)
 
@@ -137,7 +137,7 @@ class ModelBuilder:
         source = LayerSource(self.ops, self.weights, self.config.layer_name(layer), self.shared)
         return self.config.layer_parts[layer].build(source)
 
-    def output(self) -> Output:
+    def output(self) -> OutputLayer:
         """The residual stream to logits, fp32 ``[T, vocab]``."""
         return self.config.output.build(self.ops, self.weights)
 

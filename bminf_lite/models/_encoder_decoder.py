@@ -19,7 +19,7 @@ from ..layers.norm import NormLayer, rms_norm
 from ._config import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, ModelConfig, common_divisors, integer, number
 from .parts.attention import AttentionPart
 from .parts.cross_attention import CrossAttention, CrossAttentionPart, EncoderAttentionPart
-from .parts.ends import Input, InputPart, Output, OutputPart
+from .parts.ends import InputLayer, InputPart, OutputLayer, OutputPart
 from .parts.feed_forward import FeedForwardPart
 from .parts.norms import NormPart
 from .parts.part import Layer, LayerParts, LayerSource, RelativeBiasTable, SharedValues, Sublayer
@@ -243,7 +243,7 @@ def spec(config: Config) -> Spec:
     )
 
 
-class ModelBuilder:
+class EncoderDecoderBuilder:
     """Makes the parts of a model one at a time; see :class:`._decoder.ModelBuilder`."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
@@ -252,7 +252,7 @@ class ModelBuilder:
         self.ops = ops
         self.shared = SharedValues(ops, weights)
 
-    def embed(self) -> Input:
+    def embed(self) -> InputLayer:
         """The embedding that encoder and decoder share."""
         return self.config.input.build(self.ops, self.weights)
 
@@ -267,7 +267,7 @@ class ModelBuilder:
         """Layer ``layer`` of the decoder, counted from 0."""
         return self._layer(self.config.names.decoder, self.config.decoder_parts[layer], layer)
 
-    def output(self) -> Output:
+    def output(self) -> OutputLayer:
         """The decoder's residual stream to logits; their scale is part of the norm's weight."""
         return self.config.output.build(self.ops, self.weights)
 
@@ -283,7 +283,7 @@ def fill_source(layer: Layer, encoded: Array, cache: LayerCache, batch: ForwardB
 class EncoderDecoder:
     """A source in, then tokens in, logits out."""
 
-    def __init__(self, builder: ModelBuilder):
+    def __init__(self, builder: EncoderDecoderBuilder):
         self.ops = builder.ops
         self.config = builder.config
         self.embed = builder.embed()

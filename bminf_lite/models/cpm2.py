@@ -63,4 +63,6 @@ def parse_cpm(read: ConfigReader) -> encoder_decoder.Config:
     return encoder_decoder.Config(**fields, decoder_start_token_id=start, names=NAMES)
 
 
-architecture = Architecture(parse, encoder_decoder.spec, encoder_decoder.ModelBuilder, encoder_decoder.EncoderDecoder)
+architecture = Architecture(
+    parse, encoder_decoder.spec, encoder_decoder.EncoderDecoderBuilder, encoder_decoder.EncoderDecoder
+)

@@ -62,7 +62,7 @@ class StreamNorm:
 
 
 @dataclass(frozen=True)
-class ResidualStream:
+class StreamTensors:
     """The tensors around a residual stream that can be rotated by an orthogonal matrix without changing the model.
 
     The stream starts as rows of ``tables``. ``writers`` are the matrices, and their biases, whose output is added to
@@ -134,7 +134,7 @@ class Spec:
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tied_if_absent: Mapping[str, str] = field(default_factory=dict)
     rotatable: tuple[str, ...] = ()
-    stream: ResidualStream | None = None
+    stream: StreamTensors | None = None
     value_heads: tuple[Fold, ...] = ()
     gated: tuple[GatedProduct, ...] = ()
     key_heads: tuple[KeyHeads, ...] = ()

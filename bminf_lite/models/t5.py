@@ -84,4 +84,6 @@ def parse_t5(read: ConfigReader, tied_head: bool) -> encoder_decoder.Config:
     return encoder_decoder.Config(**fields, decoder_start_token_id=start, names=NAMES)
 
 
-architecture = Architecture(parse, encoder_decoder.spec, encoder_decoder.ModelBuilder, encoder_decoder.EncoderDecoder)
+architecture = Architecture(
+    parse, encoder_decoder.spec, encoder_decoder.EncoderDecoderBuilder, encoder_decoder.EncoderDecoder
+)

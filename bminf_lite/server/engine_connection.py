@@ -18,7 +18,7 @@ from ..text.text_stream import TokenScores
 from .protocol import CompletionOutput, FrameReader, FromEngine, StepOutputs, ToEngine, frame
 
 
-class Completion:
+class ServedCompletion:
     """One of a request's completions: what the engine has generated, and what was sent of it."""
 
     __slots__ = ("connection", "finish_reason", "id", "num_ready", "num_sent", "request", "told_prompt")
@@ -75,9 +75,9 @@ class Connection:
     def __init__(self, sock: socket.socket, wake: Callable[[], None]):
         self.socket = sock
         self.frames = FrameReader(ToEngine)
-        self.completions: dict[int, Completion] = {}
+        self.completions: dict[int, ServedCompletion] = {}
         self.compiling: set[int] = set()  # the first ids of requests whose grammar is being compiled
-        self.changed: dict[Completion, None] = {}
+        self.changed: dict[ServedCompletion, None] = {}
         self.is_open = True
         self.lock = threading.Lock()
         self._wake = wake

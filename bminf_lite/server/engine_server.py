@@ -27,7 +27,7 @@ from ..grammar import Grammar
 from ..grammar.matcher import Matcher
 from ..request_builder import RequestBuilder
 from ..text.prompts import PromptEncoder
-from .engine_connection import Completion, Connection
+from .engine_connection import Connection, ServedCompletion
 from .fair_turns import FairTurns
 from .protocol import (
     Admitted,
@@ -334,7 +334,7 @@ class EngineServer:
             wanted = replace(submit.request, prompt=self._prompts.encode(submit.request.prompt))
             requests = self._builder.build(wanted, first_index=submit.first_index, matchers=matchers)
             for id, request in zip(count(first_id), requests, strict=False):
-                completion = Completion(connection, id)
+                completion = ServedCompletion(connection, id)
                 completion.request = request
                 request.on_update = completion.on_update
                 connection.completions[completion.id] = completion

@@ -59,11 +59,11 @@ class InputPart:
             found |= linear(self.project, (self.hidden_size, self.features))
         return found | (self.norm.tensors() if self.norm else {})
 
-    def build(self, ops: Backend, weights: Weights) -> Input:
+    def build(self, ops: Backend, weights: Weights) -> InputLayer:
         positions = None
         if self.positions is not None:
             positions = PositionEmbedding(ops, weights, self.positions.name, self.positions.first)
-        return Input(
+        return InputLayer(
             Embedding(ops, weights, self.name, self.multiplier),
             Linear(ops, weights, [self.project]) if self.project is not None else None,
             positions,
@@ -72,7 +72,7 @@ class InputPart:
 
 
 @dataclass(frozen=True)
-class Input:
+class InputLayer:
     """Computes :class:`InputPart`."""
 
     embedding: Embedding
@@ -128,8 +128,8 @@ class OutputPart:
         found |= head(self.name, (self.vocab_size, self.features))
         return found | (bias(self.name, self.vocab_size) if self.bias else {})
 
-    def build(self, ops: Backend, weights: Weights) -> Output:
-        return Output(
+    def build(self, ops: Backend, weights: Weights) -> OutputLayer:
+        return OutputLayer(
             self.norm.build(ops, weights, scale=self.multiplier) if self.norm else None,
             Linear(ops, weights, [self.project]) if self.project is not None else None,
             Linear(ops, weights, [self.name], self.bias),
@@ -138,7 +138,7 @@ class OutputPart:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputLayer:
     """The residual stream ``r`` to logits: ``head(project(norm(r)))``, fp32 ``[T, vocab]``, limited by ``softcap``."""
 
     norm: NormLayer | None
