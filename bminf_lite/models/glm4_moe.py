@@ -41,7 +41,7 @@ KEYS = with_defaults(
 
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
-    read = ConfigReader(with_num_experts(config, "n_routed_experts"), KEYS)
+    read = ConfigReader(with_head_dim(with_num_experts(config, "n_routed_experts")), KEYS)
     check_top_k(read)
     router = router_of(read)
     llama.check_heads(read)
@@ -68,6 +68,13 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         [llama.pre_norm(fields, attention, mlp) for mlp in mlps],
         ignored=(r".*rotary_emb\.inv_freq", rf"model\.layers\.{len(layers)}\..*"),  # a layer that drafts
     )
+
+
+def with_head_dim(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``config`` with heads of 128 elements, as published models have, if it names no size and none follows."""
+    hidden, heads = (config.get(key.name, key.default) for key in (KEYS["hidden_size"], KEYS["heads"]))
+    follows = config.get("head_dim") is not None or not (type(hidden) is type(heads) is int and heads > 0)
+    return config if follows or hidden % heads == 0 else {**config, "head_dim": 128}
 
 
 def router_of(read: ConfigReader) -> RouterSpec:
