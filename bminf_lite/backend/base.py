@@ -63,7 +63,7 @@ EXACT_IN_FP32 = 1024
 
 
 @dataclass(frozen=True)
-class Weight:
+class NumpyWeight:
     """A weight matrix ``[out, in]`` on the device.
 
     ``values`` holds fp32 weights, or int8 codes as fp32 numbers (exact, and BLAS multiplies them) with ``scale`` fp32
@@ -96,7 +96,7 @@ class Weight:
             return self.input_group_size
         return int(self.shape[1] // self.scale.shape[1])
 
-    def columns(self, columns: slice) -> Weight:
+    def columns(self, columns: slice) -> NumpyWeight:
         """Some columns, without a bias; they divide no block of the rotation and no group."""
         found = (side.within(columns) for side in self.side_products)
         return replace(
@@ -122,7 +122,7 @@ class Backend(HostDevice):
     # -- loading --------------------------------------------------------------------------------------------------
 
     @silently
-    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
+    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> NumpyWeight:
         """A device weight from host matrices stacked along ``out``; all int8 with equal ``dynamic``, or all float.
 
         ``biases``, if given, has an entry fp32 ``[out]`` or None for each part; None counts as zeros if another part
@@ -134,9 +134,9 @@ class Backend(HostDevice):
             scale = np.concatenate([p.scale.astype(np.float32) for p in quantized])
             first, outliers = quantized[0], stack_outliers(quantized)
             side_products = () if outliers is None else (outliers,)
-            return Weight(codes, scale, bias, first.dynamic, side_products, first.rotation, first.input_group_size)
+            return NumpyWeight(codes, scale, bias, first.dynamic, side_products, first.rotation, first.input_group_size)
         values = np.concatenate([self._round(np.asarray(p).astype(np.float32)) for p in parts])
-        return Weight(values.astype(np.float32), None, bias, False)
+        return NumpyWeight(values.astype(np.float32), None, bias, False)
 
     def mixture(
         self,
@@ -158,7 +158,7 @@ class Backend(HostDevice):
         return Mixture(spec, matrix, before, behind, activation, correction_bias)
 
     @silently
-    def adapted(self, base: Weight, adapter: Adapter) -> Weight:
+    def adapted(self, base: NumpyWeight, adapter: Adapter) -> NumpyWeight:
         """The weight ``base`` with one more side product, ``adapter`` rounded to the activation type.
 
         Both share the matrix. Raises ``ValueError`` if the adapter's shapes do not fit the weight's.
@@ -203,7 +203,7 @@ class Backend(HostDevice):
     def product(
         self,
         x: Array,
-        weight: Weight,
+        weight: NumpyWeight,
         epilogue: ProductEpilogue = ProductEpilogue.STORE,
         activation: str | None = None,
         target: Array = None,
@@ -532,7 +532,7 @@ class Backend(HostDevice):
         )  # fmt: skip
 
     @silently
-    def _sums(self, x: Array, weight: Weight) -> Array:
+    def _sums(self, x: Array, weight: NumpyWeight) -> Array:
         """``x @ weight.T`` with its side products and its bias, fp32 ``[T, out]``."""
         if weight.tp_size == 1:
             y = self._rank_product(x, weight)
@@ -541,7 +541,7 @@ class Backend(HostDevice):
             y = reduce(add, (self._rank_product(x[:, run], weight.columns(run)) for run in runs))
         return y if weight.bias is None else y + weight.bias
 
-    def _rank_product(self, x: Array, weight: Weight) -> Array:
+    def _rank_product(self, x: Array, weight: NumpyWeight) -> Array:
         """The product of one rank's columns with its side products."""
         rest = x
         for side in weight.side_products:
@@ -551,7 +551,7 @@ class Backend(HostDevice):
             y = added(y, product_by_row(side.inputs(x, self._round).astype(np.float32), side.values.T))
         return y
 
-    def _matrix_product(self, x: Array, weight: Weight) -> Array:
+    def _matrix_product(self, x: Array, weight: NumpyWeight) -> Array:
         if weight.rotation > 1:
             x = rotated(x, weight.rotation)
         product = product_by_row if x.shape[0] <= FEW_ROWS else np.matmul
@@ -566,7 +566,7 @@ class Backend(HostDevice):
                 return scale[:, None] * (weight.scale * acc)
             return weight.scale * product(self._round(x).astype(np.float32), weight.values.T)
 
-    def _grouped_product(self, x: Array, weight: Weight, product: Callable[[Array, Array], Array]) -> Array:
+    def _grouped_product(self, x: Array, weight: NumpyWeight, product: Callable[[Array, Array], Array]) -> Array:
         """The product whose sums over groups of columns are scaled by themselves, and added one after another."""
         assert weight.scale is not None
         groups = column_groups(weight.shape[1], weight.group_size)

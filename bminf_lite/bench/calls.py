@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..backend.base import Backend, Weight
+from ..backend.base import Backend, NumpyWeight
 from ..backend.values import LayerCache
 
 OPERATIONS = (
@@ -91,7 +91,7 @@ def moved_bytes(call: OpCall) -> int:
         if isinstance(value, LayerCache) and call.name == "attention":
             tokens = int((call.args[-1].context_lens + 1).sum())
             total += 2 * tokens * int(value.keys[0, :, 0].nbytes)
-        elif isinstance(value, Weight):
+        elif isinstance(value, NumpyWeight):
             total += int(value.nbytes)
         else:
             total += int(getattr(value, "nbytes", 0))

@@ -87,7 +87,7 @@ def test_the_backend_s_products_are_limited(monkeypatch: pytest.MonkeyPatch) -> 
     weight = ops.weight([np.ones((8, 8), np.float32)])
     np.testing.assert_array_equal(ops.linear(np.ones((2, 8), np.float32), weight), np.full((2, 8), 8))
     ops.linear(
-        np.ones((2, 8), np.float32), base.Weight(np.ones((8, 8), np.float32), np.ones(8, np.float32), None, True)
+        np.ones((2, 8), np.float32), base.NumpyWeight(np.ones((8, 8), np.float32), np.ones(8, np.float32), None, True)
     )
     assert seen == [1] and library.count == 8
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from bminf_lite.backend.base import Backend, Weight
+from bminf_lite.backend.base import Backend, NumpyWeight
 from bminf_lite.backend.quantization import HostWeight
 from bminf_lite.backend.values import Placement
 from bminf_lite.memory.streaming import StreamedBlocks
@@ -135,7 +135,7 @@ class SimulatedDevice(Backend):
             slot[:] = POISON
         return StreamedBlocks(built, streamed, link, slots)
 
-    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
+    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> NumpyWeight:
         weight = super().weight(parts, biases)
         if self._slot is None:
             return weight
