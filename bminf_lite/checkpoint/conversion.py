@@ -319,6 +319,9 @@ class Converter:
             np.copyto(widened, values)
             values = widened
         if block.task.rewrite.rotation is not None:
+            stored_fits = row_maxima(values) <= LARGEST_WEIGHT
+            if not stored_fits.all():
+                return _bad_block(block, values, stored_fits)  # which names the value in the file
             values = rotated(values, block.task.rewrite.rotation)
         kept = self._extract_outliers(block.task, values)
         rows = len(values)
