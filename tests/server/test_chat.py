@@ -544,6 +544,9 @@ def test_the_log_tells_of_clients_that_have_gone(chat_folder: Path, tmp_path: Pa
             head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             request = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
             for is_whole in (False, True):
+                while engine.stats().running:  # what the last client left
+                    assert time.monotonic() < until
+                    time.sleep(0.002)
                 with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
                     connection.sendall(request if is_whole else request[:-1])
                     while is_whole and not engine.stats().running:
