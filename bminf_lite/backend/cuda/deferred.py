@@ -76,8 +76,9 @@ class Weight:
     """A weight matrix on the GPU, ``[out_features, in_features]``.
 
     ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
-    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``side_products`` are added to the
-    product. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`.
+    ``[out]`` is None for fp16; if ``group_size`` columns share a scale, it is fp16 or fp32 ``[groups, out]`` in padded
+    rows. With a ``plan``, activations are quantized per token. ``side_products`` are added to the product. ``rotation``
+    is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`.
     """
 
     matrix: cp.ndarray
@@ -89,6 +90,7 @@ class Weight:
     plan: GemmPlan | None = None
     side_products: tuple[SideProduct, ...] = ()
     rotation: int = 1
+    group_size: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,11 +106,6 @@ class Weight:
     def alone(self) -> Weight:
         """The matrix without what is added to its product: side products and bias."""
         return replace(self, bias=None, side_products=())
-
-    @property
-    def is_half(self) -> bool:
-        """Whether ``matrix`` holds fp16 numbers."""
-        return self.scale is None
 
     @property
     def is_row_major(self) -> bool:

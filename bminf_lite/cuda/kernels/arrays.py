@@ -17,7 +17,11 @@ HEAD_PAD = 16
 
 
 class WeightRows(Protocol):
-    """A weight ``[out_features, in_features]`` in rows of ``pitch`` int8 or fp16 numbers, scales and bias fp32."""
+    """A weight ``[out_features, in_features]`` in rows of ``pitch`` int8 or fp16 numbers, its scales, and a bias fp32.
+
+    Scales are fp32 ``[out_features]``. If ``group_size`` columns share one, they are fp16 or fp32 ``[groups,
+    out_features]`` in padded rows. ``group_size`` is 0 or a size that the kernels support.
+    """
 
     @property
     def matrix(self) -> cp.ndarray: ...
@@ -25,6 +29,8 @@ class WeightRows(Protocol):
     def scale(self) -> cp.ndarray | None: ...
     @property
     def bias(self) -> cp.ndarray | None: ...
+    @property
+    def group_size(self) -> int: ...
     @property
     def out_features(self) -> int: ...
     @property

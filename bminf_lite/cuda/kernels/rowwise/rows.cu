@@ -381,20 +381,3 @@ __global__ void __launch_bounds__(256)
         store8(out + to * out_pitch + column, v);
     }
 }
-
-// out[i] = codes[i] in fp16, for products of int8 weights with float activations. A thread converts 16 codes.
-__global__ void __launch_bounds__(256) int8_to_half(const int8* codes, __half* out, long long count) {
-    launch_dependent_grids();
-    wait_on_dependent_grids();
-    const long long i = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
-    if (i >= count) return;
-    const int4 raw = *reinterpret_cast<const int4*>(codes + i);
-    const int8* c = reinterpret_cast<const int8*>(&raw);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float x[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = c[8 * h + j];
-        store8(out + i + 8 * h, x);
-    }
-}

@@ -92,7 +92,7 @@ class RowKernels:
             _possible_transform,
         )
         yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
-        yield from (KernelFamily(cls.source, name) for name in ("gather_rows", "int8_to_half"))
+        yield KernelFamily(cls.source, "gather_rows")
         yield KernelFamily(cls.source, "embed", (BOOLEANS,))
         yield KernelFamily(cls.source, "norm_qk", (QK_VECTORS,))
         yield KernelFamily(cls.unaligned_source, "norm_multi_pass", (BOOLEANS[::-1],))
@@ -241,13 +241,6 @@ class RowKernels:
         self._launcher.launch(
             step, self.source, "gather_rows", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out)
         )
-
-    def int8_to_half(self, step: StepContext, codes: cp.ndarray, out: cp.ndarray) -> None:
-        """int8 codes as fp16 numbers, a multiple of 16 of them."""
-        self._launcher.launch(
-            step, self.source, "int8_to_half", ceil_div(codes.size, 16 * 256), 256,
-            (codes.data.ptr, out.data.ptr, codes.size), bytes_moved=nbytes_of(codes, out), cache=True,
-        )  # fmt: skip
 
 
 def orders_for(capability: Capability) -> tuple[int, ...]:
