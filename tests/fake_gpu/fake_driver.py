@@ -223,7 +223,7 @@ class FakeDriver:
             return INVALID_VALUE
         sizes = [*sizes[:rank], *[1] * (5 - rank)]
         described = struct.pack(
-            TENSOR_MAP, address, element, rank, *sizes, *pitches, *[0] * (5 - rank), *boxes, *[1] * (5 - rank)
+            TENSOR_MAP, address, element, rank, swizzle, *sizes, *pitches, *[0] * (5 - rank), *boxes, *[1] * (5 - rank)
         )
         ctypes.memmove(target, described, len(described))
         return 0

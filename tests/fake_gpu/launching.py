@@ -29,9 +29,10 @@ INTERPRETED = {
     "gemv/gemv.cu", "rowwise/rows.cu", "rowwise/pointwise.cu", "rowwise/layer_norm_many_rows.cu",
     "rowwise/norm_unaligned.cu", "rowwise/quantize.cu", "rowwise/short_convolution.cu", "experts/router.cu",
     "experts/pairs.cu", "experts/few_tokens.cu", "experts/grouped_gemm.cu",
-    "experts/grouped_gemm_hopper.cu",
+    "experts/grouped_gemm_hopper.cu", "gemm/float_gemm.cu", "gemm/skinny_float_gemm_hopper.cu",
+    "gemm/float_gemm_hopper.cu",
 }  # fmt: skip
-"""Sources without clusters and without matrix instructions other than those of int8: their own code can run here."""
+"""Sources whose own code can run here, except launches of clusters."""
 Model = Callable[["Call"], None]
 MODELS: dict[str, Model] = {}
 
@@ -122,7 +123,7 @@ class Call:
     def mapped(self, name: str, *box: int) -> np.ndarray:
         """What a tensor map describes, the innermost dimension last; ``box``: the sizes of its boxes but the last."""
         described = self.arguments[name][: struct.calcsize(TENSOR_MAP)]
-        address, element, rank, *numbers = struct.unpack(TENSOR_MAP, described)
+        address, element, rank, _, *numbers = struct.unpack(TENSOR_MAP, described)
         sizes, pitches, boxes = numbers[:rank], numbers[5 : 4 + rank], numbers[9 : 9 + rank]
         self.require(tuple(boxes[:0:-1]) == box, f"{name} has boxes of {boxes[::-1]}")
         dtype = np.dtype(
@@ -175,7 +176,7 @@ def check(machine: Machine, launch: Launch) -> None:
 def run(machine: Machine, launch: Launch) -> None:
     """When its turn comes."""
     call = call_of(machine, launch)
-    if machine.runs_ptx and launch.kernel.source in INTERPRETED:
+    if machine.runs_ptx and launch.kernel.source in INTERPRETED and launch.cluster in (None, 1):
         run_ptx(machine, launch)
         return
     if call.declaration.name not in MODELS:

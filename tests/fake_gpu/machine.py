@@ -30,8 +30,8 @@ PROFILES = {
 }
 TOTAL_MEMORY = 12 << 30
 MAX_THREADS, MAX_GRID_YZ, MAX_CLUSTER = 1024, 65535, 8
-TENSOR_MAP = "QII5Q4Q5I"
-"""What this driver's ``CUtensorMap`` says: address, element, rank; five sizes, four strides in bytes, a box of five."""
+TENSOR_MAP = "QIII5I4Q5I"
+"""What this driver's ``CUtensorMap`` says: address, element, rank, swizzle; sizes, strides in bytes, box."""
 
 Work = Callable[[], None]
 

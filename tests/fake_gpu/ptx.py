@@ -37,6 +37,7 @@ Lanes = Any
 _KINDS: dict[str, Any] = {"b": np.uint8, "u": np.uint8, "s": np.int8, "f": np.float16}
 _TYPE = re.compile(r"pred|[busf]\d+|f16x2|bf16|bf16x2|u16x2")
 _PACKED = {"f16x2": np.uint32, "bf16x2": np.uint32, "u16x2": np.uint32, "bf16": np.uint16, "pred": np.bool_}
+WARPGROUP = 128
 _LOWEST = 1 << 12
 """No object of a process lies below this address."""
 _SHARED = 1 << 60
@@ -197,8 +198,9 @@ def compiled(name: str, text: str, arch: str, expression: str, defines: tuple[st
 
 # -- running it --------------------------------------------------------------------------------------------------------
 
-RUNS, ENDED, BLOCKED, WAITS = 0, 1, 2, 3
-"""States of a thread: ``BLOCKED`` at an mbarrier whose phase is not complete, ``WAITS + i`` at barrier i."""
+RUNS, ENDED, BLOCKED, IN_WARP, IN_WARPGROUP, WAITS = range(6)
+"""States of a thread: ``BLOCKED`` at an mbarrier whose phase is not complete, ``IN_WARP`` at ``__syncwarp``,
+``IN_WARPGROUP`` at an instruction that waits for its warpgroup, ``WAITS + i`` at barrier i."""
 
 
 class Grid:
@@ -223,9 +225,8 @@ class Grid:
         self.thread = np.tile(np.arange(threads), self.blocks)
         self.pitch = -(-(code.static_shared + shared) // 16) * 16
         self.shared = np.full(self.blocks * self.pitch, 0xFF, np.uint8)
-        hands_over = any(
-            i.op[0] == "wgmma" for i in code.code
-        )  # by mbarriers alone, whose order races.py does not know
+        # Such kernels hand over by mbarriers alone, whose order races.py does not know.
+        hands_over = any(i.op[0] == "wgmma" or "tensor" in i.op for i in code.code)
         self.races = SharedMemory(self.shared.size, self.count, threads) if not hands_over else None
         self.pending, self.written = pending, list[np.ndarray]()
         # threads behind the wait for the kernels before; blocks that let the next kernel start in front of that wait
@@ -287,6 +288,12 @@ class Grid:
                 counters[lanes] = counter
                 self._wait(instruction, chosen, states)
                 return
+            if op[:2] == ("bar", "warp"):
+                counters[lanes] = counter
+                self._wait_in_warp(chosen, states)
+                return
+            if op[0] == "wgmma" and not self._meet_in_warpgroup(counter - 1, chosen, counters, states):
+                return
             if op[:2] == ("mbarrier", "try_wait") and not _complete(self, instruction, chosen).all():
                 complete = _complete(self, instruction, chosen)
                 counters[lanes] = counter - 1
@@ -319,6 +326,26 @@ class Grid:
         leave = (states == WAITS + number) & complete[self.block]
         states[leave] = RUNS
         self.join(np.flatnonzero(leave), number, self.block)
+
+    def _meet_in_warpgroup(self, counter: int, lanes: Lanes, counters: np.ndarray, states: np.ndarray) -> bool:
+        """Whether all threads of their warpgroups are here. Otherwise they wait; complete warpgroups go on later."""
+        group = self.block * self.threads + self.thread // WARPGROUP  # any numbers, one for each warpgroup
+        here = np.bincount(group[lanes], minlength=self.count)
+        if (here[group[lanes]] == WARPGROUP).all():
+            return True
+        counters[lanes], states[lanes] = counter, IN_WARPGROUP
+        waits = (states == IN_WARPGROUP) & (counters == counter)
+        leave = waits & (np.bincount(group, waits, minlength=self.count) == WARPGROUP)[group]
+        states[leave] = RUNS
+        return False
+
+    def _wait_in_warp(self, lanes: Lanes, states: np.ndarray) -> None:
+        states[lanes] = IN_WARP
+        warp = np.arange(self.count) // WARP
+        complete = np.bincount(warp, states == IN_WARP) == WARP
+        leave = (states == IN_WARP) & complete[warp]
+        states[leave] = RUNS
+        self.join(np.flatnonzero(leave), WARP_BARRIER, warp)
 
     def join(self, threads: np.ndarray, barrier: int, group: np.ndarray) -> None:
         """These threads leave a barrier. Of each group, all have waited for the kernels before if one has."""
@@ -660,12 +687,14 @@ def _arithmetic(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     kind = _kind(instruction)
     wide_sum = f"{kind[0]}{2 * int(kind[1:])}" if name == "mad" and "wide" in instruction.op else kind
     kinds = ["u32" if i in _OF_32_BITS.get(name, ()) else wide_sum if i == 2 else kind for i in range(len(sources))]
-    values = (grid.get(source, k, lanes) for source, k in zip(sources, kinds, strict=True))
+    values = [grid.get(source, k, lanes) for source, k in zip(sources, kinds, strict=True)]
+    if kind == "f16x2":
+        values = [np.ascontiguousarray(value)[:, None].view(np.float16) for value in values]
     result = np.asarray(_ARITHMETIC[name](*values, op=instruction.op))
     if result.dtype.type in _CANONICAL_NAN:
         bits = _CANONICAL_NAN[result.dtype.type]
         result = np.where(np.isnan(result), np.array(bits, f"u{result.dtype.itemsize}").view(result.dtype), result)
-    grid.put(target, result, lanes)
+    grid.put(target, result.view(np.uint32)[:, 0] if kind == "f16x2" else result, lanes)
 
 
 def _whole_warps(grid: Grid, lanes: Lanes) -> np.ndarray:
@@ -717,7 +746,15 @@ def _popcount(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 
 
 def _multiply_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
-    """``mma.sync`` of int8: the fragments as docs of PTX give them, of ``m16n8k32`` and ``m8n8k16``."""
+    """``mma.sync``, with the fragments as docs of PTX give them."""
+    if "f16" in instruction.op:
+        _multiply_halves(grid, instruction, lanes)
+    else:
+        _multiply_codes(grid, instruction, lanes)
+
+
+def _multiply_codes(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``m16n8k32`` and ``m8n8k16`` of int8."""
     rows, depth = {"m16n8k32": (16, 32), "m8n8k16": (8, 16)}[instruction.op[3]]
     assert instruction.op[2] == "aligned" and instruction.op[-4:] == ("s32", "s8", "s8", "s32"), instruction
     warps, lane = _whole_warps(grid, lanes), np.arange(32)
@@ -746,6 +783,90 @@ def _multiply_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> No
     for register, name in enumerate(target):
         row, column = lane // 4 + register // 2 * 8, lane % 4 * 2 + register % 2
         grid.put(name, (before[..., register] + product[:, row, column]).ravel(), lanes)
+
+
+def _registers(grid: Grid, names: list[str], warps: np.ndarray, lanes: Lanes) -> np.ndarray:
+    """Registers of 32 bits, uint32 ``[warps, 32, registers]``."""
+    values = [np.broadcast_to(grid.get(n, "b32", lanes), warps.size).reshape(-1, 32) for n in names]
+    return np.ascontiguousarray(np.stack(values, -1)).view(np.uint32)
+
+
+def _halves(registers: np.ndarray, rows: int, columns: int, by_columns: bool) -> np.ndarray:
+    """A matrix of fp16 fragments, fp64 ``[..., rows, columns]``: 8 by 8 elements in each register of a warp.
+
+    Lane t has row t / 4 and columns t % 4 * 2 and the next one. Registers go down the rows, and then to the next eight
+    columns; ``by_columns``: the other way round.
+    """
+    pairs, lane = registers[..., None].view(np.float16), np.arange(32)
+    matrix = np.zeros((*registers.shape[:-2], rows, columns))
+    down, across = rows // 8, columns // 8
+    for register in range(down * across):
+        row, column = (register // across, register % across) if by_columns else (register % down, register // down)
+        for i in range(2):
+            matrix[..., lane // 4 + row * 8, lane % 4 * 2 + i + column * 8] = pairs[..., register, i]
+    return matrix
+
+
+def _put_sums(grid: Grid, names: list[str], sums: np.ndarray, lanes: Lanes) -> None:
+    """fp32 ``[warps, 16, n]`` into accumulators: four registers for each eight columns."""
+    lane = np.arange(32)
+    for register, name in enumerate(names):
+        row, column = lane // 4 + register // 2 % 2 * 8, lane % 4 * 2 + register % 2 + register // 4 * 8
+        grid.put(name, np.ascontiguousarray(sums[:, row, column]).astype(np.float32).ravel(), lanes)
+
+
+def _sums(registers: np.ndarray) -> np.ndarray:
+    """The accumulators of warps, fp64 ``[warps, 16, n]``."""
+    values, lane = registers.view(np.float32), np.arange(32)
+    sums = np.zeros((len(values), 16, values.shape[-1] * 2))
+    for register in range(values.shape[-1]):
+        row, column = lane // 4 + register // 2 % 2 * 8, lane % 4 * 2 + register % 2 + register // 4 * 8
+        sums[:, row, column] = values[..., register]
+    return sums
+
+
+def _multiply_halves(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``m16n8k16`` and ``m16n8k8`` of fp16 with fp32 sums. They are exact and rounded once; those of a GPU are not."""
+    depth = {"m16n8k16": 16, "m16n8k8": 8}[instruction.op[3]]
+    assert instruction.op[-4:] == ("f32", "f16", "f16", "f32"), instruction
+    warps = _whole_warps(grid, lanes)
+    target, *operands = map(_parts, instruction.operands)
+    a, b, before = (_registers(grid, names, warps, lanes) for names in operands)
+    product = _halves(a, 16, depth, False) @ _halves(b, 8, depth, True).transpose(0, 2, 1)
+    _put_sums(grid, target, _sums(before) + product, lanes)
+
+
+def _matrices(grid: Grid, operand: str, count: int, warps: np.ndarray, lanes: Lanes, kind: Kind) -> np.ndarray:
+    """Words of the rows of ``count`` [8, 8] matrices, whose addresses lanes give: ``[warps, count, 8, 4]``."""
+    address = grid.address(operand, lanes).reshape(-1, 32)[:, : 8 * count]
+    numbers = warps[:, : 8 * count]
+    assert not (address % 16).any(), "a row of a matrix is not aligned"
+    assert (address + 16 <= grid.pitch).all(), "a row of a matrix beyond shared memory"
+    at = grid.block[numbers] * grid.pitch + address
+    if grid.races is not None:
+        grid.races.access(kind, at.ravel(), 16, numbers.ravel())
+    return (at[..., None] // 4 + np.arange(4)).reshape(-1, count, 8, 4)
+
+
+def _move_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``ldmatrix`` and ``stmatrix`` of [8, 8] matrices of 16-bit elements."""
+    loads, transposes = instruction.op[0] == "ldmatrix", "trans" in instruction.op
+    count = int(next(part for part in instruction.op if part in ("x1", "x2", "x4"))[1:])
+    names, operand = instruction.operands if loads else instruction.operands[::-1]
+    warps, lane, registers = _whole_warps(grid, lanes), np.arange(32), _parts(names)
+    words_of = _matrices(grid, operand, count, warps, lanes, Kind.READ if loads else Kind.WRITE)
+    halves = (words_of[..., None] * 2 + np.arange(2)).reshape(-1, count, 8, 8)  # the place of each element
+    if transposes:
+        halves = halves.transpose(0, 1, 3, 2)
+    memory = grid.shared.view(np.uint16)
+    for i, name in enumerate(registers):
+        place = [halves[:, i, lane // 4, lane % 4 * 2 + j] for j in range(2)]
+        if loads:
+            low, high = (memory[at].astype(np.uint32) for at in place)
+            grid.put(name, (low | high << np.uint32(16)).ravel(), lanes)
+        else:
+            value = np.broadcast_to(grid.get(name, "b32", lanes), warps.size).reshape(-1, 32)
+            memory[place[0]], memory[place[1]] = value & 0xFFFF, value >> 16
 
 
 def _barriers(grid: Grid, operand: str, lanes: Lanes) -> Iterator[tuple[int, int]]:
@@ -809,6 +930,8 @@ def _copy_16(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 
 
 def _copy(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    if "bulk" in instruction.op and instruction.op[3] in ("commit_group", "wait_group"):
+        return
     if "bulk" not in instruction.op:
         if instruction.op[2] in ("ca", "cg"):
             _copy_16(grid, instruction, lanes)
@@ -839,14 +962,10 @@ def _order_launches(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         grid.early_blocks[grid.block[lanes][~grid.waited[lanes]]] = True
 
 
-def _sync_warp(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
-    assert instruction.op[:2] == ("bar", "warp"), instruction
-    grid.join(_whole_warps(grid, lanes).ravel(), WARP_BARRIER, np.arange(grid.count) // WARP)
-
-
 _EXECUTE: dict[str, Callable[[Grid, Instruction, Lanes], None]] = {
     "ld": _load, "st": _store, "red": _reduce_in_memory, "mov": _move, "cvt": _convert, "cvta": _cast_address,
     "setp": _compare, "selp": _select, "shfl": _shuffle, "redux": _reduce_warp, "mbarrier": _mbarrier, "cp": _copy,
-    "griddepcontrol": _order_launches, "bar": _sync_warp, "vote": _vote, "popc": _popcount, "mma": _multiply_matrices,
+    "griddepcontrol": _order_launches, "vote": _vote, "popc": _popcount, "mma": _multiply_matrices,
+    "ldmatrix": _move_matrices, "stmatrix": _move_matrices,
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }  # fmt: skip
