@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .engine.core import EngineStats
     from .engine.outputs import Piece, Result
     from .engine.sampling_params import SamplingParams
+    from .engine.speculative import SpeculativeConfig
     from .errors import BminfError, CheckpointError, DeviceError, OutOfMemory, UsageError
     from .evaluation.compare import Comparison
     from .evaluation.measure import compare, perplexity
@@ -46,6 +47,7 @@ __all__ = [
     "Piece",
     "Result",
     "SamplingParams",
+    "SpeculativeConfig",
     "UsageError",
     "__version__",
     "compare",
@@ -65,6 +67,7 @@ _HOMES = {
     "Piece": "engine.outputs",
     "Result": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
+    "SpeculativeConfig": "engine.speculative",
     "migrate": "migration.migrate",
     "MigrationReport": "checkpoint.manifest",
     "verify": "checkpoint.verify",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, closing, nullcontext
+from contextlib import AbstractContextManager, aclosing, closing, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from .engine.network import DraftNetwork, Network
 from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
+from .engine.speculative import SpeculativeConfig
 from .errors import UsageError, is_whole, require_bool, require_whole
 from .generation_config import not_obeyed_text
 from .grammar import Grammar, Structure, only_structure
@@ -38,6 +39,7 @@ from .placement import (
     is_int8_cache,
     make_engine_config,
     plan_placement,
+    require_same_tokens,
     with_draft_model,
 )
 from .request_builder import GenerationRequest, RequestBuilder, build_logits_request, decoder_and_source
@@ -56,10 +58,6 @@ MAX_BATCH = 1 << 16
 """The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
 MAX_BATCHED_TOKENS = 1 << 16
 """The bound of ``max_num_batched_tokens``."""
-MAX_DRAFT_TOKENS = 16
-"""The bound of ``num_draft_tokens``: a sequence with a grammar has a bit mask for each."""
-DRAFT_MODEL_TOKENS = 4
-"""Drafts that a draft model makes for each request, unless ``num_draft_tokens`` is given."""
 FINALIZER_SECONDS = 5.0
 """How long the end of a model that was not closed waits for its engine.
 
@@ -78,8 +76,7 @@ def load(
     prefix_cache: bool = True,
     max_queue: int = EngineConfig.max_queue,
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
-    num_draft_tokens: int = EngineConfig.num_draft_tokens,
-    draft_model: str | Path | None = None,
+    speculative: str | Mapping[str, Any] | SpeculativeConfig | None = None,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
@@ -99,12 +96,11 @@ def load(
     - ``max_num_batched_tokens``: the most tokens of a step, up to 65,536, or fewer where memory is short; a longer
       prompt takes several steps. With more, prompts are a few percent faster, and a request waits longer for the step
       before it; see docs/scheduling.md.
-    - ``num_draft_tokens``: the most guesses of a request's next tokens that a step checks, up to
-      :data:`MAX_DRAFT_TOKENS`; 0 for none. They are what followed the request's last tokens where these occurred
-      before, so they help completions that repeat their prompt. A token is the one that the request gets without them.
-    - ``draft_model``: a smaller checkpoint with the same vocabulary that makes the guesses instead; then
-      ``num_draft_tokens`` is :data:`DRAFT_MODEL_TOKENS` unless it is given. It takes memory of its own, and a context
-      is at most as long as its own.
+    - ``speculative``: where guesses of a request's next tokens come from, which a step checks all at once: ``"ngram"``,
+      a mapping with the fields of :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as ``{"model":
+      "path", "num_speculative_tokens": 4}`` for a draft model, or an instance; None or ``"none"`` for no guesses. A
+      token is the one that the request gets without them (docs/guides/speculative.md). A draft model takes memory of
+      its own, and a context is at most as long as its own.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
@@ -112,16 +108,16 @@ def load(
     require_whole("context", 1 if context is None else context)
     require_whole("max_queue", max_queue)
     require_whole("max_num_batched_tokens", max_num_batched_tokens, MAX_BATCHED_TOKENS)
-    require_whole("num_draft_tokens", num_draft_tokens, MAX_DRAFT_TOKENS, least=0)
     require_bool("check", check)
     require_bool("prefix_cache", prefix_cache)
     int8 = is_int8_cache(kv_cache)
+    drafts = SpeculativeConfig.from_value(speculative)
+    num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
     backend.check_device(device, memory_limit)
-    with open_model(path) as opened, nullcontext() if draft_model is None else open_model(draft_model) as draft:
+    with open_model(path) as opened, _open_draft_model(drafts) as draft:
         checkpoint, config = opened.checkpoint, opened.config
         if draft is not None:
-            _check_draft_model(opened, draft)
-            num_draft_tokens = num_draft_tokens or DRAFT_MODEL_TOKENS
+            require_same_tokens(config, draft.config, draft.path)
         if not_obeyed := not_obeyed_text(opened.generation_config):
             warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
         ops = backend.create(device, memory_limit)
@@ -149,23 +145,19 @@ def load(
             ops.close()
             raise
         engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens, prefix_cache)
-        engine_config = replace(engine_config, max_queue=max_queue, num_draft_tokens=num_draft_tokens)
+        engine_config = replace(
+            engine_config, max_queue=max_queue, num_draft_tokens=num_draft_tokens,
+            speculative=drafts or EngineConfig.speculative,
+        )  # fmt: skip
         if draft is not None:
             shorter = min(config.context_length, draft.config.context_length)
             engine_config = replace(engine_config, context_length=shorter)
         return Model(network, engine_config, checkpoint.path, opened.generation_config, opened.eos_ids)
 
 
-def _check_draft_model(model: OpenedModel, draft: OpenedModel) -> None:
-    """Raise ``UsageError`` for a draft model whose tokens are not those of the model."""
-    sizes = model.config.vocab_size, draft.config.vocab_size
-    if model.config.is_encoder_decoder or draft.config.is_encoder_decoder:
-        raise UsageError("draft_model: a model with an encoder neither has a draft model nor is one")
-    if sizes[0] != sizes[1]:
-        raise UsageError(
-            f"draft_model {draft.path} has {sizes[1]:,} tokens in its vocabulary, but the model has {sizes[0]:,}; give "
-            "a smaller model of the same family"
-        )
+def _open_draft_model(drafts: SpeculativeConfig | None) -> AbstractContextManager[OpenedModel | None]:
+    """The checkpoint of the draft model, if there is one."""
+    return nullcontext() if drafts is None or drafts.model is None else open_model(drafts.model)
 
 
 class RequestOptions(SamplingOptions, total=False):

@@ -7,9 +7,11 @@ takes milliseconds for any size and needs no formula per architecture.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
 from .cuda.kernels.arrays import HEAD_PAD
 from .engine.config import EngineConfig
+from .engine.speculative import SpeculativeConfig
 from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
 from .layers.cache import CacheLayout, Layout
@@ -67,18 +70,49 @@ class MetaWeights:
         return np.broadcast_to(np.float32(0), self.spec.parameters[name].shape)
 
 
-def requirements_of(path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16") -> MemoryRequirements:
-    """The memory that a model needs; ``path`` is its checkpoint folder, or its ``config.json`` alone.
+def requirements_of(
+    path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16",
+    speculative: SpeculativeConfig | None = None,
+) -> MemoryRequirements:  # fmt: skip
+    """The memory that a model needs, with its draft model if it has one.
 
-    With a ``recipe``, as if it were migrated by this recipe. Without one, a checkpoint is taken as it is stored and a
-    configuration as ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
+    A path is that of a checkpoint's folder, or of its ``config.json`` alone. With a ``recipe``, the model is taken as
+    if it were migrated by this recipe. Without one, a checkpoint is taken as it is stored and a configuration as
+    ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
     """
+    num_draft_tokens = 0 if speculative is None else speculative.num_draft_tokens
+    with ExitStack() as opened:
+        model, scheme_of = _described(path, recipe, opened)
+        own = requirements(model, scheme_of, kv_cache, num_draft_tokens)
+        if speculative is None or speculative.model is None:
+            return own
+        draft, draft_scheme_of = _described(speculative.model, None, opened)
+        require_same_tokens(model.config, draft.config, speculative.model)
+        other = requirements(draft, draft_scheme_of, kv_cache, num_draft_tokens)
+        layout = model.config.cache_layout.beside(draft.config.cache_layout).with_int8(is_int8_cache(kv_cache))
+        return with_draft_model(own, other, model.config, layout.with_drafts(num_draft_tokens))
+
+
+def _described(path: str | Path, recipe: str | Path | None, opened: ExitStack) -> tuple[ModelDescription, SchemeOf]:
+    """The model of a folder or a ``config.json``, and how its matrices are quantized; see :func:`requirements_of`."""
     path = expand(path)
     if path.is_file() and path.suffix == ".json":
         described = describe_model(read_json(path), path.parent)
-        return requirements(described, recipe_schemes(described.spec, load_recipe(recipe or "w8a8")), kv_cache)
-    with open_model(path) as model:
-        return checkpoint_requirements(model, recipe, kv_cache)
+        return described, recipe_schemes(described.spec, load_recipe(recipe or "w8a8"))
+    model = opened.enter_context(open_model(path))
+    schemes = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
+    return model.description, schemes
+
+
+def require_same_tokens(config: ModelConfig, draft: ModelConfig, path: str | Path) -> None:
+    """Raise ``UsageError`` for a draft model at ``path`` whose tokens are not those of the model."""
+    if config.is_encoder_decoder or draft.is_encoder_decoder:
+        raise UsageError("speculative: a model with an encoder neither has a draft model nor is one")
+    if config.vocab_size != draft.vocab_size:
+        raise UsageError(
+            f"the draft model {path} has {draft.vocab_size:,} tokens in its vocabulary, but the model has "
+            f"{config.vocab_size:,}; give a smaller model of the same family"
+        )
 
 
 def plan(
@@ -92,18 +126,20 @@ def plan(
     gpu_memory: int | str | None = None,
     link: float | None = None,
     bandwidth: float | None = None,
+    speculative: str | Mapping[str, Any] | SpeculativeConfig | None = None,
 ) -> MemoryPlan:
     """Plan which weights a GPU holds, which are streamed to it, and how fast that is; nothing is loaded.
 
     ``path`` is a checkpoint's folder, or a ``config.json`` alone; with a ``recipe``, as if it were migrated by it. The
     GPU has ``gpu_memory`` (bytes or ``"24GiB"``), and ``link`` and ``bandwidth`` are the speeds of copies from the host
     and of its own memory in bytes per second; without ``gpu_memory`` or ``link`` this machine's GPU is measured. The
-    plan has room for ``context`` tokens of ``batch`` sequences. Prints as lines of text. Raises ``CheckpointError``,
-    ``UsageError``, ``DeviceError``, and ``OutOfMemory`` if nothing would fit.
+    plan has room for ``context`` tokens of ``batch`` sequences. ``speculative`` is that of ``load``, whose draft model
+    may be a ``config.json`` here. Prints as lines of text. Raises ``CheckpointError``, ``UsageError``, ``DeviceError``,
+    and ``OutOfMemory`` if nothing would fit.
     """
     require_whole("context", 1 if context is None else context)
     require_whole("batch", batch)
-    requirements = requirements_of(path, recipe, kv_cache)
+    requirements = requirements_of(path, recipe, kv_cache, SpeculativeConfig.from_value(speculative))
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory)
     return plan_memory(requirements, machine_of(memory_limit, gpu_bytes, link, bandwidth), context, batch)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from ..checkpoint.reader import read_json
 from ..checkpoint.recipe import Recipe, Scheme, load_recipe
 from ..engine.config import EngineConfig
 from ..engine.network import Network
+from ..engine.speculative import SpeculativeConfig
 from ..errors import UsageError
 from ..layers.loading import Weights
 from ..memory.planner import MemoryPlan
@@ -82,22 +83,29 @@ def random_model(
     max_batch: int | None = None,
     recipe: str | Recipe = "w8a8",
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
+    speculative: SpeculativeConfig | None = None,
 ) -> BenchModel:
     """A model of the shape ``config`` with random int8 weights, made on the device.
 
     ``kv_cache``, ``max_batch`` and ``max_num_batched_tokens`` are those of ``load``. ``recipe`` says how each matrix is
     quantized and rotated, without a calibration. Layers that do not fit the memory limit are streamed, as those of a
-    checkpoint are. Raises ``UsageError`` for a recipe that leaves a matrix float.
+    checkpoint are. With ``speculative``, which names no model, the engine drafts. Raises ``UsageError`` for a recipe
+    that leaves a matrix float.
     """
+    num_draft_tokens = 0 if speculative is None else speculative.num_draft_tokens
     described, chosen = describe_model(config), load_recipe(recipe)
     spec = described.spec
     plan = plan_placement(
-        ops, spec, lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache),
+        ops, spec, lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache, num_draft_tokens),
         max_chunk=max_num_batched_tokens,
     )  # fmt: skip
     name = name if chosen.name == "w8a8" else f"{name}, {chosen.name}"
     weights = RandomWeights(spec, chosen)
-    return _build(name, described, weights, ops, plan, kv_cache, max_batch, max_num_batched_tokens)
+    made = _build(name, described, weights, ops, plan, kv_cache, max_batch, max_num_batched_tokens)
+    if speculative is None:
+        return made
+    engine_config = replace(made.engine_config, num_draft_tokens=num_draft_tokens, speculative=speculative)
+    return replace(made, engine_config=engine_config)
 
 
 def checkpoint_model(

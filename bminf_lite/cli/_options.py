@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from ..engine.sampling_params import SamplingOptions
+    from ..engine.speculative import SpeculativeConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -89,6 +90,18 @@ batched_tokens_option = click.option(
 context_option = click.option(
     "--context", type=int, metavar="N", help="Tokens that the cache must have room for; by default the model's context."
 )
+
+
+def _speculative(context: click.Context, param: click.Parameter, value: str | None) -> SpeculativeConfig | None:
+    from ..engine.speculative import SpeculativeConfig
+
+    return SpeculativeConfig.from_value(value)
+
+
+speculative_option = click.option(
+    "--speculative", metavar="METHOD|JSON", callback=_speculative,
+    help="Check guesses of the next tokens: ngram, none, or options as JSON. Results stay the same.",
+)  # fmt: skip
 
 
 def window_options(command: Command) -> Command:

@@ -20,13 +20,16 @@ from ._options import (
     device_option,
     kv_cache_option,
     memory_limit_option,
+    speculative_option,
 )
 
 if TYPE_CHECKING:
+    from ..api import Model
     from ..backend.base import Backend
     from ..bench.model import BenchModel
     from ..bench.runner import Measurement
     from ..bench.serving import Load
+    from ..engine.speculative import SpeculativeConfig
 
 
 def numbers(value: str) -> tuple[int, ...]:
@@ -83,6 +86,7 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
 @device_option
 @memory_limit_option
 @kv_cache_option
+@speculative_option
 def bench(
     model: Path | None,
     shape: str | None,
@@ -106,6 +110,7 @@ def bench(
     device: str,
     memory_limit: int | None,
     kv_cache: str,
+    speculative: SpeculativeConfig | None,
 ) -> None:
     """Measure the speed of a model.
 
@@ -133,6 +138,7 @@ def bench(
       bminf-lite bench --kernels -o csv
     """
     from .. import backend
+    from ..api import load as load_model
     from ..bench import plot as drawing
     from ..bench.model import checkpoint_model, random_model, read_shape, shape_names
     from ..bench.report import Report
@@ -148,20 +154,30 @@ def bench(
     tests = workloads(prompts, generated, depths, batches)
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
-    _check_load(offline, online, requests, max_batch, trace, kernels)
+    _check_load(offline, online, requests, max_batch, trace, kernels, speculative)
+    if shape is not None and speculative is not None and speculative.model is not None:
+        raise click.UsageError("--speculative with a model needs MODEL: a shape has no tokens for it to guess.")
     config = None if shape is None else read_shape(shape)
 
     def make_model(ops: Backend) -> BenchModel:
         if config is not None:
             name = shape_name(str(shape))
-            return random_model(name, config, ops, kv_cache, max_batch, recipe, max_num_batched_tokens)
+            return random_model(name, config, ops, kv_cache, max_batch, recipe, max_num_batched_tokens, speculative)
         assert model is not None
         return checkpoint_model(model, ops, kv_cache, max_batch, max_num_batched_tokens)
 
     if offline is not None or online is not None:
         count = offline or requests or max(1, round(20 * (online or 0)))
         load = Load(count, input_tokens, output_tokens, online)
-        _run_load(load, backend.create(device, memory_limit), make_model, output, plot)
+        if model is not None:
+            loaded = load_model(
+                model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache,
+                max_num_batched_tokens=max_num_batched_tokens, max_queue=_queue(load), speculative=speculative,
+            )  # fmt: skip
+            name = model.resolve().name
+            _run_load(load, loaded, f"{name}, int8 cache" if kv_cache == "int8" else name, output, plot)
+        else:
+            _run_load(load, *_random_model(load, backend.create(device, memory_limit), make_model), output, plot)
         return
     with closing(backend.create(device)) as ops:  # first: after a large model, reads were measured up to 13 % slower
         ceilings = make_profiler(ops).ceilings()
@@ -182,8 +198,9 @@ def bench(
 
 
 def _check_load(
-    offline: int | None, online: float | None, requests: int | None, max_batch: int | None, trace: bool, kernels: bool
-) -> None:
+    offline: int | None, online: float | None, requests: int | None, max_batch: int | None, trace: bool, kernels: bool,
+    speculative: SpeculativeConfig | None,
+) -> None:  # fmt: skip
     """Raise ``UsageError`` for options of a load that contradict each other, or have no effect."""
     if offline is not None and online is not None:
         raise click.UsageError("Give either --offline or --online.")
@@ -194,30 +211,41 @@ def _check_load(
     is_load = offline is not None or online is not None
     if max_batch is not None and not is_load:
         raise click.UsageError("--max-batch is for --offline and --online; -b gives the sequences of other tests.")
+    if speculative is not None and not is_load:
+        raise click.UsageError("--speculative is for --offline and --online: the other tests have no text to guess.")
     for name, is_given in (("--trace", trace), ("--kernels", kernels)):
         if is_load and is_given:
             raise click.UsageError(f"{name} is not for --offline and --online: leave one of them out.")
 
 
-def _run_load(
-    load: Load, ops: Backend, make_model: Callable[[Backend], BenchModel], output: str, plot: Path | None
-) -> None:
-    """Time a load on a model, and print the result; closes ``ops``."""
-    from ..api import Model
-    from ..bench import plot as drawing
-    from ..bench.serving import run_load, warm_up
+def _queue(load: Load) -> int:
+    """The queue that a load needs."""
     from ..engine.config import EngineConfig
+
+    return max(EngineConfig.max_queue, load.requests)
+
+
+def _random_model(load: Load, ops: Backend, make_model: Callable[[Backend], BenchModel]) -> tuple[Model, str]:
+    """A model with random weights for a load, which owns ``ops``, and its name."""
+    from ..api import Model
 
     try:
         bench_model = make_model(ops)
     except BaseException:
         ops.close()
         raise
-    engine_config = replace(bench_model.engine_config, max_queue=max(EngineConfig.max_queue, load.requests))
-    with Model(bench_model.network, engine_config) as model:
+    return Model(bench_model.network, replace(bench_model.engine_config, max_queue=_queue(load))), bench_model.name
+
+
+def _run_load(load: Load, model: Model, name: str, output: str, plot: Path | None) -> None:
+    """Time a load on a model, and print the result; closes the model."""
+    from ..bench import plot as drawing
+    from ..bench.serving import run_load, warm_up
+
+    with model:
         warm_up(model, load)
         result = run_load(model, load)
-    rows = {"model": bench_model.name, **result.to_dict()}
+    rows = {"model": name, **result.to_dict()}
     if output == "md":
         click.echo(result.markdown())
     elif output == "json":

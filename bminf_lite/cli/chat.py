@@ -12,12 +12,20 @@ import click
 
 from ..errors import BminfError, UsageError
 from ._finish import max_new_tokens
-from ._options import context_option, given_options, model_options, sampling_options, stop_option
+from ._options import (
+    context_option,
+    given_options,
+    model_options,
+    sampling_options,
+    speculative_option,
+    stop_option,
+)
 from ._prompts import require_stdin
 
 if TYPE_CHECKING:
     from ..api import Model
     from ..engine.sampling_params import SamplingOptions
+    from ..engine.speculative import SpeculativeConfig
     from ..text.prompts import EncodedPrompt
 
 PROMPT = "> "
@@ -31,6 +39,7 @@ MAX_LINE = 1 << 24
 @sampling_options
 @stop_option
 @context_option
+@speculative_option
 @click.option("--system", metavar="TEXT", help="The system message.")
 def chat(
     model: Path,
@@ -38,6 +47,7 @@ def chat(
     memory_limit: int | None,
     kv_cache: str,
     context: int | None,
+    speculative: SpeculativeConfig | None,
     stop: tuple[str, ...],
     system: str | None,
     **sampling: float | None,
@@ -58,7 +68,9 @@ def chat(
 
     require_stdin()
     given = given_options(sampling, stop)
-    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache, context=context) as loaded:
+    with load(
+        model, device=device, memory_limit=memory_limit, kv_cache=kv_cache, context=context, speculative=speculative
+    ) as loaded:
         dialogue = Dialogue(loaded, system, given)
         loaded.encode([*dialogue.start, {"role": "user", "content": "?"}])  # an error appears before the first line
         if sys.stdin.isatty():

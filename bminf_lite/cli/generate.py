@@ -21,6 +21,7 @@ from ._options import (
     max_batch_option,
     model_options,
     sampling_options,
+    speculative_option,
     stop_option,
 )
 from ._prompts import Prompt, read_file, read_stdin
@@ -28,6 +29,7 @@ from ._prompts import Prompt, read_file, read_stdin
 if TYPE_CHECKING:
     from ..api import Model
     from ..engine.outputs import Piece, Result
+    from ..engine.speculative import SpeculativeConfig
     from ..grammar import Grammar
     from ..text.prompts import EncodedPrompt
 
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 @click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
 @max_batch_option
 @context_option
+@speculative_option
 @click.option("--stats", is_flag=True, help="Report tokens, times and speeds on stderr.")
 @click.option("--check", is_flag=True, help="Name the layer where a NaN or an infinity first appears; slow.")
 def generate(
@@ -74,6 +77,7 @@ def generate(
     ignore_eos: bool,
     max_batch: int,
     context: int | None,
+    speculative: SpeculativeConfig | None,
     stop: tuple[str, ...],
     **sampling: float | None,
 ) -> None:
@@ -106,7 +110,7 @@ def generate(
         wanted = [p.as_chat(system) for p in wanted]
     with load(
         model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache, context=context,
-        check=check,
+        check=check, speculative=speculative,
     ) as loaded:  # fmt: skip
         started = time.perf_counter()
         pieces = loaded.stream(encode(loaded, wanted), grammar=grammar, **given)

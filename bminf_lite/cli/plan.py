@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import json_option, kv_cache_option, memory_limit_option, model_argument, size
+from ._options import json_option, kv_cache_option, memory_limit_option, model_argument, size, speculative_option
 
 if TYPE_CHECKING:
+    from ..engine.speculative import SpeculativeConfig
     from ..memory.planner import MemoryPlan
 
 GB = 1e9
@@ -44,6 +45,7 @@ def speed(value: str) -> float:
 @click.option("--gpu-memory", type=size, metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
 @click.option("--link", type=speed, metavar="GB/s", help="Speed from host memory to the GPU; by default measured.")
 @click.option("--bandwidth", type=speed, metavar="GB/s", help="Speed of the GPU's memory; measured if there is one.")
+@speculative_option
 @json_option
 def plan(
     model: Path,
@@ -55,6 +57,7 @@ def plan(
     gpu_memory: int | None,
     link: float | None,
     bandwidth: float | None,
+    speculative: SpeculativeConfig | None,
     as_json: bool,
 ) -> None:
     """Plan where a model's layers are stored.
@@ -72,7 +75,7 @@ def plan(
 
     made = make_plan(
         model, memory_limit=memory_limit, context=context, batch=batch, kv_cache=kv_cache, recipe=recipe,
-        gpu_memory=gpu_memory, link=link, bandwidth=bandwidth,
+        gpu_memory=gpu_memory, link=link, bandwidth=bandwidth, speculative=speculative,
     )  # fmt: skip
     click.echo(json.dumps(plan_to_dict(made), indent=2) if as_json else str(made))
 

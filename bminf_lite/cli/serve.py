@@ -6,10 +6,14 @@ import os
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from ._options import batched_tokens_option, context_option, model_options
+from ._options import batched_tokens_option, context_option, model_options, speculative_option
+
+if TYPE_CHECKING:
+    from ..engine.speculative import SpeculativeConfig
 
 ENGINE_FAILED = 70
 """The exit code after the device has failed, so that a supervisor starts the server again: EX_SOFTWARE."""
@@ -34,6 +38,7 @@ ENGINE_FAILED = 70
 @click.option("--max-queue", type=click.IntRange(min=1), default=1024, show_default=True, metavar="N",
               help="The most requests that wait; one more is answered with 429.")  # fmt: skip
 @batched_tokens_option
+@speculative_option
 @click.option("--limit", multiple=True, metavar="NAME=N",
               help="Another bound: body (bytes), n, max_tokens, idle_seconds and others; docs/serving.md.")  # fmt: skip
 @click.option("--http-workers", type=click.IntRange(1, 64), metavar="N",
@@ -65,6 +70,7 @@ def serve(
     max_batch: int | None,
     max_queue: int,
     max_num_batched_tokens: int,
+    speculative: SpeculativeConfig | None,
     limit: tuple[str, ...],
     http_workers: int | None,
     request_log: str | None,
@@ -112,7 +118,7 @@ def serve(
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, http_workers or default_http_workers())) as listener, load(
         model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache, context=context,
-        max_queue=max_queue, max_num_batched_tokens=max_num_batched_tokens,
+        max_queue=max_queue, max_num_batched_tokens=max_num_batched_tokens, speculative=speculative,
     ) as loaded:  # fmt: skip
         try:
             launch(loaded, listener, settings, seconds, lambda message: click.echo(message, err=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..layers.cache import CacheLayout
+from .speculative import NGRAM, SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class EngineConfig:
       bounds the time between two tokens of a stream while others' prompts are processed. If more prompts wait than
       streams, it is multiplied by prompts per stream, rounded up.
     - ``num_draft_tokens``: drafts of a request that a step checks, at most; 0 for none. ``cache_layout`` is that of
-      steps without drafts.
+      steps without drafts. ``speculative`` says where the drafts come from.
     - ``max_num_draft_rows``: rows of a step that checks drafts, at most: the newest tokens of its requests, and drafts.
     - ``max_logit_rows``: prompt tokens of a step whose logits are computed, for log-probabilities of prompts.
     - ``max_queue``: requests that may wait.
@@ -39,6 +40,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_mixed_tokens: int = 256
     num_draft_tokens: int = 0
+    speculative: SpeculativeConfig = NGRAM
     max_num_draft_rows: int = 64
     max_logit_rows: int = 256
     max_queue: int = 65536

@@ -13,8 +13,6 @@ import numpy as np
 
 from .request import Request
 
-NGRAM_SIZES = (4, 2)
-"""Tokens at the end that are searched in the tokens before, the longest first."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -46,10 +44,11 @@ class Drafter(ABC):
 class NgramDrafter(Drafter):
     """Proposes what followed the last tokens of a request where they occurred before, in its prompt or its completion.
 
-    The last occurrence counts. It helps where a completion repeats its prompt: edits of a text, quotations, tables.
+    The last ``sizes[0]`` tokens are looked for first, then fewer. The last occurrence counts. It helps where a
+    completion repeats its prompt: edits of a text, quotations, tables.
     """
 
-    def __init__(self, sizes: Sequence[int] = NGRAM_SIZES) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
         self._indices: dict[Request, list[_NgramIndex]] = {}
 

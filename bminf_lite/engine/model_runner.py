@@ -61,6 +61,7 @@ class ModelRunner:
 
     def __init__(self, networks: Sequence[Network], config: EngineConfig, blocks: BlockManager):
         ops = networks[0].ops
+        self.config = config
         self.max_steps_in_flight = ops.max_steps_in_flight
         self.builder = StepBuilder(ops, config, blocks)
         self.executors: list[Executor] = []
@@ -127,7 +128,7 @@ class ModelRunner:
     def drafter(self) -> Drafter:
         """The draft model if there is one, else n-grams."""
         is_drafted = isinstance(self.executors[0].network, DraftedNetwork)
-        return ModelDrafter(self.guess) if is_drafted else NgramDrafter()
+        return ModelDrafter(self.guess) if is_drafted else NgramDrafter(self.config.speculative.ngram_sizes)
 
     def guess(self, requests: Sequence[Request], count: int) -> np.ndarray:
         """What the draft model expects behind the newest tokens of requests: int32 ``[B, count]``."""

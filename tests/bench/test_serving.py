@@ -13,6 +13,7 @@ import pytest
 from cli_kit import run
 from model_kit import WatchedBackend, make_model
 
+import bminf_lite
 from bminf_lite.api import Model
 from bminf_lite.bench import serving
 from bminf_lite.bench.serving import Load, ServingResult, random_prompts, run_load, warm_up
@@ -20,6 +21,7 @@ from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.request import Request
 from bminf_lite.errors import UsageError
 
+DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 SMALL = {
     "model_type": "llama", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -109,6 +111,21 @@ def test_more_requests_may_wait_than_a_caller_s(shape: Path, monkeypatch: pytest
     assert bounds == [EngineConfig.max_queue, 70_000]
 
 
+def test_a_load_with_drafts(shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+
+    def count(model: Model, load: Load) -> ServingResult:
+        numbers.append(model.engine_config.num_draft_tokens)
+        return ServingResult(load, 1.0, np.ones(1), np.ones(1))
+
+    monkeypatch.setattr(serving, "warm_up", lambda model, load: None)
+    monkeypatch.setattr(serving, "run_load", count)
+    load = ("--offline", 3, "--speculative", '{"method": "ngram", "num_speculative_tokens": 5}')
+    assert bench(shape, *load).exit_code == 0
+    assert run("bench", "--device", "cpu", DEMO, *load).exit_code == 0
+    assert numbers == [5, 5]
+
+
 @pytest.mark.slow
 def test_a_drawing(shape: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -128,6 +145,9 @@ def test_a_drawing(shape: Path, tmp_path: Path) -> None:
         (("--requests", 4), "--requests is for --online"),
         (("--max-batch", 4), "--max-batch is for --offline and --online"),
         (("--offline", 3, "--trace"), "--trace is not for --offline and --online"),
+        (("--speculative", "ngram"), "--speculative is for --offline and --online"),
+        (("--offline", 3, "--speculative", "{}"), "method is missing"),
+        (("--offline", 3, "--speculative", '{"model": "x"}'), "needs MODEL"),
         (("--offline", 3, "--kernels"), "--kernels is not for --offline and --online"),
     ],
 )

@@ -33,6 +33,16 @@ def test_text_goes_to_stdout_and_equals_the_api(model: Path) -> None:
         assert result.stdout == expected[: min(map(expected.index, stop), default=None)] + "\n" and not result.stderr
 
 
+def test_drafts_are_options_of_the_command(model: Path) -> None:
+    options = ["hello", "--max-new-tokens", "12"]
+    plain = generate(model, *options)
+    for value in ("none", "ngram", json.dumps({"model": str(model), "num_speculative_tokens": 3})):
+        found = generate(model, *options, "--speculative", value)
+        assert (found.exit_code, found.stdout, found.stderr) == (0, plain.stdout, "")
+    wrong = generate(model, *options, "--speculative", "medusa")
+    assert wrong.exit_code == 2 and "method is 'medusa', but must be one of" in wrong.stderr
+
+
 def test_a_dash_reads_stdin_without_its_last_newline_and_stats_go_to_stderr(model: Path) -> None:
     result = generate(model, "-", "--max-new-tokens", "5", "--stats", stdin="à bientôt\n".encode())
     assert result.stdout == generate(model, "à bientôt", "--max-new-tokens", "5").stdout

@@ -56,6 +56,15 @@ def test_an_int8_cache_takes_half() -> None:
     assert small == 2 * 32 * 8 * (128 + 2)
 
 
+def test_a_draft_model_is_in_the_plan() -> None:
+    """1.24e9 parameters of the 1B shape, whose tied embedding takes 3 bytes each, and its keys and values."""
+    model, draft = CONFIGS / "llama-3-8b.json", CONFIGS / "llama-3.2-1b.json"
+    plain, both = facts(model, *MACHINE), facts(model, *MACHINE, "--speculative", json.dumps({"model": str(draft)}))
+    assert both["resident_bytes"] - plain["resident_bytes"] == pytest.approx(1.24e9 + 128256 * 2048 * 2, rel=0.1)
+    assert both["cache_bytes_per_token"] - plain["cache_bytes_per_token"] == 2 * 16 * 8 * 64 * 2
+    assert facts(model, *MACHINE, "--speculative", "ngram")["total_bytes"] == plain["total_bytes"]
+
+
 def test_shorter_sequences_fit_more_often() -> None:
     found = facts(CONFIGS / "llama-3-8b.json", *MACHINE, "--context", "8192")["sequences_at_once"]
     assert list(found) == ["8192", "1024"] and 4 * found["8192"] < found["1024"] < 9 * found["8192"]

@@ -128,7 +128,7 @@ def test_a_folder_is_loaded_with_a_draft_model(tmp_path: Path) -> None:
     target, draft = save(golden, tmp_path / "target", 1), save(small, tmp_path / "draft", 2)
     with bminf_lite.load(target, device="cpu") as model:
         expected = model.generate(golden.tokens.tolist(), max_new_tokens=20, temperature=0)
-    with bminf_lite.load(target, device="cpu", draft_model=draft) as model:
+    with bminf_lite.load(target, device="cpu", speculative={"model": draft}) as model:
         assert model.engine_config.num_draft_tokens == 4
         assert len(model.engine_config.cache_layout.layers) == golden.config["num_hidden_layers"] + 1
         found = model.generate(golden.tokens.tolist(), max_new_tokens=20, temperature=0)
@@ -141,7 +141,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     other = replace(golden, config=golden.config | {"vocab_size": 90})
     target, draft = save(golden, tmp_path / "target", 1), save(other, tmp_path / "draft", 2)
     with pytest.raises(UsageError, match=r"draft has 90 tokens in its vocabulary, but the model has 97; give"):
-        bminf_lite.load(target, device="cpu", draft_model=draft)
+        bminf_lite.load(target, device="cpu", speculative={"model": draft})
 
 
 def test_both_models_are_in_one_plan(tmp_path: Path) -> None:
