@@ -137,10 +137,13 @@ class AttentionPart(Part):
             changes[f"{layer}.{self.qkv[0]}"] = RowTransform(order, all_factors if has_factors else None)
             return changes
         for name, norm_name, part, factor in zip(self.qkv, (self.q_norm, self.k_norm), parts, factors, strict=False):
-            order = part.ravel() - part.min()
-            changes[f"{layer}.{name}"] = RowTransform(order, factor.ravel() if has_factors else None)
-            is_whole = self.qk_norm is QueryKeyNorm.WHOLE
-            changes[f"{layer}.{norm_name}"] = RowTransform(order if is_whole else order[: self.head_dim])
+            order, own = part.ravel() - part.min(), factor.ravel() if has_factors else None
+            is_normed = self.qk_norm is not QueryKeyNorm.NONE
+            changes[f"{layer}.{name}"] = RowTransform(order, None if is_normed else own)
+            if is_normed:  # a factor before the norm would cancel out
+                assert own is None or self.norm_offset == 0
+                width = len(order) if self.qk_norm is QueryKeyNorm.WHOLE else self.head_dim
+                changes[f"{layer}.{norm_name}"] = RowTransform(order[:width], None if own is None else own[:width])
         return changes
 
     # -- the layer ----------------------------------------------------------------------------------------------------
