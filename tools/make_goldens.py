@@ -221,6 +221,14 @@ QWEN2_MOE: Case = {
 GLM4_MOE: Case = {
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3,
 }  # fmt: skip
+ERNIE: Case = {
+    "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "num_hidden_layers": 3,
+}  # fmt: skip
+MINIMAX_M2: Case = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6}
+LFM2_MOE: Case = {
+    "num_hidden_layers": 3, "norm_eps": 1e-4, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
+}  # fmt: skip
 OLMOE: Case = {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}
 PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
 SHORT = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]
@@ -315,6 +323,30 @@ CASES |= {
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
+    },
+    "ernie4_5_moe": {
+        "plain weights": ERNIE,
+        "biases, untied, every second layer": ERNIE
+        | {"use_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 4, "moe_layer_interval": 2},
+        "no shared, first layers": ERNIE
+        | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_norm_min": 0.9},
+    },
+    "minimax_m2": {
+        "plain weights": MINIMAX_M2,
+        "whole heads, tied": MINIMAX_M2
+        | {"num_local_experts": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+        | {"tie_word_embeddings": True, "num_experts_per_tok": 1, "rotary_dim": ABSENT},
+        "yarn": MINIMAX_M2 | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}, "head_dim": 16},
+    },
+    "lfm2_moe": {
+        "two kinds": LFM2_MOE | {"layer_types": ["conv", "full_attention", "conv"]},
+        "no bias, not renormalised": LFM2_MOE
+        | {"layer_types": ["full_attention", "conv", "full_attention"], "tie_word_embeddings": False}
+        | {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0, "conv_bias": True}
+        | {"routed_scaling_factor": 1.5, "conv_L_cache": 4},
+        "one dense layer of four": LFM2_MOE
+        | {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1}
+        | {"routed_scaling_factor": 0.8, "num_experts_per_tok": 1},
     },
     "olmoe": {
         "plain weights": OLMOE,
@@ -582,7 +614,8 @@ def parsed(config: Case) -> Any:
 def parameters_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors under the names that checkpoints have; a tied head is there once, under the embedding's name."""
     renamed = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
-    biases = {name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    names = ("e_score_correction_bias", "expert_bias")
+    biases = {name: b for name, b in model.named_buffers() if name.endswith(names)}
     return {renamed.get(name, name): parameter for name, parameter in model.named_parameters()} | biases
 
 

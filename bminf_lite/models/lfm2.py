@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from . import llama
 from ._architecture import decoder
-from ._config import MAX_LAYERS, ConfigReader, flag, integer, number
+from ._config import MAX_LAYERS, ConfigReader, Fields, flag, integer, number
 from ._decoder import DecoderConfig
-from ._rotary import parse_rotary
+from ._rotary import Rotary, parse_rotary
 from .parts.attention import QueryKeyNorm
+from .parts.feed_forward import FeedForwardPart
+from .parts.part import Part
 from .parts.short_convolution import ShortConvolutionPart
 
 KEYS = {
@@ -33,12 +35,33 @@ OLDER_KEYS = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermedi
 
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
-    renamed = {new: config[old] for old, new in OLDER_KEYS.items() if config.get(old) is not None}
-    read = ConfigReader({**config, **renamed}, KEYS)
+    read = ConfigReader(with_newer_keys(config), KEYS)
     kinds, inner_size = kinds_of_layers(read), feed_forward_size(read)
     llama.check_heads(read)
     rotary = parse_rotary(read, theta=1e6)
     fields = read.checked_fields() | {"activation": "silu", "intermediate_size": inner_size}
+    return model(fields, [(mixer, feed_forward(fields)) for mixer in mixers(fields, kinds, rotary)])
+
+
+def with_newer_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``config`` with the newer names of keys that it has under older ones."""
+    return {**config, **{new: config[old] for old, new in OLDER_KEYS.items() if config.get(old) is not None}}
+
+
+def model(fields: Fields, layers: Iterable[tuple[Part, Part]]) -> DecoderConfig:
+    """A decoder of layers with a mixer and a feed-forward each."""
+    norms = "operator_norm", "ffn_norm"
+    parts = [llama.pre_norm(fields, mixer, mlp, names=norms) for mixer, mlp in layers]
+    return llama.model(fields, parts, names={"final_norm": "model.embedding_norm"})
+
+
+def feed_forward(fields: Fields) -> FeedForwardPart:
+    """The feed-forward layer for every token."""
+    return llama.feed_forward(fields, inner=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2")
+
+
+def mixers(fields: Fields, kinds: Sequence[str], rotary: Rotary | None) -> list[Part]:
+    """The mixer of each layer by its kind."""
     attention = llama.attention(
         fields,
         rotary=rotary,
@@ -48,13 +71,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         k_norm="self_attn.k_layernorm",
     )
     convolution = ShortConvolutionPart(fields["hidden_size"], fields["taps"], fields["conv_bias"])
-    mlp = llama.feed_forward(fields, inner=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2")
-    mixers = (attention if kind == ATTENTION else convolution for kind in kinds)
-    return llama.model(
-        fields,
-        [llama.pre_norm(fields, mixer, mlp, names=("operator_norm", "ffn_norm")) for mixer in mixers],
-        names={"final_norm": "model.embedding_norm"},
-    )
+    return [attention if kind == ATTENTION else convolution for kind in kinds]
 
 
 def kinds_of_layers(read: ConfigReader) -> list[str]:

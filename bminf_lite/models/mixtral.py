@@ -11,7 +11,7 @@ from typing import Any
 from ..backend.expert_values import RouterSpec
 from . import llama
 from ._architecture import decoder
-from ._config import ConfigReader, integer, with_defaults
+from ._config import ConfigReader, Fields, integer, with_defaults
 from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
 from .parts.experts import ExpertsPart
@@ -35,21 +35,27 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     llama.check_heads(read)
     rotary = parse_rotary(read, theta=1e6)
     fields = read.checked_fields()
-    experts = ExpertsPart(
+    experts = experts_part(fields, RouterSpec(fields["experts"], fields["top_k"], renormalise=True))
+    attention = llama.attention(fields, rotary=rotary, window=window)
+    layer = llama.pre_norm(fields, attention, experts)
+    return llama.model(fields, [layer] * fields["layers"], aliases=ALIASES)
+
+
+def experts_part(fields: Fields, router: RouterSpec, correction_bias: str | None = None) -> ExpertsPart:
+    """Experts with Mixtral's names."""
+    return ExpertsPart(
         fields["hidden_size"],
         fields["intermediate_size"],
         fields["activation"],
-        RouterSpec(fields["experts"], fields["top_k"], renormalise=True),
+        router,
         router_name="block_sparse_moe.gate",
         experts="block_sparse_moe.experts",
         gate="w1",
         up="w3",
         down="w2",
         fused=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+        correction_bias=correction_bias,
     )
-    attention = llama.attention(fields, rotary=rotary, window=window)
-    layer = llama.pre_norm(fields, attention, experts)
-    return llama.model(fields, [layer] * fields["layers"], aliases=ALIASES)
 
 
 def check_top_k(read: ConfigReader) -> None:

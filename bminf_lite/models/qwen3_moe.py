@@ -72,14 +72,19 @@ def dense_layers(read: ConfigReader) -> list[bool]:
 def experts_part(read: ConfigReader, inner_size: int, **others: Any) -> ExpertsPart:
     """Experts with LLaMA's names and ``others`` of their options; their weights have the model's ``dtype``."""
     fields: Fields = read.fields
-    dtype = str(read.config.get("dtype") or read.config.get("torch_dtype")).removeprefix("torch.")
     router = RouterSpec(
         fields["experts"],
         fields["top_k"],
         renormalise=fields["renormalise"],
-        weight_type=dtype if dtype in WEIGHT_TYPES else "float32",
+        weight_type=weight_type(read),
     )
     return replace(ExpertsPart(fields["hidden_size"], inner_size, fields["activation"], router), **others)
+
+
+def weight_type(read: ConfigReader) -> str:
+    """The model's ``dtype``, to which the weights of experts are rounded."""
+    dtype = str(read.config.get("dtype") or read.config.get("torch_dtype")).removeprefix("torch.")
+    return dtype if dtype in WEIGHT_TYPES else "float32"
 
 
 architecture = decoder(parse)

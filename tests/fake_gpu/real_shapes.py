@@ -46,7 +46,7 @@ MORE: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 1, "vocab_size": 50432, "max_position_embeddings": 2048, "rotary_pct": 0.25,
     },
 }  # fmt: skip
-NO_GPU = ("qwen2_moe", "glm4_moe")
+NO_GPU = ("qwen2_moe", "glm4_moe", "ernie4_5_moe")
 """Their experts beside a shared layer run on the CPU alone."""
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
 SOURCE = 64
@@ -59,9 +59,19 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
             config = json.loads(file.read_text(encoding="utf-8"))
             if config["model_type"] in NO_GPU:
                 continue
-            one_of_each = {"num_hidden_layers": 2, "full_attn_idxs": [1]} if "full_attn_idxs" in config else {}
-            yield file.name, config | {name: 1 for name in LAYERS if name in config} | one_of_each
+            yield file.name, config | {name: 1 for name in LAYERS if name in config} | one_of_each_kind(config)
     yield from MORE.items()
+
+
+def one_of_each_kind(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a model with a layer of each kind that ``config`` has, if its layers differ."""
+    if "full_attn_idxs" in config:
+        return {"num_hidden_layers": 2, "full_attn_idxs": [1]}
+    kinds = list(dict.fromkeys(config.get("layer_types", ())))
+    if not kinds:
+        return {}
+    dense = {"num_dense_layers": 1} if "num_dense_layers" in config else {}
+    return {"num_hidden_layers": len(kinds), "layer_types": kinds, **dense}
 
 
 def steps(context: int) -> Iterator[tuple[int, int, int]]:

@@ -58,6 +58,9 @@ PARAMETERS = {
     "qwen1.5-moe-a2.7b": 14.32e9,
     "glm-4.5-air": 106.85e9,
     "granite-3.1-3b-a800m": 3.299e9,
+    "ernie-4.5-21b-a3b": 21.83e9,
+    "minimax-m2": 228.69e9,
+    "lfm2-8b-a1b": 8.340e9,
 }
 """Counted from the shapes. The first ten papers say 2.6, 11, 2.8, 2.8, 0.97, 0.3, 7, 1.24, 8 and 70 billion."""
 

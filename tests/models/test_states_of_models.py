@@ -14,7 +14,9 @@ from tiny_models import STATES, Golden, goldens
 from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
 
-each_golden = pytest.mark.parametrize("golden", [g for family in STATES for g in goldens(family)], ids=str)
+CASES = [pytest.param(golden, id=str(golden)) for family in STATES for golden in goldens(family)]
+EXPERTS = pytest.param(next(goldens("lfm2_moe")), id="lfm2_moe", marks=pytest.mark.slow)
+each_golden = pytest.mark.parametrize("golden", [*CASES, EXPERTS])
 
 
 @contextmanager

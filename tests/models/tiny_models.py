@@ -37,9 +37,11 @@ DECODERS = (
 """Other families of decoders."""
 STATES = ("lfm2",)
 """Families with layers that keep a state."""
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe")
+MIXTURES = (
+    "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
+)  # fmt: skip
 """Families with experts."""
-SHARED = ("qwen2_moe", "glm4_moe")
+SHARED = ("qwen2_moe", "glm4_moe", "ernie4_5_moe")
 """Of these the families with experts beside a layer for every token, which run on the CPU alone."""
 EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES)
 

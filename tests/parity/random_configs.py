@@ -204,12 +204,13 @@ def gpt_bigcode(draw: Draw, config: Config, ropes: list[Config]) -> Config:
 
 def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     family, count = config["model_type"], draw.up_to(9, 2)
-    has_own_size = family in ("qwen2_moe", "qwen3_moe", "glm4_moe")
+    has_own_size = family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "lfm2_moe")
     size = "moe_intermediate_size" if has_own_size else "intermediate_size"
-    names = {"mixtral": "num_local_experts", "granitemoe": "num_local_experts", "glm4_moe": "n_routed_experts"}
+    names = {"glm4_moe": "n_routed_experts", "ernie4_5_moe": "moe_num_experts"}
+    names |= dict.fromkeys(("mixtral", "granitemoe", "minimax_m2"), "num_local_experts")
     own = {
         names.get(family, "num_experts"): count,
-        "num_experts_per_tok": draw.up_to(count + 1),
+        "moe_k" if family == "ernie4_5_moe" else "num_experts_per_tok": draw.up_to(count + 1),
         size: draw.up_to(60, 8),
         "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
     }
@@ -218,10 +219,25 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
         return own | {"sliding_window": draw.one_of(None, 5, 33), "head_dim": head_dim}
     if family == "granitemoe":
         return own | granite(draw, config, ropes) | {"mlp_bias": None}
+    layers = config["num_hidden_layers"]
+    if family == "ernie4_5_moe":
+        return own | {
+            "use_bias": draw.flag(), "moe_num_shared_experts": draw.up_to(3, 0), "moe_layer_interval": draw.up_to(3),
+            "moe_layer_start_index": draw.up_to(layers, 0), "moe_layer_end_index": draw.up_to(layers, -1),
+            "moe_norm_min": draw.one_of(1e-12, 0.5),
+        }  # fmt: skip
+    if family == "minimax_m2":
+        head_dim = 4 * draw.up_to(8, 2)
+        return own | {"head_dim": head_dim, "rotary_dim": draw.one_of(None, 4, head_dim)}
+    if family == "lfm2_moe":
+        shared = {key: value for key, value in lfm2(draw, config, ropes).items() if not key.startswith("block_")}
+        return own | shared | {
+            "use_expert_bias": draw.flag(), "norm_topk_prob": draw.flag(), "routed_scaling_factor": draw.up_to(3) / 2,
+            "num_dense_layers": draw.up_to(layers + 1, 0),
+        }  # fmt: skip
     own |= {"norm_topk_prob": draw.flag(), "attention_bias": draw.flag()}
     if family == "olmoe":
         return own
-    layers = config["num_hidden_layers"]
     if family == "glm4_moe":
         groups = draw.one_of(1, 2) if count % 2 == 0 and count > 2 else 1
         return own | {
@@ -256,7 +272,7 @@ OWN = {
     "gpt_bigcode": gpt_bigcode, "nemotron": nemotron, "helium": helium,
     "gemma2": gemma2, "gemma3_text": gemma3_text, "bloom": bloom,
     "mixtral": experts, "qwen3_moe": experts, "olmoe": experts, "qwen2_moe": experts, "glm4_moe": experts,
-    "granitemoe": experts,
+    "granitemoe": experts, "ernie4_5_moe": experts, "minimax_m2": experts, "lfm2_moe": experts,
     "lfm2": lfm2,
 }  # fmt: skip
 """What each family adds to the common keys."""

@@ -27,8 +27,12 @@ SECOND = (
 
 
 def looseness(golden: Golden) -> float:
-    """How much more a mixture's error may be: rounding changes some choices of experts."""
-    return 2.0 if golden.config["model_type"] in MIXTURES else 1.0
+    """How much more a mixture's error may be: rounding changes some choices of experts.
+
+    Where a bias chooses between experts of similar weights, a changed choice replaces more of the result.
+    """
+    family = golden.config["model_type"]
+    return 5.0 if family in ("ernie4_5_moe", "lfm2_moe") else 2.0 if family in MIXTURES else 1.0
 
 
 def matrices(golden: Golden) -> set[str]:

@@ -24,8 +24,9 @@ class ExpertsPart(Part):
 
     The matrices of expert ``e`` are ``{experts}.{e}.{gate}`` and so on. ``fused`` are the names of tensors that hold
     gate and up of all experts ``[experts, 2 * inner_size, in]``, and all ``down``. ``correction_bias`` names the
-    router's, if it has one. ``shared`` is a feed-forward layer for every token, whose output is added; with a
-    ``shared_gate``, multiplied by the sigmoid of that matrix ``[1, in]`` times the input.
+    router's, if it has one, stored ``[experts]``, or ``[1, experts]`` with ``correction_bias_is_row``. ``shared`` is a
+    feed-forward layer for every token, whose output is added; with a ``shared_gate``, multiplied by the sigmoid of that
+    matrix ``[1, in]`` times the input.
     """
 
     hidden_size: int
@@ -39,6 +40,7 @@ class ExpertsPart(Part):
     down: str = "down_proj"
     fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     correction_bias: str | None = None
+    correction_bias_is_row: bool = False
     shared: FeedForwardPart | None = None
     shared_gate: str | None = None
 
@@ -54,7 +56,8 @@ class ExpertsPart(Part):
         chooser, experts = f"{layer}.{self.router_name}", self._expert_names(layer)
         tensors: Tensors = router(chooser, (self.router.num_experts, self.hidden_size))
         if self.correction_bias is not None:
-            tensors[f"{layer}.{self.correction_bias}"] = Parameter((self.router.num_experts,), Role.VECTOR)
+            rows = (1,) if self.correction_bias_is_row else ()
+            tensors[f"{layer}.{self.correction_bias}"] = Parameter((*rows, self.router.num_experts), Role.VECTOR)
         for gate, up, down in experts:
             tensors |= linear(gate, (self.inner_size, self.hidden_size))
             tensors |= linear(up, (self.inner_size, self.hidden_size))
@@ -116,7 +119,7 @@ class ExpertsPart(Part):
             (matrices(gate, up) for gate, up, _ in experts),
             (matrices(down) for _, _, down in experts),
             ExpertActivation(self.activation),
-            None if self.correction_bias is None else vector(self.correction_bias),
+            None if self.correction_bias is None else vector(self.correction_bias).ravel(),
         )
         if self.shared is None:
             return Experts(source.ops, mixture)
