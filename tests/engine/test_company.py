@@ -145,7 +145,7 @@ def test_with_drafts(arena, drafter, num_blocks, monkeypatch):
     """Greedy and drawn, with penalties and grammars, while others are cancelled."""
     if drafter == "knowing":
         expected = {task.index: arena.expected[task].output_token_ids for task in arena.tasks}
-        monkeypatch.setattr("bminf_lite.engine.model_runner.NgramDrafter", lambda: KnowingDrafter(expected))
+        monkeypatch.setattr("bminf_lite.engine.model_runner.NgramDrafter", lambda sizes: KnowingDrafter(expected))
     limits = {"num_draft_tokens": 4, "max_num_draft_rows": 64, "prefix_cache": False}
     model = arena.with_limits(**limits, **({} if num_blocks is None else {"num_blocks": (num_blocks,)}))
     cancelled = [replace(task, index=1000 + task.index).request() for task in arena.tasks[::5]]

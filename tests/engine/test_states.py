@@ -182,7 +182,7 @@ def test_drafts_are_exact_also_where_a_check_crosses_the_end_of_a_chunk(
     kinds: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, and among 50 ragged requests that arrive, share steps and reuse prefixes."""
-    monkeypatch.setattr("bminf_lite.engine.model_runner.NgramDrafter", AnyToken)
+    monkeypatch.setattr("bminf_lite.engine.model_runner.NgramDrafter", lambda sizes: AnyToken())
     prompts = [repetitive(20 + 5 * (i % 17), i % 11) for i in range(count)]
     expected = alone(prompts, 30, kinds)
     with HybridModel(kinds, blocks=200, ops=WatchedBackend(1), num_draft_tokens=5, max_num_seqs=24) as model:
