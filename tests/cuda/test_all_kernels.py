@@ -174,6 +174,7 @@ def letters(symbol: str) -> str | None:
 
 
 @pytest.mark.compile_all
+@pytest.mark.timeout(1800)  # the compiler alone takes 100 to 300 s of one core, more beside other tests
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_compiles_without_spills(arch: str) -> None:

@@ -86,7 +86,7 @@ def test_products_that_a_rotation_does_not_save_become_w8a16_without_one(text: l
 
 
 @pytest.mark.slow
-def test_all_inputs_stay_rotated_by_a_calibration(text: list[int], tmp_path: Path) -> None:
+def test_inputs_stay_rotated_by_a_calibration_unless_they_lose_less_without(text: list[int], tmp_path: Path) -> None:
     """Also those of products that become w8a16 because their error is above the others' median."""
     plain = bminf_lite.migrate(DEMO, tmp_path / "plain", calibrated("w8a8-rotate-all"), calibrate=text, device="cpu")
     errors = [product["error"] for product in plain.calibration["products"]]
@@ -94,5 +94,7 @@ def test_all_inputs_stay_rotated_by_a_calibration(text: list[int], tmp_path: Pat
     report = bminf_lite.migrate(DEMO, tmp_path / "out", recipe, calibrate=text, device="cpu")
     products = report.calibration["products"]
     assert {product["scheme"] for product in products} == {"w8a8", "w8a16"}
-    assert all(product["rotation"] > 1 for product in [*products, *plain.calibration["products"]])
+    for decided in products, plain.calibration["products"]:
+        assert sum(product["rotation"] > 1 for product in decided) > len(decided) / 2
+    assert any(product["scheme"] == "w8a16" and product["rotation"] > 1 for product in products)
     assert report.cost["kl"] < plain.cost["kl"]
