@@ -67,6 +67,7 @@ def attend(
     bias: RelativeBias | LinearBias | None = None,
     causal: bool = True,
     softcap: float | None = None,
+    sinks: np.ndarray | None = None,
     tile: int = TILE,
     segment: int = SEGMENT,
     weight_dtype: np.typing.DTypeLike = np.float32,
@@ -75,8 +76,8 @@ def attend(
 
     ``q`` is ``[n, heads, head_dim]`` at positions ``context_len..context_len+n``; ``keys`` and ``values`` are
     ``[kv_heads, total, head_dim]``. A query sees all of them, or with ``causal`` those up to its own position and
-    within the window. ``bias`` and ``softcap``: see :class:`.values.AttentionSpec`. ``segment`` is a multiple of
-    ``tile``. Returns fp32 ``[n, heads, head_dim]``.
+    within the window. ``bias``, ``softcap`` and ``sinks``: see :class:`.values.AttentionSpec`; a sink is merged behind
+    the last segment. ``segment`` is a multiple of ``tile``. Returns fp32 ``[n, heads, head_dim]``.
     """
     assert causal or (softcap is None and not isinstance(bias, LinearBias))
     n, heads, head_dim = q.shape
@@ -109,6 +110,9 @@ def attend(
         merged = part if merged is None else merge(merged, part)
     if merged is None:
         return np.zeros((n, heads, head_dim), np.float32)
+    if sinks is not None:
+        top = np.repeat(np.asarray(sinks, np.float32).reshape(kv_heads, group) * LOG2_E, n, axis=1)
+        merged = merge(merged, PartialResult(top, np.ones_like(top), np.zeros_like(merged.out)))
     out = merged.out / np.where(merged.total == 0, np.float32(1), merged.total)[..., None]
     return out.reshape(kv_heads, group, n, head_dim).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)
 

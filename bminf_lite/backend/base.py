@@ -25,9 +25,9 @@ from .attention import attend, cached
 from .blas_threads import blas_threads
 from .calibration import CalibrationOps
 from .device import HostDevice
-from .expert_values import ExpertActivation, RouterSpec
+from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .functions import ACTIVATIONS, normalise, product_by_row, rotate, silently, soft_capped, softmax, stored
-from .mixture import Mixture, choose_experts, expert_result, mix
+from .mixture import Mixture, choose_experts, expert_result, make_mixture, mix
 from .quantization import (
     HostWeight,
     int8_parts,
@@ -115,9 +115,11 @@ class Backend(HostDevice):
     """The operations over NumPy, on the host's memory.
 
     ``computes_shared_experts``: whether models may have experts beside a feed-forward layer for every token.
+    ``computes_attention_sinks``: whether attention may have sinks.
     """
 
     computes_shared_experts = True
+    computes_attention_sinks = True
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -146,16 +148,14 @@ class Backend(HostDevice):
         down: Iterable[Sequence[HostWeight]],
         activation: ExpertActivation,
         correction_bias: np.ndarray | None = None,
+        biases: ExpertBiases | None = None,
     ) -> Mixture:
         """A router, fp32 ``[experts, in]``, and its experts.
 
         ``hidden`` and ``down`` give the matrices of each expert that are stacked along ``out``, as :meth:`weight` takes
         them: those before the ``activation``, and the one behind it. All of ``hidden`` is read before ``down``.
         """
-        assert not spec.scales_input
-        before, behind = ([self.weight(parts) for parts in matrices] for matrices in (hidden, down))
-        matrix = np.ascontiguousarray(router.astype(np.float32).T)
-        return Mixture(spec, matrix, before, behind, activation, correction_bias)
+        return make_mixture(self.weight, spec, router, hidden, down, activation, correction_bias, biases)
 
     @silently
     def adapted(self, base: NumpyWeight, adapter: Adapter) -> NumpyWeight:
@@ -527,7 +527,7 @@ class Backend(HostDevice):
     ) -> np.ndarray:
         """:func:`.attention.attend` with weights in the activation type."""
         return attend(
-            q, keys, values, spec.scale, context_len, window, spec.bias, causal, spec.softcap,
+            q, keys, values, spec.scale, context_len, window, spec.bias, causal, spec.softcap, spec.sinks,
             weight_dtype=self.activation_dtype,
         )  # fmt: skip
 

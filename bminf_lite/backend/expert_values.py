@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
 
 
 class Score(IntEnum):
@@ -124,3 +127,15 @@ class ExpertActivation:
 
     def __post_init__(self) -> None:
         assert self.gated or self.limit is None
+
+
+@dataclass(frozen=True)
+class ExpertBiases:
+    """The biases of a mixture, fp32: the ``router``'s ``[experts]``, and of each expert those of its two products.
+
+    ``hidden`` are ``[2 * features]`` of gate and up, or ``[features]``, and ``down`` ``[out]``.
+    """
+
+    router: np.ndarray
+    hidden: Sequence[np.ndarray]
+    down: Sequence[np.ndarray]

@@ -14,7 +14,7 @@ from ..cuda.kernels.arrays import PAD, round_up
 from ..memory.arena import ALIGNMENT
 from ..memory.step_time import ExpertBytes
 from .base import Backend
-from .expert_values import ExpertActivation, RouterSpec
+from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .quantization import HostWeight, int8_parts, stack_outliers
 from .values import Array
 
@@ -90,12 +90,16 @@ class MetaBackend(Backend):
     def mixture(
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
+        biases: ExpertBiases | None = None,
     ) -> Any:  # fmt: skip
         """A product before the activation and one behind it; a step reads the matrices of the experts it chooses."""
         experts, features = router.shape
         self.non_layer_bytes += aligned(experts * round_up(features, PAD) * 4)
         if correction_bias is not None:
             self.vector(correction_bias)
+        if biases is not None:
+            rows = sum(round_up(len(b), PAD) for b in (biases.router, *biases.hidden, *biases.down))
+            self.non_layer_bytes += aligned(rows * 4)
         before = sum(self.layer_bytes[-1]), self.layer_products[-1]
         widths = [features]
         for matrices in (hidden, down):

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from .expert_values import ExpertActivation, RouterSpec
+from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .experts import activated, rounded, rows_by_expert, weighted_sum
 from .functions import product_by_row
+from .quantization import HostWeight
 from .routing import route
 from .values import Array
 
@@ -23,8 +24,8 @@ class Mixture:
     """A router and its experts on a device.
 
     ``router`` is fp32 ``[in, experts]``. ``hidden`` and ``down`` have a weight of the backend for each expert: the
-    matrices before the ``activation``, gate and up stacked, and the one behind it. ``correction_bias`` is that of
-    :func:`.routing.route`.
+    matrices before the ``activation``, gate and up stacked, and the one behind it; both may have biases.
+    ``router_bias`` fp32 ``[experts]`` is added to the logits. ``correction_bias`` is that of :func:`.routing.route`.
     """
 
     spec: RouterSpec
@@ -33,6 +34,34 @@ class Mixture:
     down: Sequence[Any]
     activation: ExpertActivation
     correction_bias: np.ndarray | None = None
+    router_bias: np.ndarray | None = None
+
+
+def make_mixture(
+    weight: Callable[[Sequence[HostWeight], Sequence[np.ndarray | None]], Any],
+    spec: RouterSpec,
+    router: np.ndarray,
+    hidden: Iterable[Sequence[HostWeight]],
+    down: Iterable[Sequence[HostWeight]],
+    activation: ExpertActivation,
+    correction_bias: np.ndarray | None,
+    biases: ExpertBiases | None,
+) -> Mixture:
+    """What :meth:`Backend.mixture` returns, of weights that ``weight`` makes of an expert's matrices and biases."""
+    assert not spec.scales_input
+
+    def weights(experts: Iterable[Sequence[HostWeight]], of_experts: Sequence[np.ndarray] | None) -> list[Any]:
+        found = []
+        for expert, parts in enumerate(experts):
+            ends = np.cumsum([part.shape[0] for part in parts])[:-1]
+            own = [None] * len(parts) if of_experts is None else np.split(of_experts[expert], ends)
+            found.append(weight(parts, own))
+        return found
+
+    before = weights(hidden, None if biases is None else biases.hidden)
+    behind = weights(down, None if biases is None else biases.down)
+    matrix = np.ascontiguousarray(router.astype(np.float32).T)
+    return Mixture(spec, matrix, before, behind, activation, correction_bias, None if biases is None else biases.router)
 
 
 class ExpertProducts(Protocol):
@@ -53,6 +82,8 @@ def choose_experts(x: np.ndarray, mixture: Mixture) -> tuple[np.ndarray, np.ndar
     Logits are fp32 and computed row by row, so they do not depend on the other tokens of a step.
     """
     logits = product_by_row(x.astype(np.float32), mixture.router)
+    if mixture.router_bias is not None:
+        logits = logits + mixture.router_bias
     return route(logits, mixture.spec, mixture.correction_bias)
 
 

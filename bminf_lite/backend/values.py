@@ -228,7 +228,8 @@ class AttentionSpec:
     ``bias`` is then added. ``softcap``, which excludes a bias, limits a score ``s`` to ``softcap * tanh(s / softcap)``.
     In causal self-attention a query at position ``p`` sees keys ``p - window < j <= p`` (all ``j <= p`` without a
     window). ``q_norm`` and ``k_norm`` normalise each head before the rotation. A ``softcap`` and a ``LinearBias`` are
-    for causal self-attention only.
+    for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more score of each head, whose value is zero: it
+    takes a share of the softmax.
     """
 
     heads: int
@@ -241,12 +242,16 @@ class AttentionSpec:
     k_norm: Norm | None = None
     bias: RelativeBias | LinearBias | None = None
     softcap: float | None = None
+    sinks: Array | None = None
 
     def __post_init__(self) -> None:
         assert self.bias is None or self.softcap is None
 
     def shard(self, tp_size: int) -> AttentionSpec:
-        """The attention of one of ``tp_size`` ranks, which divide the heads; ``bias`` already has the rank's heads."""
+        """The attention of one of ``tp_size`` ranks, which divide the heads.
+
+        ``bias`` and ``sinks`` already have the rank's heads.
+        """
         return replace(self, heads=self.heads // tp_size, kv_heads=self.kv_heads // tp_size)
 
     @property

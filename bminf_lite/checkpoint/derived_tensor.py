@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ..models.spec import FusedExperts
 from .tensor_file import DTYPES, TensorInfo
 
 Rows = Callable[[int, int], np.ndarray]
@@ -56,3 +58,33 @@ class WholeMatrices:
                     del self._made[next(iter(self._made))]
                 self._made[name] = self.make[name]()
             return self._made[name][first:end]
+
+
+def experts_of(fused: FusedExperts, infos: Mapping[str, TensorInfo], whole: np.ndarray) -> dict[str, DerivedTensor]:
+    """The tensors of experts that lie in the fused tensor ``whole``, read when they are used; ``infos`` are theirs."""
+    cache = _LastExpert(fused, whole)
+    return {
+        name: DerivedTensor(infos[name], functools.partial(cache.rows, expert, part))
+        for expert, names in enumerate(fused.experts)
+        for part, name in enumerate(names)
+    }
+
+
+class _LastExpert:
+    """The tensors of the expert that was read last: gate and up are read together, and each in blocks of rows."""
+
+    def __init__(self, fused: FusedExperts, whole: np.ndarray):
+        self._fused = fused
+        self._whole = whole
+        self._expert = -1
+        self._parts: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def rows(self, expert: int, part: int, first: int, end: int) -> np.ndarray:
+        """Rows of a matrix, or the only row of a bias, of an expert."""
+        with self._lock:
+            if self._expert != expert:
+                values = np.asarray(self._whole[expert : expert + 1])[0]
+                self._parts, self._expert = self._fused.parts(values), expert
+            values = self._parts[part]
+        return values[first:end] if values.ndim > 1 else values[None][first:end]

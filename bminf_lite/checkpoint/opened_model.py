@@ -182,17 +182,14 @@ def _resolve_ties(checkpoint: Checkpoint, spec: Spec) -> Spec:
 def _split_fused(checkpoint: Checkpoint, spec: Spec) -> list[str]:
     """Give the matrices of experts that lie in one tensor their names. Returns what is wrong with such tensors."""
     problems = []
-    for name, experts in spec.fused.items():
+    for name, fused in spec.fused.items():
         if name not in checkpoint.tensors:
             continue
-        shapes = [spec.parameters[matrix].shape for matrix in experts[0]]
-        expected = (len(experts), sum(rows for rows, _ in shapes), shapes[0][1])
-        found = checkpoint.tensors[name].shape
-        if found != expected:
+        found, expected = checkpoint.tensors[name].shape, fused.shape(spec.parameters)
+        if found == expected:
+            checkpoint.split(name, fused, spec.parameters)
+        else:
             problems.append(f"tensor {name!r} has shape {list(found)}; config.json needs {list(expected)}")
-            continue
-        parts = {matrix: shape for names in experts for matrix, shape in zip(names, shapes, strict=True)}
-        checkpoint.split(name, {matrix: (shape[0], shape[1]) for matrix, shape in parts.items()})
     return problems
 
 

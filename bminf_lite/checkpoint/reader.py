@@ -16,6 +16,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -26,9 +27,10 @@ from ..backend.stored_matrix import StoredMatrix
 from ..errors import CheckpointError, checkpoint_error
 from ..files import expand, parse_json, read_small_file
 from ..gguf_files.header import find_gguf
+from ..models.spec import FusedExperts, Parameter
 from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
-from .derived_tensor import DerivedTensor
+from .derived_tensor import DerivedTensor, experts_of
 from .gguf_file import open_gguf
 from .manifest import DAMAGED_MANIFEST, FORMAT_VERSIONS, MANIFEST_FILE, file_records
 from .safetensors_file import SafetensorsFile
@@ -119,20 +121,24 @@ class Checkpoint:
         self.tensors = {new if name == old else name: info for name, info in self.tensors.items()}
         self._name_in_file[new] = self._name_in_file.pop(old)
 
-    def split(self, name: str, parts: Mapping[str, tuple[int, int]]) -> None:
-        """Replace the tensor ``name`` by matrices of these names and shapes, which lie in it one behind the other."""
+    def split(self, name: str, fused: FusedExperts, parameters: Mapping[str, Parameter]) -> None:
+        """Replace the tensor ``name`` by those of experts that ``fused`` says it holds."""
         whole, begin = self.tensors[name], 0
         found: dict[str, TensorInfo] = {}
-        for part, shape in parts.items():
+        for part in chain(*fused.experts):
+            shape = parameters[part].shape
             nbytes = math.prod(shape) * DTYPES[whole.dtype].itemsize
             stored = whole.stored_bytes * nbytes // max(whole.nbytes, 1)
             skipped = begin * whole.stored_bytes // whole.nbytes if whole.stored_bytes else begin
             found[part] = TensorInfo(
                 whole.dtype, shape, whole.file, whole.offset + skipped, nbytes, whole.stored_as, stored
             )
-            self._parts[part] = self._name_in_file[name], begin
+            if fused.is_stacked and name not in self._derived:
+                self._parts[part] = self._name_in_file[name], begin
             begin += nbytes
         assert begin == whole.nbytes
+        if not fused.is_stacked or name in self._derived:
+            self._derived = {**self._derived, **experts_of(fused, found, self._kept(name))}
         self.tensors = {k: v for other, info in self.tensors.items()
                         for k, v in (found.items() if other == name else ((other, info),))}  # fmt: skip
 
@@ -162,6 +168,18 @@ class Checkpoint:
             return
         stored, begin = self._place(name)
         self._files[self._info(name).file].read_tensor(stored, buffer, begin + offset)
+
+    def _kept(self, name: str) -> np.ndarray:
+        """A tensor like :meth:`stored`, which stays readable when the checkpoint no longer lists it."""
+        info, derived = self._info(name), self._derived.get(name)
+        if derived is not None:
+            return cast(np.ndarray, StoredMatrix(info.shape, DTYPES[info.dtype], derived.read_into))
+        file, (stored, begin) = self._files[info.file], self._place(name)
+
+        def read(buffer: memoryview, offset: int) -> None:
+            file.read_tensor(stored, buffer, begin + offset)
+
+        return cast(np.ndarray, StoredMatrix(info.shape, DTYPES[info.dtype], read))
 
     def is_verbatim(self, name: str) -> bool:
         """Whether :meth:`read_into` gives the bytes of the tensor's file from its offset on."""

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.expert_values import ExpertActivation, RouterSpec
-from ..backend.mixture import Mixture, choose_experts, expert_result, mix
+from ..backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
+from ..backend.mixture import Mixture, choose_experts, expert_result, make_mixture, mix
 from ..backend.quantization import HostWeight
 from ..backend.side_products import Adapter
 from ..backend.values import Array
@@ -111,11 +111,10 @@ class _HookedBackend:
     def mixture(
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
+        biases: ExpertBiases | None = None,
     ) -> Mixture:  # fmt: skip
         """A mixture whose experts have weights of their own, each remembered with its tensors."""
-        before, behind = ([self.weight(parts) for parts in matrices] for matrices in (hidden, down))
-        matrix = np.ascontiguousarray(router.astype(np.float32).T)
-        return Mixture(spec, matrix, before, behind, activation, correction_bias)
+        return make_mixture(self.weight, spec, router, hidden, down, activation, correction_bias, biases)
 
     def experts(self, x: Array, mixture: Mixture, residual: Array = None) -> Array:
         """The backend's operation, in which every expert is observed, in order of their numbers."""

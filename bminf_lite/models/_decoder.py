@@ -88,7 +88,7 @@ def spec(config: DecoderConfig) -> Spec:
         value_heads=value_heads,
         gated=tuple(product for layer in layers for product in layer.gated),
         key_heads=tuple(heads for part in parts for heads in part.key_heads),
-        fused={name: experts for part in parts for name, experts in part.fused.items()},
+        fused={name: tensor for part in parts for name, tensor in part.fused.items()},
     )
 
 

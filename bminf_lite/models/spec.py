@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 
 class Role(str, Enum):
     """The use of a tensor, which decides whether migration quantizes it."""
@@ -105,6 +107,46 @@ class GatedProduct:
 
 
 @dataclass(frozen=True)
+class FusedExperts:
+    """A tensor that may hold the matrices of all experts ``[experts, rows, in]``, or the biases ``[experts, rows]``.
+
+    ``experts`` are the names of each expert's tensors, whose rows are stacked, or with ``interleaved`` alternate: the
+    first row of each, then the second of each. ``transposed``: the matrices of the tensor are ``[in, rows]``.
+    """
+
+    experts: tuple[tuple[str, ...], ...]
+    transposed: bool = False
+    interleaved: bool = False
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the tensors of the experts lie one behind the other."""
+        return not self.transposed and (not self.interleaved or len(self.experts[0]) == 1)
+
+    def shape(self, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        shapes = [parameters[name].shape for name in self.experts[0]]
+        expert = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return (len(self.experts), *(expert[::-1] if self.transposed else expert))
+
+    def parts(self, expert: np.ndarray) -> list[np.ndarray]:
+        """One expert's tensors of the values that the fused tensor has of it."""
+        rows, count = expert.T if self.transposed else expert, len(self.experts[0])
+        return [rows[i::count] for i in range(count)] if self.interleaved else np.split(rows, count)
+
+    def joined(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The fused tensor of its experts' ``tensors``."""
+        found = []
+        for names in self.experts:
+            parts = [tensors[name] for name in names]
+            rows = (
+                np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:]) if self.interleaved else np.concatenate(parts)
+            )
+            found.append(rows.T if self.transposed else rows)
+        return np.ascontiguousarray(np.stack(found))
+
+
+@dataclass(frozen=True)
 class Spec:
     """All tensors of one model.
 
@@ -120,10 +162,9 @@ class Spec:
     the default recipe rotates every product's, without a statement.
     ``stream`` is the residual stream if it may be rotated, and ``value_heads`` are the folds of value heads, of
     ``block`` channels each, whose channels may be rotated. ``gated`` are the gated products with a known bound,
-    and ``key_heads`` the heads whose keys may be scaled. ``fused`` maps the name of a tensor ``[experts, rows, in]``,
-    under which a file may hold the matrices of experts, to the names of each expert's matrices, stacked along the rows.
-    ``source_readers`` are the matrices of layers that decode that
-    read an encoder's output: once for a source, and not in each step.
+    and ``key_heads`` the heads whose keys may be scaled. ``fused`` maps the name of a tensor under which a file may
+    hold the matrices of experts to what it holds. ``source_readers`` are the matrices of layers that decode that read
+    an encoder's output: once for a source, and not in each step.
     """
 
     parameters: Mapping[str, Parameter]
@@ -138,7 +179,7 @@ class Spec:
     value_heads: tuple[Fold, ...] = ()
     gated: tuple[GatedProduct, ...] = ()
     key_heads: tuple[KeyHeads, ...] = ()
-    fused: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    fused: Mapping[str, FusedExperts] = field(default_factory=dict)
     source_readers: tuple[str, ...] = ()
 
 
@@ -163,9 +204,10 @@ def bias(name: str, features: int) -> Tensors:
     return {f"{name}.bias": Parameter((features,), Role.VECTOR)}
 
 
-def router(name: str, shape: tuple[int, int]) -> Tensors:
-    """The matrix ``{name}.weight`` ``[experts, in]`` that chooses experts."""
-    return {f"{name}.weight": Parameter(shape, Role.ROUTER)}
+def router(name: str, shape: tuple[int, int], bias: bool = False) -> Tensors:
+    """The matrix ``{name}.weight`` ``[experts, in]`` that chooses experts, and its bias if any."""
+    tensors = {f"{name}.weight": Parameter(shape, Role.ROUTER)}
+    return tensors | {f"{name}.bias": Parameter(shape[:1], Role.VECTOR)} if bias else tensors
 
 
 def embedding(name: str, shape: tuple[int, int]) -> Tensors:

@@ -121,8 +121,10 @@ def attended(
         elif spec.bias is not None:
             most = spec.bias.max_distance
             scores = scores + np.asarray(spec.bias.values, np.float64)[h, np.clip(distances, -most, most) + most]
+        if spec.sinks is not None:  # one more score, whose value is zero
+            scores = np.pad(scores, ((0, 0), (0, 1)), constant_values=float(spec.sinks[h]))
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
+        weights = (weights / weights.sum(axis=1, keepdims=True))[:, : len(k)]
         out[:, h] = weights @ v[:, group]
         spread = 1 + (np.abs(q[:, h]) @ np.abs(k[:, group]).T * abs(spec.scale)).max(axis=1)
         magnitude[:, h] = spread[:, None] * (weights @ np.abs(v[:, group]))

@@ -34,6 +34,7 @@ SPECS = {
     "soft-cap, head of 256": AttentionSpec(4, 2, 256, 0.06, window=6, softcap=5.0, rope=Rope(None)),
     "linear bias": AttentionSpec(6, 6, 8, 0.35, bias=LinearBias(None)),
     "linear bias, head of 128": AttentionSpec(4, 1, 128, 0.09, bias=LinearBias(None)),
+    "sinks": AttentionSpec(4, 2, 8, 0.35, window=9, rope=Rope(None), sinks=np.linspace(-2, 3, 4, dtype=np.float32)),
     "head of 64": AttentionSpec(8, 2, 64, 0.125, rope=Rope(None)),
     "head of 80": AttentionSpec(2, 2, 80, 0.11, rope=Rope(None)),
     "head of 128": AttentionSpec(4, 1, 128, 0.09, window=7, rope=Rope(None)),
@@ -70,6 +71,10 @@ class Case:
             device_spec = dataclasses.replace(
                 device_spec, bias=RelativeBias(backend.array(values), spec.bias.max_distance)
             )
+        if spec.sinks is not None:
+            if not backend.computes_attention_sinks:
+                pytest.skip("a GPU computes no attention sinks")
+            device_spec = dataclasses.replace(device_spec, sinks=backend.vector(np.asarray(spec.sinks)))
         self.device_spec = device_spec
         self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype) for _ in range(slots)]
         self.table = scattered_table(slots, capacity)

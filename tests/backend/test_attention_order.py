@@ -96,3 +96,19 @@ def test_a_query_that_sees_nothing_gets_zeros() -> None:
 def test_a_sequence_without_queries_gets_no_outputs() -> None:
     q, k, v = random_heads(np.random.default_rng(0), 0, 5)
     assert attend(q, k, v, 1.0).shape == q.shape
+
+
+@given(SEEDS, st.integers(1, 70))
+def test_a_sink_is_a_key_whose_value_is_zero(seed: int, keys: int) -> None:
+    """A key of zeros has the score 0, which a sink of 0 stands for."""
+    q, k, v = random_heads(np.random.default_rng(seed), 3, keys)
+    padded = [np.concatenate([np.zeros_like(x[:, :1]), x], axis=1) for x in (k, v)]
+    expected = attend(q, *padded, 0.3, causal=False)
+    found = attend(q, k, v, 0.3, causal=False, sinks=np.zeros(q.shape[1], np.float32))
+    assert_close(found, expected, "attention", np.float32, np.abs(v).max())
+
+
+def test_a_sink_of_minus_infinity_changes_no_bit() -> None:
+    q, k, v = random_heads(np.random.default_rng(1), 5, 200)
+    sinks = np.full(q.shape[1], -np.inf, np.float32)
+    np.testing.assert_array_equal(attend(q, k, v, 0.3, 195, sinks=sinks), attend(q, k, v, 0.3, 195))

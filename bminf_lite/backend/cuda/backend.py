@@ -28,10 +28,11 @@ from ...cuda.kernels.gemm.plans import kinds_for, row_major_first
 from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
+from ...errors import UsageError
 from ...memory.device import MARGIN, device_arena
 from ..base import Backend
 from ..calibration import CalibrationOps
-from ..expert_values import ExpertActivation, RouterSpec
+from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ..quantization import HostWeight
 from ..sampling import MAX_LOGPROBS, SamplerState
 from ..side_products import Adapter
@@ -99,6 +100,7 @@ class CudaBackend(Backend):
     source_sizes = SOURCE_SIZES
     max_steps_in_flight = 1
     computes_shared_experts = False
+    computes_attention_sinks = False
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
         super().__init__(np.float16)
@@ -227,7 +229,12 @@ class CudaBackend(Backend):
     def mixture(  # type: ignore[override]
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
+        biases: ExpertBiases | None = None,
     ) -> ExpertLayerWeights:  # fmt: skip
+        if biases is not None:
+            raise UsageError(
+                "experts with biases, which this version computes on the CPU only: load the model with device='cpu'"
+            )
         return self.mixture_loader.load(spec, router, hidden, down, activation, correction_bias)
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:

@@ -9,13 +9,15 @@ from enum import Enum
 import numpy as np
 
 from ...backend.base import Backend
+from ...backend.communicator import shard
 from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
+from ...errors import UsageError
 from ...layers.cache import KeyValues
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights
 from ...layers.norm import rms_norm
 from .._rotary import Rotary, rotary_pairs
-from ..spec import Fold, KeyHeads, Tensors, linear, norm, weights_of
+from ..spec import Fold, KeyHeads, Parameter, Role, Tensors, linear, norm, weights_of
 from .part import LayerSource, Part, PartTensors, RelativeBiasTable, SharedValues
 
 
@@ -36,7 +38,7 @@ class AttentionPart(Part):
     stored ``[in, out]``. ``score_scale`` multiplies attention scores; None means one over the root of the head's size.
     ``softcap`` limits them. ``slopes`` has the slope of each head with ALiBi (see
     :class:`~bminf_lite.backend.values.LinearBias`), else it is empty; ``relative`` is another bias by distance.
-    ``multiplier`` multiplies the output.
+    ``multiplier`` multiplies the output. ``sinks`` names those of the heads, see :class:`.values.AttentionSpec`.
     ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys.
     """
 
@@ -62,6 +64,7 @@ class AttentionPart(Part):
     slopes: tuple[float, ...] = ()
     multiplier: float = 1.0
     relative: RelativeBiasTable | None = None
+    sinks: str | None = None
 
     @property
     def layout(self) -> KeyValues | None:
@@ -97,6 +100,8 @@ class AttentionPart(Part):
         for matrix in before:
             tensors |= matrix
         tensors |= after | self._norm_tensors(layer) | (self.relative.tensors(layer) if self.relative else {})
+        if self.sinks is not None:
+            tensors[f"{layer}.{self.sinks}"] = Parameter((self.heads,), Role.VECTOR)
         value_heads, key_heads, group = [], [], self.heads // self.kv_heads
         if len(qkv) == 3:
             value_heads.append(Fold(tuple(before[2]), weights_of(out), self.head_dim, group))
@@ -172,12 +177,25 @@ class AttentionPart(Part):
             k_norm=of_head[1] if of_head else None,
             bias=source.shared.linear_bias(self.slopes) or source.shared.relative_bias(self.relative),
             softcap=self.softcap,
+            sinks=self._sinks(source),
         ).shard(ops.communicator.tp_size)
         out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)
         qkv = ColumnParallelLinear(ops, weights, source.named(self.qkv), self.features, self.qkv_bias)
         if norms and self.qk_norm is QueryKeyNorm.WHOLE:
             return AttentionWithWholeNorms(ops, spec, qkv, out, *norms)
         return Attention(ops, spec, qkv, out)
+
+    def _sinks(self, source: LayerSource) -> Array | None:
+        """The sinks of the rank's heads. Raises ``UsageError`` on a device that does not compute them."""
+        if self.sinks is None:
+            return None
+        if not source.ops.computes_attention_sinks:
+            raise UsageError(
+                f"{source.name} has attention sinks ({self.sinks}), which this version computes on the CPU only: load "
+                "the model with device='cpu'"
+            )
+        values = np.asarray(source.weights.vector(f"{source.name}.{self.sinks}")).astype(np.float32)
+        return source.ops.vector(values[shard(self.heads, source.ops.communicator)])
 
 
 def grouped_rows(part: AttentionPart) -> np.ndarray:

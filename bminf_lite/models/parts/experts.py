@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...backend.base import Backend
-from ...backend.expert_values import ExpertActivation, RouterSpec
+from ...backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ...backend.mixture import Mixture
 from ...backend.quantization import HostWeight
 from ...backend.values import Array, ForwardBatch, LayerCache
 from ...errors import UsageError
-from ..spec import Fold, Parameter, Role, Tensors, linear, router, weights_of
+from ..spec import Fold, FusedExperts, Parameter, Role, Tensors, linear, router, weights_of
 from .feed_forward import FeedForwardPart
 from .part import LayerSource, Part, PartLayer, PartTensors
 
@@ -27,11 +27,15 @@ class ExpertsPart(Part):
     router's, if it has one, stored ``[experts]``, or ``[1, experts]`` with ``correction_bias_is_row``. ``shared`` is a
     feed-forward layer for every token, whose output is added; with a ``shared_gate``, multiplied by the sigmoid of that
     matrix ``[1, in]`` times the input.
+
+    ``activation`` may have options. ``bias``: the router and all matrices of experts have one; those of all experts are
+    ``{fused}_bias``. ``fused_transposed``: the matrices of fused tensors are ``[in, out]``, and the rows of gate and up
+    alternate. A quantized file has such tensors ``[experts, out, in]`` under ``{fused}_blocks``.
     """
 
     hidden_size: int
     inner_size: int
-    activation: str
+    activation: str | ExpertActivation
     router: RouterSpec
     router_name: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -39,43 +43,49 @@ class ExpertsPart(Part):
     up: str = "up_proj"
     down: str = "down_proj"
     fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    fused_transposed: bool = False
+    bias: bool = False
     correction_bias: str | None = None
     correction_bias_is_row: bool = False
     shared: FeedForwardPart | None = None
     shared_gate: str | None = None
 
     @property
+    def function(self) -> ExpertActivation:
+        """What stands between the two products of an expert."""
+        return ExpertActivation(self.activation) if isinstance(self.activation, str) else self.activation
+
+    @property
     def undivided(self) -> str | None:
         return "experts are not divided among ranks"
 
     def stated(self, layer: str) -> PartTensors:
-        """Factors move from the ``up`` of an expert to its ``down``.
+        """Factors move from the ``up`` of an expert to its ``down``, unless the product is limited.
 
         None move from the norm before the router: they would be the same for all experts.
         """
         chooser, experts = f"{layer}.{self.router_name}", self._expert_names(layer)
-        tensors: Tensors = router(chooser, (self.router.num_experts, self.hidden_size))
+        tensors: Tensors = router(chooser, (self.router.num_experts, self.hidden_size), self.bias)
         if self.correction_bias is not None:
             rows = (1,) if self.correction_bias_is_row else ()
             tensors[f"{layer}.{self.correction_bias}"] = Parameter((*rows, self.router.num_experts), Role.VECTOR)
         for gate, up, down in experts:
-            tensors |= linear(gate, (self.inner_size, self.hidden_size))
-            tensors |= linear(up, (self.inner_size, self.hidden_size))
-            tensors |= linear(down, (self.hidden_size, self.inner_size))
+            tensors |= linear(gate, (self.inner_size, self.hidden_size), self.bias)
+            tensors |= linear(up, (self.inner_size, self.hidden_size), self.bias)
+            tensors |= linear(down, (self.hidden_size, self.inner_size), self.bias)
         readers = (chooser, *(name for gate, up, _ in experts for name in (gate, up)))
-        inner, outer = (f"{layer}.{name}" for name in self.fused)
+        kinds, is_plain = ("weight", "bias") if self.bias else ("weight",), self.function.limit is None
         own = PartTensors(
             tensors,
             weights_of(*readers),
-            weights_of(*(down for _, _, down in experts)),
-            tuple(Fold(weights_of(up), weights_of(down)) for _, up, down in experts),
+            tuple(f"{down}.{kind}" for _, _, down in experts for kind in kinds),
+            tuple(Fold(weights_of(up), weights_of(down)) for _, up, down in experts) if is_plain else (),
             rotatable=weights_of(*(down for _, _, down in experts)),
             foldable=False,
-            fused={
-                inner: tuple(weights_of(gate, up) for gate, up, _ in experts),
-                outer: tuple(weights_of(down) for _, _, down in experts),
-            },
-            bounded=tuple((gate, up, down) for gate, up, down in (weights_of(*names) for names in experts)),
+            fused=self._fused(layer),
+            bounded=tuple((gate, up, down) for gate, up, down in (weights_of(*names) for names in experts))
+            if is_plain and not self.bias
+            else (),
         )
 
         if self.shared is None:
@@ -93,6 +103,21 @@ class ExpertsPart(Part):
             rotatable=own.rotatable + other.rotatable,
             bounded=own.bounded + other.bounded,
         )
+
+    def _fused(self, layer: str) -> dict[str, FusedExperts]:
+        """The tensors that may hold those of all experts."""
+        found, experts = {}, self._expert_names(layer)
+        matrices: tuple[list[tuple[str, ...]], ...] = [e[:2] for e in experts], [e[2:] for e in experts]
+        for name, of_experts in zip(self.fused, matrices, strict=True):
+            weights = tuple(weights_of(*names) for names in of_experts)
+            rows_alternate = self.fused_transposed and len(weights[0]) > 1
+            found[f"{layer}.{name}"] = FusedExperts(weights, self.fused_transposed, rows_alternate)
+            if self.fused_transposed:
+                found[f"{layer}.{name}_blocks"] = FusedExperts(weights, interleaved=rows_alternate)
+            if self.bias:
+                biases = tuple(tuple(f"{matrix}.bias" for matrix in names) for names in of_experts)
+                found[f"{layer}.{name}_bias"] = FusedExperts(biases, interleaved=rows_alternate)
+        return found
 
     def _expert_names(self, layer: str) -> list[tuple[str, str, str]]:
         """Gate, up and down of each expert."""
@@ -118,13 +143,28 @@ class ExpertsPart(Part):
             vector(f"{self.router_name}.weight"),
             (matrices(gate, up) for gate, up, _ in experts),
             (matrices(down) for _, _, down in experts),
-            ExpertActivation(self.activation),
+            self.function,
             None if self.correction_bias is None else vector(self.correction_bias).ravel(),
+            self._biases(source) if self.bias else None,
         )
         if self.shared is None:
             return Experts(source.ops, mixture)
         gate = None if self.shared_gate is None else source.ops.vector(vector(f"{self.shared_gate}.weight")[0])
         return ExpertsWithShared(source.ops, mixture, self.shared.build(source), gate)
+
+    def _biases(self, source: LayerSource) -> ExpertBiases:
+        """The biases of the router and the experts."""
+
+        def vector(*names: str) -> np.ndarray:
+            vectors = (np.asarray(source.weights.vector(f"{name}.bias")) for name in names)
+            return np.concatenate([values.astype(np.float32) for values in vectors])
+
+        experts = self._expert_names(source.name)
+        return ExpertBiases(
+            vector(f"{source.name}.{self.router_name}"),
+            [vector(gate, up) for gate, up, _ in experts],
+            [vector(down) for _, _, down in experts],
+        )
 
 
 @dataclass(frozen=True)

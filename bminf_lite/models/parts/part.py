@@ -22,7 +22,7 @@ from ...layers.norm import NormLayer
 from ...layers.relative_bias import load_relative_bias
 from .._config import common_divisors
 from .._rotary import Rotary
-from ..spec import Fold, GatedProduct, KeyHeads, StreamNorm, Tensors, embedding, weights_of
+from ..spec import Fold, FusedExperts, GatedProduct, KeyHeads, StreamNorm, Tensors, embedding, weights_of
 from .norms import NormPart
 
 
@@ -50,7 +50,7 @@ class PartTensors:
     rotatable: tuple[str, ...] = ()
     foldable: bool = True
     source_readers: tuple[str, ...] = ()
-    fused: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    fused: Mapping[str, FusedExperts] = field(default_factory=dict)
     bounded: tuple[tuple[str, str, str], ...] = ()
 
 
