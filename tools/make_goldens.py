@@ -229,6 +229,10 @@ LFM2_MOE: Case = {
     "num_hidden_layers": 3, "norm_eps": 1e-4, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2,
     "num_dense_layers": 1,
 }  # fmt: skip
+GPT_OSS: Case = {
+    "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 OLMOE: Case = {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}
 PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
 SHORT = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]
@@ -347,6 +351,15 @@ CASES |= {
         "one dense layer of four": LFM2_MOE
         | {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1}
         | {"routed_scaling_factor": 0.8, "num_experts_per_tok": 1},
+    },
+    "gpt_oss": {
+        "plain weights": GPT_OSS,
+        "yarn, plain attention, tied": GPT_OSS
+        | {"rope_parameters": ABSENT, "attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 4}
+        | {"max_position_embeddings": 131072},
+        "layer types, another limit": GPT_OSS
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_hidden_layers": 3}
+        | {"swiglu_limit": 0.8, "swiglu_alpha": 1.1, "num_experts_per_tok": 1, "sliding_window": 3},
     },
     "olmoe": {
         "plain weights": OLMOE,
@@ -587,7 +600,7 @@ def values_of(config: Case, name: str, weights: Mapping[str, np.ndarray]) -> np.
         name = re.sub(f"^{pattern}$", replacement, name)
     if name not in spec.fused:
         return weights[name]
-    return np.stack([np.concatenate([weights[matrix] for matrix in expert]) for expert in spec.fused[name]])
+    return spec.fused[name].joined(weights)
 
 
 def tensors_of(config: Case, model: PreTrainedModel) -> dict[str, np.ndarray]:
@@ -599,9 +612,10 @@ def tensors_of(config: Case, model: PreTrainedModel) -> dict[str, np.ndarray]:
     for name, values in found.items():
         for pattern, replacement in spec.aliases:
             name = re.sub(f"^{pattern}$", replacement, name)
-        for names, expert in zip(spec.fused.get(name, ()), values, strict=False):
-            split |= dict(zip(names, np.split(expert, len(names)), strict=True))
-        if name not in spec.fused:
+        fused = spec.fused.get(name)
+        for names, expert in zip(fused.experts if fused else (), values, strict=False):
+            split |= dict(zip(names, fused.parts(expert), strict=True))
+        if fused is None:
             split[name] = values
     return split
 

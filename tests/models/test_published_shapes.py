@@ -61,6 +61,8 @@ PARAMETERS = {
     "ernie-4.5-21b-a3b": 21.83e9,
     "minimax-m2": 228.69e9,
     "lfm2-8b-a1b": 8.340e9,
+    "gpt-oss-20b": 20.91e9,
+    "gpt-oss-120b": 116.83e9,
 }
 """Counted from the shapes. The first ten papers say 2.6, 11, 2.8, 2.8, 0.97, 0.3, 7, 1.24, 8 and 70 billion."""
 

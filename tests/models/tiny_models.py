@@ -39,10 +39,13 @@ STATES = ("lfm2",)
 """Families with layers that keep a state."""
 MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
+    "gpt_oss",
 )  # fmt: skip
 """Families with experts."""
 SHARED = ("qwen2_moe", "glm4_moe", "ernie4_5_moe")
 """Of these the families with experts beside a layer for every token, which run on the CPU alone."""
+SINKS = ("gpt_oss",)
+"""The families with attention sinks and experts with biases, which run on the CPU alone."""
 EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES)
 
 EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "shared", "word_embeds", "word_embeddings",
@@ -205,6 +208,8 @@ def skip_what_no_gpu_computes(family: str, weights: RandomWeights) -> None:
         pytest.skip("a GPU computes experts in w8a8")
     if family in SHARED:
         pytest.skip("a GPU computes no experts beside a shared layer")
+    if family in SINKS:
+        pytest.skip("a GPU computes no attention sinks")
 
 
 def mixers(config: Any) -> list[Any]:

@@ -207,7 +207,7 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     has_own_size = family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "lfm2_moe")
     size = "moe_intermediate_size" if has_own_size else "intermediate_size"
     names = {"glm4_moe": "n_routed_experts", "ernie4_5_moe": "moe_num_experts"}
-    names |= dict.fromkeys(("mixtral", "granitemoe", "minimax_m2"), "num_local_experts")
+    names |= dict.fromkeys(("mixtral", "granitemoe", "minimax_m2", "gpt_oss"), "num_local_experts")
     own = {
         names.get(family, "num_experts"): count,
         "moe_k" if family == "ernie4_5_moe" else "num_experts_per_tok": draw.up_to(count + 1),
@@ -225,6 +225,12 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
             "use_bias": draw.flag(), "moe_num_shared_experts": draw.up_to(3, 0), "moe_layer_interval": draw.up_to(3),
             "moe_layer_start_index": draw.up_to(layers, 0), "moe_layer_end_index": draw.up_to(layers, -1),
             "moe_norm_min": draw.one_of(1e-12, 0.5),
+        }  # fmt: skip
+    if family == "gpt_oss":
+        return own | {
+            "head_dim": 2 * draw.up_to(12, 2), "sliding_window": draw.up_to(40), "attention_bias": draw.flag(),
+            "layer_types": draw.one_of(None, draw.layer_types(layers)), "swiglu_limit": draw.one_of(0.5, 7.0),
+            "swiglu_alpha": draw.one_of(1.0, 1.702),
         }  # fmt: skip
     if family == "minimax_m2":
         head_dim = 4 * draw.up_to(8, 2)
@@ -273,6 +279,7 @@ OWN = {
     "gemma2": gemma2, "gemma3_text": gemma3_text, "bloom": bloom,
     "mixtral": experts, "qwen3_moe": experts, "olmoe": experts, "qwen2_moe": experts, "glm4_moe": experts,
     "granitemoe": experts, "ernie4_5_moe": experts, "minimax_m2": experts, "lfm2_moe": experts,
+    "gpt_oss": experts,
     "lfm2": lfm2,
 }  # fmt: skip
 """What each family adds to the common keys."""
