@@ -26,7 +26,7 @@ from .engine.network import DraftNetwork, Network
 from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
-from .engine.speculative import SpeculativeConfig
+from .engine.speculative import AUTO, SpeculativeConfig
 from .errors import UsageError, is_whole, require_bool, require_whole
 from .generation_config import not_obeyed_text
 from .grammar import Grammar, Structure, only_structure
@@ -36,6 +36,8 @@ from .layers.finite_check import with_finite_checks
 from .memory.planner import MemoryRequirements
 from .placement import (
     checkpoint_requirements,
+    chosen_drafts,
+    draft_cost,
     is_int8_cache,
     make_engine_config,
     plan_placement,
@@ -76,7 +78,7 @@ def load(
     prefix_cache: bool = True,
     max_queue: int = EngineConfig.max_queue,
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
-    speculative: str | Mapping[str, Any] | SpeculativeConfig | None = None,
+    speculative: str | Mapping[str, Any] | SpeculativeConfig | None = AUTO,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
@@ -97,10 +99,11 @@ def load(
       prompt takes several steps. With more, prompts are a few percent faster, and a request waits longer for the step
       before it; see docs/scheduling.md.
     - ``speculative``: where guesses of a request's next tokens come from, which a step checks all at once: ``"ngram"``,
-      a mapping with the fields of :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as ``{"model":
-      "path", "num_speculative_tokens": 4}`` for a draft model, or an instance; None or ``"none"`` for no guesses. A
-      token is the one that the request gets without them (docs/guides/speculative.md). A draft model takes memory of
-      its own, and a context is at most as long as its own.
+      ``"suffix"``, a mapping with the fields of :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as
+      ``{"model": "path", "num_speculative_tokens": 4}`` for a draft model, or an instance; None or ``"none"`` for no
+      guesses. ``"auto"`` takes n-grams on a GPU for w8a8 models, whose results have the same bits with them, and else
+      none (docs/guides/speculative.md). A draft model takes memory of its own, and a context is at most as long as its
+      own.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
@@ -111,10 +114,9 @@ def load(
     require_bool("check", check)
     require_bool("prefix_cache", prefix_cache)
     int8 = is_int8_cache(kv_cache)
-    drafts = SpeculativeConfig.from_value(speculative)
-    num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
+    given = None if speculative == AUTO else SpeculativeConfig.from_value(speculative)
     backend.check_device(device, memory_limit)
-    with open_model(path) as opened, _open_draft_model(drafts) as draft:
+    with open_model(path) as opened, _open_draft_model(given) as draft:
         checkpoint, config = opened.checkpoint, opened.config
         if draft is not None:
             require_same_tokens(config, draft.config, draft.path)
@@ -122,6 +124,8 @@ def load(
             warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
         ops = backend.create(device, memory_limit)
         try:
+            drafts = chosen_drafts(speculative, opened.spec, opened.weights().scheme_of, ops.has_one_order)
+            num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
             layout = config.cache_layout if draft is None else config.cache_layout.beside(draft.config.cache_layout)
             cache_layout = layout.with_int8(int8)
             KVCache.for_sequences(ops, cache_layout, 1, 1).close()  # raises now if the backend cannot have such a cache
@@ -140,7 +144,8 @@ def load(
             if draft is not None:
                 ops.placement = Placement()  # no layer of it is streamed
                 second = cast(DraftNetwork, draft.architecture.Model(draft.config, draft.weights(), ops))
-                network = DraftedNetwork(network, config.num_layers, second)
+                cost = draft_cost(checkpoint_requirements(opened), checkpoint_requirements(draft))
+                network = DraftedNetwork(network, config.num_layers, second, cost)
         except BaseException:
             ops.close()
             raise

@@ -24,7 +24,7 @@ from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
 from .cuda.kernels.arrays import HEAD_PAD
 from .engine.config import EngineConfig
-from .engine.speculative import SpeculativeConfig
+from .engine.speculative import AUTO, NGRAM, SpeculativeConfig
 from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
 from .layers.cache import CacheLayout, Layout
@@ -70,24 +70,43 @@ class MetaWeights:
         return np.broadcast_to(np.float32(0), self.spec.parameters[name].shape)
 
 
+def chosen_drafts(speculative: Any, spec: Spec, scheme_of: SchemeOf, has_one_order: bool) -> SpeculativeConfig | None:
+    """How a model drafts; ``speculative`` is that of ``load``.
+
+    ``"auto"`` stands for n-grams where a step with drafts gives the bits of steps without them: on a device that
+    ``has_one_order``, for a decoder whose layers are w8a8 and whose head is w8a8 or float (docs/numerics.md), and which
+    has no experts: each draft would read its own. Else it stands for no drafts. Raises ``UsageError``.
+    """
+    if not isinstance(speculative, str) or speculative != AUTO:
+        return SpeculativeConfig.from_value(speculative)
+    allowed = {Role.LINEAR: {Scheme.W8A8}, Role.HEAD: {Scheme.W8A8, Scheme.FLOAT}}
+    is_exact = all(
+        scheme_of(name) in allowed[parameter.role]
+        for name, parameter in spec.parameters.items()
+        if parameter.role in allowed
+    )
+    has_experts = any(parameter.role is Role.ROUTER for parameter in spec.parameters.values())
+    return NGRAM if has_one_order and is_exact and not has_experts and not spec.source_readers else None
+
+
 def requirements_of(
-    path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16",
-    speculative: SpeculativeConfig | None = None,
-) -> MemoryRequirements:  # fmt: skip
-    """The memory that a model needs, with its draft model if it has one.
+    path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16", speculative: Any = None
+) -> MemoryRequirements:
+    """The memory that a model needs, with its draft model if ``speculative``, that of ``load`` on a GPU, has one.
 
     A path is that of a checkpoint's folder, or of its ``config.json`` alone. With a ``recipe``, the model is taken as
     if it were migrated by this recipe. Without one, a checkpoint is taken as it is stored and a configuration as
     ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
     """
-    num_draft_tokens = 0 if speculative is None else speculative.num_draft_tokens
     with ExitStack() as opened:
         model, scheme_of = _described(path, recipe, opened)
+        drafts = chosen_drafts(speculative, model.spec, scheme_of, has_one_order=True)
+        num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
         own = requirements(model, scheme_of, kv_cache, num_draft_tokens)
-        if speculative is None or speculative.model is None:
+        if drafts is None or drafts.model is None:
             return own
-        draft, draft_scheme_of = _described(speculative.model, None, opened)
-        require_same_tokens(model.config, draft.config, speculative.model)
+        draft, draft_scheme_of = _described(drafts.model, None, opened)
+        require_same_tokens(model.config, draft.config, drafts.model)
         other = requirements(draft, draft_scheme_of, kv_cache, num_draft_tokens)
         layout = model.config.cache_layout.beside(draft.config.cache_layout).with_int8(is_int8_cache(kv_cache))
         return with_draft_model(own, other, model.config, layout.with_drafts(num_draft_tokens))
@@ -126,7 +145,7 @@ def plan(
     gpu_memory: int | str | None = None,
     link: float | None = None,
     bandwidth: float | None = None,
-    speculative: str | Mapping[str, Any] | SpeculativeConfig | None = None,
+    speculative: str | Mapping[str, Any] | SpeculativeConfig | None = AUTO,
 ) -> MemoryPlan:
     """Plan which weights a GPU holds, which are streamed to it, and how fast that is; nothing is loaded.
 
@@ -139,7 +158,7 @@ def plan(
     """
     require_whole("context", 1 if context is None else context)
     require_whole("batch", batch)
-    requirements = requirements_of(path, recipe, kv_cache, SpeculativeConfig.from_value(speculative))
+    requirements = requirements_of(path, recipe, kv_cache, speculative)
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory)
     return plan_memory(requirements, machine_of(memory_limit, gpu_bytes, link, bandwidth), context, batch)
 
@@ -150,6 +169,11 @@ def checkpoint_requirements(
     """The memory that the model of an open checkpoint needs, as it is stored or as if it were migrated."""
     scheme_of = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
     return requirements(model.description, scheme_of, kv_cache, num_draft_tokens)
+
+
+def draft_cost(model: MemoryRequirements, draft: MemoryRequirements) -> float:
+    """The time of a step of a draft model relative to one of the model, as the bytes of the weights that they read."""
+    return draft.decode.matrix_bytes / model.decode.matrix_bytes
 
 
 def with_draft_model(

@@ -18,6 +18,8 @@ from ..api import Model
 from ..errors import UsageError
 
 PERCENTILES = (50, 99)
+DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")
+"""What a result has of :class:`~bminf_lite.engine.core.EngineStats`."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,16 @@ class ServingResult:
     ``seconds`` is the time from the first request to the last token. ``first_token`` has the time from the arrival of
     each request to its first token. ``between_tokens`` has the times between two tokens of a request: each of them
     online, and offline the mean of each request, because a caller that waits for whole results sees no single tokens.
+    In ``drafts`` checks ``accepted_tokens`` of ``draft_tokens`` were accepted.
     """
 
     load: Load
     seconds: float
     first_token: np.ndarray
     between_tokens: np.ndarray
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def output_rate(self) -> float:
@@ -71,7 +77,7 @@ class ServingResult:
             for percentile in PERCENTILES:
                 value = 1e3 * float(np.percentile(values, percentile)) if len(values) else None
                 found[f"{name}_p{percentile}_ms"] = value
-        return found
+        return found | {name: getattr(self, name) for name in DRAFTS}
 
     def markdown(self) -> str:
         """A table of the numbers."""
@@ -84,6 +90,9 @@ class ServingResult:
         for name, text in (("first_token", "time to first token"), ("between_tokens", "time between tokens")):
             if row[f"{name}_p50_ms"] is not None:
                 lines.append((text, f"median {row[f'{name}_p50_ms']:,.1f} ms, p99 {row[f'{name}_p99_ms']:,.1f} ms"))
+        if self.drafts:
+            text = f"{self.accepted_tokens:,} of {self.draft_tokens:,} accepted"
+            lines.append(("drafts", f"{text}, {1 + self.accepted_tokens / self.drafts:.2f} tokens a check"))
         return "\n".join([f"| {self.load} | |", "|---|---|", *(f"| {label} | {value} |" for label, value in lines)])
 
 
@@ -92,8 +101,10 @@ def run_load(model: Model, load: Load) -> ServingResult:
 
     Raises ``UsageError`` for a load that the model cannot take.
     """
-    prompts = random_prompts(model, load)
-    return _offline(model, load, prompts) if load.rate is None else asyncio.run(_online(model, load, prompts))
+    prompts, before = random_prompts(model, load), model.stats()
+    result = _offline(model, load, prompts) if load.rate is None else asyncio.run(_online(model, load, prompts))
+    after = model.stats()
+    return replace(result, **{name: getattr(after, name) - getattr(before, name) for name in DRAFTS})
 
 
 def warm_up(model: Model, load: Load) -> None:

@@ -92,15 +92,23 @@ context_option = click.option(
 )
 
 
-def _speculative(context: click.Context, param: click.Parameter, value: str | None) -> SpeculativeConfig | None:
+def parse_speculative(context: click.Context, param: click.Parameter, value: str | None) -> SpeculativeConfig | None:
+    """The value of ``--speculative``; ``UsageError`` for a bad one, before a model is loaded."""
     from ..engine.speculative import SpeculativeConfig
 
     return SpeculativeConfig.from_value(value)
 
 
+def _parse_speculative_or_auto(
+    context: click.Context, param: click.Parameter, value: str
+) -> SpeculativeConfig | str | None:
+    return value if value == "auto" else parse_speculative(context, param, value)
+
+
 speculative_option = click.option(
-    "--speculative", metavar="METHOD|JSON", callback=_speculative,
-    help="Check guesses of the next tokens: ngram, none, or options as JSON. Results stay the same.",
+    "--speculative", metavar="METHOD|JSON", default="auto", show_default=True, callback=_parse_speculative_or_auto,
+    help="Check guesses of the next tokens: ngram, suffix, none, or options as JSON. auto takes ngram where results "
+    "have the same bits with it.",
 )  # fmt: skip
 
 

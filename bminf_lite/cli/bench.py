@@ -20,7 +20,7 @@ from ._options import (
     device_option,
     kv_cache_option,
     memory_limit_option,
-    speculative_option,
+    parse_speculative,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
 @device_option
 @memory_limit_option
 @kv_cache_option
-@speculative_option
+@click.option(
+    "--speculative", metavar="METHOD|JSON", callback=parse_speculative,
+    help="With --offline or --online: check guesses of the next tokens. [none]",
+)  # fmt: skip
 def bench(
     model: Path | None,
     shape: str | None,

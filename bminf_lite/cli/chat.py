@@ -47,7 +47,7 @@ def chat(
     memory_limit: int | None,
     kv_cache: str,
     context: int | None,
-    speculative: SpeculativeConfig | None,
+    speculative: SpeculativeConfig | str | None,
     stop: tuple[str, ...],
     system: str | None,
     **sampling: float | None,

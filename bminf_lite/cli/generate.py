@@ -77,7 +77,7 @@ def generate(
     ignore_eos: bool,
     max_batch: int,
     context: int | None,
-    speculative: SpeculativeConfig | None,
+    speculative: SpeculativeConfig | str | None,
     stop: tuple[str, ...],
     **sampling: float | None,
 ) -> None:
@@ -212,6 +212,10 @@ def stats_text(results: Sequence[Result], seconds: float, limit: int, context: i
         new = sum(r.timings.new_tokens for r in results)
         speed = new / seconds
         lines.append(f"total {len(results)} prompts, {new} new tokens in {seconds:.3f} s ({speed:.1f} tokens/s)")
+    if checks := sum(r.drafts for r in results):
+        drafted, accepted = sum(r.draft_tokens for r in results), sum(r.accepted_tokens for r in results)
+        mean = 1 + accepted / checks
+        lines.append(f"drafts {accepted} of {drafted} accepted in {checks} checks ({mean:.2f} tokens a check)")
     return "\n".join(lines)
 
 

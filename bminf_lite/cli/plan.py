@@ -57,7 +57,7 @@ def plan(
     gpu_memory: int | None,
     link: float | None,
     bandwidth: float | None,
-    speculative: SpeculativeConfig | None,
+    speculative: SpeculativeConfig | str | None,
     as_json: bool,
 ) -> None:
     """Plan where a model's layers are stored.

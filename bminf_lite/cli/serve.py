@@ -70,7 +70,7 @@ def serve(
     max_batch: int | None,
     max_queue: int,
     max_num_batched_tokens: int,
-    speculative: SpeculativeConfig | None,
+    speculative: SpeculativeConfig | str | None,
     limit: tuple[str, ...],
     http_workers: int | None,
     request_log: str | None,

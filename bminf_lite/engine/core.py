@@ -78,7 +78,9 @@ class EngineStats:
 
     Blocks are those of the group of layers with tokens that has the fewest available: ``blocks_used`` are held by
     requests, ``blocks_cached`` are held by none and may be reused, ``blocks_free`` are the rest. ``cached_tokens`` of
-    ``prompt_tokens`` came from the cache, and ``accepted_tokens`` of ``draft_tokens`` were accepted.
+    ``prompt_tokens`` came from the cache. In ``drafts`` checks of a request ``draft_tokens`` were checked and
+    ``accepted_tokens`` accepted; ``accepted_per_position`` has the checks that accepted the first draft, the second,
+    and so on.
     """
 
     waiting: int
@@ -90,8 +92,15 @@ class EngineStats:
     preemptions: int
     prompt_tokens: int
     cached_tokens: int
+    drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def tokens_per_check(self) -> float:
+        """Tokens that a check of a request brought in the mean, the one behind its accepted drafts included."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
 
 class Engine:
@@ -205,8 +214,10 @@ class Engine:
             preemptions=scheduler.num_preemptions if scheduler else 0,
             prompt_tokens=scheduler.num_prompt_tokens if scheduler else 0,
             cached_tokens=scheduler.num_cached_tokens if scheduler else 0,
+            drafts=scheduler.num_drafts if scheduler else 0,
             draft_tokens=scheduler.num_draft_tokens if scheduler else 0,
             accepted_tokens=scheduler.num_accepted_tokens if scheduler else 0,
+            accepted_per_position=tuple(scheduler.num_accepted_per_position) if scheduler else (),
         )
 
     def after_steps(self, function: Callable[[], None]) -> None:

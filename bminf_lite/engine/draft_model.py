@@ -21,12 +21,16 @@ from .request import Request
 
 
 class DraftedNetwork:
-    """A model with ``num_layers`` layers, and a draft model that reads the same tokens."""
+    """A model with ``num_layers`` layers, and a draft model that reads the same tokens.
 
-    def __init__(self, network: Network, num_layers: int, draft: DraftNetwork):
+    A step of the draft model takes ``draft_cost`` of the time of a step of the model.
+    """
+
+    def __init__(self, network: Network, num_layers: int, draft: DraftNetwork, draft_cost: float = 0.0):
         self.ops = network.ops
         self.network = network
         self.draft = draft
+        self.draft_cost = draft_cost
         self._own, self._others = slice(num_layers), slice(num_layers, None)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
@@ -63,8 +67,9 @@ class ModelDrafter(Drafter):
 
     needs_newest_token = True
 
-    def __init__(self, guess: Guesses) -> None:
+    def __init__(self, guess: Guesses, draft_cost: float) -> None:
         self._guess = guess
+        self.draft_cost = draft_cost
         self._drafts: dict[Request, list[int]] = {}
 
     def prepare(self, counts: Mapping[Request, int]) -> None:

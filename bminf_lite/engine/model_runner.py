@@ -18,6 +18,7 @@ from .network import Network
 from .request import Request
 from .step import Step, StepResult
 from .step_builder import StepBuilder
+from .suffix_drafts import SuffixDrafter
 
 T = TypeVar("T")
 
@@ -126,9 +127,13 @@ class ModelRunner:
         return launched
 
     def drafter(self) -> Drafter:
-        """The draft model if there is one, else n-grams."""
-        is_drafted = isinstance(self.executors[0].network, DraftedNetwork)
-        return ModelDrafter(self.guess) if is_drafted else NgramDrafter(self.config.speculative.ngram_sizes)
+        """What makes the drafts that ``speculative`` of the configuration describes."""
+        network, options = self.executors[0].network, self.config.speculative
+        if isinstance(network, DraftedNetwork):
+            return ModelDrafter(self.guess, network.draft_cost)
+        if options.method == "suffix":
+            return SuffixDrafter(options.suffixes)
+        return NgramDrafter(options.ngram_sizes)
 
     def guess(self, requests: Sequence[Request], count: int) -> np.ndarray:
         """What the draft model expects behind the newest tokens of requests: int32 ``[B, count]``."""

@@ -50,7 +50,8 @@ class Result:
     ``logprobs`` has the log-probability of each token if the parameters say so, and ``top_logprobs`` for each token the
     most likely tokens at its place, as pairs of a token id and its log-probability, if the parameters ask for any.
     ``prompt_logprobs`` has None for the first token of the prompt and then each token's log-probability, if the call
-    asks for them. ``cached_tokens`` of the prompt came from the cache of earlier requests.
+    asks for them. ``cached_tokens`` of the prompt came from the cache of earlier requests. In ``drafts`` checks
+    ``accepted_tokens`` of ``draft_tokens`` were accepted; a check also brings the token behind them.
     """
 
     text: str
@@ -62,6 +63,9 @@ class Result:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[float | None] | None = None
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -82,6 +86,9 @@ class Result:
                 "decode_tokens_per_second": self.timings.decode_tokens_per_second,
             },
         }
+        if self.drafts:
+            names = ("drafts", "draft_tokens", "accepted_tokens")
+            result["speculative"] = {name: getattr(self, name) for name in names}
         if self.logprobs is not None:
             result["logprobs"] = self.logprobs
         if self.top_logprobs is not None:
@@ -140,4 +147,7 @@ def make_result(update: Update, text: str) -> Result:
         request.top_logprobs[:count] if request.params.logprobs else None,
         request.num_cached_tokens,
         list(request.prompt_token_logprobs) if request.prompt_logprobs else None,
+        request.num_drafts,
+        request.num_draft_tokens,
+        request.num_accepted_tokens,
     )

@@ -43,10 +43,10 @@ class Request:
 
     ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
     chosen by launched steps that the host has not fetched, each at least one token; a step that checks
-    ``draft_tokens`` may bring as many more. ``num_computed_tokens`` are in the cache, or a launched step
-    puts them there; ``num_cached_tokens`` were there when the request started. ``max_length`` bounds the tokens of
-    prompt and completion together. ``output_tokens`` and ``logprobs`` are arrays, because the garbage collector visits
-    each item of a list.
+    ``draft_tokens`` may bring as many more. In ``num_drafts`` checks of ``num_draft_tokens`` drafts
+    ``num_accepted_tokens`` were accepted. ``num_computed_tokens`` are in the cache, or a launched step puts them there;
+    ``num_cached_tokens`` were there when the request started. ``max_length`` bounds the tokens of prompt and completion
+    together. ``output_tokens`` and ``logprobs`` are arrays, because the garbage collector visits each item of a list.
     """
 
     index: int
@@ -81,6 +81,9 @@ class Request:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     draft_tokens: Sequence[int] = ()
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     arrival_time: float = field(default_factory=time.perf_counter)

@@ -8,20 +8,21 @@ preempted least often, and of these the youngest.
 
 A :class:`.Drafter` may guess tokens that follow a request's newest one. A step that computes no prompt checks them: it
 samples behind each. :meth:`Scheduler.postprocess` accepts those that equal the choices, and :meth:`Scheduler.commit`
-advances the request.
+advances the request. :class:`.DraftControl` decides how many are worth their time.
 
 The host may be ahead of the device: a request's newest token is pending until the step that chooses it is fetched, and
-the next step is planned without knowing it. How many tokens a step with drafts brings is not known either, so its
-requests take part in no step before it is fetched. Blocks are taken before a step is launched, so no step runs out of
-them. A block that is given back may still be written by a launched step. This is harmless: the device runs steps in
-order, and a block's next holder writes it in a later step.
+the next step is planned without knowing it. How many tokens a step with drafts brings is not known either, so no step
+is planned before it is fetched: its requests would miss the next one. Blocks are taken before a step is launched, so no
+step runs out of them. A block that is given back may still be written by a launched step. This is harmless: the device
+runs steps in order, and a block's next holder writes it in a later step.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -32,6 +33,7 @@ from ..backend.sampling import Choice, TokenScores, num_accepted
 from ..errors import BminfError, UsageError
 from .block_manager import BlockManager, Prefix, UnderWay
 from .config import EngineConfig
+from .draft_control import DraftControl
 from .drafts import Drafter
 from .request import Request
 from .step import ScheduledTokens, Step, StepResult
@@ -76,6 +78,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager, rows: Rows, drafter: Drafter | None = None):
         self.config = config
         self.drafter = drafter
+        self.control = DraftControl(drafter.draft_cost if drafter else 0.0, config.speculative.adaptive)
         self.blocks = blocks
         self.rows = rows
         self.waiting: list[Request] = []
@@ -83,8 +86,10 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
+        self.num_accepted_per_position = [0] * config.num_draft_tokens
         self._launched: Sequence[Request] = ()
         self._encoded: Sequence[Request] = ()
         self._with_deadline: dict[Request, float] = {}
@@ -131,17 +136,21 @@ class Scheduler:
     # -- planning a step ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        """The next step, whose blocks are taken; None if there is nothing to compute. The caller must launch it."""
+        """The next step, whose blocks are taken; None if there is nothing to compute, or drafts are being checked.
+
+        The caller must launch it.
+        """
         self._enter_launched()
+        if self.drafter is not None and any(r.draft_tokens for r in self.running):
+            return None
         preemptions = self.num_preemptions
         plan: dict[Request, int] = {}
         prompts = []
+        may_draft = self._may_draft()
         for request in list(self.running):
             count = request.num_uncomputed_tokens
-            if request.draft_tokens:
-                continue  # they are being checked
             if count == 1 and request.row > 0:
-                if not self._waits_to_draft(request):
+                if not (may_draft and self._waits_to_draft(request)):
                     self._plan(request, 1, plan)
             elif count > 1:
                 prompts.append(request)
@@ -160,7 +169,8 @@ class Scheduler:
             self._admit(plan, budget, sources, copies)
         if not plan:
             return None
-        drafts = self._draft(plan) if self.drafter is not None else {}
+        drafts = self._draft(plan) if may_draft else {}
+        self.control.on_step()
         if self.blocks.has_snapshots:
             self._take_snapshots(plan, copies)
         return self._step(plan, drafts, sources, copies)
@@ -196,25 +206,49 @@ class Scheduler:
 
     # -- drafts -------------------------------------------------------------------------------------------------------
 
+    def _may_draft(self) -> bool:
+        """Whether the next step may check drafts, as far as that is known before it is planned."""
+        if self.drafter is None or not self.control.can_check:
+            return False
+        if not self.drafter.needs_newest_token:
+            return True
+        decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
+        return self.control.pays(self._wanted(decoding, len(decoding)), len(decoding))
+
+    def _wanted(self, requests: Iterable[Request], num_sequences: int) -> dict[Request, int]:
+        """The drafts that some of ``num_sequences`` requests of a step may have, without those that get none."""
+        found = {}
+        for request in requests:
+            most = min(self.config.num_draft_tokens, request.max_length - request.num_tokens - 1)
+            if most > 0 and (count := self.control.num_drafts(request, most, num_sequences)) > 0:
+                found[request] = count
+        return found
+
     def _draft(self, plan: dict[Request, int]) -> dict[Request, Sequence[int]]:
         """Drafts for the requests of a planned step, with room in the cache; none for a step that computes prompts.
 
         A step has at most ``max_num_draft_rows`` rows with them, and no request is preempted for one.
         """
         assert self.drafter is not None
-        found: dict[Request, Sequence[int]] = {}
-        rows = min(self.config.max_num_draft_rows, self.config.max_num_batched_tokens) - len(plan)
         if any(count > 1 for count in plan.values()):
-            return found
-        counts = {r: min(self.config.num_draft_tokens, r.max_length - r.num_tokens - 1) for r in plan}
+            return {}
+        rows = min(self.config.max_num_draft_rows, self.config.max_num_batched_tokens) - len(plan)
+        counts = self._wanted(plan, len(plan))
+        for request in plan.keys() - counts.keys():
+            self.control.skip(request)
         self.drafter.prepare(self._with_room(counts, rows) if self.drafter.needs_newest_token else {})
+        found: dict[Request, Sequence[int]] = {}
         for request, count in counts.items():
             most = min(count, rows)
             drafts = self._propose(request, most) if most > 0 else ()
-            if drafts and self._has_room_for_drafts(request, len(drafts)):
+            if drafts:
                 found[request] = drafts
                 rows -= len(drafts)
-                self.num_draft_tokens += len(drafts)
+        if not self.control.pays({request: len(drafts) for request, drafts in found.items()}, len(plan)):
+            return {}
+        found = {r: drafts for r, drafts in found.items() if self._has_room_for_drafts(r, len(drafts))}
+        self.num_drafts += len(found)
+        self.num_draft_tokens += sum(map(len, found.values()))
         return found
 
     def _with_room(self, counts: dict[Request, int], rows: int) -> dict[Request, int]:
@@ -242,7 +276,8 @@ class Scheduler:
 
     def _waits_to_draft(self, request: Request) -> bool:
         """Whether a request waits for its pending token: a drafter needs it, or a grammar, to check drafts."""
-        if self.drafter is None or not request.num_pending_tokens:
+        assert self.drafter is not None
+        if not request.num_pending_tokens:
             return False
         if self.drafter.needs_newest_token:
             return True
@@ -261,6 +296,11 @@ class Scheduler:
     def commit(self, request: Request, num_accepted_tokens: int) -> None:
         """Keep what a step has computed of the accepted drafts of a request, and forget the others."""
         self.num_accepted_tokens += num_accepted_tokens
+        for position in range(num_accepted_tokens):
+            self.num_accepted_per_position[position] += 1
+        request.num_drafts += 1
+        request.num_draft_tokens += len(request.draft_tokens)
+        request.num_accepted_tokens += num_accepted_tokens
         request.draft_tokens = ()
         if request.row > 0:  # it was not preempted
             request.num_computed_tokens += num_accepted_tokens
@@ -268,6 +308,7 @@ class Scheduler:
     def _forget_drafts(self, request: Request) -> None:
         if self.drafter is not None:
             self.drafter.forget(request)
+            self.control.forget(request)
 
     # -- blocks and admission -----------------------------------------------------------------------------------------
 
@@ -402,7 +443,7 @@ class Scheduler:
         tokens, logprobs = choice.tokens.tolist(), choice.logprobs.tolist()
         scores = _scores(result)
         prompt_top = None if result.prompt_top is None else Choice.unpack(result.prompt_top)
-        place = 0
+        place, checks = 0, []
         while place < len(step.decoding):
             request, first, last = step.decoding[place], place, place
             place += 1
@@ -411,6 +452,7 @@ class Scheduler:
             if place > first + 1:
                 accepted = num_accepted(tokens[first:place], step.drafts[first + 1 : place])
                 last += accepted
+                checks.append((request, place - first - 1, accepted))
                 self.commit(request, accepted)
             request.num_pending_tokens -= 1
             if request.finish_reason is None:
@@ -418,6 +460,10 @@ class Scheduler:
             for row in range(first, last + 1):
                 if request.finish_reason is None:
                     self._record(request, choice, row, tokens[row], logprobs[row])
+        if checks:
+            self.control.on_check(checks, step.offsets.count(0) + len(step.others))
+            if text := self.control.take_warning():
+                warnings.warn(text, UserWarning, stacklevel=1)
         for part in step.others:
             request = part.request
             if request.prompt_logprobs:

@@ -214,7 +214,30 @@ class _Scrape(Collector):
             ("vllm:prompt_tokens", "Number of prefill tokens processed.", stats.prompt_tokens),
         ):
             yield _counter(name, documentation, labels, value)
+        if stats.accepted_per_position:
+            yield from _drafts(stats, labels)
         yield from self.observations.families(self.values, labels)
+
+
+def _drafts(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
+    """The counters of an engine that may draft. Names and help texts are those of vLLM's ``v1/spec_decode/metrics.py``.
+
+    ``accepted_tokens / drafts + 1`` is the mean number of tokens of a check.
+    """
+    for name, documentation, value in (
+        ("vllm:spec_decode_num_drafts", "Number of spec decoding drafts.", stats.drafts),
+        ("vllm:spec_decode_num_draft_tokens", "Number of draft tokens.", stats.draft_tokens),
+        ("vllm:spec_decode_num_accepted_tokens", "Number of accepted tokens.", stats.accepted_tokens),
+    ):
+        yield _counter(name, documentation, labels, value)
+    family = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted tokens per draft position.",
+        labels=[*labels, "position"],
+    )
+    for position, count in enumerate(stats.accepted_per_position):
+        family.add_metric([*labels.values(), str(position)], count)
+    yield family
 
 
 def _counter(name: str, documentation: str, labels: dict[str, str], value: float) -> Metric:

@@ -22,6 +22,7 @@ from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.scheduler import Scheduler
+from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.engine.step import ScheduledTokens, Step, StepResult
 from bminf_lite.layers.cache import CacheLayout, KeyValues, State
 
@@ -265,6 +266,7 @@ def make_config(
 ) -> EngineConfig:
     """A small cache; ``windows`` has an entry for each group: None, a window, or ``STATE`` with ``slots`` slots."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_num_mixed_tokens": 6, "max_logit_rows": 5}
+    defaults |= {"speculative": SpeculativeConfig("ngram", adaptive=False)}
     state = State((StateArray("tokens", (1,)),))
     layers = tuple(state if window == STATE else KeyValues(1, 1, window=window) for window in windows)
     counts = tuple(slots or blocks if window == STATE else blocks for window in windows)

@@ -19,6 +19,7 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.grammar import Grammar
 
 CONFIG = {
@@ -146,7 +147,8 @@ def test_with_drafts(arena, drafter, num_blocks, monkeypatch):
     if drafter == "knowing":
         expected = {task.index: arena.expected[task].output_token_ids for task in arena.tasks}
         monkeypatch.setattr("bminf_lite.engine.model_runner.NgramDrafter", lambda sizes: KnowingDrafter(expected))
-    limits = {"num_draft_tokens": 4, "max_num_draft_rows": 64, "prefix_cache": False}
+    limits: dict[str, Any] = {"num_draft_tokens": 4, "max_num_draft_rows": 64, "prefix_cache": False}
+    limits["speculative"] = SpeculativeConfig("ngram", adaptive=False)
     model = arena.with_limits(**limits, **({} if num_blocks is None else {"num_blocks": (num_blocks,)}))
     cancelled = [replace(task, index=1000 + task.index).request() for task in arena.tasks[::5]]
     for request in cancelled if drafter == "n-gram" else ():

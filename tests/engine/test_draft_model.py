@@ -21,6 +21,7 @@ from bminf_lite.api import Model
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.engine.draft_model import DraftedNetwork
 from bminf_lite.engine.request import Request
+from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.errors import UsageError
 from bminf_lite.placement import cache_groups, checkpoint_requirements, make_engine_config, with_draft_model
 
@@ -47,7 +48,7 @@ def served(draft: dict[str, Any] | None, num_blocks: int = 40, **limits: Any) ->
         second = network(draft, 7 if draft is LLAMA else 8)
         layout = layout.beside(second.config.cache_layout)
         both = DraftedNetwork(model, parsed.num_layers, second)
-        limits = {"num_draft_tokens": 4} | limits
+        limits = {"num_draft_tokens": 4, "speculative": SpeculativeConfig(model="it", adaptive=False)} | limits
     config = make_engine_config(parsed, layout, None, 16)
     config = replace(config, num_blocks=(num_blocks,) * len(layout.groups), **limits)
     served_model = Model(both, config, eos_ids=frozenset())
@@ -128,7 +129,7 @@ def test_a_folder_is_loaded_with_a_draft_model(tmp_path: Path) -> None:
     target, draft = save(golden, tmp_path / "target", 1), save(small, tmp_path / "draft", 2)
     with bminf_lite.load(target, device="cpu") as model:
         expected = model.generate(golden.tokens.tolist(), max_new_tokens=20, temperature=0)
-    with bminf_lite.load(target, device="cpu", speculative={"model": draft}) as model:
+    with bminf_lite.load(target, device="cpu", speculative={"model": draft, "adaptive": False}) as model:
         assert model.engine_config.num_draft_tokens == 4
         assert len(model.engine_config.cache_layout.layers) == golden.config["num_hidden_layers"] + 1
         found = model.generate(golden.tokens.tolist(), max_new_tokens=20, temperature=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from model_kit import make_model, prompt_of, request, run
@@ -13,7 +14,9 @@ from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.engine.drafts import NgramDrafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.engine.speculative import SpeculativeConfig
 
+ALWAYS = SpeculativeConfig("ngram", adaptive=False)
 TIE = 1e-3
 """Log-probabilities whose tokens BLAS may exchange: fp32 sums of 64 terms in another order differ by less."""
 
@@ -50,7 +53,7 @@ def test_on_a_cpu_a_draft_changes_a_token_only_at_a_tie():
     texts = [prompt_of(7, i) * 5 for i in range(6)]
     with make_model(CpuBackend(), quantized=True) as model:
         plain = run(model, [request(i, text, max_new_tokens=60) for i, text in enumerate(texts)])
-    with make_model(CpuBackend(), quantized=True, limits={"num_draft_tokens": 5}) as model:
+    with make_model(CpuBackend(), quantized=True, limits={"num_draft_tokens": 5, "speculative": ALWAYS}) as model:
         drafted = run(model, [request(i, text, max_new_tokens=60, logprobs=5) for i, text in enumerate(texts)])
         assert model.stats().accepted_tokens > 50
     for one, other in zip(plain, drafted, strict=True):
@@ -63,16 +66,49 @@ def test_on_a_cpu_a_draft_changes_a_token_only_at_a_tie():
             assert best - second < TIE
 
 
+@pytest.mark.parametrize("quantized", [False, True], ids=["float", "w8a8"])
+def test_on_a_cpu_steps_of_up_to_four_rows_keep_the_bits(quantized):
+    """The reference computes float products of up to four rows one by one."""
+    prompts = [prompt_of(7, i) * 4 for i in range(4)]
+    options = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.2}, {"temperature": 1.2, "min_tokens": 9}]
+
+    def asked(i):
+        return request(i, prompts[i], max_new_tokens=30, **options[i])
+
+    with make_model(CpuBackend(), quantized=quantized) as model:
+        plain = [run(model, [asked(i)])[0] for i in range(4)]
+    with make_model(CpuBackend(), quantized=quantized, limits={"num_draft_tokens": 3, "speculative": ALWAYS}) as model:
+        drafted = [run(model, [asked(i)])[0] for i in range(4)]
+        assert model.stats().accepted_tokens > 0
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.output_token_ids == other.output_token_ids
+        assert one.logprobs == other.logprobs
+
+
 def test_a_request_with_drafts_ends_where_it_ends_without():
     text = prompt_of(6) * 6
     with make_model(CpuBackend(), quantized=True) as model:
         (plain,) = run(model, [request(0, text, max_new_tokens=40)])
     end = frozenset([plain.output_token_ids[25]])
     count = plain.output_token_ids.index(next(iter(end))) + 1
-    with make_model(CpuBackend(), quantized=True, limits={"num_draft_tokens": 8}) as model:
+    with make_model(CpuBackend(), quantized=True, limits={"num_draft_tokens": 8, "speculative": ALWAYS}) as model:
         (found,) = run(model, [request(0, text, end, max_new_tokens=40)])
         assert (found.finish_reason, len(found.output_token_ids)) == ("stop", count)
         for new in range(1, 12):
             (short,) = run(model, [request(0, text, max_new_tokens=new)])
             assert (short.finish_reason, len(short.output_token_ids)) == ("length", new)
         assert model.stats().blocks_used == 0
+
+
+def test_what_was_accepted_is_told_of_each_request_and_of_all():
+    texts = [prompt_of(7, i) * 5 for i in range(3)]
+    with make_model(CpuBackend(), quantized=True, limits={"num_draft_tokens": 5, "speculative": ALWAYS}) as model:
+        results = model.generate(texts, max_new_tokens=40)
+        stats = model.stats()
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert getattr(stats, name) == sum(getattr(result, name) for result in results) > 0
+    assert sum(stats.accepted_per_position) == stats.accepted_tokens
+    assert list(stats.accepted_per_position) == sorted(stats.accepted_per_position, reverse=True)
+    assert stats.tokens_per_check == 1 + stats.accepted_tokens / stats.drafts
+    found = results[0].to_dict()["speculative"]
+    assert found["accepted_tokens"] == results[0].accepted_tokens

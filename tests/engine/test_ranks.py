@@ -19,8 +19,10 @@ from bminf_lite.backend.communicator import simulated_ranks
 from bminf_lite.engine.core import Engine
 from bminf_lite.engine.model_runner import ModelRunner
 from bminf_lite.engine.request import Request
+from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.errors import BminfError
 
+ALWAYS = SpeculativeConfig("ngram", adaptive=False)
 TP_SIZE = 2
 CPM2 = case_without_golden("cpm2", num_heads=4).config
 LLAMA: dict[str, Any] = CONFIG | {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -69,7 +71,9 @@ def test_requests_get_what_they_get_alone_on_the_same_ranks(divided, drafts):
     for quantized in (False, True):
         alone = divided(quantized)
         expected = [run(alone, [one])[0] for one in requests()]
-        together = divided(quantized, num_blocks=(6,), max_num_batched_tokens=24, num_draft_tokens=drafts)
+        together = divided(
+            quantized, num_blocks=(6,), max_num_batched_tokens=24, num_draft_tokens=drafts, speculative=ALWAYS
+        )
         for found, one in zip(run(together, requests()), expected, strict=True):
             assert found.output_token_ids == one.output_token_ids
             np.testing.assert_array_equal(found.logprobs, one.logprobs)

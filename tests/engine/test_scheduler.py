@@ -10,6 +10,7 @@ from stub_runner import STATE, VOCAB, Driver, make_config, make_request, parts_o
 
 from bminf_lite.engine import block_manager
 from bminf_lite.engine.request import Request
+from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.errors import BminfError
 
 
@@ -296,10 +297,11 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(
         kind=st.sampled_from(sorted(KINDS)), blocks=st.integers(9, 14), seqs=st.integers(1, 5),
-        ahead=st.integers(0, 3), drafts=st.integers(0, 4),
+        ahead=st.integers(0, 3), drafts=st.integers(0, 4), adaptive=st.booleans(),
     )  # fmt: skip
-    def start(self, kind: str, blocks: int, seqs: int, ahead: int, drafts: int) -> None:
-        limits = {"max_num_seqs": seqs, "num_draft_tokens": drafts, **KINDS[kind]}
+    def start(self, kind: str, blocks: int, seqs: int, ahead: int, drafts: int, adaptive: bool) -> None:
+        speculative = SpeculativeConfig("ngram", adaptive=adaptive)
+        limits = {"max_num_seqs": seqs, "num_draft_tokens": drafts, "speculative": speculative, **KINDS[kind]}
         self.driver = Driver(make_config(blocks, **limits), ahead)
 
     @rule(

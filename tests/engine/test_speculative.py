@@ -48,7 +48,7 @@ def test_the_lengths_of_ngrams(options: dict[str, int], sizes: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (7, r"speculative is 7, but must be a method \(ngram, .*\), none, or a mapping"),
+        (7, r"speculative is 7, but must be auto, none, a method \(ngram, .*\), or a mapping"),
         (True, "speculative is True"),
         ("medusa", "method is 'medusa', but must be one of ngram, "),
         ("{", "not JSON"),
@@ -73,6 +73,6 @@ def test_what_is_refused(value: Any, message: str) -> None:
 
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(UsageError) as error:
-        SpeculativeConfig("x", 0, 5, -1, 33)  # type: ignore[arg-type]
+        SpeculativeConfig("x", 0, 5, -1, 33, 1, -1, 0.0, 1.5, "no")  # type: ignore[arg-type]
     for field in fields(SpeculativeConfig):
         assert f"\n  - {field.name} is " in str(error.value)

@@ -21,6 +21,7 @@ from bminf_lite.engine.core import Engine
 from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.model_runner import ModelRunner
 from bminf_lite.engine.request import Request
+from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.layers.cache import CacheLayout, KeyValues, KVCache, Layout, State
 from bminf_lite.memory.planner import Machine, MemoryPlan, MemoryRequirements, plan_memory
 from bminf_lite.memory.step_time import DecodeWork
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from bminf_lite.bench.model import BenchModel
     from bminf_lite.models._config import ModelConfig
 
+ALWAYS = SpeculativeConfig("ngram", adaptive=False)
 KINDS = ["arwc", "ccac", "r"]
 """Attention, a recurrence, a window and a short convolution; as in LFM2; and a model that keeps no tokens at all."""
 
@@ -185,7 +187,9 @@ def test_drafts_are_exact_also_where_a_check_crosses_the_end_of_a_chunk(
     monkeypatch.setattr("bminf_lite.engine.model_runner.NgramDrafter", lambda sizes: AnyToken())
     prompts = [repetitive(20 + 5 * (i % 17), i % 11) for i in range(count)]
     expected = alone(prompts, 30, kinds)
-    with HybridModel(kinds, blocks=200, ops=WatchedBackend(1), num_draft_tokens=5, max_num_seqs=24) as model:
+    with HybridModel(
+        kinds, blocks=200, ops=WatchedBackend(1), num_draft_tokens=5, max_num_seqs=24, speculative=ALWAYS
+    ) as model:
         AnyToken.answers = {tuple(p): answer for p, (answer, _) in zip(prompts, expected, strict=True)}
         drafted = run(model, [request(i, ids, max_new_tokens=30) for i, ids in enumerate(prompts)])
         stats = model._engine.stats()
@@ -209,7 +213,7 @@ class AnyToken(Drafter):
 
 def test_n_grams_give_what_plain_decoding_gives() -> None:
     prompts = [repetitive(40 + i, i) for i in range(6)]
-    with HybridModel(num_draft_tokens=4) as model:
+    with HybridModel(num_draft_tokens=4, speculative=ALWAYS) as model:
         drafted = run(model, [request(i, ids, max_new_tokens=40) for i, ids in enumerate(prompts)])
         assert model._engine.stats().draft_tokens > 0
         again = run(model, [request(i, ids, max_new_tokens=40) for i, ids in enumerate(prompts)])

@@ -13,6 +13,7 @@ from tiny_models import STATES, Golden, goldens
 
 from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
+from bminf_lite.engine.speculative import SpeculativeConfig
 
 CASES = [pytest.param(golden, id=str(golden)) for family in STATES for golden in goldens(family)]
 EXPERTS = pytest.param(next(goldens("lfm2_moe")), id="lfm2_moe", marks=pytest.mark.slow)
@@ -25,7 +26,7 @@ def served(
 ) -> Iterator[Model]:
     """A w8a8 model, whose products are exact, with blocks for ``num_blocks`` times 64 tokens."""
     config = golden.config | {"max_position_embeddings": 512}
-    limits["num_draft_tokens"] = num_draft_tokens
+    limits |= {"num_draft_tokens": num_draft_tokens, "speculative": SpeculativeConfig("ngram", adaptive=False)}
     model = make_model(RowwiseBackend(), quantized=True, num_blocks=num_blocks, chunk=piece, limits=limits, **config)
     try:
         yield model

@@ -21,7 +21,7 @@ from bminf_lite.server.request_record import Observer
 
 STATS = EngineStats(
     waiting=2, running=3, blocks_used=10, blocks_cached=20, blocks_free=10, steps=7, preemptions=1, prompt_tokens=100,
-    cached_tokens=40,
+    cached_tokens=40, drafts=5, draft_tokens=15, accepted_tokens=6, accepted_per_position=(4, 2, 0),
 )  # fmt: skip
 
 
@@ -43,6 +43,11 @@ def test_the_engine_state_has_the_names_of_vllm() -> None:
     assert samples["vllm:kv_cache_usage_perc"] == 0.25
     assert samples["vllm:prefix_cache_queries_total"] == 100 and samples["vllm:prefix_cache_hits_total"] == 40
     assert samples["vllm:num_preemptions_total"] == 1 and samples["vllm:prompt_tokens_total"] == 100
+    assert samples["vllm:spec_decode_num_drafts_total"] == 5
+    assert samples["vllm:spec_decode_num_draft_tokens_total"] == 15
+    assert samples["vllm:spec_decode_num_accepted_tokens_total"] == 6
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [samples[f"{name}{{position={i}}}"] for i in range(3)] == [4, 2, 0]
     assert all(samples[f"vllm:request_success_total{{finished_reason={reason}}}"] == 0 for reason in FINISHED_REASONS)
 
 

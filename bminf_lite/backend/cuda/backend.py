@@ -99,6 +99,7 @@ class CudaBackend(Backend):
     mixed_sizes = MIXED_SIZES
     source_sizes = SOURCE_SIZES
     max_steps_in_flight = 1
+    has_one_order = True
     computes_shared_experts = False
     computes_attention_sinks = False
 
