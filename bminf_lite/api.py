@@ -114,7 +114,7 @@ def load(
     require_bool("check", check)
     require_bool("prefix_cache", prefix_cache)
     int8 = is_int8_cache(kv_cache)
-    given = None if speculative == AUTO else SpeculativeConfig.from_value(speculative)
+    given = None if isinstance(speculative, str) and speculative == AUTO else SpeculativeConfig.from_value(speculative)
     backend.check_device(device, memory_limit)
     with open_model(path) as opened, _open_draft_model(given) as draft:
         checkpoint, config = opened.checkpoint, opened.config
