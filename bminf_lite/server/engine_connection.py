@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -70,9 +71,11 @@ class Connection:
 
     The engine's thread notes what changed and sends; another thread sends what did not fit, by :meth:`send_rest`.
     ``wake`` is called to tell it that something waits. ``lock`` guards the socket and ``changed``.
+    With ``seconds_between`` over 0, the tokens of completions that go on are sent that often only, for a client whose
+    answers are read as a whole; the end of a completion is sent at once.
     """
 
-    def __init__(self, sock: socket.socket, wake: Callable[[], None]):
+    def __init__(self, sock: socket.socket, wake: Callable[[], None], seconds_between: float = 0.0):
         self.socket = sock
         self.frames = FrameReader(ToEngine)
         self.completions: dict[int, ServedCompletion] = {}
@@ -82,6 +85,8 @@ class Connection:
         self.lock = threading.Lock()
         self._wake = wake
         self._unsent = b""
+        self._seconds_between = seconds_between
+        self._next_time = 0.0
 
     @property
     def has_unsent(self) -> bool:
@@ -98,7 +103,9 @@ class Connection:
         with self.lock:
             if self._unsent or not self.changed:
                 return
-            changed, self.changed = self.changed, {}
+            changed = self._due()
+            if not changed:
+                return
             ids, token_ids, outputs = [], [], []
             for completion in changed:
                 request, is_plain = completion.request, completion.finish_reason is None and completion.told_prompt
@@ -113,6 +120,19 @@ class Connection:
                         request.on_update = _ignore  # the two refer to each other no more, and are freed now
                 completion.num_sent = completion.num_ready
             self._send(frame(StepOutputs(ids, token_ids, outputs)))
+
+    def _due(self) -> dict[ServedCompletion, None]:
+        """Take what is to be sent now from what has changed."""
+        if self._seconds_between:
+            now = time.perf_counter()
+            if now < self._next_time:
+                ended = [completion for completion in self.changed if completion.finish_reason is not None]
+                for completion in ended:
+                    del self.changed[completion]
+                return dict.fromkeys(ended)
+            self._next_time = now + self._seconds_between
+        changed, self.changed = self.changed, {}
+        return changed
 
     def send_rest(self) -> None:
         """Send what did not fit before, and then what has become new since. The socket can take something."""

@@ -114,11 +114,11 @@ class EngineServer:
         self._thread.start()
         engine.after_steps(self._after_step)
 
-    def connect(self) -> socket.socket:
-        """A new connection; returns the end that a client reads."""
+    def connect(self, seconds_between: float = 0.0) -> socket.socket:
+        """A new connection; returns the end that a client reads. ``seconds_between`` is :class:`.Connection`'s."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        connection = Connection(ours, self.wake)
+        connection = Connection(ours, self.wake, seconds_between)
         with self._lock:
             self._connections.append(connection)
             connection.send(self._info)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from .client import Generation
+from .errors import api_error
 from .event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect, unless_in_vain
 from .health import json_response
 from .recorder import record_of
@@ -45,17 +48,39 @@ async def respond(work: Work, request: Request, is_streamed: bool | None) -> Res
         return json_response(await work.whole())
 
 
-def generating_route(
-    path: str,
-    server: ServerState,
-    body_type: type[B],
-    prepare: Callable[[ServerState, B, RequestRecord], Coroutine[Any, Any, Work]],
-) -> Route:
-    """A POST route that parses a body, lets ``prepare`` check and submit it, and responds with the work it returns."""
+@dataclass(frozen=True)
+class Endpoint(Generic[B]):
+    """An interface that generates: its path, its body, and ``prepare``, which checks and submits a request."""
 
-    async def handle(request: Request) -> Response:
-        body = parse(body_type, await request.body())
-        work = await unless_in_vain(server.client, request, prepare(server, body, record_of(request)))
-        return await respond(work, request, body.stream)
+    path: str
+    body_type: type[B]
+    prepare: Callable[[ServerState, B, RequestRecord], Coroutine[Any, Any, Work]]
 
-    return Route(path, handle, methods=["POST"])
+    def route(self, server: ServerState) -> Route:
+        """The POST route."""
+
+        async def handle(request: Request) -> Response:
+            body = parse(self.body_type, await request.body())
+            work = await unless_in_vain(server.client, request, self.prepare(server, body, record_of(request)))
+            return await respond(work, request, body.stream)
+
+        return Route(self.path, handle, methods=["POST"])
+
+    async def answer(self, server: ServerState, body: bytes) -> dict[str, Any]:
+        """The whole response to a body, without HTTP. Cancelling the task cancels the generation.
+
+        Raises ``ApiError`` or ``BminfError`` where a client would get an error.
+        """
+        record = server.observer.begin(self.path, secrets.token_hex(16), server.model_name)
+        status = 500
+        try:
+            work = await self.prepare(server, parse(self.body_type, body), record)
+            async with work.generation:
+                response = await work.whole()
+            status = 200
+            return response
+        except Exception as error:
+            status = api_error(error).status
+            raise
+        finally:
+            record.end(status)

@@ -20,7 +20,7 @@ from ..request_record import RequestRecord
 from ..schemas.chat import ChatBody
 from ..schemas.messages import plain_tool
 from ..state import ServerState
-from ..work import generating_route
+from ..work import Endpoint
 from .chunks import Usage, chunk_end, head, reports_usage, scored_token, write_chunks
 
 _encode = msgspec.json.encode
@@ -28,7 +28,7 @@ _encode = msgspec.json.encode
 
 def routes(server: ServerState) -> list[Route]:
     """The route."""
-    return [generating_route("/v1/chat/completions", server, ChatBody, _prepare)]
+    return [ENDPOINT.route(server)]
 
 
 async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -> _Chat:
@@ -171,3 +171,7 @@ class _Chat:
 def arguments_of(events: Sequence[Event], number: int) -> str:
     """The whole arguments of a call."""
     return "".join(event.text for event in events if isinstance(event, ArgumentsDelta) and call_number(event) == number)
+
+
+ENDPOINT = Endpoint("/v1/chat/completions", ChatBody, _prepare)
+"""The interface, for HTTP and for callers in this process."""

@@ -28,7 +28,7 @@ from ..generating import (
 from ..request_record import RequestRecord
 from ..schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from ..state import ServerState
-from ..work import generating_route
+from ..work import Endpoint
 from .chunks import Usage, chunk_end, finite, head, reports_usage, write_chunks
 
 _encode = msgspec.json.encode
@@ -36,7 +36,7 @@ _encode = msgspec.json.encode
 
 def routes(server: ServerState) -> list[Route]:
     """The route."""
-    return [generating_route("/v1/completions", server, CompletionBody, _prepare)]
+    return [ENDPOINT.route(server)]
 
 
 async def _prepare(server: ServerState, body: CompletionBody, record: RequestRecord) -> _Completions:
@@ -231,3 +231,7 @@ def _mean(tokens: Sequence[ScoredToken]) -> float:
     """The log-probability per token."""
     generated = [token.logprob for token in tokens if token.logprob is not None]
     return sum(generated) / len(generated) if generated else 0.0
+
+
+ENDPOINT = Endpoint("/v1/completions", CompletionBody, _prepare)
+"""The interface, for HTTP and for callers in this process."""

@@ -22,7 +22,7 @@ from ..generating import check_model, generation_request, sampling_params, told
 from ..request_record import RequestRecord
 from ..schemas.responses import ResponsesBody
 from ..state import ServerState
-from ..work import generating_route
+from ..work import Endpoint
 from .chunks import Usage, scored_token, sse
 
 _encode = msgspec.json.encode
@@ -30,7 +30,7 @@ _encode = msgspec.json.encode
 
 def routes(server: ServerState) -> list[Route]:
     """The route."""
-    return [generating_route("/v1/responses", server, ResponsesBody, _prepare)]
+    return [ENDPOINT.route(server)]
 
 
 async def _prepare(server: ServerState, body: ResponsesBody, record: RequestRecord) -> _Response:
@@ -268,3 +268,7 @@ def _format(body: ResponsesBody) -> Any:
 
 def _dump(value: Any) -> Any:
     return value if isinstance(value, str) else value.model_dump(by_alias=True, exclude_none=True)
+
+
+ENDPOINT = Endpoint("/v1/responses", ResponsesBody, _prepare)
+"""The interface, for HTTP and for callers in this process."""

@@ -1,0 +1,81 @@
+"""The server's interfaces for callers in the process of the model, without HTTP: for batches."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, NamedTuple
+
+from ..api import Model
+from ..errors import BminfError
+from .client import EngineClient, EngineFailure
+from .engine_server import EngineServer
+from .errors import ApiError, api_error
+from .model_info import model_info
+from .openai import chat, completions, responses
+from .settings import ServerSettings
+from .state import ServerState
+
+ENDPOINTS = {module.ENDPOINT.path: module.ENDPOINT for module in (completions, chat, responses)}
+"""The interfaces that generate, by path."""
+SECONDS_BETWEEN = 0.1
+"""How often the tokens of a completion that goes on are turned into text. A stop text is found so much later."""
+
+_log = logging.getLogger(__name__)
+
+
+class Answer(NamedTuple):
+    """The status that HTTP would have, and the response; of another status than 200 it is ``{"error": ...}``."""
+
+    status: int
+    body: dict[str, Any]
+
+
+class DirectServer:
+    """Answers requests to a model. Made by :meth:`start`, and used in one event loop. :meth:`close` it."""
+
+    def __init__(self, model: Model, server: EngineServer, client: EngineClient, settings: ServerSettings):
+        self._model = model  # which would close its engine if it were dropped
+        self._server = server
+        self._client = client
+        self._state = ServerState(client, settings)
+
+    @classmethod
+    async def start(cls, model: Model, settings: ServerSettings) -> DirectServer:
+        """A server of a loaded model."""
+        server = EngineServer(model.engine, model_info(model))
+        try:
+            client = await EngineClient.connect(server.connect(SECONDS_BETWEEN))
+        except BaseException:
+            server.close()
+            raise
+        direct = cls(model, server, client, settings)
+        direct._state.warm_up()
+        return direct
+
+    async def answer(self, path: str, body: bytes) -> Answer:
+        """The answer to a POST request. Whether it asks for a stream does not matter: the answer is whole.
+
+        Raises ``EngineFailure`` if the engine has failed, which is no fault of the request.
+        """
+        endpoint = ENDPOINTS.get(path)
+        try:
+            if endpoint is None:
+                known = ", ".join(sorted(ENDPOINTS))
+                raise ApiError(
+                    404, f"there is no interface {path[:100]!r} for batches, but {known}", code="unknown_url"
+                )
+            return Answer(200, await endpoint.answer(self._state, body))
+        except EngineFailure:
+            raise
+        except Exception as error:
+            self._client.require_engine()
+            if not isinstance(error, (ApiError, BminfError)):
+                _log.error("an error in a request", exc_info=error)
+            failed = api_error(error)
+            return Answer(failed.status, json.loads(failed.body()))
+
+    def close(self) -> None:
+        """Cancel what runs. The model stays loaded."""
+        self._client.close()
+        self._server.close()
