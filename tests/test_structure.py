@@ -22,9 +22,10 @@ MAY_IMPORT = {
         "api", "server", "migration", "evaluation", "placement", "engine", "grammar", "checkpoint", "memory", "errors",
     },
     "cli": {
-        "", "api", "server", "bench", "converters", "migration", "evaluation", "placement", "engine", "grammar", "text",
-        "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
+        "", "api", "batch", "server", "bench", "converters", "migration", "evaluation", "placement", "engine",
+        "grammar", "text", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
     },
+    "batch": {"api", "server", "engine", "errors", "files"},
     "server": {"api", "request_builder", "engine", "grammar", "text", "errors", "files"},
     "torch": {"backend", "checkpoint", "models", "cuda", "errors", "files"},
     "bench": {
@@ -197,6 +198,8 @@ WRITES = {
     "checkpoint/migrate.py": "copies into that folder",
     "converters/model_parallel.py": "copies into that folder, and a hidden folder beside it",
     "torch/folders.py": "copies into that folder",
+    "batch/local.py": "joins blocks into a partial file, and renames it",
+    "batch/output.py": "appends to journals",
     "cli/demo.py": "a folder of temporary files",
     "cli/__init__.py": "opens /dev/null",
     "server/request_log.py": "appends",

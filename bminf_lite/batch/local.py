@@ -1,0 +1,160 @@
+"""A batch on this machine: JSON lines and OpenAI's batch files, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..api import Model
+from ..errors import BminfError, UsageError
+from ..server.direct import DirectServer
+from .job import BatchJob, is_openai
+from .output import Output
+from .plan import BLOCK_ROWS, JSONL, Block, Plan, plan_lines, read_lines
+from .rows import Row, RowFormat, encode
+from .runner import ROWS_PER_SEQUENCE, BlockFormat, BlockRunner, Counts, run_all
+from .storage import LocalStorage, Storage
+
+BLOCKS = ".blocks"
+"""What is added to the name of an output file for the folder of its blocks."""
+
+
+@dataclass(frozen=True)
+class LineBlocks:
+    """Blocks of JSON lines."""
+
+    storage: Storage
+    rows: RowFormat
+
+    def read(self, block: Block) -> list[Row]:
+        """See :meth:`.BlockFormat.read`."""
+        return read_lines(self.storage, block)
+
+    def encode(self, block: Block, rows: Sequence[tuple[Row, Mapping[str, Any]]]) -> bytes:
+        """See :meth:`.BlockFormat.encode`."""
+        return b"".join(encode(self.rows.output(row, result)) + b"\n" for row, result in rows)
+
+
+def plan_input(storage: Storage, path: str, job: BatchJob, block_rows: int = BLOCK_ROWS) -> tuple[Plan, BatchJob]:
+    """The plan of a file, or of a folder of files, of JSON lines; and the job for its kind of rows.
+
+    Raises ``UsageError`` for files of other kinds, and ``BminfError`` for a file that cannot be read.
+    """
+    paths = storage.inputs(path)
+    if others := [p for p in paths if not p.endswith(JSONL)]:
+        raise UsageError(f"{others[0]}: is no file of JSON lines, whose names end with {', '.join(JSONL)}")
+    try:
+        plan = plan_lines(storage, paths, block_rows)
+        first = read_lines(storage, plan.blocks[0])
+    except OSError as error:
+        raise BminfError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+    return plan, replace(job, is_openai=is_openai(first))
+
+
+def run_local(
+    job: BatchJob,
+    plan: Plan,
+    out: Path,
+    told: Callable[[Mapping[str, Any]], None] = lambda result: None,
+    began: Callable[[int], None] = lambda rows: None,
+) -> Counts:
+    """Answer the rows of ``plan`` into the folder ``out``, or into a file if the name ends as those of JSON lines do.
+
+    A run that was ended goes on where it was: rows that are finished are not answered again. ``began`` is called with
+    the number of rows in blocks that were complete before, ``told`` with each result. Raises ``BminfError`` if the
+    output cannot be written or the engine fails; what is finished is kept.
+    """
+    is_file = out.name.endswith(JSONL)
+    folder = out.with_name(out.name + BLOCKS) if is_file else out
+    if is_file and out.exists() and not folder.exists():
+        raise UsageError(f"{out}: the file exists; name a new one")
+    storage = LocalStorage()
+    output = Output(storage, str(folder), ".jsonl")
+    done = output.begin(job.describe(plan))
+    blocks = [block for block in plan.blocks if block.name not in done]
+    began(plan.num_rows - sum(block.num_rows for block in blocks))
+    with _alone_in(folder):
+        try:
+            counts = Counts()
+            if blocks:
+                with job.open_model() as model:
+                    counts = asyncio.run(_run(job, model, blocks, storage, output, told))
+            if is_file:
+                join(output, plan.blocks, out)
+        except OSError as error:
+            problem = f"{error.strerror or error}; what is finished is kept: the same command goes on"
+            raise BminfError(f"{error.filename or folder}: cannot be written: {problem}") from error
+    if is_file:
+        shutil.rmtree(folder, ignore_errors=True)
+    return counts
+
+
+async def _run(
+    job: BatchJob,
+    model: Model,
+    blocks: Sequence[Block],
+    storage: Storage,
+    output: Output,
+    told: Callable[[Mapping[str, Any]], None],
+) -> Counts:
+    server = await DirectServer.start(model, job.settings(model))
+    try:
+        return await run_all(make_runner(job, model, server, storage, output, told), blocks)
+    finally:
+        server.close()
+
+
+def make_runner(
+    job: BatchJob,
+    model: Model,
+    server: DirectServer,
+    storage: Storage,
+    output: Output,
+    told: Callable[[Mapping[str, Any]], None] = lambda result: None,
+    blocks: BlockFormat | None = None,
+) -> BlockRunner:
+    """What answers blocks, by default of lines, by a model in this process."""
+    rows = job.rows(model)
+    limit = ROWS_PER_SEQUENCE * model.engine_config.max_num_seqs
+    return BlockRunner(server.answer, rows, blocks or LineBlocks(storage, rows), output, limit, told)
+
+
+def join(output: Output, blocks: Sequence[Block], out: Path) -> None:
+    """Write the blocks' files behind each other into a file, which appears when it is complete. Raises ``OSError``."""
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            for block in blocks:
+                with open(output.file(block), "rb") as part:
+                    shutil.copyfileobj(part, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, out)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder. Raises ``UsageError`` if another process of this machine does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UsageError(f"{folder}: another process writes there; wait for it, or name another output") from None
+    except OSError:
+        pass  # a network file system without locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)

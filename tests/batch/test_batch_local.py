@@ -1,0 +1,232 @@
+"""Batches on this machine: every row is answered once, as the server would answer it, through ends of all kinds."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from batch_kit import prompts, read_rows, run, write_rows
+from cli_kit import run as command
+
+import bminf_lite
+from bminf_lite.batch import job as jobs
+from bminf_lite.errors import BminfError, UsageError
+
+PROGRAM = "import sys; from bminf_lite.cli import main; main(sys.argv[1:])"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "in.jsonl", prompts(50))
+
+
+@pytest.fixture(scope="module")
+def expected(int8: Path) -> list[str]:
+    """The answers of :func:`rows`."""
+    with bminf_lite.load(int8, device="cpu") as model:
+        return [model.generate(row["prompt"], max_new_tokens=row["max_tokens"]).text for row in prompts(50)]
+
+
+def test_rows_come_out_in_order_with_what_they_had(int8, rows, tmp_path, expected):
+    counts = run(int8, rows, tmp_path / "out")
+    found = read_rows(tmp_path / "out")
+    assert [row["generated_text"] for row in found] == expected
+    assert [{name: row[name] for name in ("id", "prompt", "max_tokens")} for row in found] == prompts(50)
+    assert (counts.rows, counts.errors, counts.kept) == (50, 0, 0)
+    assert counts.new_tokens == sum(row["usage"]["completion_tokens"] for row in found) > 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names[:2] == ["batch.json", "rows-000000000000-000000000007.jsonl"] and len(names) == 8
+
+
+def test_an_interrupted_batch_goes_on_and_repeats_no_finished_row(int8, rows, tmp_path, expected):
+    told: list[object] = []
+
+    def interrupt(result: object) -> None:
+        told.append(result)
+        if len(told) == 21:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(int8, rows, tmp_path / "out", told=interrupt)
+    assert list((tmp_path / "out").glob(".*.journal"))
+    counts = run(int8, rows, tmp_path / "out")
+    assert counts.rows <= 50 - 21  # rows that ended while the run ended count too
+    assert [row["generated_text"] for row in read_rows(tmp_path / "out")] == expected
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_poison_row_fails_alone(int8, tmp_path):
+    bad = [
+        b"\xff", b"{", b"[]", {"prompt": "x" * 500, "id": 1}, {"prompt": "a", "temperature": "hot"},
+        {"prompt": "a", "response_format": {"type": "json_schema"}}, {"prompt": "a", "model": "another"},
+        {"prompt": "a", "logit_bias": {"999999": 1}}, {"prompt": [10**9]}, {"prompt": "\ud800"},
+        {"prompt": "a", "regex": "("}, {"messages": [{"role": "nobody", "content": "a"}]},
+    ]  # fmt: skip
+    good = prompts(len(bad))
+    mixed = [row for pair in zip(good, bad, strict=True) for row in pair]
+    counts = run(int8, write_rows(tmp_path / "in.jsonl", mixed), tmp_path / "out.jsonl")
+    found = read_rows(tmp_path / "out.jsonl")
+    assert (counts.rows, counts.errors) == (len(mixed), len(bad))
+    assert all(row["error"] is None and row["generated_text"] for row in found[::2])
+    assert all(row["error"]["message"] and row["generated_text"] is None for row in found[1::2])
+    alone = read_rows_of(int8, good, tmp_path)
+    assert [row["generated_text"] for row in found[::2]] == [row["generated_text"] for row in alone]
+
+
+def read_rows_of(model: Path, rows: list, folder: Path) -> list:
+    run(model, write_rows(folder / "alone.jsonl", rows), folder / "alone-out.jsonl")
+    return read_rows(folder / "alone-out.jsonl")
+
+
+def test_openai_s_batch_files(int8, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 3, "model": "gpt"}
+    text = {"prompt": "a", "max_tokens": 4, "logprobs": 1, "n": 2, "temperature": 1.0, "model": "gpt"}
+    wanted = [
+        {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+        {"custom_id": "two", "method": "POST", "url": "/v1/completions", "body": text},
+        {"custom_id": "three", "method": "POST", "url": "/v1/images", "body": {}},
+        {"custom_id": "four", "method": "GET", "url": "/v1/completions", "body": {}},
+        {"custom_id": "five", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "model": "other"}},
+    ]
+    rows = write_rows(tmp_path / "in.jsonl", wanted)
+    counts = run(int8, rows, tmp_path / "out.jsonl", served_model_names=("gpt",))
+    found = read_rows(tmp_path / "out.jsonl")
+    assert [row["custom_id"] for row in found] == ["one", "two", "three", "four", "five"]
+    statuses = [row["response"] and row["response"]["status_code"] for row in found]
+    assert (counts.errors, statuses) == (3, [200, 200, 404, None, 404])
+    assert found[0]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert [len(c["logprobs"]["tokens"]) for c in found[1]["response"]["body"]["choices"]] == [4, 4]
+    assert found[3]["error"]["code"] == "invalid_row"
+    with pytest.raises(UsageError, match="temperature: the rows of OpenAI's batch files"):
+        run(int8, rows, tmp_path / "out2.jsonl", sampling={"temperature": 1.0})
+
+
+def test_seeds_depend_on_the_row_alone(int8, tmp_path):
+    same = [{"prompt": "a", "temperature": 1.0, "max_tokens": 6}] * 12
+    rows = write_rows(tmp_path / "in.jsonl", same)
+    texts = []
+    for block_rows in (3, 12):
+        run(int8, rows, tmp_path / f"out-{block_rows}", block_rows, seed=5)
+        texts.append([row["generated_text"] for row in read_rows(tmp_path / f"out-{block_rows}")])
+    assert texts[0] == texts[1] and len(set(texts[0])) > 6
+
+
+def test_a_row_with_more_completions_than_the_queue_takes_waits_for_others(int8, tmp_path, monkeypatch):
+    """A row that never fits gets the server's error, and the others are answered."""
+    monkeypatch.setattr(jobs, "load", lambda path, **options: bminf_lite.load(path, max_queue=6, **options))
+    wide = [{"prompt": str(i), "n": 6, "temperature": 1.0, "max_tokens": 4} for i in range(6)]
+    rows = write_rows(tmp_path / "in.jsonl", [*wide, {"prompt": "a", "n": 64, "temperature": 1.0}])
+    counts = run(int8, rows, tmp_path / "out")
+    found = read_rows(tmp_path / "out")
+    assert counts.errors == 1 and [len(row["choices"] or ()) for row in found] == [6] * 6 + [0]
+    assert found[-1]["error"]["code"] == "queue_full"
+
+
+def test_a_full_disk_ends_the_batch_and_loses_nothing(int8, rows, tmp_path, monkeypatch, expected):
+    write, left = os.write, 3000
+
+    def full(descriptor: int, content: bytes) -> int:
+        nonlocal left
+        if left < len(content):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left -= len(content)
+        return write(descriptor, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("bminf_lite.batch.output.os.write", full)
+        with pytest.raises(BminfError, match="No space left on device; what is finished is kept"):
+            run(int8, rows, tmp_path / "out")
+    counts = run(int8, rows, tmp_path / "out")
+    assert 0 < counts.rows < 50
+    assert [row["generated_text"] for row in read_rows(tmp_path / "out")] == expected
+
+
+def test_the_command(int8, rows, tmp_path, expected):
+    out = tmp_path / "out.jsonl"
+    arguments = ("batch", int8, rows, out, "--device", "cpu", "--max-batch", "8")
+    result = command(*arguments, "--temperature", "0")
+    assert result.exit_code == 0, result.stderr
+    assert [row["generated_text"] for row in read_rows(out)] == expected
+    assert "50 rows in" in result.stderr and "tokens/s" in result.stderr and not result.stdout
+    for others, words in (
+        ((), "the file exists"),
+        (("--seed", "-1"), "seed"),
+        (("--stop", ""), "stop"),
+    ):
+        result = command(*arguments, *others)
+        assert result.exit_code == 2 and words in result.stderr
+    result = command("batch", int8, tmp_path, tmp_path / "out", "--device", "cpu")
+    assert result.exit_code == 0, result.stderr  # a folder: in.jsonl, and out.jsonl as an input
+
+
+def test_another_input_or_other_options_do_not_go_on_with_a_batch(int8, rows, tmp_path):
+    run(int8, rows, tmp_path / "out")
+    assert run(int8, rows, tmp_path / "out").rows == 0
+    with pytest.raises(UsageError, match=r"sampling was \{\}, and is \{\"temperature\": 1.0\}"):
+        run(int8, rows, tmp_path / "out", sampling={"temperature": 1.0})
+    write_rows(rows, prompts(49))
+    with pytest.raises(UsageError, match="files was"):
+        run(int8, rows, tmp_path / "out")
+
+
+def test_one_process_at_a_time_writes_to_a_folder(int8, rows, tmp_path):
+    def second(result: object) -> None:
+        with pytest.raises(UsageError, match="another process"):
+            run(int8, rows, tmp_path / "out")
+
+    run(int8, write_rows(rows, prompts(3)), tmp_path / "out", told=second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["kill", "file size"])
+def test_a_process_that_is_killed_or_out_of_room(int8, tmp_path, limit):
+    """SIGKILL in the middle, or a bound on the size of files, as a quota would be; then the same command goes on."""
+    rows = write_rows(tmp_path / "in.jsonl", prompts(400, tokens=20))
+    out = tmp_path / "out"
+    code = PROGRAM
+    if limit == "file size":
+        bound = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        code = bound + "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); " + code
+    arguments = ["batch", str(int8), str(rows), str(out), "--device", "cpu", "--block-rows", "64", "--max-batch", "16"]
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE) as process:
+        if limit == "kill":
+            while process.poll() is None and not list(out.glob("rows-*1.jsonl" if out.exists() else "x")):
+                time.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+        _, error = process.communicate()
+    assert process.returncode == (-signal.SIGKILL if limit == "kill" else 1), error
+    assert limit == "kill" or b"File too large; what is finished is kept" in error
+    committed = read_rows(out)
+    kept = {i: result for i, result in journal_rows(out).items() if i not in {row["id"] for row in committed}}
+    counts = run(int8, rows, out, block_rows=64)
+    assert counts.rows == 400 - len(kept) - len(committed)  # nothing that was finished is repeated
+    assert not list(out.glob(".*.journal"))
+    found = read_rows(out)
+    assert Counter(row["id"] for row in found) == Counter(range(400))
+    by_id = {row["id"]: row["generated_text"] for row in found}
+    assert all(by_id[index] == result["generated_text"] for index, result in kept.items())
+
+
+def journal_rows(out: Path) -> dict:
+    from bminf_lite.batch.output import read_journal
+
+    return {i: r for path in out.glob(".*.journal") for i, r in read_journal(path.read_bytes()).items()}
+
+
+def test_the_output_of_a_batch_is_an_input(int8, tmp_path):
+    """What failed is asked again: fields of an earlier answer are replaced."""
+    first = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2}, {"prompt": "a", "temperature": "x"}])
+    run(int8, first, tmp_path / "out.jsonl")
+    again = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    again[1]["temperature"] = 0
+    run(int8, write_rows(tmp_path / "again.jsonl", again), tmp_path / "second.jsonl")
+    found = read_rows(tmp_path / "second.jsonl")
+    assert [row["error"] for row in found] == [None, None] and found[0]["generated_text"] == again[0]["generated_text"]
