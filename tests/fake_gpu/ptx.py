@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -47,10 +48,12 @@ _CANONICAL_NAN = {np.float16: 0x7FFF, np.float32: 0x7FFFFFFF}
 _NOTHING = {"prefetch", "fence", "membar"}
 
 
+@functools.cache
 def unsigned(bits: int) -> Any:
     return np.dtype(f"u{bits // 8}").type
 
 
+@functools.cache
 def dtype_of(name: str) -> Any:
     """``"s32"`` -> ``np.int32``; ``b32`` is unsigned."""
     if name in _PACKED:
@@ -75,6 +78,32 @@ class Instruction:
     op: tuple[str, ...]
     operands: tuple[str, ...]
     guard: tuple[str, bool] | None
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """The last type that the instruction names."""
+        return next(part for part in reversed(self.op) if _TYPE.fullmatch(part))
+
+    @functools.cached_property
+    def itemsize(self) -> int:
+        """Bytes of that type."""
+        return np.dtype(dtype_of(self.kind)).itemsize
+
+    @functools.cached_property
+    def space(self) -> str:
+        """The memory that the instruction names."""
+        known = ("param", "shared", "global", "local")
+        return next((part.partition(":")[0] for part in self.op if part.partition(":")[0] in known), "generic")
+
+    @functools.cached_property
+    def source_kinds(self) -> list[str]:
+        """The type of each source of an instruction that computes: the third one of a product may be wider."""
+        name, kind = self.op[0], self.kind
+        wide_sum = f"{kind[0]}{2 * int(kind[1:])}" if name == "mad" and "wide" in self.op else kind
+        return [
+            "u32" if i in _OF_32_BITS.get(name, ()) else wide_sum if i == 2 else kind
+            for i in range(len(self.operands) - 1)
+        ]
 
 
 class Program:
@@ -231,6 +260,9 @@ class Grid:
         # threads behind the wait for the kernels before; blocks that let the next kernel start in front of that wait
         self.waited, self.early_blocks = np.zeros(self.count, np.bool_), np.zeros(self.blocks, np.bool_)
         self.registers: dict[str, np.ndarray] = {}
+        self.special: dict[str, np.ndarray] = {}
+        self._numbers = np.arange(self.count)
+        self._numbers.setflags(write=False)
         # mbarriers by the address of their block's shared memory: [arrivals of a phase, missing, bytes missing, phases]
         self.barriers: dict[tuple[int, int], list[int]] = {}
         self.phases_changed = False
@@ -273,11 +305,12 @@ class Grid:
                 return
             instruction = code[counter]
             counter += 1
-            true = self._guard(instruction, lanes)
-            chosen = lanes if true.all() else self.numbers(lanes)[true]
+            true = None if instruction.guard is None else self._guard(instruction.guard, lanes)
+            chosen = lanes if true is None or true.all() else self.numbers(lanes)[true]
             op = instruction.op
             if op[0] == "bra":
-                counters[lanes] = np.where(true, self.program.labels[instruction.operands[0]], counter)
+                target = self.program.labels[instruction.operands[0]]
+                counters[lanes] = target if true is None else np.where(true, target, counter)
                 return
             if op[0] in ("ret", "exit"):
                 counters[lanes] = counter
@@ -292,7 +325,7 @@ class Grid:
                 counters[lanes] = counter - 1
                 states[self.numbers(chosen)[~complete]] = BLOCKED
                 return
-            if true.any() and op[0] not in _NOTHING:
+            if op[0] not in _NOTHING and (true is None or true.any()):
                 try:
                     _EXECUTE[op[0]](self, instruction, chosen)
                 except AssertionError as error:
@@ -300,10 +333,8 @@ class Grid:
                     raise AssertionError(f"{error}: instruction {counter - 1}, {text}") from error
         counters[lanes] = counter
 
-    def _guard(self, instruction: Instruction, lanes: Lanes) -> np.ndarray:
-        if instruction.guard is None:
-            return np.ones(1, np.bool_)
-        name, negated = instruction.guard
+    def _guard(self, guard: tuple[str, bool], lanes: Lanes) -> np.ndarray:
+        name, negated = guard
         return np.asarray(self.register(name)[lanes] ^ negated)
 
     def _wait(self, instruction: Instruction, lanes: Lanes, states: np.ndarray) -> None:
@@ -339,44 +370,46 @@ class Grid:
     # -- operands --
 
     def numbers(self, lanes: Lanes) -> np.ndarray:
-        return np.arange(self.count)[lanes]
+        return self._numbers[lanes]
 
     def register(self, name: str) -> np.ndarray:
-        if name not in self.registers:
+        value = self.registers.get(name)
+        if value is None:
             kind = self.program.registers[name]
             kind = kind if kind == "pred" else f"b{8 * np.dtype(dtype_of(kind)).itemsize}"
-            self.registers[name] = np.zeros(self.count, dtype_of(kind))
-        return self.registers[name]
+            value = self.registers[name] = np.zeros(self.count, dtype_of(kind))
+        return value
 
     def get(self, operand: str, kind: str, lanes: Lanes) -> np.ndarray:
         """An operand as ``kind``, with an element for each of ``lanes``, or one."""
         dtype = np.dtype(dtype_of(kind))
         if operand in self.program.registers:
             value = self.register(operand)[lanes]
-            if value.dtype == np.bool_:
+            if value.dtype == dtype or value.dtype == np.bool_:
                 return value
             return value.astype(unsigned(8 * dtype.itemsize), copy=False).view(dtype)
         if operand.startswith("%"):
-            name, _, axis = operand[1:].partition(".")
-            special: dict[str, Callable[[], Any]] = {
-                "tid": lambda: self.thread[lanes] if axis == "x" else 0,
-                "ntid": lambda: self.threads if axis == "x" else 1,
-                "ctaid": lambda: self._block_index(axis)[lanes],
-                "nctaid": lambda: self.grid[axis],
-                "laneid": lambda: self.thread[lanes] % 32,
-            }
-            return np.atleast_1d(np.asarray(special[name]()).astype(dtype))
+            value = self._special(operand)
+            return (value if value.size == 1 else value[lanes]).astype(dtype)
         if operand in self.program.shared:
             return np.array([self.program.shared[operand]], dtype)
         if operand in self.program.parameters:
             return np.array([self.PARAMETERS + self.program.parameters[operand]], dtype)
-        if operand[:2] in ("0f", "0d"):
-            form = ">f" if operand[1] == "f" else ">d"
-            return np.array(struct.unpack(form, bytes.fromhex(operand[2:])), dtype)
-        number = int(operand.rstrip("U"), 0)
-        if dtype.kind == "f":
-            return np.array([number], dtype)
-        return np.array([number % (1 << 8 * dtype.itemsize)], unsigned(8 * dtype.itemsize)).view(dtype)
+        return _number(operand, kind)
+
+    def _special(self, operand: str) -> np.ndarray:
+        """A special register, with an element for each thread, or one."""
+        if operand not in self.special:
+            name, _, axis = operand[1:].partition(".")
+            values: dict[str, Callable[[], Any]] = {
+                "tid": lambda: self.thread if axis == "x" else 0,
+                "ntid": lambda: self.threads if axis == "x" else 1,
+                "ctaid": lambda: self._block_index(axis),
+                "nctaid": lambda: self.grid[axis],
+                "laneid": lambda: self.thread % 32,
+            }
+            self.special[operand] = np.atleast_1d(np.asarray(values[name]()))
+        return self.special[operand]
 
     def _block_index(self, axis: str) -> np.ndarray:
         x, y = self.grid["x"], self.grid["y"]
@@ -387,15 +420,13 @@ class Grid:
             return
         target, value = self.register(register), np.asarray(value)
         if target.dtype != np.bool_ and value.dtype.itemsize != target.dtype.itemsize:
-            value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{target.dtype.itemsize}")
+            value = value.astype(dtype_of(f"{'s' if value.dtype.kind == 'i' else 'u'}{8 * target.dtype.itemsize}"))
         target[lanes] = value if target.dtype == np.bool_ else np.atleast_1d(value).view(target.dtype)
 
     def address(self, operand: str, lanes: Lanes) -> np.ndarray:
         """``[register + number]`` or ``[variable + number]``, for each of ``lanes``."""
-        match = re.fullmatch(r"\[([^+\]]+)(?:\+(.*))?\]", operand.replace(" ", ""))
-        assert match, operand
-        offset = sum(int(np.prod([int(n) for n in term.split("*")])) for term in (match[2] or "0").split("+"))
-        base = self.get(match[1], "s64", lanes)
+        name, offset = _base_and_offset(operand)
+        base = self.get(name, "s64", lanes)
         return np.broadcast_to(base + offset, self.numbers(lanes).shape)
 
     def view(
@@ -429,23 +460,38 @@ class Grid:
             assert not (self.pending[at] == early).any(), "a read of what the kernels before may still write"
 
 
-def _kind(instruction: Instruction) -> str:
-    """The last type that the instruction names."""
-    return next(part for part in reversed(instruction.op) if _TYPE.fullmatch(part))
+@functools.cache
+def _parts(operand: str) -> tuple[str, ...]:
+    return tuple(operand.strip("{}").replace(" ", "").split(","))
 
 
-def _space(instruction: Instruction) -> str:
-    known = ("param", "shared", "global", "local")
-    return next((part.partition(":")[0] for part in instruction.op if part.partition(":")[0] in known), "generic")
+@functools.cache
+def _base_and_offset(operand: str) -> tuple[str, int]:
+    """``"[%rd1+4*2+1]"`` -> ``("%rd1", 9)``."""
+    match = re.fullmatch(r"\[([^+\]]+)(?:\+(.*))?\]", operand.replace(" ", ""))
+    assert match, operand
+    terms = (match[2] or "0").split("+")
+    return match[1], sum(math.prod(int(n) for n in term.split("*")) for term in terms)
 
 
-def _parts(operand: str) -> list[str]:
-    return operand.strip("{}").replace(" ", "").split(",")
+@functools.cache
+def _number(operand: str, kind: str) -> np.ndarray:
+    """A number in the code, as one element of ``kind`` that nobody may write."""
+    dtype = np.dtype(dtype_of(kind))
+    if operand[:2] in ("0f", "0d"):
+        value = np.array(struct.unpack(">f" if operand[1] == "f" else ">d", bytes.fromhex(operand[2:])), dtype)
+    elif dtype.kind == "f":
+        value = np.array([int(operand.rstrip("U"), 0)], dtype)
+    else:
+        number = int(operand.rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
+        value = np.array([number], unsigned(8 * dtype.itemsize)).view(dtype)
+    value.setflags(write=False)
+    return value
 
 
 def _load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, source = instruction.operands
-    dtype, names, space = np.dtype(dtype_of(_kind(instruction))), _parts(target), _space(instruction)
+    dtype, names, space = np.dtype(dtype_of(instruction.kind)), _parts(target), instruction.space
     if space == "param":
         name, _, offset = source.strip("[]").partition("+")
         at = grid.program.parameters[name.strip()] + int(offset or 0)
@@ -459,24 +505,24 @@ def _load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 
 def _store(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, source = instruction.operands
-    bits, names = 8 * np.dtype(dtype_of(_kind(instruction))).itemsize, _parts(source)
+    bits, names = 8 * instruction.itemsize, _parts(source)
     address = grid.address(target, lanes)
-    memory, index = grid.view(_space(instruction), address, bits // 8, len(names), lanes, Kind.WRITE)
+    memory, index = grid.view(instruction.space, address, bits // 8, len(names), lanes, Kind.WRITE)
     for i, name in enumerate(names):
         memory[index + i] = grid.get(name, f"b{bits}", lanes)
 
 
 def _reduce_in_memory(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     assert instruction.op[2] == "add"
-    kind = _kind(instruction)
-    memory, index = grid.view(_space(instruction), grid.address(instruction.operands[0], lanes), 4, 1, lanes, Kind.ADD)
+    kind = instruction.kind
+    memory, index = grid.view(instruction.space, grid.address(instruction.operands[0], lanes), 4, 1, lanes, Kind.ADD)
     np.add.at(memory.view(dtype_of(kind)), index, grid.get(instruction.operands[1], kind, lanes))
 
 
 def _move(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     """Also divides a register into parts, the lowest first, and joins parts."""
     target, source = instruction.operands
-    bits = 8 * np.dtype(dtype_of(_kind(instruction))).itemsize
+    bits = 8 * instruction.itemsize
     if target.startswith("{"):
         value, names = grid.get(source, f"b{bits}", lanes), _parts(target)
         for i, name in enumerate(names):
@@ -488,7 +534,7 @@ def _move(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         parts = (grid.get(name, f"b{each}", lanes).astype(unsigned(bits)) for name in names)
         grid.put(target, sum(part << unsigned(bits)(i * each) for i, part in enumerate(parts)), lanes)
     else:
-        grid.put(target, grid.get(source, _kind(instruction), lanes), lanes)
+        grid.put(target, grid.get(source, instruction.kind, lanes), lanes)
 
 
 def _convert(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
@@ -535,7 +581,7 @@ _COMPARE: dict[str, Any] = {
 def _compare(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, *sources = instruction.operands
     assert len(sources) == 2, instruction
-    kind = _kind(instruction)
+    kind = instruction.kind
     a, b = (grid.get(source, kind, lanes) for source in sources)
     if instruction.op[1] in ("nan", "num"):
         is_nan = np.isnan(a) | np.isnan(b)
@@ -551,7 +597,7 @@ def _compare(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 
 def _select(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, a, b, condition = instruction.operands
-    kind = _kind(instruction)
+    kind = instruction.kind
     chosen = np.where(grid.get(condition, "pred", lanes), grid.get(a, kind, lanes), grid.get(b, kind, lanes))
     grid.put(target, chosen, lanes)
 
@@ -657,14 +703,11 @@ _OF_32_BITS = {"shl": (1,), "shr": (1,), "bfi": (2, 3)}
 
 def _arithmetic(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     name, (target, *sources) = instruction.op[0], instruction.operands
-    kind = _kind(instruction)
-    wide_sum = f"{kind[0]}{2 * int(kind[1:])}" if name == "mad" and "wide" in instruction.op else kind
-    kinds = ["u32" if i in _OF_32_BITS.get(name, ()) else wide_sum if i == 2 else kind for i in range(len(sources))]
-    values = (grid.get(source, k, lanes) for source, k in zip(sources, kinds, strict=True))
+    values = (grid.get(source, kind, lanes) for source, kind in zip(sources, instruction.source_kinds, strict=True))
     result = np.asarray(_ARITHMETIC[name](*values, op=instruction.op))
-    if result.dtype.type in _CANONICAL_NAN:
+    if result.dtype.type in _CANONICAL_NAN and (nan := np.isnan(result)).any():
         bits = _CANONICAL_NAN[result.dtype.type]
-        result = np.where(np.isnan(result), np.array(bits, f"u{result.dtype.itemsize}").view(result.dtype), result)
+        result = np.where(nan, np.array(bits, f"u{result.dtype.itemsize}").view(result.dtype), result)
     grid.put(target, result, lanes)
 
 
@@ -697,7 +740,7 @@ def _shuffle(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 
 def _reduce_warp(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, source, _ = instruction.operands
-    warps, kind = _whole_warps(grid, lanes), _kind(instruction)
+    warps, kind = _whole_warps(grid, lanes), instruction.kind
     values = np.broadcast_to(grid.get(source, kind, lanes), warps.size).reshape(-1, 32)
     function = {"add": np.add, "max": np.maximum, "min": np.minimum}[instruction.op[2]]
     grid.put(target, np.repeat(function.reduce(values, axis=1, dtype=values.dtype), 32), lanes)
@@ -713,7 +756,7 @@ def _vote(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 
 def _popcount(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, source = instruction.operands
-    grid.put(target, np.bitwise_count(grid.get(source, _kind(instruction), lanes)).astype(np.uint32), lanes)
+    grid.put(target, np.bitwise_count(grid.get(source, instruction.kind, lanes)).astype(np.uint32), lanes)
 
 
 def _multiply_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
@@ -723,24 +766,23 @@ def _multiply_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> No
     warps, lane = _whole_warps(grid, lanes), np.arange(32)
     target, *operands = map(_parts, instruction.operands)
 
-    def fragment(names: list[str]) -> np.ndarray:
+    def fragment(names: Sequence[str]) -> np.ndarray:
         values = [np.broadcast_to(grid.get(n, "b32", lanes), warps.size).reshape(-1, 32) for n in names]
         return np.ascontiguousarray(np.stack(values, -1)).view(np.int32)
 
-    def unpacked(names: list[str]) -> np.ndarray:
+    def unpacked(names: Sequence[str]) -> np.ndarray:
         """int32 ``[warps, lanes, registers, 4]``."""
         return fragment(names)[..., None].view(np.int8).reshape(len(warps), 32, len(names), 4).astype(np.int32)
 
     a, b = np.zeros((len(warps), rows, depth), np.int32), np.zeros((len(warps), 8, depth), np.int32)
     high = rows // 8  # registers of a column half
-    for register in range(high * depth // 16):
-        for i in range(4):
-            a[:, lane // 4 + register % high * 8, lane % 4 * 4 + i + register // high * 16] = unpacked(operands[0])[
-                :, :, register, i
-            ]
-    for register in range(depth // 16):
-        for i in range(4):
-            b[:, lane // 4, lane % 4 * 4 + i + register * 16] = unpacked(operands[1])[:, :, register, i]
+    of_a, of_b = map(unpacked, operands[:2])
+    for i in range(4):
+        for register in range(high * depth // 16):
+            column = lane % 4 * 4 + i + register // high * 16
+            a[:, lane // 4 + register % high * 8, column] = of_a[:, :, register, i]
+        for register in range(depth // 16):
+            b[:, lane // 4, lane % 4 * 4 + i + register * 16] = of_b[:, :, register, i]
     product = (a.astype(np.float64) @ b.transpose(0, 2, 1).astype(np.float64)).astype(np.int32)
     before = fragment(operands[2])
     for register, name in enumerate(target):

@@ -145,8 +145,12 @@ class SharedMemory:
     def _ordered(self, earlier: _Accesses, touched: np.ndarray, threads: np.ndarray) -> np.ndarray:
         """Whether each thread comes behind the earlier accesses to its word."""
         result = np.ones(touched.shape, np.bool_)
-        for thread, time in zip(earlier.thread[:, touched], earlier.time[:, touched], strict=True):
+        for slot in range(2):
+            thread = earlier.thread[slot, touched]
             ordered = (thread == threads) | (thread < 0)
+            if ordered.all():
+                continue
+            time = earlier.time[slot, touched]
             for barrier, joined in self._joined.items():
                 both = time < np.minimum(joined[thread], joined[threads])
                 ordered |= both & (thread // WARP == threads // WARP) if barrier == WARP_BARRIER else both
