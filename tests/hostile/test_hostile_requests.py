@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,7 +139,7 @@ def refusal(server: api_kit.LiveServer, path: str, content: bytes) -> tuple[str 
 
 
 @pytest.mark.parametrize(
-    ("path", "wrong", "field"), [pytest.param(*case, id=f"{case[0]} {str(case[1])[:50]!r}") for case in FIELDS]
+    ("path", "wrong", "field"), [pytest.param(*case, id=f"{case[0]} {reprlib.repr(case[1])[:50]!r}") for case in FIELDS]
 )
 def test_a_field(server: api_kit.LiveServer, path: str, wrong: dict[str, Any], field: str, capfd: Any) -> None:
     param, message = refusal(server, path, json.dumps(BODIES[path] | wrong).encode())
