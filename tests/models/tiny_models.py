@@ -6,10 +6,12 @@ the raw output of NumPy's PCG64, whose stream NumPy promises to keep, in the ord
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +137,27 @@ class Golden:
         return model.run(self.tokens if tokens is None else tokens)
 
 
-def goldens(family: str) -> Iterator[Golden]:
-    """The committed cases of one family."""
+@functools.cache
+def _goldens(family: str) -> tuple[Golden, ...]:
+    """The committed cases of one family; their arrays are read only, because every test gets the same."""
     cases = json.loads((GOLDENS / f"{family}.json").read_text())
-    with np.load(GOLDENS / f"{family}.npz") as arrays:
-        for name, case in cases.items():
-            tokens = np.array(case["tokens"], np.int32)
-            source = np.array(case["source"], np.int32) if "source" in case else None
-            encoded = arrays.get(f"{name}, encoded")
-            yield Golden(name, case["config"], case["seed"], case["weights"], tokens, arrays[name], source, encoded)
+    with np.load(GOLDENS / f"{family}.npz") as file:
+        arrays = dict(file)
+    for array in arrays.values():
+        array.setflags(write=False)
+
+    def golden(name: str, case: dict[str, Any]) -> Golden:
+        tokens = np.array(case["tokens"], np.int32)
+        source = np.array(case["source"], np.int32) if "source" in case else None
+        encoded = arrays.get(f"{name}, encoded")
+        return Golden(name, case["config"], case["seed"], case["weights"], tokens, arrays[name], source, encoded)
+
+    return tuple(golden(name, case) for name, case in cases.items())
+
+
+def goldens(family: str) -> Iterator[Golden]:
+    """The committed cases of one family, each with a configuration that a test may change."""
+    return (replace(golden, config=copy.deepcopy(golden.config)) for golden in _goldens(family))
 
 
 def two_of_each_family() -> list[Any]:
