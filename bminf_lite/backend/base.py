@@ -114,11 +114,9 @@ class NumpyWeight:
 class Backend(HostDevice):
     """The operations over NumPy, on the host's memory.
 
-    ``computes_shared_experts``: whether models may have experts beside a feed-forward layer for every token.
     ``computes_attention_sinks``: whether attention may have sinks.
     """
 
-    computes_shared_experts = True
     computes_attention_sinks = True
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -284,16 +282,25 @@ class Backend(HostDevice):
         return self.product(x, weight, ProductEpilogue.ACTIVATE, activation)
 
     @silently
-    def experts(self, x: Array, mixture: Mixture, residual: Array = None) -> Array:
+    def experts(
+        self, x: Array, mixture: Mixture, residual: Array = None, addend: Array = None, gate: Array = None
+    ) -> Array:
         """The sum of what each token's experts make of it: ``[T, in]`` -> fp32 ``[T, out]``; see :mod:`.mixture`.
 
-        With a ``residual`` fp32 ``[T, out]``, which may be overwritten, it is added to that. ``x`` is a :meth:`norm`.
+        An ``addend`` fp32 ``[T, out]``, times the ``gate`` fp32 ``[T, 1]`` if there is one, is added to the sum. With a
+        ``residual`` fp32 ``[T, out]``, which may be overwritten, the result is added to that. ``x`` is a :meth:`norm`.
 
         An expert computes :meth:`linear` of :meth:`gated_linear`, each rounded to the activation type. The results of a
         token are multiplied by the router's weights and added in fp32 in the order of the experts' ranks.
         """
         topk_ids, topk_weights = choose_experts(x, mixture)
         found = mix(topk_ids, topk_weights, lambda expert, tokens: expert_result(self, x[tokens], mixture, expert))
+        return self.add_experts(found, residual, addend, gate)
+
+    def add_experts(self, found: Array, residual: Array, addend: Array, gate: Array) -> Array:
+        """What :meth:`experts` returns, of the sum of the experts, fp32 ``[T, out]``; the arguments are its own."""
+        if addend is not None:
+            found = found + (addend if gate is None else gate * addend)
         return found if residual is None else self.add(residual, found)
 
     def add(self, residual: Array, addend: Array) -> Array:

@@ -116,7 +116,9 @@ class _HookedBackend:
         """A mixture whose experts have weights of their own, each remembered with its tensors."""
         return make_mixture(self.weight, spec, router, hidden, down, activation, correction_bias, biases)
 
-    def experts(self, x: Array, mixture: Mixture, residual: Array = None) -> Array:
+    def experts(
+        self, x: Array, mixture: Mixture, residual: Array = None, addend: Array = None, gate: Array = None
+    ) -> Array:
         """The backend's operation, in which every expert is observed, in order of their numbers."""
         rows = np.asarray(self._ops.host(x))
         topk_ids, topk_weights = choose_experts(rows, mixture)
@@ -128,7 +130,7 @@ class _HookedBackend:
             results[expert] = np.asarray(self._ops.host(found))[np.searchsorted(shown, chosen)]
         self._rows = None
         found = self._ops.array(mix(topk_ids, topk_weights, lambda expert, _: results[expert]))
-        return found if residual is None else self._ops.add(residual, found)
+        return self._ops.add_experts(found, residual, addend, gate)
 
     def adapted(self, base: Any, adapter: Adapter) -> Any:
         """The backend's weight, which is made of the tensors of ``base``."""

@@ -23,7 +23,7 @@ def padded(x: np.ndarray, fill: Any = 0) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer, and what of it has biases."""
+    """Sizes of a layer, whether it has biases, and the blocks in which its matrices rotate their input."""
 
     hidden: int
     features: int
@@ -31,6 +31,7 @@ class Sizes:
     experts: int
     top_k: int
     bias: bool = True
+    rotations: tuple[int, int] = (1, 1)
 
 
 class RandomLayer:
@@ -42,15 +43,15 @@ class RandomLayer:
         self.spec = RouterSpec(sizes.experts, sizes.top_k, **spec)
         width = sizes.features * (2 if activation.gated else 1)
 
-        def weights(out: int, features: int) -> ExpertWeights:
+        def weights(out: int, features: int, rotation: int) -> ExpertWeights:
             codes = random.integers(-127, 128, (sizes.experts, out, features)).astype(np.int8)
             scale = random.uniform(0.5, 1.5, (sizes.experts, out)) / 64 / np.sqrt(features)
             bias = random.normal(size=(sizes.experts, out)).astype(np.float32) if sizes.bias else None
-            return ExpertWeights(codes, scale.astype(np.float32), bias, dynamic=True)
+            return ExpertWeights(codes, scale.astype(np.float32), bias, True, rotation)
 
-        self.layer = ExpertLayer(
-            weights(width, sizes.hidden), weights(sizes.out, sizes.features), activation, self.spec.scales_input
-        )
+        before, behind = sizes.rotations
+        hidden, down = weights(width, sizes.hidden, before), weights(sizes.out, sizes.features, behind)
+        self.layer = ExpertLayer(hidden, down, activation, self.spec.scales_input)
         matrix = random.normal(size=(sizes.experts, sizes.hidden)) / np.sqrt(sizes.hidden) * 2
         self.router = matrix.astype(np.float16)
         self.router_bias = random.normal(size=sizes.experts).astype(np.float32) if sizes.bias else None
@@ -74,7 +75,9 @@ class RandomLayer:
             assert weights.scale is not None
             bias = None if weights.bias is None else array(order(weights.bias))
             codes = padded(order(weights.values), 77)  # what the padding holds does not matter
-            return ExpertMatrices(array(codes), array(order(weights.scale)), bias, weights.in_features)
+            return ExpertMatrices(
+                array(codes), array(order(weights.scale)), bias, weights.in_features, weights.rotation
+            )
 
         bias = None if self.router_bias is None else array(self.router_bias)
         router = RouterWeights(self.spec, array(padded(self.router)), self.sizes.hidden, bias)

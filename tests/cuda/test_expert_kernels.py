@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_experts import RandomLayer, Sizes, codes_on_device, rows_on_device
+from random_experts import RandomLayer, Sizes, codes_on_device, padded, rows_on_device
 
 from bminf_lite.backend.expert_values import ExpertActivation, GroupScore, MaskedScore, RouterSpec, Score
 from bminf_lite.backend.experts import (
+    ExpertWeights,
     activated,
+    expert_linear,
     expert_linear_codes,
     experts_forward,
     rounded,
@@ -22,6 +24,7 @@ from bminf_lite.backend.experts import (
 )
 from bminf_lite.backend.functions import normalise
 from bminf_lite.backend.quantization import quantize_rows
+from bminf_lite.backend.rotation import rotated
 from bminf_lite.backend.routing import route
 
 pytestmark = pytest.mark.gpu
@@ -29,9 +32,9 @@ cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from bminf_lite.cuda.kernels.experts.grouped_gemm import GroupedGemm  # noqa: E402
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels, ExpertLayerWeights  # noqa: E402
-from bminf_lite.cuda.kernels.experts.pairs import SortedPairs  # noqa: E402
+from bminf_lite.cuda.kernels.experts.pairs import Addend, SortedPairs  # noqa: E402
 from bminf_lite.cuda.kernels.experts.router import FEW_ROWS  # noqa: E402
-from bminf_lite.cuda.kernels.experts.weights import RouterWeights  # noqa: E402
+from bminf_lite.cuda.kernels.experts.weights import ExpertMatrices, RouterWeights, alternate_gate_and_up  # noqa: E402
 from bminf_lite.cuda.kernels.launcher import Launcher  # noqa: E402
 from bminf_lite.cuda.kernels.rowwise.rows import RowKernels  # noqa: E402
 
@@ -115,15 +118,18 @@ def logits_on_device(
         empty((count, pitch), np.float32),
     )
     kernels.router.logits(
-        None, rows_on_device(x, cp.asarray), layer.norm(cp.asarray), device.router, out, normed, codes, scales
-    )
+        None, rows_on_device(x, cp.asarray), layer.norm(cp.asarray), device.router, out, normed, codes, scales,
+        device.hidden.rotation,
+    )  # fmt: skip
     return [cp.asnumpy(v) for v in (out, codes[:, : sizes.hidden], scales)]
 
 
-@pytest.mark.parametrize(("hidden", "experts"), [(96, 8), (2048, 128), (2880, 32), (4112, 60)])
-def test_logits_have_one_order_of_sums(kernels: ExpertKernels, hidden: int, experts: int) -> None:
-    """Whatever the number of rows, and for weights in fp16 and in fp32."""
-    layer = RandomLayer(Sizes(hidden, 32, 32, experts, 2), RELU)
+@pytest.mark.parametrize(
+    ("hidden", "experts", "rotation"), [(96, 8, 1), (2048, 128, 256), (2880, 32, 64), (4112, 60, 16), (2048, 8, 1)]
+)
+def test_logits_have_one_order_of_sums(kernels: ExpertKernels, hidden: int, experts: int, rotation: int) -> None:
+    """Whatever the number of rows, and for weights in fp16 and in fp32. The codes are those of the rotated norm."""
+    layer = RandomLayer(Sizes(hidden, 32, 32, experts, 2, rotations=(rotation, 1)), RELU)
     device = layer.on_device(cp.asarray)
     wide = replace(device, router=replace(device.router, matrix=device.router.matrix.astype(np.float32)))
     x = layer.tokens(FEW_ROWS + 4)
@@ -136,7 +142,7 @@ def test_logits_have_one_order_of_sums(kernels: ExpertKernels, hidden: int, expe
     for weights, count in ((device, 1), (device, 5), (wide, 2), (wide, len(x))):
         for a, b in zip(logits_on_device(kernels, layer, weights, x[-count:]), together, strict=True):
             np.testing.assert_array_equal(a, b[-count:])
-    codes, scales = quantize_rows(normed)
+    codes, scales = quantize_rows(rotated(normed, rotation))
     assert (np.abs(together[1].astype(int) - codes) <= 1).all()
     np.testing.assert_allclose(together[2], scales, rtol=2.0**-20)
 
@@ -178,14 +184,20 @@ def test_results_are_added_as_defined(kernels: ExpertKernels, count: int, top_k:
     places = random.permutation(count * top_k).astype(np.int32)
     weights = random.uniform(0, 1, (count, top_k)).astype(np.float32)
     before = random.normal(size=(count, columns)).astype(np.float32)
-    for given_weights in (weights, None):
+    other, gate = random.normal(size=(count, columns)).astype(np.float32), random.uniform(0, 1, count)
+    gate = gate.astype(np.float32)
+    for given_weights, gates in ((weights, None), (None, gate), (weights, np.ones_like(gate))):
         out = rows_on_device(before, cp.asarray)
         of_device = None if given_weights is None else cp.asarray(given_weights)
+        addend = None
+        if gates is not None:
+            addend = Addend(rows_on_device(other, cp.asarray), None if gates is not gate else cp.asarray(gates))
         kernels.pairs.weighted_sum(
-            None, rows_on_device(results, cp.asarray), cp.asarray(places), of_device, top_k, out, add
+            None, rows_on_device(results, cp.asarray), cp.asarray(places), of_device, top_k, out, add, addend
         )
         ordered = results[places].astype(np.float32).reshape(count, top_k, columns)
         expected = weighted_sum(ordered, np.ones_like(weights) if given_weights is None else weights)
+        expected = expected if gates is None else expected + gates[:, None] * other
         np.testing.assert_array_equal(cp.asnumpy(out), before + expected if add else expected)
 
 
@@ -249,12 +261,82 @@ def test_grouped_products_of_any_shape(
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "bias"), [(RELU, False), (ExpertActivation("relu", gated=False), True), (None, True)], ids=str
+)
+def test_a_float_product_has_one_order_of_sums(
+    kernels: ExpertKernels, is_int8: bool, activation: ExpertActivation | None, bias: bool
+) -> None:
+    """Near the definition; a row has the same bits among others and alone, whether it is found by a pair's number."""
+    random, (experts, features, n, top_k) = np.random.default_rng(2), (3, 44, 48, 2)
+    kind = np.int8 if is_int8 else np.float16
+    values = (
+        random.integers(-127, 128, (experts, n, features)) if is_int8 else random.normal(size=(experts, n, features))
+    )
+    scale = random.uniform(0.5, 1.5, (experts, n)).astype(np.float32) / 64 if is_int8 else None
+    made = ExpertWeights(
+        values.astype(kind), scale, random.normal(size=(experts, n)).astype(np.float32) if bias else None
+    )
+    gated = activation is not None and activation.gated
+    order = alternate_gate_and_up if gated else np.asarray
+    vectors = [None if v is None else cp.asarray(order(v)) for v in (made.scale, made.bias)]
+    weight = ExpertMatrices(cp.asarray(padded(order(made.values))), *vectors, features, dynamic=False)
+    x = random.normal(size=(14, features)).astype(np.float16)
+    ids = np.stack([random.permutation(experts)[:top_k] for _ in x]).astype(np.int32)
+
+    def product(tokens: np.ndarray) -> np.ndarray:
+        """The products of the pairs of some tokens, by pair."""
+        pairs, offsets = sort_by_expert(ids[tokens], experts)
+        out = empty((len(pairs), n), np.float16)
+        kernels.floats.launch(
+            None, rows_on_device(x[tokens], cp.asarray), cp.asarray(pairs), top_k, cp.asarray(offsets), weight, out,
+            activation,
+        )  # fmt: skip
+        sorted_rows = empty((len(pairs), n), np.float16)
+        kernels.floats.launch(
+            None, rows_on_device(x[tokens][pairs // top_k], cp.asarray), None, 1, cp.asarray(offsets), weight,
+            sorted_rows, activation,
+        )  # fmt: skip
+        columns = n // 2 if gated else n
+        np.testing.assert_array_equal(cp.asnumpy(sorted_rows)[:, :columns], cp.asnumpy(out)[:, :columns])
+        found = np.empty((len(pairs), columns), np.float16)
+        found[pairs] = cp.asnumpy(out)[:, :columns]
+        return found
+
+    together, half = product(np.arange(len(x))), np.dtype(np.float16)
+    y = rounded(expert_linear(np.repeat(x, top_k, axis=0), ids.ravel(), made), half)
+    expected = y if activation is None else rounded(activated(y.astype(np.float32), activation), half)
+    # each of gate and up may be rounded to another fp16 number, and their product once more
+    np.testing.assert_allclose(together, expected, rtol=2.0**-8, atol=2.0**-8)
+    by_token = together.reshape(len(x), -1)
+    for tokens in ([3], [0, 13], list(range(2, 9))):
+        np.testing.assert_array_equal(product(np.array(tokens)).reshape(len(tokens), -1), by_token[tokens])
+
+
+@pytest.mark.parametrize("hidden", [48, 2056])
+def test_a_gate_is_the_sigmoid_of_a_product(kernels: ExpertKernels, hidden: int) -> None:
+    layer = RandomLayer(Sizes(hidden, 32, 32, 4, 2), RELU)
+    x, vector = layer.tokens(3), (layer.random.normal(size=hidden) / np.sqrt(hidden)).astype(np.float32)
+    out = empty((3, 1), np.float32)
+    gate = cp.asarray(padded(vector))
+    kernels.router.scalar_gate(None, rows_on_device(x, cp.asarray), layer.norm(cp.asarray), gate, out)
+    exact = normalise(x, layer.norm()).astype(np.float64) @ vector
+    np.testing.assert_allclose(cp.asnumpy(out)[:, 0], 1 / (1 + np.exp(-exact)), rtol=1e-5)
+    alone = empty((1, 1), np.float32)
+    kernels.router.scalar_gate(None, rows_on_device(x[1:2], cp.asarray), layer.norm(cp.asarray), gate, alone)
+    assert cp.asnumpy(alone)[0, 0] == cp.asnumpy(out)[1, 0]
+
+
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 LAYERS = {
     "qwen3": (Sizes(256, 96, 256, 16, 4, bias=False), RELU, {"renormalise": True}),
     "mixtral": (Sizes(128, 448, 136, 8, 2, bias=False), RELU, {"renormalise": True}),
     "gpt-oss": (Sizes(208, 72, 208, 12, 3), RELU, {"score": Score.SOFTMAX_OF_CHOSEN}),
+    "all rotated": (Sizes(256, 96, 256, 16, 4, False, (256, 32)), RELU, {"renormalise": True}),
+    "rotated beyond what registers hold": (Sizes(64, 544, 64, 5, 4, True, (64, 32)), RELU, {}),
+    "llama4, rotated": (Sizes(96, 272, 96, 4, 1, False, (1, 16)), RELU, {"score": Score.SIGMOID, "scales_input": True}),
     "llama4": (Sizes(96, 64, 96, 4, 1, bias=False), RELU, {"score": Score.SIGMOID, "scales_input": True}),
     "nemotron_h": (
         Sizes(96, 272, 64, 40, 6),
@@ -291,7 +373,7 @@ def test_a_layer_is_the_definition_s(kernels: ExpertKernels, name: str, count: i
     factors = weights.ravel() if layer.spec.scales_input else np.ones(len(pairs), np.float32)
     y = rounded(expert_linear_codes(codes[pairs], scales[pairs] * factors, ids.ravel(), hidden), half)
     y = rounded(activated(y.astype(np.float32), activation), half)
-    y = rounded(expert_linear_codes(*quantize_rows(y), ids.ravel(), layer.layer.down), half)
+    y = rounded(expert_linear(y, ids.ravel(), layer.layer.down), half)
     weights = np.ones_like(weights) if layer.spec.scales_input else weights
     expected = weighted_sum(y.astype(np.float32).reshape(*ids.shape, -1), weights)
     np.testing.assert_array_equal(found[0], expected)

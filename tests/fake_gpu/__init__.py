@@ -31,6 +31,7 @@ from . import (  # noqa: F401 - models and instructions register themselves
     fake_cupy,
     models_attention,
     models_calibration,
+    models_experts,
     models_rows,
     models_sampling,
     ptx_hopper,

@@ -42,7 +42,7 @@ def test_it_counts_what_loading_allocates(cuda_backend: Backend, family: str, ki
     """Never less; a little more where sizes are no multiples of 32."""
     golden = next(goldens(family))
     weights = RandomWeights(golden.config, golden.seed, *KINDS[kind])
-    skip_what_no_gpu_computes(family, weights)
+    skip_what_no_gpu_computes(family)
     counted, allocated = counted_and_allocated(golden.config, weights, cuda_backend)
     assert allocated <= counted <= 1.5 * allocated
 
@@ -61,7 +61,7 @@ def test_every_layer_fits_a_slot_of_the_largest_one_s_size(family: str) -> None:
 
     golden, meta, backend = next(goldens(family)), MetaBackend(), CudaBackend()
     weights = RandomWeights(golden.config, golden.seed, quantized=True)
-    skip_what_no_gpu_computes(family, weights)
+    skip_what_no_gpu_computes(family)
     build(golden.config, weights, meta)
     largest = max(map(max, meta.layer_bytes))
     backend.placement = Placement(tuple(range(sum(map(len, meta.layer_bytes)))), 2, largest)

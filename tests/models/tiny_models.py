@@ -23,6 +23,7 @@ from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.quantization import HostWeight, quantize_weight
+from bminf_lite.backend.rotation import rotated, rotation_of
 from bminf_lite.backend.values import ForwardBatch, sequential_tables
 from bminf_lite.layers.cache import KVCache
 from bminf_lite.models.spec import Spec
@@ -44,8 +45,6 @@ MIXTURES = (
     "gpt_oss",
 )  # fmt: skip
 """Families with experts."""
-SHARED = ("qwen2_moe", "glm4_moe", "ernie4_5_moe")
-"""Of these the families with experts beside a layer for every token, which run on the CPU alone."""
 SINKS = ("gpt_oss",)
 """The families with attention sinks and experts with biases, which run on the CPU alone."""
 EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES)
@@ -192,9 +191,14 @@ def one_of_each_architecture() -> list[Golden]:
 
 
 class RandomWeights:
-    """A model's tensors, float or quantized as migration does it; what a checkpoint is to the layers."""
+    """A model's tensors, float or quantized as migration does it; what a checkpoint is to the layers.
 
-    def __init__(self, config: dict[str, Any], seed: int, quantized: bool = False, dynamic: bool = True):
+    int8 matrices rotate their input in blocks of up to ``rotation`` elements.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], seed: int, quantized: bool = False, dynamic: bool = True, rotation: int = 1
+    ):
         architecture = models.find(config)
         spec = architecture.spec(architecture.parse(config))
         self.tied = spec.tied
@@ -203,25 +207,21 @@ class RandomWeights:
         self.tensors = random_tensors(seed, shapes, config["model_type"])
         self.quantized = quantized
         self.dynamic = dynamic
-
-    @property
-    def is_w8a8(self) -> bool:
-        return self.quantized and self.dynamic
+        self.rotation = rotation
 
     def vector(self, name: str) -> np.ndarray:
         return self.tensors[self.tied.get(name, name)]
 
     def weight(self, name: str) -> HostWeight:
         weight = self.vector(name).T if name in self.transposed else self.vector(name)
-        return quantize_weight(weight, self.dynamic) if self.quantized else weight
+        if not self.quantized:
+            return weight
+        block = rotation_of(weight.shape[1], self.rotation)
+        return replace(quantize_weight(rotated(weight, block), self.dynamic), rotation=block)
 
 
-def skip_what_no_gpu_computes(family: str, weights: RandomWeights) -> None:
-    """Skip the test for experts that a GPU refuses."""
-    if family in MIXTURES and not weights.is_w8a8:
-        pytest.skip("a GPU computes experts in w8a8")
-    if family in SHARED:
-        pytest.skip("a GPU computes no experts beside a shared layer")
+def skip_what_no_gpu_computes(family: str) -> None:
+    """Skip the test for sinks, which a GPU refuses."""
     if family in SINKS:
         pytest.skip("a GPU computes no attention sinks")
 
@@ -247,7 +247,7 @@ class TinyModel:
         self, backend: Backend, config: dict[str, Any], weights: RandomWeights, slots: int = 1, int8_cache: bool = False
     ):
         if backend.name.startswith("cuda"):
-            skip_what_no_gpu_computes(config["model_type"], weights)
+            skip_what_no_gpu_computes(config["model_type"])
         architecture = models.find(config)
         self.backend = backend
         self.config = architecture.parse(config)

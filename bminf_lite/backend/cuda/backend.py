@@ -100,7 +100,6 @@ class CudaBackend(Backend):
     source_sizes = SOURCE_SIZES
     max_steps_in_flight = 1
     has_one_order = True
-    computes_shared_experts = False
     computes_attention_sinks = False
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
@@ -298,8 +297,20 @@ class CudaBackend(Backend):
             kind = Epilogue.TO_FLOAT if target.dtype == np.float32 else Epilogue.TO_HALF
         return self.products.run(Product(x, weight, kind, activation, target))
 
-    def experts(self, x: Array, mixture: ExpertLayerWeights, residual: Array = None) -> Array:  # type: ignore[override]
-        return self.mixtures.forward(x, mixture, residual)
+    def experts(  # type: ignore[override]
+        self, x: Array, mixture: ExpertLayerWeights, residual: Array = None, addend: Array = None, gate: Array = None
+    ) -> Array:
+        return self.mixtures.forward(x, mixture, residual, addend, gate)
+
+    def add_experts(self, found: Array, residual: Array, addend: Array, gate: Array) -> Array:
+        if addend is not None:
+            with self.arrays.current():
+                values = self.materializer.materialize(addend)
+                found = found + (values if gate is None else gate * values)
+        return found if residual is None else self.add(residual, found)
+
+    def scalar_gate(self, x: Array, vector: Array) -> Array:
+        return self.mixtures.scalar_gate(x, vector)
 
     def add(self, residual: Array, addend: Array) -> Array:
         target, values = self.materializer.as_residual(residual), self.materializer.materialize(addend)

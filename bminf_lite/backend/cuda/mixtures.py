@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import cupy as cp
@@ -11,11 +12,12 @@ import numpy as np
 from ...cuda.kernels.arrays import PAD, round_up
 from ...cuda.kernels.constants import MAX_EXPERTS
 from ...cuda.kernels.experts.layer import ExpertLayerWeights
+from ...cuda.kernels.experts.pairs import Addend
 from ...cuda.kernels.experts.router import MAX_TOP_K, MAX_WIDTH, RouterKernels
 from ...cuda.kernels.experts.weights import GROUP, ExpertMatrices, RouterWeights, alternate_gate_and_up
 from ...errors import UsageError
 from ..expert_values import ExpertActivation, RouterSpec
-from ..quantization import HostWeight, Int8Weight
+from ..quantization import HostWeight, Int8Weight, int8_parts
 from ..values import Array
 from .arrays import Arrays
 from .deferred import DeferredNorm, ResidualStream
@@ -30,7 +32,7 @@ Half = tuple[cp.ndarray, cp.ndarray]
 
 
 class MixtureLoader:
-    """Makes what :class:`.ExpertKernels` take of a router and experts in w8a8."""
+    """Makes what :class:`.ExpertKernels` take of a router and its experts."""
 
     def __init__(self, loader: Loader, arrays: Arrays) -> None:
         self.loader = loader
@@ -66,7 +68,7 @@ class MixtureLoader:
         of the inputs.
         """
         checked = _checked(experts)
-        first = next(checked)
+        kind, first = next(checked)
         rows, k = sum(part.shape[0] for part in first), first[0].shape[1]
         halves = 2 if gated else 1
         half = round_up(rows // halves, GROUP)
@@ -75,31 +77,33 @@ class MixtureLoader:
                 f"experts with {rows} outputs; on a GPU their number is a multiple of {GROUP}: load the model with "
                 "device='cpu'"
             )
-        codes = self.loader.zeros((count, halves * half, round_up(k, PAD)), np.int8)
-        scales = np.zeros((count, halves, half), np.float32)
+        values = self.loader.zeros((count, halves * half, round_up(k, PAD)), kind.dtype)
+        scales = np.zeros((count, halves, half), np.float32) if kind.is_int8 else None
         waiting: list[Half] = []
-        for expert, parts in enumerate(chain([first], checked)):
-            scale = np.concatenate([part.scale.astype(np.float32) for part in parts])
-            scales[expert, :, : rows // halves] = scale.reshape(halves, -1)
+        for expert, (_, parts) in enumerate(chain([(kind, first)], checked)):
+            if scales is not None:
+                scales[expert, :, : rows // halves] = _scale(parts).reshape(halves, -1)
             if not gated:
-                self._upload(parts, codes[expert], k)
+                self._upload(parts, values[expert], k)
                 continue
-            places = codes[expert].reshape(half // GROUP, 2, GROUP, -1)
+            places = values[expert].reshape(half // GROUP, 2, GROUP, -1)
             for side, matrix in enumerate(_gate_and_up(parts)):
-                plain = self.loader.matrix_rows(matrix, half)
+                plain = self.loader.matrix_rows(matrix, half, kind.dtype)
                 waiting.append((plain.reshape(half // GROUP, GROUP, -1), places[:, side]))
             if sum(plain.nbytes for plain, _ in waiting) >= STAGED_BYTES:
                 self._put_in_order(waiting)
         self._put_in_order(waiting)
-        ordered = scales.reshape(count, -1)
-        scale = self.arrays.upload(alternate_gate_and_up(ordered) if gated else ordered)
-        return ExpertMatrices(codes, scale, None, columns or k)
+        scale = None
+        if scales is not None:
+            ordered = scales.reshape(count, -1)
+            scale = self.arrays.upload(alternate_gate_and_up(ordered) if gated else ordered)
+        return ExpertMatrices(values, scale, None, columns or k, kind.rotation, kind.dynamic)
 
-    def _upload(self, parts: Sequence[Int8Weight], place: cp.ndarray, k: int) -> None:
+    def _upload(self, parts: Sequence[HostWeight], place: cp.ndarray, k: int) -> None:
         first = 0
-        with self.arrays.current():
+        with self.arrays.current(), np.errstate(over="ignore"):
             for part in parts:
-                self.loader.upload(part.codes, place[first : first + part.shape[0]], k)
+                self.loader.upload(_numbers(part), place[first : first + part.shape[0]], k)
                 first += part.shape[0]
 
     def _put_in_order(self, waiting: list[Half]) -> None:
@@ -115,37 +119,69 @@ def _hidden_units(before: ExpertMatrices, activation: ExpertActivation) -> int:
     return before.out_features // (2 if activation.gated else 1)
 
 
-def _gate_and_up(parts: Sequence[Int8Weight]) -> list[np.ndarray]:
-    """The codes of the gate and of up, which are matrices of their own or the halves of one."""
+def _numbers(part: HostWeight) -> np.ndarray:
+    """The codes of an int8 matrix, or the elements of a float one."""
+    return part.codes if isinstance(part, Int8Weight) else part
+
+
+def _scale(parts: Sequence[HostWeight]) -> np.ndarray:
+    return np.concatenate([part.scale.astype(np.float32) for part in parts if isinstance(part, Int8Weight)])
+
+
+def _gate_and_up(parts: Sequence[HostWeight]) -> list[np.ndarray]:
+    """The numbers of the gate and of up, which are matrices of their own or the halves of one."""
     if len(parts) == 2:
-        return [part.codes for part in parts]
-    (both,) = parts
+        return [_numbers(part) for part in parts]
+    both = _numbers(parts[0])
     half = both.shape[0] // 2
-    return [both.codes[:half], both.codes[half:]]
+    return [both[:half], both[half:]]
 
 
-def _checked(experts: Iterable[Sequence[HostWeight]]) -> Iterator[list[Int8Weight]]:
-    """The experts, if all are of the kind that the kernels take."""
+@dataclass(frozen=True)
+class _Kind:
+    """How the matrices of a layer's experts are quantized, and the block in which they rotate their input."""
+
+    is_int8: bool
+    dynamic: bool
+    rotation: int
+
+    @property
+    def dtype(self) -> type:
+        return np.int8 if self.is_int8 else np.float16
+
+    def __str__(self) -> str:
+        name = "float" if not self.is_int8 else "w8a8" if self.dynamic else "w8a16"
+        return name if self.rotation == 1 else f"{name} with its input rotated in blocks of {self.rotation}"
+
+
+def _checked(experts: Iterable[Sequence[HostWeight]]) -> Iterator[tuple[_Kind, Sequence[HostWeight]]]:
+    """The experts with their kind, if the kernels take it and all have the same.
+
+    Raises ``ValueError`` for matrices of one expert that are not quantized alike, and ``UsageError`` for the rest.
+    """
+    first = None
     for expert, parts in enumerate(experts):
-        found = []
-        for part in parts:
-            kind = _kind(part)
-            if not isinstance(part, Int8Weight) or kind is not None:
-                raise UsageError(
-                    f"the weights of expert {expert} are {kind}; a GPU computes experts in w8a8, with a scale per row: "
-                    "migrate the model with the recipe w8a8, or load it with device='cpu'"
-                )
-            found.append(part)
-        yield found
+        quantized = int8_parts(parts)
+        if quantized and (refused := _refused(quantized[0])):
+            raise UsageError(
+                f"the weights of expert {expert} are {refused}; a GPU computes experts in w8a8, w8a16 or float, with a "
+                "scale per row: migrate the model with the recipe w8a8-rotate-all, or load it with device='cpu'"
+            )
+        kind = _Kind(
+            bool(quantized), bool(quantized) and quantized[0].dynamic, max([1, *(q.rotation for q in quantized)])
+        )
+        first = kind if first is None else first
+        if kind != first:
+            raise UsageError(
+                f"expert {expert} is {kind}, and expert 0 is {first}; a GPU computes experts that are quantized alike: "
+                "migrate the model with the recipe w8a8-rotate-all, or load it with device='cpu'"
+            )
+        yield kind, parts
 
 
-def _kind(part: HostWeight) -> str | None:
+def _refused(part: Int8Weight) -> str | None:
     """What keeps a GPU from computing an expert; None if nothing does."""
-    if not isinstance(part, Int8Weight):
-        return "float"
     found = {
-        "w8a16": not part.dynamic,
-        f"rotated in blocks of {part.rotation}": part.rotation > 1,
         "with scales of groups of columns": bool(part.group_size or part.input_group_size),
         "with columns of outliers": part.outliers is not None,
     }
@@ -160,24 +196,42 @@ class MixtureLayers:
         self.kernels = kernels
         self.materializer = materializer
 
-    def forward(self, x: Array, mixture: ExpertLayerWeights, residual: Array) -> Array:
+    def forward(
+        self, x: Array, mixture: ExpertLayerWeights, residual: Array, addend: Array = None, gate: Array = None
+    ) -> Array:
         """See :meth:`Backend.experts`. ``x`` is a norm of a residual stream that has not changed since."""
-        assert isinstance(x, DeferredNorm), "the kernels of a router compute the norm before it"
-        assert not x.stale, STALE
-        x.used, source = True, x.residual
+        added = None if addend is None else Addend(self.arrays.padded(self.materializer.materialize(addend)), gate)
+        values = self._stream_of(x)
+        rows = None if mixture.hidden.dynamic else self.materializer.to_half(x, mixture.hidden.rotation)
         self.kernels.step.reads(None)
         if residual is None:
             out = self.arrays.rows(x.shape[0], mixture.down.out_features, np.float32)
-            self._run(self.materializer.materialize(source), x, mixture, out, add=False)
+            self._run(values, x, mixture, out, False, rows, added)
             return out
         target = self.materializer.as_residual(residual)
-        if target is not source:
-            self.materializer.materialize(source)
         self.materializer.flush_residual(target)
-        self._run(source.values, x, mixture, target.values, add=True)
+        self._run(values, x, mixture, target.values, True, rows, added)
         return ResidualStream(target.values)
 
+    def scalar_gate(self, x: Array, vector: cp.ndarray) -> cp.ndarray:
+        """See :meth:`Backend.scalar_gate`; of the same norm."""
+        values = self._stream_of(x)
+        self.kernels.step.reads(None)
+        out = self.arrays.empty((x.shape[0], 1), np.float32)
+        self.kernels.experts.router.scalar_gate(self.kernels.step, values, x.norm, vector, out)
+        return out
+
+    def _stream_of(self, x: Array) -> cp.ndarray:
+        """The complete residual stream of a norm, which a kernel is about to compute while it reads the stream."""
+        assert isinstance(x, DeferredNorm), "the kernels of a router compute the norm before it"
+        assert not x.stale, STALE
+        x.used = True
+        return self.materializer.materialize(x.residual)
+
     def _run(
-        self, values: cp.ndarray, x: DeferredNorm, mixture: ExpertLayerWeights, out: cp.ndarray, add: bool
-    ) -> None:
-        self.kernels.experts.forward(self.kernels.step, values, x.norm, mixture, out, add, self.arrays.empty)
+        self, values: cp.ndarray, x: DeferredNorm, mixture: ExpertLayerWeights, out: cp.ndarray, add: bool,
+        rows: cp.ndarray | None, addend: Addend | None,
+    ) -> None:  # fmt: skip
+        self.kernels.experts.forward(
+            self.kernels.step, values, x.norm, mixture, out, add, self.arrays.empty, rows, addend
+        )

@@ -179,9 +179,12 @@ class Loader:
         with self.arrays.within(self._matrices):
             return self.arrays.zeros(shape, dtype)
 
-    def matrix_rows(self, codes: np.ndarray, rows: int) -> cp.ndarray:
-        """A host matrix in int8, padded with zeros to ``rows`` rows, never in a slot; see :meth:`finish_uploads`."""
-        return self._stack([codes], (rows, round_up(codes.shape[1], PAD)), np.int8, self.arena)
+    def matrix_rows(self, values: np.ndarray, rows: int, dtype: type) -> cp.ndarray:
+        """A host matrix in ``dtype``, int8 or fp16, padded with zeros to ``rows`` rows, never in a slot.
+
+        See :meth:`finish_uploads`.
+        """
+        return self._stack([values], (rows, round_up(values.shape[1], PAD)), dtype, self.arena)
 
     def _stack(
         self, parts: Sequence[np.ndarray], shape: tuple[int, int], dtype: type, allocator: Allocator

@@ -236,6 +236,8 @@ GROUPED_ROWS = 128
 """Rows of the weight in a tile of a product with sorted pairs."""
 GROUPED_COLUMNS = 128
 """Columns of both operands in a stage of its pipeline."""
+EXPERT_FLOAT_THREADS = 256
+"""Threads of a block of float products with sorted pairs."""
 GROUPED_HOPPER_WEIGHT_BOX = 128
 """Rows of the weight in a box, on compute capability 9.0."""
 CLAMPED_SWIGLU = len(Activation)
@@ -314,6 +316,7 @@ HEADERS = {
         GROUPED_THREADS=GROUPED_THREADS,
         GROUPED_ROWS=GROUPED_ROWS,
         GROUPED_COLUMNS=GROUPED_COLUMNS,
+        FLOAT_THREADS=EXPERT_FLOAT_THREADS,
         CLAMPED_SWIGLU=CLAMPED_SWIGLU,
     ),
     "constants/grouped_gemm_hopper.cuh": render_header(BLOCK_K=GROUPED_COLUMNS, W_BOX=GROUPED_HOPPER_WEIGHT_BOX),

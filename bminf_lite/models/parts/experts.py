@@ -12,7 +12,6 @@ from ...backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ...backend.mixture import Mixture
 from ...backend.quantization import HostWeight
 from ...backend.values import Array, ForwardBatch, LayerCache
-from ...errors import UsageError
 from ..spec import Fold, FusedExperts, Parameter, Role, Tensors, linear, router, weights_of
 from .feed_forward import FeedForwardPart
 from .part import LayerSource, Part, PartLayer, PartTensors
@@ -133,11 +132,6 @@ class ExpertsPart(Part):
         def vector(name: str) -> np.ndarray:
             return np.asarray(weights.vector(f"{source.name}.{name}")).astype(np.float32)
 
-        if self.shared is not None and not source.ops.computes_shared_experts:
-            raise UsageError(
-                f"{source.name} has experts beside a layer for every token (shared experts), which this version "
-                "computes on the CPU only: load the model with device='cpu'"
-            )
         mixture = source.ops.mixture(
             self.router,
             vector(f"{self.router_name}.weight"),
@@ -195,15 +189,14 @@ class ExpertsWithShared:
     gate: Array | None
 
     def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> tuple[Array, Array, Array]:
-        """The sum of the experts, fp32; what the shared layer's last matrix reads; and the gate fp32 ``[T, 1]``."""
+        """The input itself; the output of the shared layer, fp32 ``[T, out]``; and the gate fp32 ``[T, 1]``."""
         gate = None if self.gate is None else self.ops.scalar_gate(x, self.gate)
-        return self.ops.experts(x, self.mixture), self.shared.hidden(x, cache, batch, False), gate
+        return x, self.shared.fp32(self.shared.hidden(x, cache, batch, False)), gate
 
     def fp32(self, hidden: tuple[Array, Array, Array]) -> Array:
-        experts, shared, gate = hidden
-        own = self.shared.fp32(shared)
-        return experts + (own if gate is None else gate * own)
+        x, shared, gate = hidden
+        return self.ops.experts(x, self.mixture, None, shared, gate)
 
     def add_to(self, residual: Array, hidden: tuple[Array, Array, Array]) -> Array:
-        residual += self.fp32(hidden)
-        return residual
+        x, shared, gate = hidden
+        return self.ops.experts(x, self.mixture, residual, shared, gate)

@@ -2,7 +2,11 @@
 // the result in two kernels. Each block chooses the experts itself, which takes less time than a launch.
 //
 //     hidden[p] = fp16(f(gate) * up) of pair p, with [gate, up] = scaled(codes[token] @ weight[expert].T) + bias
-//     out[t]  (+)= sum over j of weights[t, j] * fp16(scaled(quantize(hidden[t, j]) @ weight[expert].T) + bias)
+//     out[t]  (+)= sum over j of weights[t, j] * fp16(scaled(quantize(rotate(hidden[t, j])) @ weight[expert].T) + bias)
+//                 + gate[t] * addend[t]
+//
+// The codes of the tokens are those of rotated tokens where the first matrices rotate their input. The rotation of the
+// hidden values may be left out.
 //
 // codes: int8 [tokens, pitch]; x_scale: fp32 [tokens]; weight: int8 [experts, n, pitch]; w_scale, bias: fp32 [experts,
 // n]; hidden: fp16 [pairs, hidden_pitch]; out: fp32 [tokens, out_pitch]. The rows of gate and up alternate in groups of
@@ -11,6 +15,7 @@
 // The first kernel lets the second one start when it has waited for the logits. So the second one chooses and loads its
 // first weights while the first one computes.
 #include "common/common.cuh"
+#include "common/rotation.cuh"
 #include "experts/activation.cuh"
 #include "experts/routing.cuh"
 #include "experts/row_stream.cuh"
@@ -157,34 +162,77 @@ struct DownRows {
     }
 };
 
-// Quantizes rows of fp16 into shared memory, with zeros up to `width`, and their scales: backend/quantization.py. All
-// warps take part: those of a group have one row at a time.
+// Eight elements of a row between the two passes of quantize_pairs over it: as they are in memory, or rotated.
+template <bool ROTATED>
+struct PairVector {
+    using Top = unsigned;
+    static constexpr int HELD = 4;  // vectors of a thread that stay in registers
+    uint4 raw;
+
+    __device__ __forceinline__ void rotate(int, float) {}
+    __device__ __forceinline__ void add_to(Top& top) const { top = packed_max(top, raw); }
+    __device__ __forceinline__ static float value(Top top) { return larger_of(top); }
+    __device__ __forceinline__ void get(float (&x)[8]) const { load8(reinterpret_cast<const __half*>(&raw), x); }
+};
+
+template <>
+struct PairVector<true> {
+    using Top = float;
+    static constexpr int HELD = 2;
+    uint4 raw;
+    float v[1][8];
+
+    // Called by all lanes of a warp, which have neighbouring vectors.
+    __device__ __forceinline__ void rotate(int rotation, float rotation_scale) {
+        load8(reinterpret_cast<const __half*>(&raw), v[0]);
+        rotate_row<false>(v, rotation, rotation_scale);
+    }
+    __device__ __forceinline__ void add_to(Top& top) const {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) top = absmax(top, v[0][j]);
+    }
+    __device__ __forceinline__ static float value(Top top) { return top; }
+    __device__ __forceinline__ void get(float (&x)[8]) const {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = v[0][j];
+    }
+};
+
+// Quantizes rows of fp16, ROTATED or not, into shared memory, with zeros up to `width`, and their scales:
+// backend/quantization.py. All warps take part: those of a group have one row at a time.
+template <bool ROTATED>
 __device__ __forceinline__ void quantize_pairs(
-    const __half* rows, long long rows_pitch, int pairs, int k, int width, int8* codes, float* scales) {
-    constexpr int HELD = 4;  // vectors that stay in registers between the two passes over a row
+    const __half* rows, long long rows_pitch, int pairs, int k, int width, int rotation, float rotation_scale,
+    int8* codes, float* scales) {
+    using Vector = PairVector<ROTATED>;
+    constexpr int HELD = Vector::HELD;
     __shared__ float tops[ROW_WARPS];
     int group = ROW_WARPS;  // warps of a row, a power of two
     while (group > 1 && group * pairs > ROW_WARPS) group /= 2;
-    const int warp = threadIdx.x / WARP, at_once = ROW_WARPS / group, lanes = group * WARP;
-    const int thread = threadIdx.x % lanes;
+    const int warp = threadIdx.x / WARP, at_once = ROW_WARPS / group, step = group * WARP * 8;
+    const int thread = threadIdx.x % (group * WARP);
     for (int base = 0; base < pairs; base += at_once) {
         const int row = base + warp / group;
         const bool exists = row < pairs;
         const __half* x = rows + (exists ? row : 0) * rows_pitch;
-        const auto vector_at = [&](int column) {
-            uint4 x8 = {};
-            if (exists && column < k) x8 = ld_global_cg_v4(x + column), zero_tail(x8, column, k);
-            return x8;
+        const auto load = [&](int column) {
+            Vector vector;
+            vector.raw = {};
+            if (exists && column < k) vector.raw = ld_global_cg_v4(x + column), zero_tail(vector.raw, column, k);
+            return vector;
         };
-        uint4 held[HELD];
-        unsigned top = 0;
+        Vector held[HELD];
+        typename Vector::Top top = 0;
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) held[i] = vector_at((i * lanes + thread) * 8);
+        for (int i = 0; i < HELD; ++i) held[i] = load(i * step + thread * 8);
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) top = packed_max(top, held[i]);
-        for (int column = (HELD * lanes + thread) * 8; column < k; column += lanes * 8)
-            top = packed_max(top, vector_at(column));
-        const float own = warp_absmax(larger_of(top));
+        for (int i = 0; i < HELD; ++i) held[i].rotate(rotation, rotation_scale), held[i].add_to(top);
+        for (int first = HELD * step; first < k; first += step) {
+            Vector vector = load(first + thread * 8);
+            vector.rotate(rotation, rotation_scale);
+            vector.add_to(top);
+        }
+        const float own = warp_absmax(Vector::value(top));
         __syncthreads();  // the maxima of the rows before have been read
         if (threadIdx.x % WARP == 0) tops[warp] = own;
         __syncthreads();
@@ -193,26 +241,31 @@ __device__ __forceinline__ void quantize_pairs(
         const RowScale s = row_scale(largest);
         if (!exists) continue;
         if (thread == 0) scales[row] = s.scale;
-        const auto store = [&](const uint4& x8, int column) {
+        const auto store = [&](const Vector& vector, int column) {
             float v[8];
-            load8(reinterpret_cast<const __half*>(&x8), v);
+            vector.get(v);
             if (column < width) *reinterpret_cast<uint2*>(codes + row * width + column) = quantize8(v, s.ratio);
         };
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) store(held[i], (i * lanes + thread) * 8);
-        for (int column = (HELD * lanes + thread) * 8; column < width; column += lanes * 8)
-            store(vector_at(column), column);
+        for (int i = 0; i < HELD; ++i) store(held[i], i * step + thread * 8);
+        for (int first = HELD * step; first < width; first += step) {
+            Vector vector = load(first + thread * 8);
+            vector.rotate(rotation, rotation_scale);
+            store(vector, first + thread * 8);
+        }
     }
 }
 
-// k: elements of a row of `hidden`, whose pitch in the weight is `pitch`. ADD: to fp32 values in memory. With
-// scales_input the results are added as they are. Dynamic shared memory as above, with pairs * width bytes of codes;
-// then an fp32 scale and an fp32 bias for each row that the block has.
-template <int EACH, bool ADD, int U>
+// k: elements of a row of `hidden`, whose pitch in the weight is `pitch`. ADD: to fp32 values in memory. ROTATED: the
+// rows are rotated in blocks of `rotation` elements. addend: fp32 [tokens, addend_pitch] or null; gate: [tokens], or
+// null for ones. With scales_input the results are added as they are. Dynamic shared memory as above, with pairs *
+// width bytes of codes; then an fp32 scale and an fp32 bias for each row that the block has.
+template <int EACH, bool ADD, int U, bool ROTATED>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     const Router router, const float* logits, const __half* hidden, long long hidden_pitch,
     const int8* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, float* out,
-    long long out_pitch, int tokens, int columns, int k, int pitch, bool scales_input, int scratch_bytes) {
+    long long out_pitch, int tokens, int columns, int k, int pitch, bool scales_input, int rotation,
+    float rotation_scale, const float* addend, long long addend_pitch, const float* gate, int scratch_bytes) {
     extern __shared__ __align__(128) char shared[];
     __shared__ Choice choice;
     __shared__ float x_scales[MAX_FEW_PAIRS];
@@ -236,7 +289,7 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
         sums[i] = 0, w_scales[i] = w_scale[index], biases[i] = bias ? bias[index] : 0.0f;
     }
     wait_on_dependent_grids();
-    quantize_pairs(hidden, hidden_pitch, pairs, k, width, codes, x_scales);
+    quantize_pairs<ROTATED>(hidden, hidden_pitch, pairs, k, width, rotation, rotation_scale, codes, x_scales);
     __syncthreads();
     multiply_units<U>(stream, units, [&](int row) { return codes + row / of_block.count * width; }, sums);
     __syncthreads();
@@ -249,6 +302,10 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
             if (bias) y = __fadd_rn(y, biases[row]);
             y = __fmul_rn(scales_input ? 1.0f : choice.weights[pair], rounded(y));
             total = j == 0 ? y : __fadd_rn(total, y);
+        }
+        if (addend) {
+            const float other = __ldcg(addend + token * addend_pitch + share.first + column);
+            total = __fadd_rn(total, __fmul_rn(gate ? __ldcg(gate + token) : 1.0f, other));
         }
         float* target = out + token * out_pitch + share.first + column;
         *target = ADD ? __fadd_rn(*target, total) : total;

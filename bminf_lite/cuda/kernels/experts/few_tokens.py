@@ -16,6 +16,7 @@ from ..gemv.gemv import LONG_CODES, UNITS, best_unit, defines_for, pipeline_chun
 from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import KERNEL_CACHE_SIZE
+from .pairs import Addend, addend_arguments
 from .router import EACH, experts_of_a_lane
 from .weights import ExpertMatrices, RouterWeights, activation_number, clamp_arguments
 
@@ -56,11 +57,11 @@ class FewTokens:
             defines = defines_for(chunks)
             values = (EACH, BOOLEANS[::-1], FUNCTIONS, UNITS[::-1])
             yield KernelFamily(cls.source, "few_tokens_hidden", values, _possible_hidden, defines)
-            yield KernelFamily(cls.source, "few_tokens_down", (EACH, BOOLEANS, UNITS[::-1]), defines=defines)
+            yield KernelFamily(cls.source, "few_tokens_down", (EACH, BOOLEANS, UNITS[::-1], BOOLEANS), defines=defines)
 
     def supports(self, tokens: int, spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices) -> bool:
-        """Whether the kernels take ``tokens`` tokens: their codes fit shared memory, and no input is rotated."""
-        if tokens > MAX_FEW_TOKENS or tokens * spec.top_k > MAX_FEW_PAIRS or max(hidden.rotation, down.rotation) > 1:
+        """Whether the kernels take ``tokens`` tokens: inputs are quantized, and their codes fit shared memory."""
+        if tokens > MAX_FEW_TOKENS or tokens * spec.top_k > MAX_FEW_PAIRS or not (hidden.dynamic and down.dynamic):
             return False
         pairs, num_sms = tokens * spec.top_k, self._launcher.num_sms
         rows = 2 * ceil_div(pairs * hidden.out_features, num_sms)
@@ -76,7 +77,8 @@ class FewTokens:
     ) -> None:  # fmt: skip
         """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
 
-        ``codes`` int8 ``[T, pitch]`` and ``scales`` fp32 ``[T]`` -> ``out`` fp16 ``[T * top_k, features]``; also
+        ``codes`` int8 ``[T, pitch]``, of rotated tokens if the weights rotate their input, and ``scales`` fp32 ``[T]``
+        -> ``out`` fp16 ``[T * top_k, features]``; also
         ``topk_ids`` int32 and ``topk_weights`` fp32, ``[T, top_k]``.
         """
         tokens, spec = len(logits), router.spec
@@ -98,22 +100,24 @@ class FewTokens:
 
     def down(
         self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, hidden: cp.ndarray,
-        weight: ExpertMatrices, out: cp.ndarray, add: bool,
+        weight: ExpertMatrices, out: cp.ndarray, add: bool, addend: Addend | None = None,
     ) -> None:  # fmt: skip
         """The result from what :meth:`hidden`, which must be the kernel before, has written; fp32 ``[T, out]``.
 
-        The kernel reads ``logits`` before its predecessor has ended. With ``add`` the result is added to ``out``.
+        The kernel reads ``logits`` before its predecessor has ended. An ``addend`` is added to the sum. With ``add``
+        the result is added to ``out``.
         """
         tokens, spec = len(logits), router.spec
         pairs = tokens * spec.top_k
         plan = self._plan(
-            "down", spec.num_experts, BOOLEANS[add], tokens, pairs, weight.out_features, pairs, 12, weight.pitch
-        )
+            "down", spec.num_experts, BOOLEANS[add], tokens, pairs, weight.out_features, pairs, 12, weight.pitch,
+            f", {BOOLEANS[weight.rotation > 1]}",
+        )  # fmt: skip
         plan.kernel(
             plan.grid, FEW_THREADS,
             (*router.arguments, logits.data.ptr, hidden.data.ptr, pitch_of(hidden), *weight.arguments, out.data.ptr,
              pitch_of(out), tokens, weight.out_features, weight.in_features, weight.pitch, spec.scales_input,
-             plan.scratch),
+             weight.rotation, weight.rotation**-0.5, *addend_arguments(addend), plan.scratch),
             plan.shared, self._launcher.stream, True, None,
             weight.bytes_of(min(pairs, spec.num_experts)) + nbytes_of(hidden, out),
         )  # fmt: skip
@@ -121,17 +125,18 @@ class FewTokens:
 
     def _find_plan(
         self, name: str, experts: int, arguments: str, tokens: int, rows: int, outputs: int, matrices: int, each: int,
-        pitch: int,
+        pitch: int, more: str = "",
     ) -> _Plan:  # fmt: skip
         """For ``rows`` rows of codes, and ``outputs`` outputs with ``matrices`` rows of the weight.
 
-        ``each``: bytes of shared memory for each row of the weight that a block has.
+        ``each``: bytes of shared memory for each row of the weight that a block has. ``arguments`` stand before the
+        unit's size in the template, ``more`` behind it.
         """
         grid = min(self._launcher.num_sms, outputs)
         own = ceil_div(outputs, grid) * matrices
         unit = best_unit(own, pitch)
         shared, chunks, scratch = self._shared(tokens, rows, pitch, own, each, unit)
-        expression = f"few_tokens_{name}<{experts_of_a_lane(experts)}, {arguments}, {unit}>"
+        expression = f"few_tokens_{name}<{experts_of_a_lane(experts)}, {arguments}, {unit}{more}>"
         kernel = self._launcher.kernel(self.source, expression, False, defines_for(chunks))
         return _Plan(kernel, grid, shared, scratch)
 

@@ -17,11 +17,12 @@ from ....backend.values import Norm
 from ..arrays import PAD, nbytes_of, pitch_of, round_up
 from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
-from ..rowwise.rows import CODES, ROW, RowKernels, array_source
+from ..rowwise.rows import CODES, ROW, RowKernels, RowTarget, array_source, array_target
 from .few_tokens import FewTokens
+from .float_products import FloatProducts
 from .grouped_gemm import GroupedGemm
 from .grouped_gemm_hopper import GroupedGemmHopper
-from .pairs import PairKernels, SortedPairs
+from .pairs import Addend, PairKernels, SortedPairs
 from .router import FEW_ROWS, RouterKernels
 from .weights import ExpertMatrices, RouterWeights
 
@@ -61,74 +62,88 @@ class ExpertKernels:
     def __init__(self, launcher: Launcher, rows: RowKernels) -> None:
         self.router, self.pairs = RouterKernels(launcher), PairKernels(launcher)
         self.few_tokens = FewTokens(launcher)
+        self.floats = FloatProducts(launcher)
         hopper = GroupedGemmHopper(launcher)
         self.grouped = hopper if hopper.supported else GroupedGemm(launcher)
         self._rows = rows
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        for kernels in (RouterKernels, PairKernels, FewTokens, GroupedGemm, GroupedGemmHopper):
+        for kernels in (RouterKernels, PairKernels, FewTokens, GroupedGemm, GroupedGemmHopper, FloatProducts):
             yield from kernels.instantiations(capability)
 
     def forward(
         self, step: StepContext | None, x: cp.ndarray, norm: Norm, layer: ExpertLayerWeights, out: cp.ndarray,
-        add: bool, empty: Empty,
+        add: bool, empty: Empty, rows: cp.ndarray | None = None, addend: Addend | None = None,
     ) -> Routing:  # fmt: skip
         """``experts(norm(x))``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, out]``, or added to it. ``out`` may be ``x``.
 
-        Both have padded rows. The router and the experts read the same norm. ``empty`` gives memory that must stay
-        until the kernels have run.
+        Both have padded rows. The router and the experts read the same norm. Experts whose inputs are not quantized
+        read ``rows``: the norm in fp16, transformed as they transform their input, with padded rows. An ``addend`` is
+        added to the sum of the experts. ``empty`` gives memory that must stay until the kernels have run.
         """
-        tokens, router, pitch = len(x), layer.router, layer.hidden.pitch
-        assert self.router.supports(router) and layer.hidden.rotation == 1
+        tokens, router, hidden = len(x), layer.router, layer.hidden
+        assert self.router.supports(router) and hidden.dynamic == (rows is None)
         logits = empty((tokens, router.spec.num_experts), np.float32)
-        codes, scales = empty((tokens, pitch), np.int8), empty((tokens,), np.float32)
-        normed = empty((tokens, pitch), np.float32) if tokens > FEW_ROWS else None
-        self.router.logits(step, x, norm, router, logits, normed, codes, scales)
+        codes = empty((tokens, hidden.pitch), np.int8) if hidden.dynamic else None
+        scales = empty((tokens,), np.float32) if hidden.dynamic else None
+        normed = empty((tokens, hidden.pitch), np.float32) if tokens > FEW_ROWS else None
+        self.router.logits(step, x, norm, router, logits, normed, codes, scales, hidden.rotation)
         routing = Routing(*(empty((tokens, router.spec.top_k), kind) for kind in (np.int32, np.float32)))
-        if self.few_tokens.supports(tokens, router.spec, layer.hidden, layer.down):
-            hidden = empty((tokens * router.spec.top_k, round_up(layer.features, PAD)), np.float16)
-            self.few_tokens.hidden(
-                step,
-                logits,
-                router,
-                codes,
-                scales,
-                layer.hidden,
-                layer.activation,
-                routing.ids,
-                routing.weights,
-                hidden,
-            )
-            self.few_tokens.down(step, logits, router, hidden, layer.down, out, add)
+        if self.few_tokens.supports(tokens, router.spec, hidden, layer.down):
+            values = empty((tokens * router.spec.top_k, round_up(layer.features, PAD)), np.float16)
+            chosen = routing.ids, routing.weights
+            self.few_tokens.hidden(step, logits, router, codes, scales, hidden, layer.activation, *chosen, values)
+            self.few_tokens.down(step, logits, router, values, layer.down, out, add, addend)
         else:
             self.router.choose(step, logits, router, routing.ids, routing.weights)
-            self.many_tokens(step, codes, scales, routing, layer, out, add, empty)
+            self.many_tokens(step, rows if codes is None else (codes, scales), routing, layer, out, add, empty, addend)
         return routing
 
     def many_tokens(
-        self, step: StepContext | None, codes: cp.ndarray, scales: cp.ndarray, routing: Routing,
-        layer: ExpertLayerWeights, out: cp.ndarray, add: bool, empty: Empty,
+        self, step: StepContext | None, inputs: cp.ndarray | tuple[cp.ndarray, cp.ndarray], routing: Routing,
+        layer: ExpertLayerWeights, out: cp.ndarray, add: bool, empty: Empty, addend: Addend | None = None,
     ) -> None:  # fmt: skip
-        """The same from quantized tokens, int8 ``[T, pitch]`` and fp32 ``[T]``, and their experts."""
+        """The same from the tokens' inputs and their experts.
+
+        ``inputs`` are codes int8 ``[T, pitch]`` and their scales fp32 ``[T]``, or fp16 rows, of tokens that are
+        transformed already if ``hidden`` transforms its input.
+        """
         spec, down = layer.router.spec, layer.down
-        pairs, features = routing.ids.size, layer.features
+        pairs = routing.ids.size
         offsets, order, places = (empty((count,), np.int32) for count in (spec.num_experts + 1, pairs, pairs))
-        row_codes, row_scales = empty((pairs, pitch_of(codes)), np.int8), empty((pairs,), np.float32)
-        ordered = SortedPairs(offsets, order, places, row_codes, row_scales)
-        factors = routing.weights if spec.scales_input else None
-        self.pairs.sort(step, routing.ids, codes, scales, factors, ordered)
-        hidden = empty((pairs, round_up(features, PAD)), np.float16)
-        self.grouped.launch(
-            step, ordered.codes, ordered.scales, ordered.offsets, layer.hidden, hidden, layer.activation
-        )
-        hidden_codes, hidden_scales = empty((pairs, down.pitch), np.int8), empty((pairs,), np.float32)
-        target = (hidden_codes.data.ptr, hidden_scales.data.ptr, down.pitch), CODES, ROW
-        self._rows.transform(
-            step, array_source(hidden), target, pairs, features, bytes_moved=nbytes_of(hidden, hidden_codes),
-            rotation=down.rotation,
-        )  # fmt: skip
+        hidden = empty((pairs, round_up(layer.features, PAD)), np.float16)
+        if isinstance(inputs, tuple):
+            row_codes, row_scales = empty((pairs, pitch_of(inputs[0])), np.int8), empty((pairs,), np.float32)
+            ordered = SortedPairs(offsets, order, places, row_codes, row_scales)
+            codes, scales = inputs
+            factors = routing.weights if spec.scales_input else None
+            self.pairs.sort(step, routing.ids, codes, scales, factors, ordered)
+            self.grouped.launch(step, row_codes, row_scales, offsets, layer.hidden, hidden, layer.activation)
+        else:
+            assert not spec.scales_input, "the weights of experts multiply quantized inputs only"
+            self.pairs.sort(step, routing.ids, None, None, None, SortedPairs(offsets, order, places))
+            self.floats.launch(step, inputs, order, spec.top_k, offsets, layer.hidden, hidden, layer.activation)
         results = empty((pairs, round_up(down.out_features, PAD)), np.float16)
-        self.grouped.launch(step, hidden_codes, hidden_scales, ordered.offsets, down, results, early=True)
+        if down.dynamic:
+            codes, scales = empty((pairs, down.pitch), np.int8), empty((pairs,), np.float32)
+            self._transform(step, hidden, ((codes.data.ptr, scales.data.ptr, down.pitch), CODES, ROW), codes, layer)
+            self.grouped.launch(step, codes, scales, offsets, down, results, early=layer.hidden.dynamic)
+        else:
+            rotated = hidden
+            if down.rotation > 1:
+                rotated = empty(hidden.shape, np.float16)
+                self._transform(step, hidden, array_target(rotated), rotated, layer)
+            self.floats.launch(step, rotated, None, 1, offsets, down, results)
         weights = None if spec.scales_input else routing.weights
-        self.pairs.weighted_sum(step, results, ordered.places, weights, spec.top_k, out, add)
+        self.pairs.weighted_sum(step, results, places, weights, spec.top_k, out, add, addend)
+
+    def _transform(
+        self, step: StepContext | None, hidden: cp.ndarray, target: RowTarget, written: cp.ndarray,
+        layer: ExpertLayerWeights,
+    ) -> None:  # fmt: skip
+        """Write the hidden values of all pairs as ``down`` reads them."""
+        self._rows.transform(
+            step, array_source(hidden), target, len(hidden), layer.features, bytes_moved=nbytes_of(hidden, written),
+            rotation=layer.down.rotation,
+        )  # fmt: skip

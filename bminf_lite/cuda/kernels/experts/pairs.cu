@@ -113,13 +113,14 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
     }
 }
 
-// out = sum over j of weights[t, j] * results[places[t, j]], from rank 0 on, each product and each sum rounded, and
-// with ADD added to fp32 values in memory. results: fp16 [pairs, pitch]; weights: [rows, top_k], or null for ones; out:
-// fp32 [rows, out_pitch]. Grid: (columns, rows); a thread has eight columns.
+// out = sum over j of weights[t, j] * results[places[t, j]], from rank 0 on, and then gate[t] * addend[t], each product
+// and each sum rounded, and with ADD added to fp32 values in memory. results: fp16 [pairs, pitch]; weights: [rows,
+// top_k], or null for ones; addend: fp32 [rows, addend_pitch] or null; gate: [rows], or null for ones; out: fp32 [rows,
+// out_pitch]. Grid: (columns, rows); a thread has eight columns.
 template <bool ADD>
 __global__ void __launch_bounds__(SUM_THREADS) weighted_sum(
-    const __half* results, long long pitch, const int* places, const float* weights, int top_k, float* out,
-    long long out_pitch, int columns) {
+    const __half* results, long long pitch, const int* places, const float* weights, int top_k, const float* addend,
+    long long addend_pitch, const float* gate, float* out, long long out_pitch, int columns) {
     __shared__ int places_of_row[WARP];
     __shared__ float weights_of_row[WARP];
     launch_dependent_grids();
@@ -141,6 +142,13 @@ __global__ void __launch_bounds__(SUM_THREADS) weighted_sum(
             const float y = __fmul_rn(weights_of_row[j], x[i]);
             sum[i] = j == 0 ? y : __fadd_rn(sum[i], y);
         }
+    }
+    if (addend) {
+        float x[8];
+        load8(addend + row * addend_pitch + column, x);
+        const float factor = gate ? gate[row] : 1.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(factor, x[i]));
     }
     float* target = out + row * out_pitch + column;
     if constexpr (ADD) {

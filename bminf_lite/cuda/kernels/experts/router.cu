@@ -7,6 +7,7 @@
 // x: fp32 [rows, x_pitch]; weight: fp16 or fp32 [experts, pitch]; bias: fp32 [experts] or null; logits: fp32 [rows,
 // experts]. k is a multiple of 4.
 #include "common/common.cuh"
+#include "common/rotation.cuh"
 #include "experts/routing.cuh"
 
 using namespace bminf;
@@ -37,20 +38,26 @@ __device__ __forceinline__ float dot4(const float4& x, const float4& w, float su
     return fmaf(x.w, w.w, fmaf(x.z, w.z, fmaf(x.y, w.y, fmaf(x.x, w.x, sum))));
 }
 
-// The norm of a row of x in the registers of all threads; returns its absmax.
-template <bool CENTER, int VECTORS>
+// The norm of a row of x in the registers of all threads; with TOP returns its absmax.
+template <bool CENTER, bool TOP, int VECTORS>
 __device__ __forceinline__ float norm_of_row(
     const float* x, const float* norm_weight, const float* norm_bias, float eps, int k, int padded,
     float (&v)[VECTORS][8], RowScratch<ROUTER_THREADS, VECTORS>& scratch) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) load_row8(x, (i * ROUTER_THREADS + threadIdx.x) * 8, k, padded, v[i]);
-    return normalise_row<ROUTER_THREADS, CENTER, true>(v, norm_weight, norm_bias, eps, k, padded, scratch);
+    return normalise_row<ROUTER_THREADS, CENTER, TOP>(v, norm_weight, norm_bias, eps, k, padded, scratch);
 }
 
-// The codes of a row in registers, int8 [padded], and their scale.
-template <int VECTORS>
+// The codes of a row in registers, which are ROTATED first, int8 [padded], and their scale. top: the absmax of a row
+// that is not. Called by all threads of a block.
+template <bool ROTATED, int VECTORS>
 __device__ __forceinline__ void store_codes(
-    const float (&v)[VECTORS][8], float top, int padded, int8* codes, float* scale) {
+    float (&v)[VECTORS][8], float top, int rotation, float rotation_scale, int padded, int8* codes, float* scale,
+    RowScratch<ROUTER_THREADS, VECTORS>& scratch) {
+    if constexpr (ROTATED) {
+        rotate_row<false>(v, rotation, rotation_scale);
+        top = row_max<ROUTER_THREADS>(v, scratch, 1);
+    }
     const RowScale s = row_scale(top);
     if (threadIdx.x == 0) *scale = s.scale;
 #pragma unroll
@@ -62,15 +69,16 @@ __device__ __forceinline__ void store_codes(
 
 // Logits of a few rows: each warp has one expert and one row, and loads the expert's weight before the kernel waits for
 // its input. Blocks normalise their row themselves; the first one of a row also writes its codes, int8 [rows,
-// codes_pitch], and their scales, fp32 [rows], unless `codes` is null. Grid: (experts / WARPS, rows).
-template <bool CENTER, int VECTORS, class W>
+// codes_pitch], and their scales, fp32 [rows], unless `codes` is null. ROTATED: the codes are those of the norm rotated
+// in blocks of `rotation` elements (see rotate_row); the logits are those of the norm. Grid: (experts / WARPS, rows).
+template <bool CENTER, int VECTORS, class W, bool ROTATED>
 __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
     const W* __restrict__ weight, const float* __restrict__ bias, float* logits, int8* codes, long long codes_pitch,
-    float* scales, int experts, int k, int pitch) {
+    float* scales, int rotation, float rotation_scale, int experts, int k, int pitch) {
     __shared__ RowScratch<ROUTER_THREADS, VECTORS> scratch;
     __shared__ __align__(16) float row[VECTORS * ROUTER_THREADS * 8];
-    constexpr int STEPS = VECTORS * ROUTER_THREADS * 8 / STEP, MOST = sizeof(W) == 2 ? 32 : 16;
+    constexpr int STEPS = VECTORS * ROUTER_THREADS * 8 / STEP, MOST = sizeof(W) == 4 ? 16 : ROTATED ? 24 : 32;
     constexpr int LOADED = STEPS < MOST ? STEPS : MOST;  // steps whose weights are in registers before the wait
     launch_dependent_grids();
     const int lane = threadIdx.x % WARP, expert = blockIdx.x * WARPS + threadIdx.x / WARP, token = blockIdx.y;
@@ -81,7 +89,8 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     wait_on_dependent_grids();
     float v[VECTORS][8];
     const int padded = (k + 15) / 16 * 16;
-    const float top = norm_of_row<CENTER>(x + token * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
+    const float top =
+        norm_of_row<CENTER, !ROTATED>(x + token * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) store8(row + (i * ROUTER_THREADS + threadIdx.x) * 8, v[i]);
     __syncthreads();
@@ -99,25 +108,31 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
     if (lane == 0 && expert < experts)
         logits[static_cast<size_t>(token) * experts + expert] = bias ? __fadd_rn(sum, bias[expert]) : sum;
-    if (codes && blockIdx.x == 0) store_codes(v, top, padded, codes + token * codes_pitch, scales + token);
+    if (codes && blockIdx.x == 0)
+        store_codes<ROTATED>(
+            v, top, rotation, rotation_scale, padded, codes + token * codes_pitch, scales + token, scratch);
 }
 
-// The norms of many rows, fp32 [rows, normed_pitch], for router_many_rows; and their codes unless `codes` is null. A
-// block for each row.
-template <bool CENTER, int VECTORS>
+// The norms of many rows, fp32 [rows, normed_pitch], for router_many_rows; and their codes unless `codes` is null,
+// ROTATED as above. A block for each row.
+template <bool CENTER, int VECTORS, bool ROTATED>
 __global__ void __launch_bounds__(ROUTER_THREADS) router_norm(
     const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps, float* normed,
-    long long normed_pitch, int8* codes, long long codes_pitch, float* scales, int k) {
+    long long normed_pitch, int8* codes, long long codes_pitch, float* scales, int rotation, float rotation_scale,
+    int k) {
     __shared__ RowScratch<ROUTER_THREADS, VECTORS> scratch;
     launch_dependent_grids();
     wait_on_dependent_grids();
     float v[VECTORS][8];
     const int token = blockIdx.x, padded = (k + 15) / 16 * 16;
-    const float top = norm_of_row<CENTER>(x + token * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
+    const float top =
+        norm_of_row<CENTER, !ROTATED>(x + token * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
         store_vector(normed + token * normed_pitch, (i * ROUTER_THREADS + threadIdx.x) * 8, padded, v[i]);
-    if (codes) store_codes(v, top, padded, codes + token * codes_pitch, scales + token);
+    if (codes)
+        store_codes<ROTATED>(
+            v, top, rotation, rotation_scale, padded, codes + token * codes_pitch, scales + token, scratch);
 }
 
 // The tree over the parts of SUMS sums at once, a multiple of 32. Lanes that exchange sums keep one half of them each,
@@ -193,4 +208,36 @@ __global__ void __launch_bounds__(CHOOSE_THREADS)
     if (lane >= router.top_k) return;
     topk_ids[row * router.top_k + lane] = id;
     topk_weights[row * router.top_k + lane] = weight;
+}
+
+// out[t] = sigmoid(norm(x[t]) @ weight), backend/routing.py's sigmoid: x: fp32 [rows, x_pitch]; weight: fp32 [k],
+// padded. A block for each row: a thread sums its elements by fma from the first on, a warp its lanes in a tree, those
+// 16 apart first, and the warps are added one after another.
+template <bool CENTER, int VECTORS>
+__global__ void __launch_bounds__(ROUTER_THREADS) scalar_gate(
+    const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
+    const float* __restrict__ weight, float* out, int k) {
+    __shared__ RowScratch<ROUTER_THREADS, VECTORS> scratch;
+    __shared__ float warps[WARPS];
+    launch_dependent_grids();
+    const int padded = (k + 15) / 16 * 16;
+    float w[VECTORS][8], v[VECTORS][8];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) load_row8(weight, (i * ROUTER_THREADS + threadIdx.x) * 8, k, padded, w[i]);
+    wait_on_dependent_grids();
+    norm_of_row<CENTER, false>(x + blockIdx.x * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum = fmaf(v[i][j], w[i][j], sum);
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    sum = warps[0];
+#pragma unroll
+    for (int i = 1; i < WARPS; ++i) sum = __fadd_rn(sum, warps[i]);
+    out[blockIdx.x] = __fdiv_rn(1.0f, __fadd_rn(1.0f, portable_exp(-sum)));
 }

@@ -44,10 +44,11 @@ class RouterKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "router_few_rows", (BOOLEANS, VECTORS, TYPES))
-        yield KernelFamily(cls.source, "router_norm", (BOOLEANS, VECTORS))
+        yield KernelFamily(cls.source, "router_few_rows", (BOOLEANS, VECTORS, TYPES, BOOLEANS))
+        yield KernelFamily(cls.source, "router_norm", (BOOLEANS, VECTORS, BOOLEANS))
         yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), EXPERTS, TYPES))
         yield KernelFamily(cls.source, "choose_experts", (EACH,))
+        yield KernelFamily(cls.source, "scalar_gate", (BOOLEANS, VECTORS))
 
     @staticmethod
     def supports(router: RouterWeights) -> bool:
@@ -58,21 +59,24 @@ class RouterKernels:
     def logits(
         self, step: StepContext | None, x: cp.ndarray, norm: Norm, router: RouterWeights, out: cp.ndarray,
         normed: cp.ndarray | None, codes: cp.ndarray | None = None, scales: cp.ndarray | None = None,
+        rotation: int = 1,
     ) -> None:  # fmt: skip
         """``norm(x) @ weight.T + bias``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, experts]``, dense.
 
         The norm of each row is also quantized, to ``codes`` int8 ``[T, pitch]`` and ``scales`` fp32 ``[T]``, if they
-        are given. ``normed`` is memory for the norms of more than ``FEW_ROWS`` rows, fp32 ``[T, in]`` with padded rows.
+        are given; before that it is transformed in blocks of ``rotation`` elements. ``normed`` is memory for the norms
+        of more than ``FEW_ROWS`` rows, fp32 ``[T, in]`` with padded rows.
         """
         rows, experts, k = len(x), router.spec.num_experts, router.in_features
         center, vectors = BOOLEANS[norm.center], vectors_for(k, ROUTER_THREADS)
         kind = TYPES[router.matrix.dtype == np.float32]
         pitch, bias = pitch_of(router.matrix), address(router.bias)
-        quantized = (*pointer_and_pitch(codes), address(scales))
+        rotated = BOOLEANS[rotation > 1]
+        quantized = (*pointer_and_pitch(codes), address(scales), rotation, rotation**-0.5)
         if rows <= FEW_ROWS:
             self._launcher.launch(
-                step, self.source, f"router_few_rows<{center}, {vectors}, {kind}>", (ceil_div(experts, WARPS), rows),
-                ROUTER_THREADS,
+                step, self.source, f"router_few_rows<{center}, {vectors}, {kind}, {rotated}>",
+                (ceil_div(experts, WARPS), rows), ROUTER_THREADS,
                 (x.data.ptr, pitch_of(x), *norm_arguments(norm), router.matrix.data.ptr, bias, out.data.ptr, *quantized,
                  experts, k, pitch),
                 bytes_moved=nbytes_of(x, router.matrix, codes),
@@ -80,7 +84,7 @@ class RouterKernels:
             return
         assert normed is not None
         self._launcher.launch(
-            step, self.source, f"router_norm<{center}, {vectors}>", rows, ROUTER_THREADS,
+            step, self.source, f"router_norm<{center}, {vectors}, {rotated}>", rows, ROUTER_THREADS,
             (x.data.ptr, pitch_of(x), *norm_arguments(norm), *pointer_and_pitch(normed), *quantized, k),
             bytes_moved=nbytes_of(x, normed, codes), cache=rows > self._launcher.num_sms,
         )  # fmt: skip
@@ -103,6 +107,18 @@ class RouterKernels:
             ceil_div(rows, CHOOSE_THREADS // 32), CHOOSE_THREADS,
             (*router.arguments, logits.data.ptr, topk_ids.data.ptr, topk_weights.data.ptr, rows),
             bytes_moved=nbytes_of(logits, topk_ids, topk_weights),
+        )  # fmt: skip
+
+    def scalar_gate(
+        self, step: StepContext | None, x: cp.ndarray, norm: Norm, weight: cp.ndarray, out: cp.ndarray
+    ) -> None:
+        """``sigmoid(norm(x) @ weight)`` of each row: fp32 ``[T, in]``, fp32 ``[in]`` padded -> fp32 ``[T]``."""
+        rows, k = x.shape
+        self._launcher.launch(
+            step, self.source, f"scalar_gate<{BOOLEANS[norm.center]}, {vectors_for(k, ROUTER_THREADS)}>", rows,
+            ROUTER_THREADS,
+            (x.data.ptr, pitch_of(x), *norm_arguments(norm), weight.data.ptr, out.data.ptr, k),
+            bytes_moved=nbytes_of(x, weight, out),
         )  # fmt: skip
 
 

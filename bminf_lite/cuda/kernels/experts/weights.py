@@ -31,17 +31,19 @@ def alternate_gate_and_up(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """int8 weights ``[experts, out_features, pitch]``, of which ``in_features`` columns count.
+    """int8 or fp16 weights ``[experts, out_features, pitch]``, of which ``in_features`` columns count.
 
-    ``scale`` and ``bias`` are fp32 ``[experts, out_features]``. Rows are padded to ``PAD`` elements. Those of a gated
-    layer lie as :func:`alternate_gate_and_up` says. ``rotation`` is the block of the inputs' transform.
+    ``scale``, of int8 weights, and ``bias`` are fp32 ``[experts, out_features]``. Rows are padded to ``PAD`` elements;
+    that of float products holds zeros. Those of a gated layer lie as :func:`alternate_gate_and_up` says. ``dynamic``:
+    inputs are quantized too (w8a8). ``rotation`` is the block of the inputs' transform.
     """
 
     matrix: cp.ndarray
-    scale: cp.ndarray
+    scale: cp.ndarray | None
     bias: cp.ndarray | None
     in_features: int
     rotation: int = 1
+    dynamic: bool = True
 
     @property
     def num_experts(self) -> int:
@@ -58,7 +60,7 @@ class ExpertMatrices:
     @property
     def arguments(self) -> tuple[int, int, int]:
         """The addresses of the codes, the scales and the bias."""
-        return self.matrix.data.ptr, self.scale.data.ptr, address(self.bias)
+        return self.matrix.data.ptr, address(self.scale), address(self.bias)
 
     def bytes_of(self, experts: int) -> int:
         """Bytes that a product reads if ``experts`` of the experts were chosen."""

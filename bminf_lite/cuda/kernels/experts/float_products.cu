@@ -1,0 +1,143 @@
+// Products of pairs with the weights of their experts in floating point: fp16 weights, or int8 weights whose inputs are
+// not quantized. One launch for all experts, whatever the number of rows of each.
+//
+//     y = w_scale[expert, channel] * (x[row] @ weight[expert].T) + bias[expert, channel]
+//     out = fp16(y), or fp16(f(fp16(y))), or fp16(f(fp16(gate)) * fp16(up))
+//
+// x: fp16 [.., x_pitch]; offsets: [experts + 1]; weight: fp16 or int8 [experts, n, pitch], with zeros behind column k;
+// w_scale: fp32 [experts, n], or null for ones; bias: the same, or null; out: fp16 [pairs, out_pitch]. The rows of gate
+// and up alternate in groups of eight.
+//
+// Sorted row p reads row order[p] / top_k of x, or row p if `order` is null. A warp computes one output of up to ROWS
+// rows of an expert, so it reads the weight once for all of them. A sum has one order, whatever the other rows: a lane
+// adds the elements of its vectors by fma, vector v of 16 bytes of the weight belongs to lane v % 32, and the lanes are
+// added in a tree, those 16 apart first. Blocks are persistent, and find their tiles on the device (schedule.cuh).
+#include "common/common.cuh"
+#include "constants/epilogue.cuh"
+#include "experts/activation.cuh"
+#include "experts/schedule.cuh"
+
+using namespace bminf;
+
+constexpr int WARPS = FLOAT_THREADS / WARP;
+
+// The elements of a weight in 16 bytes.
+template <class W>
+struct WeightVector;
+
+template <>
+struct WeightVector<__half> {
+    static constexpr int COUNT = 8;
+    float w[COUNT];
+
+    __device__ __forceinline__ void load(const __half* p) {
+        const uint4 raw = ld_global_v4(p);
+        load8(reinterpret_cast<const __half*>(&raw), w);
+    }
+};
+
+template <>
+struct WeightVector<int8> {
+    static constexpr int COUNT = 16;
+    float w[COUNT];
+
+    __device__ __forceinline__ void load(const int8* p) {
+        const uint4 raw = ld_global_v4(p);
+        const int8* codes = reinterpret_cast<const int8*>(&raw);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) w[i] = static_cast<float>(codes[i]);
+    }
+};
+
+// sum plus the product of a vector of the weight and the elements of x from `column` on, those from k on left out.
+template <class W>
+__device__ __forceinline__ float dot(
+    const WeightVector<W>& weight, const float (&x)[WeightVector<W>::COUNT], float sum) {
+#pragma unroll
+    for (int i = 0; i < WeightVector<W>::COUNT; ++i) sum = fmaf(weight.w[i], x[i], sum);
+    return sum;
+}
+
+template <int COUNT>
+__device__ __forceinline__ void load_elements(const __half* row, int column, int k, float (&x)[COUNT]) {
+#pragma unroll
+    for (int first = 0; first < COUNT; first += 8) {
+        uint4 raw = {};
+        if (column + first < k) raw = ld_global_cg_v4(row + column + first), zero_tail(raw, column + first, k);
+        float part[8];
+        load8(reinterpret_cast<const __half*>(&raw), part);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[first + i] = part[i];
+    }
+}
+
+// ROWS: rows of a tile, at most 8. F: see expert_activation. n: rows of an expert's weight.
+template <class W, int ROWS, int EPILOGUE, int F>
+__global__ void __launch_bounds__(FLOAT_THREADS) float_products(
+    const __half* x, long long x_pitch, const int* order, int top_k, const int* offsets, const W* __restrict__ weight,
+    const float* __restrict__ w_scale, const float* __restrict__ bias, __half* out, long long out_pitch, int experts,
+    int n, int k, int pitch, float limit, float alpha) {
+    constexpr bool IS_GATED = EPILOGUE == GATED;
+    constexpr int MATRICES = IS_GATED ? 2 : 1, COUNT = WeightVector<W>::COUNT;
+    __shared__ ExpertTiles tiles;
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    tiles.load<ROWS>(offsets, experts);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int outputs = n / MATRICES, weight_tiles = (outputs + WARPS - 1) / WARPS;
+    for (int index = blockIdx.x; index < tiles.starts[experts] * weight_tiles; index += gridDim.x) {
+        const ExpertTile tile = tiles.find(index, experts, weight_tiles);
+        const int output = tile.weight_tile * WARPS + warp;
+        if (output >= outputs) continue;
+        size_t channels[MATRICES];
+        const W* rows_of_weight[MATRICES];
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            const int channel = IS_GATED ? output / 8 * 16 + output % 8 + 8 * m : output;
+            channels[m] = static_cast<size_t>(tile.expert) * n + channel;
+            rows_of_weight[m] = weight + channels[m] * pitch;
+        }
+        const __half* rows[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const int row = tile.row + min(r, tile.rows - 1);
+            rows[r] = x + (order ? __ldcg(order + row) / top_k : row) * x_pitch;
+        }
+        float sums[MATRICES][ROWS] = {};
+#pragma unroll 1
+        for (int column = lane * COUNT; column < k; column += WARP * COUNT) {
+            WeightVector<W> w[MATRICES];
+#pragma unroll
+            for (int m = 0; m < MATRICES; ++m) w[m].load(rows_of_weight[m] + column);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                if (r >= tile.rows) break;
+                float values[COUNT];
+                load_elements(rows[r], column, k, values);
+#pragma unroll
+                for (int m = 0; m < MATRICES; ++m) sums[m][r] = dot(w[m], values, sums[m][r]);
+            }
+        }
+        float y[MATRICES] = {};  // of the lane's row
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                float sum = sums[m][r];
+#pragma unroll
+                for (int d = WARP / 2; d; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, d));
+                if (lane == r) y[m] = sum;
+            }
+        if (lane >= tile.rows) continue;
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            if (w_scale) y[m] = __fmul_rn(w_scale[channels[m]], y[m]);
+            if (bias) y[m] = __fadd_rn(y[m], bias[channels[m]]);
+        }
+        const Clamp clamp = {limit, alpha};
+        float result = y[0];
+        if constexpr (IS_GATED) result = expert_activation<true, F>(y[0], y[MATRICES - 1], clamp);
+        if constexpr (EPILOGUE == ACTIVATED) result = expert_activation<false, F>(y[0], 0.0f, clamp);
+        out[(tile.row + lane) * out_pitch + output] = __float2half_rn(result);
+    }
+}

@@ -1,0 +1,290 @@
+"""What the kernels of mixtures of experts do: routers, pairs of tokens and experts, and products of sorted pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bminf_lite.backend.expert_values import (
+    WEIGHT_TYPES,
+    ExpertActivation,
+    GroupScore,
+    MaskedScore,
+    RouterSpec,
+    Score,
+)
+from bminf_lite.backend.experts import activated
+from bminf_lite.backend.experts import sort_by_expert as experts_in_order
+from bminf_lite.backend.experts import weighted_sum as sum_of_experts
+from bminf_lite.backend.functions import normalise, product_by_row
+from bminf_lite.backend.quantization import quantize_rows
+from bminf_lite.backend.rotation import rotated
+from bminf_lite.backend.routing import route, sigmoid
+from bminf_lite.backend.values import Norm
+from bminf_lite.cuda.kernels.constants import (
+    CLAMPED_SWIGLU,
+    EXPERT_FLOAT_THREADS,
+    FEW_CHUNK,
+    FEW_THREADS,
+    GROUPED_THREADS,
+    ROUTER_THREADS,
+    SORT_THREADS,
+    SUM_THREADS,
+    Activation,
+    Epilogue,
+)
+
+from .launching import Call, model
+from .models_rows import norm_of, rounded, up
+
+F32, F16 = np.float32, np.float16
+
+
+# -- the router --------------------------------------------------------------------------------------------------------
+
+
+def router_norm_of(call: Call) -> Norm:
+    """The norm that the kernels of a router apply."""
+    call.require(call.number("VECTORS") * ROUTER_THREADS * 8 >= call.k, "the threads do not cover a row")
+    return norm_of(call, 1 + call.number("CENTER"), call.k, up(call.k, 16))
+
+
+def write_codes(call: Call, normed: np.ndarray) -> None:
+    """The codes of rotated rows, with zeros up to a multiple of 16, and their scales."""
+    rows, k = normed.shape
+    call.require((call.rotation > 1) == bool(call.number("ROTATED")), "a rotation of its own instantiation")
+    codes = call.rows("codes", rows, call.codes_pitch, up(k, 16), np.int8)
+    codes[:, k:] = 0
+    codes[:, :k], call.vector("scales", rows, F32)[...] = quantize_rows(rotated(normed, call.rotation))
+
+
+def write_logits(call: Call, normed: np.ndarray) -> None:
+    weight = call.rows("weight", call.experts, call.pitch, call.k, F16 if call.template["W"] == "__half" else F32)
+    logits = product_by_row(normed.astype(F32), weight.astype(F32).T)
+    logits = logits + call.vector("bias", call.experts, F32) if call.bias else logits
+    call.tensor("logits", logits.shape, F32)[...] = logits
+
+
+@model
+def router_few_rows(call: Call) -> None:
+    rows, warps = call.launch.grid[1], ROUTER_THREADS // 32
+    call.require(call.launch.grid[0] * warps >= call.experts and call.launch.block == ROUTER_THREADS, "blocks")
+    norm = router_norm_of(call)
+    normed = normalise(call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], norm)
+    write_logits(call, normed)
+    if call.codes:
+        write_codes(call, normed)
+
+
+@model
+def router_norm(call: Call) -> None:
+    rows = call.launch.grid[0]
+    normed = normalise(call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], router_norm_of(call))
+    out = call.rows("normed", rows, call.normed_pitch, up(call.k, 16), F32)
+    out[:, : call.k], out[:, call.k :] = normed, 0
+    if call.codes:
+        write_codes(call, normed)
+
+
+@model
+def router_many_rows(call: Call) -> None:
+    rows, warps = call.arguments["rows"], ROUTER_THREADS // 32
+    covered = call.launch.grid[0] * warps * call.number("EXPERTS") >= call.experts
+    call.require(covered and call.launch.grid[1] * call.number("ROWS") >= rows, "blocks are missing")
+    write_logits(call, call.rows("x", rows, call.x_pitch, call.k, F32))
+
+
+@model
+def scalar_gate(call: Call) -> None:
+    rows = call.launch.grid[0]
+    normed = normalise(call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], router_norm_of(call))
+    weight = call.vector("weight", up(call.k, 16), F32, 16)[: call.k]
+    call.vector("out", rows, F32)[...] = sigmoid(product_by_row(normed.astype(F32), weight[:, None]))[:, 0]
+
+
+def chosen(call: Call, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of each row of logits, and their weights."""
+    spec = RouterSpec(
+        call.num_experts, call.top_k, Score(call.score), bool(call.renormalise), call.epsilon, call.min_sum, call.scale,
+        call.num_groups, call.top_groups, GroupScore(call.group_score), MaskedScore(call.masked),
+        WEIGHT_TYPES[call.weight_type],
+    )  # fmt: skip
+    call.require(call.number("EACH") * 32 >= call.num_experts, "the lanes do not have all experts")
+    bias = call.vector("correction_bias", call.num_experts, F32) if call.correction_bias else None
+    scale = call.vector("expert_scale", call.num_experts, F32) if call.expert_scale else None
+    return route(call.tensor("logits", (rows, call.num_experts), F32), spec, bias, scale)
+
+
+@model
+def choose_experts(call: Call) -> None:
+    rows = call.arguments["rows"]
+    ids, weights = chosen(call, rows)
+    call.tensor("topk_ids", ids.shape, np.int32)[...] = ids
+    call.tensor("topk_weights", ids.shape, F32)[...] = weights
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+@model
+def sort_by_expert(call: Call) -> None:
+    experts, pairs = call.launch.grid[0], call.pairs
+    call.require(call.launch.block == SORT_THREADS, "threads")
+    ids = call.vector("topk_ids", pairs, np.int32)
+    order, offsets = experts_in_order(ids[:, None], experts)
+    call.vector("offsets", experts + 1, np.int32)[...] = offsets
+    call.vector("sorted_pairs", pairs, np.int32)[...] = order
+    call.vector("places", pairs, np.int32)[order] = np.arange(pairs, dtype=np.int32)
+    if not call.x:
+        return
+    tokens, width = pairs // call.top_k, call.words * 16
+    rows = call.rows("x", tokens, width, width, np.int8)
+    call.rows("sorted", pairs, width, width, np.int8)[...] = rows[order // call.top_k]
+    scales = call.vector("scales", tokens, F32)[order // call.top_k]
+    factors = call.vector("factors", pairs, F32)[order] if call.factors else F32(1)
+    call.vector("sorted_scales", pairs, F32)[...] = scales * factors
+
+
+def write_sums(call: Call, results: np.ndarray, weights: np.ndarray, columns: int) -> None:
+    """The sum of the experts of each token, ``results`` fp32 ``[T, top_k, columns]``, and what is added to it."""
+    total, rows = sum_of_experts(results, weights), len(weights)
+    if call.addend:
+        addend = call.rows("addend", rows, call.addend_pitch, columns, F32, 0)
+        gate = call.vector("gate", rows, F32)[:, None] if call.gate else F32(1)
+        total = total + gate * addend
+    out = call.rows("out", rows, call.out_pitch, columns, F32, 0)
+    out[...] = out + total if call.number("ADD") else total
+
+
+@model
+def weighted_sum(call: Call) -> None:
+    rows, top_k, columns = call.launch.grid[1], call.top_k, call.columns
+    call.require(call.launch.grid[0] * SUM_THREADS * 8 >= columns, "blocks are missing")
+    places = call.vector("places", rows * top_k, np.int32)
+    results = call.rows("results", rows * top_k, call.pitch, columns, F16)[places].astype(F32)
+    weights = call.vector("weights", rows * top_k, F32) if call.weights else np.ones(rows * top_k, F32)
+    write_sums(call, results.reshape(rows, top_k, columns), weights.reshape(rows, top_k), columns)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def product(call: Call, x: np.ndarray, experts: np.ndarray, w: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
+    """``x[p] @ w[experts[p]].T`` with scales and bias, fp32 ``[P, n]``, in the order of the weight's rows.
+
+    With ``factors``, the scales of quantized rows, the sums are exact; without, each row has a product of its own.
+    """
+    count, n = w.shape[:2]
+    y = np.empty((len(x), n), F32)
+    for expert in np.unique(experts):
+        rows = experts == expert
+        if factors is None:
+            y[rows] = product_by_row(x[rows].astype(F32), w[expert].astype(F32).T)
+        else:
+            y[rows] = (x[rows].astype(np.float64) @ w[expert].T.astype(np.float64)).astype(F32)
+    if call.w_scale:
+        y = call.vector("w_scale", count * n, F32).reshape(count, n)[experts] * y
+    y = y if factors is None else factors[:, None] * y
+    return y + call.vector("bias", count * n, F32).reshape(count, n)[experts] if call.bias else y
+
+
+def epilogue(call: Call, y: np.ndarray, gated: bool, is_activated: bool) -> np.ndarray:
+    """fp16 results; the rows of gate and up alternate in groups of eight."""
+    if gated:
+        sides = y.reshape(len(y), -1, 2, 8)
+        y = np.concatenate([sides[:, :, side].reshape(len(y), -1) for side in range(2)], axis=1)
+    if gated or is_activated:
+        function = call.number("F")
+        if function == CLAMPED_SWIGLU:
+            activation = ExpertActivation(limit=call.limit, alpha=call.alpha)
+        else:
+            activation = ExpertActivation(Activation(function).name.lower(), gated)
+        y = activated(rounded(y), activation)
+    return y.astype(F16)
+
+
+def weights_of(call: Call, experts: int, n: int, dtype: type) -> np.ndarray:
+    return call.rows("weight", experts * n, call.pitch, call.pitch, dtype).reshape(experts, n, -1)
+
+
+def sorted_experts(call: Call, experts: int) -> np.ndarray:
+    """The expert of each sorted pair."""
+    offsets = call.vector("offsets", experts + 1, np.int32)
+    call.require(offsets[0] == 0 and (np.diff(offsets) >= 0).all(), "the offsets do not ascend")
+    return np.repeat(np.arange(experts), np.diff(offsets))
+
+
+def write_products(call: Call, y: np.ndarray) -> None:
+    kind = call.number("EPILOGUE")
+    found = epilogue(call, y, kind == Epilogue.GATED, kind == Epilogue.ACTIVATED)
+    call.rows("out", len(y), call.out_pitch, found.shape[1], F16)[...] = found
+
+
+@model
+def grouped_gemm(call: Call) -> None:
+    experts, k = sorted_experts(call, call.experts), call.k
+    call.require(call.launch.block == GROUPED_THREADS and call.n % 8 == 0 and k % 16 == 0, "threads or sizes")
+    x = call.rows("x", len(experts), call.pitch, k, np.int8)
+    weight = weights_of(call, call.experts, call.n, np.int8)[..., :k]
+    write_products(call, product(call, x, experts, weight, call.vector("x_scale", len(experts), F32)))
+
+
+@model
+def grouped_gemm_hopper(call: Call) -> None:
+    experts = sorted_experts(call, call.experts)
+    x, other, w = call.mapped("x8_map", 8), call.mapped("x_map", 32), call.mapped("w_map", 128)
+    call.require(x.shape == other.shape and len(x) == len(experts) and call.steps * 128 >= x.shape[1], "rows or steps")
+    weight = w.reshape(call.experts, call.n, -1)
+    write_products(call, product(call, x, experts, weight, call.vector("x_scale", len(experts), F32)))
+
+
+@model
+def float_products(call: Call) -> None:
+    experts, k = sorted_experts(call, call.experts), call.k
+    call.require(call.launch.block == EXPERT_FLOAT_THREADS, "threads")
+    is_int8 = call.template["W"] == "bminf::int8"
+    call.require((call.w_scale != 0) == is_int8, "scales belong to int8")
+    rows = np.arange(len(experts))
+    if call.order:
+        rows = call.vector("order", len(experts), np.int32) // call.top_k
+    x = call.rows("x", int(rows.max()) + 1, call.x_pitch, up(k, 8), F16)[:, :k]
+    weight = weights_of(call, call.experts, call.n, np.int8 if is_int8 else F16)
+    call.require(not weight[..., k:].any(), "the padding of the weight is not zeros")
+    write_products(call, product(call, x[rows], experts, weight[..., :k], None))
+
+
+def few_tokens_shared(call: Call, rows: int, own: int, each: int) -> None:
+    """Check the shared memory: pipelines or the choice, ``rows`` rows of codes, ``each`` bytes for each of ``own``."""
+    unit = call.number("U") * FEW_CHUNK
+    needed = call.scratch_bytes + rows * up(call.pitch, unit) + each * own
+    call.require(call.launch.block == FEW_THREADS and call.launch.shared >= needed, "threads or shared memory")
+
+
+@model
+def few_tokens_hidden(call: Call) -> None:
+    tokens, top_k, gated, k = call.tokens, call.top_k, bool(call.number("GATED")), call.k
+    n, pairs, blocks = call.features * (1 + gated), tokens * top_k, call.launch.grid[0]
+    few_tokens_shared(call, tokens, -(-pairs * call.features // blocks) * (1 + gated), 4)
+    ids, weights = chosen(call, tokens)
+    call.tensor("topk_ids", ids.shape, np.int32)[...] = ids
+    call.tensor("topk_weights", ids.shape, F32)[...] = weights
+    codes = call.rows("codes", tokens, call.pitch, k, np.int8)
+    scales = np.repeat(call.vector("x_scale", tokens, F32), top_k)
+    scales = scales * weights.ravel() if call.scales_input else scales
+    weight = weights_of(call, call.num_experts, n, np.int8)[..., :k]
+    y = product(call, np.repeat(codes, top_k, axis=0), ids.ravel(), weight, scales)
+    found = epilogue(call, y, gated, not gated)
+    call.rows("hidden", pairs, call.hidden_pitch, call.features, F16)[...] = found
+
+
+@model
+def few_tokens_down(call: Call) -> None:
+    tokens, top_k, columns, k = call.tokens, call.top_k, call.columns, call.k
+    pairs = tokens * top_k
+    few_tokens_shared(call, pairs, pairs * -(-columns // call.launch.grid[0]), 12)
+    call.require((call.rotation > 1) == bool(call.number("ROTATED")), "a rotation of its own instantiation")
+    ids, weights = chosen(call, tokens)
+    hidden = call.rows("hidden", pairs, call.hidden_pitch, k, F16)
+    codes, scales = quantize_rows(rotated(hidden, call.rotation))
+    weight = weights_of(call, call.num_experts, columns, np.int8)[..., :k]
+    results = rounded(product(call, codes, ids.ravel(), weight, scales)).reshape(tokens, top_k, columns)
+    write_sums(call, results, np.ones_like(weights) if call.scales_input else weights, columns)
