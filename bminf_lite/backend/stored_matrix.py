@@ -26,6 +26,17 @@ class StoredMatrix:
     def nbytes(self) -> int:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
+    def converted(self, dtype: np.dtype) -> StoredMatrix:
+        """The same matrix in another ``dtype``, converted when it is read, by whole elements."""
+
+        def read(buffer: memoryview, offset: int) -> None:
+            found = np.frombuffer(buffer, dtype)
+            values = np.empty(len(found), self.dtype)
+            self.read(values.view(np.uint8).data, offset // dtype.itemsize * self.dtype.itemsize)
+            found[...] = values
+
+        return StoredMatrix(self.shape, dtype, read)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         values = np.empty(self.shape, self.dtype)
         if values.size:

@@ -115,9 +115,9 @@ def migrate(
             model = within_fp16(model)
         checkpoint = model.checkpoint
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
-        rewrites = calibrated.rewrites if chosen.calibration else _recipe_rewrites(model.spec, chosen)
+        rewrites = calibrated.rewrites if chosen.calibration else recipe_rewrites(model.spec, chosen)
         schemes = SchemeChoice.of(model.spec, chosen, rewrites, portable)
-        tasks = _make_tasks(checkpoint, schemes, rewrites, _narrowed(model))
+        tasks = _make_tasks(checkpoint, schemes, rewrites, narrowed_tables(model))
         estimated = tuple(map(_estimate_report, tasks))
         files = tuple(FileRecord(file.name, file.stat().st_size, "") for file in checkpoint.files())
         copied, skipped = _files_to_copy(checkpoint.path)
@@ -184,7 +184,7 @@ def _is_quantized(spec: Spec, recipe: Recipe, name: str) -> bool:
     return role in (Role.LINEAR, Role.HEAD) and recipe.scheme_of(name, role is Role.HEAD) is not Scheme.FLOAT
 
 
-def _recipe_rewrites(spec: Spec, recipe: Recipe) -> dict[str, WeightRewrite]:
+def recipe_rewrites(spec: Spec, recipe: Recipe) -> dict[str, WeightRewrite]:
     """The rotations and the groups of columns of a recipe without a calibration, by tensor name."""
     found = {}
     for name in spec.parameters:
@@ -242,7 +242,7 @@ class SchemeChoice:
         return None if name is None else self.running[name]
 
 
-def _narrowed(model: OpenedModel) -> frozenset[str]:
+def narrowed_tables(model: OpenedModel) -> frozenset[str]:
     """The fp32 embeddings that are stored as fp16, the type in which the engine keeps them on a GPU.
 
     Others have a row that fp16 cannot hold with its full precision.

@@ -87,13 +87,15 @@ class CalibrationSettings:
     ``max_error`` becomes w8a16; 0 turns that off. The error of a product is the mean over tokens of
     ``|y_int8 - y|^2 / |y|^2``, so 0.001 is a signal-to-noise ratio of 30 dB. The product stays w8a8 if it suffices that
     up to ``outlier_columns`` of its inputs stay fp16; only bminf-lite opens such a checkpoint. ``rounding`` is
-    ``nearest``, or ``gptq`` for rounding that compensates its errors, if that gains enough.
+    ``nearest``, or ``gptq`` for rounding that compensates its errors, if that gains enough. With ``search`` no error
+    decides: each product has several options, and measured divergences choose among them.
     """
 
     smoothing: bool = True
     max_error: float = 0.0
     outlier_columns: int = 0
     rounding: str = "nearest"
+    search: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,8 +239,13 @@ def parse_recipe(text: str, source: str) -> Recipe:
         problems.append(f"rotated_inputs is {raw['rotated_inputs']!r}, not one of {', '.join(scopes)}")
     if raw.get("rotated_inputs") == RotatedInputs.ALL and raw.get("offline_rotation"):
         problems.append("rotated_inputs = 'all' rotates what offline_rotation rotates: choose one")
-    if calibration.get("outlier_columns") and not calibration.get("max_error"):
+    searches = calibration.get("search")
+    if calibration.get("outlier_columns") and not calibration.get("max_error") and not searches:
         problems.append("calibration.outlier_columns needs calibration.max_error, above which products get them")
+    if searches and calibration.get("max_error"):
+        problems.append("calibration.search chooses by measured divergence: leave out calibration.max_error")
+    if searches and raw.get("linear") != Scheme.W8A8.value:
+        problems.append(f"calibration.search chooses how w8a8 is refined: linear is {raw.get('linear')!r}, not 'w8a8'")
     if problems:
         raise UsageError(f"recipe {source}: " + "; ".join(sorted(problems)))
     return Recipe(
@@ -261,6 +268,7 @@ def _is_share(value: object) -> bool:
 
 _CALIBRATION_VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     "smoothing": (lambda value: isinstance(value, bool), "true or false"),
+    "search": (lambda value: isinstance(value, bool), "true or false"),
     "max_error": (_is_share, "a number from 0 to 1"),
     "outlier_columns": (lambda value: type(value) is int and 0 <= value <= 256, "a whole number from 0 to 256"),
     "rounding": (lambda value: value in ("nearest", "gptq"), "nearest or gptq"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -20,22 +21,32 @@ QUIET_SECONDS = 10.0
 """A migration that takes less time gets no lines, unless it searches a target."""
 PRODUCTS = 4
 """Products of a layer: of queries, keys and values, of attention's output, and two of a gated layer."""
-SENSITIVITY_SHARE = 0.25
-"""Tokens of a run with one product quantized, 1,024, over those of a batch of the calibration, about 4,096."""
-POINTS = 4
-"""Assignments that are written and measured: three guesses, and one that proves the best to be that."""
+GROUPS = 6
+"""Groups of layers, each with a run for each kind of product: on average half of all layers are behind a group."""
+SENSITIVITY_SHARE = 0.125
+"""Tokens of a run with some products quantized, 512, over those of a batch of the calibration, about 4,096."""
+TARGET_RUNS = 4
+"""Runs that measure assignments for a target: three guesses, and one that proves the best to be that."""
 DECISIONS = 0.85
 """The share of a layer's time that its decisions take where it has one batch, which tells nothing of it."""
 
 
+@dataclass(frozen=True)
+class Stages:
+    """What a migration with a calibration consists of: whether it ``searches`` assignments, and for a target."""
+
+    searches: bool
+    has_target: bool = False
+
+
 class MigrationProgress:
-    """What the callbacks of a migration tell, as text; ``has_target`` if it searches an assignment for a target.
+    """What the callbacks of a migration tell, as text; see :class:`Stages` for what it consists of.
 
     ``show`` gets each text. Its first argument is the share that is done, 0 to 1.
     """
 
-    def __init__(self, has_target: bool, show: Callable[[float, str], None], clock: Callable[[], float] = monotonic):
-        self._has_target = has_target
+    def __init__(self, stages: Stages, show: Callable[[float, str], None], clock: Callable[[], float] = monotonic):
+        self._stages = stages
         self._show = show
         self._clock = clock
         self._start = self._last = clock()
@@ -43,12 +54,13 @@ class MigrationProgress:
         self._first_layer = ""
         self._batch_seconds: list[float] = []
         self._calibrated = 0.0  # layers
-        self._sensitivity = 0.0 if has_target else 1.0  # the share of its runs that is done
-        self._points = 0
-        self._point_seconds: list[float] = []
-        self._point_start = 0.0
-        if has_target:
-            text = "calibrating; then each product is quantized alone, and some assignments are written and measured"
+        self._sensitivity = 0.0 if stages.searches else 1.0  # the share of its runs that is done
+        self._runs = 0
+        self._run_seconds: list[float] = []
+        self._run_start = 0.0
+        self._is_written = False
+        if stages.searches:
+            text = "calibrating; then some products at a time are quantized, and assignments are measured"
             show(0.0, f"{text}; an estimate of the time follows the first layer")
 
     def calibration(self, done: int, total: int, layer: str) -> None:
@@ -68,25 +80,24 @@ class MigrationProgress:
 
     def writing(self, done: int, total: int, name: str) -> None:
         """Bytes of a result are written."""
+        self._is_written = True
         if done >= total:
-            self._tell(f"writing{self._point_text()}", self._remaining())
+            self._tell("writing", self._remaining())
 
     def measuring(self, done: int, total: int, part: str) -> None:
-        """Layers were run: each product alone at first, if there is a target, then a result on held-out text."""
+        """Layers were run: with some products quantized, then of assignments, then of the result."""
         now = self._clock()
         if self._sensitivity < 1.0:
-            self._sensitivity, self._point_start = done / total, now
-            self._tell(f"quantizing each product alone, {part}", self._remaining())
+            self._sensitivity, self._run_start = done / total, now
+            self._tell(f"quantizing some products at a time, {part}", self._remaining())
             return
+        if done == total and not self._is_written:
+            self._run_seconds.append(now - self._run_start)
+            self._runs += 1
         if done == total:
-            if self._has_target:  # else there is one
-                self._point_seconds.append(now - self._point_start)
-            self._point_start = now
-            self._points += 1
-        self._tell(f"measuring{self._point_text()}, {part}", self._remaining())
-
-    def _point_text(self) -> str:
-        return f" assignment {self._points + 1}" if self._has_target else ""
+            self._run_start = now
+        what = "the result" if self._is_written else "assignments"
+        self._tell(f"measuring {what}, {part}", 0.0 if self._is_written and done == total else self._remaining())
 
     @property
     def _layer_seconds(self) -> float:
@@ -105,15 +116,13 @@ class MigrationProgress:
     def _remaining(self) -> float:
         """The seconds that are left."""
         layers, forward = self._layers, self._forward_seconds
-        seconds = max(layers + 1 - self._calibrated, 0.0) * self._layer_seconds
-        point = 2 * layers * forward
-        if self._has_target:
-            runs = layers + PRODUCTS * layers * (layers + 1) / 2
+        seconds = max(layers + 1 - self._calibrated, 0.0) * self._layer_seconds + 2 * layers * forward
+        if self._stages.searches and not self._is_written:
+            runs = layers * (1 + PRODUCTS * (GROUPS + 1) / 2)
             seconds += (1.0 - self._sensitivity) * runs * SENSITIVITY_SHARE * forward
-        if self._point_seconds:
-            point = sum(self._point_seconds) / len(self._point_seconds)
-        points = (POINTS if self._has_target else 1) - self._points
-        return seconds + max(points, 0) * point
+            run = sum(self._run_seconds) / len(self._run_seconds) if self._run_seconds else 2 * layers * forward
+            seconds += max((TARGET_RUNS if self._stages.has_target else 1) - self._runs, 0) * run
+        return seconds
 
     def _tell(self, text: str, remaining: float | None) -> None:
         if remaining is None:
@@ -132,16 +141,16 @@ def duration_text(seconds: float) -> str:
 
 
 @contextmanager
-def shown(has_target: bool) -> Iterator[MigrationProgress]:
+def shown(stages: Stages) -> Iterator[MigrationProgress]:
     """Progress as a bar if stderr is a terminal, else as lines."""
     if sys.stderr is None or not sys.stderr.isatty():
-        yield MigrationProgress(has_target, Lines(0.0 if has_target else QUIET_SECONDS))
+        yield MigrationProgress(stages, Lines(0.0 if stages.searches else QUIET_SECONDS))
         return
     from tqdm import tqdm
 
     form = "{desc} |{bar}| {percentage:3.0f}% [{elapsed}]"
     with tqdm(total=1.0, bar_format=form, leave=False) as bar:
-        yield MigrationProgress(has_target, Bar(bar))
+        yield MigrationProgress(stages, Bar(bar))
 
 
 class Lines:

@@ -12,7 +12,7 @@ import click
 
 from ..errors import UsageError
 from ._options import OUTPUT, PATH, device_option, progress_callback, size_text
-from ._progress import shown
+from ._progress import Stages, shown
 
 if TYPE_CHECKING:
     from ..checkpoint.manifest import MigrationReport, TensorReport
@@ -81,6 +81,8 @@ def migrate(
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl --target-divergence 1e-3
     """
     from ..bench.plot import check_target, save_trade
+    from ..checkpoint.recipe import load_recipe
+    from ..migration.budget import searches
     from ..migration.migrate import migrate as run
 
     if plot is not None:
@@ -92,7 +94,9 @@ def migrate(
         target_divergence=target_divergence, offline_only=offline_only, device=device, force=force,
         dry_run=dry_run, portable=portable,
     )  # fmt: skip
-    report = _with_progress(work, calibrates=calibrate is not None, has_target=target_divergence is not None)
+    has_target = target_divergence is not None
+    stages = Stages(has_target or (recipe is not None and searches(load_recipe(recipe))), has_target)
+    report = _with_progress(work, None if calibrate is None else stages)
     if dry_run:
         click.echo("\n".join(tensor_lines(report.tensors)))
     if report.calibration:
@@ -102,7 +106,8 @@ def migrate(
         click.echo("\n".join(next_steps(report, source, out)))
     else:
         trade = report.cost.get("trade")
-        click.echo("\n".join([*(trade_lines(trade) if trade else []), cost_line(report.cost), *advice_lines(report)]))
+        lines = [] if not trade else trade_lines(trade) if has_target else choice_lines(trade)
+        click.echo("\n".join([*lines, cost_line(report.cost), *advice_lines(report)]))
         if plot and trade:
             save_trade(trade, plot)
             click.echo(f"wrote {plot}")
@@ -134,12 +139,12 @@ def advice_lines(report: MigrationReport) -> list[str]:
     return advice(cost["kl"], ProductCounts.of(schemes))
 
 
-def _with_progress(work: Callable[..., MigrationReport], calibrates: bool, has_target: bool) -> MigrationReport:
-    """Migrate, and show how far it is."""
+def _with_progress(work: Callable[..., MigrationReport], stages: Stages | None) -> MigrationReport:
+    """Migrate, and show how far it is; ``stages`` are those of a migration with a text."""
     from tqdm import tqdm
 
-    if calibrates:
-        with shown(has_target) as progress:
+    if stages is not None:
+        with shown(stages) as progress:
             return work(
                 progress=progress.writing, calibration_progress=progress.calibration, cost_progress=progress.measuring
             )
@@ -199,6 +204,18 @@ def trade_lines(trade: Mapping[str, Any]) -> list[str]:
         if 0 <= i < len(points)
     ]
     return [*lines, "; ".join([kept, *steps])]
+
+
+def choice_lines(trade: Mapping[str, Any]) -> list[str]:
+    """The assignment that a search without a target chose, beside quantizations of all products alike."""
+    rows = [*((f"all products in {how}", point) for how, point in trade["uniform"].items())]
+    rows.append(("chosen for each product", trade["assignment"]))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"compared on held-out tokens; the time is that of all products for a request, on {trade['times_of']}"]
+    for name, point in rows:
+        found = "not finite" if point["measured"] is None else f"{point['measured']:.6f}"
+        lines.append(f"  {name:{width}}  divergence {found:>10}  request {1e3 * point['request_seconds']:7.3f} ms")
+    return lines
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:

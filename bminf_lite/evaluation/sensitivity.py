@@ -1,15 +1,20 @@
-"""What the quantization of each product alone does to a model's predictions.
+"""What the quantization of a few products alone does to a model's predictions.
 
-A copy of the residual stream is kept for each product. In the copy that product is w8a8, and all other products are
-float. All copies pass through a layer before the next layer is built, so every matrix is read once. The divergence is
-a quadratic form of small errors, and errors of different products are nearly independent. So the divergences of several
-products nearly add up to that of a model in which all of them are quantized.
+Products of one kind, such as all down projections, in some neighbouring layers form a group. A copy of the residual
+stream is kept for each group. In the copy its products are w8a8, and all others are float. All copies pass through a
+layer before the next layer is built, so every matrix is read once. The divergence is a quadratic form of small errors,
+and errors of different products are nearly independent. So the divergences of several products nearly add up to that of
+a model in which all of them are quantized.
+
+There are at most :data:`LAYER_GROUPS` groups of layers, so the work grows with the number of layers, not with its
+square.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +29,22 @@ from .blockwise import LayerwiseCheckpoint, batch_windows
 from .corpus import Window
 from .divergence import DivergenceAccumulator
 
-HEAD_TOKENS = 256
-"""The most tokens whose predictions are compared: there are logits for each of them and each product."""
+LAYER_GROUPS = 6
+"""Groups of layers whose products of one kind are quantized together."""
+HEAD_TOKENS = 128
+"""The most tokens whose predictions are compared: there are logits for each of them and each group."""
 
 Progress = Callable[[int, int, str], None]
+ProductNames = tuple[str, ...]
+"""The names of a product's matrices, as the layer stacks them along their outputs."""
+
+
+@dataclass(frozen=True)
+class GroupDivergence:
+    """The mean divergence in nats per token that ``products`` cause together, with all others float."""
+
+    products: tuple[ProductNames, ...]
+    divergence: float
 
 
 def product_divergences(
@@ -36,64 +53,77 @@ def product_divergences(
     ops: Backend,
     rotated_offline: bool = False,
     progress: Progress | None = None,
-) -> dict[tuple[str, ...], float]:
-    """The mean divergence in nats per token that each product of the float checkpoint ``source`` causes in w8a8.
+    rotation_of: Callable[[str], int] = lambda name: 1,
+) -> list[GroupDivergence]:
+    """The divergences that the products of the float checkpoint ``source`` cause in w8a8, rounded to nearest.
 
-    The keys are the names of the product's matrices, in the order in which the model computes them. ``windows`` run as
-    one batch. ``rotated_offline`` rotates the model in its weights first. ``progress`` is called with layers.
+    Every product is in one group; groups come in the order in which the model computes their first product.
+    ``windows`` run as one batch. ``rotated_offline`` rotates the model in its weights first. The input of a matrix is
+    rotated in blocks of ``rotation_of`` its name. ``progress`` is called with layers.
     """
     [batch] = batch_windows(windows, tokens=sum(len(window.tokens) for window in windows))
-    products = Products(ops)
+    products = Products(ops, rotation_of)
     with LayerwiseCheckpoint(source, ops, rotated_offline, products.add) as model:
         [reference] = model.start([batch])
-        copies: dict[tuple[str, ...], HiddenState] = {}
+        copies: dict[tuple[str, int], HiddenState] = {}
+        groups: dict[tuple[str, int], list[ProductNames]] = {}
         parts = [*model.layerwise.names, "output head"]
+        together = -(-(len(parts) - 1) // LAYER_GROUPS)
         for layer, part in enumerate(parts[:-1]):
             products.clear()
             layer_fn = model.layerwise.build(layer)
-            copies = {names: model.run(layer_fn, state, batch) for names, state in copies.items()}
             before, reference = reference, model.run(layer_fn, reference, batch, products.record)
-            for names in products.seen:
-                copies[names] = model.run(layer_fn, before, batch, products.quantizing(names))
+            found = products.by_kind()
+            for kind, names in found.items():
+                copies.setdefault((kind, layer // together), before)
+                groups.setdefault((kind, layer // together), []).extend(names)
+            for key, state in copies.items():
+                here = found.get(key[0], []) if key[1] == layer // together else []
+                copies[key] = model.run(layer_fn, state, batch, products.quantizing(here))
             if progress:
                 progress(layer + 1, len(parts), part)
         products.clear()
         head = model.layerwise.output()
         rows = batch.rows[sample_rows(len(batch.rows), HEAD_TOKENS)]
         expected = model.rows(head, reference.residual[rows], products.record)
-        found: dict[tuple[str, ...], float] = {}
 
-        def add(names: tuple[str, ...], logits: np.ndarray) -> None:
+        def divergence(logits: np.ndarray) -> float:
             total = DivergenceAccumulator()
             total.add(expected, logits, batch.tokens[rows + 1])
-            found[names] = total.result().kl
+            return total.result().kl
 
-        for names, state in copies.items():
-            add(names, model.rows(head, state.residual[rows]))
-        for names in products.seen:
-            add(names, model.rows(head, reference.residual[rows], products.quantizing(names)))
+        results = [
+            GroupDivergence(tuple(groups[key]), divergence(model.rows(head, state.residual[rows])))
+            for key, state in copies.items()
+        ]
+        for product in products.seen:
+            logits = model.rows(head, reference.residual[rows], products.quantizing([product]))
+            results.append(GroupDivergence((product,), divergence(logits)))
         if progress:
             progress(len(parts), len(parts), parts[-1])
-        return found
+        return results
 
 
 class Products:
-    """The products of one layer on ``ops``: their matrices, and observers that make one of them w8a8.
+    """The products of one layer on ``ops``: their matrices, and observers that make some of them w8a8.
 
     ``seen`` are the names of their matrices, in the order in which they are computed.
     """
 
-    def __init__(self, ops: Backend):
+    def __init__(self, ops: Backend, rotation_of: Callable[[str], int] = lambda name: 1):
         self._ops = ops
-        self._matrices: dict[tuple[str, ...], Sequence[HostWeight]] = {}
-        self.seen: list[tuple[str, ...]] = []
+        self._rotation_of = rotation_of
+        self._matrices: dict[ProductNames, Sequence[HostWeight]] = {}
+        self._quantized: dict[ProductNames, Any] = {}
+        self.seen: list[ProductNames] = []
 
     def clear(self) -> None:
         """Forget a layer, before the next one is built."""
         self._matrices.clear()
+        self._quantized.clear()
         self.seen.clear()
 
-    def add(self, names: tuple[str, ...], parts: Sequence[HostWeight]) -> None:
+    def add(self, names: ProductNames, parts: Sequence[HostWeight]) -> None:
         """Remember the matrices of a product, as the layer stacks them along their outputs."""
         self._matrices[names] = parts
 
@@ -102,22 +132,29 @@ class Products:
         if call.tensors not in self.seen:
             self.seen.append(call.tensors)
 
-    def quantizing(self, names: tuple[str, ...]) -> Callable[[LinearCall], Any]:
-        """An observer that replaces the weight of one product by its plain w8a8 version."""
-        weight: Any = None
+    def by_kind(self) -> dict[str, list[ProductNames]]:
+        """The products by the name of their first matrix without its numbers: those of all experts are one kind."""
+        kinds: dict[str, list[ProductNames]] = {}
+        for names in self.seen:
+            kinds.setdefault(re.sub(r"\d+", "#", names[0]), []).append(names)
+        return kinds
+
+    def quantizing(self, chosen: Collection[ProductNames]) -> Callable[[LinearCall], Any] | None:
+        """An observer that replaces the weights of some products by their w8a8 versions; None for no product."""
+        if not chosen:
+            return None
 
         def observe(call: LinearCall) -> Any:
-            nonlocal weight
-            if call.tensors != names:
+            if call.tensors not in chosen:
                 return None
-            if weight is None:
-                weight = replace(self._int8(names), bias=call.weight.bias)
-            return weight
+            if call.tensors not in self._quantized:
+                self._quantized[call.tensors] = replace(self._int8(call.tensors), bias=call.weight.bias)
+            return self._quantized[call.tensors]
 
         return observe
 
-    def _int8(self, names: tuple[str, ...]) -> Any:
+    def _int8(self, names: ProductNames) -> Any:
         """The matrices on the device, as one weight."""
         ops = self._ops.calibration_ops()
         matrix = np.concatenate([np.asarray(part).astype(np.float32) for part in self._matrices[names]])
-        return ops.weight(ops.matrix(matrix), True)
+        return ops.weight(ops.matrix(matrix), True, rotation=self._rotation_of(names[0]))

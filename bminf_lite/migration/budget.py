@@ -1,9 +1,9 @@
 """The fastest assignment of quantizations to products whose divergence stays below a target.
 
 Each product has several options (:class:`~bminf_lite.quantize.decisions.ProductOption`), each with a time and with the
-divergence that it is expected to cause: the measured divergence of that product alone in plain w8a8
-(:mod:`bminf_lite.evaluation.sensitivity`), times the option's error over the error of plain w8a8. Both add up over
-products. Smoothing, rotations in the weights and GPTQ cost no time, so every option has them where they help.
+divergence that it is expected to cause: its error times the measured divergence for an error of such products in w8a8
+(:mod:`bminf_lite.evaluation.sensitivity`). Both add up over products. Smoothing, rotations in the weights and GPTQ cost
+no time.
 
 The path starts with the fastest option of every product. Each step gives one product a more exact option: the one that
 saves most divergence for its time. So every point of the path is the fastest assignment with its expected divergence
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bench.product_times import ProductMethod, ProductTime, TimeOf
 from ..checkpoint.recipe import CalibrationSettings, Recipe, RotatedInputs, Scheme, load_recipe
+from ..evaluation.sensitivity import GroupDivergence, ProductNames
 from ..models.spec import Role, Spec
 from ..quantize.decisions import Decision, ProductOption
 
@@ -95,16 +96,27 @@ class Point:
         }
 
 
-def product_choices(
-    spec: Spec, options: Sequence[ProductOption], divergence: float, time_of: TimeOf
-) -> tuple[Choice, ...]:
-    """The options of one product. ``divergence`` is that of the product alone in plain w8a8."""
-    found = []
-    for number, option in enumerate(options):
-        decision = option.decision
-        share = decision.error / decision.error_before if decision.error_before > 0 else 1.0
-        found.append(Choice(number, decision, time_of(method_of(spec, decision)), divergence * share))
-    return tuple(found)
+def product_choices(spec: Spec, options: Sequence[ProductOption], weight: float, time_of: TimeOf) -> tuple[Choice, ...]:
+    """The options of one product. ``weight`` is the divergence that it causes for its error."""
+    decisions = [option.decision for option in options]
+    return tuple(
+        Choice(number, decision, time_of(method_of(spec, decision)), weight * decision.error)
+        for number, decision in enumerate(decisions)
+    )
+
+
+def divergence_weights(
+    groups: Sequence[GroupDivergence], error_of: Mapping[ProductNames, float]
+) -> dict[ProductNames, float]:
+    """The divergence of each product for its error, the same for all products of a group.
+
+    ``error_of`` are the errors with which the divergences were measured.
+    """
+    weights: dict[ProductNames, float] = {}
+    for group in groups:
+        total = sum(error_of.get(names, 0.0) for names in group.products)
+        weights |= dict.fromkeys(group.products, group.divergence / total if total > 0 else 0.0)
+    return weights
 
 
 def method_of(spec: Spec, decision: Decision) -> ProductMethod:
@@ -130,10 +142,10 @@ def fastest_path(products: Sequence[Sequence[Choice]]) -> list[Point]:
         for before, after in itertools.pairwise(hull)
     ]
     current = [hull[0] for hull in hulls]
-    points = [_point(current, "")]
+    points = [point_of(current)]
     for _, i, after in sorted(steps, key=lambda step: -step[0]):  # a hull's own steps are in this order already
         current[i] = after
-        points.append(_point(current, f"{after.decision.tensors[0]}: {describe(after.decision)}"))
+        points.append(point_of(current, f"{after.decision.tensors[0]}: {describe(after.decision)}"))
     return points
 
 
@@ -153,7 +165,8 @@ def _slope(before: Choice, after: Choice) -> float:
     return (after.divergence - before.divergence) / (after.time.request - before.time.request)
 
 
-def _point(chosen: Sequence[Choice], change: str) -> Point:
+def point_of(chosen: Sequence[Choice], change: str = "") -> Point:
+    """The assignment of one option to each product."""
     time = ProductTime(sum(c.time.prompt for c in chosen), sum(c.time.step for c in chosen))
     return Point(tuple(c.number for c in chosen), time, sum(c.divergence for c in chosen), change)
 
@@ -179,6 +192,11 @@ class PathSearch:
         self.target = target
         self._fails, self._meets = -1, len(self.path)
         self._correction = 1.0
+
+    def begin(self, number: int, divergence: float) -> None:
+        """Leave out all points before ``number``, whose divergence was measured."""
+        self._fails = number - 1
+        self.tell(number, divergence)
 
     @property
     def done(self) -> bool:
@@ -219,3 +237,8 @@ class PathSearch:
 def is_searchable(recipe: Recipe) -> bool:
     """Whether a recipe leaves something to choose: it calibrates, and its linear layers are w8a8."""
     return recipe.calibration is not None and recipe.linear is Scheme.W8A8
+
+
+def searches(recipe: Recipe) -> bool:
+    """Whether a recipe chooses among options by measured divergence also without a target."""
+    return recipe.calibration is not None and recipe.calibration.search

@@ -18,6 +18,7 @@ import numpy as np
 from .. import backend
 from ..backend.base import Backend
 from ..checkpoint.conversion import Progress
+from ..checkpoint.fp16_range import within_fp16
 from ..checkpoint.manifest import MigrationReport
 from ..checkpoint.migrate import migrate as migrate_folder
 from ..checkpoint.opened_model import OpenedModel, open_model
@@ -31,9 +32,9 @@ from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
 from ..text.checkpoint_files import load_tokenizer
 from ..text.prompts import validate_token_ids
-from .budget import budget_recipe, is_searchable, offline_part
+from .budget import budget_recipe, is_searchable, offline_part, searches
 from .held_out import CalibrationSplit, check_divergence, measure_cost, split_samples
-from .target import PointRejected, TargetSearch
+from .target import AssignmentSearch
 
 SAMPLE_TOKENS = 512
 MIN_TOKENS = 512
@@ -71,11 +72,12 @@ def migrate(
     a calibration, and the report's ``cost`` is measured on them; the migration fails if the mean divergence exceeds
     ``max_divergence`` nats per token.
 
-    ``target_divergence`` needs a text and a w8a8 recipe with a calibration, such as ``auto``. It searches the fastest
-    assignment of quantizations to products whose divergence is at most the target (see :mod:`.budget`); the report's
-    ``cost`` has the whole ``trade``. ``offline_only`` leaves out what other readers may not open; without a target, it
-    makes a recipe that rotates inputs fold rotations into the weights instead (see
-    :mod:`bminf_lite.checkpoint.offline_rotation`).
+    ``auto``, as every recipe whose calibration searches, measures assignments of quantizations to products and takes
+    one that diverges no more than any quantization of all products alike (see :mod:`.target`). ``target_divergence``
+    needs a text and a w8a8 recipe with a calibration, such as ``auto``. It searches the fastest assignment whose
+    divergence is at most the target. Of both, the report's ``cost`` has the whole ``trade``. ``offline_only`` leaves
+    out what other readers may not open; without a search, it makes a recipe that rotates inputs fold rotations into
+    the weights instead (see :mod:`bminf_lite.checkpoint.offline_rotation`).
 
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
     tensor would become. ``portable`` makes a result that other readers open: without a ``recipe`` it is ``w8a8``, and
@@ -103,7 +105,7 @@ def migrate(
     check_divergence("target_divergence", target_divergence, calibrate is not None)
     if target_divergence is not None:
         _check_target_options(recipe, max_divergence, dry_run)
-    elif offline_only:
+    elif offline_only and not searches(recipe):
         recipe = _without_input_rotations(recipe)
     write = partial(
         migrate_folder, source, out, force=force, dry_run=dry_run, portable=portable, progress=progress,
@@ -127,7 +129,7 @@ def migrate(
     def measure(limit: float | None, folder: Path) -> dict[str, Any]:
         return measure_cost(folder, Path(source), tokens.held_out, device, limit, cost_progress)
 
-    if target_divergence is None:
+    if target_divergence is None and not searches(recipe):
 
         def decide(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
             with closing(backend.create(device)) as ops:
@@ -136,16 +138,23 @@ def migrate(
         return write(recipe, calibrate=decide, verify=partial(measure, max_divergence))
     with open_model(source) as opened:
         recipe = budget_recipe(recipe, offline_only, rotates_stream=opened.spec.stream is not None)
-    search = TargetSearch(Path(source), tokens, target_divergence, partial(measure, None), cost_progress)
+    trade: dict[str, Any] = {}
 
-    def decide_next(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
-        return search.next_point(lambda ops: search_on(ops, model, recipe, alternatives=True), device)
+    def choose(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
+        with closing(backend.create(device)) as ops, open_model(source) as reference:
+            options = search_on(ops, model, recipe, alternatives=True)
+            search = AssignmentSearch(
+                source, within_fp16(reference), model, options, tokens, ops, target_divergence, cost_progress
+            )  # fmt: skip
+            chosen, found = search.run()
+            trade.update(found)
+            return chosen
 
-    while True:
-        try:
-            return write(recipe, calibrate=decide_next, verify=search.verify)
-        except PointRejected:  # noqa: PERF203, a migration takes far longer
-            continue
+    def verify(folder: Path) -> dict[str, Any]:
+        limit = max_divergence if target_divergence is None else target_divergence
+        return measure(limit, folder) | {"trade": trade}
+
+    return write(recipe, calibrate=choose, verify=verify)
 
 
 def _check_target_options(recipe: Recipe, max_divergence: float | None, dry_run: bool) -> None:

@@ -1,102 +1,173 @@
-"""A migration with a target for the divergence: calibrate once, then write and measure points of the trade."""
+"""The choice among the options of each product, by what quantized models are measured to diverge.
+
+A calibration collects the options (:mod:`..quantize.decisions`), a run of groups of products says what their errors
+cost (:mod:`..evaluation.sensitivity`), and both give a path of assignments from the fastest to the most exact
+(:mod:`.budget`). Points of the path are made in memory and measured on held-out text (:mod:`..evaluation.candidates`).
+
+With a target the first point of the path that meets it is the answer. Without one it is the most exact point that takes
+at most :data:`MORE_TIME` more than rotated w8a8, but never one that diverges more than a quantization of all products
+alike: then it is the first point behind it that does not, or that quantization.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .. import backend
+import numpy as np
+
 from ..backend.base import Backend
 from ..bench.product_times import make_time_of
+from ..checkpoint.opened_model import OpenedModel
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..errors import CheckpointError
-from ..evaluation.corpus import Window, fit_windows, parse_config
+from ..evaluation.candidates import Candidate, CandidateComparison
+from ..evaluation.corpus import Window, fit_windows
 from ..evaluation.sensitivity import product_divergences
 from ..quantize.calibration import Progress
-from ..quantize.decisions import QuantizationSearch
-from .budget import PathSearch, Point, fastest_path, product_choices
+from ..quantize.decisions import QuantizationSearch, Uniform
+from .budget import Choice, PathSearch, Point, divergence_weights, fastest_path, point_of, product_choices
 from .held_out import CalibrationSplit, evenly_spaced
 
-SENSITIVITY_TOKENS = 1024
-"""Tokens on which each product is quantized alone."""
+SENSITIVITY_TOKENS, SENSITIVITY_WINDOW = 512, 256
+"""Tokens on which groups of products are quantized alone, and the most of one sample."""
+COMPARED_TOKENS = 1024
+"""Held-out tokens on which assignments are compared without a target."""
+MORE_TIME = 0.04
+"""The share of the time of rotated w8a8 that an assignment without a target may take beside it."""
+
+Measure = Callable[[Sequence[Point]], Sequence[float]]
+"""The divergences of assignments, NaN for logits that are not finite."""
 
 
-class PointRejected(Exception):
-    """A point was measured and is not the answer: another is to be written."""
+class AssignmentSearch:
+    """Chooses an option of each product, as the module says.
 
-
-class TargetSearch:
-    """Writes and measures points of the trade until the fastest that meets ``target`` is found.
-
-    ``next_point`` and ``verify`` are parts of a migration (:func:`bminf_lite.checkpoint.migrate.migrate`), which is to
-    be repeated after :class:`PointRejected`. ``measure`` returns the cost of a folder.
+    ``options`` are those of the float ``model``, whose checkpoint is in ``source``; ``reference`` is that checkpoint
+    as it is, from which divergences are measured. ``target`` is a divergence in nats per token, or None. ``progress``
+    is called with layers, once for each run of the model.
     """
 
     def __init__(
         self,
         source: Path,
+        reference: OpenedModel,
+        model: OpenedModel,
+        options: QuantizationSearch,
         tokens: CalibrationSplit,
-        target: float,
-        measure: Callable[[Path], dict[str, Any]],
+        ops: Backend,
+        target: float | None = None,
         progress: Progress | None = None,
     ):
         self.source = source
+        self.config = model.config
+        self.options = options
         self.tokens = tokens
+        self.ops = ops
         self.target = target
-        self._measure = measure
         self._progress = progress
-        self._options: QuantizationSearch | None = None
-        self._search: PathSearch
-        self._times_of = ""
-        self._costs: dict[int, dict[str, Any]] = {}
+        held_out = fit_windows([Window(part, len(part) - 1) for part in tokens.held_out], model.config)
+        self._comparison = CandidateComparison(model, held_out if target else _first(held_out), ops, reference)
 
-    def next_point(self, calibrate: Callable[[Backend], QuantizationSearch], device: str) -> CalibrationResult:
-        """The rewrites of the next point. ``calibrate`` collects the products' options on a backend, once."""
-        if self._options is None:
-            with closing(backend.create(device)) as ops:
-                self._options = calibrate(ops)
-                self._search = PathSearch(self._path(self._options, ops), self.target)
-        number = self._search.proposed
-        assert number is not None
-        return self._options.result(self._search.path[number].choices)
+    def run(self) -> tuple[CalibrationResult, dict[str, Any]]:
+        """The rewrites of the answer, and the trade for the manifest.
 
-    def verify(self, folder: Path) -> Mapping[str, Any]:
-        """Measure the point in ``folder``; returns its cost and the trade if it is the answer.
-
-        Raises :class:`PointRejected` if it is not, and :class:`CheckpointError` if no point meets the target.
+        Raises :class:`CheckpointError` if no assignment meets the target.
         """
-        number = self._search.proposed
-        assert number is not None
-        if not self._search.done:
-            cost = self._costs[number] = self._measure(folder)
-            self._search.tell(number, float("nan") if cost["kl"] is None else cost["kl"])
-        if self._search.done and self._search.proposed is None:
-            raise CheckpointError(self._none_meets())
-        if not self._search.done or self._search.proposed != number:
-            raise PointRejected
-        return self._costs[number] | {"trade": self._search.trade(self._times_of)}
+        times_of, time_of = make_time_of(self.ops)
+        weights = self._weights()
+        choices = [
+            product_choices(self.options.spec, found, weights.get(found[0].decision.tensors, 0.0), time_of)
+            for found in self.options.options
+        ]
+        path = fastest_path(choices)
+        if self.target is None:
+            uniform = {how: self._uniform_point(how, choices) for how in self.options.uniform()}
+            limit = (1 + MORE_TIME) * uniform.get(Uniform.ROTATED, path[0]).time.request
+            search, uniform, chosen = most_exact(path, uniform, limit, self._measured)
+            trade = search.trade(times_of) | {
+                "target": None,
+                "uniform": {how.value: point.to_dict() for how, point in uniform.items()},
+                "assignment": chosen.to_dict(),
+            }
+        else:
+            search = searched(PathSearch(path, self.target), self._measured)
+            if search.proposed is None:
+                raise CheckpointError(self._none_meets(search.path))
+            trade, chosen = search.trade(times_of), search.path[search.proposed]
+        return self.options.result(chosen.choices), trade
 
-    def _path(self, options: QuantizationSearch, ops: Backend) -> list[Point]:
+    def _weights(self) -> dict[tuple[str, ...], float]:
+        """The divergence of each product for its error."""
         samples = self.tokens.samples
-        chosen = evenly_spaced(len(samples), min(max(SENSITIVITY_TOKENS // len(samples[0]), 1), len(samples)))
-        windows = [Window(samples[i], len(samples[i]) - 1) for i in chosen]
-        windows = fit_windows(windows, parse_config(self.source))
-        rotated = options.recipe.offline_rotation
-        divergences = product_divergences(self.source, windows, ops, rotated, self._progress)
-        self._times_of, time_of = make_time_of(ops)
-        return fastest_path(
-            [
-                product_choices(options.spec, found, divergences[found[0].decision.tensors], time_of)
-                for found in options.options
-            ]
-        )
+        length = min(SENSITIVITY_WINDOW, *map(len, samples))
+        chosen = evenly_spaced(len(samples), min(max(SENSITIVITY_TOKENS // length, 1), len(samples)))
+        windows = fit_windows([Window(samples[i][:length], length - 1) for i in chosen], self.config)
+        recipe, spec = self.options.recipe, self.options.spec
+        groups = product_divergences(
+            self.source, windows, self.ops, recipe.offline_rotation, self._progress,
+            lambda name: recipe.rotation_of(spec, name),
+        )  # fmt: skip
+        decisions = [found[0].decision for found in self.options.options]
+        return divergence_weights(groups, {decision.tensors: decision.error_before for decision in decisions})
 
-    def _none_meets(self) -> str:
-        points = [point for point in self._search.path if point.measured is not None]
+    def _uniform_point(self, how: Uniform, choices: Sequence[Sequence[Choice]]) -> Point:
+        """The assignment in which all products are quantized alike, as far as their options allow it."""
+        numbers = self.options.uniform()[how]
+        return point_of([found[number] for found, number in zip(choices, numbers, strict=True)])
+
+    def _measured(self, points: Sequence[Point]) -> list[float]:
+        candidates = [Candidate(self.options.recipe, self.options.result(point.choices).rewrites) for point in points]
+        return [found.kl for found in self._comparison.divergences(candidates, self._progress)]
+
+    def _none_meets(self, path: Sequence[Point]) -> str:
+        points = [point for point in path if point.measured is not None]
         found = "; ".join(f"{point.measured:.6g} in {1e3 * point.time.request:.4g} ms a request" for point in points)
         return (
             f"no quantization diverges by at most {self.target:g} nats per token from its source on held-out text, "
             f"and none was written (measured: {found}). Allow more, or write a recipe that leaves some matrices float"
         )
+
+
+def most_exact(
+    path: Sequence[Point], uniform: Mapping[Uniform, Point], limit: float, measure: Measure
+) -> tuple[PathSearch, dict[Uniform, Point], Point]:
+    """The last point of ``path`` that takes at most ``limit`` seconds for a request, if nothing uniform is more exact.
+
+    Otherwise it is the first one behind it that is as exact as the best uniform quantization, or that if there is none.
+    Returns the search along the path, the ``uniform`` points and the answer, all measured.
+    """
+    first = max((i for i, point in enumerate(path) if point.time.request <= limit), default=0)
+    *divergences, of_first = measure([*uniform.values(), path[first]])
+    found = {
+        how: replace(point, measured=kl) for (how, point), kl in zip(uniform.items(), divergences, strict=True)
+    }  # fmt: skip
+    best = min(found.values(), key=lambda point: _or_infinite(point.measured))
+    search = PathSearch(path, _or_infinite(best.measured))
+    search.begin(first, of_first)
+    searched(search, measure)
+    return search, found, best if search.proposed is None else search.path[search.proposed]
+
+
+def searched(search: PathSearch, measure: Measure) -> PathSearch:
+    """``search`` after the measurements that it proposes."""
+    while not search.done:
+        number = search.proposed
+        assert number is not None
+        [divergence] = measure([search.path[number]])
+        search.tell(number, divergence)
+    return search
+
+
+def _first(windows: Sequence[Window]) -> list[Window]:
+    """The first windows, of :data:`COMPARED_TOKENS` tokens or, if they are longer, one."""
+    ends = np.cumsum([len(window.tokens) for window in windows])
+    return list(windows[: max(int(np.searchsorted(ends, COMPARED_TOKENS, side="right")), 1)])
+
+
+def _or_infinite(divergence: float | None) -> float:
+    """A divergence that compares: infinity for NaN."""
+    return math.inf if divergence is None or math.isnan(divergence) else divergence

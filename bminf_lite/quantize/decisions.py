@@ -16,6 +16,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from .calibration import Observation, sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 from .gptq import GPTQInputs, GPTQRounding
 from .key_factors import fold_key_factors, key_factors
-from .smoothing import Smoothing, expand_channels, fold_factors, limit_range, search_smoothing
+from .smoothing import EXPONENTS, FEW_EXPONENTS, Smoothing, expand_channels, fold_factors, limit_range, search_smoothing
 
 SEARCH_TOKENS = 512
 """The number of tokens on which the search for a smoothing compares its settings."""
@@ -42,6 +43,9 @@ FP16_MAX = float(np.finfo(np.float16).max)
 
 EVALUATION_TOKENS = 4096
 """The number of tokens of the reported errors, which also decide whether activations stay float."""
+
+OPTION_TOKENS, LEAST_OPTION_TOKENS, OPTION_ELEMENTS = 1024, 256, 1 << 25
+"""The number of tokens on which the options of a product are compared: fewer, where that makes more outputs."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,35 @@ class Decision:
     rotation: int = 1
 
 
+class Uniform(str, Enum):
+    """A quantization of all products alike, rounded to nearest, that needs no text."""
+
+    W8A8 = "w8a8"
+    ROTATED = "w8a8 with rotated inputs"
+    W8A16 = "w8a16"
+
+
 @dataclass(frozen=True)
 class ProductOption:
-    """One way to quantize a product: the ``decision``, and the ``rewrites`` of tensors by name that carry it out."""
+    """One way to quantize a product: the ``decision``, and the ``rewrites`` of tensors by name that carry it out.
+
+    ``uniform`` are the quantizations of all products alike that quantize this one so.
+    """
 
     decision: Decision
     rewrites: Mapping[str, WeightRewrite]
+    uniform: tuple[Uniform, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to quantize a product that is to be evaluated; ``may_round``: by GPTQ, if that gains enough."""
+
+    candidate: QuantizationCandidate
+    smoothing: Smoothing
+    error: float
+    may_round: bool = True
+    uniform: tuple[Uniform, ...] = ()
 
 
 class QuantizationSearch:
@@ -94,7 +121,7 @@ class QuantizationSearch:
         self.options: list[tuple[ProductOption, ...]] = []
         self._key_heads_of = {heads.key[0]: heads for heads in self.spec.key_heads}
         self._fold_of = {name: fold for fold in self.spec.foldable for name in fold.consumers}
-        self._smoothed: dict[tuple[Fold, int], Smoothing] = {}
+        self._smoothings: dict[tuple[Fold, int], Smoothing] = {}
         self._key_rewrites: dict[str, WeightRewrite] = {}
         self._scaled_keys: list[str] = []
         self._inputs: dict[tuple[str, ...], InputStatistics] = {}
@@ -121,6 +148,18 @@ class QuantizationSearch:
         scaled = {"scaled_keys": self._scaled_keys} if self._scaled_keys else {}
         return CalibrationResult(rewrites, {"products": products, **scaled})
 
+    def uniform(self) -> dict[Uniform, list[int]]:
+        """The quantizations of all products alike that the recipe allows: the number of each product's option.
+
+        A product that a rule of the recipe excludes from one has its first option there.
+        """
+        found = {}
+        for how in Uniform:
+            numbers = [next((i for i, x in enumerate(options) if how in x.uniform), -1) for options in self.options]
+            if any(number >= 0 for number in numbers):
+                found[how] = [max(number, 0) for number in numbers]
+        return found
+
     def _decide(self, names: tuple[str, ...], inputs: InputStatistics) -> Iterator[ProductOption]:
         rows, input_max = inputs.rows(), inputs.magnitudes()
         if not np.isfinite(input_max).all():
@@ -129,21 +168,30 @@ class QuantizationSearch:
                 f"{self.path}: the input of {names[0]} holds a NaN or an infinity on this text, with activations in "
                 f"{self.ops.activation_dtype}: {remedy}export the checkpoint again"
             )
-        evaluator = ErrorEvaluator(self.ops, rows, [self._matrix(name) for name in names])
+        matrices = [self._matrix(name) for name in names]
+        some = rows
+        if self.alternatives:
+            outputs = sum(matrix.shape[0] for matrix in matrices)
+            limit = min(max(OPTION_ELEMENTS // outputs, LEAST_OPTION_TOKENS), OPTION_TOKENS)
+            some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], limit))
+        evaluator = ErrorEvaluator(self.ops, some, matrices)
         plain = QuantizationCandidate(self._scheme(names[0]))
         rotated = replace(plain, rotation=self.recipe.rotation_of(self.spec, names[0]))
-        before = max(evaluator.errors(replace(plain, scheme=Scheme.W8A8) if self.alternatives else rotated))
+        before = max(evaluator.errors(replace(rotated, scheme=Scheme.W8A8) if self.alternatives else rotated))
         rounding = None
         spilled: dict[int, np.ndarray] = {}  # by the id of the codes, which `rounding` keeps: equal codes share a file
         if inputs.gptq_inputs and self._are_stored(names):
-            rounding = GPTQRounding(self.ops, inputs.gptq_inputs, evaluator.matrices)
-        for candidate, smoothing, error in self._candidates(names, evaluator, plain, rotated, input_max):
-            rewrites = self._fold_rewrites(names, smoothing)
+            rounding = GPTQRounding(self.ops, inputs.gptq_inputs, matrices)
+        ways = self._ways if self.alternatives else self._one_way
+        for way in ways(names, evaluator, plain, rotated, input_max):
+            candidate, error = way.candidate, way.error
+            rewrites = self._fold_rewrites(names, way.smoothing)
             block = candidate.rotation if candidate.rotation > 1 else None
             rewrite = WeightRewrite(candidate.scheme, outliers=candidate.outliers, rotation=block)
             for name in names:
                 rewrites[name] = rewrites.get(name, NO_REWRITE).merged(rewrite)
-            better = rounding.quantize(candidate) if rounding and candidate.outliers is None else None
+            may_round = rounding is not None and way.may_round and candidate.outliers is None
+            better = rounding.quantize(candidate) if rounding and may_round else None
             if better is not None:
                 error = max(evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(better))
                 for name, weight in zip(names, better, strict=True):
@@ -155,51 +203,77 @@ class QuantizationSearch:
             how = "nearest" if better is None else "gptq"
             yield ProductOption(
                 Decision(
-                    names, candidate.scheme, smoothing.exponent, kept, how, before, error, candidate.rotation
+                    names, candidate.scheme, way.smoothing.exponent, kept, how, before, error, candidate.rotation
                 ),
                 rewrites,
+                way.uniform,
             )  # fmt: skip
         for name in names:
             if self.settings.smoothing and name in self._key_heads_of:
                 self._scale_keys(self._key_heads_of[name], rows)
 
-    def _candidates(
+    def _one_way(
         self,
         names: tuple[str, ...],
         evaluator: ErrorEvaluator,
         plain: QuantizationCandidate,
         rotated: QuantizationCandidate,
         input_max: np.ndarray,
-    ) -> Iterator[tuple[QuantizationCandidate, Smoothing, float]]:
-        """The candidates, each with its smoothing and error; ``rotated`` is ``plain`` with the recipe's rotation."""
-
-        def smoothed(start: QuantizationCandidate) -> tuple[QuantizationCandidate, Smoothing]:
-            if not (fold := self._fold_of.get(names[0])):
-                return start, Smoothing()
-            smoothing = self._smoothing(fold, evaluator.rows, input_max, start)
-            factors = None if smoothing.factors is None else expand_channels(smoothing.factors, fold)
-            return replace(start, factors=factors), smoothing
-
-        may_keep_columns = self._are_stored(names) and (self.alternatives or rotated.rotation == 1)
+    ) -> Iterator[_Way]:
+        """What the recipe decides; ``rotated`` is ``plain`` with the recipe's rotation."""
+        keeps_rotation = self.recipe.rotated_inputs is RotatedInputs.ALL
+        if keeps_rotation and rotated.rotation > 1 and rotated.scheme is Scheme.W8A8:
+            rotated = min(rotated, plain, key=lambda candidate: max(evaluator.errors(candidate)))
+        smoothing = self._smoothing(names, evaluator.rows, input_max, rotated)
+        start = self._smoothed(names, rotated, smoothing)
+        may_keep_columns = self._are_stored(names) and rotated.rotation == 1
         limits = self.settings if may_keep_columns else replace(self.settings, outlier_columns=0)
-        if not self.alternatives:
-            keeps_rotation = self.recipe.rotated_inputs is RotatedInputs.ALL
-            if keeps_rotation and rotated.rotation > 1 and rotated.scheme is Scheme.W8A8:
-                rotated = min(rotated, plain, key=lambda candidate: max(evaluator.errors(candidate)))
-            start, smoothing = smoothed(rotated)
-            candidate, error = select_precision(evaluator, start, limits, input_max, keeps_rotation)
-            yield candidate, smoothing, error
-            return
-        start, smoothing = smoothed(plain)
-        found = [(start, smoothing)]
-        if rotated.rotation > 1:
-            found.append(smoothed(rotated))
-        if start.scheme is Scheme.W8A8:
-            index = largest_inputs(evaluator, start, input_max, limits.outlier_columns)
-            found += [(replace(start, outliers=index), smoothing)] if len(index) else []
-            found.append((replace(start, scheme=Scheme.W8A16), smoothing))
-        for candidate, of_candidate in found:
-            yield candidate, of_candidate, max(evaluator.errors(candidate))
+        candidate, error = select_precision(evaluator, start, limits, input_max, keeps_rotation)
+        yield _Way(candidate, smoothing, error)
+
+    def _ways(
+        self,
+        names: tuple[str, ...],
+        evaluator: ErrorEvaluator,
+        plain: QuantizationCandidate,
+        rotated: QuantizationCandidate,
+        input_max: np.ndarray,
+    ) -> Iterator[_Way]:
+        """The options: first the best w8a8, smoothed if that helps, then it as w8a16, outlier columns, uniform ones.
+
+        All of one fold keep activations within fp16's range by the same factors. A smoothing beyond that changes what
+        all products of the fold read, so only a product that is all of its fold is smoothed.
+        """
+        in_range = self._smoothing(names, evaluator.rows, input_max, None)
+
+        def way(
+            start: QuantizationCandidate, smoothing: Smoothing = in_range, uniform: tuple[Uniform, ...] = ()
+        ) -> _Way:
+            candidate = self._smoothed(names, start, smoothing)
+            return _Way(candidate, smoothing, max(evaluator.errors(candidate)), not uniform, uniform)
+
+        as_w8a16 = way(replace(plain, scheme=Scheme.W8A16), uniform=(Uniform.W8A16,))
+        if plain.scheme is Scheme.W8A8:
+            rotates = rotated.rotation > 1
+            uniform = [way(plain, uniform=(Uniform.W8A8,) if rotates else (Uniform.W8A8, Uniform.ROTATED))]
+            uniform += [way(rotated, uniform=(Uniform.ROTATED,))] if rotates else []
+        else:
+            uniform = [as_w8a16]
+        best = replace(plain, rotation=min(uniform, key=lambda way: way.error).candidate.rotation)
+        smoothing = in_range
+        fold = self._fold_of.get(names[0])
+        if fold is not None and set(fold.consumers) <= set(names):
+            smoothing = self._smoothing(names, evaluator.rows, input_max, best)
+        yield way(best, smoothing)
+        if plain.scheme is Scheme.W8A8:
+            yield way(replace(best, scheme=Scheme.W8A16), smoothing)
+            count = self.settings.outlier_columns if self._are_stored(names) else 0
+            start = self._smoothed(names, plain, in_range)
+            index = largest_inputs(evaluator, start, input_max, count)
+            if len(index):
+                yield way(replace(plain, outliers=index))
+            yield as_w8a16
+        yield from uniform
 
     def _scheme(self, name: str) -> Scheme:
         role = self.spec.parameters[name].role
@@ -222,15 +296,34 @@ class QuantizationSearch:
             remedy = "make room, or name an output folder on another disk"
             raise CheckpointError(f"{folder}: {problem}; {remedy}") from error
 
-    def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, plain: QuantizationCandidate) -> Smoothing:
-        """The factors of a fold, found when the first of its consumers is decided."""
-        key = fold, plain.rotation
-        if key not in self._smoothed:
-            some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
-            evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
-            found = search_smoothing(evaluator, fold, input_max, plain) if self.settings.smoothing else Smoothing()
-            self._smoothed[key] = limit_range(found, fold, input_max)
-        return self._smoothed[key]
+    def _smoothing(
+        self, names: tuple[str, ...], rows: Array, input_max: np.ndarray, plain: QuantizationCandidate | None
+    ) -> Smoothing:
+        """The smoothing of a product's fold, found when the first of its consumers is decided; none without a fold.
+
+        ``plain`` is how the product is quantized beside that; None for what fp16's range needs and no more.
+        """
+        fold = self._fold_of.get(names[0])
+        if fold is None:
+            return Smoothing()
+        key = fold, 0 if plain is None else plain.rotation
+        if key not in self._smoothings:
+            found = Smoothing()
+            if plain is not None and self.settings.smoothing:
+                some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
+                evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
+                exponents = FEW_EXPONENTS if self.alternatives else EXPONENTS
+                found = search_smoothing(evaluator, fold, input_max, plain, exponents)
+            self._smoothings[key] = limit_range(found, fold, input_max)
+        return self._smoothings[key]
+
+    def _smoothed(
+        self, names: tuple[str, ...], start: QuantizationCandidate, smoothing: Smoothing
+    ) -> QuantizationCandidate:
+        """``start`` with the factors of a smoothing of the product's fold."""
+        if smoothing.factors is None:
+            return start
+        return replace(start, factors=expand_channels(smoothing.factors, self._fold_of[names[0]]))
 
     def _fold_rewrites(self, names: tuple[str, ...], smoothing: Smoothing) -> dict[str, WeightRewrite]:
         """The rewrites of a product's fold, its producers included."""

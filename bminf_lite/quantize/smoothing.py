@@ -13,6 +13,7 @@ Factors are powers of two, so multiplying by them is exact and the float model k
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +24,9 @@ from .errors import ErrorEvaluator, QuantizationCandidate
 
 EXPONENTS = tuple(round(0.1 * i, 1) for i in range(1, 11))
 """The exponents that are tried, beside no smoothing at all."""
+
+FEW_EXPONENTS = (0.2, 0.5, 0.8)
+"""Those that are tried where a product has several options."""
 
 GAIN = 0.1
 """The least relative reduction of the error: a smaller one may be chance."""
@@ -44,7 +48,11 @@ class Smoothing:
 
 
 def search_smoothing(
-    evaluator: ErrorEvaluator, fold: Fold, input_max: np.ndarray, plain: QuantizationCandidate
+    evaluator: ErrorEvaluator,
+    fold: Fold,
+    input_max: np.ndarray,
+    plain: QuantizationCandidate,
+    exponents: Sequence[float] = EXPONENTS,
 ) -> Smoothing:
     """The smoothing with the smallest mean error of the products, or none if that gains less than :data:`GAIN`.
 
@@ -53,7 +61,7 @@ def search_smoothing(
     absmax = evaluator.calibration_ops.relative_column_absmax
     weight_max = np.max([evaluator.ops.host(absmax(matrix)) for matrix in evaluator.matrices], axis=0)
     best, least = Smoothing(), (1 - GAIN) * np.mean(evaluator.errors(plain))
-    for exponent in EXPONENTS:
+    for exponent in exponents:
         factors = channel_factors(input_max, weight_max, exponent, fold)
         error = np.mean(evaluator.errors(replace(plain, factors=expand_channels(factors, fold))))
         if error < least:

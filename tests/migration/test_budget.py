@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ import bminf_lite
 from bminf_lite.bench.product_times import ProductTime
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import Scheme
-from bminf_lite.cli.migrate import trade_lines
+from bminf_lite.cli.migrate import choice_lines, trade_lines
 from bminf_lite.errors import CheckpointError, UsageError
-from bminf_lite.migration.budget import Choice, PathSearch, Point, fastest_path
-from bminf_lite.quantize.decisions import Decision
+from bminf_lite.evaluation.sensitivity import GroupDivergence
+from bminf_lite.migration.budget import Choice, PathSearch, Point, divergence_weights, fastest_path
+from bminf_lite.migration.target import most_exact
+from bminf_lite.quantize.decisions import Decision, Uniform
 
 TIMES = st.integers(0, 20).map(float)
 
@@ -66,6 +69,63 @@ def test_the_search_finds_the_first_point_in_few_measurements(values: list[float
     assert measured <= 4 + math.log2(len(path))
     if search.proposed is not None:
         assert search.path[search.proposed].measured == divergences[search.proposed]
+
+
+VALUES = st.lists(st.one_of(st.floats(1e-6, 1), st.just(math.nan)), min_size=4, max_size=12)
+
+
+@given(VALUES, st.integers(0, 12))
+def test_without_a_target_the_answer_is_never_worse_than_a_uniform_quantization(
+    divergences: list[float], limit: int
+) -> None:
+    """Whatever is measured, also where the divergence does not fall along the path."""
+    points = [Point((i,), ProductTime(float(i), 0), 1.0 / (1 + i)) for i in range(len(divergences))]
+    uniform, path = dict(zip(Uniform, points[:3], strict=True)), points[3:]
+    measured: list[int] = []
+
+    def measure(asked: Sequence[Point]) -> list[float]:
+        measured.extend(point.choices[0] for point in asked)
+        return [divergences[point.choices[0]] for point in asked]
+
+    search, found, chosen = most_exact(path, uniform, limit, measure)
+    known = [kl for kl in divergences[:3] if not math.isnan(kl)]
+    assert not known or (chosen.measured is not None and chosen.measured <= min(known))
+    assert chosen.measured is None or math.isnan(chosen.measured) or chosen.measured == divergences[chosen.choices[0]]
+    assert [point.measured for point in found.values()] == pytest.approx(divergences[:3], nan_ok=True)
+    assert len(measured) <= 4 + 4 + math.log2(len(path))
+    within = [point for point in path if point.time.request <= limit]
+    if within and known and divergences[within[-1].choices[0]] <= min(known):
+        assert chosen.choices == within[-1].choices and len(measured) == 4
+    assert search.proposed is None or search.path[search.proposed].choices == chosen.choices
+
+
+@given(st.lists(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-3, 1)), min_size=1, max_size=4), max_size=4))
+def test_the_expected_divergences_of_what_was_measured_add_up_to_it(groups: list[list[tuple[float, float]]]) -> None:
+    names = iter(range(100))
+    errors: dict[tuple[str, ...], float] = {}
+    found = []
+    for group in groups:
+        products = tuple((str(next(names)),) for _ in group)
+        errors |= {product: error for product, (_, error) in zip(products, group, strict=True)}
+        found.append(GroupDivergence(products, group[0][0]))
+    weights = divergence_weights(found, errors)
+    assert weights.keys() == errors.keys()
+    for group in found:
+        expected = sum(weights[product] * errors[product] for product in group.products)
+        assert expected == pytest.approx(group.divergence)
+
+
+def test_auto_is_no_worse_than_a_recipe_for_all_products(source: Path, text: Path, tmp_path: Path) -> None:
+    report = bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, samples=4, device="cpu")
+    trade = report.cost["trade"]
+    assert trade["uniform"].keys() == {how.value for how in Uniform} and trade["target"] is None
+    assert report.cost["kl"] == trade["assignment"]["measured"] <= min(p["measured"] for p in trade["uniform"].values())
+    for recipe, how in (("w8a8", Uniform.W8A8), ("w8a8-rotate-all", Uniform.ROTATED), ("w8a16", Uniform.W8A16)):
+        plain = bminf_lite.migrate(source, tmp_path / recipe, recipe, calibrate=text, samples=4, device="cpu").cost
+        # with a calibration keys are scaled, which changes no product's codes but sums of fp32
+        assert trade["uniform"][how.value]["measured"] == pytest.approx(plain["kl"], rel=1e-3)
+    lines = choice_lines(trade)
+    assert len(lines) == 5 and lines[-1].startswith("  chosen for each product")
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def text() -> list[int]:
 def calibrated(recipe: str, rounding: str = "nearest", max_error: float = 0.0) -> Recipe:
     plain = load_recipe("auto")
     assert plain.calibration is not None
-    calibration = dataclasses.replace(plain.calibration, max_error=max_error, rounding=rounding)
+    calibration = dataclasses.replace(plain.calibration, max_error=max_error, rounding=rounding, search=False)
     return dataclasses.replace(load_recipe(recipe), calibration=calibration)
 
 

@@ -1,0 +1,122 @@
+"""Quantizations of one float model, made in memory and compared with it on the same tokens, a layer at a time.
+
+The divergence is that of the model that a migration would write, and nothing is written. All candidates of a call pass
+through a layer before the next one is built. The float model runs once: its residual stream after the last layer is
+kept for later calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..backend.base import Backend
+from ..checkpoint.migrate import narrowed_tables
+from ..checkpoint.opened_model import OpenedModel
+from ..checkpoint.recipe import Recipe
+from ..checkpoint.weight_rewrite import WeightRewrite
+from ..layers.loading import Weights
+from ..quantize.calibration import Progress
+from ..quantize.rewritten_weights import RewrittenWeights
+from ..quantize.stages import HiddenState, LayerwiseModel
+from .blockwise import Batch, batch_windows
+from .compare import LOGIT_ROWS
+from .corpus import Window
+from .divergence import Divergence, DivergenceAccumulator
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A quantization of a float model: a recipe's schemes, and the rewrites of tensors by name."""
+
+    recipe: Recipe
+    rewrites: Mapping[str, WeightRewrite]
+
+
+class CandidateComparison:
+    """Compares quantizations of the open float ``model`` with it on ``windows`` of tokens, on ``ops``.
+
+    With ``reference`` they are compared with that model, of which ``model`` may be a rotated form: its rotated
+    embedding is rounded, which is a part of what the quantization costs.
+    """
+
+    def __init__(
+        self, model: OpenedModel, windows: Sequence[Window], ops: Backend, reference: OpenedModel | None = None
+    ):
+        self.model = model
+        self.reference = reference or model
+        self.ops = ops
+        self.batches = batch_windows(windows)
+        self._narrowed = narrowed_tables(model)
+        self._expected: list[np.ndarray] = []
+
+    def divergences(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[Divergence]:
+        """The divergence of each candidate. ``progress`` is called with layers."""
+        float_model = self._layerwise(self.reference.weights())
+        runs = [self._layerwise(self._weights(candidate)) for candidate in candidates]
+        needs_reference = not self._expected
+        advancing = ([float_model] if needs_reference else []) + runs
+        states = [self._start(run) for run in advancing]
+        parts = [*float_model.names, "output head"]
+        for layer, part in enumerate(parts[:-1]):
+            if progress:
+                progress(layer, len(parts), part)
+            states = [self._advanced(run, layer, found) for run, found in zip(advancing, states, strict=True)]
+        if progress:
+            progress(len(parts) - 1, len(parts), parts[-1])
+        residuals = [[state.residual for state in found] for found in states]
+        if needs_reference:
+            self._expected, *residuals = residuals
+        totals = self._compare_heads(float_model, runs, residuals)
+        if progress:
+            progress(len(parts), len(parts), "done")
+        return [total.result() for total in totals]
+
+    def _weights(self, candidate: Candidate) -> Weights:
+        weights, spec = self.model.weights(), self.model.spec
+        return RewrittenWeights(weights, spec, candidate.recipe, candidate.rewrites, self._narrowed)
+
+    def _layerwise(self, weights: Weights) -> LayerwiseModel:
+        config = self.model.config
+        return LayerwiseModel(self.model.architecture.ModelBuilder(config, weights, self.ops), config, self.ops)
+
+    def _start(self, run: LayerwiseModel) -> list[HiddenState]:
+        return [self._parked(state) for state in run.start([batch.sequences for batch in self.batches])]
+
+    def _advanced(self, run: LayerwiseModel, layer: int, states: Sequence[HiddenState]) -> list[HiddenState]:
+        """The state of each batch after one layer; states are on the host."""
+        layer_fn = run.build(layer)
+        found = []
+        for state, batch in zip(states, self.batches, strict=True):
+            encoded = None if state.encoded is None else self.ops.array(state.encoded)
+            found.append(self._parked(layer_fn(HiddenState(self.ops.array(state.residual), encoded), batch.sequences)))
+        return found
+
+    def _compare_heads(
+        self, float_model: LayerwiseModel, runs: Sequence[LayerwiseModel], residuals: Sequence[Sequence[np.ndarray]]
+    ) -> list[DivergenceAccumulator]:
+        """The divergences from residual streams ``[T, features]`` after the last layer, by candidate and batch."""
+        totals = [DivergenceAccumulator() for _ in runs]
+        heads, float_head = [run.output() for run in runs], float_model.output()
+        for number, batch in enumerate(self.batches):
+            for rows in _parts(batch):
+                targets, expected = batch.tokens[rows + 1], self._logits(float_head, self._expected[number][rows])
+                for total, head, residual in zip(totals, heads, residuals, strict=True):
+                    total.add(expected, self._logits(head, residual[number][rows]), targets)
+        return totals
+
+    def _logits(self, head: Any, residual: np.ndarray) -> np.ndarray:
+        return np.array(self.ops.host(head(self.ops.array(residual))), np.float32)
+
+    def _parked(self, state: HiddenState) -> HiddenState:
+        residual = np.array(self.ops.host(state.residual), np.float32)
+        encoded = None if state.encoded is None else np.array(self.ops.host(state.encoded), np.float32)
+        return HiddenState(residual, encoded)
+
+
+def _parts(batch: Batch) -> list[np.ndarray]:
+    """The rows of a batch that predict scored tokens, a few at a time: logits of all would not fit in memory."""
+    return [batch.rows[first : first + LOGIT_ROWS] for first in range(0, len(batch.rows), LOGIT_ROWS)]
