@@ -27,6 +27,9 @@ DAMPING = 0.01
 ROWS = 4096
 """Rows of inputs whose product is summed in fp32."""
 
+SMALL_TRIANGLE = 64
+"""Triangular matrices of this size are inverted as others are."""
+
 
 @dataclass(frozen=True)
 class Root:
@@ -66,24 +69,42 @@ def damping_of(diagonal: np.ndarray) -> float:
 
 
 def inverse_root(total: np.ndarray) -> Root:
-    """The root of a Hessian, fp64 ``[in, in]``."""
+    """The root of a Hessian, fp64 ``[in, in]``: the inverse of the upper triangular ``R`` whose ``R R^T`` is damped.
+
+    For then ``U = R^-1`` has ``U^T U`` its inverse.
+    """
     diagonal = np.diagonal(total)
     order = act_order(diagonal)
     damped = total[np.ix_(order, order)] + np.diag(np.full(len(total), damping_of(diagonal)))
-    return Root(order, np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
+    upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+    return Root(order, triangular_inverse(upper).astype(np.float32))
+
+
+def triangular_inverse(upper: np.ndarray) -> np.ndarray:
+    """The inverse of an upper triangular matrix ``[n, n]``, by halves: products take a third of a general inverse."""
+    n = len(upper)
+    if n <= SMALL_TRIANGLE:
+        return np.triu(np.linalg.inv(upper))
+    first, last = slice(0, n // 2), slice(n // 2, n)
+    found = np.zeros_like(upper)
+    found[first, first] = triangular_inverse(upper[first, first])
+    found[last, last] = triangular_inverse(upper[last, last])
+    found[first, last] = -found[first, first] @ (upper[first, last] @ found[last, last])
+    return found
 
 
 def gptq_codes(weight: np.ndarray, scale: np.ndarray, root: Root) -> np.ndarray:
     """Codes int8 ``[out, in]``, -127 to 127, of ``weight`` fp32 ``[out, in]`` with ``scale`` ``[out]``."""
-    rest = weight[:, root.order] / scale.astype(np.float32)[:, None]
-    codes = np.empty(weight.shape, np.int8)
+    # columns are rounded one after another, so they lie one after another in memory
+    rest = np.asfortranarray(weight[:, root.order] / scale.astype(np.float32)[:, None])
+    codes = np.empty(weight.shape, np.int8, order="F")
     inputs = weight.shape[1]
     for start in range(0, inputs, BLOCK):
         stop = min(start + BLOCK, inputs)
         block, errors = round_block(rest[:, start:stop], root.values[start:stop, start:stop])
         codes[:, root.order[start:stop]] = block
-        rest[:, stop:] -= errors @ root.values[start:stop, stop:]
-    return codes
+        rest.T[stop:] -= root.values[start:stop, stop:].T @ errors.T
+    return np.ascontiguousarray(codes)
 
 
 def round_block(block: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -91,10 +112,12 @@ def round_block(block: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.nda
 
     ``root`` fp32 ``[n, n]`` is their part of ``U``.
     """
-    codes, errors = np.empty(block.shape, np.int8), np.empty(block.shape, np.float32)
+    codes = np.empty(block.shape, np.int8, order="F")
+    errors, changes = np.empty((2, *block.shape[::-1]), np.float32).transpose(0, 2, 1)
     for column in range(block.shape[1]):
         rounded = np.clip(np.rint(block[:, column]), -CODE_MAX, CODE_MAX)
         codes[:, column] = rounded
         errors[:, column] = (block[:, column] - rounded) / root[column, column]
-        block[:, column + 1 :] -= errors[:, column, None] * root[column, column + 1 :]
+        np.multiply(errors[:, column, None], root[column, column + 1 :], out=changes[:, column + 1 :])
+        block[:, column + 1 :] -= changes[:, column + 1 :]
     return codes, errors

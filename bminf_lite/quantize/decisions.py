@@ -36,15 +36,15 @@ from .gptq import GPTQInputs, GPTQRounding
 from .key_factors import fold_key_factors, key_factors
 from .smoothing import EXPONENTS, FEW_EXPONENTS, Smoothing, expand_channels, fold_factors, limit_range, search_smoothing
 
-SEARCH_TOKENS = 512
-"""The number of tokens on which the search for a smoothing compares its settings."""
+SEARCH_TOKENS, FEW_SEARCH_TOKENS = 512, 256
+"""The number of tokens on which the search for a smoothing compares its settings; few if there are several options."""
 
 FP16_MAX = float(np.finfo(np.float16).max)
 
 EVALUATION_TOKENS = 4096
 """The number of tokens of the reported errors, which also decide whether activations stay float."""
 
-OPTION_TOKENS, LEAST_OPTION_TOKENS, OPTION_ELEMENTS = 1024, 256, 1 << 25
+OPTION_TOKENS, LEAST_OPTION_TOKENS, OPTION_ELEMENTS = 512, 128, 1 << 24
 """The number of tokens on which the options of a product are compared: fewer, where that makes more outputs."""
 
 
@@ -310,7 +310,8 @@ class QuantizationSearch:
         if key not in self._smoothings:
             found = Smoothing()
             if plain is not None and self.settings.smoothing:
-                some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
+                tokens = FEW_SEARCH_TOKENS if self.alternatives else SEARCH_TOKENS
+                some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], tokens))
                 evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
                 exponents = FEW_EXPONENTS if self.alternatives else EXPONENTS
                 found = search_smoothing(evaluator, fold, input_max, plain, exponents)

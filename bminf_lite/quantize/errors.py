@@ -45,9 +45,16 @@ class ErrorEvaluator:
         self.matrices = matrices
         inputs = self.calibration_ops.divided(rows, None)
         self._expected = [self._product(inputs, self.calibration_ops.weight(matrix, None)) for matrix in matrices]
+        self._known: dict[tuple[object, ...], list[float]] = {}
 
     def errors(self, candidate: QuantizationCandidate) -> list[float]:
-        """Each product's error in ``candidate``."""
+        """Each product's error in ``candidate``; computed once."""
+        key = (candidate.scheme, candidate.rotation, *map(_content, (candidate.factors, candidate.outliers)))
+        if key not in self._known:
+            self._known[key] = self._errors(candidate)
+        return self._known[key]
+
+    def _errors(self, candidate: QuantizationCandidate) -> list[float]:
         inputs, dynamic = self.calibration_ops.divided(self.rows, candidate.factors), candidate.scheme is Scheme.W8A8
         given = candidate.factors, candidate.outliers, candidate.rotation
         return [
@@ -64,6 +71,11 @@ class ErrorEvaluator:
 
     def _product(self, inputs: Array, weight: Array) -> Array:
         return self.ops.linear(inputs, weight, fp32=True)
+
+
+def _content(values: np.ndarray | None) -> bytes | None:
+    """What tells arrays of one length and type apart."""
+    return None if values is None else values.tobytes()
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:

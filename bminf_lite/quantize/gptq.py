@@ -22,7 +22,7 @@ from ..checkpoint.recipe import Scheme
 from .calibration import sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 
-HELD_OUT_ROWS = 1024
+HELD_OUT_ROWS = 512
 
 GAIN = 0.05
 """The least reduction of the error, relative to that of plain rounding."""
@@ -64,23 +64,30 @@ class GPTQRounding:
         self._matrices = matrices
         self._evaluator = ErrorEvaluator(ops, inputs.held_out(), matrices)
         self._codes: dict[tuple[int, bytes], list[Int8Weight]] = {}
+        self._gains: dict[tuple[int, bytes], bool] = {}
 
     def quantize(self, candidate: QuantizationCandidate) -> list[Int8Weight] | None:
         """The matrices quantized like ``candidate`` with GPTQ, or None if that gains too little.
 
-        ``candidate`` is int8 without outlier columns.
+        ``candidate`` is int8 without outlier columns. A w8a16 candidate gets what a w8a8 one with the same codes got.
         """
-        dynamic = candidate.scheme is Scheme.W8A8
+        dynamic, key = candidate.scheme is Scheme.W8A8, _key(candidate)
         better = [replace(weight, dynamic=dynamic) for weight in self._rounded(candidate)]
-        errors = [self._evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(better)]
-        return better if max(errors) < (1 - GAIN) * max(self._evaluator.errors(candidate)) else None
+        if key not in self._gains:
+            errors = [self._evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(better)]
+            self._gains[key] = max(errors) < (1 - GAIN) * max(self._evaluator.errors(candidate))
+        return better if self._gains[key] else None
 
     def _rounded(self, candidate: QuantizationCandidate) -> list[Int8Weight]:
         """The codes, which depend on the factors and the rotation alone; computed once for each."""
-        factors, rotation = candidate.factors, candidate.rotation
-        key = rotation, b"" if factors is None else factors.tobytes()
+        factors, rotation, key = candidate.factors, candidate.rotation, _key(candidate)
         if key not in self._codes:
             ops = self._calibration_ops
             root = ops.gptq_root(self._inputs.hessian, factors, rotation)
             self._codes[key] = [ops.gptq_weight(matrix, root, factors, rotation) for matrix in self._matrices]
         return self._codes[key]
+
+
+def _key(candidate: QuantizationCandidate) -> tuple[int, bytes]:
+    """What codes depend on: the rotation and the factors."""
+    return candidate.rotation, b"" if candidate.factors is None else candidate.factors.tobytes()
