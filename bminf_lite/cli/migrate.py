@@ -26,8 +26,8 @@ if TYPE_CHECKING:
               help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 after rotations that spread "
                    "outliers, of which that of down projections' input must be supported by other readers "
                    "(w8a8-rotate); w8a8 after rotations of every product's input (w8a8-rotate-all); w8a8 with outliers "
-                   "moved into the weights (w8a8-smooth); inputs that are rotated, smoothed or left float, as a "
-                   "calibration shows for each product (auto); or a TOML file.")  # fmt: skip
+                   "moved into the weights (w8a8-smooth); for each product what loses least in about "
+                   "the same time, by measured divergence (auto); or a TOML file.")  # fmt: skip
 @click.option("--calibrate", type=PATH, metavar="FILE",
               help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.')  # fmt: skip
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,
