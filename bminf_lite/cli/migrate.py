@@ -136,7 +136,7 @@ def advice_lines(report: MigrationReport) -> list[str]:
     else:
         rotation = " H" if recipe.rotated_inputs is RotatedInputs.ALL else ""
         schemes = [tensor.scheme.value + rotation for tensor in report.tensors]
-    return advice(cost["kl"], ProductCounts.of(schemes))
+    return advice(cost["kl"], ProductCounts.of(schemes), was_searched="trade" in cost)
 
 
 def _with_progress(work: Callable[..., MigrationReport], stages: Stages | None) -> MigrationReport:

@@ -48,25 +48,31 @@ def expectation(recipe: str) -> str:
     )
 
 
-def advice(divergence: float, counts: ProductCounts, worst: Sequence[str] = ()) -> list[str]:
+def advice(
+    divergence: float, counts: ProductCounts, worst: Sequence[str] = (), was_searched: bool = False
+) -> list[str]:
     """What to try next for a model with this divergence in nats per token, in sentences.
 
     None for one that is not finite. ``worst`` are names of matrices whose products lose most, if they are known.
+    ``was_searched``: a search chose how products are quantized, and so whether their inputs are rotated.
     """
     if not math.isfinite(divergence):
         return []
     if divergence <= SMALL:
         return [f"the loss is small: of real models int8 weights alone cost about {SMALL:g} nats per token"]
     lines = []
-    if counts.plain:
+    target = f"--target-divergence {divergence / 2:.1g}"
+    if was_searched:
+        lines.append(f"name what you allow: {target} finds the fastest quantization that keeps to it")
+    elif counts.plain > counts.rotated:
         lines.append(
             "inputs are quantized that are not rotated: migrate with --recipe w8a8-rotate-all, which rotates them and "
             "needs no text; it divided the divergence of two real models by 9 and 10"
         )
     elif counts.rotated:
         lines.append(
-            f"name what you allow: --recipe auto --calibrate FILE --target-divergence {divergence / 2:.1g} finds the "
-            "fastest quantization that keeps to it"
+            "migrate with --recipe auto --calibrate FILE, which chooses for each product what is measured to lose "
+            f"least in about the same time; with {target} it finds the fastest quantization that keeps to that"
         )
     else:
         lines.append('the rounding of weights is what is lost: a recipe with rounding = "gptq" (--calibrate) lowers it')

@@ -26,6 +26,7 @@ def test_products_are_counted_by_their_schemes() -> None:
 )
 def test_a_large_loss_has_a_remedy(counts: ProductCounts, expected: str) -> None:
     assert expected in advice(0.02, counts)[0]
+    assert "--target-divergence 0.01" in advice(0.02, counts, was_searched=True)[0]
     named = "\n".join(advice(0.02, counts, ["model.x.weight"]))
     assert ('"model.x.weight" = "w8a16"' in named) == (counts is not FLOAT_INPUTS)
 
