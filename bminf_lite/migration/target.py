@@ -83,7 +83,12 @@ class AssignmentSearch:
             product_choices(self.options.spec, found, weights.get(found[0].decision.tensors, 0.0), time_of)
             for found in self.options.options
         ]
-        path = fastest_path(choices)
+        path = fastest_path(
+            [
+                [choice for choice in found if not options[choice.number].apart]
+                for found, options in zip(choices, self.options.options, strict=True)
+            ]
+        )
         if self.target is None:
             uniform = {how: self._uniform_point(how, choices) for how in self.options.uniform()}
             limit = (1 + MORE_TIME) * uniform.get(Uniform.ROTATED, path[0]).time.request

@@ -78,12 +78,14 @@ class Uniform(str, Enum):
 class ProductOption:
     """One way to quantize a product: the ``decision``, and the ``rewrites`` of tensors by name that carry it out.
 
-    ``uniform`` are the quantizations of all products alike that quantize this one so.
+    ``uniform`` are the quantizations of all products alike that quantize this one so. An option that is ``apart`` fits
+    no other options than those of such a quantization: what it reads is smoothed for the others.
     """
 
     decision: Decision
     rewrites: Mapping[str, WeightRewrite]
     uniform: tuple[Uniform, ...] = ()
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class _Way:
     error: float
     may_round: bool = True
     uniform: tuple[Uniform, ...] = ()
+    apart: bool = False
 
 
 class QuantizationSearch:
@@ -151,13 +154,14 @@ class QuantizationSearch:
     def uniform(self) -> dict[Uniform, list[int]]:
         """The quantizations of all products alike that the recipe allows: the number of each product's option.
 
-        A product that a rule of the recipe excludes from one has its first option there.
+        A product that a rule of the recipe excludes from one is quantized by the rule alone there.
         """
         found = {}
         for how in Uniform:
-            numbers = [next((i for i, x in enumerate(options) if how in x.uniform), -1) for options in self.options]
-            if any(number >= 0 for number in numbers):
-                found[how] = [max(number, 0) for number in numbers]
+            numbers = [[i for i, option in enumerate(options) if how in option.uniform] for options in self.options]
+            if any(numbers):
+                ruled = (next(i for i, option in enumerate(options) if option.uniform) for options in self.options)
+                found[how] = [of[0] if of else first for of, first in zip(numbers, ruled, strict=True)]
         return found
 
     def _decide(self, names: tuple[str, ...], inputs: InputStatistics) -> Iterator[ProductOption]:
@@ -207,6 +211,7 @@ class QuantizationSearch:
                 ),
                 rewrites,
                 way.uniform,
+                way.apart,
             )  # fmt: skip
         for name in names:
             if self.settings.smoothing and name in self._key_heads_of:
@@ -242,7 +247,8 @@ class QuantizationSearch:
         """The options: first the best w8a8, smoothed if that helps, then it as w8a16, outlier columns, uniform ones.
 
         All of one fold keep activations within fp16's range by the same factors. A smoothing beyond that changes what
-        all products of the fold read, so only a product that is all of its fold is smoothed.
+        all products of the fold read. So where there are several, all have the same smoothing, that of the first, and
+        the options without it are apart.
         """
         in_range = self._smoothing(names, evaluator.rows, input_max, None)
 
@@ -260,20 +266,20 @@ class QuantizationSearch:
         else:
             uniform = [as_w8a16]
         best = replace(plain, rotation=min(uniform, key=lambda way: way.error).candidate.rotation)
-        smoothing = in_range
         fold = self._fold_of.get(names[0])
-        if fold is not None and set(fold.consumers) <= set(names):
-            smoothing = self._smoothing(names, evaluator.rows, input_max, best)
+        is_shared = fold is not None and not set(fold.consumers) <= set(names)
+        smoothing = self._smoothing(names, evaluator.rows, input_max, best, is_shared)
+        apart = is_shared and smoothing.exponent is not None
+        common = smoothing if apart else in_range
         yield way(best, smoothing)
         if plain.scheme is Scheme.W8A8:
             yield way(replace(best, scheme=Scheme.W8A16), smoothing)
             count = self.settings.outlier_columns if self._are_stored(names) else 0
-            start = self._smoothed(names, plain, in_range)
-            index = largest_inputs(evaluator, start, input_max, count)
+            index = largest_inputs(evaluator, self._smoothed(names, plain, common), input_max, count)
             if len(index):
-                yield way(replace(plain, outliers=index))
-            yield as_w8a16
-        yield from uniform
+                yield way(replace(plain, outliers=index), common)
+            uniform = [*uniform, as_w8a16]
+        yield from (replace(found, apart=apart) for found in uniform)
 
     def _scheme(self, name: str) -> Scheme:
         role = self.spec.parameters[name].role
@@ -297,16 +303,22 @@ class QuantizationSearch:
             raise CheckpointError(f"{folder}: {problem}; {remedy}") from error
 
     def _smoothing(
-        self, names: tuple[str, ...], rows: Array, input_max: np.ndarray, plain: QuantizationCandidate | None
+        self,
+        names: tuple[str, ...],
+        rows: Array,
+        input_max: np.ndarray,
+        plain: QuantizationCandidate | None,
+        is_shared: bool = False,
     ) -> Smoothing:
         """The smoothing of a product's fold, found when the first of its consumers is decided; none without a fold.
 
-        ``plain`` is how the product is quantized beside that; None for what fp16's range needs and no more.
+        ``plain`` is how the product is quantized beside that; None for what fp16's range needs and no more. It is one
+        for each rotation, or if it ``is_shared`` by several products one for all.
         """
         fold = self._fold_of.get(names[0])
         if fold is None:
             return Smoothing()
-        key = fold, 0 if plain is None else plain.rotation
+        key = fold, 0 if plain is None else -1 if is_shared else plain.rotation
         if key not in self._smoothings:
             found = Smoothing()
             if plain is not None and self.settings.smoothing:

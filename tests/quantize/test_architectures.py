@@ -107,6 +107,8 @@ def test_calibrated_recipes(golden: Golden, recipe: str, tmp_path: Path) -> None
     decided = [name for product in report.calibration["products"] for name in product["tensors"]]
     assert len(decided) == len(set(decided)) and set(decided) == matrices(golden)
     assert 0 < report.cost["kl"] < 0.01 * looseness(golden)
+    if trade := report.cost.get("trade"):
+        assert trade["assignment"]["measured"] <= min(point["measured"] for point in trade["uniform"].values())
     assert migrated_error(golden, tmp_path / "out") < min(
         0.5 * migrated_error(golden, tmp_path / "plain"), 0.05 * looseness(golden)
     )
