@@ -18,7 +18,7 @@ import numpy as np
 from .backend.base import Backend
 from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
-from .backend.values import AllTokens
+from .backend.values import AllTokens, Retention
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
@@ -251,12 +251,13 @@ def cache_groups(config: ModelConfig, layout: CacheLayout, itemsize: int = 2) ->
     Heads are padded as on a GPU. ``itemsize`` is that of the activation type.
     """
 
-    def arrays(layers: Sequence[Layout]) -> list[tuple[int, ...]]:
-        return [layer.block_bytes(itemsize, HEAD_PAD) for layer in layers]
+    def group(layers: Sequence[Layout], kept: Retention) -> CacheGroup:
+        arrays = [layer.block_bytes(itemsize, HEAD_PAD) for layer in layers]
+        return CacheGroup.of(arrays, kept, any(layer.int8 for layer in layers))
 
-    groups = [CacheGroup.of(arrays(layout.layers_of(i)), kept) for i, kept in enumerate(layout.groups)]
+    groups = [group(layout.layers_of(i), kept) for i, kept in enumerate(layout.groups)]
     if config.is_encoder_decoder:
-        groups.append(CacheGroup.of(arrays(layout.layers), AllTokens(config.max_source_length)))
+        groups.append(group(layout.layers, AllTokens(config.max_source_length)))
     return tuple(groups)
 
 

@@ -74,10 +74,10 @@ def attend(
 ) -> np.ndarray:
     """One sequence's attention; sums are fp32, and the weights are rounded to ``weight_dtype`` before the last product.
 
-    ``q`` is ``[n, heads, head_dim]`` at positions ``context_len..context_len+n``; ``keys`` and ``values`` are
-    ``[kv_heads, total, head_dim]``. A query sees all of them, or with ``causal`` those up to its own position and
-    within the window. ``bias``, ``softcap`` and ``sinks``: see :class:`.values.AttentionSpec`; a sink is merged behind
-    the last segment. ``segment`` is a multiple of ``tile``. Returns fp32 ``[n, heads, head_dim]``.
+    ``q`` is ``[n, heads, head_dim]`` at positions ``context_len..context_len+n``; ``keys`` are ``[kv_heads, total,
+    head_dim]`` and ``values`` ``[kv_heads, total, size]``. A query sees all of them, or with ``causal`` those up to its
+    own position and within the window. ``bias``, ``softcap`` and ``sinks``: see :class:`.values.AttentionSpec`; a sink
+    is merged behind the last segment. ``segment`` is a multiple of ``tile``. Returns fp32 ``[n, heads, size]``.
     """
     assert causal or (softcap is None and not isinstance(bias, LinearBias))
     n, heads, head_dim = q.shape
@@ -109,12 +109,13 @@ def attend(
         part = segment_result(scores_of(first, last), values[:, first:last], group, tile, weight_dtype)
         merged = part if merged is None else merge(merged, part)
     if merged is None:
-        return np.zeros((n, heads, head_dim), np.float32)
+        return np.zeros((n, heads, values.shape[-1]), np.float32)
     if sinks is not None:
         top = np.repeat(np.asarray(sinks, np.float32).reshape(kv_heads, group) * LOG2_E, n, axis=1)
         merged = merge(merged, PartialResult(top, np.ones_like(top), np.zeros_like(merged.out)))
     out = merged.out / np.where(merged.total == 0, np.float32(1), merged.total)[..., None]
-    return out.reshape(kv_heads, group, n, head_dim).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)
+    size = values.shape[-1]
+    return out.reshape(kv_heads, group, n, size).transpose(2, 0, 1, 3).reshape(n, heads, size)
 
 
 def biases(bias: RelativeBias | LinearBias, distance: np.ndarray) -> np.ndarray:

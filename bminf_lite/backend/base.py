@@ -27,6 +27,16 @@ from .calibration import CalibrationOps
 from .device import HostDevice
 from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .functions import ACTIVATIONS, normalise, product_by_row, rotate, silently, soft_capped, softmax, stored
+from .latent import (
+    NumpyLatentWeight,
+    by_token_and_head,
+    cached_rows,
+    float_matrix,
+    latent_queries,
+    latent_rows,
+    store_rows,
+)
+from .latent import split_heads as split_latent_heads
 from .mixture import Mixture, choose_experts, expert_result, make_mixture, mix
 from .quantization import (
     HostWeight,
@@ -47,6 +57,8 @@ from .values import (
     Array,
     AttentionSpec,
     ForwardBatch,
+    LatentCache,
+    LatentSpec,
     LayerCache,
     Norm,
     ProductEpilogue,
@@ -154,6 +166,16 @@ class Backend(HostDevice):
         them: those before the ``activation``, and the one behind it. All of ``hidden`` is read before ``down``.
         """
         return make_mixture(self.weight, spec, router, hidden, down, activation, correction_bias, biases)
+
+    @silently
+    def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> NumpyLatentWeight:
+        """The matrix ``[heads * (nope_dim + value_dim), rank]`` that expands latents, for :meth:`latent_attention`.
+
+        Each head has its keys before its values. The matrix is multiplied in the activation type: an int8 one, whose
+        scales of the keys lie on the axis that a query sums over, becomes float.
+        """
+        keys, values = split_latent_heads(self._round(float_matrix(matrix)).astype(np.float32), spec)
+        return NumpyLatentWeight(np.ascontiguousarray(keys), np.ascontiguousarray(values.swapaxes(1, 2)))
 
     @silently
     def adapted(self, base: NumpyWeight, adapter: Adapter) -> NumpyWeight:
@@ -405,6 +427,31 @@ class Backend(HostDevice):
         """
         assert batch.last_positions is not None
         return self.last_tokens(self.attention(qkv, spec, cache, batch), batch)
+
+    @silently
+    def latent_attention(
+        self, q: Array, kv: Array, spec: LatentSpec, expand: Any, cache: LatentCache, batch: ForwardBatch
+    ) -> Array:
+        """Causal self-attention of a step's tokens over latent rows, to which their own are added; see :mod:`.latent`.
+
+        ``q`` is ``[T, spec.query_features]``, and ``kv`` fp32 ``[T, row_dim]`` a latent and a key side by side.
+        ``expand`` is a :meth:`latent_weight`. The latent is normalised, the key and the queries' last ``rope_dim``
+        elements are rotated to their position, and rows and absorbed queries are rounded. Scores and softmax are fp32,
+        and so is the mean of the latents, which is rounded before the product with the values' matrix. Returns ``[T,
+        heads * value_dim]``.
+        """
+        positions, table = positions_of(batch), batch.block_tables[cache.group]
+        queries = self._round(latent_queries(q, expand.keys, spec, positions))
+        own = self._round(latent_rows(kv, spec, positions))
+        means = np.zeros((len(q), spec.heads, spec.rank), np.float32)
+        for b, rows in sequences(batch):
+            first = int(batch.context_lens[b])
+            store_rows(cache, table[b], first, own[rows], spec.rank)
+            keys = cached_rows(cache, table[b], first + rows.stop - rows.start, spec.rank, self.activation_dtype)[None]
+            means[rows] = attend(
+                queries[rows], keys, keys[..., : spec.rank], spec.scale, first, weight_dtype=self.activation_dtype
+            )
+        return self._round(by_token_and_head(self._round(means), expand.values).reshape(len(q), -1))
 
     @silently
     def short_convolution(

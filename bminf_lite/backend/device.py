@@ -12,7 +12,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .communicator import Communicator, OneRank
-from .values import BLOCK_SIZE, AnyCache, Array, ForwardBatch, LayerCache, Placement, StateArray, StateCache
+from .values import (
+    BLOCK_SIZE,
+    AnyCache,
+    Array,
+    ForwardBatch,
+    LatentCache,
+    LayerCache,
+    Placement,
+    StateArray,
+    StateCache,
+)
 
 T = TypeVar("T")
 
@@ -136,6 +146,15 @@ class HostDevice:
             codes, scales = (np.zeros((2, *shape), np.int8), np.zeros((2, *shape[:3]), np.float16))
             return LayerCache(codes[0], codes[1], scales[0], scales[1])
         return LayerCache(np.zeros(shape, self.activation_dtype), np.zeros(shape, self.activation_dtype))
+
+    def latent_cache(
+        self, num_blocks: int, row_dim: int, *, int8: bool = False, max_blocks: int | None = None
+    ) -> LatentCache:
+        """The latent rows of one layer, each of ``row_dim`` elements; otherwise as :meth:`layer_cache`."""
+        shape = (num_blocks, BLOCK_SIZE, row_dim)
+        if int8:
+            return LatentCache(np.zeros(shape, np.int8), np.zeros((*shape[:2], 2), np.float16))
+        return LatentCache(np.zeros(shape, self.activation_dtype))
 
     def state_cache(self, num_slots: int, arrays: Sequence[StateArray], *, max_slots: int | None = None) -> StateCache:
         """The states of one layer in ``num_slots`` slots, which can :meth:`grow` to ``max_slots``; see ``StateCache``.

@@ -16,7 +16,7 @@ from ..memory.step_time import ExpertBytes
 from .base import Backend
 from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .quantization import HostWeight, int8_parts, stack_outliers
-from .values import Array
+from .values import Array, LatentSpec
 
 T = TypeVar("T")
 
@@ -110,6 +110,15 @@ class MetaBackend(Backend):
         self._widest = max(self._widest, _bytes_of_experts(spec, features, widths[1] // 2, widths[-1]))
         read = ExpertBytes(sum(self.layer_bytes[-1]) - before[0], spec.num_experts, spec.top_k)
         self.expert_bytes.append(read)
+
+    def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
+        """Two products, with the keys' matrix and the values', in 16 bits; what lies between them is fp16 and fp32."""
+        nbytes = aligned(2 * spec.heads * spec.nope_dim * spec.rank) + aligned(
+            2 * spec.heads * spec.value_dim * spec.rank
+        )
+        self.layer_bytes[-1][-1] += nbytes
+        self.layer_products[-1] += 2
+        self._widest = max(self._widest, spec.heads * (2 * spec.row_dim + 6 * spec.rank) + 2 * spec.row_dim)
 
     def table(self, values: np.ndarray) -> Array:
         rows, columns = values.shape

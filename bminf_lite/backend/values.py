@@ -260,6 +260,54 @@ class AttentionSpec:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
+@dataclass(frozen=True)
+class PositionScale:
+    """A factor on queries that grows with their position (Llama 4, Mistral 4): ``1 + beta * ln(1 + p // original)``.
+
+    It is computed in fp32.
+    """
+
+    beta: float
+    original: int
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Attention whose heads read one compressed row per token (https://arxiv.org/abs/2405.04434, section 2.1).
+
+    The row of a token is a latent of ``rank`` elements, normalised by ``norm``, and behind it a key of ``rope_dim``
+    elements, rotated by ``rope``. Head ``h`` would expand the latent to a key of ``nope_dim`` elements and a value of
+    ``value_dim``. Instead, the matrix of the keys is absorbed into the query, and that of the values is applied to the
+    mean of the latents. So all heads read the same rows. ``scale`` multiplies the scores. ``position_scale``
+    multiplies the queries, if it is given.
+    """
+
+    heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rank: int
+    scale: float
+    norm: Norm
+    rope: Rope
+    position_scale: PositionScale | None = None
+
+    @property
+    def row_dim(self) -> int:
+        """Elements that a token has in the cache."""
+        return self.rank + self.rope_dim
+
+    @property
+    def query_features(self) -> int:
+        """Width of the projected queries: of each head first what the latent meets, then what is rotated."""
+        return self.heads * (self.nope_dim + self.rope_dim)
+
+
+def latent_block_bytes(row_dim: int, int8: bool, itemsize: int = 2) -> tuple[int, ...]:
+    """Bytes of a block in each array of a layer with latents: rows, and for ``int8`` codes two fp16 scales of each."""
+    return (BLOCK_SIZE * row_dim, 4 * BLOCK_SIZE) if int8 else (BLOCK_SIZE * row_dim * itemsize,)
+
+
 def block_bytes(kv_heads: int, head_dim: int, int8: bool, itemsize: int = 2) -> tuple[int, ...]:
     """Bytes of a block in each array of a layer: keys, values, and for ``int8`` codes the fp16 scales of both.
 
@@ -457,5 +505,38 @@ class StateCache:
         self.named, self.memory = {}, None
 
 
-AnyCache = LayerCache | StateCache
-"""What a layer of either kind keeps."""
+@dataclass
+class LatentCache:
+    """The latent rows of one layer in blocks of tokens, ``[num_blocks, BLOCK_SIZE, row_dim]``; see ``LatentSpec``.
+
+    They are in the backend's activation type, or int8 codes with two scales per token, of the latent and of the rotated
+    key: then the scales are fp16 ``[num_blocks, BLOCK_SIZE, 2]``. The other fields are those of :class:`LayerCache`.
+    """
+
+    rows: Array
+    scales: Array = None
+    group: int = 0
+    memory: Any = None
+    lanes: Sequence[tuple[int, int]] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, the null block included."""
+        return int(self.rows.shape[0])
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The rows, and the scales if there are any."""
+        return [self.rows] if self.scales is None else [self.rows, self.scales]
+
+    def set_arrays(self, arrays: Sequence[Array]) -> None:
+        """Replace :attr:`arrays` by others in the same order."""
+        self.rows, self.scales = arrays if len(arrays) == 2 else (arrays[0], None)
+
+    def clear(self) -> None:
+        """Refer to no array and no memory any more."""
+        self.rows = self.scales = self.memory = None
+
+
+AnyCache = LayerCache | StateCache | LatentCache
+"""What a layer of any kind keeps."""

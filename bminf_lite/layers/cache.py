@@ -1,8 +1,8 @@
 """What the layers of a model keep of the tokens that they have seen, and the memory in which a device keeps it.
 
-Each layer states a layout: :class:`KeyValues` of each token, or a :class:`State` of each sequence. Layouts with equal
-retention form a group, whose layers share block tables: what one of them keeps of a token lies in the block of the same
-number in each. All states form one group, in which a sequence has one slot.
+Each layer states a layout: :class:`KeyValues` or a :class:`Latent` of each token, or a :class:`State` of each sequence.
+Layouts with equal retention form a group, whose layers share block tables: what one of them keeps of a token lies in
+the block of the same number in each. All states form one group, in which a sequence has one slot.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ..backend.values import (
     NULL_BLOCK,
     AllTokens,
     AnyCache,
+    LatentCache,
     LatestState,
     LayerCache,
     Retention,
@@ -28,6 +29,7 @@ from ..backend.values import (
     StateCache,
     Window,
     block_bytes,
+    latent_block_bytes,
     sequential_tables,
 )
 
@@ -83,6 +85,58 @@ class KeyValues:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """A layer with one row for each token: a latent of ``rank`` elements, and a rotated key of ``rope_dim``.
+
+    All heads read it, so there are none here, and every rank of a model keeps whole rows. With ``int8`` a row is codes
+    with two fp16 scales: of its latent, and of its key.
+    """
+
+    rank: int
+    rope_dim: int
+    int8: bool = False
+
+    @property
+    def retention(self) -> Retention:
+        """Which tokens are kept: all."""
+        return AllTokens()
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a row."""
+        return self.rank + self.rope_dim
+
+    def bytes_per_token(self, itemsize: int = 2) -> int:
+        """As :meth:`KeyValues.bytes_per_token`."""
+        return sum(self.block_bytes(itemsize)) // BLOCK_SIZE
+
+    def bytes_per_sequence(self, itemsize: int = 2) -> int:
+        """As :meth:`KeyValues.bytes_per_sequence`."""
+        return 0
+
+    @property
+    def num_shards(self) -> int:
+        """As :attr:`KeyValues.num_shards`."""
+        return 0
+
+    def block_bytes(self, itemsize: int = 2, head_pad: int = 1) -> tuple[int, ...]:
+        """Bytes of a block in each array, with rows padded to multiples of ``head_pad`` elements."""
+        return latent_block_bytes(-(-self.row_dim // head_pad) * head_pad, self.int8, itemsize)
+
+    def with_int8(self, int8: bool) -> Latent:
+        """The same with rows in int8, or not."""
+        return replace(self, int8=int8)
+
+    def with_drafts(self, num_draft_tokens: int) -> Latent:
+        """As :meth:`KeyValues.with_drafts`."""
+        return self
+
+    def make(self, ops: Backend, num_blocks: int, max_blocks: int | None) -> LatentCache:
+        """As :meth:`KeyValues.make`."""
+        return ops.latent_cache(num_blocks, self.row_dim, int8=self.int8, max_blocks=max_blocks)
+
+
+@dataclass(frozen=True)
 class State:
     """A layer that sums the tokens of a sequence up in a state: ``arrays`` of the same size for any number of tokens.
 
@@ -108,6 +162,7 @@ class State:
     """
 
     arrays: tuple[StateArray, ...]
+    int8: ClassVar[bool] = False
 
     @property
     def retention(self) -> Retention:
@@ -145,7 +200,7 @@ class State:
         return ops.state_cache(num_blocks, arrays, max_slots=max_blocks)
 
 
-Layout = KeyValues | State
+Layout = KeyValues | Latent | State
 """What a layer keeps."""
 
 
@@ -214,7 +269,7 @@ class KVCache:
         self.layout = layout
         self.num_blocks = list(num_blocks)
         self.layers: list[Any] = []
-        """A ``LayerCache`` or a ``StateCache`` for each layer, as its layout says."""
+        """A ``LayerCache``, ``LatentCache`` or ``StateCache`` for each layer, as its layout says."""
         self._source: KVCache | None = None
         try:
             for index, own in enumerate(layout.layers):

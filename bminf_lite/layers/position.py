@@ -134,15 +134,26 @@ def _yarn(frequencies: np.ndarray, parameters: RopeParameters, head_dim: int, ma
     return scaled.astype(np.float32), _yarn_attention(parameters, factor)
 
 
-def _yarn_attention(parameters: RopeParameters, factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def score_mscale(parameters: RopeParameters) -> float:
+    """The factor on queries and keys that DeepSeek's models have beside that on cosine and sine: YaRN's.
 
+    Raises ``ValueError`` for a parameter that is missing or out of range.
+    """
+    if parameters["rope_type"] == "default" or not parameters.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(_number(parameters, "factor"), _number(parameters, "mscale_all_dim"))
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_attention(parameters: RopeParameters, factor: float) -> float:
     if parameters.get("attention_factor") is not None:
         return float(_number(parameters, "attention_factor"))
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return mscale(_number(parameters, "mscale")) / mscale(_number(parameters, "mscale_all_dim"))
-    return mscale(1.0)
+        return _mscale(factor, _number(parameters, "mscale")) / _mscale(factor, _number(parameters, "mscale_all_dim"))
+    return _mscale(factor, 1.0)
 
 
 def _longrope(

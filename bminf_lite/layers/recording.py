@@ -17,7 +17,7 @@ from ..backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ..backend.mixture import Mixture, choose_experts, expert_result, make_mixture, mix
 from ..backend.quantization import HostWeight
 from ..backend.side_products import Adapter
-from ..backend.values import Array
+from ..backend.values import Array, LatentSpec
 from .loading import Weights
 
 T = TypeVar("T")
@@ -137,6 +137,11 @@ class _HookedBackend:
         weight = self._ops.adapted(base, adapter)
         self._tensors[id(weight)] = self._tensors[id(base)]
         return weight
+
+    def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
+        """The backend's weight, whose products are not observed: they are inside of an operation."""
+        self.requested.clear()
+        return self._ops.latent_weight(matrix, spec)
 
     def weight(self, parts: Sequence[HostWeight], *args: Any, **kwargs: Any) -> Any:
         """The backend's weight, remembered with the tensors that were read since the weight before it."""

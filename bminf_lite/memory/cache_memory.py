@@ -1,9 +1,9 @@
 """The device memory of a key-value cache, in bytes.
 
 Layers that keep the same tokens form a group. A layer has several arrays of as many blocks as the pool of its group:
-keys, values, and in an int8 cache their scales; or of as many slots: the arrays of a state. They lie one behind the
-other. If one page would hold them, they are allocated at once; otherwise pages are mapped as they grow, so a layer
-takes whole pages.
+keys and values, or latent rows, and in an int8 cache their scales; or of as many slots: the arrays of a state. They lie
+one behind the other. If one page would hold them, they are allocated at once; otherwise pages are mapped as they grow,
+so a layer takes whole pages.
 """
 
 from __future__ import annotations
@@ -47,25 +47,22 @@ class CacheGroup:
 
     ``layers`` has pairs of the bytes of a block in each array of a layer, and how many layers have such arrays. The
     blocks of layers with states are slots, of which a sequence holds one; others hold snapshots, which prefixes reuse.
+    ``is_int8``: the arrays hold codes and their scales.
     """
 
     layers: tuple[tuple[tuple[int, ...], int], ...]
     retention: Retention
+    is_int8: bool = False
 
     @classmethod
-    def of(cls, layers: Iterable[tuple[int, ...]], retention: Retention) -> CacheGroup:
+    def of(cls, layers: Iterable[tuple[int, ...]], retention: Retention, is_int8: bool = False) -> CacheGroup:
         """The group of layers that have these arrays each."""
-        return cls(tuple(Counter(layers).items()), retention)
+        return cls(tuple(Counter(layers).items()), retention, is_int8)
 
     @property
     def num_layers(self) -> int:
         """How many layers the group has."""
         return sum(count for _, count in self.layers)
-
-    @property
-    def is_int8(self) -> bool:
-        """Whether the arrays hold codes and their scales."""
-        return not self.retention.per_sequence and any(len(arrays) > 2 for arrays, _ in self.layers)
 
     @property
     def _block_bytes(self) -> int:

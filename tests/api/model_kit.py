@@ -15,7 +15,7 @@ from tiny_models import RandomWeights
 from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import LayerCache
+from bminf_lite.backend.values import LatentCache, LayerCache
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.placement import make_engine_config
@@ -71,6 +71,11 @@ class WatchedBackend(RowwiseBackend):
         self.arrays += [weakref.ref(cache.keys), weakref.ref(cache.values)]
         return cache
 
+    def latent_cache(self, *shape: int, **kind: Any) -> LatentCache:
+        cache = super().latent_cache(*shape, **kind)
+        self.arrays += [weakref.ref(array) for array in cache.arrays]
+        return cache
+
     def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """As a graph does, forbid that a replay uses other arrays than the first run."""
         self.captures += 1
@@ -87,11 +92,19 @@ class WatchedBackend(RowwiseBackend):
         return replay
 
     def attention(self, qkv: Any, spec: Any, cache: LayerCache, batch: Any) -> Any:
+        self._touch(batch)
+        return super().attention(qkv, spec, cache, batch)
+
+    def latent_attention(self, q: Any, kv: Any, spec: Any, expand: Any, cache: LatentCache, batch: Any) -> Any:
+        self._touch(batch)
+        return super().latent_attention(q, kv, spec, expand, cache, batch)
+
+    def _touch(self, batch: Any) -> None:
+        """What a mixer reads of a step."""
         arrays = (batch.tokens, batch.cu_seqlens, batch.context_lens, *batch.block_tables)
         self._touched += [x.__array_interface__["data"][0] for x in arrays]
         self._touched += [batch.max_context_len, batch.batch_size, *batch.block_tables[0].shape]
         assert int(batch.context_lens.max()) < batch.max_context_len
-        return super().attention(qkv, spec, cache, batch)
 
     def encoder_attention(self, qkv: Any, spec: Any, batch: Any) -> Any:
         arrays = (batch.tokens, batch.cu_seqlens, batch.source_tables)

@@ -166,7 +166,7 @@ def test_admission_is_whole_or_not_at_all():
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_cache_takes_little_more_than_the_tokens_need(int8):
     """256 ragged sequences of 100 to 4,000 tokens at once, of the 8B shape: blocks and pages in 2 % more."""
-    group = CacheGroup.of([block_bytes(kv_heads=8, head_dim=128, int8=int8)] * 32, AllTokens())
+    group = CacheGroup.of([block_bytes(kv_heads=8, head_dim=128, int8=int8)] * 32, AllTokens(), int8)
     lengths = np.random.default_rng(0).integers(100, 4001, 256).tolist()
     blocks = BlockManager([AllTokens()], [20_000], max_piece=2048)
     for length in lengths:

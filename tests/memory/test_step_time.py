@@ -114,7 +114,7 @@ def test_a_plan_meets_measurements(shape: str, context: int, batch: int, kv_cach
 def test_more_work_takes_longer_and_more_sequences_are_faster_together(
     work: DecodeWork, context: int, batch: int, blocks: tuple[int, ...]
 ) -> None:
-    cache = [CacheGroup.of([blocks] * 2, AllTokens())]
+    cache = [CacheGroup.of([blocks] * 2, AllTokens(), len(blocks) > 2)]
 
     def seconds(context: int, batch: int) -> float:
         return work.seconds(cache, context, batch, 4e12)

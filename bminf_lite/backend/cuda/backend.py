@@ -41,6 +41,8 @@ from ..values import (
     Array,
     AttentionSpec,
     ForwardBatch,
+    LatentCache,
+    LatentSpec,
     LayerCache,
     Norm,
     ProductEpilogue,
@@ -64,6 +66,7 @@ from .products import Product, ProductResults, Products
 from .weight_loader import Loader
 
 T = TypeVar("T")
+LATENT_ON_CPU = "this version computes latent attention on the CPU only: load the model with device='cpu'"
 DECODE_SIZES = (
     *(1, 2, 4, 8, 16, 32, 48, 56, 64, 96, 112, 128), *(192, 224, 256), *range(320, 513, 64), *range(640, 1025, 128)
 )  # fmt: skip
@@ -253,6 +256,11 @@ class CudaBackend(Backend):
 
     def state_cache(self, num_slots: int, arrays: Sequence[StateArray], *, max_slots: int | None = None) -> StateCache:
         return self.caches.make_states(num_slots, arrays, max_slots or num_slots)
+
+    def latent_cache(
+        self, num_blocks: int, row_dim: int, *, int8: bool = False, max_blocks: int | None = None
+    ) -> LatentCache:
+        return self.caches.make_latent(num_blocks, row_dim, int8, max_blocks or num_blocks)
 
     def grow(self, cache: AnyCache, num_blocks: int) -> None:
         self.caches.grow(cache, num_blocks)
@@ -467,6 +475,14 @@ class CudaBackend(Backend):
         out = self.arrays.rows(len(rows), rows.shape[1] // 3, np.float16)
         self.kernels.short_convolution.launch(self.kernels.step, rows, convolution, cache["inputs"], table, batch, out)
         return out
+
+    def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
+        raise UsageError(LATENT_ON_CPU)
+
+    def latent_attention(
+        self, q: Array, kv: Array, spec: LatentSpec, expand: Any, cache: LatentCache, batch: ForwardBatch
+    ) -> Array:
+        raise UsageError(LATENT_ON_CPU)
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 

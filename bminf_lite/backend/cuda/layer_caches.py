@@ -15,7 +15,16 @@ from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
 from ...memory.arena import Arena
 from ...memory.device import GrowingMemory
-from ..values import BLOCK_SIZE, AnyCache, LayerCache, StateArray, StateCache, block_bytes
+from ..values import (
+    BLOCK_SIZE,
+    AnyCache,
+    LatentCache,
+    LayerCache,
+    StateArray,
+    StateCache,
+    block_bytes,
+    latent_block_bytes,
+)
 from .arrays import Arrays
 
 
@@ -40,6 +49,14 @@ class LayerCaches:
         keys, values = (self.arrays.empty((*shape, padded), np.int8 if int8 else np.float16) for _ in range(2))
         scales = (self.arrays.empty(shape, np.float16) for _ in range(2 if int8 else 0))
         return LayerCache(keys[..., :head_dim], values[..., :head_dim], *scales)
+
+    def make_latent(self, num_blocks: int, row_dim: int, int8: bool, max_blocks: int) -> LatentCache:
+        """The latent rows of a layer; they can grow to ``max_blocks`` blocks without being copied."""
+        padded = round_up(row_dim, HEAD_PAD)
+        memory = self._memory(latent_block_bytes(padded, int8), num_blocks, max_blocks)
+        shape = (num_blocks, BLOCK_SIZE)
+        rows = self._array(memory, 0, (*shape, padded), np.int8 if int8 else np.float16)[..., :row_dim]
+        return LatentCache(rows, self._array(memory, 1, (*shape, 2), np.float16) if int8 else None, memory=memory)
 
     def make_states(self, num_slots: int, arrays: Sequence[StateArray], max_slots: int) -> StateCache:
         """The states of a layer; they can grow to ``max_slots`` slots without being copied."""

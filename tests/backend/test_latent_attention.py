@@ -1,0 +1,176 @@
+"""Attention to latent rows: against the expanded form, and with the same bits however a text is cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.backend.rotation import rotated
+from bminf_lite.backend.values import ForwardBatch, LatentCache, LatentSpec, Norm, PositionScale, Rope
+from bminf_lite.layers.cache import Latent
+
+LENGTH = 150
+"""Tokens of a text: more than a tile of keys, and than two blocks."""
+SMALL = (3, 6, 4, 5, 16)
+DEEPSEEK = (16, 128, 64, 128, 512)
+"""Heads, and sizes of keys, of rotated keys, of values and of latents: of a test, and of DeepSeek-V2-Lite."""
+
+
+class Layer:
+    """Latent attention on ``ops`` with the cache of some sequences, whose texts are ``q`` and ``kv``."""
+
+    def __init__(
+        self, ops: Backend, sizes: tuple[int, ...] = SMALL, sequences: int = 1, int8: bool = False,
+        position_scale: PositionScale | None = None, length: int = LENGTH,
+    ):  # fmt: skip
+        heads, nope, rotary, value, rank = sizes
+        rng = np.random.default_rng(sizes)
+        weight, frequencies = rng.uniform(0.5, 1.5, rank), 1 / 100 ** (np.arange(rotary // 2) / (rotary // 2))
+        rope = Rope(ops.vector(frequencies), 1.1)
+        self.ops = ops
+        self.spec = LatentSpec(
+            heads, nope, rotary, value, rank, (nope + rotary) ** -0.5, Norm(ops.vector(weight), 1e-6), rope,
+            position_scale,
+        )  # fmt: skip
+        self.weight, self.frequencies = weight, frequencies
+        self.matrix = (rng.standard_normal((heads * (nope + value), rank)) / rank**0.5).astype(np.float16)
+        self.expand = ops.latent_weight(self.matrix, self.spec)
+        self.q = rng.standard_normal((sequences, length, self.spec.query_features)).astype(ops.activation_dtype)
+        self.kv = rng.standard_normal((sequences, length, rank + rotary)).astype(np.float32)
+        blocks = -(-length // 64)
+        self.cache: LatentCache = Latent(rank, rotary, int8).make(ops, 1 + sequences * blocks, None)
+        self.tables = rng.permutation(np.arange(1, 1 + sequences * blocks)).reshape(sequences, blocks)
+        for array in self.cache.arrays:  # what no sequence may read
+            ops.assign(array[1:], np.full(array[1:].shape, 99 if array.dtype == np.int8 else np.nan, array.dtype))
+
+    def step(self, parts: Sequence[tuple[int, int, int]], padding: int = 0) -> list[np.ndarray]:
+        """The results of tokens ``[first, end)`` of sequences, each ``(sequence, first, end)``.
+
+        Sequences that follow themselves are drafts. There are ``padding`` tokens behind the last sequence.
+        """
+        batch = ForwardBatch.packed(
+            self.ops.array,
+            [np.zeros(end - first) for _, first, end in parts],
+            [first for _, first, _ in parts],
+            [self.tables[[sequence for sequence, _, _ in parts]]],
+        )
+        batch = replace(batch, has_drafts=any(a[0] == b[0] for a, b in pairwise(parts)))
+        batch.tokens = self.ops.array(np.zeros(len(batch.tokens) + padding, np.int32))
+
+        def packed(texts: np.ndarray) -> np.ndarray:
+            rows = [texts[sequence, first:end] for sequence, first, end in parts]
+            return np.concatenate([*rows, np.full((padding, texts.shape[2]), np.nan, texts.dtype)])
+
+        q, kv = (self.ops.array(packed(texts)) for texts in (self.q, self.kv))
+        found = self.ops.host(self.ops.latent_attention(q, kv, self.spec, self.expand, self.cache, batch))
+        ends = np.cumsum([end - first for _, first, end in parts])
+        return np.split(found[: ends[-1]], ends[:-1])
+
+    def expanded(self, sequence: int) -> np.ndarray:
+        """The results of a whole text in fp64, with a key and a value for each head: what the papers define."""
+        spec, kv = self.spec, self.kv[sequence].astype(np.float64)
+        q = self.q[sequence].astype(np.float64).reshape(len(kv), spec.heads, -1)
+        latent = kv[:, : spec.rank]
+        latent = latent / np.sqrt((latent**2).mean(axis=1, keepdims=True) + 1e-6) * self.weight
+        matrix = self.matrix.astype(np.float64).reshape(spec.heads, spec.nope_dim + spec.value_dim, spec.rank)
+        both = np.einsum("hdr,tr->thd", matrix, latent)
+        shared = self.rotated(kv[:, None, spec.rank :]).repeat(spec.heads, axis=1)
+        keys = np.concatenate([both[..., : spec.nope_dim], shared], axis=-1)
+        queries = np.concatenate([q[..., : spec.nope_dim], self.rotated(q[..., spec.nope_dim :])], axis=-1)
+        if spec.position_scale is not None:
+            growth = np.log(1 + np.arange(len(q)) // spec.position_scale.original)
+            queries *= (1 + spec.position_scale.beta * growth)[:, None, None]
+        scores = np.einsum("qhd,khd->hqk", queries, keys) * spec.scale
+        scores[:, ~np.tri(len(q), dtype=bool)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return np.einsum("hqk,khd->qhd", weights, both[..., spec.nope_dim :]).reshape(len(q), -1)
+
+    def rotated(self, x: np.ndarray) -> np.ndarray:
+        angles = np.arange(len(x))[:, None, None] * self.frequencies
+        a, b = np.split(x, 2, axis=-1)
+        c, s = np.cos(angles), np.sin(angles)
+        return 1.1 * np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+
+
+def error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The root of the mean squared difference, relative to the expected values'."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("position_scale", [None, PositionScale(0.3, 40)], ids=str)
+@pytest.mark.parametrize("int8", [False, True])
+def test_it_is_the_expanded_form(backend: Backend, int8: bool, position_scale: PositionScale | None) -> None:
+    """fp32 rounds sums of hundreds of terms; fp16 rounds rows, queries, weights and means to 2^-11 each; int8 rounds
+    rows to a half of 1/127 of their largest element, which is 2 to 3 times their root mean square."""
+    layer = Layer(backend, position_scale=position_scale, int8=int8)
+    mark = 0.015 if int8 else 1e-5 if backend.activation_dtype == np.float32 else 2e-3
+    assert error(layer.step([(0, 0, LENGTH)])[0], layer.expanded(0)) < mark
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("int8", [False, True])
+def test_it_is_the_expanded_form_at_a_real_size(backend: Backend, int8: bool) -> None:
+    layer = Layer(backend, DEEPSEEK, int8=int8)
+    mark = 0.015 if int8 else 1e-5 if backend.activation_dtype == np.float32 else 2e-3
+    assert error(layer.step([(0, 0, LENGTH)])[0], layer.expanded(0)) < mark
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_prompt_cut_at_every_position(backend: Backend, int8: bool) -> None:
+    """Pieces of one token, and then of two from each position on: tokens have the bits that they have in one step."""
+    whole = Layer(backend, int8=int8).step([(0, 0, LENGTH)])[0]
+    layer = Layer(backend, int8=int8)
+    decoded = [layer.step([(0, token, token + 1)])[0] for token in range(LENGTH)]
+    np.testing.assert_array_equal(np.concatenate(decoded), whole)
+    for cut in range(LENGTH - 2):
+        np.testing.assert_array_equal(layer.step([(0, cut, cut + 2)])[0], whole[cut : cut + 2])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@settings(max_examples=10)
+@given(data=st.data())
+def test_sequences_of_a_step_do_not_see_each_other(backend: Backend, int8: bool, data: st.DataObject) -> None:
+    """Decoding, reading and drafting ones, in any order, with padding behind them."""
+    layer = Layer(backend, sequences=3, int8=int8)
+    whole = [layer.step([(sequence, 0, LENGTH)])[0] for sequence in range(3)]
+    parts = []
+    for sequence in data.draw(st.permutations(range(3))):
+        first = data.draw(st.integers(0, LENGTH - 8))
+        if data.draw(st.booleans()):
+            parts += [(sequence, token, token + 1) for token in range(first, first + data.draw(st.integers(1, 4)))]
+        else:
+            parts.append((sequence, first, data.draw(st.integers(first + 1, LENGTH))))
+    found = layer.step(parts, data.draw(st.integers(0, 5)))
+    for (sequence, first, end), result in zip(parts, found, strict=True):
+        np.testing.assert_array_equal(result, whole[sequence][first:end])
+
+
+def test_rows_are_stored_once_for_all_heads(backend: Backend) -> None:
+    """Half of them in int8: 576 codes and two scales, in place of 1,152 bytes."""
+    layout = Latent(512, 64)
+    assert (layout.bytes_per_token(), layout.with_int8(True).bytes_per_token()) == (1152, 580)
+    assert layout.bytes_per_sequence() == 0 and layout.with_drafts(3) == layout
+    for int8 in (False, True):
+        cache = layout.with_int8(int8).make(backend, 2, None)
+        itemsize = backend.activation_dtype.itemsize
+        assert sum(x.nbytes for x in cache.arrays) == 128 * layout.with_int8(int8).bytes_per_token(itemsize)
+
+
+@pytest.mark.parametrize("rotation", [1, 16])
+def test_an_int8_matrix_becomes_float(rotation: int) -> None:
+    """Also where its inputs would be rotated: latents are not."""
+    layer = Layer(Backend())
+    stored = quantize_weight(rotated(layer.matrix, rotation), dynamic=True)
+    found = layer.ops.latent_weight(Int8Weight(stored.codes, stored.scale, rotation=rotation), layer.spec)
+    for name in ("keys", "values"):
+        expected = getattr(layer.expand, name)
+        np.testing.assert_allclose(getattr(found, name), expected, atol=np.abs(expected).max() / 100)
