@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedModel,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
 from tiny_models import ENCODER_DECODERS, EVERY, GOLDENS, MIXTURES, digest, random_tensors, random_tokens
@@ -27,6 +34,7 @@ from tiny_models import ENCODER_DECODERS, EVERY, GOLDENS, MIXTURES, digest, rand
 from bminf_lite import models
 from bminf_lite.models.spec import Spec
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # it knows images and texts alone
 Case = dict[str, Any]
 
 TOKENS = 33
@@ -233,6 +241,13 @@ GPT_OSS: Case = {
     "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
+LATENT: Case = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3,
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
+LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}
+ONE_GROUP: Case = {"n_group": 1, "topk_group": 1}
 OLMOE: Case = {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}
 PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
 SHORT = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]
@@ -314,6 +329,39 @@ CASES |= {
         | {"n_group": 3, "topk_group": 2, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
         "two shared, not renormalised": GLM4_MOE
         | {"n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    },
+    "deepseek_v2": {
+        "plain weights": LATENT,
+        "groups, a dense layer, biases": LATENT
+        | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"first_k_dense_replace": 1, "attention_bias": True, "mlp_bias": True},
+        "whole queries, yarn rope, tied": LATENT
+        | {"q_lora_rank": None, "rope_parameters": LATENT_YARN, "n_shared_experts": 1, "tie_word_embeddings": True},
+    },
+    "deepseek_v3": {
+        "groups, a dense layer": LATENT | {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
+        "whole queries, yarn rope, biases": LATENT
+        | ONE_GROUP
+        | {"q_lora_rank": None, "rope_parameters": LATENT_YARN, "attention_bias": True, "first_k_dense_replace": 0},
+        "halves rotated, not renormalised, yarn, old keys": LATENT
+        | ONE_GROUP
+        | old_spelling(LATENT_YARN, "type")
+        | {"rope_interleave": False, "norm_topk_prob": False, "first_k_dense_replace": 2, "v_head_dim": 8},
+    },
+    "glm4_moe_lite": {
+        "plain weights": LATENT,
+        "kinds of layers, groups, biases": LATENT
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_group": 2, "topk_group": 1, "attention_bias": True},
+        "whole queries, two shared": LATENT | {"q_lora_rank": None, "n_shared_experts": 2, "v_head_dim": 24},
+    },
+    "mistral4": {
+        "plain weights": LATENT,
+        "growing queries, a dense layer, groups": LATENT
+        | {"rope_parameters": LATENT_YARN | {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3}}
+        | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        "whole queries that do not grow, not renormalised": LATENT
+        | {"rope_parameters": LATENT_YARN | {"llama_4_scaling_beta": 0.0}, "q_lora_rank": None}
+        | {"norm_topk_prob": False, "attention_bias": True},
     },
     "granitemoe": {
         "plain weights": {"num_local_experts": 5, "num_experts_per_tok": 2},

@@ -212,6 +212,7 @@ class SchemeChoice:
         recipe.check_patterns(matrices)
         chosen = {name: recipe.scheme_of(name, parameter.role is Role.HEAD) for name, parameter in matrices.items()}
         chosen |= {name: rewrite.scheme for name, rewrite in (rewrites or {}).items() if rewrite.scheme}
+        chosen |= {name: Scheme.FLOAT for name, p in spec.parameters.items() if p.role is Role.ABSORBED}
         if all(scheme is Scheme.FLOAT for name, scheme in chosen.items() if name not in spec.tied):
             raise UsageError(f"recipe {recipe.name}: leaves every weight matrix of this checkpoint float")
         return cls(spec, chosen, portable)

@@ -363,10 +363,11 @@ def _expected_tensors(
 ) -> Iterator[_ExpectedTensor]:
     """The tensors that represent a parameter in a file.
 
-    Only linear layers and the head can be quantized; ``Conv1D`` weights in a group of their own.
+    Only linear layers and the head can be quantized, and matrices that become float when they are loaded; ``Conv1D``
+    weights in a group of their own.
     """
     module = name.removesuffix(".weight")
-    quantizable = parameter.role in (Role.LINEAR, Role.HEAD)
+    quantizable = parameter.role in (Role.LINEAR, Role.HEAD, Role.ABSORBED)
     group = quantization.group_of(module) if quantization and quantizable else None
     if group is None or group.conv1d != parameter.transposed:
         yield _ExpectedTensor(name, FLOAT_DTYPES, (parameter.shape,))

@@ -20,6 +20,7 @@ class Role(str, Enum):
     HEAD = "head"  # the output projection [vocab, hidden]: int8 too unless the recipe says otherwise
     EMBEDDING = "embedding"  # looked up, stays float
     ROUTER = "router"  # [experts, in], chooses experts: stays float
+    ABSORBED = "absorbed"  # [out, in], whose product with queries replaces that with activations: stays float
     VECTOR = "vector"  # weights and biases of norms, biases of matrices, other small tensors: stay float
 
 

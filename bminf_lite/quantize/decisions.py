@@ -283,7 +283,7 @@ class QuantizationSearch:
 
     def _scheme(self, name: str) -> Scheme:
         role = self.spec.parameters[name].role
-        return Scheme.FLOAT if role is Role.ROUTER else self.recipe.scheme_of(name, role is Role.HEAD)
+        return Scheme.FLOAT if role in (Role.ROUTER, Role.ABSORBED) else self.recipe.scheme_of(name, role is Role.HEAD)
 
     def _are_stored(self, names: Sequence[str]) -> bool:
         """Whether the file holds codes of these matrices; some are quantized when they are loaded."""

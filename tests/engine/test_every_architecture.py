@@ -63,8 +63,8 @@ CONFIGS = {
     **{family: config_of(max(goldens(family), key=kinds_of_layers)) for family in EVERY},
     **{model_type: case_without_golden(model_type).config for model_type in CPM},
 }
-IN_EVERY_RUN = ("llama", "mistral", "gemma2", "bloom", "mt5")
-"""Full attention, a window, both; biases for positions; an encoder-decoder."""
+IN_EVERY_RUN = ("llama", "mistral", "gemma2", "bloom", "mt5", "deepseek_v3")
+"""Full attention, a window, both; biases for positions; an encoder-decoder; latent attention."""
 FIRST, SAMPLED, LAST, DECODING, READING, NEXT_TURN = range(6)
 ROUNDS = ((DECODING, READING, FIRST, SAMPLED, LAST), (NEXT_TURN, DECODING, LAST, SAMPLED, FIRST))
 """The order in which requests come. The last of a round is the youngest, so it is preempted."""

@@ -40,9 +40,12 @@ DECODERS = (
 """Other families of decoders."""
 STATES = ("lfm2",)
 """Families with layers that keep a state."""
+LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+"""Families with latent attention. They have experts, too."""
 MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
     "gpt_oss",
+    *LATENTS,
 )  # fmt: skip
 """Families with experts."""
 SINKS = ("gpt_oss",)
@@ -222,7 +225,7 @@ class RandomWeights:
 
 def skip_what_no_gpu_computes(family: str) -> None:
     """Skip the test for sinks, which a GPU refuses."""
-    if family in SINKS:
+    if family in (*SINKS, *LATENTS):
         pytest.skip("a GPU computes no attention sinks")
 
 

@@ -15,6 +15,10 @@ GPT_KEYS = {
 """Names that GPT-2's kin have instead."""
 
 
+NULL = object()
+"""The value of a key that is null in the file, and not left out."""
+
+
 class Draw:
     """Random choices."""
 
@@ -46,7 +50,8 @@ def random_decoder_config(rng: np.random.Generator, family: str, ropes: list[Con
         "num_key_value_heads": kv_heads, "max_position_embeddings": 128, "tie_word_embeddings": draw.flag(),
         "rope_parameters": {"rope_type": "default", "rope_theta": draw.one_of(100.0, 10000.0)},
     }  # fmt: skip
-    return {key: value for key, value in (config | OWN[family](draw, config, ropes)).items() if value is not None}
+    chosen = config | OWN[family](draw, config, ropes)
+    return {key: None if value is NULL else value for key, value in chosen.items() if value is not None}
 
 
 def phi3(draw: Draw, config: Config, ropes: list[Config]) -> Config:
@@ -261,6 +266,34 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def latents(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    family, heads, layers, count = config["model_type"], config["num_attention_heads"], config["num_hidden_layers"], 6
+    scaled = [rope | {"mscale": 0.7, "mscale_all_dim": draw.one_of(0.0, 0.9)} for rope in ropes]
+    groups = draw.one_of((1, 1), (2, 1), (3, 2))
+    own = {
+        "num_key_value_heads": heads, "q_lora_rank": draw.one_of(None, 8, 20), "kv_lora_rank": draw.up_to(40, 4),
+        "qk_nope_head_dim": draw.up_to(20), "qk_rope_head_dim": 2 * draw.up_to(6), "v_head_dim": draw.up_to(20),
+        "n_routed_experts": count, "num_experts_per_tok": draw.up_to(3), "n_shared_experts": draw.up_to(3),
+        "moe_intermediate_size": draw.up_to(60, 8), "n_group": groups[0], "topk_group": groups[1],
+        "attention_bias": draw.flag(), "routed_scaling_factor": draw.one_of(1.0, 2.5),
+        "rope_parameters": draw.one_of(config["rope_parameters"], *scaled),
+    }  # fmt: skip
+    if own["q_lora_rank"] is None:
+        own["q_lora_rank"] = NULL
+    if family == "deepseek_v2":  # whose rotation in transformers needs what lies before it to be even
+        own |= {"kv_lora_rank": 2 * draw.up_to(20, 2), "qk_nope_head_dim": 2 * draw.up_to(10)}
+        own |= {"topk_method": draw.one_of("greedy", "group_limited_greedy"), "mlp_bias": draw.flag()}
+    else:
+        own |= {"norm_topk_prob": draw.flag(), "rope_interleave": draw.flag()}
+    if family == "glm4_moe_lite":
+        return own | {"mlp_layer_types": [draw.one_of("dense", "sparse") for _ in range(layers)]}
+    if family == "mistral4":  # whose plain rotation in transformers has the size of a whole head
+        own["rope_parameters"] = next(rope for rope in scaled if rope["rope_type"] == "yarn")
+        growth = {"original_max_position_embeddings": draw.up_to(40, 4), "llama_4_scaling_beta": draw.one_of(0.1, 0.5)}
+        own["rope_parameters"] = own["rope_parameters"] | growth
+    return own | {"first_k_dense_replace": draw.up_to(layers + 1, 0)}
+
+
 def lfm2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     layers = config["num_hidden_layers"]
     kinds = [draw.one_of("conv", FULL) for _ in range(layers - 1)] + [FULL]  # transformers needs an attention layer
@@ -280,6 +313,7 @@ OWN = {
     "mixtral": experts, "qwen3_moe": experts, "olmoe": experts, "qwen2_moe": experts, "glm4_moe": experts,
     "granitemoe": experts, "ernie4_5_moe": experts, "minimax_m2": experts, "lfm2_moe": experts,
     "gpt_oss": experts,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), latents),
     "lfm2": lfm2,
 }  # fmt: skip
 """What each family adds to the common keys."""
