@@ -144,8 +144,13 @@ def cpu_seconds(*pids: int) -> tuple[float, float]:
 @click.option("--rate", default=30_000.0, show_default=True, help="Tokens per second of all streams; 0 is no bound.")
 @click.option("--tokens", default=400, show_default=True, help="Tokens of each stream.")
 @click.option("--http-workers", default=1, show_default=True, help="HTTP processes.")
-@click.option("--app", type=click.Choice(["server", "minimal"]), default="server", show_default=True,
-              help="The server's application, or the least that a stream needs.")  # fmt: skip
+@click.option(
+    "--app",
+    type=click.Choice(["server", "minimal"]),
+    default="server",
+    show_default=True,
+    help="The server's application, or the least that a stream needs.",
+)
 @click.option("--profile", type=click.Path(), help="Write the HTTP process's cProfile statistics there.")
 @click.pass_context
 def main(
@@ -177,19 +182,27 @@ def main(
     user, system = (after - before for after, before in zip(cpu_seconds(*pids), (user, system), strict=True))
     own = sum(cpu_seconds(os.getpid())) - own
     server.close()
-    click.echo(json.dumps({
-        "app": app, "streams": streams, "http_workers": http_workers, "wanted_tokens_per_s": rate,
-        "tokens_per_s": round(count / report["seconds"]),
-        "http_us_per_token": round((user + system) / count * 1e6, 2),
-        "http_system_us_per_token": round(system / count * 1e6, 2),
-        "engine_process_us_per_token": round(own / count * 1e6, 2),
-        "engine_thread_us_per_token": round((engine.busy_seconds - thread) / count * 1e6, 2),
-        "client_us_per_token": round(report["client_cpu_seconds"] / count * 1e6, 2),
-        "tokens_per_event": round(count / report["events"], 2),
-        "idle_request_ms_median": round(report["idle_request_seconds"] * 1e3, 2),
-        "first_event_ms_median": round(report["first_event_seconds_median"] * 1e3, 2),
-        "first_event_ms_last": round(report["first_event_seconds_last"] * 1e3, 2),
-    }, indent=2))  # fmt: skip
+    click.echo(
+        json.dumps(
+            {
+                "app": app,
+                "streams": streams,
+                "http_workers": http_workers,
+                "wanted_tokens_per_s": rate,
+                "tokens_per_s": round(count / report["seconds"]),
+                "http_us_per_token": round((user + system) / count * 1e6, 2),
+                "http_system_us_per_token": round(system / count * 1e6, 2),
+                "engine_process_us_per_token": round(own / count * 1e6, 2),
+                "engine_thread_us_per_token": round((engine.busy_seconds - thread) / count * 1e6, 2),
+                "client_us_per_token": round(report["client_cpu_seconds"] / count * 1e6, 2),
+                "tokens_per_event": round(count / report["events"], 2),
+                "idle_request_ms_median": round(report["idle_request_seconds"] * 1e3, 2),
+                "first_event_ms_median": round(report["first_event_seconds_median"] * 1e3, 2),
+                "first_event_ms_last": round(report["first_event_seconds_last"] * 1e3, 2),
+            },
+            indent=2,
+        )
+    )
 
 
 @main.command("http", hidden=True)

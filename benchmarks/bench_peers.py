@@ -165,25 +165,35 @@ def rows(found: dict[int, dict[str, Times]], batch: int) -> list[dict[str, Any]]
         for name, t in times.items():
             first, token = t.medians()
             spread = statistics.pstdev([batch / s for s in t.token])
-            result.append({
-                "prompt": prompt, "peer": name, "first_token_ms": 1e3 * first, "tokens_per_second": batch / token,
-                "deviation": spread, "times_faster_first_token": first / own_first,
-                "times_faster_decode": token / own_token,
-            })  # fmt: skip
+            result.append(
+                {
+                    "prompt": prompt,
+                    "peer": name,
+                    "first_token_ms": 1e3 * first,
+                    "tokens_per_second": batch / token,
+                    "deviation": spread,
+                    "times_faster_first_token": first / own_first,
+                    "times_faster_decode": token / own_token,
+                }
+            )
     return result
 
 
 def table(found: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    return markdown_table([
-        {
-            "prompt": str(r["prompt"]), "peer": r["peer"], "first token ms": f"{r['first_token_ms']:.1f}",
-            "decode t/s": f"{r['tokens_per_second']:.1f} ± {r['deviation']:.1f}",
-            "first token, ours is faster": f"{r['times_faster_first_token']:.2f} times",
-            "decode, ours is faster": f"{r['times_faster_decode']:.2f} times",
-        }
-        for r in found
-    ])  # fmt: skip
+    return markdown_table(
+        [
+            {
+                "prompt": str(r["prompt"]),
+                "peer": r["peer"],
+                "first token ms": f"{r['first_token_ms']:.1f}",
+                "decode t/s": f"{r['tokens_per_second']:.1f} ± {r['deviation']:.1f}",
+                "first token, ours is faster": f"{r['times_faster_first_token']:.2f} times",
+                "decode, ours is faster": f"{r['times_faster_decode']:.2f} times",
+            }
+            for r in found
+        ]
+    )
 
 
 def plot(found: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -195,8 +205,9 @@ def plot(found: list[dict[str, Any]], path: Path, title: str) -> None:
     prompts, peers = sorted({r["prompt"] for r in found}), list(dict.fromkeys(r["peer"] for r in found))
     left, right = figure.subplots(1, 2)
     for axes, key, label in (
-        (left, "tokens_per_second", "decoded tokens per second"), (right, "first_token_ms", "first token, ms")
-    ):  # fmt: skip
+        (left, "tokens_per_second", "decoded tokens per second"),
+        (right, "first_token_ms", "first token, ms"),
+    ):
         for i, peer in enumerate(peers):
             values = [r[key] for p in prompts for r in found if (r["prompt"], r["peer"]) == (p, peer)]
             axes.bar(np.arange(len(prompts)) + i / (len(peers) + 1), values, 1 / (len(peers) + 1), label=peer)
@@ -244,8 +255,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     device = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
     title = f"{options.shape} on {device}, batch {options.b}, {options.n} tokens"
     versions = {
-        "bminf-lite": bminf_lite.__version__, "torch": torch.__version__, "transformers": transformers.__version__
-    }  # fmt: skip
+        "bminf-lite": bminf_lite.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     if options.o == "json":
         print(json.dumps({"title": title, "versions": versions, "rows": found}, indent=2))
     else:

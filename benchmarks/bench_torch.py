@@ -77,9 +77,15 @@ class Recorder:
         print(f"{section:9} {case:28} {name:16} {found['seconds'] * 1e6:12.1f} us {share} {host}", flush=True)
 
     def time(
-        self, section: str, case: str, peers: Peers, *arguments: Any, nbytes: int = 0, graph: bool = True,
+        self,
+        section: str,
+        case: str,
+        peers: Peers,
+        *arguments: Any,
+        nbytes: int = 0,
+        graph: bool = True,
         rounds: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Measure each of ``peers``; one that fails is left out. Without ``graph`` a call may take the host longer.
 
         Of several ``rounds``, in each of which all peers are measured, the one with the median host time counts.
@@ -524,9 +530,18 @@ def engine(to: Recorder, shape: str = DECODED_SHAPE, device: str = "cuda") -> No
 
 
 SECTIONS = {
-    "rows": rows, "square": square, "linear": linear, "tiles": tiles, "dot": dot, "backward": backward, "host": host,
-    "stream": stream, "lora": lora, "decode": decode, "engine": engine,
-}  # fmt: skip
+    "rows": rows,
+    "square": square,
+    "linear": linear,
+    "tiles": tiles,
+    "dot": dot,
+    "backward": backward,
+    "host": host,
+    "stream": stream,
+    "lora": lora,
+    "decode": decode,
+    "engine": engine,
+}
 COMPILED = ("rows", "linear", "tiles", "square", "dot", "decode", "engine")
 """Sections in which something is compiled."""
 
@@ -539,12 +554,16 @@ def main(arguments: list[str]) -> None:
     path, chosen = Path(arguments[0]), [a for a in arguments[1:] if not a.startswith("--")]
     prepare = "--prepare" in arguments
     about = {
-        "gpu": torch.cuda.get_device_name(0), "driver": driver_release(), "torch": torch.__version__,
-        "cuda": torch.version.cuda, "triton": version(triton_peers and triton_peers.triton),
-        "bitsandbytes": version(bitsandbytes), "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(0),
+        "driver": driver_release(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": version(triton_peers and triton_peers.triton),
+        "bitsandbytes": version(bitsandbytes),
+        "date": time.strftime("%Y-%m-%d"),
         "command": "python benchmarks/bench_torch.py results.json",
         "copy_bandwidth": 0.0 if prepare else bandwidth(GPU),
-    }  # fmt: skip
+    }
     to = Recorder(path, about, prepare)
     print(about)
     for name in chosen or (COMPILED if to.prepare else SECTIONS):

@@ -190,9 +190,11 @@ def random_layers(shape: Shape) -> list[ExpertLayerWeights]:
     for _ in range(shape.layers):
         matrix = random.standard_normal((shape.experts, round_up(shape.hidden, PAD)), cp.float32)
         router = RouterWeights(
-            shape.router, (matrix * np.float32(2 / np.sqrt(shape.hidden))).astype(cp.float16), shape.hidden,
+            shape.router,
+            (matrix * np.float32(2 / np.sqrt(shape.hidden))).astype(cp.float16),
+            shape.hidden,
             cp.zeros(shape.experts, cp.float32) if shape.bias else None,
-        )  # fmt: skip
+        )
         hidden, down = matrices(2 * shape.features, shape.hidden), matrices(shape.hidden, shape.features)
         layers.append(ExpertLayerWeights(router, hidden, down, shape.activation))
     return layers
@@ -232,10 +234,17 @@ def measure(
     microseconds = layers.microseconds()
     operations = 2 * tokens * shape.router.top_k * 3 * shape.hidden * shape.features
     return Result(
-        name, tokens, microseconds, distinct, statistics.mean(int(c.max()) for c in counts),
-        tokens * shape.router.top_k / shape.experts, nbytes, nbytes / microseconds * 1e6 / bandwidth,
-        operations / microseconds / 1e6, layers.parts() if parts else {},
-    )  # fmt: skip
+        name,
+        tokens,
+        microseconds,
+        distinct,
+        statistics.mean(int(c.max()) for c in counts),
+        tokens * shape.router.top_k / shape.experts,
+        nbytes,
+        nbytes / microseconds * 1e6 / bandwidth,
+        operations / microseconds / 1e6,
+        layers.parts() if parts else {},
+    )
 
 
 def table(results: list[Result]) -> str:

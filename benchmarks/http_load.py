@@ -80,9 +80,12 @@ def completion_request(port: int, body: Mapping[str, Any], keep_alive: bool = Fa
     """A request to ``/v1/completions``. The connection ends with the answer unless it is to be kept."""
     content = json.dumps(body).encode()
     lines = (
-        "POST /v1/completions HTTP/1.1", f"host: 127.0.0.1:{port}", "content-type: application/json",
-        f"connection: {'keep-alive' if keep_alive else 'close'}", f"content-length: {len(content)}",
-    )  # fmt: skip
+        "POST /v1/completions HTTP/1.1",
+        f"host: 127.0.0.1:{port}",
+        "content-type: application/json",
+        f"connection: {'keep-alive' if keep_alive else 'close'}",
+        f"content-length: {len(content)}",
+    )
     return "\r\n".join((*lines, "", "")).encode() + content
 
 
@@ -91,10 +94,12 @@ async def connect(port: int, requests: Sequence[bytes]) -> list[Exchange]:
     loop = asyncio.get_running_loop()
     exchanges: list[Exchange] = []
     for first in range(0, len(requests), _CONNECTING):
-        made = await asyncio.gather(*(
-            loop.create_connection(lambda request=request: Exchange(request), "127.0.0.1", port)  # type: ignore[misc]
-            for request in requests[first : first + _CONNECTING]
-        ))  # fmt: skip
+        made = await asyncio.gather(
+            *(
+                loop.create_connection(lambda request=request: Exchange(request), "127.0.0.1", port)  # type: ignore[misc]
+                for request in requests[first : first + _CONNECTING]
+            )
+        )
         exchanges += [exchange for _, exchange in made]
     return exchanges
 

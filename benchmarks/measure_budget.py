@@ -93,9 +93,13 @@ def main() -> None:
         target = options.share * plain.cost["kl"]
         print(f"w8a8: {plain.cost['kl']:.6f} nats per token; target: {target:.6f}", flush=True)
         report = bminf_lite.migrate(
-            options.model, Path(folder) / "out", "auto", target_divergence=target, offline_only=options.offline_only,
+            options.model,
+            Path(folder) / "out",
+            "auto",
+            target_divergence=target,
+            offline_only=options.offline_only,
             **given,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
     trade = report.cost["trade"]
     print("\n".join([*trade_lines(trade), cost_line(report.cost)]))
     spec = describe_model(read_shape(options.shape)).spec

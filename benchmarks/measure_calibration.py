@@ -65,10 +65,12 @@ class Phases:
         peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
         assert peak is not None
         return [
-            *found, f"the rest: {end - before:.1f} s", f"all: {end - self.started:.1f} s",
+            *found,
+            f"the rest: {end - before:.1f} s",
+            f"all: {end - self.started:.1f} s",
             f"peak host memory: {int(peak[1]) / 2**20:.2f} GiB",
             f"peak device memory: {self.device_peak / 2**30:.2f} GiB",
-        ]  # fmt: skip
+        ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -92,10 +94,16 @@ def main(arguments: list[str] | None = None) -> None:
             text.write_text(content * -(-needed // len(content)), encoding="utf-8")
         phases.started = time.perf_counter()
         report = migrate(
-            options.source, options.out, options.recipe, calibrate=text, samples=options.samples,
-            device=options.device, calibration_progress=phases.listen("calibrating"),
-            progress=phases.listen("quantizing and writing"), cost_progress=phases.listen("measuring the cost"),
-        )  # fmt: skip
+            options.source,
+            options.out,
+            options.recipe,
+            calibrate=text,
+            samples=options.samples,
+            device=options.device,
+            calibration_progress=phases.listen("calibrating"),
+            progress=phases.listen("quantizing and writing"),
+            cost_progress=phases.listen("measuring the cost"),
+        )
         end = time.perf_counter()
     backend.create = create
     shutil.rmtree(options.out)

@@ -98,9 +98,17 @@ class Attention:
         step = StepContext()
         for cache in self.caches[:layers]:
             self.decode.launch(
-                step, self.qkv, self.spec, cache, self.context_lens, self.table, self.records, self.arrivals, self.out,
+                step,
+                self.qkv,
+                self.spec,
+                cache,
+                self.context_lens,
+                self.table,
+                self.records,
+                self.arrivals,
+                self.out,
                 self.max_context_len,
-            )  # fmt: skip
+            )
 
     def seconds(self) -> float:
         """One launch in a row of launches: what a graph of all layers takes longer than one of half, per layer."""

@@ -210,10 +210,13 @@ def decoding(speeds: Mapping[int, float], decoded: Mapping[int, Workload] = DECO
             tokens = count * len(steps)
             speed = tokens / sum(seconds for *_, seconds in steps)
             found[f"{count} sequences"] = {
-                "engine": round(speed, 1), "bench": round(speeds[count], 1), "ratio": round(speed / speeds[count], 4),
-                "steps": len(steps), "mean_position": round(sum(positions for _, positions, _ in steps) / tokens, 1),
+                "engine": round(speed, 1),
+                "bench": round(speeds[count], 1),
+                "ratio": round(speed / speeds[count], 4),
+                "steps": len(steps),
+                "mean_position": round(sum(positions for _, positions, _ in steps) / tokens, 1),
                 "bench_mean_position": workload.depth + (workload.tokens - 1) / 2,
-            }  # fmt: skip
+            }
         return found
 
     return run
@@ -242,9 +245,11 @@ def prompts_beside_streams(model: Model, log: StepLog) -> dict[str, Any]:
     gaps = 1e3 * np.concatenate([np.diff(t)[64:] for t in times.values()])
     median, p99 = np.percentile(gaps, [50, 99])
     return {
-        "median_ms": round(median, 2), "p99_ms": round(p99, 2), "ratio": round(p99 / median, 2),
+        "median_ms": round(median, 2),
+        "p99_ms": round(p99, 2),
+        "ratio": round(p99 / median, 2),
         "first_token_ms": [round(1e3 * t, 1) for t in first_tokens[:5]],
-    }  # fmt: skip
+    }
 
 
 def second_turn(model: Model, log: StepLog) -> dict[str, Any]:
@@ -284,8 +289,10 @@ def grammars(model: Model, log: StepLog) -> dict[str, Any]:
             rates.append(count * 256 / float(np.median(seconds)))
         free, constrained = rates
         found[f"{count} sequences"] = {
-            "free": round(free, 1), "constrained": round(constrained, 1), "ratio": round(constrained / free, 3),
-        }  # fmt: skip
+            "free": round(free, 1),
+            "constrained": round(constrained, 1),
+            "ratio": round(constrained / free, 3),
+        }
     return found
 
 

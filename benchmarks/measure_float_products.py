@@ -72,9 +72,12 @@ def merged(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def main(arguments: list[str]) -> None:
     path = Path(arguments[0] if arguments else str(FLOAT_PRODUCTS))
     about = {
-        "driver": driver_release(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "command": "python benchmarks/measure_float_products.py", "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
+        "driver": driver_release(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "command": "python benchmarks/measure_float_products.py",
+        "date": time.strftime("%Y-%m-%d"),
+    }
     table = json.loads(FLOAT_PRODUCTS.read_text())
     table[torch.cuda.get_device_name(0)] = {"about": about} | {
         str(dtype): merged([(elements, most_rows(elements, dtype)) for elements in ELEMENTS]) for dtype in DTYPES

@@ -107,10 +107,19 @@ class Timer:
 
         def run(config: GemmTileConfig, i: int) -> None:
             self.gemm.launch(
-                pointer(x), scales.data.ptr, pointer(weights[i % count]), scales.data.ptr, 0, pointer(out), rows=rows,
-                channels=channels, in_features=product.columns, epilogue=product.epilogue, tile_config=config,
+                pointer(x),
+                scales.data.ptr,
+                pointer(weights[i % count]),
+                scales.data.ptr,
+                0,
+                pointer(out),
+                rows=rows,
+                channels=channels,
+                in_features=product.columns,
+                epilogue=product.epilogue,
+                tile_config=config,
                 stream=self.ops.stream.ptr,
-            )  # fmt: skip
+            )
 
         return {config: self.profiler.median_seconds(partial(run, config)) for config in configs}
 
@@ -148,11 +157,16 @@ def main(arguments: list[str] | None = None) -> None:
             seconds = timer.seconds(product, rows, list(costs))
             chosen, best = min(costs, key=costs.__getitem__), min(seconds, key=seconds.__getitem__)
             losses.append(loss(seconds, costs))
-            table.append({
-                "product": str(product), "rows": str(rows),
-                "chosen": label(chosen), "us": f"{1e6 * seconds[chosen]:.2f}",
-                "fastest": label(best), "its us": f"{1e6 * seconds[best]:.2f}",
-            })  # fmt: skip
+            table.append(
+                {
+                    "product": str(product),
+                    "rows": str(rows),
+                    "chosen": label(chosen),
+                    "us": f"{1e6 * seconds[chosen]:.2f}",
+                    "fastest": label(best),
+                    "its us": f"{1e6 * seconds[best]:.2f}",
+                }
+            )
             times = {label(config): [seconds[config], costs[config]] for config in costs}
             record.append({"product": str(product), "rows": rows, "seconds and costs": times})
     print(markdown_table(table))

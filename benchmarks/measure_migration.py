@@ -36,9 +36,15 @@ def make_checkpoint(folder: Path, gigabytes: float, shard_bytes: int) -> None:
     layer = 4 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 4 + 3 * HIDDEN * INNER)
     layers = max(1, round((gigabytes * 1e9 - 8 * VOCAB * HIDDEN) / layer))
     config = {
-        "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": VOCAB, "max_position_embeddings": 2048,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 2048,
+    }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     architecture = models.find(config)

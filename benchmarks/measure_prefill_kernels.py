@@ -161,21 +161,39 @@ class Attention(Launches):
         self.table = cp.arange(1, blocks, dtype=cp.int32)
         self.counters = cp.zeros(COUNTERS, cp.int32)
         self.shape = {
-            "heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "tokens": case.tokens,
-            "batch_size": 1, "max_query_len": case.tokens, "max_context_len": total,
-        }  # fmt: skip
+            "heads": case.heads,
+            "kv_heads": case.kv_heads,
+            "head_dim": case.head_dim,
+            "tokens": case.tokens,
+            "batch_size": 1,
+            "max_query_len": case.tokens,
+            "max_context_len": total,
+        }
         self.scratch = cp.zeros(max(16, self.prefill.scratch_bytes(**self.shape)), cp.uint8)
         self.scores, self.num_blocks, self.width = Scores(ScoreKind.PLAIN, case.head_dim**-0.5), blocks, width
         cp.cuda.Device().synchronize()
 
     def launch(self) -> None:
         self.prefill.launch(
-            self.q.data.ptr, self.width, self.keys.data.ptr, self.values.data.ptr, self.out.data.ptr, self.width,
-            self.cu_seqlens.data.ptr, self.context_lens.data.ptr, self.table.data.ptr, **self.shape,
-            table_pitch=len(self.table), num_blocks=self.num_blocks, scores=self.scores, window=None,
-            counters=self.counters.data.ptr, scratch=self.scratch.data.ptr, scratch_bytes=self.scratch.nbytes,
+            self.q.data.ptr,
+            self.width,
+            self.keys.data.ptr,
+            self.values.data.ptr,
+            self.out.data.ptr,
+            self.width,
+            self.cu_seqlens.data.ptr,
+            self.context_lens.data.ptr,
+            self.table.data.ptr,
+            **self.shape,
+            table_pitch=len(self.table),
+            num_blocks=self.num_blocks,
+            scores=self.scores,
+            window=None,
+            counters=self.counters.data.ptr,
+            scratch=self.scratch.data.ptr,
+            scratch_bytes=self.scratch.nbytes,
             stream=self.stream.ptr,
-        )  # fmt: skip
+        )
 
 
 class Product(Launches):
@@ -206,10 +224,18 @@ class Product(Launches):
     def launch(self) -> None:
         case = self.case
         self.gemm.launch(
-            (self.x.data.ptr, case.columns), self.x_scales.data.ptr, (self.weight.data.ptr, case.columns),
-            self.w_scales.data.ptr, 0, (self.out.data.ptr, self.width), rows=case.rows, channels=case.channels,
-            in_features=case.columns, epilogue=self.epilogue, stream=self.stream.ptr,
-        )  # fmt: skip
+            (self.x.data.ptr, case.columns),
+            self.x_scales.data.ptr,
+            (self.weight.data.ptr, case.columns),
+            self.w_scales.data.ptr,
+            0,
+            (self.out.data.ptr, self.width),
+            rows=case.rows,
+            channels=case.channels,
+            in_features=case.columns,
+            epilogue=self.epilogue,
+            stream=self.stream.ptr,
+        )
 
 
 class Meter:

@@ -29,11 +29,16 @@ W8A8, ROTATE, AUTO = (load_recipe(name) for name in ("w8a8", "w8a8-rotate", "aut
 MIXED = CalibrationSettings(max_error=0.001)
 SMOOTH = CalibrationSettings()
 RECIPES: dict[str, Recipe] = {
-    "w8a16": load_recipe("w8a16"), "w8a8": W8A8, "w8a8-rotate offline": offline_part(ROTATE), "w8a8-rotate": ROTATE,
-    "w8a8-smooth": load_recipe("w8a8-smooth"), "w8a8-rotate smoothed": replace(ROTATE, calibration=SMOOTH),
-    "auto": AUTO, "auto gptq": replace(AUTO, calibration=replace(MIXED, rounding="gptq")),
+    "w8a16": load_recipe("w8a16"),
+    "w8a8": W8A8,
+    "w8a8-rotate offline": offline_part(ROTATE),
+    "w8a8-rotate": ROTATE,
+    "w8a8-smooth": load_recipe("w8a8-smooth"),
+    "w8a8-rotate smoothed": replace(ROTATE, calibration=SMOOTH),
+    "auto": AUTO,
+    "auto gptq": replace(AUTO, calibration=replace(MIXED, rounding="gptq")),
     "auto 8 columns": replace(AUTO, calibration=replace(MIXED, outlier_columns=8)),
-}  # fmt: skip
+}
 
 
 def main() -> None:

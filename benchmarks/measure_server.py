@@ -94,9 +94,15 @@ class Load:
     def body(self, prompt: list[int]) -> dict[str, Any]:
         """The request over HTTP."""
         body: dict[str, Any] = {
-            "model": NAME, "prompt": prompt, "max_tokens": self.outputs, "temperature": self.temperature,
-            "ignore_eos": True, "seed": 1, "cache_salt": self.salt, "stream": self.is_streamed,
-        }  # fmt: skip
+            "model": NAME,
+            "prompt": prompt,
+            "max_tokens": self.outputs,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+            "seed": 1,
+            "cache_salt": self.salt,
+            "stream": self.is_streamed,
+        }
         if self.seconds is not None:
             body["deadline"] = self.seconds
         if self.is_streamed:
@@ -208,9 +214,11 @@ class OwnLoad:
             for _ in batch:
                 left.acquire()
             measured += Measured(
-                sum(len(r.output_token_ids) for r in batch), [started] * len(batch),
-                [r.first_token_time for r in batch], [r.last_token_time for r in batch],
-            )  # fmt: skip
+                sum(len(r.output_token_ids) for r in batch),
+                [started] * len(batch),
+                [r.first_token_time for r in batch],
+                [r.last_token_time for r in batch],
+            )
             if load.one_at_a_time:
                 time.sleep(IDLE_SECONDS)
         return measured
@@ -289,10 +297,16 @@ def load_client(port: int, vocab_size: int) -> None:
     while line := sys.stdin.readline():
         load, share, shares = json.loads(line)
         found = uvloop.run(exchange(Load(**load), share, shares))
-        tell(asdict(Measured(
-            sum(e.num_tokens for e in found), [e.started for e in found], [e.first for e in found],
-            [e.ended for e in found],
-        )))  # fmt: skip
+        tell(
+            asdict(
+                Measured(
+                    sum(e.num_tokens for e in found),
+                    [e.started for e in found],
+                    [e.first for e in found],
+                    [e.ended for e in found],
+                )
+            )
+        )
 
 
 # -- the process that starts the others -------------------------------------------------------------------------------

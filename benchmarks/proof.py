@@ -135,8 +135,12 @@ def run_sizes(trees: Trees, arguments: argparse.Namespace) -> Results:
 
 
 RUNNERS: dict[str, Callable[[Trees, argparse.Namespace], Results]] = {
-    "sizes": run_sizes, "goldens": run_goldens, "bits": run_bits, "bench": run_bench, "warm_up": run_warm_up,
-}  # fmt: skip
+    "sizes": run_sizes,
+    "goldens": run_goldens,
+    "bits": run_bits,
+    "bench": run_bench,
+    "warm_up": run_warm_up,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

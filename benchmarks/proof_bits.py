@@ -20,9 +20,17 @@ from typing import Any
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "logprobs": 5}
 SAMPLED: dict[str, Any] = {
-    "temperature": 1.3, "top_k": 40, "top_p": 0.95, "min_p": 0.001, "repetition_penalty": 1.2, "presence_penalty": 0.3,
-    "frequency_penalty": 0.2, "logit_bias": {3: 1.5, 5: -2.0}, "seed": 7, "logprobs": 0,
-}  # fmt: skip
+    "temperature": 1.3,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.001,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "logit_bias": {3: 1.5, 5: -2.0},
+    "seed": 7,
+    "logprobs": 0,
+}
 NUM_ALONE = 2
 """Requests of the greedy call that are served again, one after the other."""
 MEMORY_LIMIT = "2GiB"

@@ -26,22 +26,44 @@ from bminf_lite import models
 SEED = 7
 MAX_NEW_TOKENS = 24
 RECIPES = ("w8a8", "w8a16", "float")
-_WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2, "vocab_size": 4096,
-         "max_position_embeddings": 1024}  # fmt: skip
+_WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+}
 WIDE: dict[str, dict[str, Any]] = {
     "wide llama": {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, **_WIDE},
     "wide gemma3_text": {
-        "model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,
-        "query_pre_attn_scalar": 256, "sliding_window": 128, "sliding_window_pattern": 2, **_WIDE,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        **_WIDE,
     },
     "wide gpt2": {
-        "model_type": "gpt2", "n_embd": 768, "n_layer": 2, "n_head": 12, "vocab_size": 4097, "n_positions": 1024,
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 2,
+        "n_head": 12,
+        "vocab_size": 4097,
+        "n_positions": 1024,
     },
     "wide cpm2": {
-        "model_type": "cpm2", "vocab_size": 4096, "d_model": 512, "d_ff": 1280, "d_kv": 64, "num_heads": 8,
-        "num_layers": 2, "num_decoder_layers": 2,
+        "model_type": "cpm2",
+        "vocab_size": 4096,
+        "d_model": 512,
+        "d_ff": 1280,
+        "d_kv": 64,
+        "num_heads": 8,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
     },
-}  # fmt: skip
+}
 
 
 def prompts(vocab_size: int, lengths: list[int], shared: int) -> list[list[int]]:

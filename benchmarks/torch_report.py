@@ -19,10 +19,18 @@ from bminf_lite.bench.report import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = {
-    "ours": "bminf_lite.torch", "w8a8": "w8a8", "w8a16": "w8a16", "engine": "the engine's kernel",
-    "ours, bf16": "bminf_lite.torch, bf16", "torch": "eager torch", "torch, bf16": "eager torch, bf16",
-    "compile": "torch.compile", "triton": "Triton", "_int_mm": "torch._int_mm", "bitsandbytes": "bitsandbytes",
-}  # fmt: skip
+    "ours": "bminf_lite.torch",
+    "w8a8": "w8a8",
+    "w8a16": "w8a16",
+    "engine": "the engine's kernel",
+    "ours, bf16": "bminf_lite.torch, bf16",
+    "torch": "eager torch",
+    "torch, bf16": "eager torch, bf16",
+    "compile": "torch.compile",
+    "triton": "Triton",
+    "_int_mm": "torch._int_mm",
+    "bitsandbytes": "bitsandbytes",
+}
 """Columns of tables of times, in this order."""
 COUNTS = {"q, o": 2, "k, v": 2, "gate, up": 2, "down": 1}
 """The products of a layer of LLaMA 8B, and how many of each it has."""
@@ -88,10 +96,15 @@ def figures(run: Run) -> list[Found]:
             for name in run.names("rows")
         }
         title = prefix.replace("float", "fp")
-        found.append({
-            "file": f"torch-{title.replace(' ', '-').replace('_', '-')}.svg", "title": title, "x": "columns",
-            "y": "% of the bandwidth of a copy", "series": {name: points for name, points in series.items() if points},
-        })  # fmt: skip
+        found.append(
+            {
+                "file": f"torch-{title.replace(' ', '-').replace('_', '-')}.svg",
+                "title": title,
+                "x": "columns",
+                "y": "% of the bandwidth of a copy",
+                "series": {name: points for name, points in series.items() if points},
+            }
+        )
     return found
 
 
@@ -100,10 +113,12 @@ def models(run: Run) -> Rows:
     rows: Rows = []
     for _, case, name in (key for key in run.results if key[0] == "decode"):
         found = run.results["decode", case, name]
-        rows.append({
-            "what": f"LLaMA 8B, {case}, {name}, one sequence behind 512 tokens",
-            "value": f"{1 / found['seconds']:.1f} tokens/s",
-        })  # fmt: skip
+        rows.append(
+            {
+                "what": f"LLaMA 8B, {case}, {name}, one sequence behind 512 tokens",
+                "value": f"{1 / found['seconds']:.1f} tokens/s",
+            }
+        )
     for section, what in (
         ("stream", "LLaMA 70B, forward of 2,048 tokens"),
         ("lora", "LLaMA 8B, LoRA step, 512 tokens"),
@@ -111,11 +126,13 @@ def models(run: Run) -> Rows:
         for case in run.cases(section):
             found = next(r for (s, c, _), r in run.results.items() if (s, c) == (section, case))
             share = f", {found['share']:.1%} of a link of {found['link'] / 1e9:.1f} GB/s" if "share" in found else ""
-            rows.append({
-                "what": f"{what}, {found['blocks']} layers streamed",
-                "value": f"{found['seconds']:.3g} s, {found['peak'] / GIB:.2f} GiB allocated, "
-                f"{found['peak_reserved'] / GIB:.2f} GiB reserved{share}",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "what": f"{what}, {found['blocks']} layers streamed",
+                    "value": f"{found['seconds']:.3g} s, {found['peak'] / GIB:.2f} GiB allocated, "
+                    f"{found['peak_reserved'] / GIB:.2f} GiB reserved{share}",
+                }
+            )
     for case in run.cases("host"):
         for (section, other, name), found in run.results.items():
             if (section, other) == ("host", case):
@@ -129,10 +146,12 @@ def published(run: Run) -> dict[str, Found]:
     about = run.about
     peers = ", ".join(f"{name} {about[name]}" for name in ("triton", "bitsandbytes") if about.get(name))
     common = {
-        "gpu": about["gpu"], "date": about["date"], "command": about["command"],
+        "gpu": about["gpu"],
+        "date": about["date"],
+        "command": about["command"],
         "versions": f"driver {about['driver']}, CUDA {about['cuda']}, torch {about['torch']}"
         + (f", {peers}" if peers else ""),
-    }  # fmt: skip
+    }
     graphs = "Device times of CUDA graphs' replays."
     files: dict[str, tuple[str, str, Callable[[], Rows]]] = {
         "torch-rows": (

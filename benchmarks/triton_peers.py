@@ -61,9 +61,24 @@ def _quantize(x, codes, scale, k, BLOCK: tl.constexpr):
 @triton.autotune(TILES, key=["m", "n", "k"])
 @triton.jit
 def _matmul(
-    a, b, out, a_scale, b_scale, m, n, k, stride_am, stride_ak, stride_bk, stride_bn, SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    out,
+    a_scale,
+    b_scale,
+    m,
+    n,
+    k,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     tile, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     group = tile // (GROUP * tiles_n)
     height = min(tiles_m - group * GROUP, GROUP)

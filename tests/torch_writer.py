@@ -14,11 +14,17 @@ import ml_dtypes
 import numpy as np
 
 STORAGE_NAMES = {
-    np.dtype(np.float64): "DoubleStorage", np.dtype(np.float32): "FloatStorage", np.dtype(np.float16): "HalfStorage",
-    np.dtype(ml_dtypes.bfloat16): "BFloat16Storage", np.dtype(np.int64): "LongStorage",
-    np.dtype(np.int32): "IntStorage", np.dtype(np.int16): "ShortStorage", np.dtype(np.int8): "CharStorage",
-    np.dtype(np.uint8): "ByteStorage", np.dtype(np.bool_): "BoolStorage",
-}  # fmt: skip
+    np.dtype(np.float64): "DoubleStorage",
+    np.dtype(np.float32): "FloatStorage",
+    np.dtype(np.float16): "HalfStorage",
+    np.dtype(ml_dtypes.bfloat16): "BFloat16Storage",
+    np.dtype(np.int64): "LongStorage",
+    np.dtype(np.int32): "IntStorage",
+    np.dtype(np.int16): "ShortStorage",
+    np.dtype(np.int8): "CharStorage",
+    np.dtype(np.uint8): "ByteStorage",
+    np.dtype(np.bool_): "BoolStorage",
+}
 
 
 @dataclass
@@ -149,9 +155,13 @@ def save(path: Path, tensors: Mapping[str, np.ndarray], legacy: bool = False, en
     storages = Storages()
     described = {name: storages.tensor(array, parameter=i % 2 == 1) for i, (name, array) in enumerate(tensors.items())}
     content: Any = Raw(
-        encode(ordered()) + b"(" + b"".join(encode(k) + encode(v) for k, v in described.items()) + b"u"
-        + encode({"_metadata": {"": {"version": 1}}}) + b"b"
-    )  # fmt: skip
+        encode(ordered())
+        + b"("
+        + b"".join(encode(k) + encode(v) for k, v in described.items())
+        + b"u"
+        + encode({"_metadata": {"": {"version": 1}}})
+        + b"b"
+    )
     pickled = dumps(content if entry is None else {entry: content, "iteration": 7, "optimizer": None})
     if legacy:
         parts = {key: (array.size, _bytes(array)) for key, array in storages.arrays.items()}

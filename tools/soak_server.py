@@ -38,9 +38,22 @@ TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<tool_call>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}
 {% endfor %}<assistant>"""
 WORDS = [
-    "the", "terminal", "file", "system", "shell", "window", "cat",
-    "program", "user", "command", "text", "line", "memory", "device", "page",
-]  # fmt: skip
+    "the",
+    "terminal",
+    "file",
+    "system",
+    "shell",
+    "window",
+    "cat",
+    "program",
+    "user",
+    "command",
+    "text",
+    "line",
+    "memory",
+    "device",
+    "page",
+]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["a", "b"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -71,10 +84,21 @@ class Soak:
         self._url = url
         self._seed = seed
         self._kinds: list[Callable[[httpx.AsyncClient, random.Random], Awaitable[bool]]] = [
-            self.greedy, self.whole_chat, self.streamed_chat, self.several, self.echo, self.long_prefix,
-            self.structured, self.called, self.wrong, self.tokens, self.slow_reader, self.left_while_streaming,
-            self.left_early, self.left_with_several,
-        ]  # fmt: skip
+            self.greedy,
+            self.whole_chat,
+            self.streamed_chat,
+            self.several,
+            self.echo,
+            self.long_prefix,
+            self.structured,
+            self.called,
+            self.wrong,
+            self.tokens,
+            self.slow_reader,
+            self.left_while_streaming,
+            self.left_early,
+            self.left_with_several,
+        ]
 
     async def start_processes(self) -> None:
         """Send more conversations at once than the server has processes for them, so that it starts all of these."""

@@ -43,10 +43,20 @@ def train(steps: int, seed: int) -> T5ForConditionalGeneration:
     """The model after ``steps`` batches."""
     torch.manual_seed(seed)
     config = T5Config(
-        vocab_size=len(VOCABULARY), d_model=48, d_kv=12, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False, relative_attention_max_distance=32,
-        decoder_start_token_id=START, pad_token_id=START, eos_token_id=END,
-    )  # fmt: skip
+        vocab_size=len(VOCABULARY),
+        d_model=48,
+        d_kv=12,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+        relative_attention_max_distance=32,
+        decoder_start_token_id=START,
+        pad_token_id=START,
+        eos_token_id=END,
+    )
     model = T5ForConditionalGeneration(config)
     model.lm_head.weight = torch.nn.Parameter(torch.randn(len(VOCABULARY), 48) * 0.05)
     generator = torch.Generator().manual_seed(seed)

@@ -16,9 +16,23 @@ SENTENCES = [
 ]
 SPECIAL = ["<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<go>", "<eod>", "▁", ",", "▂"]
 WORDS = [
-    "今天", "天气", "不错", "我们", "北京", "大学", "北京大学", "人工智能", "技术", "发展", "你好", "hello", "world",
-    "hel", "20", "...",
-]  # fmt: skip
+    "今天",
+    "天气",
+    "不错",
+    "我们",
+    "北京",
+    "大学",
+    "北京大学",
+    "人工智能",
+    "技术",
+    "发展",
+    "你好",
+    "hello",
+    "world",
+    "hel",
+    "20",
+    "...",
+]
 
 
 def word_list() -> list[str]:
@@ -46,10 +60,17 @@ def sentencepiece_model() -> bytes:
     model = io.BytesIO()
     text = "".join(s.replace("，", " , ").replace(" ", " ▂ ") for s in SENTENCES)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([" ".join(text), *SENTENCES] * 5), model_writer=model, vocab_size=130, minloglevel=2,
-        model_type="unigram", character_coverage=1.0, hard_vocab_limit=False, pad_id=5, pad_piece="<pad>",
+        sentence_iterator=iter([" ".join(text), *SENTENCES] * 5),
+        model_writer=model,
+        vocab_size=130,
+        minloglevel=2,
+        model_type="unigram",
+        character_coverage=1.0,
+        hard_vocab_limit=False,
+        pad_id=5,
+        pad_piece="<pad>",
         user_defined_symbols=["<cls>", "<sep>", "<mask>", "<eod>", "▂", "▃"],
-    )  # fmt: skip
+    )
     return model.getvalue()
 
 
@@ -57,9 +78,15 @@ VOCABULARY = word_list()
 SIZE = -(-len(VOCABULARY) // 8) * 8
 
 ENCODER_DECODER = {
-    "vocab_size": SIZE, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2,
-    "num_decoder_layers": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": SIZE,
+    "d_model": 32,
+    "d_ff": 48,
+    "d_kv": 8,
+    "num_heads": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def write(folder: Path, model_type: str, seed: int = 0, **config: Any) -> Path:
@@ -67,9 +94,12 @@ def write(folder: Path, model_type: str, seed: int = 0, **config: Any) -> Path:
     tokenizer = {"cpm2": "CPM2Tokenizer", "eva": "EVATokenizer"}[model_type]
     start, end = {"cpm2": ("<s>", "<eod>"), "eva": ("<s_0>", "<sep>")}[model_type]
     full = {
-        "model_type": model_type, **ENCODER_DECODER, "decoder_start_token_id": VOCABULARY.index(start),
-        "eos_token_id": VOCABULARY.index(end), **config,
-    }  # fmt: skip
+        "model_type": model_type,
+        **ENCODER_DECODER,
+        "decoder_start_token_id": VOCABULARY.index(start),
+        "eos_token_id": VOCABULARY.index(end),
+        **config,
+    }
     write_words(folder, tokenizer)
     return tiny_checkpoint.save(folder, full, tiny_checkpoint.tensors(full, seed))
 
@@ -77,9 +107,14 @@ def write(folder: Path, model_type: str, seed: int = 0, **config: Any) -> Path:
 def write_cpm1(folder: Path, **config: Any) -> Path:
     """CPM-1, with a sentencepiece model."""
     full = {
-        "model_type": "cpm1", "vocab_size": 136, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "max_position_embeddings": 64, **config,
-    }  # fmt: skip
+        "model_type": "cpm1",
+        "vocab_size": 136,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        **config,
+    }
     folder.mkdir(parents=True)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CPM1Tokenizer"}')
     (folder / "chinese_vocab.model").write_bytes(sentencepiece_model())

@@ -23,11 +23,28 @@ def shown(value: object) -> str:
 
 
 VALUES: dict[str, Any] = {
-    "three ones": np.ones(3), "zeros": np.zeros((2, 2)), "an empty array": np.zeros(0), "no": "no", "": "",
-    "a bool": np.bool_(True), "an int64": np.int64(2), "a float32": np.float32(2), "nan": float("nan"),
-    "inf": float("inf"), "a surrogate": "\ud800", "a NUL": "a\0b", "a list": [1], "a dict": {}, "10^30": 10**30,
-    "None": None, "an object": object(), "-1": -1, "1.5": 1.5, "bytes": b"a", "300 characters": "a" * 300,
-}  # fmt: skip
+    "three ones": np.ones(3),
+    "zeros": np.zeros((2, 2)),
+    "an empty array": np.zeros(0),
+    "no": "no",
+    "": "",
+    "a bool": np.bool_(True),
+    "an int64": np.int64(2),
+    "a float32": np.float32(2),
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "a surrogate": "\ud800",
+    "a NUL": "a\0b",
+    "a list": [1],
+    "a dict": {},
+    "10^30": 10**30,
+    "None": None,
+    "an object": object(),
+    "-1": -1,
+    "1.5": 1.5,
+    "bytes": b"a",
+    "300 characters": "a" * 300,
+}
 FLAGS = ["no", "", 1, 0, None, np.bool_(True), np.ones(3), np.zeros(0), [], {}, object(), float("nan")]
 
 
@@ -77,11 +94,18 @@ def calls(folders: Folders, model: bminf_lite.Model) -> dict[str, Call]:
 
 
 SIGNATURES: dict[str, Callable[..., Any]] = {
-    "load": bminf_lite.load, "migrate": bminf_lite.migrate, "verify": bminf_lite.verify, "plan": bminf_lite.plan,
-    "perplexity": bminf_lite.perplexity, "compare": bminf_lite.compare, "generate": bminf_lite.Model.generate,
-    "stream": bminf_lite.Model.stream, "logits": bminf_lite.Model.logits, "encode": bminf_lite.Model.encode,
+    "load": bminf_lite.load,
+    "migrate": bminf_lite.migrate,
+    "verify": bminf_lite.verify,
+    "plan": bminf_lite.plan,
+    "perplexity": bminf_lite.perplexity,
+    "compare": bminf_lite.compare,
+    "generate": bminf_lite.Model.generate,
+    "stream": bminf_lite.Model.stream,
+    "logits": bminf_lite.Model.logits,
+    "encode": bminf_lite.Model.encode,
     "chat": bminf_lite.Model.chat,
-}  # fmt: skip
+}
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -156,9 +180,17 @@ def test_tools_are_a_list_of_functions(model: bminf_lite.Model, tools: Any) -> N
 
 
 PATHS: dict[str, Any] = {
-    "300 characters": "a" * 300, "a NUL": "a\0b", "a surrogate": "a\ud800b", "a long folder": "b" * 300 + "/x",
-    "6,000 characters": "c/" * 3000, "an array": np.zeros(3), "None": None, "3": 3, "bytes": b"abc", "empty": "",
-}  # fmt: skip
+    "300 characters": "a" * 300,
+    "a NUL": "a\0b",
+    "a surrogate": "a\ud800b",
+    "a long folder": "b" * 300 + "/x",
+    "6,000 characters": "c/" * 3000,
+    "an array": np.zeros(3),
+    "None": None,
+    "3": 3,
+    "bytes": b"abc",
+    "empty": "",
+}
 
 
 @pytest.mark.parametrize("name", PATHS)

@@ -70,8 +70,22 @@ def test_every_kind_of_prompt_means_the_same(model):
     assert model.generate("hello", add_special_tokens=False, max_new_tokens=1).prompt_tokens == 5
 
 
-@pytest.mark.parametrize("prompt", [None, 3, b"abc", bytearray(b"abc"), memoryview(b"abc"), np.array(3),
-                                    [1.5], [True], ["a", None], {"role": "user"}, [[1], [None]]])  # fmt: skip
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        3,
+        b"abc",
+        bytearray(b"abc"),
+        memoryview(b"abc"),
+        np.array(3),
+        [1.5],
+        [True],
+        ["a", None],
+        {"role": "user"},
+        [[1], [None]],
+    ],
+)
 def test_invalid_prompts(model, prompt):
     with pytest.raises(UsageError, match=r"a prompt is text, token ids or messages|a token id is a whole number"):
         model.generate(prompt)
@@ -257,12 +271,22 @@ def test_the_tokenizer_s_end_token_is_the_last_resort(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"max_queue": 0}, {"context": -1}, {"context": "x"},
-     {"max_num_batched_tokens": 0}, {"max_num_batched_tokens": 1 << 17},
-     {"memory_limit": -1},
-     {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"},
-     *({"device": d} for d in ("tpu", "cuda:-1", "cuda:", "", 0, None))],
-)  # fmt: skip
+    [
+        {"max_batch": 0},
+        {"max_batch": 2.5},
+        {"max_batch": True},
+        {"max_queue": 0},
+        {"context": -1},
+        {"context": "x"},
+        {"max_num_batched_tokens": 0},
+        {"max_num_batched_tokens": 1 << 17},
+        {"memory_limit": -1},
+        {"memory_limit": "6 apples"},
+        {"memory_limit": []},
+        {"kv_cache": "fp8"},
+        *({"device": d} for d in ("tpu", "cuda:-1", "cuda:", "", 0, None)),
+    ],
+)
 def test_invalid_arguments_of_load(source, options):
     (value,) = options.values()
     with pytest.raises(UsageError, match=re.escape(repr(value))):

@@ -38,9 +38,16 @@ def received(wanted: GenerationRequest) -> GenerationRequest:
 EVERYTHING = GenerationRequest(
     PromptEncoder(None, DECODER).encode(EncodedPrompt([3, 1, 4], False, (), frozenset([9]))),
     SamplingParams(5, 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, 2**64 - 1, ("a", "b"), True, 1, {4: -1.5}, 3),
-    n=2, stop_token_ids=frozenset([11, 12]), priority=-4, deadline=2.5, cache_salt="é", prompt_logprobs=True,
-    num_prompt_top=4, grammar=Grammar.regex("a+"), is_streamed=True,
-)  # fmt: skip
+    n=2,
+    stop_token_ids=frozenset([11, 12]),
+    priority=-4,
+    deadline=2.5,
+    cache_salt="é",
+    prompt_logprobs=True,
+    num_prompt_top=4,
+    grammar=Grammar.regex("a+"),
+    is_streamed=True,
+)
 
 
 def test_a_message_loses_nothing():

@@ -52,11 +52,14 @@ def check(result: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"json_schema": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}, {"regex": r" ?[A-Za-z]{2,6} = \d{1,3}"},
-        {"choice": ["yes", "no", "n\u00f6 \u4f60"]}, {"grammar": 'start: word "c"\nword: /(ab){1,5}/'},
+        {"json_schema": SCHEMA},
+        {"json_schema": json.dumps(SCHEMA)},
+        {"regex": r" ?[A-Za-z]{2,6} = \d{1,3}"},
+        {"choice": ["yes", "no", "n\u00f6 \u4f60"]},
+        {"grammar": 'start: word "c"\nword: /(ab){1,5}/'},
         {"grammar": Grammar.regex("(ab){1,5}c")},
     ],
-)  # fmt: skip
+)
 def test_the_text_follows(model, options, temperature):
     results = model.generate([PROMPT, [5, 6, 7]], temperature=temperature, seed=2, **options)
     for result in results:

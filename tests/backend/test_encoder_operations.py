@@ -68,9 +68,14 @@ def test_cross_attention_over_stored_sources(backend, name, int8, seed, lengths,
 
 
 def check_cross_attention(
-    backend: Backend, spec: AttentionSpec, rng: np.random.Generator, counts: list[int], tokens: list[int],
-    capacity: int, int8: bool,
-) -> None:  # fmt: skip
+    backend: Backend,
+    spec: AttentionSpec,
+    rng: np.random.Generator,
+    counts: list[int],
+    tokens: list[int],
+    capacity: int,
+    int8: bool,
+) -> None:
     """Sources stored together in slots in any order, of a cache that holds longer ones beside them."""
     table = rng.permutation(scattered_table(5, capacity))[: len(counts)]
     cache = backend.layer_cache(1 + scattered_table(5, capacity).size, spec.kv_heads, spec.head_dim, int8=int8)

@@ -32,11 +32,19 @@ def routers(draw: st.DrawFn) -> tuple[RouterSpec, np.ndarray, np.ndarray | None,
     experts = groups * size
     score = draw(st.sampled_from([Score.SOFTMAX, Score.SIGMOID] if top_groups < groups else list(Score)))
     spec = RouterSpec(
-        experts, draw(st.integers(1, top_groups * size)), score, draw(st.booleans()), draw(st.sampled_from([0, 1e-6])),
-        draw(st.sampled_from([0, 0.5])), draw(st.sampled_from([1.0, 2.5])), groups, top_groups,
-        draw(st.sampled_from(list(GroupScore))), draw(st.sampled_from(list(MaskedScore))),
+        experts,
+        draw(st.integers(1, top_groups * size)),
+        score,
+        draw(st.booleans()),
+        draw(st.sampled_from([0, 1e-6])),
+        draw(st.sampled_from([0, 0.5])),
+        draw(st.sampled_from([1.0, 2.5])),
+        groups,
+        top_groups,
+        draw(st.sampled_from(list(GroupScore))),
+        draw(st.sampled_from(list(MaskedScore))),
         draw(st.sampled_from(WEIGHT_TYPES)),
-    )  # fmt: skip
+    )
     seed = draw(st.integers(0, 1000))
     random = np.random.default_rng(seed)
     logits = np.round(logits_of(9, experts, seed) * 2) / 2 if draw(st.booleans()) else logits_of(9, experts, seed)

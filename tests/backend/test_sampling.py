@@ -138,9 +138,15 @@ def test_biases_masks_and_min_tokens_equal_their_formulas(logits, data):
     step, least = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     repeated = data.draw(st.booleans())
     state = make_state(
-        1, np.full((1, vocab), PROMPT_FLAG * repeated, np.int32), [sorted(bias.items())], bits(allowed[None]),
-        step=step, min_tokens=least, repetition_penalty=1.5, end_tokens=[[*ends, *[-1] * (15 - len(ends))]],
-    )  # fmt: skip
+        1,
+        np.full((1, vocab), PROMPT_FLAG * repeated, np.int32),
+        [sorted(bias.items())],
+        bits(allowed[None]),
+        step=step,
+        min_tokens=least,
+        repetition_penalty=1.5,
+        end_tokens=[[*ends, *[-1] * (15 - len(ends))]],
+    )
     expected = []
     for token, x in enumerate(logits):
         x = x + np.float32(bias.get(token, 0))

@@ -65,11 +65,19 @@ def test_an_interrupted_batch_goes_on_and_repeats_no_finished_row(int8, rows, tm
 
 def test_a_poison_row_fails_alone(int8, tmp_path):
     bad = [
-        b"\xff", b"{", b"[]", {"prompt": "x" * 500, "id": 1}, {"prompt": "a", "temperature": "hot"},
-        {"prompt": "a", "response_format": {"type": "json_schema"}}, {"prompt": "a", "model": "another"},
-        {"prompt": "a", "logit_bias": {"999999": 1}}, {"prompt": [10**9]}, {"prompt": "\ud800"},
-        {"prompt": "a", "regex": "("}, {"messages": [{"role": "nobody", "content": "a"}]},
-    ]  # fmt: skip
+        b"\xff",
+        b"{",
+        b"[]",
+        {"prompt": "x" * 500, "id": 1},
+        {"prompt": "a", "temperature": "hot"},
+        {"prompt": "a", "response_format": {"type": "json_schema"}},
+        {"prompt": "a", "model": "another"},
+        {"prompt": "a", "logit_bias": {"999999": 1}},
+        {"prompt": [10**9]},
+        {"prompt": "\ud800"},
+        {"prompt": "a", "regex": "("},
+        {"messages": [{"role": "nobody", "content": "a"}]},
+    ]
     good = prompts(len(bad))
     mixed = [row for pair in zip(good, bad, strict=True) for row in pair]
     counts = run(int8, write_rows(tmp_path / "in.jsonl", mixed), tmp_path / "out.jsonl")

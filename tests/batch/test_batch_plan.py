@@ -22,8 +22,10 @@ BLOCK = Block("in", 0, 2, 0, 10)
 
 @given(
     files=st.lists(st.lists(st.sampled_from(["", " ", "{}", '{"a": 1}', '"ü\r"']), min_size=1), min_size=1, max_size=3),
-    ends=st.booleans(), block_rows=st.integers(1, 5), chunk=st.integers(1, 9),
-)  # fmt: skip
+    ends=st.booleans(),
+    block_rows=st.integers(1, 5),
+    chunk=st.integers(1, 9),
+)
 def test_blocks_hold_every_row_once_and_in_order(tmp_path_factory, files, ends, block_rows, chunk):
     folder = tmp_path_factory.mktemp("rows")
     paths = []

@@ -67,9 +67,14 @@ def test_what_comes_out_of_a_plain_row():
     row = Row(0, {"prompt": "a", "id": 1, "error": "of an earlier batch"})
     output = PlainRows().output(row, PlainRows().result(answer(text="b")))
     assert output == {
-        "prompt": "a", "id": 1, "generated_text": "b", "finish_reason": "stop", "choices": None, "error": None,
+        "prompt": "a",
+        "id": 1,
+        "generated_text": "b",
+        "finish_reason": "stop",
+        "choices": None,
+        "error": None,
         "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1},
-    }  # fmt: skip
+    }
     message = {"role": "assistant", "content": "c", "refusal": None}
     assert PlainRows().result(answer(message=message))["choices"] is None
     calls = PlainRows().result(answer(message=message | {"tool_calls": [1]}))

@@ -116,9 +116,14 @@ def test_kernels(profiler) -> None:
     cases = list(profiler._row_cases(64, 1024))
     allocated = {case.kernel: profiler.allocated(case.run) for case in cases}
     assert allocated.keys() == {
-        "softmax", "softmax, in place", "rms_norm", "layer_norm", "quantize", "rms_norm and quantize",
+        "softmax",
+        "softmax, in place",
+        "rms_norm",
+        "layer_norm",
+        "quantize",
+        "rms_norm and quantize",
         "rms_norm to fp32, in place",
-    }  # fmt: skip
+    }
     assert allocated.pop("softmax") >= 64 * 1024 * 4
     assert set(allocated.values()) == {0}
     apart, in_place = profiler._projection_cases(64, 256)

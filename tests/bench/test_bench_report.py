@@ -22,9 +22,13 @@ from bminf_lite.memory.planner import Machine, MemoryPlan, MemoryRequirements
 from bminf_lite.memory.step_time import DecodeWork
 
 SHAPE = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
     "vocab_size": 64,
-}  # fmt: skip
+}
 CEILINGS = Ceilings(read=4e12, copy=3.5e12, int8=1e15)
 
 
@@ -36,11 +40,14 @@ def measured(kind: str, tokens: int, depth: int = 0, batch: int = 1, seconds: fl
 @pytest.fixture
 def report() -> Report:
     return Report(
-        "a device", {"bminf-lite": "1"}, CEILINGS, random_model("small", SHAPE, CpuBackend()),
+        "a device",
+        {"bminf-lite": "1"},
+        CEILINGS,
+        random_model("small", SHAPE, CpuBackend()),
         [measured("pp", 512), measured("tg", 128, depth=512)],
         Trace(512, [Span("embed", 1e-6, 100, 2e-6), Span("matvec<1>", 9e-6, 16_000_000, 0.0)], 8e-6),
         [KernelTime("norm", "4 x 8", 1e-5, 20_000_000, 0, 4e-5), KernelTime("igemm", "1 x 2", 1e-3, 5, 10**12, None)],
-    )  # fmt: skip
+    )
 
 
 def test_markdown(report: Report) -> None:
@@ -104,8 +111,10 @@ def test_an_empty_report_still_tells_the_limits() -> None:
 def test_drawings(report: Report, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     report.measurements += [
-        measured("pp", 2048, seconds=2), measured("tg", 128, depth=4096, seconds=0.7), measured("tg", 128, 512, batch=4)
-    ]  # fmt: skip
+        measured("pp", 2048, seconds=2),
+        measured("tg", 128, depth=4096, seconds=0.7),
+        measured("tg", 128, 512, batch=4),
+    ]
     plot.save(report, tmp_path / "all.svg")
     drawn = (tmp_path / "all.svg").read_text()
     assert drawn.count('id="axes_') == 6, "prompt length, context, batch, trace, and kernels by bytes and by operations"

@@ -31,9 +31,15 @@ from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 
 SHAPE = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +53,18 @@ def profiler(bench_model: BenchModel) -> Profiler:
 
 
 BILLIONS = {
-    "cpm-1": 2.60, "cpm-2": 11.0, "eva": 2.8, "llama-2-7b": 6.74, "llama-3-70b": 70.55, "llama-3-8b": 8.03,
-    "llama-3.2-1b": 1.24, "llama-tiny": 0.004, "gpt2-xl": 1.558, "opt-6.7b": 6.66, "pythia-6.9b": 6.86,
-}  # fmt: skip
+    "cpm-1": 2.60,
+    "cpm-2": 11.0,
+    "eva": 2.8,
+    "llama-2-7b": 6.74,
+    "llama-3-70b": 70.55,
+    "llama-3-8b": 8.03,
+    "llama-3.2-1b": 1.24,
+    "llama-tiny": 0.004,
+    "gpt2-xl": 1.558,
+    "opt-6.7b": 6.66,
+    "pythia-6.9b": 6.86,
+}
 """Parameters of the shapes, as their authors give them."""
 
 
@@ -119,8 +134,15 @@ def test_chunks_hold_every_token_once(batch: int, tokens: int, chunk: int):
 def test_every_combination_is_a_test():
     tests = workloads((512, 0), (128,), (0, 64), (1, 2))
     assert [str(t) for t in tests] == [
-        "pp512", "tg128", "pp512 @ d64", "tg128 @ d64", "pp512 x 2", "tg128 x 2", "pp512 @ d64 x 2", "tg128 @ d64 x 2",
-    ]  # fmt: skip
+        "pp512",
+        "tg128",
+        "pp512 @ d64",
+        "tg128 @ d64",
+        "pp512 x 2",
+        "tg128 x 2",
+        "pp512 @ d64 x 2",
+        "tg128 @ d64 x 2",
+    ]
     for wrong in [((-1,), (), (), ()), ((1,), (), (0,), (0,)), ((), (3,), (-2,), (1,))]:
         with pytest.raises(UsageError):
             workloads(*wrong)
@@ -161,9 +183,17 @@ def test_a_peak_does_not_count_what_was_freed_before(profiler: Profiler):
 
 
 ENCODER_DECODER = {
-    "model_type": "t5", "d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 96, "num_layers": 2, "vocab_size": 300,
-    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0,
-}  # fmt: skip
+    "model_type": "t5",
+    "d_model": 64,
+    "d_kv": 16,
+    "num_heads": 4,
+    "d_ff": 96,
+    "num_layers": 2,
+    "vocab_size": 300,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "decoder_start_token_id": 0,
+}
 
 
 @pytest.mark.parametrize("source_sizes", [(), (12, 40)], ids=["eager", "padded"])

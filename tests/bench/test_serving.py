@@ -23,9 +23,15 @@ from bminf_lite.errors import UsageError
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 SMALL = {
-    "model_type": "llama", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize("rate", [None, 2000.0], ids=["offline", "online"])

@@ -84,8 +84,11 @@ def test_the_model_of_int8_weights_is_a_llama(peers) -> None:
             for linear, weight in zip((attention.q_proj, attention.k_proj, attention.v_proj), parts, strict=True):
                 linear.weight.copy_(weight)
             for linear, layer in (
-                (attention.o_proj, a.out), (mlp.gate_proj, a.gate), (mlp.up_proj, a.up), (mlp.down_proj, a.down)
-            ):  # fmt: skip
+                (attention.o_proj, a.out),
+                (mlp.gate_proj, a.gate),
+                (mlp.up_proj, a.up),
+                (mlp.down_proj, a.down),
+            ):
                 linear.weight.copy_(float_weight(layer))
         own.make_cache(2, 12)
         tokens = torch.randint(0, config["vocab_size"], (2, 9))

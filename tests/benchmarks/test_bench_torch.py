@@ -37,8 +37,12 @@ def test_one_run_has_the_wrapped_model_and_the_engine(tmp_path: Path, monkeypatc
     run = torch_report.Run(json.loads(results.read_text()))
     compiled = "compiled, static cache"
     assert {(case, name) for _, case, name in run.results} == {
-        (compiled, "bf16"), (compiled, "w8a8"), ("eager", "bf16"), ("eager", "w8a8"), ("engine", "w8a8")
-    }  # fmt: skip
+        (compiled, "bf16"),
+        (compiled, "w8a8"),
+        ("eager", "bf16"),
+        ("eager", "w8a8"),
+        ("engine", "w8a8"),
+    }
     wrapped, engine = run.seconds("decode", compiled, "w8a8"), run.seconds("decode", "engine", "w8a8")
     assert wrapped and engine
     assert f"the engine decodes {wrapped / engine:.2f} times as fast as the wrapped model" in printed

@@ -12,9 +12,14 @@ import pytest
 from bminf_lite.bench.runner import Workload
 
 SMALL = {
-    "model_type": "llama", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 DECODED = {count: Workload("tg", 30, 20, count) for count in (1, 3)}
 
 

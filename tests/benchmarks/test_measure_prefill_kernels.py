@@ -38,8 +38,10 @@ def test_medians_and_other_bits_are_reported() -> None:
 def test_cases_are_chosen_by_how_their_names_start() -> None:
     names = [case.name for case in chosen(["attention 2048 @", "product 2048 x 14336"])]
     assert [name.split(",")[0] for name in names] == [
-        "attention 2048 @ 30720", "attention 2048 @ 0", "product 2048 x 14336 by 4096",
-    ]  # fmt: skip
+        "attention 2048 @ 30720",
+        "attention 2048 @ 0",
+        "product 2048 x 14336 by 4096",
+    ]
     with pytest.raises(SystemExit, match=r"starts with one of \['3 @'\]; there are \['attention 32768 @ 0"):
         chosen(["3 @"])
 

@@ -34,9 +34,15 @@ def run() -> torch_report.Run:
     add("stream", "70B", "forward", 1.0, blocks=50, share=0.93, link=5e10, peak=20 << 30, peak_reserved=21 << 30)
     add("host", "no_grad", "softmax", 1e-5, host_seconds=8e-6)
     about = {
-        "gpu": "A GPU", "driver": "1", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6", "bitsandbytes": "",
-        "date": "2026-01-02", "command": "python benchmarks/bench_torch.py results.json",
-    }  # fmt: skip
+        "gpu": "A GPU",
+        "driver": "1",
+        "cuda": "13.0",
+        "torch": "2.11.0",
+        "triton": "3.6",
+        "bitsandbytes": "",
+        "date": "2026-01-02",
+        "command": "python benchmarks/bench_torch.py results.json",
+    }
     return torch_report.Run({"about": about, "results": results})
 
 
@@ -56,8 +62,11 @@ def test_what_was_not_measured_is_left_out(run: torch_report.Run) -> None:
     assert published.keys() == {"torch-rows", "torch-square", "torch-linear", "torch-models"}
     first = published["torch-rows"]["rows"][0]
     assert first == {
-        "microseconds": "softmax fp16 256", "bminf_lite.torch": "100", "eager torch": "200", "Triton": "200"
-    }  # fmt: skip
+        "microseconds": "softmax fp16 256",
+        "bminf_lite.torch": "100",
+        "eager torch": "200",
+        "Triton": "200",
+    }
 
 
 def test_rows_that_a_run_lacks_stay_with_their_date(run: torch_report.Run) -> None:

@@ -11,8 +11,15 @@ from tiny_models import OFFSET_NORMS, Golden, RandomWeights
 
 from bminf_lite import models
 
-ARCHITECTURES = {"phi": "phi2", "cohere": "command-r", "gpt_neox": "gptneox", "gemma3_text": "gemma3",
-                 "olmo3": "olmo2", "ministral3": "mistral3", "gpt_bigcode": "starcoder"}  # fmt: skip
+ARCHITECTURES = {
+    "phi": "phi2",
+    "cohere": "command-r",
+    "gpt_neox": "gptneox",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
+    "gpt_bigcode": "starcoder",
+}
 """Names in GGUF that are not the ``model_type``."""
 PERMUTED = ("llama", "granite", "smollm3", "ministral3")
 
@@ -72,12 +79,16 @@ def common_metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     mixer, mlp = (sub.part for sub in config.layer_parts[0].sublayers)
     norm = config.layer_parts[0].norms[0]
     found: dict[str, Any] = {
-        "embedding_length": config.hidden_size, "block_count": config.num_layers,
-        "context_length": config.context_length, "feed_forward_length": mlp.inner_size,
-        "attention.head_count": mixer.heads, "attention.head_count_kv": mixer.kv_heads,
-        "attention.layer_norm_rms_epsilon": norm.eps, "attention.layer_norm_epsilon": norm.eps,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "context_length": config.context_length,
+        "feed_forward_length": mlp.inner_size,
+        "attention.head_count": mixer.heads,
+        "attention.head_count_kv": mixer.kv_heads,
+        "attention.layer_norm_rms_epsilon": norm.eps,
+        "attention.layer_norm_epsilon": norm.eps,
         "rope.freq_base": float(rope.get("rope_theta", given.get("rope_theta", 10000.0))),
-    }  # fmt: skip
+    }
     if mixer.rotary:
         found["rope.dimension_count"] = mixer.rotary.size
         if given["model_type"] == "gpt_neox":

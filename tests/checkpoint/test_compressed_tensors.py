@@ -16,14 +16,30 @@ PUBLISHED: dict[str, Any] = {
     "config_groups": {
         "group_0": {
             "input_activations": {
-                "actorder": None, "block_structure": None, "dynamic": True, "group_size": None, "num_bits": 8,
-                "observer": None, "observer_kwargs": {}, "strategy": "token", "symmetric": True, "type": "int",
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": True,
+                "group_size": None,
+                "num_bits": 8,
+                "observer": None,
+                "observer_kwargs": {},
+                "strategy": "token",
+                "symmetric": True,
+                "type": "int",
             },
             "output_activations": None,
             "targets": ["Linear"],
             "weights": {
-                "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
-                "observer": "minmax", "observer_kwargs": {}, "strategy": "channel", "symmetric": True, "type": "int",
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": None,
+                "num_bits": 8,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "channel",
+                "symmetric": True,
+                "type": "int",
             },
         }
     },
@@ -37,7 +53,10 @@ PUBLISHED: dict[str, Any] = {
         "config_groups": {
             "R1": {"type": "random-hadamard", "apply": [{"targets": ["x"], "location": "weight_output"}]},
             "R4": {
-                "type": "hadamard", "head_dim": 64, "precision": "torch.float32", "randomize": False,
+                "type": "hadamard",
+                "head_dim": 64,
+                "precision": "torch.float32",
+                "randomize": False,
                 "apply": [
                     {"targets": ["re:.*down_proj$"], "location": "input", "ignore": "re:model.layers.3.*"},
                     {"targets": ["re:.*down_proj$"], "location": "weight_input", "inverse": True},
@@ -45,7 +64,7 @@ PUBLISHED: dict[str, Any] = {
             },
         }
     },
-}  # fmt: skip
+}
 """As the common tools write it for W8A8, with a rotation that is part of the weights and one that is not."""
 R4 = ("transform_config", "config_groups", "R4")
 
@@ -76,8 +95,10 @@ def test_targets_by_name_go_before_targets_by_class() -> None:
     config["format"] = "mixed-precision"
     group["format"] = "int-quantized"
     config["config_groups"]["group_1"] = {
-        "targets": ["re:.*down_proj$", "exact.name"], "format": "pack-quantized", "weights": group["weights"],
-    }  # fmt: skip
+        "targets": ["re:.*down_proj$", "exact.name"],
+        "format": "pack-quantized",
+        "weights": group["weights"],
+    }
     config["ignore"] = ["re:model.skip.*"]
     parsed = parse_quantization({"quantization_config": config}, "x")
     assert parsed is not None

@@ -31,37 +31,71 @@ from bminf_lite.gguf_files.header import read_header
 gguf = pytest.importorskip("gguf", reason="GGUF needs the package gguf")
 import gguf_kit  # noqa: E402
 
-WHOLE = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "stablelm", "starcoder2", "phi", "cohere", "cohere2",
-         "smollm3", "nemotron", "falcon", "gpt_neox", "gpt2", "gemma2", "gemma3_text", "bloom", "seed_oss",
-         "glm4", "exaone4", "olmo3", "ministral3", "gpt_bigcode")  # fmt: skip
+WHOLE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "olmo2",
+    "granite",
+    "stablelm",
+    "starcoder2",
+    "phi",
+    "cohere",
+    "cohere2",
+    "smollm3",
+    "nemotron",
+    "falcon",
+    "gpt_neox",
+    "gpt2",
+    "gemma2",
+    "gemma3_text",
+    "bloom",
+    "seed_oss",
+    "glm4",
+    "exaone4",
+    "olmo3",
+    "ministral3",
+    "gpt_bigcode",
+)
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"]
 FURTHER: dict[str, dict[str, Any]] = {
-    "granite": {
-        "attention.scale": 0.15, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0,
-    },
+    "granite": {"attention.scale": 0.15, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0},
     "smollm3": {"rope.freq_base": 2000000.0},
     "cohere": {"logit_scale": 0.0625, "rope.freq_base": 500000.0},
     "cohere2": {"logit_scale": 0.0625, "attention.sliding_window": 4096},
     "gemma2": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "attention.sliding_window": 6},
     "exaone4": {"attention.sliding_window": 6, "attention.sliding_window_pattern": [True, False, True]},
     "olmo3": {
-        "attention.sliding_window": 6, "attention.sliding_window_pattern": [True, False, True],
+        "attention.sliding_window": 6,
+        "attention.sliding_window_pattern": [True, False, True],
         "rope.freq_base": 500000.0,
     },
     "ministral3": {
-        "rope.freq_base": 1000000.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 16.0,
-        "rope.scaling.original_context_length": 16384, "rope.scaling.yarn_beta_fast": 32.0,
-        "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.yarn_log_multiplier": 1.0,
+        "rope.freq_base": 1000000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 16.0,
+        "rope.scaling.original_context_length": 16384,
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+        "rope.scaling.yarn_log_multiplier": 1.0,
         "attention.temperature_scale": 0.1,
     },
     "gemma3_text": {
-        "final_logit_softcapping": 2.0, "attention.sliding_window": 6, "attention.sliding_window_pattern": 3,
+        "final_logit_softcapping": 2.0,
+        "attention.sliding_window": 6,
+        "attention.sliding_window_pattern": 3,
         "rope.freq_base": 1000000.0,
     },
-}  # fmt: skip
-CASE = {"granite": "multipliers", "qwen2": "tied head", "falcon": "grouped, two norms",
-        "gemma3_text": "pattern of three, soft-cap", "exaone4": "layer types",
-        "olmo3": "layer types"}  # fmt: skip
+}
+CASE = {
+    "granite": "multipliers",
+    "qwen2": "tied head",
+    "falcon": "grouped, two norms",
+    "gemma3_text": "pattern of three, soft-cap",
+    "exaone4": "layer types",
+    "olmo3": "layer types",
+}
 
 
 def golden_of(family: str) -> Golden:
@@ -72,9 +106,16 @@ def golden_of(family: str) -> Golden:
 def wide(kind: str = "llama", **changes: Any) -> Golden:
     """A model whose matrices have whole blocks of 32 in each row."""
     config = {
-        "model_type": kind, "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-    } | changes  # fmt: skip
+        "model_type": kind,
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    } | changes
     plain = case_without_golden("cpm1")
     return Golden("wide", config, 5, "", random_tokens(5, 33, 97), plain.logits)
 
@@ -156,8 +197,10 @@ def test_yarn_is_in_the_layers_of_olmo_3_without_a_window(tmp_path: Path) -> Non
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     golden = next(golden for golden in goldens("olmo3") if golden.name == "layer types")
     metadata = FURTHER["olmo3"] | {
-        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
-    }  # fmt: skip
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+    }
     found = config_json(read_header(gguf_kit.write(tmp_path / "model.gguf", golden, **metadata)))
     expected = golden.config | {"rope_theta": 500000.0, "rope_scaling": yarn}
     parse = models.find(expected).parse
@@ -377,11 +420,22 @@ def test_it_can_be_calibrated(tmp_path: Path) -> None:
 
 VALUES = [0, -1, 3, 2**31, 1e30, math.nan, math.inf, "x", [], [1, 2], True, 10**6]
 ADDED = (
-    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor", "rope.scaling.original_context_length",
-    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier",
-    "attention.sliding_window", "attention.sliding_window_pattern", "attention.key_length", "attention.scale",
-    "attention.temperature_scale", "rope.dimension_count", "logit_scale", "expert_count",
-)  # fmt: skip
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.attn_factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attention.key_length",
+    "attention.scale",
+    "attention.temperature_scale",
+    "rope.dimension_count",
+    "logit_scale",
+    "expert_count",
+)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "nemotron", "ministral3", "gemma3_text", "glm4", "gpt_neox"])

@@ -29,11 +29,16 @@ EMBEDDING = {"token_embd.weight": GgufTensor(Path("x"), (97, HEADS * HEAD_DIM), 
 def header(architecture: str = "llama", tensors: dict[str, GgufTensor] | None = None, **values: Any) -> GgufHeader:
     """A header of a small model; ``values`` are metadata of its architecture, with dots as ``__``."""
     common = {
-        "embedding_length": HEADS * HEAD_DIM, "block_count": 2, "attention.head_count": HEADS,
-        "context_length": CONTEXT, "attention.layer_norm_rms_epsilon": 1e-5,
-        "attention.layer_norm_epsilon": 1e-5, "feed_forward_length": 96,
-        "use_parallel_residual": True, "attention.sliding_window": 8,
-    }  # fmt: skip
+        "embedding_length": HEADS * HEAD_DIM,
+        "block_count": 2,
+        "attention.head_count": HEADS,
+        "context_length": CONTEXT,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.layer_norm_epsilon": 1e-5,
+        "feed_forward_length": 96,
+        "use_parallel_residual": True,
+        "attention.sliding_window": 8,
+    }
     if architecture not in ("cohere2", "gemma2", "gemma3", "phi3"):
         del common["attention.sliding_window"]
     given = {key.replace("__", "."): value for key, value in values.items()}
@@ -75,12 +80,16 @@ def test_any_scaling_gives_llama_cpp_s_angles(
     kind, factor, old_key, attention, base, original, betas, extension, multiplier
 ):
     found = header(
-        rope__scaling__type=kind, rope__scaling__attn_factor=attention, rope__freq_base=base,
-        rope__scaling__original_context_length=original, rope__scaling__yarn_beta_fast=betas[0],
-        rope__scaling__yarn_beta_slow=betas[1], rope__scaling__yarn_ext_factor=extension,
+        rope__scaling__type=kind,
+        rope__scaling__attn_factor=attention,
+        rope__freq_base=base,
+        rope__scaling__original_context_length=original,
+        rope__scaling__yarn_beta_fast=betas[0],
+        rope__scaling__yarn_beta_slow=betas[1],
+        rope__scaling__yarn_ext_factor=extension,
         rope__scaling__yarn_log_multiplier=multiplier,
         **{"rope__scale_linear" if old_key else "rope__scaling__factor": factor},
-    )  # fmt: skip
+    )
     yarn = kind == "yarn" and extension != 0 and (factor or 1) > 1
     config = config_json(found)
     rotary = mixers(models.find(config).parse(config))[0].rotary
@@ -99,8 +108,9 @@ def test_divisors_of_frequencies_multiply_the_factor(tmp_path: Path, factor: flo
     divisors = np.linspace(1, 8, HEAD_DIM // 2).astype("<f4")
     (tmp_path / "data").write_bytes(divisors.tobytes())
     tensor = GgufTensor(tmp_path / "data", divisors.shape, "F32", 0, divisors.nbytes)
-    found = header(tensors={"rope_freqs.weight": tensor}, rope__scaling__factor=factor,
-                   rope__scaling__attn_factor=attention)  # fmt: skip
+    found = header(
+        tensors={"rope_freqs.weight": tensor}, rope__scaling__factor=factor, rope__scaling__attn_factor=attention
+    )
     config = config_json(found)
     rotary = mixers(models.find(config).parse(config))[0].rotary
     expected = angles(10000.0, factor, False, CONTEXT, 32, 1) / divisors
@@ -164,9 +174,11 @@ def test_granite_s_scales(value: float | None, scale: float) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "phi2", "cohere2", "gptneox"])
 def test_keys_that_llama_cpp_needs_are_needed(architecture: str) -> None:
     missing = {
-        "attention__layer_norm_rms_epsilon": None, "attention__layer_norm_epsilon": None, "use_parallel_residual": None,
+        "attention__layer_norm_rms_epsilon": None,
+        "attention__layer_norm_epsilon": None,
+        "use_parallel_residual": None,
         "attention__sliding_window": None,
-    }  # fmt: skip
+    }
     with pytest.raises(CheckpointError, match=f"lacks {architecture}."):
         config_json(header(architecture, **missing))
 
@@ -174,22 +186,51 @@ def test_keys_that_llama_cpp_needs_are_needed(architecture: str) -> None:
 # -- keys that are not read -------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "attention.clamp_kqv": 8.0, "attention.max_alibi_bias": 8.0, "attention.scale": 0.3, "logit_scale": 2.0,
-    "embedding_scale": 3.0, "residual_scale": 0.5, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    "attention.sliding_window": 16, "attention.value_length": 8, "attention.key_length_swa": 8,
+    "attention.clamp_kqv": 8.0,
+    "attention.max_alibi_bias": 8.0,
+    "attention.scale": 0.3,
+    "logit_scale": 2.0,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.5,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "attention.sliding_window": 16,
+    "attention.value_length": 8,
+    "attention.key_length_swa": 8,
     "attention.causal": False,
-    "rope.freq_base_swa": 5000.0, "rope.dimension_sections": [4, 4, 0, 0], "nextn_predict_layers": 1,
-    "attention.temperature_scale": 0.1, "attention.shared_kv_layers": 1, "full_attention_interval": 4,
-    "swiglu_clamp_exp": [7.0], "hidden_activation": "relu", "attention.output_scale": 0.7, "a_key_of_tomorrow": 1,
-    "rope.scaling.alpha": 1000.0, "leading_dense_block_count": 1, "activation_sparsity_scale": [0.5],
-}  # fmt: skip
+    "rope.freq_base_swa": 5000.0,
+    "rope.dimension_sections": [4, 4, 0, 0],
+    "nextn_predict_layers": 1,
+    "attention.temperature_scale": 0.1,
+    "attention.shared_kv_layers": 1,
+    "full_attention_interval": 4,
+    "swiglu_clamp_exp": [7.0],
+    "hidden_activation": "relu",
+    "attention.output_scale": 0.7,
+    "a_key_of_tomorrow": 1,
+    "rope.scaling.alpha": 1000.0,
+    "leading_dense_block_count": 1,
+    "activation_sparsity_scale": [0.5],
+}
 NEUTRAL = {
-    "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "logit_scale": 1.0, "embedding_scale": 0.0,
-    "final_logit_softcapping": 0.0, "attention.sliding_window": 0, "attention.value_length": HEAD_DIM,
-    "attention.causal": True, "rope.dimension_sections": [0, 0, 0, 0], "nextn_predict_layers": 0, "vocab_size": 97,
-    "rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth", "expert_used_count": 0,
-    "rope.dimension_count": HEAD_DIM, "pooling_type": 3, "attention.layer_norm_epsilon": 0.5,
-}  # fmt: skip
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "logit_scale": 1.0,
+    "embedding_scale": 0.0,
+    "final_logit_softcapping": 0.0,
+    "attention.sliding_window": 0,
+    "attention.value_length": HEAD_DIM,
+    "attention.causal": True,
+    "rope.dimension_sections": [0, 0, 0, 0],
+    "nextn_predict_layers": 0,
+    "vocab_size": 97,
+    "rope.scaling.finetuned": True,
+    "tensor_data_layout": "Meta AI original pth",
+    "expert_used_count": 0,
+    "rope.dimension_count": HEAD_DIM,
+    "pooling_type": 3,
+    "attention.layer_norm_epsilon": 0.5,
+}
 
 
 @pytest.mark.parametrize("key", REFUSED)
@@ -219,15 +260,29 @@ def test_each_key_of_llama_cpp_is_read_refused_or_without_an_effect() -> None:
     ]
     assert len(names) > 80
     harmless = {
-        "vocab_size", "feed_forward_length", "tensor_data_layout", "use_parallel_residual", "expert_used_count",
-        "interleave_moe_layer_step", "pooling_type", "rope.scaling.finetuned", "attention.layer_norm_epsilon",
-        "attention.group_norm_epsilon", "rope.scaling.original_context_length",
-    }  # fmt: skip
+        "vocab_size",
+        "feed_forward_length",
+        "tensor_data_layout",
+        "use_parallel_residual",
+        "expert_used_count",
+        "interleave_moe_layer_step",
+        "pooling_type",
+        "rope.scaling.finetuned",
+        "attention.layer_norm_epsilon",
+        "attention.group_norm_epsilon",
+        "rope.scaling.original_context_length",
+    }
     read = {*COMMON, "attention.layer_norm_rms_epsilon", "attention.key_length", "rope.dimension_count"}
     scaling = {
-        "type", "factor", "attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_beta_fast",
+        "type",
+        "factor",
+        "attn_factor",
+        "yarn_ext_factor",
+        "yarn_attn_factor",
+        "yarn_log_multiplier",
+        "yarn_beta_fast",
         "yarn_beta_slow",
-    }  # fmt: skip
+    }
     read |= {f"rope.scaling.{name}" for name in scaling} | {"expert_count"}
     for name in names:
         try:
@@ -315,18 +370,35 @@ SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the old key": ({"rope_type": "linear", "factor": 4.0}, {"rope.scale_linear": 4.0}),
     "type none": ({"rope_type": "default"}, {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}),
     "yarn with a factor of attention": (
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
-         "attention_factor": 0.8 * (1 + 0.1 * math.log(4))},
-        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
-         "rope.scaling.attn_factor": 0.8},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "attention_factor": 0.8 * (1 + 0.1 * math.log(4)),
+        },
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.attn_factor": 0.8,
+        },
     ),
     "yarn whose scores have another weight": (
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0,
-         "mscale_all_dim": 0.5},
-        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
-         "rope.scaling.yarn_log_multiplier": 0.5},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+        },
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_log_multiplier": 0.5,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parity
@@ -336,9 +408,16 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     parameters, metadata = SCALINGS[name]
     config = {
-        "model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
     golden = Golden("rope", config, 5, "", random_tokens(5, 100, 97), case_without_golden("cpm1").logits)
     path = gguf_kit.write(tmp_path / "model.gguf", golden, **metadata)
     made = transformers.LlamaConfig(**config, rope_parameters={"rope_theta": 10000.0, **parameters})

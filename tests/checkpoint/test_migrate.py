@@ -86,10 +86,14 @@ def test_output_is_what_the_definition_says(
 @pytest.mark.parametrize(
     ("row", "narrowed"),
     [
-        (lambda row: row * 0, True), (lambda row: row * 1e-3, True), (lambda row: row * 1e4, True),
-        (lambda row: row * 1e-6, False), (lambda row: row * 1e6, False), (lambda row: row + 0.1, True),
+        (lambda row: row * 0, True),
+        (lambda row: row * 1e-3, True),
+        (lambda row: row * 1e4, True),
+        (lambda row: row * 1e-6, False),
+        (lambda row: row * 1e6, False),
+        (lambda row: row + 0.1, True),
     ],
-)  # fmt: skip
+)
 def test_an_fp32_embedding_is_fp16_where_that_has_full_precision(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Any, narrowed: bool
 ) -> None:
@@ -130,8 +134,9 @@ def test_small_rows_zero_rows_and_blocks(
     with open_checkpoint(tmp_path / "out") as out:
         types = {n: w.scale.dtype for n in tensors if isinstance(w := out.weight(n), Int8Weight)}
     assert [n for n, dtype in types.items() if dtype == np.float32] == [
-        "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight",
-    ]  # fmt: skip
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.k_proj.weight",
+    ]
     rows = {row.name: row for row in report.tensors}
     zero = rows["model.layers.0.self_attn.v_proj.weight"]
     assert zero.snr_db is None and zero.worst_row is None and zero.scale_min == zero.scale_max == 1
@@ -377,5 +382,6 @@ def test_files_that_cannot_be_carried_along_are_named(make_checkpoint: MakeCheck
     os.mkfifo(source / "merges.txt")
     report = migrate(source, tmp_path / "out")
     assert report.skipped == (
-        "merges.txt is not a regular file", "tokenizer.json is a link to ../../blobs/0123, which does not exist"
-    )  # fmt: skip
+        "merges.txt is not a regular file",
+        "tokenizer.json is a link to ../../blobs/0123, which does not exist",
+    )

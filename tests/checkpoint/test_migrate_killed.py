@@ -58,9 +58,12 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert complete[0] != complete[1] and len(complete[0]) > 4
     kills = leftovers = 0
     with subprocess.Popen(
-        [sys.executable, "-c", RUN_AND_KILL, source, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", RUN_AND_KILL, source, out],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as runner:  # fmt: skip
+    ) as runner:
         assert runner.stdin is not None and runner.stdout is not None
         while kills < KILLS or not leftovers:  # a kill may hit between two migrations
             kills += 1

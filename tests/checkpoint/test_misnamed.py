@@ -66,8 +66,10 @@ def test_what_is_wrong_beside_the_names_is_listed_too(make_checkpoint: MakeCheck
 
 def test_another_model_is_not_called_misnamed(make_checkpoint: MakeCheckpoint) -> None:
     """Too few names that fit after a change are chance."""
-    renamed = {(f"_orig_mod.{name}" if "layers.0." in name and "norm" in name else f"x{i}"): values
-               for i, (name, values) in enumerate(TENSORS.items())}  # fmt: skip
+    renamed = {
+        (f"_orig_mod.{name}" if "layers.0." in name and "norm" in name else f"x{i}"): values
+        for i, (name, values) in enumerate(TENSORS.items())
+    }
     text = message(make_checkpoint(tensors=renamed))
     assert "in their names" not in text and "missing tensor 'model.norm.weight'" in text
 

@@ -15,13 +15,33 @@ from bminf_lite.errors import CheckpointError
 
 NAMES = ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.11.self_attn.q_proj", "model.visual.0.proj", ""]
 PATTERNS = [
-    ".*lm_head", r".*layers\.(0|1)\..*", "model", "down_proj", ".*down_proj$", r"(?!.*visual).*proj", r"^lm_head$",
-    "(?i).*MLP", r".*\.(\d)\1\.", "", "(?<!x)model.*", "[^.]*$", ".*é",
-]  # fmt: skip
+    ".*lm_head",
+    r".*layers\.(0|1)\..*",
+    "model",
+    "down_proj",
+    ".*down_proj$",
+    r"(?!.*visual).*proj",
+    r"^lm_head$",
+    "(?i).*MLP",
+    r".*\.(\d)\1\.",
+    "",
+    "(?<!x)model.*",
+    "[^.]*$",
+    ".*é",
+]
 CATASTROPHIC = [
-    "(a+)+$", "(.*.*)*x", "(a|a)*$", "(a|aa)+$", ".*.*.*.*.*.*.*.*.*x", "((a*)*)*$", "(?=(a+)+$)b", "(.*)*\\1$",
-    "(a?){60}a{60}$", "([a-z]+)*\\d", "(x+x+)+y|(a+a+)+b",
-]  # fmt: skip
+    "(a+)+$",
+    "(.*.*)*x",
+    "(a|a)*$",
+    "(a|aa)+$",
+    ".*.*.*.*.*.*.*.*.*x",
+    "((a*)*)*$",
+    "(?=(a+)+$)b",
+    "(.*)*\\1$",
+    "(a?){60}a{60}$",
+    "([a-z]+)*\\d",
+    "(x+x+)+y|(a+a+)+b",
+]
 LONG = "a" * 60
 
 
@@ -91,8 +111,12 @@ def test_every_place_for_targets_is_bounded(monkeypatch: pytest.MonkeyPatch, whe
     config = quantization_config({LONG: Scheme.W8A8, "x": Scheme.FLOAT}, rotations={LONG: 64})
     applied = config["transform_config"]["config_groups"]["R4_64"]["apply"][0]
     evil = ["re:(a+)+$x"]
-    place = {"ignore": (config, "ignore"), "targets": (config["config_groups"]["group_0"], "targets"),
-             "transform targets": (applied, "targets"), "transform ignore": (applied, "ignore")}[where]  # fmt: skip
+    place = {
+        "ignore": (config, "ignore"),
+        "targets": (config["config_groups"]["group_0"], "targets"),
+        "transform targets": (applied, "targets"),
+        "transform ignore": (applied, "ignore"),
+    }[where]
     place[0][place[1]] = evil
     parsed = parse_quantization({"quantization_config": config}, "config.json")
     assert parsed is not None

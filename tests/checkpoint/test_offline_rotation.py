@@ -28,8 +28,18 @@ from bminf_lite.migration.budget import offline_part
 
 ALL = [golden for family in EVERY for golden in goldens(family)]
 WITH_STREAM = {
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "seed_oss", "helium", "glm", "ministral3",
-}  # fmt: skip
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "granite",
+    "smollm3",
+    "seed_oss",
+    "helium",
+    "glm",
+    "ministral3",
+}
 """Architectures whose layers read RMSNorms alone and add to the residual stream directly."""
 
 

@@ -26,9 +26,14 @@ from bminf_lite.placement import requirements_of
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 OPT = {
-    "model_type": "opt", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "ffn_dim": 24, "max_position_embeddings": 8,
-}  # fmt: skip
+    "model_type": "opt",
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "ffn_dim": 24,
+    "max_position_embeddings": 8,
+}
 MATRIX = "transformer.h.1.mlp.c_fc.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -131,9 +136,15 @@ def test_unknown_schemes_in_a_manifest_are_refused(tmp_path: Path, manifest: dic
 
 
 T5 = {
-    "model_type": "t5", "vocab_size": 40, "d_model": 16, "d_ff": 24, "d_kv": 8, "num_heads": 2, "num_layers": 1,
+    "model_type": "t5",
+    "vocab_size": 40,
+    "d_model": 16,
+    "d_ff": 24,
+    "d_kv": 8,
+    "num_heads": 2,
+    "num_layers": 1,
     "decoder_start_token_id": 0,
-}  # fmt: skip
+}
 STORED_ONCE = [
     (CONFIG | {"tie_word_embeddings": True}, "model.embed_tokens.weight", "lm_head.weight"),
     (GPT2, "transformer.wte.weight", "lm_head.weight"),
@@ -208,9 +219,15 @@ def test_a_bad_configuration_is_reported_with_its_folder(make_checkpoint: MakeCh
 
 
 T5 = {
-    "model_type": "t5", "vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2,
+    "model_type": "t5",
+    "vocab_size": 40,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 1,
+    "num_heads": 2,
     "decoder_start_token_id": 3,
-}  # fmt: skip
+}
 
 
 def test_the_generation_config_s_decoder_start_precedes(tmp_path: Path) -> None:

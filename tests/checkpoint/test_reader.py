@@ -172,15 +172,17 @@ def test_no_weights_and_no_index(make_checkpoint: MakeCheckpoint) -> None:
         (["pytorch_model.fp16.bin"], "if pytorch_model.fp16.bin is the whole model, rename it to pytorch_model.bin"),
         (["a.safetensors", "b.safetensors"], "rename the one that is the whole model to model.safetensors"),
         (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], "copy the missing index"),
-        (["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors"],
-         "copy model.safetensors.index.fp16.json from where the shards came from, as model.safetensors.index.json"),
+        (
+            ["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors"],
+            "copy model.safetensors.index.fp16.json from where the shards came from, as model.safetensors.index.json",
+        ),
         (["adapter_model.safetensors"], r"it is an adapter: merge it into its base model"),
         (["consolidated.00.pth"], "its weights are in consolidated.00.pth"),
         (["consolidated.safetensors"], "get the files for transformers"),
         (["weights.00.safetensors"], "get the files for transformers"),
         (["weights.npz"], "its weights are in weights.npz"),
     ],
-)  # fmt: skip
+)
 def test_weights_of_other_names_get_a_remedy(make_checkpoint: MakeCheckpoint, names: list[str], remedy: str) -> None:
     folder = make_checkpoint()
     weights = (folder / "model.safetensors").read_bytes()
@@ -419,7 +421,7 @@ def test_a_home_folder_is_expanded_and_other_types_are_refused(
         ("bminf_lite.json", b'{"files": [' + b"0," * (1 << 21) + b"0]}", "values, and 2,097,152 are allowed"),
         ("model.safetensors.index.json", b'{"x":' + b"[" * 100_000, "is not valid JSON"),
     ],
-)  # fmt: skip
+)
 def test_json_files_have_a_budget(make_checkpoint: MakeCheckpoint, name: str, content: bytes, problem: str) -> None:
     folder = make_checkpoint(shards=2)
     (folder / name).write_bytes(content)

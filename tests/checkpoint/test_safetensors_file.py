@@ -42,10 +42,13 @@ def message(path: Path) -> str:
 
 
 @given(
-    st.dictionaries(st.text(min_size=1, max_size=8).filter(lambda s: s != "__metadata__"),
-                    st.tuples(st.sampled_from(TYPES), shapes), max_size=5),
+    st.dictionaries(
+        st.text(min_size=1, max_size=8).filter(lambda s: s != "__metadata__"),
+        st.tuples(st.sampled_from(TYPES), shapes),
+        max_size=5,
+    ),
     st.integers(0, 2**32),
-)  # fmt: skip
+)
 def test_reads_what_the_library_wrote(tmp_path_factory: pytest.TempPathFactory, layout: Any, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors = {name: random.integers(0, 100, shape).astype(dtype) for name, (dtype, shape) in layout.items()}
@@ -190,7 +193,7 @@ def test_time_and_memory_are_bounded(tmp_path: Path) -> None:
         (b'{"x":{"dtype":"U8","shape":[' + b"1," * (1 << 21) + b"1]}}", "values, and 2,097,152 are allowed"),
         (b'{"x":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}", "it nests too deeply"),
     ],
-)  # fmt: skip
+)
 def test_absurd_entries_are_refused(tmp_path: Path, header: Any, problem: str) -> None:
     found = message(write(tmp_path / "x.safetensors", header))
     assert problem in found and len(found) < 10_000

@@ -120,12 +120,17 @@ def test_scales_that_are_not_positive_are_refused(migrated: Path, value: float) 
 @pytest.mark.parametrize(
     "damage",
     [
-        {"files": "x"}, {"files": {"name": "x"}}, {"files": ["x"]}, {"files": [{"name": "model.safetensors"}]},
-        {"files": [{"name": "model.safetensors", "bytes": "1", "xxh3": ""}]}, {"recipe": ["w8a8"]},
-        {"checked_when_loaded": 1}, {"rotated_when_loaded": [1]},
+        {"files": "x"},
+        {"files": {"name": "x"}},
+        {"files": ["x"]},
+        {"files": [{"name": "model.safetensors"}]},
+        {"files": [{"name": "model.safetensors", "bytes": "1", "xxh3": ""}]},
+        {"recipe": ["w8a8"]},
+        {"checked_when_loaded": 1},
+        {"rotated_when_loaded": [1]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_damaged_manifest_is_named(migrated: Path, damage: dict[str, object]) -> None:
     manifest = migrated / "bminf_lite.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | damage))

@@ -18,8 +18,13 @@ from bminf_lite.checkpoint.writer import CheckpointWriter, SafetensorsWriter, Te
 from bminf_lite.errors import CheckpointError
 
 TYPES = {
-    "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I8": np.int8, "I32": np.int32, "I64": np.int64,
-}  # fmt: skip
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
 layouts = st.dictionaries(
     st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
     st.tuples(st.sampled_from(sorted(TYPES)), st.lists(st.integers(0, 5), max_size=3).map(tuple)),

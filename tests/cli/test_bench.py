@@ -41,8 +41,13 @@ def test_a_shape_with_a_drawing(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("| small")]
     assert [line.split("|")[5].strip() for line in lines] == [
-        "pp5 x 2", "pp9 x 2", "tg3 x 2", "pp5 @ d4 x 2", "pp9 @ d4 x 2", "tg3 @ d4 x 2",
-    ]  # fmt: skip
+        "pp5 x 2",
+        "pp9 x 2",
+        "tg3 x 2",
+        "pp5 @ d4 x 2",
+        "pp9 @ d4 x 2",
+        "tg3 @ d4 x 2",
+    ]
     assert "read 10.0 GB/s" in result.stdout
     assert result.stderr.count("tokens/s") == 6
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

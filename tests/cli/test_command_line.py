@@ -64,14 +64,20 @@ def failing(monkeypatch: pytest.MonkeyPatch):
         (OutOfMemory("6 GiB are not enough"), 1, "error: 6 GiB are not enough\n"),
         (UsageError("top_p is 2"), 2, "error: top_p is 2\n"),
         (FileNotFoundError(2, "No such file or directory", "x.json"), 1, "error: No such file or directory: x.json\n"),
-        (OSError(28, "No space left on device"), 1,
-         "error: the output cannot be written: No space left on device; make room, or write it elsewhere\n"),
-        (MemoryError("no 46 TiB"), 1,
-         "error: the host's memory does not suffice (no 46 TiB); take a smaller model, batch or context\n"),
+        (
+            OSError(28, "No space left on device"),
+            1,
+            "error: the output cannot be written: No space left on device; make room, or write it elsewhere\n",
+        ),
+        (
+            MemoryError("no 46 TiB"),
+            1,
+            "error: the host's memory does not suffice (no 46 TiB); take a smaller model, batch or context\n",
+        ),
         (ZeroDivisionError("oh"), 1, "error: ZeroDivisionError: oh (run again with --debug for the traceback)\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
-)  # fmt: skip
+)
 def test_an_exception_is_one_message(failing, error: BaseException, code: int, message: str) -> None:
     failing(error)
     result = CliRunner().invoke(main, ["fail"])

@@ -147,9 +147,17 @@ def test_stdin_that_is_not_utf8(model: Path) -> None:
 
 def test_every_invalid_line_of_a_file_of_prompts_is_reported(model: Path, tmp_path: Path) -> None:
     bad = [
-        "{", "[]", "{}", '{"prompt": 1}', '{"prompt": "x", "messages": []}', '{"promt": "x"}', '{"messages": []}',
-        '{"messages": [{"content": "x"}]}', '{"prompt": "x", "id": [1]}', "[" * 100_000,
-    ]  # fmt: skip
+        "{",
+        "[]",
+        "{}",
+        '{"prompt": 1}',
+        '{"prompt": "x", "messages": []}',
+        '{"promt": "x"}',
+        '{"messages": []}',
+        '{"messages": [{"content": "x"}]}',
+        '{"prompt": "x", "id": [1]}',
+        "[" * 100_000,
+    ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(['{"prompt": "fine"}', *bad]))
     result = generate(model, "--prompts", str(prompts))

@@ -13,14 +13,29 @@ from cli_kit import ENVIRONMENT, PROGRAM, run
 
 NAMES = {"300 characters": "a" * 300, "a NUL": "a\0b", "a surrogate": "a\ud800b", "a long folder": "b" * 300 + "/x"}
 COMMANDS = [
-    ["generate", "PATH", "hello"], ["chat", "PATH"], ["inspect", "PATH"], ["verify", "PATH"], ["plan", "PATH"],
-    ["bench", "PATH"], ["serve", "PATH"], ["fill-blank", "PATH", "a"], ["migrate", "PATH", "out"],
-    ["migrate", "MODEL", "PATH"], ["migrate", "MODEL", "out", "--recipe", "PATH"],
-    ["migrate", "MODEL", "out", "--calibrate", "PATH"], ["perplexity", "PATH", "TEXT"], ["perplexity", "MODEL", "PATH"],
-    ["compare", "PATH", "MODEL", "TEXT"], ["compare", "MODEL", "PATH", "TEXT"], ["compare", "MODEL", "MODEL", "PATH"],
-    ["compare", "MODEL", "MODEL", "TEXT", "--report", "PATH"], ["generate", "MODEL", "--prompts", "PATH"],
-    ["generate", "MODEL", "a", "--json-schema", "PATH"], ["convert", "PATH", "out"], ["demo", "--keep", "PATH"],
-]  # fmt: skip
+    ["generate", "PATH", "hello"],
+    ["chat", "PATH"],
+    ["inspect", "PATH"],
+    ["verify", "PATH"],
+    ["plan", "PATH"],
+    ["bench", "PATH"],
+    ["serve", "PATH"],
+    ["fill-blank", "PATH", "a"],
+    ["migrate", "PATH", "out"],
+    ["migrate", "MODEL", "PATH"],
+    ["migrate", "MODEL", "out", "--recipe", "PATH"],
+    ["migrate", "MODEL", "out", "--calibrate", "PATH"],
+    ["perplexity", "PATH", "TEXT"],
+    ["perplexity", "MODEL", "PATH"],
+    ["compare", "PATH", "MODEL", "TEXT"],
+    ["compare", "MODEL", "PATH", "TEXT"],
+    ["compare", "MODEL", "MODEL", "PATH"],
+    ["compare", "MODEL", "MODEL", "TEXT", "--report", "PATH"],
+    ["generate", "MODEL", "--prompts", "PATH"],
+    ["generate", "MODEL", "a", "--json-schema", "PATH"],
+    ["convert", "PATH", "out"],
+    ["demo", "--keep", "PATH"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +70,14 @@ def test_a_closed_stdout_is_reported(model: Path, arguments: list[str]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse to remove the folder of a process")
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["migrate", "model", "out"], 2), (["inspect", "model"], 2), (["migrate", "MODEL", "out"], 2),
-     (["compare", "MODEL", "MODEL", "TEXT", "--report", "report.html"], 2), (["inspect", "MODEL"], 0)],
-)  # fmt: skip
+    [
+        (["migrate", "model", "out"], 2),
+        (["inspect", "model"], 2),
+        (["migrate", "MODEL", "out"], 2),
+        (["compare", "MODEL", "MODEL", "TEXT", "--report", "report.html"], 2),
+        (["inspect", "MODEL"], 0),
+    ],
+)
 def test_a_working_directory_that_was_deleted_is_reported(
     model: Path, tmp_path: Path, arguments: list[str], code: int
 ) -> None:

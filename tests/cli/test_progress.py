@@ -88,9 +88,18 @@ def test_durations() -> None:
 
 def test_a_search_that_is_not_seen_by_a_person_writes_lines(source, text, tmp_path) -> None:
     result = run(
-        "migrate", source, tmp_path / "out", "--recipe", "auto", "--calibrate", text, "--target-divergence", 10,
-        "--device", "cpu",
-    )  # fmt: skip
+        "migrate",
+        source,
+        tmp_path / "out",
+        "--recipe",
+        "auto",
+        "--calibrate",
+        text,
+        "--target-divergence",
+        10,
+        "--device",
+        "cpu",
+    )
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("calibrating; then some products at a time are quantized")
     assert len(result.stderr.splitlines()) == 1  # it takes less than 30 s

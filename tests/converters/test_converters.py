@@ -22,22 +22,52 @@ from bminf_lite.cli import main
 from bminf_lite.models.spec import Role
 
 CPM1 = {
-    "model_type": "cpm1", "vocab_size": 48, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "model_type": "cpm1",
+    "vocab_size": 48,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
     "max_position_embeddings": 20,
-}  # fmt: skip
+}
 CPM2 = {
-    "model_type": "cpm2", "vocab_size": 48, "d_model": 24, "d_ff": 36, "d_kv": 5, "num_heads": 6, "num_layers": 2,
-    "num_decoder_layers": 1, "relative_attention_num_buckets": 32,
-}  # fmt: skip
+    "model_type": "cpm2",
+    "vocab_size": 48,
+    "d_model": 24,
+    "d_ff": 36,
+    "d_kv": 5,
+    "num_heads": 6,
+    "num_layers": 2,
+    "num_decoder_layers": 1,
+    "relative_attention_num_buckets": 32,
+}
 EVA = CPM2 | {"model_type": "eva", "attn_scale": True, "num_layers": 1, "num_decoder_layers": 2}
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "cpm-1": (CPM1, ["--heads", "6"]), "cpm-2": (CPM2, []), "eva": (EVA, ["--attn-scale"]),
-}  # fmt: skip
+    "cpm-1": (CPM1, ["--heads", "6"]),
+    "cpm-2": (CPM2, []),
+    "eva": (EVA, ["--attn-scale"]),
+}
 WORDS = [
-    "<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<go>", "<eod>", "▁", ",", "▂", "的", "<s_0>", "<s_1>",
-]  # fmt: skip
-TOKENS = {"cpm-1": (None, 7), "cpm-2": (WORDS.index("<s>"), WORDS.index("<eod>")),
-          "eva": (WORDS.index("<s_0>"), WORDS.index("<sep>"))}  # fmt: skip
+    "<unk>",
+    "<s>",
+    "</s>",
+    "▃",
+    "<sep>",
+    "<pad>",
+    "<mask>",
+    "<go>",
+    "<eod>",
+    "▁",
+    ",",
+    "▂",
+    "的",
+    "<s_0>",
+    "<s_1>",
+]
+TOKENS = {
+    "cpm-1": (None, 7),
+    "cpm-2": (WORDS.index("<s>"), WORDS.index("<eod>")),
+    "eva": (WORDS.index("<s_0>"), WORDS.index("<sep>")),
+}
 """For each model, the decoder's first token and the one that ends a text."""
 
 

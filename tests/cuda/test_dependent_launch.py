@@ -10,10 +10,21 @@ from fake_gpu.launching import kernel_bodies
 from bminf_lite.cuda.kernels.sources import SOURCES
 
 ALONE = {
-    "igemm_dp4a", "read_all", "norm_rows", "norm_rows_multi_pass", "norm_backward", "norm_backward_multi_pass",
-    "norm_parameter_gradients", "softmax_backward", "softmax_backward_two_pass", "quantize_rows",
-    "quantize_rows_two_pass", "dequantize_codes", "scale_sums", "gemv_codes",
-}  # fmt: skip
+    "igemm_dp4a",
+    "read_all",
+    "norm_rows",
+    "norm_rows_multi_pass",
+    "norm_backward",
+    "norm_backward_multi_pass",
+    "norm_parameter_gradients",
+    "softmax_backward",
+    "softmax_backward_two_pass",
+    "quantize_rows",
+    "quantize_rows_two_pass",
+    "dequantize_codes",
+    "scale_sums",
+    "gemv_codes",
+}
 """Launched so that they start when their predecessor has ended."""
 WRITE_FIRST = {"fill_random", "row_codes"}
 """Write weights: what others read before they have waited."""

@@ -60,9 +60,18 @@ def test_a_complete_machine_is_usable_and_says_what_it_has():
     report = diagnose(complete())
     assert report.usable and not report.problems
     text = report.text()
-    for fact in ("580.1, CUDA up to 13.0", "GPU 0", "NVIDIA Example, compute capability 9.0, 80.0 GiB",
-                 "cupy-cuda13x 14.2.0", "/lib/libcublasLt.so", "13.1", "/include",
-                 "exact, 1433 TOPS (in use)", "cublasLt refuses it", "CUDA is ready"):  # fmt: skip
+    for fact in (
+        "580.1, CUDA up to 13.0",
+        "GPU 0",
+        "NVIDIA Example, compute capability 9.0, 80.0 GiB",
+        "cupy-cuda13x 14.2.0",
+        "/lib/libcublasLt.so",
+        "13.1",
+        "/include",
+        "exact, 1433 TOPS (in use)",
+        "cublasLt refuses it",
+        "CUDA is ready",
+    ):
         assert fact in text
 
 
@@ -106,9 +115,12 @@ def test_without_cupy_no_headers_are_noted():
 
 def test_without_a_driver():
     probes = replace(
-        complete(), library=libraries_of((13, 1), "cuda"), gpus=must_not_run, plans=must_not_run,
+        complete(),
+        library=libraries_of((13, 1), "cuda"),
+        gpus=must_not_run,
+        plans=must_not_run,
         driver_release=must_not_run,
-    )  # fmt: skip
+    )
     report = diagnose(probes)
     assert not report.usable and report.driver is None and report.gpus == ()
     assert remedies(report) == ["install the NVIDIA driver: https://www.nvidia.com/drivers"]
@@ -119,9 +131,12 @@ def test_without_a_driver():
 @pytest.mark.parametrize(("driver", "extra"), [((12, 4), "cuda12"), ((13, 0), "cuda13")])
 def test_with_a_driver_and_nothing_else(driver, extra):
     probes = replace(
-        complete(driver=driver), cupy=dict, headers=absent, plans=must_not_run,
+        complete(driver=driver),
+        cupy=dict,
+        headers=absent,
+        plans=must_not_run,
         library=libraries_of((13, 1), "cudart", "nvrtc", "cublasLt", driver=driver),
-    )  # fmt: skip
+    )
     report = diagnose(probes)
     assert not report.usable and report.gpus == (GPU,)
     assert remedies(report) == [f"pip install 'bminf-lite[{extra}]'"], "one command installs everything"
@@ -235,9 +250,12 @@ def test_libraries_are_those_of_cupy_s_cuda_version(found):
     """A driver for CUDA 13 runs CuPy for CUDA 12, whose libraries must be 12 too."""
     missing = () if found else ("nvrtc", "cublasLt")
     probes = replace(
-        complete((13, 0)), library=libraries_of(found or (12, 9), *missing), cupy=lambda: {"cupy-cuda12x": "14.2.0"},
-        headers=lambda major: Headers(Path("/include"), (major, 0)), plans=must_not_run,
-    )  # fmt: skip
+        complete((13, 0)),
+        library=libraries_of(found or (12, 9), *missing),
+        cupy=lambda: {"cupy-cuda12x": "14.2.0"},
+        headers=lambda major: Headers(Path("/include"), (major, 0)),
+        plans=must_not_run,
+    )
     report = diagnose(probes)
     assert remedies(report) == ["pip install nvidia-cuda-nvrtc-cu12", "pip install nvidia-cublas-cu12"]
 

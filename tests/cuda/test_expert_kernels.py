@@ -47,13 +47,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"score": Score.SIGMOID, "renormalise": True},
     "ernie4_5_moe": {"renormalise": True, "min_sum": 0.4, "weight_type": "float16"},
     "deepseek_v2": {
-        "num_groups": 4, "top_groups": 2, "group_score": GroupScore.LARGEST, "masked": MaskedScore.ZERO, "scale": 16.0,
+        "num_groups": 4,
+        "top_groups": 2,
+        "group_score": GroupScore.LARGEST,
+        "masked": MaskedScore.ZERO,
+        "scale": 16.0,
     },
     "deepseek_v3": {
-        "score": Score.SIGMOID, "renormalise": True, "epsilon": 1e-20, "scale": 2.5, "num_groups": 4, "top_groups": 2,
+        "score": Score.SIGMOID,
+        "renormalise": True,
+        "epsilon": 1e-20,
+        "scale": 2.5,
+        "num_groups": 4,
+        "top_groups": 2,
     },
     "lfm2_moe": {"score": Score.SIGMOID, "renormalise": True, "epsilon": 1e-6},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=["best", "mma.sync"])
@@ -118,9 +127,16 @@ def logits_on_device(
         empty((count, pitch), np.float32),
     )
     kernels.router.logits(
-        None, rows_on_device(x, cp.asarray), layer.norm(cp.asarray), device.router, out, normed, codes, scales,
+        None,
+        rows_on_device(x, cp.asarray),
+        layer.norm(cp.asarray),
+        device.router,
+        out,
+        normed,
+        codes,
+        scales,
         device.hidden.rotation,
-    )  # fmt: skip
+    )
     return [cp.asnumpy(v) for v in (out, codes[:, : sizes.hidden], scales)]
 
 
@@ -161,9 +177,12 @@ def test_pairs_are_sorted_as_defined(
     factors = random.uniform(0, 1, (count, top_k)).astype(np.float32)
     pairs = ids.size
     out = SortedPairs(
-        empty((experts + 1,), np.int32), empty((pairs,), np.int32), empty((pairs,), np.int32),
-        empty((pairs, 32), np.int8), empty((pairs,), np.float32),
-    )  # fmt: skip
+        empty((experts + 1,), np.int32),
+        empty((pairs,), np.int32),
+        empty((pairs,), np.int32),
+        empty((pairs, 32), np.int8),
+        empty((pairs,), np.float32),
+    )
     kernels.pairs.sort(
         None, cp.asarray(ids), cp.asarray(codes), cp.asarray(scales), cp.asarray(factors) if scaled else None, out
     )
@@ -290,14 +309,26 @@ def test_a_float_product_has_one_order_of_sums(
         pairs, offsets = sort_by_expert(ids[tokens], experts)
         out = empty((len(pairs), n), np.float16)
         kernels.floats.launch(
-            None, rows_on_device(x[tokens], cp.asarray), cp.asarray(pairs), top_k, cp.asarray(offsets), weight, out,
+            None,
+            rows_on_device(x[tokens], cp.asarray),
+            cp.asarray(pairs),
+            top_k,
+            cp.asarray(offsets),
+            weight,
+            out,
             activation,
-        )  # fmt: skip
+        )
         sorted_rows = empty((len(pairs), n), np.float16)
         kernels.floats.launch(
-            None, rows_on_device(x[tokens][pairs // top_k], cp.asarray), None, 1, cp.asarray(offsets), weight,
-            sorted_rows, activation,
-        )  # fmt: skip
+            None,
+            rows_on_device(x[tokens][pairs // top_k], cp.asarray),
+            None,
+            1,
+            cp.asarray(offsets),
+            weight,
+            sorted_rows,
+            activation,
+        )
         columns = n // 2 if gated else n
         np.testing.assert_array_equal(cp.asnumpy(sorted_rows)[:, :columns], cp.asnumpy(out)[:, :columns])
         found = np.empty((len(pairs), columns), np.float16)

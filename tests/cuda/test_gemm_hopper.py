@@ -66,10 +66,20 @@ class Case(ScaledOperands):
         scales = [cp.asarray(v) for v in (self.x_scale, self.w_scale)]
         bias = None if self.bias is None else cp.asarray(self.bias)
         gemm.launch(
-            matrix(x), scales[0].data.ptr, matrix(w), scales[1].data.ptr, 0 if bias is None else bias.data.ptr,
-            matrix(out), rows=self.rows, channels=self.channels, in_features=self.in_features, epilogue=epilogue,
-            activation=activation, tile_config=tile_config, stream=cp.cuda.get_current_stream().ptr,
-        )  # fmt: skip
+            matrix(x),
+            scales[0].data.ptr,
+            matrix(w),
+            scales[1].data.ptr,
+            0 if bias is None else bias.data.ptr,
+            matrix(out),
+            rows=self.rows,
+            channels=self.channels,
+            in_features=self.in_features,
+            epilogue=epilogue,
+            activation=activation,
+            tile_config=tile_config,
+            stream=cp.cuda.get_current_stream().ptr,
+        )
         whole = cp.asnumpy(cp.ndarray((self.rows, matrix(out)[1]), out.dtype, out.data))
         vector = 16 // out.itemsize
         assert np.isnan(whole[:, -(-columns // vector) * vector :]).all()
@@ -124,10 +134,19 @@ def test_no_tile_overwrites_a_box_that_is_still_stored(gemm, tile_config, reques
         expected[column : column + rows * pitch] += y[:, column : column + pitch].ravel()
     codes, weight, ones, out = (cp.asarray(v) for v in (x, w, np.ones(rows, np.float32), np.zeros_like(expected)))
     gemm.launch(
-        matrix(codes), ones.data.ptr, matrix(weight), ones.data.ptr, 0, (out.data.ptr, pitch), rows=rows,
-        channels=channels, in_features=in_features, epilogue=Epilogue.ADD, tile_config=tile_config,
+        matrix(codes),
+        ones.data.ptr,
+        matrix(weight),
+        ones.data.ptr,
+        0,
+        (out.data.ptr, pitch),
+        rows=rows,
+        channels=channels,
+        in_features=in_features,
+        epilogue=Epilogue.ADD,
+        tile_config=tile_config,
         stream=cp.cuda.get_current_stream().ptr,
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(cp.asnumpy(out), expected)
 
 
@@ -144,9 +163,11 @@ def test_gated_by_silu(gemm, shape, tile_config):
 
 
 @settings(
-    max_examples=min(30, settings.default.max_examples), deadline=None, derandomize=True,
+    max_examples=min(30, settings.default.max_examples),
+    deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 @given(
     st.integers(1, 700),
     st.integers(1, 300),

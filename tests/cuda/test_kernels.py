@@ -102,10 +102,14 @@ class RecordingDriver(SimpleNamespace):
         size = ctypes.c_size_t.from_address(words[3]).value
         self.launches.append(
             SimpleNamespace(
-                grid=tuple(c.grid), block=tuple(c.block), shared=c.shared, stream=c.stream,
-                attributes=attributes, parameters=ctypes.string_at(words[1], size),
+                grid=tuple(c.grid),
+                block=tuple(c.block),
+                shared=c.shared,
+                stream=c.stream,
+                attributes=attributes,
+                parameters=ctypes.string_at(words[1], size),
             )
-        )  # fmt: skip
+        )
         return 0
 
 

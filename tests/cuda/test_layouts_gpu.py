@@ -33,9 +33,18 @@ def transform(lt, source: cp.ndarray, source_layout: Layout, target_layout: Layo
     one, zero = number(1), number(0)
     operation = TransformDesc(lt, scale)
     lt.functions.cublasLtMatrixTransform(
-        lt.handle, operation.handle, ctypes.addressof(one), source.data.ptr, a.handle,
-        ctypes.addressof(zero), None, None, target.data.ptr, c.handle, 0,
-    )  # fmt: skip
+        lt.handle,
+        operation.handle,
+        ctypes.addressof(one),
+        source.data.ptr,
+        a.handle,
+        ctypes.addressof(zero),
+        None,
+        None,
+        target.data.ptr,
+        c.handle,
+        0,
+    )
     cp.cuda.Device().synchronize()
     return target
 

@@ -61,10 +61,20 @@ class Case(ScaledOperands):
         scales = [cp.asarray(v) for v in (self.x_scale, self.w_scale)]
         bias = None if self.bias is None else cp.asarray(self.bias)
         kernel.launch(
-            x.data.ptr, scales[0].data.ptr, w.data.ptr, scales[1].data.ptr, 0 if bias is None else bias.data.ptr,
-            out.data.ptr, self.outputs + 8, self.rows, self.channels, pitch, cp.cuda.get_current_stream().ptr,
-            self.epilogue, RELU if self.epilogue in (Epilogue.GATED, Epilogue.ACTIVATED) else 0,
-        )  # fmt: skip
+            x.data.ptr,
+            scales[0].data.ptr,
+            w.data.ptr,
+            scales[1].data.ptr,
+            0 if bias is None else bias.data.ptr,
+            out.data.ptr,
+            self.outputs + 8,
+            self.rows,
+            self.channels,
+            pitch,
+            cp.cuda.get_current_stream().ptr,
+            self.epilogue,
+            RELU if self.epilogue in (Epilogue.GATED, Epilogue.ACTIVATED) else 0,
+        )
         found = cp.asnumpy(out)
         assert (found[self.rows] == 85).all() and (found[:, self.outputs :] == 85).all()
         return found[: self.rows, : self.outputs]

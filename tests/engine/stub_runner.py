@@ -271,16 +271,24 @@ def make_config(
     layers = tuple(state if window == STATE else KeyValues(1, 1, window=window) for window in windows)
     counts = tuple(slots or blocks if window == STATE else blocks for window in windows)
     return EngineConfig(
-        context_length=32, vocab_size=VOCAB, cache_layout=CacheLayout(layers), num_blocks=counts,
-        num_source_blocks=source_blocks, **(defaults | limits),
-    )  # fmt: skip
+        context_length=32,
+        vocab_size=VOCAB,
+        cache_layout=CacheLayout(layers),
+        num_blocks=counts,
+        num_source_blocks=source_blocks,
+        **(defaults | limits),
+    )
 
 
 def make_blocks(config: EngineConfig) -> BlockManager:
     return BlockManager(
-        config.cache_layout.groups, config.num_blocks, config.num_source_blocks,
-        max_piece=config.max_num_batched_tokens, prefix_cache=config.prefix_cache, block_size=SIZE,
-    )  # fmt: skip
+        config.cache_layout.groups,
+        config.num_blocks,
+        config.num_source_blocks,
+        max_piece=config.max_num_batched_tokens,
+        prefix_cache=config.prefix_cache,
+        block_size=SIZE,
+    )
 
 
 def make_request(prompt: Sequence[int], max_new_tokens: int = 5, **fields: object) -> Request:

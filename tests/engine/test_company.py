@@ -23,12 +23,21 @@ from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.grammar import Grammar
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 SAMPLERS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.9}, {"temperature": 1.3, "top_k": 20, "top_p": 0.9}, {"repetition_penalty": 1.3},
-]  # fmt: skip
+    {},
+    {"temperature": 0.9},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
+    {"repetition_penalty": 1.3},
+]
 
 
 GRAMMARS = [None, None, Grammar.regex("[a-j]{5,40}(12|[0-9]{30,90})"), None, Grammar.json_object()]

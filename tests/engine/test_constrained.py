@@ -43,13 +43,17 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
     """Schemas of values that end after a bounded number of characters."""
     key = st.text("abcdefgh", min_size=1, max_size=3)
     leaf = st.one_of(
-        st.just({"type": "boolean"}), st.just({"type": "null"}),
-        st.builds(lambda a, b: {"type": "integer", "minimum": min(a, b), "maximum": max(a, b)},
-                  st.integers(-200, 200), st.integers(-200, 200)),
+        st.just({"type": "boolean"}),
+        st.just({"type": "null"}),
+        st.builds(
+            lambda a, b: {"type": "integer", "minimum": min(a, b), "maximum": max(a, b)},
+            st.integers(-200, 200),
+            st.integers(-200, 200),
+        ),
         st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 6)),
         st.builds(lambda c: {"enum": c}, st.lists(st.one_of(st.integers(0, 99), key), min_size=1, max_size=4)),
         st.builds(lambda n: {"type": "string", "pattern": f"^[a-c]{{{n}}}[0-9]?$"}, st.integers(0, 4)),
-    )  # fmt: skip
+    )
     return st.recursive(
         leaf,
         lambda inner: st.one_of(
@@ -95,10 +99,11 @@ def test_random_schemas_are_followed(model, schema, seed):
             st.sampled_from(["[a-c]", "(ab|12|c)", "[0-9]", "(true|false)", ":", "(a[0-9]?)"]),
             st.sampled_from(["", "?", "{2,5}", "{0,3}", "{4}"]),
         ),
-        min_size=1, max_size=5,
+        min_size=1,
+        max_size=5,
     ),
     temperature=st.sampled_from([0, 1, 5]),
-)  # fmt: skip
+)
 def test_random_regexes_are_followed(model, parts, temperature):
     pattern = "".join(part + count for part, count in parts)
     (request,) = run(model, [make_request(Grammar.regex(pattern), temperature=temperature, max_new_tokens=100)])
@@ -129,9 +134,11 @@ def test_a_step_waits_only_for_tokens_that_its_masks_need(model, monkeypatch):
 def test_the_end_is_held_back_while_anything_else_is_allowed(model):
     free, least, ignoring = run(
         model,
-        [make_request(Grammar.regex("a{1,30}"), 0, temperature=1, **options)
-         for options in ({}, {"min_tokens": 8}, {"ignore_eos": True})],
-    )  # fmt: skip
+        [
+            make_request(Grammar.regex("a{1,30}"), 0, temperature=1, **options)
+            for options in ({}, {"min_tokens": 8}, {"ignore_eos": True})
+        ],
+    )
     assert len(free.output_token_ids) < 8 <= len(least.output_token_ids) - 1
     assert text_of(ignoring.output_token_ids) == "a" * 30
     assert {r.finish_reason for r in (free, least, ignoring)} == {"stop"}

@@ -33,8 +33,15 @@ MIXED_FIRST = ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in
 
 def tiny(kind: str = "full", ops: Backend | None = None, int8: bool = False, **options: Any) -> Model:
     """A float model, or a quantized one."""
-    base = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}  # fmt: skip
+    base = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+    }
     config = {"model_type": "llama"} | base | KINDS[kind]
     model = make_model(ops, **options, **config)
     shape = model.engine_config.cache_layout.with_int8(int8)
@@ -94,10 +101,15 @@ def check_equal(found: Request, expected: Request) -> None:
 @pytest.mark.parametrize("kind", MIXED_FIRST)
 @settings(max_examples=6)
 @given(
-    drawn=REQUESTS, max_batch=st.integers(1, 5), ahead=st.integers(0, 3), chunk=st.sampled_from([7, 64, 300]),
-    mixed=st.sampled_from([1, 9, 300]), blocks=st.sampled_from([6, 7, 20]), prefix_cache=st.booleans(),
+    drawn=REQUESTS,
+    max_batch=st.integers(1, 5),
+    ahead=st.integers(0, 3),
+    chunk=st.sampled_from([7, 64, 300]),
+    mixed=st.sampled_from([1, 9, 300]),
+    blocks=st.sampled_from([6, 7, 20]),
+    prefix_cache=st.booleans(),
     sizes=st.sampled_from([((), ()), ((2,), ()), ((1, 4, 8), (5, 40)), ((3,), (100,))]),
-)  # fmt: skip
+)
 def test_together_or_alone_is_the_same(kind, int8, drawn, max_batch, ahead, chunk, mixed, blocks, prefix_cache, sizes):
     """In pieces, beside others, padded, behind cached prefixes (also in a second round), and preempted."""
     limits = {"max_num_mixed_tokens": mixed, "prefix_cache": prefix_cache}
@@ -210,8 +222,10 @@ def test_a_prefix_is_computed_once_and_the_results_say_so():
         assert [r.cached_tokens for r in many] == [0, 128, 128, 128]
         assert model.generate(prompt, max_new_tokens=2, cache_salt="tenant").cached_tokens == 0
         assert model.stats().cached_tokens == 192 * 2 + 128 * 3
-        expected = [r.token_ids for r in ALONE["full", False].generate([prompt_of(140, 3)] * 4, max_new_tokens=4,
-                                                                         temperature=1.0, seed=3)]  # fmt: skip
+        expected = [
+            r.token_ids
+            for r in ALONE["full", False].generate([prompt_of(140, 3)] * 4, max_new_tokens=4, temperature=1.0, seed=3)
+        ]
         assert [r.token_ids for r in many] == expected
 
 

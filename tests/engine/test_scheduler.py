@@ -296,29 +296,44 @@ class Histories(RuleBasedStateMachine):
     arrivals = 0
 
     @initialize(
-        kind=st.sampled_from(sorted(KINDS)), blocks=st.integers(9, 14), seqs=st.integers(1, 5),
-        ahead=st.integers(0, 3), drafts=st.integers(0, 4), adaptive=st.booleans(),
-    )  # fmt: skip
+        kind=st.sampled_from(sorted(KINDS)),
+        blocks=st.integers(9, 14),
+        seqs=st.integers(1, 5),
+        ahead=st.integers(0, 3),
+        drafts=st.integers(0, 4),
+        adaptive=st.booleans(),
+    )
     def start(self, kind: str, blocks: int, seqs: int, ahead: int, drafts: int, adaptive: bool) -> None:
         speculative = SpeculativeConfig("ngram", adaptive=adaptive)
         limits = {"max_num_seqs": seqs, "num_draft_tokens": drafts, "speculative": speculative, **KINDS[kind]}
         self.driver = Driver(make_config(blocks, **limits), ahead)
 
     @rule(
-        length=st.integers(1, 20), family=st.integers(0, 2), new=st.integers(1, 14), eos=st.booleans(),
-        priority=st.sampled_from([0, 0, 1]), scored=st.sampled_from([False, False, False, True]),
-        source=st.integers(1, 12), count=st.integers(1, 3), streamed=st.booleans(),
-    )  # fmt: skip
+        length=st.integers(1, 20),
+        family=st.integers(0, 2),
+        new=st.integers(1, 14),
+        eos=st.booleans(),
+        priority=st.sampled_from([0, 0, 1]),
+        scored=st.sampled_from([False, False, False, True]),
+        source=st.integers(1, 12),
+        count=st.integers(1, 3),
+        streamed=st.booleans(),
+    )
     def arrive(self, length, family, new, priority, eos, scored, source, count, streamed) -> None:
         source_ids = tuple(prompt(source, family)) if self.driver.blocks.source_pool else ()
         for _ in range(count):
             type(self).arrivals += 1
             self.driver.add(
                 make_request(
-                    prompt(length, family), new, priority=priority, eos_ids=frozenset(range(9) if eos else ()),
-                    prompt_logprobs=scored, source_token_ids=source_ids, is_streamed=streamed,
+                    prompt(length, family),
+                    new,
+                    priority=priority,
+                    eos_ids=frozenset(range(9) if eos else ()),
+                    prompt_logprobs=scored,
+                    source_token_ids=source_ids,
+                    is_streamed=streamed,
                 )
-            )  # fmt: skip
+            )
 
     @precondition(lambda self: any(r.finish_reason is None for r in self.driver.requests))
     @rule(which=st.integers(0, 1000))

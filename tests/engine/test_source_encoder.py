@@ -19,9 +19,16 @@ from bminf_lite.engine.source_encoder import SourceEncoder
 from bminf_lite.layers.cache import KVCache, blocks_for
 
 CONFIG: dict[str, Any] = {
-    "model_type": "cpm2", "vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2,
-    "num_decoder_layers": 2, "max_position_embeddings": 300,
-}  # fmt: skip
+    "model_type": "cpm2",
+    "vocab_size": 61,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_heads": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "max_position_embeddings": 300,
+}
 NUM_BLOCKS = 12
 
 

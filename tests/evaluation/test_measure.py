@@ -67,7 +67,9 @@ def test_a_report_s_folder_is_looked_for_first(source: Path, int8: Path, text: P
 @pytest.mark.parametrize("lengths", [{"window": "64"}, {"stride": 1.5}, {"tokens": 0}])
 def test_lengths_that_are_none_are_refused_by_name(int8: Path, source: Path, lengths: dict[str, Any]) -> None:
     ((name, value),) = lengths.items()
-    for call in (lambda: bminf_lite.perplexity(int8, ["a b"], **lengths),
-                 lambda: bminf_lite.compare(int8, source, ["a b"], **lengths)):  # fmt: skip
+    for call in (
+        lambda: bminf_lite.perplexity(int8, ["a b"], **lengths),
+        lambda: bminf_lite.compare(int8, source, ["a b"], **lengths),
+    ):
         with pytest.raises(UsageError, match=f"^{name} is {value!r}, but must be a whole number, 1 or more"):
             call()

@@ -38,12 +38,16 @@ def linear(name: str, snr_db: float = 40.0, largest: float = 9.0) -> LinearRepor
 def comparison(layers: int = 3, **changes: object) -> Comparison:
     blocks = tuple(
         BlockReport(
-            i, Fidelity(35.0, 0.999), Fidelity(33.0, 0.998),
-            tuple(linear(f"model.layers.{i}.{name}", 20.0 if (i, name) == (1, "mlp.down_proj") else 40.0 + i)
-                  for name in ("self_attn.o_proj", "mlp.down_proj")),
+            i,
+            Fidelity(35.0, 0.999),
+            Fidelity(33.0, 0.998),
+            tuple(
+                linear(f"model.layers.{i}.{name}", 20.0 if (i, name) == (1, "mlp.down_proj") else 40.0 + i)
+                for name in ("self_attn.o_proj", "mlp.down_proj")
+            ),
         )
         for i in range(layers)
-    )  # fmt: skip
+    )
     return replace(Comparison(divergence(), blocks, (linear("lm_head"),), "cpu"), **changes)
 
 
@@ -145,5 +149,11 @@ def test_an_axis_holds_its_values(values, decades):
 
 def test_labels():
     assert [number(x) for x in (1e-5, 3e-7, 0.001, 0.3, 50, 10000.0, 1e6)] == [
-        "10⁻⁵", "3·10⁻⁷", "0.001", "0.3", "50", "10000", "10⁶",
-    ]  # fmt: skip
+        "10⁻⁵",
+        "3·10⁻⁷",
+        "0.001",
+        "0.3",
+        "50",
+        "10000",
+        "10⁶",
+    ]

@@ -99,9 +99,18 @@ class FakeCublasLt:
     # -- products ------------------------------------------------------------------------------------------------------
 
     def cublasLtMatmulAlgoGetHeuristic(
-        self, handle: int, desc: int, a: int, b: int, c: int, d: int, preference: int, wanted: int, results: Any,
+        self,
+        handle: int,
+        desc: int,
+        a: int,
+        b: int,
+        c: int,
+        d: int,
+        preference: int,
+        wanted: int,
+        results: Any,
         count: Any,
-    ) -> int:  # fmt: skip
+    ) -> int:
         status = self._supported(desc, a, b, d)
         if status:
             return status
@@ -128,9 +137,24 @@ class FakeCublasLt:
         return Status.NOT_SUPPORTED
 
     def cublasLtMatmul(
-        self, handle: int, desc: int, alpha: int, a: int, a_layout: int, b: int, b_layout: int, beta: int, c: int,
-        c_layout: int, d: int, d_layout: int, algorithm: Any, workspace: int, workspace_bytes: int, stream: int | None,
-    ) -> int:  # fmt: skip
+        self,
+        handle: int,
+        desc: int,
+        alpha: int,
+        a: int,
+        a_layout: int,
+        b: int,
+        b_layout: int,
+        beta: int,
+        c: int,
+        c_layout: int,
+        d: int,
+        d_layout: int,
+        algorithm: Any,
+        workspace: int,
+        workspace_bytes: int,
+        stream: int | None,
+    ) -> int:
         assert (c, c_layout) == (d, d_layout) and workspace_bytes >= WORKSPACE
         self.machine.memory.check(workspace, workspace_bytes, "cublasLt: workspace")
         described = self._object("MatmulDesc", desc)

@@ -224,8 +224,13 @@ class ndarray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         strides = None if self.flags.c_contiguous else self.strides
-        return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.data.ptr, False), "strides": strides,
-                "version": 3}  # fmt: skip
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.data.ptr, False),
+            "strides": strides,
+            "version": 3,
+        }
 
     def __dlpack__(self, **_: Any) -> Any:
         raise FakeGpuError("only this module's from_dlpack takes this array")
@@ -518,16 +523,23 @@ def memset_async(target: int, value: int, nbytes: int, stream: int) -> None:
 def _runtime(machine: Machine) -> types.ModuleType:
     module = _module("cupy.cuda.runtime")
     module.__dict__.update(
-        CUDARuntimeError=CUDARuntimeError, memcpyHostToDevice=1, memcpyDeviceToHost=2, memcpyDeviceToDevice=3,
-        memcpyAsync=memcpy_async, memcpy2DAsync=memcpy_2d_async, memsetAsync=memset_async,
+        CUDARuntimeError=CUDARuntimeError,
+        memcpyHostToDevice=1,
+        memcpyDeviceToHost=2,
+        memcpyDeviceToDevice=3,
+        memcpyAsync=memcpy_async,
+        memcpy2DAsync=memcpy_2d_async,
+        memsetAsync=memset_async,
         streamIsCapturing=lambda stream: int(machine.stream(stream).recording is not None),
-        eventCreate=lambda: next(machine.numbers), eventDestroy=lambda event: None,
+        eventCreate=lambda: next(machine.numbers),
+        eventDestroy=lambda event: None,
         eventRecord=lambda event, stream: machine.stream(stream) and None,
         eventSynchronize=lambda event: machine.refuse_in_recording("waiting for an event"),
-        eventElapsedTime=lambda start, end: 1.0, getDeviceCount=lambda: 1,
+        eventElapsedTime=lambda start, end: 1.0,
+        getDeviceCount=lambda: 1,
         hostRegister=lambda address, nbytes, flags: machine.memory.add(address, nbytes) and None,
         hostUnregister=machine.memory.remove,
-    )  # fmt: skip
+    )
     return module
 
 
@@ -542,16 +554,38 @@ def modules(machine: Machine) -> dict[str, types.ModuleType]:
     Stream.null = Stream(null=True)
     runtime, cuda, cupy = _runtime(machine), _module("cupy.cuda"), _module("cupy")
     cuda.__dict__.update(
-        runtime=runtime, Device=Device, Stream=Stream, Event=Event, Memory=Memory, MemoryPointer=MemoryPointer,
-        UnownedMemory=UnownedMemory, PinnedMemory=PinnedMemory, PinnedMemoryPointer=PinnedMemoryPointer,
-        alloc=alloc, alloc_pinned_memory=alloc_pinned_memory, using_allocator=using_allocator,
-        get_current_stream=current_stream, get_elapsed_time=get_elapsed_time,
-    )  # fmt: skip
+        runtime=runtime,
+        Device=Device,
+        Stream=Stream,
+        Event=Event,
+        Memory=Memory,
+        MemoryPointer=MemoryPointer,
+        UnownedMemory=UnownedMemory,
+        PinnedMemory=PinnedMemory,
+        PinnedMemoryPointer=PinnedMemoryPointer,
+        alloc=alloc,
+        alloc_pinned_memory=alloc_pinned_memory,
+        using_allocator=using_allocator,
+        get_current_stream=current_stream,
+        get_elapsed_time=get_elapsed_time,
+    )
     types_ = {name: getattr(np, name) for name in ("float16", "float32", "int8", "int32", "uint8", "uint64", "nan")}
     cupy.__dict__.update(
-        types_, cuda=cuda, ndarray=ndarray, empty=empty, full=full, zeros=zeros, ones=ones, asarray=asarray,
-        ascontiguousarray=ascontiguousarray, asnumpy=asnumpy, from_dlpack=from_dlpack, arange=arange,
-        broadcast_to=broadcast_to, __version__="fake", __path__=[],
-    )  # fmt: skip
+        types_,
+        cuda=cuda,
+        ndarray=ndarray,
+        empty=empty,
+        full=full,
+        zeros=zeros,
+        ones=ones,
+        asarray=asarray,
+        ascontiguousarray=ascontiguousarray,
+        asnumpy=asnumpy,
+        from_dlpack=from_dlpack,
+        arange=arange,
+        broadcast_to=broadcast_to,
+        __version__="fake",
+        __path__=[],
+    )
     cuda.__path__ = []
     return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.runtime": runtime}

@@ -118,10 +118,14 @@ class FakeDriver:
         size = ctypes.c_size_t.from_address(words[3]).value
         attributes = {told.attributes[i].id: told.attributes[i].value[0] for i in range(told.attribute_count)}
         launch = Launch(
-            self.machine.kernels[function], tuple(told.grid), told.block[0], told.shared,
-            attributes.get(LaunchAttributeID.CLUSTER_DIMENSION, 1), ctypes.string_at(words[1], size),
+            self.machine.kernels[function],
+            tuple(told.grid),
+            told.block[0],
+            told.shared,
+            attributes.get(LaunchAttributeID.CLUSTER_DIMENSION, 1),
+            ctypes.string_at(words[1], size),
             attributes.get(LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION, 0) == 1,
-        )  # fmt: skip
+        )
         self._check_limits(launch, tuple(told.block))
         launching.check(self.machine, launch)
         self.machine.put(told.stream or 0, lambda: launching.run(self.machine, launch), is_launch=True)
@@ -211,9 +215,20 @@ class FakeDriver:
     # -- the copy engine -----------------------------------------------------------------------------------------------
 
     def cuTensorMapEncodeTiled(
-        self, target: int, element: int, rank: int, address: int, sizes: Any, strides: Any, box: Any, steps: Any,
-        interleave: int, swizzle: int, promotion: int, fill: int,
-    ) -> int:  # fmt: skip
+        self,
+        target: int,
+        element: int,
+        rank: int,
+        address: int,
+        sizes: Any,
+        strides: Any,
+        box: Any,
+        steps: Any,
+        interleave: int,
+        swizzle: int,
+        promotion: int,
+        fill: int,
+    ) -> int:
         itemsize = tensor_maps.TensorMapDataType(element).itemsize
         aligned = target % 64 == 0 and address % 16 == 0 and strides[0] % 16 == 0
         swizzled = (swizzle, box[0] * itemsize) in ((1, 32), (2, 64), (3, 128))

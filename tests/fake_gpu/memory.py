@@ -154,9 +154,12 @@ class Memory:
     def watch_arenas(self) -> list[tuple[type, str, object]]:
         """Learn of every block that an arena makes or frees; returns what to put back."""
         before: list[tuple[type, str, object]] = [
-            (Arena, "allocate", Arena.allocate), (Block, "free", Block.free), (Block, "__del__", Block.__del__),
-            (GrowingMemory, "grow", GrowingMemory.grow), (GrowingMemory, "free", GrowingMemory.free),
-        ]  # fmt: skip
+            (Arena, "allocate", Arena.allocate),
+            (Block, "free", Block.free),
+            (Block, "__del__", Block.__del__),
+            (GrowingMemory, "grow", GrowingMemory.grow),
+            (GrowingMemory, "free", GrowingMemory.free),
+        ]
         allocate, free, memory = Arena.allocate, Block.free, weakref.ref(self)
 
         def watched_allocate(arena: Arena, nbytes: int) -> Block:

@@ -49,9 +49,11 @@ def main(profile: str, shape: str, limit: str, kv_cache: str) -> None:
     if not config.is_encoder_decoder:
         model.generate(prompts[0][:900], max_new_tokens=2, prompt_logprobs=True)
     found = {
-        "sequences": config.max_num_seqs, "results": len(results), "captured": len(steps),
+        "sequences": config.max_num_seqs,
+        "results": len(results),
+        "captured": len(steps),
         "without memory": sum(step.forward.graph is None for step in steps),
-    }  # fmt: skip
+    }
     print(json.dumps(found))
 
 

@@ -104,10 +104,19 @@ def scalar_gate(call: Call) -> None:
 def chosen(call: Call, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """The experts of each row of logits, and their weights."""
     spec = RouterSpec(
-        call.num_experts, call.top_k, Score(call.score), bool(call.renormalise), call.epsilon, call.min_sum, call.scale,
-        call.num_groups, call.top_groups, GroupScore(call.group_score), MaskedScore(call.masked),
+        call.num_experts,
+        call.top_k,
+        Score(call.score),
+        bool(call.renormalise),
+        call.epsilon,
+        call.min_sum,
+        call.scale,
+        call.num_groups,
+        call.top_groups,
+        GroupScore(call.group_score),
+        MaskedScore(call.masked),
         WEIGHT_TYPES[call.weight_type],
-    )  # fmt: skip
+    )
     call.require(call.number("EACH") * 32 >= call.num_experts, "the lanes do not have all experts")
     bias = call.vector("correction_bias", call.num_experts, F32) if call.correction_bias else None
     scale = call.vector("expert_scale", call.num_experts, F32) if call.expert_scale else None

@@ -12,9 +12,26 @@ from bminf_lite.text.json_tokenizer import JsonTokenizer
 
 VOCAB_SIZE = 61
 PIECES = [
-    "<unk>", "</s>", *'{}[]",:.-+\\0123456789abcdefghijklnrstu', "▁", "true", "false", "null", "ab", "abc", "12",
-    '{"', '":', '",', '"}', "]}", "▁a", "▁1", "ef", "34",
-]  # fmt: skip
+    "<unk>",
+    "</s>",
+    *'{}[]",:.-+\\0123456789abcdefghijklnrstu',
+    "▁",
+    "true",
+    "false",
+    "null",
+    "ab",
+    "abc",
+    "12",
+    '{"',
+    '":',
+    '",',
+    '"}',
+    "]}",
+    "▁a",
+    "▁1",
+    "ef",
+    "34",
+]
 """As T5 writes them: ``▁`` is a space. The model has more tokens than the tokenizer."""
 EOS = frozenset({1})
 

@@ -64,9 +64,11 @@ def test_what_a_schema_need_not_say_is_left_out():
     assert Grammar.json_schema(names) == Grammar.json_schema({"type": "object", "additionalProperties": {}})
     assert Grammar.json_schema(json.dumps(names)) == Grammar.json_schema(names)
     for kept in (
-        {"const": {"format": "path"}}, {"properties": {"format": {}, "propertyNames": {"type": "string"}}},
-        {"anyOf": [{"format": form} for form in sorted(FORMATS)]}, {"propertyNames": {"pattern": "a"}},
-    ):  # fmt: skip
+        {"const": {"format": "path"}},
+        {"properties": {"format": {}, "propertyNames": {"type": "string"}}},
+        {"anyOf": [{"format": form} for form in sorted(FORMATS)]},
+        {"propertyNames": {"pattern": "a"}},
+    ):
         assert json.loads(Grammar.json_schema(kept).text) == kept
 
 

@@ -205,9 +205,12 @@ SAFETENSORS: dict[str, tuple[Change, str]] = {
 }
 
 FILES = {
-    "config.json": CONFIG | QUANTIZATION, "tokenizer.json": TOKENIZER, "tokenizer_config.json": TOKENIZER_CONFIG,
-    "generation_config.json": GENERATION, "model.safetensors": SAFETENSORS,
-}  # fmt: skip
+    "config.json": CONFIG | QUANTIZATION,
+    "tokenizer.json": TOKENIZER,
+    "tokenizer_config.json": TOKENIZER_CONFIG,
+    "generation_config.json": GENERATION,
+    "model.safetensors": SAFETENSORS,
+}
 
 
 def of_model(**metadata: Any) -> bytes:

@@ -17,10 +17,13 @@ from hostile_kit import bounded
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": HI, "max_tokens": 2}, COMPLETIONS: {"prompt": "a", "max_tokens": 2},
-    RESPONSES: {"input": "a", "max_output_tokens": 16}, MESSAGES: {"messages": HI, "max_tokens": 2},
-    "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]},
-}  # fmt: skip
+    CHAT: {"messages": HI, "max_tokens": 2},
+    COMPLETIONS: {"prompt": "a", "max_tokens": 2},
+    RESPONSES: {"input": "a", "max_output_tokens": 16},
+    MESSAGES: {"messages": HI, "max_tokens": 2},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}
 NAN = float("nan")
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -105,12 +108,20 @@ FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
 """Where it is sent, what is wrong in it, and the beginning of the field's name."""
 
 RAW: dict[str, bytes] = {
-    "nothing": b"", "half of an object": b"{", "a list": b"[]", "null": b"null", "no UTF-8": b"\xff\xfe",
-    "a zero": b"\0", "deep objects": b'{"a":' * 100_000, "a million brackets": b"[" * 10**6,
+    "nothing": b"",
+    "half of an object": b"{",
+    "a list": b"[]",
+    "null": b"null",
+    "no UTF-8": b"\xff\xfe",
+    "a zero": b"\0",
+    "deep objects": b'{"a":' * 100_000,
+    "a million brackets": b"[" * 10**6,
     "a NaN": b'{"prompt": NaN}',
-    "an infinity": b'{"prompt": 1e999}', "a number of 5,000 digits": b'{"prompt": ' + b"9" * 5000 + b"}",
-    "half of a pair": b'{"\\ud800": 1}', "UTF-16": json.dumps({"prompt": "a"}).encode("utf-16"),
-}  # fmt: skip
+    "an infinity": b'{"prompt": 1e999}',
+    "a number of 5,000 digits": b'{"prompt": ' + b"9" * 5000 + b"}",
+    "half of a pair": b'{"\\ud800": 1}',
+    "UTF-16": json.dumps({"prompt": "a"}).encode("utf-16"),
+}
 """Bodies that are no JSON, or not of an object that a request is."""
 
 

@@ -27,8 +27,13 @@ CONTEXT = 256
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = tiny_checkpoint.write(tmp_path_factory.mktemp("loading") / "source", num_hidden_layers=9, hidden_size=64,
-                                   intermediate_size=96, max_position_embeddings=512)  # fmt: skip
+    source = tiny_checkpoint.write(
+        tmp_path_factory.mktemp("loading") / "source",
+        num_hidden_layers=9,
+        hidden_size=64,
+        intermediate_size=96,
+        max_position_embeddings=512,
+    )
     bminf_lite.migrate(source, source.parent / "int8")
     return source.parent / "int8"
 

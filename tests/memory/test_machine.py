@@ -37,8 +37,10 @@ def test_only_what_is_not_given_is_measured(measured: list[object]) -> None:
     usable = 8 * GIB - CONTEXT_BYTES - MARGIN
     found = [machine_of(None, 8 * GIB, 1e9), machine_of(), machine_of(gpu_memory=8 * GIB, bandwidth=5e11)]
     assert [(m.memory, m.link, m.bandwidth) for m in found] == [
-        (usable, 1e9, None), (20 * GIB - MARGIN, 25e9, 900e9), (usable, 25e9, 5e11),
-    ]  # fmt: skip
+        (usable, 1e9, None),
+        (20 * GIB - MARGIN, 25e9, 900e9),
+        (usable, 25e9, 5e11),
+    ]
     assert len(measured) == 2
 
 

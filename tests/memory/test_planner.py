@@ -156,9 +156,12 @@ def test_the_engine_holds_as_many_sequences_as_the_plan_says(shape: str, gib: in
     config = make_engine_config(parsed, parsed.cache_layout, plan)
     for tokens in plan.lengths:
         blocks = BlockManager(
-            config.cache_layout.groups, config.num_blocks, config.num_source_blocks,
-            max_piece=config.max_num_batched_tokens, prefix_cache=False,
-        )  # fmt: skip
+            config.cache_layout.groups,
+            config.num_blocks,
+            config.num_source_blocks,
+            max_piece=config.max_num_batched_tokens,
+            prefix_cache=False,
+        )
         source = [0] * min(tokens, config.max_source_length)
         count = 0
         while blocks.admit(blocks.new_sequence("", source), tokens, config.max_num_batched_tokens) is not None:

@@ -75,9 +75,13 @@ def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         Device=lambda index: nullcontext(), Stream=lambda non_blocking: Stream(request.param), Event=Event
     )
     runtime = SimpleNamespace(
-        memcpyAsync=memcpy, memcpyDeviceToHost=2, memcpyHostToDevice=1, CUDARuntimeError=MemoryError,
-        hostRegister=lambda *_: None, hostUnregister=lambda *_: None,
-    )  # fmt: skip
+        memcpyAsync=memcpy,
+        memcpyDeviceToHost=2,
+        memcpyHostToDevice=1,
+        CUDARuntimeError=MemoryError,
+        hostRegister=lambda *_: None,
+        hostUnregister=lambda *_: None,
+    )
     monkeypatch.setattr(streamed_weights, "cp", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(streamed_weights, "runtime", runtime)
 

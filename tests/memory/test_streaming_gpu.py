@@ -32,9 +32,14 @@ pytestmark = pytest.mark.gpu
 
 LAYERS = 7
 WIDE = {
-    "num_hidden_layers": 12, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 1024,
-}  # fmt: skip
+    "num_hidden_layers": 12,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1024,
+}
 """Twelve layers of about 60 MiB."""
 
 
@@ -133,10 +138,18 @@ def test_a_plan_holds_what_it_promises() -> None:
 
 
 WINDOWS = {
-    "model_type": "gemma3_text", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "head_dim": 128,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 4096,
-    "sliding_window": 64, "sliding_window_pattern": 2,
-}  # fmt: skip
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "head_dim": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 4096,
+    "sliding_window": 64,
+    "sliding_window_pattern": 2,
+}
 """A layer with a window, and one without."""
 
 

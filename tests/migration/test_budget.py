@@ -135,9 +135,15 @@ def test_the_fastest_that_meets_the_target_is_kept(
 ) -> None:
     def run(target: float, out: str):
         return bminf_lite.migrate(
-            source, tmp_path / out, "auto", calibrate=text, samples=4, device="cpu", target_divergence=target,
+            source,
+            tmp_path / out,
+            "auto",
+            calibrate=text,
+            samples=4,
+            device="cpu",
+            target_divergence=target,
             offline_only=offline_only,
-        )  # fmt: skip
+        )
 
     easy = run(1.0, "easy").cost
     assert easy["trade"]["chosen"] == 0 and easy["kl"] == easy["trade"]["points"][0]["measured"]

@@ -51,9 +51,14 @@ def test_a_calibrated_checkpoint_runs_and_its_manifest_says_what_was_decided(
 ) -> None:
     done: list[tuple[int, int, str]] = []
     report = bminf_lite.migrate(
-        source, tmp_path / "out", "w8a8-smooth", calibrate=text, samples=4, device="cpu",
+        source,
+        tmp_path / "out",
+        "w8a8-smooth",
+        calibrate=text,
+        samples=4,
+        device="cpu",
         calibration_progress=lambda *args: done.append(args),
-    )  # fmt: skip
+    )
     assert [d[:2] for d in done] == [(i, 3) for i in range(1, 4)]
     manifest = json.loads((tmp_path / "out" / "bminf_lite.json").read_text())
     assert manifest["calibration"] == json.loads(json.dumps(report.calibration))

@@ -17,9 +17,16 @@ from bminf_lite.backend.quantization import HostWeight
 pytestmark = pytest.mark.gpu
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 500, "hidden_size": 1056, "intermediate_size": 1504, "num_hidden_layers": 3,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 500,
+    "hidden_size": 1056,
+    "intermediate_size": 1504,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+}
 HALF_HEAD = "llama with an fp16 head"
 FAMILIES = ("llama", "qwen3", "gpt2", "opt", "gpt_neox")
 CONFIGS = {"llama of 1,056": LLAMA, HALF_HEAD: LLAMA} | {name: next(goldens(name)).config for name in FAMILIES}

@@ -21,10 +21,23 @@ COUNTS = [150, 17, 1]
 SOURCES = [40, 64, 5]
 SHAPES = {name: config | {"vocab_size": VOCABULARY} for name, config in configs()}
 COVERED = (
-    "eva.json", "eva-2.json", "eva-2-base.json", "llama-3-70b.json", "llama-3-8b.json", "mistral-7b.json",
-    "qwen2.5-7b.json", "qwen3-8b.json", "olmo-2-7b.json", "phi-3-mini.json", "ministral-3-8b.json", "command-r.json",
-    "codegen-2b.json", "flan-t5-xl.json", "mt5-xl.json", "umt5-xl.json",
-)  # fmt: skip
+    "eva.json",
+    "eva-2.json",
+    "eva-2-base.json",
+    "llama-3-70b.json",
+    "llama-3-8b.json",
+    "mistral-7b.json",
+    "qwen2.5-7b.json",
+    "qwen3-8b.json",
+    "olmo-2-7b.json",
+    "phi-3-mini.json",
+    "ministral-3-8b.json",
+    "command-r.json",
+    "codegen-2b.json",
+    "flan-t5-xl.json",
+    "mt5-xl.json",
+    "umt5-xl.json",
+)
 """Shapes whose kernels the others launch too."""
 
 

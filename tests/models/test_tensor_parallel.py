@@ -39,9 +39,15 @@ from bminf_lite.layers.linear import RowParallelLinear
 T = TypeVar("T")
 TP_SIZE = 2
 LLAMA = {
-    "model_type": "llama", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
 UNDIVIDED = ("olmo2", "olmo3", *MIXTURES)
 """Families that one rank alone runs: norms of queries and keys are over all heads."""
 

@@ -173,9 +173,15 @@ def test_the_text_model_of_a_multimodal_folder(tmp_path):
     """Mistral 3 with a picture tower: transformers' logits of text, and the migrated text model opens alone."""
     text = make_goldens.BASE | {"model_type": "mistral", "head_dim": 12, "tie_word_embeddings": False}
     vision = {
-        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14,
-    }  # fmt: skip
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = transformers.Mistral3Config(
         text_config=text | {"eos_token_id": None}, vision_config=vision, tie_word_embeddings=False
     )

@@ -17,11 +17,27 @@ pytestmark = pytest.mark.parity
 VOCAB, NEW = 40, 10
 PROMPTS = {"llama": [3, 7, 20, 7], "t5": [5, 30, 12, 8, 1]}
 CONFIGS = {
-    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 11},
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
-           "pad_token_id": 0, "eos_token_id": 11},
-}  # fmt: skip
+    "llama": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": 11,
+    },
+    "t5": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 11,
+    },
+}
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))

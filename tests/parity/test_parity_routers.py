@@ -66,46 +66,70 @@ FAMILIES = [
     ),
     Family("granitemoe", "GraniteMoeTopKRouter", {"score": Score.SOFTMAX_OF_CHOSEN}, experts="num_local_experts"),
     *(
-        Family("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", NORMED | {"min_sum": least}, {"moe_norm_min": least},
-               experts="moe_num_experts", top_k="moe_k", biased=True)
+        Family(
+            "ernie4_5_moe",
+            "Ernie4_5_MoeTopKRouter",
+            NORMED | {"min_sum": least},
+            {"moe_norm_min": least},
+            experts="moe_num_experts",
+            top_k="moe_k",
+            biased=True,
+        )
         for least in (1e-12, 0.5)
     ),
     *(
         Family(name, f"{prefix}TopkRouter", DEEPSEEK, DEEPSEEK_CONFIG, experts="n_routed_experts", biased=True)
         for name, prefix in (
-            ("glm4_moe", "Glm4Moe"), ("glm4_moe_lite", "Glm4MoeLite"), ("nemotron_h", "NemotronH"),
+            ("glm4_moe", "Glm4Moe"),
+            ("glm4_moe_lite", "Glm4MoeLite"),
+            ("nemotron_h", "NemotronH"),
             ("deepseek_v3", "DeepseekV3"),
         )
     ),
     Family(
-        "deepseek_v3", "DeepseekV3TopkRouter", SIGMOID | {"scale": 1.5},
+        "deepseek_v3",
+        "DeepseekV3TopkRouter",
+        SIGMOID | {"scale": 1.5},
         {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
-        experts="n_routed_experts", biased=True,
+        experts="n_routed_experts",
+        biased=True,
     ),
     Family("minimax_m2", "MiniMaxM2TopKRouter", SIGMOID | NORMED, experts="num_local_experts", biased=True),
     Family(
-        "deepseek_v2", "DeepseekV2TopkRouter", {"scale": 16.0},
-        {"topk_method": "greedy", "routed_scaling_factor": 16.0}, experts="n_routed_experts",
+        "deepseek_v2",
+        "DeepseekV2TopkRouter",
+        {"scale": 16.0},
+        {"topk_method": "greedy", "routed_scaling_factor": 16.0},
+        experts="n_routed_experts",
     ),
     Family(
-        "deepseek_v2", "DeepseekV2TopkRouter",
+        "deepseek_v2",
+        "DeepseekV2TopkRouter",
         GROUPS | {"group_score": GroupScore.LARGEST, "masked": MaskedScore.ZERO, "scale": 16.0},
-        IN_GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}, experts="n_routed_experts",
+        IN_GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+        experts="n_routed_experts",
     ),
     Family(
-        "mistral4", "Mistral4TopkRouter",
+        "mistral4",
+        "Mistral4TopkRouter",
         GROUPS | NORMED | {"masked": MaskedScore.ZERO, "epsilon": 1e-20, "scale": 2.0},
-        IN_GROUPS | {"norm_topk_prob": True, "routed_scaling_factor": 2.0}, experts="n_routed_experts",
+        IN_GROUPS | {"norm_topk_prob": True, "routed_scaling_factor": 2.0},
+        experts="n_routed_experts",
     ),
     *(
-        Family("lfm2_moe", "Lfm2MoeTopKRouter", SIGMOID | NORMED | {"epsilon": 1e-6, "scale": 1.5},
-               {"use_expert_bias": biased, "norm_topk_prob": True, "routed_scaling_factor": 1.5}, biased=biased)
+        Family(
+            "lfm2_moe",
+            "Lfm2MoeTopKRouter",
+            SIGMOID | NORMED | {"epsilon": 1e-6, "scale": 1.5},
+            {"use_expert_bias": biased, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+            biased=biased,
+        )
         for biased in (False, True)
     ),
     Family("gpt_oss", "GptOssTopKRouter", {"score": Score.SOFTMAX_OF_CHOSEN}, experts="num_local_experts"),
     Family("gemma4", "Gemma4TextRouter", NORMED, top_k="top_k_experts"),
     Family("llama4", "Llama4Router", SIGMOID | {"scales_input": True}, experts="num_local_experts"),
-]  # fmt: skip
+]
 
 
 def theirs(module: Any, family: Family, hidden: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any, Any]:

@@ -23,9 +23,15 @@ from safetensors.torch import save_model  # noqa: E402  (needs torch)
 pytestmark = pytest.mark.parity
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "max_position_embeddings": 32, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 61,
@@ -36,9 +42,16 @@ GPT2 = {
     "eos_token_id": 1,
 }
 T5 = {
-    "model_type": "t5", "vocab_size": 61, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 1,
-    "num_decoder_layers": 1, "decoder_start_token_id": 0,
-}  # fmt: skip
+    "model_type": "t5",
+    "vocab_size": 61,
+    "d_model": 32,
+    "d_ff": 48,
+    "d_kv": 8,
+    "num_heads": 4,
+    "num_layers": 1,
+    "num_decoder_layers": 1,
+    "decoder_start_token_id": 0,
+}
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, T5, T5 | {"tie_word_embeddings": False}])

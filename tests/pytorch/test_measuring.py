@@ -40,8 +40,10 @@ def test_a_comparison_covers_results_and_gradients():
 
     good = compare(ops.rms_norm, reference, x, weight, rtol=1e-4, atol=1e-5)
     assert good.agrees and [a.name for a in good.agreements] == [
-        "result", "gradient of argument 0", "gradient of argument 1"
-    ]  # fmt: skip
+        "result",
+        "gradient of argument 0",
+        "gradient of argument 1",
+    ]
     assert good.speedup > 0
     bad = compare(wrong, reference, x, weight, rtol=1e-4, atol=1e-5)
     assert not bad.agrees and not any(a.agrees for a in bad.agreements)

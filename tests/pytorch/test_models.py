@@ -33,22 +33,51 @@ from bminf_lite.torch.linear import quantize_weight
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 TOKENS = torch.tensor([[256, 5, 77, 31, 200, 9]])
 GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 260, "n_embd": 32, "n_layer": 2,
-    "n_head": 4, "n_positions": 64, "bos_token_id": 256, "eos_token_id": 257,
-}  # fmt: skip
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 260,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 FALCON = {
-    "architectures": ["FalconForCausalLM"], "model_type": "falcon", "vocab_size": 260, "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 256, "eos_token_id": 257,
-}  # fmt: skip
+    "architectures": ["FalconForCausalLM"],
+    "model_type": "falcon",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 GPT_NEOX = {
-    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "vocab_size": 260, "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64,
-    "bos_token_id": 256, "eos_token_id": 257,
-}  # fmt: skip
+    "architectures": ["GPTNeoXForCausalLM"],
+    "model_type": "gpt_neox",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 T5 = {
-    "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 260, "d_model": 32, "d_ff": 48,
-    "d_kv": 8, "num_heads": 4, "num_layers": 2, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
-}  # fmt: skip
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "vocab_size": 260,
+    "d_model": 32,
+    "d_ff": 48,
+    "d_kv": 8,
+    "num_heads": 4,
+    "num_layers": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
 TIED = tiny_checkpoint.CONFIG | {"tie_word_embeddings": True}
 
 

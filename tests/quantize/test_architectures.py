@@ -19,10 +19,15 @@ from bminf_lite.quantize.smoothing import expand_channels, fold_factors, reduce_
 
 ALL = [*two_of_each_family(), *(pytest.param(golden, id=str(golden)) for golden in each() if golden.weights == "")]
 SECOND = (
-    "down_proj.weight", ".w2.weight", "mlp.c_proj.weight", "fc2.weight", "dense_4h_to_h.weight",
-    "DenseReluDense.wo.weight", "mlp.fc_out.weight",
+    "down_proj.weight",
+    ".w2.weight",
+    "mlp.c_proj.weight",
+    "fc2.weight",
+    "dense_4h_to_h.weight",
+    "DenseReluDense.wo.weight",
+    "mlp.fc_out.weight",
     "ff.dense_relu_dense.wo.weight",
-)  # fmt: skip
+)
 """The names of these matrices in all architectures."""
 
 

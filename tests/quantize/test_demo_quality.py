@@ -64,9 +64,11 @@ def with_outliers(demo: Demo, folder: Path, cases: Iterable[str]) -> Path:
     """The demo model with outliers that do not change its predictions."""
     frequent = Counter(demo.measured).most_common(1)[0][0]
     changes = {
-        "norms": outliers.in_norms, "neurons": outliers.in_neurons, "values": outliers.in_values,
+        "norms": outliers.in_norms,
+        "neurons": outliers.in_neurons,
+        "values": outliers.in_values,
         "spike": outliers.spike(frequent),
-    }  # fmt: skip
+    }
 
     def put_in(tensors: outliers.Tensors, config: dict[str, Any]) -> None:
         for case in cases:

@@ -26,9 +26,17 @@ from bminf_lite.quantize.decisions import QuantizationSearch
 from bminf_lite.quantize.rewritten_weights import RewrittenWeights
 
 GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 260, "n_embd": 32, "n_layer": 2,
-    "n_head": 4, "n_positions": 128, "n_inner": 64, "bos_token_id": 256, "eos_token_id": 257,
-}  # fmt: skip
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 260,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "n_inner": 64,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 CONFIGS = {
     "llama": tiny_checkpoint.CONFIG,
     "tied": {**tiny_checkpoint.CONFIG, "tie_word_embeddings": True},

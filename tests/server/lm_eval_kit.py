@@ -22,9 +22,11 @@ QUESTIONS = [
     {"question": "é 🙂 \n", "choices": ["yes", "no é", "maybe so it is"], "answer": 2},
 ]
 MULTIPLE_CHOICE = {
-    "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
+    "output_type": "multiple_choice",
+    "doc_to_choice": "choices",
+    "doc_to_target": "answer",
     "metric_list": [{"metric": "acc"}],
-}  # fmt: skip
+}
 """A task that scores each choice."""
 TOLERANCE = 0.02
 """The tolerance of a sum of log-probabilities: the server computes several prompts in a step, the model here one.
@@ -42,18 +44,26 @@ def offline(folder: Path) -> Iterator[None]:
 
 
 def evaluate(
-    folder: Path, url: str, config: dict[str, Any], model: str = "local-completions", path: str = "/v1/completions",
+    folder: Path,
+    url: str,
+    config: dict[str, Any],
+    model: str = "local-completions",
+    path: str = "/v1/completions",
     **options: Any,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """The samples of a task over :data:`QUESTIONS`, which is run against the server at ``url``; within ``offline``."""
     lm_eval = pytest.importorskip("lm_eval")
     tasks = importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False)  # its own are 14,000 files
     questions = folder / "questions.jsonl"
     questions.write_text("\n".join(json.dumps(question) for question in QUESTIONS))
     task = {
-        "task": "local", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(questions)}},
-        "test_split": "test", "doc_to_text": "{{question}}", **config,
-    }  # fmt: skip
+        "task": "local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(questions)}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        **config,
+    }
     found = lm_eval.simple_evaluate(
         model=model,
         model_args={"model": NAME, "base_url": f"{url}{path}", "max_length": 1024, "num_concurrent": 2},

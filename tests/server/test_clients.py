@@ -121,9 +121,14 @@ def test_openai_many_at_once_some_cancelled(server):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_openai_tools(openai, choice):
     options = {
-        "model": NAME, "messages": SAY, "tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False,
-        "max_tokens": 200, "seed": 1,
-    }  # fmt: skip
+        "model": NAME,
+        "messages": SAY,
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "seed": 1,
+    }
     (answer,) = openai.chat.completions.create(**options).choices
     assert answer.finish_reason == "tool_calls" and answer.message.content is None
     (call,) = answer.message.tool_calls
@@ -203,9 +208,12 @@ def test_anthropic_models(anthropic):
 def test_anthropic_tools(anthropic):
     tool = {"name": "weather", "description": "The weather", "input_schema": WEATHER}
     options = {
-        "model": "claude-any", "max_tokens": 200, "messages": SAY, "tools": [tool],
+        "model": "claude-any",
+        "max_tokens": 200,
+        "messages": SAY,
+        "tools": [tool],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-    }  # fmt: skip
+    }
     whole = anthropic.messages.create(**options)
     assert whole.stop_reason == "tool_use" and whole.content[-1].input["city"] in ("Paris", "Rome")
     with anthropic.messages.stream(**options) as stream:
@@ -273,8 +281,12 @@ def test_lm_eval_scores_as_the_model_does(lm_eval):
 def test_lm_eval_rolling_perplexity_is_that_of_the_model(lm_eval):
     from bminf_lite import load
 
-    config = {"output_type": "loglikelihood_rolling", "doc_to_target": "{{question}}", "doc_to_text": "",
-              "metric_list": [{"metric": "word_perplexity"}]}  # fmt: skip
+    config = {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_target": "{{question}}",
+        "doc_to_text": "",
+        "metric_list": [{"metric": "word_perplexity"}],
+    }
     samples = lm_eval(config)
     with load(DEMO, device="cpu") as model:
         for question, sample in zip(QUESTIONS, samples, strict=True):
@@ -294,9 +306,11 @@ def test_lm_eval_rolling_perplexity_is_that_of_the_model(lm_eval):
 )
 def test_lm_eval_generates(lm_eval, model, path, options):
     config = {
-        "output_type": "generate_until", "doc_to_target": "answer", "metric_list": [{"metric": "exact_match"}],
+        "output_type": "generate_until",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "exact_match"}],
         "generation_kwargs": {"until": ["\n\n", " the"], "max_gen_toks": 12},
-    }  # fmt: skip
+    }
     for sample in lm_eval(config, model, path, **options):
         assert isinstance(sample["resps"][0][0], str) and " the" not in sample["resps"][0][0]
 
@@ -309,8 +323,11 @@ def test_curl(server):
     def curl(path, *arguments):
         return subprocess.run(
             ["curl", "--silent", "--show-error", "--fail", f"{server.url}{path}", *arguments],
-            check=True, capture_output=True, text=True, timeout=300,
-        ).stdout  # fmt: skip
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        ).stdout
 
     def post(path, body):
         return curl(path, "-H", "Content-Type: application/json", "-d", json.dumps(body))

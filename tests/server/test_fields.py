@@ -50,10 +50,19 @@ def test_a_field_of_chats_is_refused_where_it_does_nothing(fake: LiveServer, pat
 @every_route
 def test_values_that_ask_for_nothing_are_accepted(fake: LiveServer, path: str):
     neutral = {
-        "use_beam_search": False, "length_penalty": 1.0, "mirostat": 0, "typical_p": 1, "skip_special_tokens": True,
-        "top_n_sigma": -1, "bad_words": [], "grammar": "", "n_predict": -1, "prompt_logprobs": None,
-        "return_token_ids": False, "no_stop_trim": False,
-    }  # fmt: skip
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "mirostat": 0,
+        "typical_p": 1,
+        "skip_special_tokens": True,
+        "top_n_sigma": -1,
+        "bad_words": [],
+        "grammar": "",
+        "n_predict": -1,
+        "prompt_logprobs": None,
+        "return_token_ids": False,
+        "no_stop_trim": False,
+    }
     assert fake.post(path, BODIES[path] | neutral).status_code == 200
 
 

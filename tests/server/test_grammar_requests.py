@@ -208,8 +208,9 @@ def test_a_compiled_grammar_does_not_queue_behind_new_ones(monkeypatch: pytest.M
     async def test(client: EngineClient) -> None:
         known = replace(plain, grammar=Grammar.regex("known"))
         await read(await client.generate(known))
-        slow = [asyncio.ensure_future(client.generate(replace(plain, grammar=Grammar.regex(f"slow{i}"))))
-                for i in range(6)]  # fmt: skip
+        slow = [
+            asyncio.ensure_future(client.generate(replace(plain, grammar=Grammar.regex(f"slow{i}")))) for i in range(6)
+        ]
         await until(lambda: any(text.startswith("slow") for text in compiled))
         assert await asyncio.wait_for(read(await client.generate(known)), 30) == {0: [8, 9, 10], 1: [8, 9, 10]}
         assert "slow5" not in compiled

@@ -21,9 +21,15 @@ from bminf_lite.server.app import create_app
 from bminf_lite.server.limits import Limits
 
 SMALL = Limits(
-    body=4096, headers=2048, connections=64, requests=8, header_seconds=300, body_seconds=300, idle_seconds=300,
+    body=4096,
+    headers=2048,
+    connections=64,
+    requests=8,
+    header_seconds=300,
+    body_seconds=300,
+    idle_seconds=300,
     stalled_seconds=300,
-)  # fmt: skip
+)
 """Times that no test waits for, however slow the machine is; a test of a time shortens that one alone."""
 
 
@@ -141,10 +147,19 @@ def test_long_headers(small, request_bytes):
         b"\r\n" * 100,
     ],
     ids=[
-        "TLS", "version", "two targets", "zero byte", "space before colon", "folded", "negative length",
-        "two lengths", "length and chunks", "chunk size", "empty lines",
+        "TLS",
+        "version",
+        "two targets",
+        "zero byte",
+        "space before colon",
+        "folded",
+        "negative length",
+        "two lengths",
+        "length and chunks",
+        "chunk size",
+        "empty lines",
     ],
-)  # fmt: skip
+)
 def test_what_is_not_http(hasty, request_bytes):
     answer = hasty.ask(request_bytes)
     assert status(answer) in (400, 408)
@@ -171,8 +186,10 @@ def test_two_hosts(small):
 
 def test_large_bodies(small):
     assert status(small.post("/echo", b"x" * 4096)) == 200
-    answer = small.ask(b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-                       b"content-length: 99999999999\r\n\r\n")  # fmt: skip
+    answer = small.ask(
+        b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: 99999999999\r\n\r\n"
+    )
     assert status(answer) == 413
     assert status(small.post("/echo", b"x" * 4097)) == 413
     chunks = b"1000\r\n" + b"x" * 4096 + b"\r\n"

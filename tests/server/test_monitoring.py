@@ -47,8 +47,11 @@ def metrics(server: LiveServer) -> dict[str, float]:
     """The samples of a scrape that are not zero, by name and the label that tells them apart."""
     response = server.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    samples = re.findall(r'^(vllm:\w+){engine="0",(?:(?:finished_reason="(\w+)"),)?model_name="test-model"} (.*)$',
-                         response.text, re.MULTILINE)  # fmt: skip
+    samples = re.findall(
+        r'^(vllm:\w+){engine="0",(?:(?:finished_reason="(\w+)"),)?model_name="test-model"} (.*)$',
+        response.text,
+        re.MULTILINE,
+    )
     return {f"{name} {reason}".strip(): float(value) for name, reason, value in samples if float(value)}
 
 

@@ -240,8 +240,9 @@ def test_markdown(page: Page, stub: Stub) -> None:
     assert answer.locator("ol").get_attribute("start") == "3"
     expect(answer.locator("ol ul li")).to_have_text("nested")
     assert answer.locator("input").evaluate_all("boxes => boxes.map((e) => [e.checked, e.disabled])") == [
-        [True, True], [False, True],
-    ]  # fmt: skip
+        [True, True],
+        [False, True],
+    ]
     assert answer.locator("td").first.inner_text() == "1\n2"
     expect(answer.locator("blockquote")).to_have_text("quoted")
     expect(answer.locator("p a").last).to_have_text("[image: picture]")
@@ -393,11 +394,23 @@ def test_the_conversation_is_exported(page: Page, stub: Stub) -> None:
 
 def test_defaults_are_shown(page: Page, stub: Stub) -> None:
     stub.model["default_sampling_params"] = {
-        "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.1, "max_tokens": None,
-    }  # fmt: skip
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.1,
+        "max_tokens": None,
+    }
     page.reload()
-    for label, shown in (("Temperature", "0.6"), ("Top p", "0.95"), ("Top k", "20"), ("Min p", "0"), ("Seed", "random"),
-                         ("Repetition penalty", "1.1"), ("Max tokens", "no limit")):  # fmt: skip
+    for label, shown in (
+        ("Temperature", "0.6"),
+        ("Top p", "0.95"),
+        ("Top k", "20"),
+        ("Min p", "0"),
+        ("Seed", "random"),
+        ("Repetition penalty", "1.1"),
+        ("Max tokens", "no limit"),
+    ):
         expect(page.get_by_label(label).first).to_have_attribute("placeholder", shown)
 
 

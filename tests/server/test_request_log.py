@@ -33,9 +33,15 @@ def test_a_line_has_counts_and_times_and_no_text(tmp_path: Path) -> None:
     assert served.pop("time").endswith("+00:00")
     assert 0 <= served.pop("first_token_seconds") <= served.pop("seconds")
     assert served == {
-        "id": "chatcmpl-7", "route": "/v1/chat/completions", "model": "a model", "status": 200, "prompt_tokens": 12,
-        "cached_tokens": 8, "output_tokens": 6, "finish_reasons": {"stop": 1, "cancelled": 1},
-    }  # fmt: skip
+        "id": "chatcmpl-7",
+        "route": "/v1/chat/completions",
+        "model": "a model",
+        "status": 200,
+        "prompt_tokens": 12,
+        "cached_tokens": 8,
+        "output_tokens": 6,
+        "finish_reasons": {"stop": 1, "cancelled": 1},
+    }
     assert (refused["status"], refused["output_tokens"], refused["first_token_seconds"]) == (400, 0, None)
 
 

@@ -14,9 +14,15 @@ EXAMPLES = 2000
 """The examples of all interfaces together, in the long test."""
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 30), st.integers(), st.floats(-3, 3), st.floats(allow_nan=False),
-    st.text(max_size=6), st.sampled_from(["auto", "text", "function", "user", "json_object", "\u2028", "\x00"]),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 30),
+    st.integers(),
+    st.floats(-3, 3),
+    st.floats(allow_nan=False),
+    st.text(max_size=6),
+    st.sampled_from(["auto", "text", "function", "user", "json_object", "\u2028", "\x00"]),
+)
 keys = st.one_of(
     st.text(max_size=4), st.sampled_from(["type", "role", "content", "text", "name", "function", "schema", "self"])
 )
@@ -117,39 +123,64 @@ INTERFACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/completions": (
         {
             "prompt": st.one_of(
-                texts, st.lists(texts, max_size=3), st.lists(st.integers(-1, 2100), max_size=4),
+                texts,
+                st.lists(texts, max_size=3),
+                st.lists(st.integers(-1, 2100), max_size=4),
                 st.lists(st.lists(st.integers(1, 2047), max_size=3), max_size=3),
             ),
             "max_tokens": counts,
         },
         {
-            **sampling, **structure, **streaming, "n": st.integers(0, 3), "best_of": st.integers(0, 4),
-            "echo": st.booleans(), "logprobs": st.integers(-1, 21),
-            "stop": st.one_of(texts, st.lists(texts, max_size=3)), "suffix": texts,
-            "model": st.sampled_from([NAME, "other"]), "add_special_tokens": st.booleans(),
+            **sampling,
+            **structure,
+            **streaming,
+            "n": st.integers(0, 3),
+            "best_of": st.integers(0, 4),
+            "echo": st.booleans(),
+            "logprobs": st.integers(-1, 21),
+            "stop": st.one_of(texts, st.lists(texts, max_size=3)),
+            "suffix": texts,
+            "model": st.sampled_from([NAME, "other"]),
+            "add_special_tokens": st.booleans(),
         },
     ),
     "/v1/chat/completions": (
         {"messages": messages, "max_tokens": counts},
         {
-            **sampling, **structure, **streaming, "n": st.integers(0, 3), "logprobs": st.booleans(),
-            "top_logprobs": st.integers(-1, 21), "max_completion_tokens": counts, "tool_choice": choices,
-            "stop": st.one_of(texts, st.lists(texts, max_size=3)), "parallel_tool_calls": st.booleans(),
+            **sampling,
+            **structure,
+            **streaming,
+            "n": st.integers(0, 3),
+            "logprobs": st.booleans(),
+            "top_logprobs": st.integers(-1, 21),
+            "max_completion_tokens": counts,
+            "tool_choice": choices,
+            "stop": st.one_of(texts, st.lists(texts, max_size=3)),
+            "parallel_tool_calls": st.booleans(),
             "tools": st.one_of(st.just([WEATHER, TIME]), st.just([]), st.lists(junk, max_size=2), strict_tools),
-            "chat_template_kwargs": st.dictionaries(keys, junk, max_size=2), "continue_final_message": st.booleans(),
-            "separate_reasoning": st.booleans(), "reasoning_effort": texts,
+            "chat_template_kwargs": st.dictionaries(keys, junk, max_size=2),
+            "continue_final_message": st.booleans(),
+            "separate_reasoning": st.booleans(),
+            "reasoning_effort": texts,
         },
     ),
     "/v1/responses": (
         {"input": st.one_of(texts, items), "max_output_tokens": counts},
         {
-            **sampling, "stream": st.booleans(), "instructions": texts, "tools": st.one_of(st.just(flat_tools), junk),
-            "tool_choice": choices, "top_logprobs": st.integers(-1, 21), "metadata": st.dictionaries(texts, texts),
+            **sampling,
+            "stream": st.booleans(),
+            "instructions": texts,
+            "tools": st.one_of(st.just(flat_tools), junk),
+            "tool_choice": choices,
+            "top_logprobs": st.integers(-1, 21),
+            "metadata": st.dictionaries(texts, texts),
             "text": st.one_of(
                 junk, schemas.map(lambda s: {"format": {"type": "json_schema", "name": "x", "schema": s}})
             ),
             "include": st.lists(st.sampled_from(["message.output_text.logprobs", "x"]), max_size=2),
-            "previous_response_id": texts, "reasoning": junk, "background": st.booleans(),
+            "previous_response_id": texts,
+            "reasoning": junk,
+            "background": st.booleans(),
         },
     ),
     "/v1/messages": (
@@ -163,8 +194,12 @@ INTERFACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "max_tokens": counts,
         },
         {
-            **sampling, "stream": st.booleans(), "system": st.one_of(texts, blocks), "tool_choice": choices,
-            "stop_sequences": st.lists(texts, max_size=2), "thinking": st.just({"type": "enabled"}),
+            **sampling,
+            "stream": st.booleans(),
+            "system": st.one_of(texts, blocks),
+            "tool_choice": choices,
+            "stop_sequences": st.lists(texts, max_size=2),
+            "thinking": st.just({"type": "enabled"}),
             "tools": st.one_of(st.just([{"name": "weather", "input_schema": {"type": "object"}}]), junk),
             "output_config": st.one_of(junk, schemas.map(lambda s: {"format": {"type": "json_schema", "schema": s}})),
         },
@@ -172,7 +207,7 @@ INTERFACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/tokenize": ({"prompt": texts}, {"messages": messages, "return_token_strs": st.booleans(), "tools": junk}),
     "/detokenize": ({"tokens": st.lists(st.integers(-1, 2**33), max_size=4)}, {"model": texts}),
     "/v1/fill_blank": ({"text": texts}, {**sampling, "max_tokens": counts}),
-}  # fmt: skip
+}
 
 
 @st.composite

@@ -49,14 +49,22 @@ def ask(app: ASGIApp, method: str, path: str, **options: Any) -> httpx.Response:
 def test_keys():
     app = guarded(Security(digests(KEYS)))
     for headers in (
-        {"authorization": "Bearer sk-first"}, {"authorization": "bearer  sk-second"}, {"x-api-key": "sk-second"},
-    ):  # fmt: skip
+        {"authorization": "Bearer sk-first"},
+        {"authorization": "bearer  sk-second"},
+        {"x-api-key": "sk-second"},
+    ):
         assert ask(app, "GET", "/v1/models", headers=headers).status_code == 200
     for headers in (
-        {}, {"authorization": "Bearer sk-firs"}, {"authorization": "Bearer sk-first2"}, {"authorization": "Bearer"},
-        {"authorization": "Basic sk-first"}, {"authorization": "sk-first"}, {"x-api-key": ""},
-        {"authorization": "Bearer sk-first,sk-second"}, {"authorization": "Bearer wrong", "x-api-key": "sk-first"},
-    ):  # fmt: skip
+        {},
+        {"authorization": "Bearer sk-firs"},
+        {"authorization": "Bearer sk-first2"},
+        {"authorization": "Bearer"},
+        {"authorization": "Basic sk-first"},
+        {"authorization": "sk-first"},
+        {"x-api-key": ""},
+        {"authorization": "Bearer sk-first,sk-second"},
+        {"authorization": "Bearer wrong", "x-api-key": "sk-first"},
+    ):
         answer = ask(app, "GET", "/v1/models", headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert "sk-" not in answer.text
@@ -103,11 +111,21 @@ def test_keys_cannot_be_read_from_the_settings():
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("localhost", 200), ("LocalHost.:99", 200), ("127.0.0.1:8000", 200), ("[::1]:8000", 200), ("10.1.2.3", 200),
-        ("llm.example.org", 200), ("evil.example", 421), ("localhost.evil.example", 421), ("evil.example:8000", 421),
-        ("", 421), ("127.0.0.1.evil.example", 421), ("[::1].evil.example", 421), ("evil.example#localhost", 421),
+        ("localhost", 200),
+        ("LocalHost.:99", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("10.1.2.3", 200),
+        ("llm.example.org", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("evil.example:8000", 421),
+        ("", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("[::1].evil.example", 421),
+        ("evil.example#localhost", 421),
     ],
-)  # fmt: skip
+)
 def test_hosts(host, status):
     app = guarded(Security(allowed_hosts=("llm.example.org",)))
     assert ask(app, "GET", "/health", headers={"host": host}).status_code == status
@@ -115,8 +133,11 @@ def test_hosts(host, status):
 
 
 def test_no_site_may_use_the_server_unless_it_is_named():
-    asked = {"origin": "https://chat.example", "access-control-request-method": "POST",
-             "access-control-request-headers": "authorization,content-type,x-stainless-lang"}  # fmt: skip
+    asked = {
+        "origin": "https://chat.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+    }
     closed, opened = (
         guarded(Security(digests(KEYS))),
         guarded(Security(digests(KEYS), (), (), ("https://chat.example",))),
@@ -194,9 +215,13 @@ def test_limits_from_the_command_line():
     limits = DEFAULT_LIMITS.changed(["body=1000", "idle_seconds=2.5", "max_tokens=64"])
     assert (limits.body, limits.idle_seconds, limits.max_tokens, limits.n) == (1000, 2.5, 64, DEFAULT_LIMITS.n)
     for setting, message in (
-        ("size=1", "no limit 'size'"), ("body=16MiB", "whole number"), ("body", "whole number"), ("n=0", "more than 0"),
-        ("idle_seconds=nan", "more than 0"), ("idle_seconds=soon", "a number of seconds"),
-    ):  # fmt: skip
+        ("size=1", "no limit 'size'"),
+        ("body=16MiB", "whole number"),
+        ("body", "whole number"),
+        ("n=0", "more than 0"),
+        ("idle_seconds=nan", "more than 0"),
+        ("idle_seconds=soon", "a number of seconds"),
+    ):
         with pytest.raises(UsageError, match=message):
             DEFAULT_LIMITS.changed([setting])
 

@@ -113,16 +113,38 @@ def test_many_connections(server, count):
 @pytest.mark.parametrize(
     "body",
     [
-        b"[" * 200_000, b'{"prompt":' * 50_000, b'{"prompt": "' + b"a" * 3_000_000 + b'"}', b"\xff\xfe\x00", b"",
-        b"null", b"1e999999999", b'{"prompt": [' + b"9" * 100_000 + b"]}", b'{"prompt": "x", "max_tokens": 1e308}',
-        b'{"prompt": "\\ud800"}', b'{"prompt": {"a": 1}}', b'{"prompt": "x", "n": 1000000000}',
-        b'{"prompt": [' + b"1," * 500_000 + b"1]}", b'{"prompt": "x", "stop": [' + b'"a",' * 100_000 + b'"a"]}',
+        b"[" * 200_000,
+        b'{"prompt":' * 50_000,
+        b'{"prompt": "' + b"a" * 3_000_000 + b'"}',
+        b"\xff\xfe\x00",
+        b"",
+        b"null",
+        b"1e999999999",
+        b'{"prompt": [' + b"9" * 100_000 + b"]}",
+        b'{"prompt": "x", "max_tokens": 1e308}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": {"a": 1}}',
+        b'{"prompt": "x", "n": 1000000000}',
+        b'{"prompt": [' + b"1," * 500_000 + b"1]}",
+        b'{"prompt": "x", "stop": [' + b'"a",' * 100_000 + b'"a"]}',
     ],
     ids=[
-        "deep list", "deep object", "long text", "no UTF-8", "nothing", "null", "number", "huge token", "float count",
-        "half a pair", "object", "many completions", "many tokens", "many stop texts",
+        "deep list",
+        "deep object",
+        "long text",
+        "no UTF-8",
+        "nothing",
+        "null",
+        "number",
+        "huge token",
+        "float count",
+        "half a pair",
+        "object",
+        "many completions",
+        "many tokens",
+        "many stop texts",
     ],
-)  # fmt: skip
+)
 def test_bodies_that_are_refused(server, body):
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text[:200]

@@ -106,8 +106,13 @@ def test_models(fake: LiveServer):
     assert created.timestamp() == answer["data"][0]["created"] and created.tzinfo is not None
     assert answer["data"][0]["capabilities"] == {"chat": True}
     assert answer["data"][0]["default_sampling_params"] == {
-        "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": None,
-    }  # fmt: skip
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": None,
+    }
     assert (answer["has_more"], answer["first_id"], answer["last_id"]) == (False, NAME, NAME)
     assert fake.http.get(f"/v1/models/{NAME}").json() == answer["data"][0]
     assert fake.http.get("/v1/models/other").status_code == 404

@@ -59,8 +59,10 @@ def joined(messages):
 
 
 def listed(messages):
-    return [{**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m["content"], str) else m
-            for m in messages]  # fmt: skip
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m["content"], str) else m
+        for m in messages
+    ]
 
 
 def render(source, messages=MESSAGES):

@@ -79,21 +79,34 @@ VALUES = st.recursive(
 WORDS = {
     "type": st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])
     | st.lists(st.sampled_from(["integer", "string", "object"]), min_size=1, max_size=2, unique=True),
-    "const": st.sampled_from([*SCALARS, [], {}]), "enum": st.lists(st.sampled_from(SCALARS), min_size=1, max_size=3),
-    "minimum": st.integers(0, 3), "maximum": st.integers(0, 3), "exclusiveMinimum": st.integers(0, 3),
-    "exclusiveMaximum": st.integers(0, 3), "minLength": st.integers(0, 3), "maxLength": st.integers(0, 3),
-    "minItems": st.integers(0, 2), "maxItems": st.integers(0, 2), "minProperties": st.integers(0, 2),
-    "maxProperties": st.integers(0, 2), "required": st.lists(st.sampled_from("ab"), max_size=2, unique=True),
+    "const": st.sampled_from([*SCALARS, [], {}]),
+    "enum": st.lists(st.sampled_from(SCALARS), min_size=1, max_size=3),
+    "minimum": st.integers(0, 3),
+    "maximum": st.integers(0, 3),
+    "exclusiveMinimum": st.integers(0, 3),
+    "exclusiveMaximum": st.integers(0, 3),
+    "minLength": st.integers(0, 3),
+    "maxLength": st.integers(0, 3),
+    "minItems": st.integers(0, 2),
+    "maxItems": st.integers(0, 2),
+    "minProperties": st.integers(0, 2),
+    "maxProperties": st.integers(0, 2),
+    "required": st.lists(st.sampled_from("ab"), max_size=2, unique=True),
     "additionalProperties": st.booleans(),
-}  # fmt: skip
+}
 SCHEMAS = st.recursive(
     st.fixed_dictionaries({}, optional=WORDS) | st.booleans(),
-    lambda inner: st.fixed_dictionaries({}, optional={
-        **WORDS, "properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
-        "allOf": st.lists(inner, min_size=1, max_size=2), "anyOf": st.lists(inner, min_size=1, max_size=2),
-    }),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            **WORDS,
+            "properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+            "allOf": st.lists(inner, min_size=1, max_size=2),
+            "anyOf": st.lists(inner, min_size=1, max_size=2),
+        },
+    ),
     max_leaves=4,
-)  # fmt: skip
+)
 
 
 @given(SCHEMAS, SCHEMAS, st.lists(VALUES, min_size=20, max_size=40))
@@ -119,11 +132,24 @@ def test_the_work_is_bounded() -> None:
 @pytest.mark.parametrize(
     "branch",
     [
-        {"const": 10**400}, {"const": float("inf")}, {"type": [["a"], {}]}, {"type": {}}, {"enum": [{}, []]},
-        {"required": [[], 3], "type": "object"}, {"properties": 3}, {"minLength": "x"}, {"$ref": 3}, {"allOf": {}},
-        {"$ref": "#/oneOf/0"}, {"anyOf": [3]}, {"maximum": 10**400, "type": "number"}, 3, None, "a",
+        {"const": 10**400},
+        {"const": float("inf")},
+        {"type": [["a"], {}]},
+        {"type": {}},
+        {"enum": [{}, []]},
+        {"required": [[], 3], "type": "object"},
+        {"properties": 3},
+        {"minLength": "x"},
+        {"$ref": 3},
+        {"allOf": {}},
+        {"$ref": "#/oneOf/0"},
+        {"anyOf": [3]},
+        {"maximum": 10**400, "type": "number"},
+        3,
+        None,
+        "a",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_schema_passes(branch: Any) -> None:
     """The library says what is wrong with it."""
     schema = {"oneOf": [branch, {"const": 1.5}, branch]}

@@ -47,10 +47,19 @@ def sentencepiece_model() -> sentencepiece.SentencePieceProcessor:
     """As LLaMA's: BPE with bytes for what it does not know, and no normalisation."""
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=trained, vocab_size=420, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.98,
-        minloglevel=2, num_threads=1, split_digits=True, allow_whitespace_only_pieces=True,
-    )  # fmt: skip
+        sentence_iterator=iter(CORPUS),
+        model_writer=trained,
+        vocab_size=420,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=0.98,
+        minloglevel=2,
+        num_threads=1,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+    )
     return sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
 
 
@@ -62,11 +71,17 @@ def from_scores(sentencepiece_model: sentencepiece.SentencePieceProcessor) -> Js
     return load(
         header(
             **of(
-                "ggml", model="llama", tokens=[processor.id_to_piece(i) for i in ids], token_type=types,
-                scores=[processor.get_score(i) for i in ids], bos_token_id=1, eos_token_id=2, unknown_token_id=0,
+                "ggml",
+                model="llama",
+                tokens=[processor.id_to_piece(i) for i in ids],
+                token_type=types,
+                scores=[processor.get_score(i) for i in ids],
+                bos_token_id=1,
+                eos_token_id=2,
+                unknown_token_id=0,
             )
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -91,8 +106,9 @@ def trained(expression: str | None) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_of])
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False,
-                                  special_tokens=["<|end|>"])  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, show_progress=False, special_tokens=["<|end|>"]
+    )
     backend.train_from_iterator(CORPUS, trainer)
     return backend
 
@@ -109,11 +125,18 @@ def test_merges_of_bytes(pre: str, expression: str | None) -> None:
         header(
             **{"chat_template": "{{ messages }}", "chat_template.tool_use": "{{ tools }}"},
             **of(
-                "ggml", model="gpt2", pre=pre, tokens=tokens, merges=merges, token_type=types, bos_token_id=end,
-                eos_token_id=end, add_bos_token=False,
+                "ggml",
+                model="gpt2",
+                pre=pre,
+                tokens=tokens,
+                merges=merges,
+                token_type=types,
+                bos_token_id=end,
+                eos_token_id=end,
+                add_bos_token=False,
             ),
         )
-    )  # fmt: skip
+    )
     for text in TEXTS:
         assert found.encode(text) == backend.encode(text).ids
         assert found.decode(found.encode(text)) == text
@@ -246,8 +269,9 @@ BYTES = "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))
     ],
 )
 def test_wrong_merges_and_scores_name_the_file(values: dict[str, Any], message: str) -> None:
-    right = of("ggml", model="gpt2", pre="gpt-2", tokens=[*BYTES, "th"], merges=["t h"], scores=[0.0] * 257,
-               bos_token_id=0)  # fmt: skip
+    right = of(
+        "ggml", model="gpt2", pre="gpt-2", tokens=[*BYTES, "th"], merges=["t h"], scores=[0.0] * 257, bos_token_id=0
+    )
     assert load(header(**right)).encode("the")
     with pytest.raises(CheckpointError, match=rf"(?s)^model\.gguf: .*{message}"):
         load(header(**right | values))

@@ -20,9 +20,17 @@ from bminf_lite.text.infilling import SPAN, FilledSpan, encode_blanks, fill_span
 from bminf_lite.text.prompts import EncodedPrompt
 
 CONFIG = {
-    "model_type": "t5", "vocab_size": 16, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2,
-    "decoder_start_token_id": 0, "eos_token_id": 7, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "t5",
+    "vocab_size": 16,
+    "d_model": 32,
+    "d_ff": 48,
+    "d_kv": 8,
+    "num_heads": 4,
+    "num_layers": 2,
+    "decoder_start_token_id": 0,
+    "eos_token_id": 7,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture(scope="module")

@@ -148,9 +148,12 @@ def test_the_prompts_of_a_model_are_bounded(tmp_path: Path) -> None:
     with bminf_lite.load(folder, device="cpu") as model:
         messages = [{"role": "user", "content": text[:15_000_000]}]
         calls: list[Callable[[], object]] = [
-            lambda: model.encode(text), lambda: model.generate(text),
-            lambda: model.generate(messages), lambda: list(model.stream(text)), lambda: model.generate([text, "a"]),
-        ]  # fmt: skip
+            lambda: model.encode(text),
+            lambda: model.generate(text),
+            lambda: model.generate(messages),
+            lambda: list(model.stream(text)),
+            lambda: model.generate([text, "a"]),
+        ]
         for call in calls:
             start = time.process_time()
             with pytest.raises(UsageError, match="too long"):

@@ -107,7 +107,7 @@ def test_content_in_parts():
         ([*HI, answer("a")], "{{ messages[-1].content | upper }}"),
     ],
     ids=["the user's", "with calls", "left out", "changed"],
-)  # fmt: skip
+)
 def test_what_cannot_be_continued(messages, source):
     with pytest.raises(UsageError, match="the last message cannot be continued"):
         encoder(source).render(messages, continue_final_message=True)

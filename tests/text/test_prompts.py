@@ -18,9 +18,16 @@ DTYPES = (np.int8, np.int32, np.int64, np.uint64, ">i4")
 
 @pytest.mark.parametrize(
     "given",
-    [IDS, tuple(IDS), array("i", IDS), array("Q", IDS), [np.int64(i) for i in IDS],
-     *(np.array(IDS, dtype) for dtype in DTYPES), np.array([IDS, IDS]).T[:, 0]],
-)  # fmt: skip
+    [
+        IDS,
+        tuple(IDS),
+        array("i", IDS),
+        array("Q", IDS),
+        [np.int64(i) for i in IDS],
+        *(np.array(IDS, dtype) for dtype in DTYPES),
+        np.array([IDS, IDS]).T[:, 0],
+    ],
+)
 def test_ids_of_every_integer_type_become_a_new_int32_array(given):
     packed = validate_token_ids(given, 100)
     assert (packed.typecode, packed.tolist()) == ("i", IDS)

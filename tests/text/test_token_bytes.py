@@ -92,8 +92,10 @@ def test_a_stop_string_may_be_part_of_the_text(name, data):
     short, long = without.push(ids, "length"), kept.push(ids, "length")
     assert long.text == short.text + (without.found_stop or "")
     assert (kept.found_stop, kept.num_tokens, long.finish_reason) == (
-        without.found_stop, without.num_tokens, short.finish_reason,
-    )  # fmt: skip
+        without.found_stop,
+        without.num_tokens,
+        short.finish_reason,
+    )
 
 
 def test_the_token_that_ends_a_completion_may_be_part_of_its_text():

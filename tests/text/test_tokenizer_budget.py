@@ -37,16 +37,38 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama 2": json.loads(tokenizer_kit.sentencepiece_like().to_str()),
     "Llama 3": bpe(),
     "T5": json.loads(tokenizer_kit.metaspace().to_str()),
-    "XLM-R": bpe() | {"normalizer": sequence(
-        "normalizers", {"type": "Precompiled", "precompiled_charsmap": charsmap("x" * 18)},
-        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"})},
-    "Albert": bpe() | {"normalizer": json.loads(normalizers.Sequence([
-        normalizers.Replace("``", '"'), normalizers.Replace("''", '"'), normalizers.NFKD(),
-        normalizers.StripAccents(), normalizers.Lowercase()]).__getstate__())},
+    "XLM-R": bpe()
+    | {
+        "normalizer": sequence(
+            "normalizers",
+            {"type": "Precompiled", "precompiled_charsmap": charsmap("x" * 18)},
+            {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"},
+        )
+    },
+    "Albert": bpe()
+    | {
+        "normalizer": json.loads(
+            normalizers.Sequence(
+                [
+                    normalizers.Replace("``", '"'),
+                    normalizers.Replace("''", '"'),
+                    normalizers.NFKD(),
+                    normalizers.StripAccents(),
+                    normalizers.Lowercase(),
+                ]
+            ).__getstate__()
+        )
+    },
     "BERT": bpe() | {"normalizer": json.loads(normalizers.BertNormalizer().__getstate__())},
-    "DeepSeek": bpe() | {"pre_tokenizer": json.loads(pre_tokenizers.Sequence([
-        pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()]).__getstate__())},
-}  # fmt: skip
+    "DeepSeek": bpe()
+    | {
+        "pre_tokenizer": json.loads(
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()]
+            ).__getstate__()
+        )
+    },
+}
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "forty replacements": ({"normalizer": sequence("normalizers", *[REPLACE] * 40)}, "1.1e+12 characters of one"),
@@ -59,11 +81,19 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "while decoding": ({"decoder": sequence("decoders", *[REPLACE] * 30)}, "decoder makes up to 1.07e+09"),
     "a table": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap("x" * 5000)}}, "5,000 char"),
     "a prefix": ({"normalizer": {"type": "Prepend", "prepend": "x" * 2000}}, "2,000 characters before a text"),
-    "a frame": ({"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x"}}],
-                 "special_tokens": {"x": {"id": "x", "ids": [0] * 5000, "tokens": ["x"] * 5000}}}}, "5,000 tokens"),
+    "a frame": (
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "x"}}],
+                "special_tokens": {"x": {"id": "x", "ids": [0] * 5000, "tokens": ["x"] * 5000}},
+            }
+        },
+        "5,000 tokens",
+    ),
     "a word's prefix": ({"model": bpe()["model"] | {"continuing_subword_prefix": "x" * 200}}, "200 characters"),
     "long words": ({"model": {"type": "WordPiece", "max_input_chars_per_word": 10**9}}, "1,000,000,000"),
-}  # fmt: skip
+}
 DEEP: dict[str, Any] = REPLACE
 for _ in range(12):
     DEEP = sequence("normalizers", DEEP)

@@ -170,9 +170,12 @@ def test_the_decoder_of_added_tokens_replaces_the_older_files(tmp_path):
     size = backend.get_vocab_size()
     listed = {str(size): {"content": "<|turn|>", "special": True}}
     folder = write(
-        tmp_path, backend, added_tokens={"<|over|>": size}, special_tokens_map={"pad_token": "<s>"},
+        tmp_path,
+        backend,
+        added_tokens={"<|over|>": size},
+        special_tokens_map={"pad_token": "<s>"},
         tokenizer_config={"added_tokens_decoder": listed},
-    )  # fmt: skip
+    )
     assert encoded(folder, "<|turn|>") == [size] and len(encoded(folder, "<|over|>")) > 1
     assert load_tokenizer(folder, ROWS).special_tokens == {}
 
@@ -240,8 +243,18 @@ def with_end_of_text(backend: Tokenizer) -> Tokenizer:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", ["GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "GPTNeoXTokenizerFast",
-                                  "PreTrainedTokenizerFast", "NoSuchTokenizer", None])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT2Tokenizer",
+        "GPT2TokenizerFast",
+        "CodeGenTokenizer",
+        "GPTNeoXTokenizerFast",
+        "PreTrainedTokenizerFast",
+        "NoSuchTokenizer",
+        None,
+    ],
+)
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "opt", "gpt_neox", "granite", None])
 @pytest.mark.parametrize("prefix", [True, False, None])
 @pytest.mark.parametrize("written", [True, False])
@@ -283,8 +296,14 @@ def test_the_space_before_a_text_of_llama_s_class(tmp_path, adds, legacy, writte
         content["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
     if written == "none":
         content["decoder"]["decoders"].pop()
-    config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": adds, "legacy": legacy, "unk_token": "<unk>",
-              "bos_token": "<s>", "eos_token": "</s>"}  # fmt: skip
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_prefix_space": adds,
+        "legacy": legacy,
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     write(tmp_path, json.dumps(content), tokenizer_config=config)
     expected, found = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path, ROWS)
     texts = ["the cat", "he", "<s>the</s> cat"]
@@ -300,8 +319,15 @@ def test_the_space_before_a_text_of_llama_s_class(tmp_path, adds, legacy, writte
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("options", [{}, {"add_prefix_space": True}, {"add_bos_token": True, "add_eos_token": True},
-                                     {"pad_token": "<|late|>", "split_special_tokens": True}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_prefix_space": True},
+        {"add_bos_token": True, "add_eos_token": True},
+        {"pad_token": "<|late|>", "split_special_tokens": True},
+    ],
+)
 @pytest.mark.parametrize("place", ["added_tokens", "added_tokens_decoder"])
 def test_older_files_read_as_in_transformers(tmp_path, options, place):
     transformers = pytest.importorskip("transformers")
@@ -312,9 +338,12 @@ def test_older_files_read_as_in_transformers(tmp_path, options, place):
     listed = {str(size + 1): {"content": "<|turn|>", **flags}}
     config = {"tokenizer_class": "GPT2Tokenizer", **options} | ({place: listed} if place.endswith("decoder") else {})
     for name, value in {
-        "vocab": vocab, "tokenizer_config": config, "config": {"model_type": "gpt2"},
-        "added_tokens": {"<|turn|>": size + 1}, "special_tokens_map": {"bos_token": "<s>", "eos_token": "</s>"},
-    }.items():  # fmt: skip
+        "vocab": vocab,
+        "tokenizer_config": config,
+        "config": {"model_type": "gpt2"},
+        "added_tokens": {"<|turn|>": size + 1},
+        "special_tokens_map": {"bos_token": "<s>", "eos_token": "</s>"},
+    }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(value))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"])]))
     expected, found = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path, ROWS)

@@ -261,20 +261,39 @@ NO_SYSTEM = """{% for message in messages %}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 ALL = {
-    "hermes": QWEN, "qwen3_coder": QWEN3_CODER, "llama3_json": LLAMA3, "llama4_pythonic": LLAMA4_PYTHONIC,
-    "mistral": MISTRAL, "mistral_args": MISTRAL_ARGS, "deepseek_v3": DEEPSEEK_V3, "deepseek_v31": DEEPSEEK_V31,
+    "hermes": QWEN,
+    "qwen3_coder": QWEN3_CODER,
+    "llama3_json": LLAMA3,
+    "llama4_pythonic": LLAMA4_PYTHONIC,
+    "mistral": MISTRAL,
+    "mistral_args": MISTRAL_ARGS,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
     "generic": NO_TOOLS,
-}  # fmt: skip
+}
 """By the name of the form in which their models write calls."""
 
 SPECIAL = [
-    "<|python_tag|>", "<|python_start|>", "<|python_end|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]",
+    "<|python_tag|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "[THINK]",
     "[/THINK]",
-]  # fmt: skip
+]
 TEXTUAL = [
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
-]  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+]
 
 
 def tokenizer(template: str | None = None) -> JsonTokenizer:

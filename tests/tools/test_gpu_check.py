@@ -45,8 +45,11 @@ def test_every_command_of_every_part_is_known(tmp_path: Path) -> None:
     verdicts = summary(tmp_path / "report")
     assert result.returncode == 1 and verdicts.pop("doctor") == "failed (1)"
     assert {part for part, verdict in verdicts.items() if verdict != "ok"} <= {
-        "versions", "memcheck", "racecheck", "initcheck",
-    }, "these need a GPU or compute-sanitizer"  # fmt: skip
+        "versions",
+        "memcheck",
+        "racecheck",
+        "initcheck",
+    }, "these need a GPU or compute-sanitizer"
     calls = [line.split("\t") for line in (tmp_path / "calls").read_text().splitlines()]
     commands = [call[2:] for call in calls if call[:1] == ["-c"] and "bminf_lite.cli" in call[1]]
     assert len(commands) > 15
