@@ -121,11 +121,19 @@ class RequestBuilder:
             tokens, source = decoder_and_source(wanted.prompt, self._limits)
             for matcher in self.matchers(wanted) if matchers is None else matchers:
                 request = Request(
-                    first_index + len(built), tokens, params, eos_ids, source, priority=wanted.priority,
+                    first_index + len(built),
+                    tokens,
+                    params,
+                    eos_ids,
+                    source,
+                    priority=wanted.priority,
                     deadline=None if wanted.deadline is None else now + float(wanted.deadline),
-                    cache_salt=wanted.cache_salt, matcher=matcher, prompt_logprobs=wanted.prompt_logprobs,
-                    num_prompt_top=wanted.num_prompt_top, is_streamed=wanted.is_streamed,
-                )  # fmt: skip
+                    cache_salt=wanted.cache_salt,
+                    matcher=matcher,
+                    prompt_logprobs=wanted.prompt_logprobs,
+                    num_prompt_top=wanted.num_prompt_top,
+                    is_streamed=wanted.is_streamed,
+                )
                 built.append(request)
         return built
 
@@ -154,9 +162,15 @@ def build_logits_request(
     ``take_logits`` is called as :class:`.Request` says, with one piece if ``in_one_piece``.
     """
     return Request(
-        0, token_ids, SamplingParams(seed=0), source_token_ids=source_ids, take_logits=take_logits, logits_start=start,
-        whole_prompt=in_one_piece, on_update=on_update,
-    )  # fmt: skip
+        0,
+        token_ids,
+        SamplingParams(seed=0),
+        source_token_ids=source_ids,
+        take_logits=take_logits,
+        logits_start=start,
+        whole_prompt=in_one_piece,
+        on_update=on_update,
+    )
 
 
 def decoder_and_source(prompt: EncodedPrompt, limits: PromptLimits) -> tuple[Sequence[int], Sequence[int]]:

@@ -12,10 +12,25 @@ from ..backend.base import Backend, NumpyWeight
 from ..backend.values import LayerCache
 
 OPERATIONS = (
-    "embed", "add_positions", "norm", "product", "linear", "linear_add", "gated_linear", "activated_linear",
-    "last_tokens", "attention", "last_token_attention", "encoder_attention", "store_source", "cross_attention",
-    "norm_add", "norm_qk", "soft_cap", "sample",
-)  # fmt: skip
+    "embed",
+    "add_positions",
+    "norm",
+    "product",
+    "linear",
+    "linear_add",
+    "gated_linear",
+    "activated_linear",
+    "last_tokens",
+    "attention",
+    "last_token_attention",
+    "encoder_attention",
+    "store_source",
+    "cross_attention",
+    "norm_add",
+    "norm_qk",
+    "soft_cap",
+    "sample",
+)
 """The operations of a forward pass and of sampling."""
 LINEAR_OPERATIONS = ("product", "linear", "linear_add", "gated_linear", "activated_linear")
 

@@ -206,19 +206,36 @@ class CudaProfiler(Profiler):
         coded = QuantizedActivations(layout, codes.data, arrays.empty((rows,), np.float32).data)
         rms, layer = Norm(weight, 1e-5), Norm(weight, 1e-5, bias, center=True)
         size = rows * width
-        yield KernelCase("softmax", shape, cycle(self.ops.softmax, (residual,)), 8 * size,
-                   plain=cycle(softmax, (cp, residual)))  # fmt: skip
+        yield KernelCase(
+            "softmax", shape, cycle(self.ops.softmax, (residual,)), 8 * size, plain=cycle(softmax, (cp, residual))
+        )
         yield KernelCase("softmax, in place", shape, lambda _: self.ops.softmax(residual, out=residual), 8 * size)
         with arrays.current():
             residual[...] = half
-        yield KernelCase("rms_norm", shape, cycle(transform, (None, out, residual, rms)), 6 * size,
-                   plain=cycle(rms_norm, (cp, residual, weight)))  # fmt: skip
-        yield KernelCase("layer_norm", shape, cycle(transform, (None, out, residual, layer)), 6 * size,
-                   plain=cycle(layer_norm, (cp, residual, weight, bias)))  # fmt: skip
-        yield KernelCase("quantize", shape, cycle(transform, (half, coded)), 3 * size,
-                   plain=cycle(quantize, (cp, half)))  # fmt: skip
-        yield KernelCase("rms_norm and quantize", shape, cycle(transform, (None, coded, residual, rms)),
-                   5 * size, plain=cycle(lambda *a: quantize(cp, rms_norm(*a)), (cp, residual, weight)))  # fmt: skip
+        yield KernelCase(
+            "rms_norm",
+            shape,
+            cycle(transform, (None, out, residual, rms)),
+            6 * size,
+            plain=cycle(rms_norm, (cp, residual, weight)),
+        )
+        yield KernelCase(
+            "layer_norm",
+            shape,
+            cycle(transform, (None, out, residual, layer)),
+            6 * size,
+            plain=cycle(layer_norm, (cp, residual, weight, bias)),
+        )
+        yield KernelCase(
+            "quantize", shape, cycle(transform, (half, coded)), 3 * size, plain=cycle(quantize, (cp, half))
+        )
+        yield KernelCase(
+            "rms_norm and quantize",
+            shape,
+            cycle(transform, (None, coded, residual, rms)),
+            5 * size,
+            plain=cycle(lambda *a: quantize(cp, rms_norm(*a)), (cp, residual, weight)),
+        )
         yield KernelCase(
             "rms_norm to fp32, in place", shape, lambda _: self.ops.norm(residual, rms, out=residual), 8 * size
         )
@@ -228,8 +245,13 @@ class CudaProfiler(Profiler):
         weight = self._weight(width, width, 0, 1 / (73.6 * width**0.5))  # results as large as inputs, run after run
         x, nbytes, operations = self._random(rows, width, np.float16), width * (width + 4 * rows), 2 * rows * width**2
         shape = f"{rows} x {width} x {width}"
-        yield KernelCase("projection", shape, lambda _: self.ops.linear(
-            x, weight, out=self.ops.arrays.rows(rows, width, np.float16)), nbytes, operations)  # fmt: skip
+        yield KernelCase(
+            "projection",
+            shape,
+            lambda _: self.ops.linear(x, weight, out=self.ops.arrays.rows(rows, width, np.float16)),
+            nbytes,
+            operations,
+        )
         run = cycle(self.ops.linear, (x, weight, False, x))
         yield KernelCase("projection, in place", shape, run, nbytes, operations)
 

@@ -96,9 +96,11 @@ def random_model(
     described, chosen = describe_model(config), load_recipe(recipe)
     spec = described.spec
     plan = plan_placement(
-        ops, spec, lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache, num_draft_tokens),
+        ops,
+        spec,
+        lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache, num_draft_tokens),
         max_chunk=max_num_batched_tokens,
-    )  # fmt: skip
+    )
     name = name if chosen.name == "w8a8" else f"{name}, {chosen.name}"
     weights = RandomWeights(spec, chosen)
     made = _build(name, described, weights, ops, plan, kv_cache, max_batch, max_num_batched_tokens)
@@ -109,9 +111,12 @@ def random_model(
 
 
 def checkpoint_model(
-    path: Path, ops: Backend, kv_cache: str = "fp16", max_batch: int | None = None,
+    path: Path,
+    ops: Backend,
+    kv_cache: str = "fp16",
+    max_batch: int | None = None,
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
-) -> BenchModel:  # fmt: skip
+) -> BenchModel:
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
     with open_model(path) as model:
         plan = plan_placement(
@@ -122,9 +127,15 @@ def checkpoint_model(
 
 
 def _build(
-    name: str, model: ModelDescription, weights: Weights, ops: Backend, plan: MemoryPlan | None, kv_cache: str,
-    max_batch: int | None, max_num_batched_tokens: int,
-) -> BenchModel:  # fmt: skip
+    name: str,
+    model: ModelDescription,
+    weights: Weights,
+    ops: Backend,
+    plan: MemoryPlan | None,
+    kv_cache: str,
+    max_batch: int | None,
+    max_num_batched_tokens: int,
+) -> BenchModel:
     config, spec = model.config, model.spec
     counted = CountingWeights(weights)
     network = model.architecture.Model(config, counted, ops)

@@ -94,11 +94,15 @@ class Report:
         rows = []
         for name, spans in groups.items():
             seconds, nbytes = sum(s.seconds for s in spans), sum(s.nbytes for s in spans)
-            rows.append({
-                "name": name, "launches": len(spans), "microseconds": 1e6 * seconds,
-                "percent_of_step": 100 * seconds / trace.alone,
-                "percent_of_read": 100 * nbytes / seconds / self.ceilings.read if nbytes else None,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "name": name,
+                    "launches": len(spans),
+                    "microseconds": 1e6 * seconds,
+                    "percent_of_step": 100 * seconds / trace.alone,
+                    "percent_of_read": 100 * nbytes / seconds / self.ceilings.read if nbytes else None,
+                }
+            )
         return sorted(rows, key=lambda row: -row["microseconds"])
 
     def _kernel_row(self, k: KernelTime) -> Row:

@@ -52,8 +52,17 @@ MAX_IN_FEATURES = 131_071
 """A sum of more products of int8 values can exceed int32."""
 
 COPIED_FILES = (
-    "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*",
-)  # fmt: skip
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.md",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "README*",
+    "USE_POLICY*",
+)
 EXCLUDED_FILES = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
 NO_OFFLINE_ROTATION = (
     "recipe {}: nothing of a {} can be rotated in its weights alone: its residual stream is not read by RMSNorms only, "
@@ -125,13 +134,21 @@ def migrate(
         late_rotations = {name: rewrites[name].rotation or 1 for name in late}
         late_groups = {name: size for name in late if (size := rewrites[name].group_size)}
         report = MigrationReport(
-            chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late, conv1d=schemes.conv1d,
-            skipped=tuple(skipped), left_out=tuple(model.left_out()),
+            chosen,
+            schemes.tied_head,
+            estimated,
+            files,
+            calibrated.report,
+            schemes.late,
+            conv1d=schemes.conv1d,
+            skipped=tuple(skipped),
+            left_out=tuple(model.left_out()),
             late_rotations={name: block for name, block in late_rotations.items() if block > 1},
             late_groups=late_groups,
-            rotated_offline=rotated_offline, dequantized=tuple(dequantized),
+            rotated_offline=rotated_offline,
+            dequantized=tuple(dequantized),
             not_obeyed=not_obeyed_text(model.generation_config),
-        )  # fmt: skip
+        )
         if dry_run:
             return report
         needed = sum(task.nbytes for task in tasks) + sum(file.stat().st_size for file in copied) + (1 << 20)
@@ -160,9 +177,10 @@ def _check_source(model: OpenedModel, recipe: Recipe, portable: bool) -> list[Co
         remedy = "migrate the fp32, fp16 or bf16 checkpoint that it was made from"
         raise CheckpointError(f"{checkpoint.path}: is quantized already (quantization_config); {remedy}")
     tables = frozenset(
-        name for name, p in model.spec.parameters.items()
+        name
+        for name, p in model.spec.parameters.items()
         if p.role is Role.EMBEDDING and name in checkpoint.tensors and checkpoint.tensors[name].dtype == "F32"
-    )  # fmt: skip
+    )
     return _make_tasks(checkpoint, SchemeChoice.of(model.spec, recipe, portable=portable), {}, tables)
 
 

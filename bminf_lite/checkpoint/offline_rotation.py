@@ -148,9 +148,12 @@ def _is_vector(spec: Spec, name: str) -> bool:
 
 
 def _derived(
-    checkpoint: Checkpoint, spec: Spec, changes: Mapping[str, Change], untied: Mapping[str, str],
+    checkpoint: Checkpoint,
+    spec: Spec,
+    changes: Mapping[str, Change],
+    untied: Mapping[str, str],
     in_type_of_file: Collection[str],
-) -> dict[str, DerivedTensor]:  # fmt: skip
+) -> dict[str, DerivedTensor]:
     """The tensors of ``changes``, computed from those of ``checkpoint``; those of ``untied`` from others'."""
     make: dict[str, Callable[[], np.ndarray]] = {}
     whole = WholeMatrices(make)

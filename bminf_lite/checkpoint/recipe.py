@@ -49,10 +49,15 @@ else:
 
 MAX_RECIPE_BYTES = 1 << 24
 OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
-    "name": (str, "text"), "description": (str, "text"), "rules": (dict, "a table"), "calibration": (dict, "a table"),
-    "rotation": (int, "a whole number"), "offline_rotation": (bool, "true or false"),
-    "rotated_inputs": (str, "text"), "group_size": (int, "a whole number"),
-}  # fmt: skip
+    "name": (str, "text"),
+    "description": (str, "text"),
+    "rules": (dict, "a table"),
+    "calibration": (dict, "a table"),
+    "rotation": (int, "a whole number"),
+    "offline_rotation": (bool, "true or false"),
+    "rotated_inputs": (str, "text"),
+    "group_size": (int, "a whole number"),
+}
 """The keys of a recipe beside ``linear`` and ``head``, and the types of their values."""
 
 

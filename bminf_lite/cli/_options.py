@@ -84,9 +84,13 @@ max_batch_option = click.option(
     "--max-batch", type=int, default=16, show_default=True, metavar="N", help="The most sequences to decode together."
 )
 batched_tokens_option = click.option(
-    "--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, show_default=True, metavar="N",
+    "--max-num-batched-tokens",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    metavar="N",
     help="The most tokens of a step. With more, prompts are faster, and requests wait longer for each other.",
-)  # fmt: skip
+)
 context_option = click.option(
     "--context", type=int, metavar="N", help="Tokens that the cache must have room for; by default the model's context."
 )
@@ -106,10 +110,14 @@ def _parse_speculative_or_auto(
 
 
 speculative_option = click.option(
-    "--speculative", metavar="METHOD|JSON", default="auto", show_default=True, callback=_parse_speculative_or_auto,
+    "--speculative",
+    metavar="METHOD|JSON",
+    default="auto",
+    show_default=True,
+    callback=_parse_speculative_or_auto,
     help="Check guesses of the next tokens: ngram, suffix, none, or options as JSON. auto takes ngram where results "
     "have the same bits with it.",
-)  # fmt: skip
+)
 
 
 def window_options(command: Command) -> Command:

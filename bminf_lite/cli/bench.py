@@ -77,9 +77,13 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
     "--input", "input_tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each prompt."
 )
 @click.option(
-    "--output", "output_tokens", type=click.IntRange(1), default=128, show_default=True,
+    "--output",
+    "output_tokens",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
     help="New tokens of each request.",
-)  # fmt: skip
+)
 @click.option("--max-batch", type=click.IntRange(1), help="The most sequences in one step of --offline and --online.")
 @batched_tokens_option
 @click.option("--kernels", is_flag=True, help="Time single kernels over a sweep of sizes; needs no model.")
@@ -87,9 +91,11 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
 @memory_limit_option
 @kv_cache_option
 @click.option(
-    "--speculative", metavar="METHOD|JSON", callback=parse_speculative,
+    "--speculative",
+    metavar="METHOD|JSON",
+    callback=parse_speculative,
     help="With --offline or --online: check guesses of the next tokens. [none]",
-)  # fmt: skip
+)
 def bench(
     model: Path | None,
     shape: str | None,
@@ -174,9 +180,15 @@ def bench(
         load = Load(count, input_tokens, output_tokens, online)
         if model is not None:
             loaded = load_model(
-                model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache,
-                max_num_batched_tokens=max_num_batched_tokens, max_queue=_queue(load), speculative=speculative,
-            )  # fmt: skip
+                model,
+                device=device,
+                memory_limit=memory_limit,
+                max_batch=max_batch,
+                kv_cache=kv_cache,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_queue=_queue(load),
+                speculative=speculative,
+            )
             name = model.resolve().name
             _run_load(load, loaded, f"{name}, int8 cache" if kv_cache == "int8" else name, output, plot)
         else:
@@ -201,9 +213,14 @@ def bench(
 
 
 def _check_load(
-    offline: int | None, online: float | None, requests: int | None, max_batch: int | None, trace: bool, kernels: bool,
+    offline: int | None,
+    online: float | None,
+    requests: int | None,
+    max_batch: int | None,
+    trace: bool,
+    kernels: bool,
     speculative: SpeculativeConfig | None,
-) -> None:  # fmt: skip
+) -> None:
     """Raise ``UsageError`` for options of a load that contradict each other, or have no effect."""
     if offline is not None and online is not None:
         raise click.UsageError("Give either --offline or --online.")

@@ -76,9 +76,17 @@ def compare(
         check_report_path(report)
     with tqdm(unit="part", desc="comparing", disable=None, leave=False) as bar:
         result = measure.compare(
-            model, reference, text, window=window, stride=stride, tokens=tokens, device=device,
-            memory_limit=memory_limit, kv_cache=kv_cache, progress=progress_callback(bar),
-        )  # fmt: skip
+            model,
+            reference,
+            text,
+            window=window,
+            stride=stride,
+            tokens=tokens,
+            device=device,
+            memory_limit=memory_limit,
+            kv_cache=kv_cache,
+            progress=progress_callback(bar),
+        )
     click.echo(json.dumps(result.to_dict()) if as_json else lines(result))
     if report is not None:  # last, so that a full disk does not lose the results above
         write_report(report, result, model, reference, text)

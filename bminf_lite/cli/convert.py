@@ -14,10 +14,20 @@ from ._options import PATH
 @click.argument("model", type=click.Choice(["cpm-1", "cpm-2", "eva"]))
 @click.argument("source", metavar="SOURCE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--vocabulary", type=PATH, required=True, metavar="FILE",
-              help="The published vocabulary: chinese_vocab.model of CPM-1, vocab.txt of CPM-2 and EVA.")  # fmt: skip
-@click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|merge|FILE",
-              help="How to quantize, as in migrate; merge keeps the tensors float.")  # fmt: skip
+@click.option(
+    "--vocabulary",
+    type=PATH,
+    required=True,
+    metavar="FILE",
+    help="The published vocabulary: chinese_vocab.model of CPM-1, vocab.txt of CPM-2 and EVA.",
+)
+@click.option(
+    "--recipe",
+    default="w8a8",
+    show_default=True,
+    metavar="w8a8|w8a16|merge|FILE",
+    help="How to quantize, as in migrate; merge keeps the tensors float.",
+)
 @click.option("--heads", type=click.IntRange(min=1), metavar="N", help="Attention heads of a CPM-1 of another size.")
 @click.option("--attn-scale", is_flag=True, help="The checkpoint is EVA 2, which scales attention scores.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is an earlier result.")

@@ -37,19 +37,31 @@ if TYPE_CHECKING:
 @click.command()
 @model_options
 @click.argument("prompt", metavar="[PROMPT | -]", required=False)
-@click.option("--prompts", metavar="FILE.jsonl", type=UserPath(exists=True, dir_okay=False, path_type=Path),
-              help='Many prompts: an object per line with "prompt" or "messages", and an optional "id".')  # fmt: skip
+@click.option(
+    "--prompts",
+    metavar="FILE.jsonl",
+    type=UserPath(exists=True, dir_okay=False, path_type=Path),
+    help='Many prompts: an object per line with "prompt" or "messages", and an optional "id".',
+)
 @sampling_options
 @stop_option
 @click.option("--chat", is_flag=True, help="Treat the prompt as a user's message, in the checkpoint's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per result, when it is complete.")
 @click.option(
-    "--logprobs", metavar="[K]", is_flag=False, flag_value=0, type=click.IntRange(0, 20),
+    "--logprobs",
+    metavar="[K]",
+    is_flag=False,
+    flag_value=0,
+    type=click.IntRange(0, 20),
     help="With --json: the log-probability of each token, and the K most likely tokens with theirs.",
-)  # fmt: skip
-@click.option("--json-schema", metavar="FILE", type=UserPath(exists=True, dir_okay=False, path_type=Path),
-              help="The text is JSON that this schema accepts.")  # fmt: skip
+)
+@click.option(
+    "--json-schema",
+    metavar="FILE",
+    type=UserPath(exists=True, dir_okay=False, path_type=Path),
+    help="The text is JSON that this schema accepts.",
+)
 @click.option("--regex", metavar="PATTERN", help="The text is one that this regular expression matches as a whole.")
 @click.option("--choice", multiple=True, metavar="TEXT", help="The text is one of these. Give it several times.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
@@ -109,9 +121,15 @@ def generate(
     if chat:
         wanted = [p.as_chat(system) for p in wanted]
     with load(
-        model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache, context=context,
-        check=check, speculative=speculative,
-    ) as loaded:  # fmt: skip
+        model,
+        device=device,
+        memory_limit=memory_limit,
+        max_batch=max_batch,
+        kv_cache=kv_cache,
+        context=context,
+        check=check,
+        speculative=speculative,
+    ) as loaded:
         started = time.perf_counter()
         pieces = loaded.stream(encode(loaded, wanted), grammar=grammar, **given)
         streams = prompts is None and not as_json

@@ -21,35 +21,66 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("source", metavar="SOURCE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--recipe", show_default="w8a8-rotate-all, or w8a8 with --portable",
-              metavar="w8a8|w8a16|w8a8-rotate|w8a8-rotate-all|w8a8-smooth|auto|FILE",
-              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 after rotations that spread "
-                   "outliers, of which that of down projections' input must be supported by other readers "
-                   "(w8a8-rotate); w8a8 after rotations of every product's input (w8a8-rotate-all); w8a8 with outliers "
-                   "moved into the weights (w8a8-smooth); for each product what loses least in about "
-                   "the same time, by measured divergence (auto); or a TOML file.")  # fmt: skip
-@click.option("--calibrate", type=PATH, metavar="FILE",
-              help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.')  # fmt: skip
-@click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,
-              help="How many pieces of that text, of up to 512 tokens each.")  # fmt: skip
-@click.option("--max-divergence", type=float, metavar="NATS",
-              help="Fail, and write nothing, if the mean divergence of predictions on a held-out part of that text is "
-              "larger.")  # fmt: skip
-@click.option("--target-divergence", type=float, metavar="NATS",
-              help="With --recipe auto: find the fastest assignment of quantizations to products whose mean divergence "
-              "on a held-out part of that text is at most this.")  # fmt: skip
-@click.option("--plot", type=OUTPUT, metavar="FILE",
-              help="With --target-divergence: draw divergence over time, as .png, .svg or .pdf.")  # fmt: skip
-@click.option("--offline-only", is_flag=True,
-              help="Rotate in the weights alone, so that other readers open the result. With a recipe that rotates, "
-              "such as auto, or with --target-divergence.")  # fmt: skip
+@click.option(
+    "--recipe",
+    show_default="w8a8-rotate-all, or w8a8 with --portable",
+    metavar="w8a8|w8a16|w8a8-rotate|w8a8-rotate-all|w8a8-smooth|auto|FILE",
+    help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 after rotations that spread "
+    "outliers, of which that of down projections' input must be supported by other readers "
+    "(w8a8-rotate); w8a8 after rotations of every product's input (w8a8-rotate-all); w8a8 with outliers "
+    "moved into the weights (w8a8-smooth); for each product what loses least in about "
+    "the same time, by measured divergence (auto); or a TOML file.",
+)
+@click.option(
+    "--calibrate",
+    type=PATH,
+    metavar="FILE",
+    help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.',
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="How many pieces of that text, of up to 512 tokens each.",
+)
+@click.option(
+    "--max-divergence",
+    type=float,
+    metavar="NATS",
+    help="Fail, and write nothing, if the mean divergence of predictions on a held-out part of that text is larger.",
+)
+@click.option(
+    "--target-divergence",
+    type=float,
+    metavar="NATS",
+    help="With --recipe auto: find the fastest assignment of quantizations to products whose mean divergence "
+    "on a held-out part of that text is at most this.",
+)
+@click.option(
+    "--plot",
+    type=OUTPUT,
+    metavar="FILE",
+    help="With --target-divergence: draw divergence over time, as .png, .svg or .pdf.",
+)
+@click.option(
+    "--offline-only",
+    is_flag=True,
+    help="Rotate in the weights alone, so that other readers open the result. With a recipe that rotates, "
+    "such as auto, or with --target-divergence.",
+)
 @device_option
 @click.option("--dry-run", is_flag=True, help="Check the source, and list how each tensor would be stored.")
-@click.option("--portable", is_flag=True, help="Write what other readers open: without --recipe this is w8a8. Matrices "
-              "that they open only as float (GPT-2's) stay float in the file, about four times as large, and are "
-              "quantized when they are loaded.")  # fmt: skip
-@click.option("--force", is_flag=True,
-              help="Replace OUT if it is a migrated checkpoint in which no file was added or changed.")  # fmt: skip
+@click.option(
+    "--portable",
+    is_flag=True,
+    help="Write what other readers open: without --recipe this is w8a8. Matrices "
+    "that they open only as float (GPT-2's) stay float in the file, about four times as large, and are "
+    "quantized when they are loaded.",
+)
+@click.option(
+    "--force", is_flag=True, help="Replace OUT if it is a migrated checkpoint in which no file was added or changed."
+)
 def migrate(
     source: Path,
     out: Path,
@@ -90,10 +121,20 @@ def migrate(
             raise UsageError("--plot draws the trade of --target-divergence; give that too")
         check_target(plot)
     work = partial(
-        run, source, out, recipe, calibrate=calibrate, samples=samples, max_divergence=max_divergence,
-        target_divergence=target_divergence, offline_only=offline_only, device=device, force=force,
-        dry_run=dry_run, portable=portable,
-    )  # fmt: skip
+        run,
+        source,
+        out,
+        recipe,
+        calibrate=calibrate,
+        samples=samples,
+        max_divergence=max_divergence,
+        target_divergence=target_divergence,
+        offline_only=offline_only,
+        device=device,
+        force=force,
+        dry_run=dry_run,
+        portable=portable,
+    )
     has_target = target_divergence is not None
     stages = Stages(has_target or (recipe is not None and searches(load_recipe(recipe))), has_target)
     report = _with_progress(work, None if calibrate is None else stages)

@@ -25,34 +25,83 @@ ENGINE_FAILED = 70
 @click.option("--port", default=8000, show_default=True, metavar="N", help="The port; 0 takes a free one.")
 @click.option("--api-key-file", metavar="FILE", help="A key on each line, one of which each request must send.")
 @click.option("--allow-unauthenticated", is_flag=True, help="Serve other machines without asking for a key.")
-@click.option("--keyless", multiple=True, metavar="PATH",
-              help="A path that needs no key; by default /, /health, /health/live and /health/ready.")  # fmt: skip
-@click.option("--allowed-host", multiple=True, metavar="NAME",
-              help="A host name of the server, beside localhost and IP addresses; * allows every name.")  # fmt: skip
-@click.option("--allowed-origin", multiple=True, metavar="ORIGIN",
-              help="A site whose pages may use the server, such as https://chat.example; * allows all.")  # fmt: skip
-@click.option("--served-model-name", multiple=True, metavar="NAME",
-              help="The model's name in requests, or several; by default that of its folder.")  # fmt: skip
+@click.option(
+    "--keyless",
+    multiple=True,
+    metavar="PATH",
+    help="A path that needs no key; by default /, /health, /health/live and /health/ready.",
+)
+@click.option(
+    "--allowed-host",
+    multiple=True,
+    metavar="NAME",
+    help="A host name of the server, beside localhost and IP addresses; * allows every name.",
+)
+@click.option(
+    "--allowed-origin",
+    multiple=True,
+    metavar="ORIGIN",
+    help="A site whose pages may use the server, such as https://chat.example; * allows all.",
+)
+@click.option(
+    "--served-model-name",
+    multiple=True,
+    metavar="NAME",
+    help="The model's name in requests, or several; by default that of its folder.",
+)
 @context_option
 @click.option("--max-batch", type=int, metavar="N", help="The most sequences to decode together.")
-@click.option("--max-queue", type=click.IntRange(min=1), default=1024, show_default=True, metavar="N",
-              help="The most requests that wait; one more is answered with 429.")  # fmt: skip
+@click.option(
+    "--max-queue",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    metavar="N",
+    help="The most requests that wait; one more is answered with 429.",
+)
 @batched_tokens_option
 @speculative_option
-@click.option("--limit", multiple=True, metavar="NAME=N",
-              help="Another bound: body (bytes), n, max_tokens, idle_seconds and others; docs/serving.md.")  # fmt: skip
-@click.option("--http-workers", type=click.IntRange(1, 64), metavar="N",
-              help="Processes that speak HTTP; by default one for four cores, four at most.")  # fmt: skip
-@click.option("--request-log", metavar="FILE",
-              help="Write a line of JSON for each request, without its texts, to this file; - is stderr.")  # fmt: skip
-@click.option("--tool-call-format", metavar="NAME",
-              help="How the model writes function calls, such as hermes; by its template if not given.")  # fmt: skip
-@click.option("--seed", type=int, metavar="S",
-              help="The seed of requests that give none: the same request gets the same answer. [random]")  # fmt: skip
-@click.option("--split-special-tokens", is_flag=True,
-              help="What users and tools say is text, also where it spells control tokens.")  # fmt: skip
-@click.option("--shutdown-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
-              help="How long running requests may go on after SIGTERM.")  # fmt: skip
+@click.option(
+    "--limit",
+    multiple=True,
+    metavar="NAME=N",
+    help="Another bound: body (bytes), n, max_tokens, idle_seconds and others; docs/serving.md.",
+)
+@click.option(
+    "--http-workers",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Processes that speak HTTP; by default one for four cores, four at most.",
+)
+@click.option(
+    "--request-log",
+    metavar="FILE",
+    help="Write a line of JSON for each request, without its texts, to this file; - is stderr.",
+)
+@click.option(
+    "--tool-call-format",
+    metavar="NAME",
+    help="How the model writes function calls, such as hermes; by its template if not given.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    metavar="S",
+    help="The seed of requests that give none: the same request gets the same answer. [random]",
+)
+@click.option(
+    "--split-special-tokens",
+    is_flag=True,
+    help="What users and tools say is text, also where it spells control tokens.",
+)
+@click.option(
+    "--shutdown-timeout",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long running requests may go on after SIGTERM.",
+)
 def serve(
     model: Path,
     device: str,
@@ -116,10 +165,20 @@ def serve(
     )
     address, seconds = Address(host, port), checked_seconds(shutdown_timeout)
     require_safe(address, settings, allow_unauthenticated)
-    with closing(Listener(address, http_workers or default_http_workers())) as listener, load(
-        model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache, context=context,
-        max_queue=max_queue, max_num_batched_tokens=max_num_batched_tokens, speculative=speculative,
-    ) as loaded:  # fmt: skip
+    with (
+        closing(Listener(address, http_workers or default_http_workers())) as listener,
+        load(
+            model,
+            device=device,
+            memory_limit=memory_limit,
+            max_batch=max_batch,
+            kv_cache=kv_cache,
+            context=context,
+            max_queue=max_queue,
+            max_num_batched_tokens=max_num_batched_tokens,
+            speculative=speculative,
+        ) as loaded,
+    ):
         try:
             launch(loaded, listener, settings, seconds, lambda message: click.echo(message, err=True))
         except EngineFailure as error:

@@ -31,10 +31,19 @@ from ..files import is_within, read_small_file
 RANK = re.compile(r"mp_rank_(\d+)(?:\D*\.(?:pt|bin))?")
 POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 UNUSED = (
-    "numpy.*", "_codecs.encode", "argparse.Namespace", "copy_reg._reconstructor", "copyreg._reconstructor",
-    "__builtin__.set", "__builtin__.object", "builtins.set", "builtins.object", "deepspeed.*", "fp16.*",
+    "numpy.*",
+    "_codecs.encode",
+    "argparse.Namespace",
+    "copy_reg._reconstructor",
+    "copyreg._reconstructor",
+    "__builtin__.set",
+    "__builtin__.object",
+    "builtins.set",
+    "builtins.object",
+    "deepspeed.*",
+    "fp16.*",
     "collections.defaultdict",
-)  # fmt: skip
+)
 """Names in the pickle of a training's other state (random states, arguments, loss scalers), which are skipped."""
 
 

@@ -127,8 +127,10 @@ class SamplerRows:
         values = np.empty(1, ROW)
         values[0] = sequence.row
         values["num_bias"], values["count_row"], values["mask_row"] = (
-            len(sequence.bias), entry.count_row, entry.mask_row,
-        )  # fmt: skip
+            len(sequence.bias),
+            entry.count_row,
+            entry.mask_row,
+        )
         self._writes.append(RowWrite(row, values, entry.count_row, sequence))
         return row
 

@@ -252,8 +252,15 @@ class SamplingOptions(TypedDict, total=False):
 
 _NEUTRAL: dict[str, Any] = dict(zip(ROW.names or (), neutral_rows(1)[0].item(), strict=True))
 _COLUMNS = (
-    "seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 """The parameters that are columns of the sampler's table under their own names."""
 
 

@@ -370,10 +370,14 @@ class Scheduler:
                 growth = growth or Growth(self.blocks.block_size, self.running)
                 growth.add(request)
             admission = self.blocks.admit(
-                blocks, num_tokens, piece,
-                spare=len(self.running), growth=growth.blocks() if growth else 0,
-                token_ids=request.token_ids, prefix=prefix,
-            )  # fmt: skip
+                blocks,
+                num_tokens,
+                piece,
+                spare=len(self.running),
+                growth=growth.blocks() if growth else 0,
+                token_ids=request.token_ids,
+                prefix=prefix,
+            )
             if admission is None:
                 self._refuse(request)
                 break

@@ -108,16 +108,29 @@ class StepInputs:
     """
 
     def __init__(
-        self, size: StepSize, widths: Sequence[int], source_width: int = 0, num_logits: int = 0, num_targets: int = 0,
+        self,
+        size: StepSize,
+        widths: Sequence[int],
+        source_width: int = 0,
+        num_logits: int = 0,
+        num_targets: int = 0,
         only_last: bool = False,
-    ):  # fmt: skip
+    ):
         count, has_source, num_checked = size.sequences, source_width > 0, size.sequences * size.has_drafts
         self.size = size
         self.num_groups = len(widths)
         vectors = (
-            size.tokens, count + 1, count, count, num_checked, num_checked, num_logits, num_targets, count * only_last,
+            size.tokens,
+            count + 1,
+            count,
+            count,
+            num_checked,
+            num_checked,
+            num_logits,
+            num_targets,
+            count * only_last,
             count * has_source,
-        )  # fmt: skip
+        )
         self.shapes = [*((n,) for n in vectors), *((count, w) for w in widths), (count * has_source, source_width)]
         self.packed = np.zeros(sum(_pitch(shape) for shape in self.shapes), np.int32)
         arrays = split(self.packed, self.shapes)

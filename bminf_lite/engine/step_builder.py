@@ -98,9 +98,12 @@ class StepBuilder:
         self._source_tables = HostTables(rows, blocks_for(config.max_source_length))
         lengths = [*(n for n in CAPTURED_LENGTHS if n < config.context_length), config.context_length]
         self.sizes = captured_sizes(
-            ops, lengths, config.max_num_seqs, config.max_num_batched_tokens,
+            ops,
+            lengths,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
             config.max_num_draft_rows if config.num_draft_tokens else 0,
-        )  # fmt: skip
+        )
         self._prompt_sizes = [size for size in self.sizes if size.prompts]
 
     # -- rows of the sampler ------------------------------------------------------------------------------------------

@@ -107,11 +107,15 @@ def rows(comparison: Comparison) -> list[Row]:
     everything: list[tuple[int | None, LinearReport]] = [*placed, *((None, linear) for linear in comparison.head)]
     return [
         Row(
-            f"p{i}", linear, layer, re.sub(r"^(.*?\.)?\d+\.", "", linear.name) if layer is not None else linear.name,
-            percent(linear.own.snr_db), percent(linear.accumulated.snr_db),
+            f"p{i}",
+            linear,
+            layer,
+            re.sub(r"^(.*?\.)?\d+\.", "", linear.name) if layer is not None else linear.name,
+            percent(linear.own.snr_db),
+            percent(linear.accumulated.snr_db),
         )
         for i, (layer, linear) in enumerate(everything)
-    ]  # fmt: skip
+    ]
 
 
 def heatmap(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
@@ -130,10 +134,16 @@ def heatmap(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
         for row in table
     ]
     return {
-        "cells": cells, "x": x, "left": left, "cell_height": height, "top": top, "width": left + width * layers,
-        "height": top + height * len(kinds) + 56, "bottom": top + height * len(kinds),
+        "cells": cells,
+        "x": x,
+        "left": left,
+        "cell_height": height,
+        "top": top,
+        "width": left + width * layers,
+        "height": top + height * len(kinds) + 56,
+        "bottom": top + height * len(kinds),
         "gap": 1 if width < 20 else 2,
-    }  # fmt: skip
+    }
 
 
 def depth(comparison: Comparison) -> dict[str, Any]:
@@ -172,8 +182,15 @@ def outliers(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
         differs = any(abs(math.log(max(a[1], 1e-9) / max(b[1], 1e-9))) > 0.2 for a, b in zip(ours, theirs, strict=True))
         dots = [(x(layer), y(value)) for layer, value in ours]
         colour = kinds.index(kind) % COLOURS
-        curves.append({"kind": kind, "colour": colour, "line": line(x, y, ours), "dots": dots,
-                       "reference": line(x, y, theirs) if differs else ""})  # fmt: skip
+        curves.append(
+            {
+                "kind": kind,
+                "colour": colour,
+                "line": line(x, y, ours),
+                "dots": dots,
+                "reference": line(x, y, theirs) if differs else "",
+            }
+        )
     return {"x": x, "y": y, "curves": curves}
 
 

@@ -52,10 +52,18 @@ SAMPLING = {
 }
 """Recommendations for sampling, ``general.sampling.{key}``, and their names in a ``generation_config.json``."""
 SIZES = {
-    "embedding_length": 1, "block_count": 1, "attention.head_count": 1, "context_length": 1, "attention.key_length": 1,
-    "feed_forward_length": 0, "attention.head_count_kv": 0, "attention.value_length": 0, "rope.dimension_count": 0,
-    "rope.scaling.original_context_length": 0, "attention.sliding_window": 0,
-}  # fmt: skip
+    "embedding_length": 1,
+    "block_count": 1,
+    "attention.head_count": 1,
+    "context_length": 1,
+    "attention.key_length": 1,
+    "feed_forward_length": 0,
+    "attention.head_count_kv": 0,
+    "attention.value_length": 0,
+    "rope.dimension_count": 0,
+    "rope.scaling.original_context_length": 0,
+    "attention.sliding_window": 0,
+}
 """Whole numbers, and the least. Some files write 0 for what they have not."""
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 """Sizes of which some files have a list."""

@@ -8,14 +8,16 @@ from types import MappingProxyType
 from ..errors import CheckpointError, checkpoint_error
 from .header import GgufHeader
 
-NAMES: Mapping[str, str] = MappingProxyType({
-    "bos": "bos_token",
-    "eos": "eos_token",
-    "unknown": "unk_token",
-    "padding": "pad_token",
-    "seperator": "sep_token",
-    "mask": "mask_token",
-})  # fmt: skip
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "bos": "bos_token",
+        "eos": "eos_token",
+        "unknown": "unk_token",
+        "padding": "pad_token",
+        "seperator": "sep_token",
+        "mask": "mask_token",
+    }
+)
 """``tokenizer.ggml.{name}_token_id`` and what Hugging Face calls that token. llama.cpp spells ``seperator``."""
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """The names of tokens that end a text."""
@@ -23,11 +25,29 @@ _SENTENCEPIECE = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids in a SentencePiece vocabulary whose file names none."""
 CONTROL = 3
 """The type of tokens without text."""
-_END_TEXTS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>", "<turn|>",
-    "<|tool_response>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
-})  # fmt: skip
+_END_TEXTS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<turn|>",
+        "<|tool_response>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
+    }
+)
 """Texts of tokens that end a text or a turn, whatever their type is in the file."""
 _END_CONTROL_TEXTS = frozenset({"</s>", "<eos>", "[EOT]", "[EOS]"})
 """Texts of control tokens that do so; a vocabulary may have them as ordinary text too."""

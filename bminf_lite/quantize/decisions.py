@@ -206,13 +206,11 @@ class QuantizationSearch:
             kept = () if candidate.outliers is None else tuple(candidate.outliers.tolist())
             how = "nearest" if better is None else "gptq"
             yield ProductOption(
-                Decision(
-                    names, candidate.scheme, way.smoothing.exponent, kept, how, before, error, candidate.rotation
-                ),
+                Decision(names, candidate.scheme, way.smoothing.exponent, kept, how, before, error, candidate.rotation),
                 rewrites,
                 way.uniform,
                 way.apart,
-            )  # fmt: skip
+            )
         for name in names:
             if self.settings.smoothing and name in self._key_heads_of:
                 self._scale_keys(self._key_heads_of[name], rows)

@@ -106,8 +106,10 @@ class LayerwiseModel:
                 lens = self.ops.array(np.array(lengths, np.int32))
                 step = replace(
                     self._step(batch.sequences),
-                    source_tables=sources.source_tables, source_lens=lens, max_source_len=max(lengths),
-                )  # fmt: skip
+                    source_tables=sources.source_tables,
+                    source_lens=lens,
+                    max_source_len=max(lengths),
+                )
                 return HiddenState(self._decode(block, layer, state.residual, step, source), state.encoded)
 
         return run

@@ -88,9 +88,19 @@ class _Completion:
     """What has arrived for one completion and was not read yet."""
 
     __slots__ = (
-        "cached_tokens", "error", "finish_reason", "generation", "id", "index", "is_listed", "logprobs",
-        "prompt_logprobs", "queue_seconds", "token_ids", "top_logprobs",
-    )  # fmt: skip
+        "cached_tokens",
+        "error",
+        "finish_reason",
+        "generation",
+        "id",
+        "index",
+        "is_listed",
+        "logprobs",
+        "prompt_logprobs",
+        "queue_seconds",
+        "token_ids",
+        "top_logprobs",
+    )
 
     def __init__(self, generation: Generation, id: int, index: int):
         self.generation = generation
@@ -125,9 +135,15 @@ class _Completion:
         error_is_next = self.finish_reason == "error" and bool(self.token_ids)
         reason, error = (None, None) if error_is_next else (self.finish_reason, self.error)
         output = Output(
-            self.index, self.token_ids, self.logprobs, self.top_logprobs, reason, self.prompt_logprobs,
-            self.cached_tokens, error,
-        )  # fmt: skip
+            self.index,
+            self.token_ids,
+            self.logprobs,
+            self.top_logprobs,
+            reason,
+            self.prompt_logprobs,
+            self.cached_tokens,
+            error,
+        )
         self.token_ids, self.logprobs, self.top_logprobs, self.prompt_logprobs = [], None, None, None
         self.is_listed = error_is_next
         return output

@@ -52,14 +52,16 @@ def routes(server: ServerState) -> list[Route]:
                 tokens += output.token_ids
                 finish_reason, cached = output.finish_reason, output.cached_tokens
         fillings = blanked.fillings(tokenizer, tokens, frozenset(info.eos_ids))
-        return json_response({
-            "id": f"fill-{secrets.token_hex(16)}",
-            "object": "fill_blank",
-            "model": body.model or server.model_name,
-            "text": fill_spans(body.text, fillings),
-            "fillings": [asdict(filling) for filling in fillings],
-            "finish_reason": "stop" if finish_reason == "stop" else "length",
-            "usage": Usage(len(prompt.token_ids), len(tokens), cached).openai(),
-        })  # fmt: skip
+        return json_response(
+            {
+                "id": f"fill-{secrets.token_hex(16)}",
+                "object": "fill_blank",
+                "model": body.model or server.model_name,
+                "text": fill_spans(body.text, fillings),
+                "fillings": [asdict(filling) for filling in fillings],
+                "finish_reason": "stop" if finish_reason == "stop" else "length",
+                "usage": Usage(len(prompt.token_ids), len(tokens), cached).openai(),
+            }
+        )
 
     return [Route("/v1/fill_blank", fill_blank, methods=["POST"])]

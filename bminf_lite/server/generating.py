@@ -175,9 +175,15 @@ async def checked_grammar(server: ServerState, make: Callable[[], Grammar], fiel
 
 
 def generation_request(
-    server: ServerState, prompt: EncodedPrompt, params: SamplingParams, fields: SamplingFields, n: int = 1,
-    prompt_logprobs: int | None = None, grammar: Grammar | None = None, is_streamed: bool | None = None,
-) -> GenerationRequest:  # fmt: skip
+    server: ServerState,
+    prompt: EncodedPrompt,
+    params: SamplingParams,
+    fields: SamplingFields,
+    n: int = 1,
+    prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
+    is_streamed: bool | None = None,
+) -> GenerationRequest:
     """The engine's request for ``n`` completions of a prompt.
 
     ``prompt_logprobs``: report log-probabilities of the prompt, and beside each its ``prompt_logprobs`` most likely

@@ -47,10 +47,19 @@ def routes(server: ServerState) -> list[Route]:
     def model(name: str) -> dict[str, Any]:
         length = server.client.info.context_length
         return {
-            "id": name, "object": "model", "created": started, "owned_by": "bminf-lite", "root": server.model_name,
-            "parent": None, "max_model_len": length, "type": "model", "display_name": name, "created_at": started_text,
-            "capabilities": {"chat": server.has_chat}, "default_sampling_params": server.default_sampling,
-        }  # fmt: skip
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "bminf-lite",
+            "root": server.model_name,
+            "parent": None,
+            "max_model_len": length,
+            "type": "model",
+            "display_name": name,
+            "created_at": started_text,
+            "capabilities": {"chat": server.has_chat},
+            "default_sampling_params": server.default_sampling,
+        }
 
     async def models(request: Request) -> Response:
         """OpenAI's list and Anthropic's at once: their fields have different names."""

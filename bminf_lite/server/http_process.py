@@ -50,10 +50,17 @@ async def serve_http(
     """Serve the connections of ``listener`` until the engine's process wants an end, or has ended."""
     client = await EngineClient.connect(engine)
     config = uvicorn.Config(
-        create_app(client, settings), http=bounded_protocol(settings.limits), ws="none", lifespan="off",
-        log_config=None, access_log=False, proxy_headers=False, server_header=False, backlog=BACKLOG,
+        create_app(client, settings),
+        http=bounded_protocol(settings.limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
         timeout_keep_alive=math.ceil(settings.limits.idle_seconds),
-    )  # fmt: skip
+    )
     server = _Server(config)
 
     def shut_down(seconds: float) -> None:

@@ -87,8 +87,19 @@ class RequestRecord:
     ``client`` tells whose requests take turns with others'. It is not logged.
     """
 
-    __slots__ = ("_completions", "_ended", "_observer", "_prompt_tokens", "_start", "_time", "cached_tokens", "client",
-                 "model", "request_id", "route")  # fmt: skip
+    __slots__ = (
+        "_completions",
+        "_ended",
+        "_observer",
+        "_prompt_tokens",
+        "_start",
+        "_time",
+        "cached_tokens",
+        "client",
+        "model",
+        "request_id",
+        "route",
+    )
 
     def __init__(self, observer: Observer, route: str, request_id: str, model: str, client: str = ""):
         self.route = route

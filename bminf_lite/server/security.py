@@ -116,9 +116,13 @@ class Guard:
         guarded: ASGIApp = _Access(app, security, limits)
         if security.allowed_origins:
             guarded = CORSMiddleware(
-                guarded, allow_origins=security.allowed_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
-                expose_headers=("x-request-id", "retry-after"), max_age=3600,
-            )  # fmt: skip
+                guarded,
+                allow_origins=security.allowed_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after"),
+                max_age=3600,
+            )
         self._app = guarded
         self._hosts = frozenset(name.lower().rstrip(".") for name in ("localhost", *security.allowed_hosts))
 

@@ -63,14 +63,16 @@ def routes(server: ServerState) -> list[Route]:
 
     async def info(request: Request) -> Response:
         tokenizer = server.prompts.tokenizer
-        return json_response({
-            "tokenizer_class": type(tokenizer).__name__,
-            "vocab_size": len(tokenizer),
-            "model_max_length": server.client.info.context_length,
-            "bos_token": tokenizer.bos_token,
-            "eos_token": tokenizer.eos_token,
-            "chat_template": tokenizer.chat_template,
-        })  # fmt: skip
+        return json_response(
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                "vocab_size": len(tokenizer),
+                "model_max_length": server.client.info.context_length,
+                "bos_token": tokenizer.bos_token,
+                "eos_token": tokenizer.eos_token,
+                "chat_template": tokenizer.chat_template,
+            }
+        )
 
     return [
         Route("/tokenize", tokenize, methods=["POST"]),

@@ -141,9 +141,10 @@ def template_messages(messages: Sequence[Message]) -> list[Message]:
     check_messages(messages)
     return [
         {**message, "tool_calls": [_template_call(call) for call in calls]}
-        if (calls := message.get("tool_calls")) else dict(message)
+        if (calls := message.get("tool_calls"))
+        else dict(message)
         for message in messages
-    ]  # fmt: skip
+    ]
 
 
 def _template_call(call: Any) -> Any:

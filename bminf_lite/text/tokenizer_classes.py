@@ -52,21 +52,31 @@ CLASSES: Mapping[str, TokenizerClass] = {
     ),
     "CohereTokenizer": TokenizerClass(
         {
-            "unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>",
-            "pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK_TOKEN>",
+            "unk_token": "<UNK>",
+            "bos_token": "<BOS_TOKEN>",
+            "eos_token": "<|END_OF_TURN_TOKEN|>",
+            "pad_token": "<PAD>",
+            "cls_token": "<CLS>",
+            "sep_token": "<SEP>",
+            "mask_token": "<MASK_TOKEN>",
         },
-        prefix_space=False, has_prefix_option=True, frames=True,
+        prefix_space=False,
+        has_prefix_option=True,
+        frames=True,
     ),
     "LlamaTokenizer": LLAMA,
     "GemmaTokenizer": TokenizerClass(
         {
-            "unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>",
+            "unk_token": "<unk>",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
             "mask_token": "<mask>",
         },
         frames=True,
     ),
     "T5Tokenizer": TokenizerClass({"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}),
-}  # fmt: skip
+}
 """The classes by name, without the ending ``Fast``. Other classes are :data:`GENERIC`."""
 
 _GENERIC_NAME = "TokenizersBackend"
@@ -79,12 +89,22 @@ _OF_MODELS = {
     "gpt_neox": "GPTNeoXTokenizer",
     **dict.fromkeys(
         (
-            "glm", "glm4", "gpt_bigcode", "granite", "ministral3", "mistral", "nemotron", "olmo2", "olmo3", "phi3",
-            "stablelm", "umt5",
+            "glm",
+            "glm4",
+            "gpt_bigcode",
+            "granite",
+            "ministral3",
+            "mistral",
+            "nemotron",
+            "olmo2",
+            "olmo3",
+            "phi3",
+            "stablelm",
+            "umt5",
         ),
         _GENERIC_NAME,
     ),
-}  # fmt: skip
+}
 """The class that transformers registers for a ``model_type``; models that are not here have the class they name."""
 _MISNAMED = ("nemotron", "phi3", "qwen2")
 """Models whose folders name another class than that of their tokenizer."""

@@ -14,9 +14,11 @@ from ..backend.quantization import quantize_rows as quantize
 from ..backend.values import Norm
 
 COMPUTE_DTYPES = {
-    torch.float64: torch.float64, torch.float32: torch.float32, torch.float16: torch.float32,
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
-}  # fmt: skip
+}
 NO_ROWS = "quantize_rows needs at least one dimension"
 
 
@@ -99,9 +101,16 @@ def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, cen
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, from_output: bool, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
-    inverse: Tensor, center: bool, parameters: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    from_output: bool,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    center: bool,
+    parameters: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a norm's input, weight and bias; empty without ``parameters``, or without a bias."""
     dtype = compute_dtype(x.dtype)
     values, gain, factor = array(x, dtype), optional_array(weight, dtype), array(inverse, dtype)

@@ -110,9 +110,16 @@ class DeviceKernels:
             source, weight = x.data_ptr(), codes.data_ptr()
             if (source | weight) % 16 == 0:
                 self.gemv.launch_tensor(
-                    stream_of(self.index), GEMV_INPUTS[x.dtype], source, weight, scale.data_ptr(), _address(bias),
-                    out.data_ptr(), n, k,
-                )  # fmt: skip
+                    stream_of(self.index),
+                    GEMV_INPUTS[x.dtype],
+                    source,
+                    weight,
+                    scale.data_ptr(),
+                    _address(bias),
+                    out.data_ptr(),
+                    n,
+                    k,
+                )
                 return
         scratch = codes.new_empty(rows * (pitch + SCALE_BYTES))
         row_codes = scratch.data_ptr()
@@ -133,9 +140,19 @@ class DeviceKernels:
         self._product(x, x.shape[1], x_scale.data_ptr(), codes, scale, bias, out, len(x), n, k, own)
 
     def _product(
-        self, x: Tensor, pitch: int, x_scale: int, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor,
-        rows: int, n: int, k: int, own: bool,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        pitch: int,
+        x_scale: int,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        rows: int,
+        n: int,
+        k: int,
+        own: bool,
+    ) -> None:
         """The same with the codes of ``rows`` rows at the start of ``x``, ``pitch`` apart; ``own``: by our kernels."""
         stream = stream_of(self.index)
         few, dtype = rows <= self.most_skinny_rows, out.dtype
@@ -145,24 +162,53 @@ class DeviceKernels:
             if (rows_at | weight | target) % 16 == 0 and (weight_scale | offsets) % 8 == 0:
                 if few:
                     self.skinny.launch(
-                        rows_at, x_scale, weight, weight_scale, offsets, target, n, rows, n, k, stream,
-                        EPILOGUES[dtype], dependent=False,
-                    )  # fmt: skip
+                        rows_at,
+                        x_scale,
+                        weight,
+                        weight_scale,
+                        offsets,
+                        target,
+                        n,
+                        rows,
+                        n,
+                        k,
+                        stream,
+                        EPILOGUES[dtype],
+                        dependent=False,
+                    )
                 else:
                     launch = functools.partial(
-                        self.gemm.launch, (rows_at, k), x_scale, (weight, k), weight_scale, offsets, (target, n),
-                        rows=rows, channels=n, in_features=k, epilogue=EPILOGUES[dtype], stream=stream,
+                        self.gemm.launch,
+                        (rows_at, k),
+                        x_scale,
+                        (weight, k),
+                        weight_scale,
+                        offsets,
+                        (target, n),
+                        rows=rows,
+                        channels=n,
+                        in_features=k,
+                        epilogue=EPILOGUES[dtype],
+                        stream=stream,
                         dependent=False,
-                    )  # fmt: skip
+                    )
                     launch(tile_config=self._tile_config(rows, n, k, dtype, launch))
                 return
         inner, columns = round_up(k, LIBRARY_MULTIPLE), round_up(n, LIBRARY_MULTIPLE)
         row_codes = x.reshape(-1)[: rows * pitch].view(rows, pitch)[:, :k]
         sums = torch._int_mm(_padded(row_codes, max(rows, LIBRARY_ROWS), inner), _padded(codes, columns, inner).t())
         self.rows.scale_sums(
-            stream, KINDS[out.dtype], True, (sums.data_ptr(), columns), x_scale, scale.data_ptr(), _address(bias),
-            out.data_ptr(), rows, n,
-        )  # fmt: skip
+            stream,
+            KINDS[out.dtype],
+            True,
+            (sums.data_ptr(), columns),
+            x_scale,
+            scale.data_ptr(),
+            _address(bias),
+            out.data_ptr(),
+            rows,
+            n,
+        )
 
     def _tile_config(
         self, rows: int, n: int, k: int, dtype: torch.dtype, launch: Callable[..., None]
@@ -441,9 +487,14 @@ def _statistics(x: Tensor, center: bool) -> tuple[Tensor, Tensor]:
 
 
 def _norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, in_place: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    in_place: bool,
     statistics: tuple[int, ...],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A norm over ``x`` if ``in_place``, else in new memory. ``statistics``: addresses for two, or none."""
     index, source = x.get_device(), x.data_ptr()
     weight_dtype = bias_dtype = None
@@ -471,9 +522,17 @@ def _norm(
 
 @functools.lru_cache(SHAPES)
 def _norm_launch(
-    index: int, stream: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...],
-    weight: torch.dtype | None, bias: torch.dtype | None, center: bool, aligned: bool, alone: bool,
-) -> RowsLaunch | None:  # fmt: skip
+    index: int,
+    stream: int,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+    center: bool,
+    aligned: bool,
+    alone: bool,
+) -> RowsLaunch | None:
     """As :func:`_softmax_launch`, for a norm; ``alone``: without statistics."""
     types, layout = _types(dtype, weight, bias), _layout(shape, strides)
     if layout is None:
@@ -509,9 +568,16 @@ def _parameters(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, from_output: bool, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
-    inverse: Tensor, center: bool, parameters: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    from_output: bool,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    center: bool,
+    parameters: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a norm's input, weight and bias; empty without ``parameters``, or without a bias."""
     own, has_bias = kernels_of(x), bias is not None
     types = _types(x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
@@ -527,17 +593,41 @@ def norm_backward(
     vectors = vectors and whole(k, x.itemsize, x_rows, dy_rows, target)
     stream, means = stream_of(own.index), mean.data_ptr() if center else 0
     own.rows.norm_backward(
-        stream, types, center, vectors, dy_rows, x_rows, from_output, *addresses, means, inverse.data_ptr(), target,
-        rows, k,
-    )  # fmt: skip
+        stream,
+        types,
+        center,
+        vectors,
+        dy_rows,
+        x_rows,
+        from_output,
+        *addresses,
+        means,
+        inverse.data_ptr(),
+        target,
+        rows,
+        k,
+    )
     if not parameters:
         return dx, dx.new_empty(0, dtype=kind), dx.new_empty(0, dtype=kind)
     parts = own.rows.parameter_parts(rows, k)
     sums = [x.new_empty(parts, k, dtype=torch.float32) for _ in range(1 + has_bias)]
     own.rows.norm_parameter_gradients(
-        stream, types, center, vectors, dy_rows, x_rows, from_output, *addresses, means, inverse.data_ptr(),
-        sums[0].data_ptr(), sums[1].data_ptr() if has_bias else 0, parts, rows, k,
-    )  # fmt: skip
+        stream,
+        types,
+        center,
+        vectors,
+        dy_rows,
+        x_rows,
+        from_output,
+        *addresses,
+        means,
+        inverse.data_ptr(),
+        sums[0].data_ptr(),
+        sums[1].data_ptr() if has_bias else 0,
+        parts,
+        rows,
+        k,
+    )
     dweight, *dbias = (part.sum(0).to(kind) for part in sums)
     return dx, dweight, dbias[0] if has_bias else dx.new_empty(0, dtype=kind)
 
@@ -640,9 +730,18 @@ def gemv_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, ou
         return False
     for first in range(0, rows, step):
         own.gemv_codes.launch(
-            stream_of(own.index), KINDS[x.dtype], source + first * k * x.itemsize, codes.data_ptr(), scale.data_ptr(),
-            _address(bias), target + first * n * x.itemsize, min(step, rows - first), n, k, x.itemsize,
-        )  # fmt: skip
+            stream_of(own.index),
+            KINDS[x.dtype],
+            source + first * k * x.itemsize,
+            codes.data_ptr(),
+            scale.data_ptr(),
+            _address(bias),
+            target + first * n * x.itemsize,
+            min(step, rows - first),
+            n,
+            k,
+            x.itemsize,
+        )
     return True
 
 

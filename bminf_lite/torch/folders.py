@@ -199,9 +199,14 @@ def save_pretrained(
         stored = {module: block for module, block in rotations.items() if schemes[module] is not Scheme.FLOAT}
         config["quantization_config"] = quantization_config(schemes, rotations=stored)
     report = MigrationReport(
-        recipe or Recipe("wrapped", Scheme.W8A8, Scheme.W8A8), tied_scheme, _reports(arrays, schemes, spec.parameters),
-        (), late=late_schemes, late_rotations=late_rotations, rotated_offline=tuple(rotated_offline),
-    )  # fmt: skip
+        recipe or Recipe("wrapped", Scheme.W8A8, Scheme.W8A8),
+        tied_scheme,
+        _reports(arrays, schemes, spec.parameters),
+        (),
+        late=late_schemes,
+        late_rotations=late_rotations,
+        rotated_offline=tuple(rotated_offline),
+    )
     target = expand(folder)
     with output_folder(target, force, sum(a.nbytes for a in arrays.values()) + (1 << 20)) as partial:
         _write(partial, arrays)
@@ -320,14 +325,18 @@ def _reports(
     """The manifest's reports; what the matrices were before wrapping is no longer known."""
     return tuple(
         TensorReport(
-            name, parameter.shape, "", schemes.get(name.removesuffix(".weight"), Scheme.FLOAT), 0,
+            name,
+            parameter.shape,
+            "",
+            schemes.get(name.removesuffix(".weight"), Scheme.FLOAT),
+            0,
             sum(a.nbytes for n, a in arrays.items() if n.startswith(f"{name.removesuffix('.weight')}.weight"))
             if name.endswith(".weight")
             else arrays[name].nbytes,
         )
         for name, parameter in parameters.items()
         if name in arrays or f"{name}_packed" in arrays
-    )  # fmt: skip
+    )
 
 
 def _write(folder: Path, arrays: dict[str, np.ndarray]) -> None:

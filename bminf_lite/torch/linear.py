@@ -53,10 +53,30 @@ class CodesView(Tensor):
     """
 
     ALLOWED = frozenset(
-        {"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex",
-         "is_contiguous", "data_ptr", "detach", "__repr__", "__len__", "__hash__", "get_device", "untyped_storage",
-         "storage_offset", "is_shared", "is_inference", "requires_grad_"}
-    )  # fmt: skip
+        {
+            "size",
+            "dim",
+            "ndimension",
+            "numel",
+            "nelement",
+            "element_size",
+            "stride",
+            "is_floating_point",
+            "is_complex",
+            "is_contiguous",
+            "data_ptr",
+            "detach",
+            "__repr__",
+            "__len__",
+            "__hash__",
+            "get_device",
+            "untyped_storage",
+            "storage_offset",
+            "is_shared",
+            "is_inference",
+            "requires_grad_",
+        }
+    )
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -267,9 +267,13 @@ def _captured(function: Callable[..., Any], arguments: Sequence[Any], calls: int
 
 
 def _agreements(
-    ours: Callable[..., Any], reference: Callable[..., Any], arguments: Sequence[Any], rtol: float, atol: float,
+    ours: Callable[..., Any],
+    reference: Callable[..., Any],
+    arguments: Sequence[Any],
+    rtol: float,
+    atol: float,
     gradients: bool,
-) -> tuple[Agreement, ...]:  # fmt: skip
+) -> tuple[Agreement, ...]:
     first, second = (_results(function, arguments, gradients) for function in (ours, reference))
     return tuple(Agreement(name, _excess(first.get(name), expected, rtol, atol)) for name, expected in second.items())
 

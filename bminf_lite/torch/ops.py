@@ -409,9 +409,16 @@ def _fake_norm_with_statistics(
 
 
 def _fake_norm_backward(
-    dy: Tensor, x: Tensor, from_output: bool, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
-    inverse: Tensor, center: bool, parameters: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    from_output: bool,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    center: bool,
+    parameters: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     size, dtype = x.shape[-1:] if parameters else (0,), x.dtype if weight is None else weight.dtype
     return _like(x), _like(x, size, dtype), _like(x, (0,) if bias is None else size, dtype)
 
@@ -546,9 +553,14 @@ class _NormInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        center: bool,
         statistics: list[Tensor],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             statistics += torch.ops.bminf_lite.norm_with_statistics_(x, weight, bias, eps, center)
         ctx.mark_dirty(x)
@@ -637,10 +649,13 @@ def _register() -> None:
     for name in ("quantize_rows", "int8_dot", "norm", "norm_"):
         LIBRARY.impl(name, _without_gradient(name), "Autograd")
     for name, function in {
-        "softmax": _Softmax.apply, "softmax_": _differentiable_softmax_, "norm_with_statistics": _Norm.apply,
-        "norm_with_statistics_": _differentiable_norm_, "int8_linear": _Int8Linear.apply,
+        "softmax": _Softmax.apply,
+        "softmax_": _differentiable_softmax_,
+        "norm_with_statistics": _Norm.apply,
+        "norm_with_statistics_": _differentiable_norm_,
+        "int8_linear": _Int8Linear.apply,
         "square_linear_": _differentiable_square_linear_,
-    }.items():  # fmt: skip
+    }.items():
         LIBRARY.impl(name, function, "Autograd")
 
 

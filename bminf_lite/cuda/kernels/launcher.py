@@ -76,10 +76,19 @@ class Launcher:
         return load(self.device, source, expression, defines, cache)
 
     def launch(
-        self, step: StepContext | None, source: str, expression: str, grid: Dimensions, block: int,
-        args: tuple[object, ...], shared: int = 0, cluster: int | None = None, bytes_moved: int = 0,
-        cache: bool = False, dependent: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        source: str,
+        expression: str,
+        grid: Dimensions,
+        block: int,
+        args: tuple[object, ...],
+        shared: int = 0,
+        cluster: int | None = None,
+        bytes_moved: int = 0,
+        cache: bool = False,
+        dependent: bool = True,
+    ) -> None:
         """Launch a kernel, which may start before its predecessor has ended if it is ``dependent``.
 
         ``step`` is None for kernels outside a step. ``bytes_moved`` counts the bytes that the kernel reads and writes.

@@ -111,9 +111,7 @@ _INT = ctypes.POINTER(ctypes.c_int)
 _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "nvrtcGetNumSupportedArchs": (_INT,),
     "nvrtcGetSupportedArchs": (_INT,),
-    "nvrtcCreateProgram": (
-        ctypes.POINTER(Program), ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, _STRINGS, _STRINGS,
-    ),
+    "nvrtcCreateProgram": (ctypes.POINTER(Program), ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, _STRINGS, _STRINGS),
     "nvrtcDestroyProgram": (ctypes.POINTER(Program),),
     "nvrtcAddNameExpression": (Program, ctypes.c_char_p),
     "nvrtcCompileProgram": (Program, ctypes.c_int, _STRINGS),
@@ -122,7 +120,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "nvrtcGetCUBINSize": (Program, _SIZE),
     "nvrtcGetCUBIN": (Program, ctypes.c_char_p),
     "nvrtcGetLoweredName": (Program, ctypes.c_char_p, _STRINGS),
-}  # fmt: skip
+}
 _COMPILATION_FAILED = 6
 
 

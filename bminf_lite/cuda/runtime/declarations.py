@@ -13,9 +13,17 @@ from dataclasses import dataclass
 from .tensor_maps import NBYTES as TENSOR_MAP_BYTES
 
 LETTERS = {
-    "int": "i", "unsigned": "I", "unsigned int": "I", "long long": "q", "unsigned long long": "Q", "u64": "Q",
-    "float": "f", "double": "d", "bool": "?", "TensorMap": "T",
-}  # fmt: skip
+    "int": "i",
+    "unsigned": "I",
+    "unsigned int": "I",
+    "long long": "q",
+    "unsigned long long": "Q",
+    "u64": "Q",
+    "float": "f",
+    "double": "d",
+    "bool": "?",
+    "TensorMap": "T",
+}
 """The :mod:`struct` letter of a parameter's type; ``T`` is a tensor map (:mod:`.tensor_maps`)."""
 _TEMPLATE = re.compile(r"template\s*<([^<>]*)>\s*")
 _KERNEL = re.compile(r"__global__\s+void\s+")

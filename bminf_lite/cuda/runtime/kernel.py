@@ -95,9 +95,12 @@ class Kernel:
         self._pack = functools.partial(parameters.pack_into, self._parameters, 0)
         self._size = ctypes.c_size_t(parameters.size)
         self._extra = (ctypes.c_void_p * 5)(
-            _PARAMETER_BUFFER_POINTER, ctypes.addressof(self._parameters),
-            _PARAMETER_BUFFER_SIZE, ctypes.addressof(self._size), None,
-        )  # fmt: skip
+            _PARAMETER_BUFFER_POINTER,
+            ctypes.addressof(self._parameters),
+            _PARAMETER_BUFFER_SIZE,
+            ctypes.addressof(self._size),
+            None,
+        )
         self._extra_address = ctypes.c_void_p(ctypes.addressof(self._extra))
         self._recent = functools.lru_cache(CONFIGURATIONS)(self.configured)
 
@@ -131,9 +134,14 @@ class Kernel:
                 launch(args)
 
     def configured(
-        self, grid: Dimensions, block: Dimensions, shared: int = 0, stream: int = 0, dependent: bool = False,
+        self,
+        grid: Dimensions,
+        block: Dimensions,
+        shared: int = 0,
+        stream: int = 0,
+        dependent: bool = False,
         cluster: Dimensions | None = None,
-    ) -> Launch:  # fmt: skip
+    ) -> Launch:
         """A function of ``args`` that launches as a call with these does, in less time and not told to the observer."""
         with self._lock:
             if shared > self._shared_allowed:

@@ -20,10 +20,20 @@ _NO_INTERLEAVE, _PROMOTE_128B, _PROMOTE_256B, _ZEROS_OUTSIDE = 0, 2, 3, 0
 _SWIZZLES = {32: 1, 64: 2, 128: 3}
 _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuTensorMapEncodeTiled": (
-        c_void_p, c_int, c_uint32, c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), POINTER(c_uint32),
-        c_int, c_int, c_int, c_int,
-    ),
-}  # fmt: skip
+        c_void_p,
+        c_int,
+        c_uint32,
+        c_void_p,
+        POINTER(c_uint64),
+        POINTER(c_uint64),
+        POINTER(c_uint32),
+        POINTER(c_uint32),
+        c_int,
+        c_int,
+        c_int,
+        c_int,
+    )
+}
 
 
 class TensorMapDataType(IntEnum):
@@ -67,7 +77,17 @@ def tensor_map_2d(
     sizes, strides = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(pitch * element.itemsize)
     box, steps = (c_uint32 * 2)(row_bytes // element.itemsize, box_rows), (c_uint32 * 2)(1, 1)
     functions().cuTensorMapEncodeTiled(
-        ctypes.addressof(buffer) + place, element, 2, address, sizes, strides, box, steps,
-        _NO_INTERLEAVE, _SWIZZLES[row_bytes], _PROMOTE_256B if promote_256b else _PROMOTE_128B, _ZEROS_OUTSIDE,
-    )  # fmt: skip
+        ctypes.addressof(buffer) + place,
+        element,
+        2,
+        address,
+        sizes,
+        strides,
+        box,
+        steps,
+        _NO_INTERLEAVE,
+        _SWIZZLES[row_bytes],
+        _PROMOTE_256B if promote_256b else _PROMOTE_128B,
+        _ZEROS_OUTSIDE,
+    )
     return buffer.raw[place : place + NBYTES]

@@ -217,9 +217,13 @@ class _Response:
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         usage = None if status == "in_progress" else self._usage()
         return {
-            **self._head, "status": status, "error": error, "incomplete_details": reason,
-            "output": self._items.items if status != "in_progress" else [], "usage": usage,
-        }  # fmt: skip
+            **self._head,
+            "status": status,
+            "error": error,
+            "incomplete_details": reason,
+            "output": self._items.items if status != "in_progress" else [],
+            "usage": usage,
+        }
 
     def _usage(self) -> dict[str, Any]:
         reasoning = "".join(i["content"][0]["text"] for i in self._items.items if i["type"] == "reasoning")

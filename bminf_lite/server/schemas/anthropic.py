@@ -154,8 +154,11 @@ class CustomTool(Body):
     def plain(self) -> dict[str, Any]:
         """OpenAI's form, which templates read."""
         given = {
-            "name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict,
-        }  # fmt: skip
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
         return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 

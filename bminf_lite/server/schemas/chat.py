@@ -15,10 +15,15 @@ from .messages import ChatMessage, Tool
 from .sampling import SamplingFields, Stops, StreamOptions, StructureFields
 
 TEMPLATE_REFUSED = "templates in requests are not accepted, because they are programs: the checkpoint's is used"
-RESERVED = frozenset({
-    *inspect.signature(PromptEncoder.render).parameters, "documents", "continue_final_message", "chat_template",
-    *NAMES,
-})  # fmt: skip
+RESERVED = frozenset(
+    {
+        *inspect.signature(PromptEncoder.render).parameters,
+        "documents",
+        "continue_final_message",
+        "chat_template",
+        *NAMES,
+    }
+)
 """Variables of a template that a request sets otherwise, or not at all."""
 
 

@@ -236,9 +236,12 @@ class ResponsesBody(SamplingFields, FieldsOfChats):
         assistant: dict[str, Any] | None = None
         for item in self.input:
             is_answer = isinstance(item, (FunctionCall, ReasoningItem)) or (
-                isinstance(item, InputMessage) and item.role == "assistant" and assistant is not None
-                and not assistant["content"] and "tool_calls" not in assistant
-            )  # fmt: skip
+                isinstance(item, InputMessage)
+                and item.role == "assistant"
+                and assistant is not None
+                and not assistant["content"]
+                and "tool_calls" not in assistant
+            )
             if not is_answer or assistant is None:
                 assistant = None
             if isinstance(item, FunctionCallOutput):

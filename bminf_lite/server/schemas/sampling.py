@@ -81,9 +81,18 @@ class SamplingFields(UnsupportedFields):
     def chosen(self) -> dict[str, Any]:
         """What the request says of how to choose tokens, under the engine's names."""
         names = (
-            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-            "seed", "logit_bias", "ignore_eos", "min_tokens",
-        )  # fmt: skip
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "seed",
+            "logit_bias",
+            "ignore_eos",
+            "min_tokens",
+        )
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

@@ -66,9 +66,13 @@ MISTRAL = ToolFormat("mistral", _MISTRAL, is_list=True)
 MISTRAL_ARGS = ToolFormat("mistral_args", _MISTRAL, syntax="named", arguments_mark="[ARGS]")
 QWEN3_CODER = ToolFormat("qwen3_coder", "<tool_call>", "</tool_call>", syntax="xml")
 DEEPSEEK_V31 = ToolFormat(
-    "deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", syntax="marked", arguments_mark="<｜tool▁sep｜>",
+    "deepseek_v31",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    syntax="marked",
+    arguments_mark="<｜tool▁sep｜>",
     call_marks=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-)  # fmt: skip
+)
 DEEPSEEK_V3 = replace(DEEPSEEK_V31, name="deepseek_v3", is_fenced=True)
 LLAMA4_PYTHONIC = ToolFormat(
     "llama4_pythonic", "<|python_start|>", "<|python_end|>", syntax="python", has_bare_calls=True
@@ -78,9 +82,17 @@ GENERIC = ToolFormat("generic", "<tool_call>", "</tool_call>", is_generic=True)
 TOOL_FORMATS = {
     form.name: form
     for form in (
-        HERMES, QWEN3_CODER, LLAMA3_JSON, LLAMA4_PYTHONIC, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, GENERIC,
+        HERMES,
+        QWEN3_CODER,
+        LLAMA3_JSON,
+        LLAMA4_PYTHONIC,
+        MISTRAL,
+        MISTRAL_ARGS,
+        DEEPSEEK_V3,
+        DEEPSEEK_V31,
+        GENERIC,
     )
-}  # fmt: skip
+}
 """The formats by name: an option may choose one instead of what :func:`find_tool_format` finds."""
 
 

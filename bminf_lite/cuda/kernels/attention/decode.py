@@ -142,9 +142,11 @@ class AttentionDecode:
             templates = dict.fromkeys(template for template, *_ in sorted(launched))
             works = tuple(Together((unit, int(work))) for unit, work in UNIT_WORK)
             yield KernelFamily(
-                cls.source, "attention_decode", (tuple(templates), works, (kind,), ELEMENTS),
+                cls.source,
+                "attention_decode",
+                (tuple(templates), works, (kind,), ELEMENTS),
                 lambda template, work, _, element, launched=launched: (template, work, element) in launched,
-            )  # fmt: skip
+            )
 
     def grid(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> DecodeGrid:
         """Which blocks compute what for ``batch_size`` sequences.
@@ -178,10 +180,19 @@ class AttentionDecode:
         return max(self._max_blocks(spec), batch_size * pair_groups(spec))
 
     def launch(
-        self, step: StepContext, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, context_lens: cp.ndarray,
-        block_table: cp.ndarray, records: cp.ndarray, arrival_counts: cp.ndarray, out: cp.ndarray,
-        max_context_len: int, lengths: cp.ndarray | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext,
+        qkv: cp.ndarray,
+        spec: AttentionSpec,
+        cache: LayerCache,
+        context_lens: cp.ndarray,
+        block_table: cp.ndarray,
+        records: cp.ndarray,
+        arrival_counts: cp.ndarray,
+        out: cp.ndarray,
+        max_context_len: int,
+        lengths: cp.ndarray | None = None,
+    ) -> None:
         """Attention of one new token per sequence, fp16 ``[B, heads * head_dim]``, into ``out``.
 
         ``qkv`` is fp16 ``[B, (heads + 2 * kv_heads) * head_dim]``, ``context_lens`` int32 ``[B]``, the tokens in the
@@ -205,21 +216,47 @@ class AttentionDecode:
         if kind != CROSS:  # a cross-attention over empty sources does not wait
             step.attends(starts_next)
         self._launcher.launch(
-            step, self.source,
+            step,
+            self.source,
             f"attention_decode<{config.template()}, {grid.unit}, {int(grid.work)}, {kind}, {element}>",
-            grid.units * grid.unit, DECODE_THREADS,
-            (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(context_lens), block_table.data.ptr,
-             pitch_of(block_table), batch_size, cache.keys.data.ptr, cache.values.data.ptr, address(cache.key_scales),
-             address(cache.value_scales), records.data.ptr, records.size // record_size(spec), arrival_counts.data.ptr,
-             out.data.ptr, pitch_of(out), spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache),
-             spec.window or 0, scores.scale, scores.bias, scores.max_distance, address(lengths), grid.max_segments,
-             scores.softcap, starts_next),
+            grid.units * grid.unit,
+            DECODE_THREADS,
+            (
+                qkv.data.ptr,
+                pitch_of(qkv),
+                *head_arguments(spec),
+                address(context_lens),
+                block_table.data.ptr,
+                pitch_of(block_table),
+                batch_size,
+                cache.keys.data.ptr,
+                cache.values.data.ptr,
+                address(cache.key_scales),
+                address(cache.value_scales),
+                records.data.ptr,
+                records.size // record_size(spec),
+                arrival_counts.data.ptr,
+                out.data.ptr,
+                pitch_of(out),
+                spec.heads,
+                spec.kv_heads,
+                spec.head_dim,
+                head_pitch_of(cache),
+                spec.window or 0,
+                scores.scale,
+                scores.bias,
+                scores.max_distance,
+                address(lengths),
+                grid.max_segments,
+                scores.softcap,
+                starts_next,
+            ),
             shared=config.shared(element, grid.unit),
             cluster=grid.unit if grid.unit > 1 else None,
             dependent=step.is_unwritten(cache.keys.data.ptr, writes=kind != CROSS),
             bytes_moved=nbytes_of(qkv, out)
             + batch_size * min(max_context_len, spec.window or max_context_len) * spec.kv_heads * 2 * head_bytes(cache),
-        )  # fmt: skip
+        )
 
     def _config(self, spec: AttentionSpec, kind: int) -> DecodeConfig:
         return decode_config(self._launcher.device.compute_capability, spec.head_dim, kind)

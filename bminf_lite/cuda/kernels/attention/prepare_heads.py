@@ -30,10 +30,18 @@ class PrepareHeads:
         yield KernelFamily(cls.source, "prepare_heads", (BOOLEANS, orders_for(capability), ELEMENTS))
 
     def launch(
-        self, step: StepContext, qkv: RowSource, spec: AttentionSpec, cache: LayerCache, cu_seqlens: cp.ndarray,
-        context_lens: cp.ndarray, block_table: cp.ndarray | None, q: cp.ndarray | None, tokens: int,
+        self,
+        step: StepContext,
+        qkv: RowSource,
+        spec: AttentionSpec,
+        cache: LayerCache,
+        cu_seqlens: cp.ndarray,
+        context_lens: cp.ndarray,
+        block_table: cp.ndarray | None,
+        q: cp.ndarray | None,
+        tokens: int,
         bytes_moved: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Norm and rotation of the heads of ``tokens`` tokens; keys and values go to the cache.
 
         Sequence ``b`` has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1`` of ``qkv`` and of ``q``, fp16
@@ -50,13 +58,33 @@ class PrepareHeads:
         threads = (spec.heads + 2 * spec.kv_heads - first_head) * lanes
         blocks = ceil_div(threads, PREPARE_THREADS)
         self._launcher.launch(
-            step, self.source, expression, (tokens, blocks), round_up(ceil_div(threads, blocks), 32),
-            (*read, *head_arguments(spec), address(cu_seqlens), address(context_lens), address(block_table),
-             cache.keys.shape[1] if block_table is None else pitch_of(block_table), len(context_lens), address(q),
-             cache.keys.data.ptr, cache.values.data.ptr, spec.heads, spec.kv_heads, spec.head_dim,
-             head_pitch_of(cache), address(cache.key_scales), address(cache.value_scales), first_head, lanes),
+            step,
+            self.source,
+            expression,
+            (tokens, blocks),
+            round_up(ceil_div(threads, blocks), 32),
+            (
+                *read,
+                *head_arguments(spec),
+                address(cu_seqlens),
+                address(context_lens),
+                address(block_table),
+                cache.keys.shape[1] if block_table is None else pitch_of(block_table),
+                len(context_lens),
+                address(q),
+                cache.keys.data.ptr,
+                cache.values.data.ptr,
+                spec.heads,
+                spec.kv_heads,
+                spec.head_dim,
+                head_pitch_of(cache),
+                address(cache.key_scales),
+                address(cache.value_scales),
+                first_head,
+                lanes,
+            ),
             bytes_moved=bytes_moved,
-        )  # fmt: skip
+        )
 
 
 def threads_of_head(head_dim: int) -> int:

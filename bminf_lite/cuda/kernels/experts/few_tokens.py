@@ -71,10 +71,18 @@ class FewTokens:
         return max(first[0], second[0]) <= self._launcher.max_shared - STATIC_SHARED_MEMORY
 
     def hidden(
-        self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, codes: cp.ndarray,
-        scales: cp.ndarray, weight: ExpertMatrices, activation: ExpertActivation, topk_ids: cp.ndarray,
-        topk_weights: cp.ndarray, out: cp.ndarray,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        logits: cp.ndarray,
+        router: RouterWeights,
+        codes: cp.ndarray,
+        scales: cp.ndarray,
+        weight: ExpertMatrices,
+        activation: ExpertActivation,
+        topk_ids: cp.ndarray,
+        topk_weights: cp.ndarray,
+        out: cp.ndarray,
+    ) -> None:
         """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
 
         ``codes`` int8 ``[T, pitch]``, of rotated tokens if the weights rotate their input, and ``scales`` fp32 ``[T]``
@@ -84,24 +92,56 @@ class FewTokens:
         tokens, spec = len(logits), router.spec
         features = weight.out_features // (2 if activation.gated else 1)
         plan = self._plan(
-            "hidden", spec.num_experts, f"{BOOLEANS[activation.gated]}, {activation_number(activation)}", tokens,
-            tokens, tokens * spec.top_k * features, 2 if activation.gated else 1, 4, weight.pitch,
-        )  # fmt: skip
+            "hidden",
+            spec.num_experts,
+            f"{BOOLEANS[activation.gated]}, {activation_number(activation)}",
+            tokens,
+            tokens,
+            tokens * spec.top_k * features,
+            2 if activation.gated else 1,
+            4,
+            weight.pitch,
+        )
         plan.kernel(
-            plan.grid, FEW_THREADS,
-            (*router.arguments, logits.data.ptr, topk_ids.data.ptr, topk_weights.data.ptr, codes.data.ptr,
-             scales.data.ptr, *weight.arguments, out.data.ptr, pitch_of(out), tokens, features,
-             round_up(weight.in_features, 16), weight.pitch, spec.scales_input, *clamp_arguments(activation),
-             plan.scratch),
-            plan.shared, self._launcher.stream, True, None,
+            plan.grid,
+            FEW_THREADS,
+            (
+                *router.arguments,
+                logits.data.ptr,
+                topk_ids.data.ptr,
+                topk_weights.data.ptr,
+                codes.data.ptr,
+                scales.data.ptr,
+                *weight.arguments,
+                out.data.ptr,
+                pitch_of(out),
+                tokens,
+                features,
+                round_up(weight.in_features, 16),
+                weight.pitch,
+                spec.scales_input,
+                *clamp_arguments(activation),
+                plan.scratch,
+            ),
+            plan.shared,
+            self._launcher.stream,
+            True,
+            None,
             weight.bytes_of(min(tokens * spec.top_k, spec.num_experts)) + nbytes_of(codes, out),
-        )  # fmt: skip
+        )
         _one_block_per_sm(step)
 
     def down(
-        self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, hidden: cp.ndarray,
-        weight: ExpertMatrices, out: cp.ndarray, add: bool, addend: Addend | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        logits: cp.ndarray,
+        router: RouterWeights,
+        hidden: cp.ndarray,
+        weight: ExpertMatrices,
+        out: cp.ndarray,
+        add: bool,
+        addend: Addend | None = None,
+    ) -> None:
         """The result from what :meth:`hidden`, which must be the kernel before, has written; fp32 ``[T, out]``.
 
         The kernel reads ``logits`` before its predecessor has ended. An ``addend`` is added to the sum. With ``add``
@@ -110,23 +150,59 @@ class FewTokens:
         tokens, spec = len(logits), router.spec
         pairs = tokens * spec.top_k
         plan = self._plan(
-            "down", spec.num_experts, BOOLEANS[add], tokens, pairs, weight.out_features, pairs, 12, weight.pitch,
+            "down",
+            spec.num_experts,
+            BOOLEANS[add],
+            tokens,
+            pairs,
+            weight.out_features,
+            pairs,
+            12,
+            weight.pitch,
             f", {BOOLEANS[weight.rotation > 1]}",
-        )  # fmt: skip
+        )
         plan.kernel(
-            plan.grid, FEW_THREADS,
-            (*router.arguments, logits.data.ptr, hidden.data.ptr, pitch_of(hidden), *weight.arguments, out.data.ptr,
-             pitch_of(out), tokens, weight.out_features, weight.in_features, weight.pitch, spec.scales_input,
-             weight.rotation, weight.rotation**-0.5, *addend_arguments(addend), plan.scratch),
-            plan.shared, self._launcher.stream, True, None,
+            plan.grid,
+            FEW_THREADS,
+            (
+                *router.arguments,
+                logits.data.ptr,
+                hidden.data.ptr,
+                pitch_of(hidden),
+                *weight.arguments,
+                out.data.ptr,
+                pitch_of(out),
+                tokens,
+                weight.out_features,
+                weight.in_features,
+                weight.pitch,
+                spec.scales_input,
+                weight.rotation,
+                weight.rotation**-0.5,
+                *addend_arguments(addend),
+                plan.scratch,
+            ),
+            plan.shared,
+            self._launcher.stream,
+            True,
+            None,
             weight.bytes_of(min(pairs, spec.num_experts)) + nbytes_of(hidden, out),
-        )  # fmt: skip
+        )
         _one_block_per_sm(step)
 
     def _find_plan(
-        self, name: str, experts: int, arguments: str, tokens: int, rows: int, outputs: int, matrices: int, each: int,
-        pitch: int, more: str = "",
-    ) -> _Plan:  # fmt: skip
+        self,
+        name: str,
+        experts: int,
+        arguments: str,
+        tokens: int,
+        rows: int,
+        outputs: int,
+        matrices: int,
+        each: int,
+        pitch: int,
+        more: str = "",
+    ) -> _Plan:
         """For ``rows`` rows of codes, and ``outputs`` outputs with ``matrices`` rows of the weight.
 
         ``each``: bytes of shared memory for each row of the weight that a block has. ``arguments`` stand before the

@@ -40,9 +40,16 @@ class FloatProducts:
         yield KernelFamily(cls.source, "float_products", (TYPES, ROWS, numbers(EPILOGUES), FUNCTIONS), _possible)
 
     def launch(
-        self, step: StepContext | None, x: cp.ndarray, order: cp.ndarray | None, top_k: int, offsets: cp.ndarray,
-        weight: ExpertMatrices, out: cp.ndarray, activation: ExpertActivation | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        x: cp.ndarray,
+        order: cp.ndarray | None,
+        top_k: int,
+        offsets: cp.ndarray,
+        weight: ExpertMatrices,
+        out: cp.ndarray,
+        activation: ExpertActivation | None = None,
+    ) -> None:
         """The products of sorted pairs, as fp16 ``out`` ``[P, features]``, half as many with a gated ``activation``.
 
         Sorted pair ``p`` has row ``order[p] // top_k`` of ``x``, fp16 with padded rows, or row ``p`` without an
@@ -53,12 +60,29 @@ class FloatProducts:
         kernel, grid = self._plan(kind, pairs, weight.num_experts, weight.out_features, epilogue, function)
         clamp = (0.0, 0.0) if activation is None else clamp_arguments(activation)
         kernel(
-            grid, EXPERT_FLOAT_THREADS,
-            (x.data.ptr, pitch_of(x), address(order), top_k, offsets.data.ptr, *weight.arguments, out.data.ptr,
-             pitch_of(out), weight.num_experts, weight.out_features, weight.in_features, weight.pitch, *clamp),
-            0, self._launcher.stream, True, None,
+            grid,
+            EXPERT_FLOAT_THREADS,
+            (
+                x.data.ptr,
+                pitch_of(x),
+                address(order),
+                top_k,
+                offsets.data.ptr,
+                *weight.arguments,
+                out.data.ptr,
+                pitch_of(out),
+                weight.num_experts,
+                weight.out_features,
+                weight.in_features,
+                weight.pitch,
+                *clamp,
+            ),
+            0,
+            self._launcher.stream,
+            True,
+            None,
             weight.bytes_of(min(pairs, weight.num_experts)) + nbytes_of(x, out),
-        )  # fmt: skip
+        )
         if step is not None:
             step.one_block_per_sm = False
 

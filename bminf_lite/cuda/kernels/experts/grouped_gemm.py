@@ -54,9 +54,16 @@ class GroupedGemm:
         )
 
     def launch(
-        self, step: StepContext | None, codes: cp.ndarray, scales: cp.ndarray, offsets: cp.ndarray,
-        weight: ExpertMatrices, out: cp.ndarray, activation: ExpertActivation | None = None, early: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        codes: cp.ndarray,
+        scales: cp.ndarray,
+        offsets: cp.ndarray,
+        weight: ExpertMatrices,
+        out: cp.ndarray,
+        activation: ExpertActivation | None = None,
+        early: bool = False,
+    ) -> None:
         """The products of sorted pairs, int8 ``[P, pitch]`` with ``scales`` fp32 ``[P]``, as fp16 ``[P, features]``.
 
         ``offsets`` int32 ``[experts + 1]`` are those of :class:`.SortedPairs`. With an ``activation`` that is gated,
@@ -67,12 +74,27 @@ class GroupedGemm:
         kernel, grid, shared = self._plan(pairs, weight.num_experts, weight.out_features, epilogue, function)
         clamp = (0.0, 0.0) if activation is None else clamp_arguments(activation)
         kernel(
-            grid, GROUPED_THREADS,
-            (codes.data.ptr, scales.data.ptr, offsets.data.ptr, *weight.arguments, out.data.ptr, pitch_of(out),
-             weight.num_experts, weight.out_features, round_up(weight.in_features, 16), weight.pitch, *clamp),
-            shared, self._launcher.stream, True, None,
+            grid,
+            GROUPED_THREADS,
+            (
+                codes.data.ptr,
+                scales.data.ptr,
+                offsets.data.ptr,
+                *weight.arguments,
+                out.data.ptr,
+                pitch_of(out),
+                weight.num_experts,
+                weight.out_features,
+                round_up(weight.in_features, 16),
+                weight.pitch,
+                *clamp,
+            ),
+            shared,
+            self._launcher.stream,
+            True,
+            None,
             weight.bytes_of(min(pairs, weight.num_experts)) + nbytes_of(codes, out),
-        )  # fmt: skip
+        )
         if step is not None:
             step.one_block_per_sm = False
 

@@ -77,9 +77,16 @@ class GroupedGemmHopper(GroupedGemm):
         self.supported = launcher.device.compute_capability == (9, 0)
 
     def launch(
-        self, step: StepContext | None, codes: cp.ndarray, scales: cp.ndarray, offsets: cp.ndarray,
-        weight: ExpertMatrices, out: cp.ndarray, activation: ExpertActivation | None = None, early: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        codes: cp.ndarray,
+        scales: cp.ndarray,
+        offsets: cp.ndarray,
+        weight: ExpertMatrices,
+        out: cp.ndarray,
+        activation: ExpertActivation | None = None,
+        early: bool = False,
+    ) -> None:
         pairs, (epilogue, function) = len(codes), epilogue_of(activation)
         early = early and activation is None
         tile = tile_for(pairs, weight.num_experts)
@@ -96,12 +103,29 @@ class GroupedGemmHopper(GroupedGemm):
         clamp = (0.0, 0.0) if activation is None else clamp_arguments(activation)
         _, w_scale, bias = weight.arguments
         kernel(
-            grid, THREADS,
-            (scales.data.ptr, offsets.data.ptr, w_scale, bias, out.data.ptr, pitch_of(out), weight.num_experts,
-             weight.out_features, ceil_div(columns, GROUPED_COLUMNS), stages, *clamp, *maps, w_map),
-            shared, self._launcher.stream, True, None,
+            grid,
+            THREADS,
+            (
+                scales.data.ptr,
+                offsets.data.ptr,
+                w_scale,
+                bias,
+                out.data.ptr,
+                pitch_of(out),
+                weight.num_experts,
+                weight.out_features,
+                ceil_div(columns, GROUPED_COLUMNS),
+                stages,
+                *clamp,
+                *maps,
+                w_map,
+            ),
+            shared,
+            self._launcher.stream,
+            True,
+            None,
             weight.bytes_of(min(pairs, weight.num_experts)) + nbytes_of(codes, out),
-        )  # fmt: skip
+        )
         if step is not None:
             step.one_block_per_sm = True
 

@@ -73,9 +73,17 @@ class ExpertKernels:
             yield from kernels.instantiations(capability)
 
     def forward(
-        self, step: StepContext | None, x: cp.ndarray, norm: Norm, layer: ExpertLayerWeights, out: cp.ndarray,
-        add: bool, empty: Empty, rows: cp.ndarray | None = None, addend: Addend | None = None,
-    ) -> Routing:  # fmt: skip
+        self,
+        step: StepContext | None,
+        x: cp.ndarray,
+        norm: Norm,
+        layer: ExpertLayerWeights,
+        out: cp.ndarray,
+        add: bool,
+        empty: Empty,
+        rows: cp.ndarray | None = None,
+        addend: Addend | None = None,
+    ) -> Routing:
         """``experts(norm(x))``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, out]``, or added to it. ``out`` may be ``x``.
 
         Both have padded rows. The router and the experts read the same norm. Experts whose inputs are not quantized
@@ -101,9 +109,16 @@ class ExpertKernels:
         return routing
 
     def many_tokens(
-        self, step: StepContext | None, inputs: cp.ndarray | tuple[cp.ndarray, cp.ndarray], routing: Routing,
-        layer: ExpertLayerWeights, out: cp.ndarray, add: bool, empty: Empty, addend: Addend | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        inputs: cp.ndarray | tuple[cp.ndarray, cp.ndarray],
+        routing: Routing,
+        layer: ExpertLayerWeights,
+        out: cp.ndarray,
+        add: bool,
+        empty: Empty,
+        addend: Addend | None = None,
+    ) -> None:
         """The same from the tokens' inputs and their experts.
 
         ``inputs`` are codes int8 ``[T, pitch]`` and their scales fp32 ``[T]``, or fp16 rows, of tokens that are
@@ -139,11 +154,20 @@ class ExpertKernels:
         self.pairs.weighted_sum(step, results, places, weights, spec.top_k, out, add, addend)
 
     def _transform(
-        self, step: StepContext | None, hidden: cp.ndarray, target: RowTarget, written: cp.ndarray,
+        self,
+        step: StepContext | None,
+        hidden: cp.ndarray,
+        target: RowTarget,
+        written: cp.ndarray,
         layer: ExpertLayerWeights,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the hidden values of all pairs as ``down`` reads them."""
         self._rows.transform(
-            step, array_source(hidden), target, len(hidden), layer.features, bytes_moved=nbytes_of(hidden, written),
+            step,
+            array_source(hidden),
+            target,
+            len(hidden),
+            layer.features,
+            bytes_moved=nbytes_of(hidden, written),
             rotation=layer.down.rotation,
-        )  # fmt: skip
+        )

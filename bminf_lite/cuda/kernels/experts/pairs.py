@@ -57,9 +57,14 @@ class PairKernels:
         yield KernelFamily(cls.source, "weighted_sum", (BOOLEANS,))
 
     def sort(
-        self, step: StepContext | None, topk_ids: cp.ndarray, codes: cp.ndarray | None, scales: cp.ndarray | None,
-        factors: cp.ndarray | None, out: SortedPairs,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        topk_ids: cp.ndarray,
+        codes: cp.ndarray | None,
+        scales: cp.ndarray | None,
+        factors: cp.ndarray | None,
+        out: SortedPairs,
+    ) -> None:
         """Sort ``topk_ids`` int32 ``[T, top_k]``, and copy the tokens' ``codes`` and ``scales`` to their pairs, if any.
 
         Rows of ``codes`` lie one after another without gaps, and are padded to a multiple of 16 bytes. ``factors`` fp32
@@ -69,29 +74,65 @@ class PairKernels:
         words = 0 if codes is None else pitch_of(codes) // 16
         assert (codes is None) == (out.codes is None) and pointer_and_pitch(codes)[1] == pointer_and_pitch(out.codes)[1]
         self._launcher.launch(
-            step, self.source, "sort_by_expert", (experts, parts_of(pairs, experts, self._launcher.num_sms)),
+            step,
+            self.source,
+            "sort_by_expert",
+            (experts, parts_of(pairs, experts, self._launcher.num_sms)),
             SORT_THREADS,
-            (topk_ids.data.ptr, pairs, top_k, out.offsets.data.ptr, out.pairs.data.ptr, out.places.data.ptr,
-             address(codes), address(scales), address(factors), words, address(out.codes), address(out.scales)),
-            bytes_moved=nbytes_of(codes, out.codes), cache=True,
-        )  # fmt: skip
+            (
+                topk_ids.data.ptr,
+                pairs,
+                top_k,
+                out.offsets.data.ptr,
+                out.pairs.data.ptr,
+                out.places.data.ptr,
+                address(codes),
+                address(scales),
+                address(factors),
+                words,
+                address(out.codes),
+                address(out.scales),
+            ),
+            bytes_moved=nbytes_of(codes, out.codes),
+            cache=True,
+        )
 
     def weighted_sum(
-        self, step: StepContext | None, results: cp.ndarray, places: cp.ndarray, weights: cp.ndarray | None,
-        top_k: int, out: cp.ndarray, add: bool, addend: Addend | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        results: cp.ndarray,
+        places: cp.ndarray,
+        weights: cp.ndarray | None,
+        top_k: int,
+        out: cp.ndarray,
+        add: bool,
+        addend: Addend | None = None,
+    ) -> None:
         """:func:`backend.experts.weighted_sum` of ``results`` fp16 of sorted pairs, fp32 ``[T, out]``, or added to it.
 
         ``weights`` fp32 ``[T, top_k]`` are ones if None. An ``addend`` is added to the sum.
         """
         rows, columns = out.shape
         self._launcher.launch(
-            step, self.source, f"weighted_sum<{BOOLEANS[add]}>", (ceil_div(columns, 8 * SUM_THREADS), rows),
+            step,
+            self.source,
+            f"weighted_sum<{BOOLEANS[add]}>",
+            (ceil_div(columns, 8 * SUM_THREADS), rows),
             SUM_THREADS,
-            (results.data.ptr, pitch_of(results), places.data.ptr, address(weights), top_k, *addend_arguments(addend),
-             out.data.ptr, pitch_of(out), columns),
-            bytes_moved=nbytes_of(results, out, out if add else None), cache=rows > self._launcher.num_sms,
-        )  # fmt: skip
+            (
+                results.data.ptr,
+                pitch_of(results),
+                places.data.ptr,
+                address(weights),
+                top_k,
+                *addend_arguments(addend),
+                out.data.ptr,
+                pitch_of(out),
+                columns,
+            ),
+            bytes_moved=nbytes_of(results, out, out if add else None),
+            cache=rows > self._launcher.num_sms,
+        )
 
 
 def parts_of(pairs: int, experts: int, num_sms: int) -> int:

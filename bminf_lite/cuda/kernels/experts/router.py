@@ -57,10 +57,17 @@ class RouterKernels:
         return spec.num_experts <= MAX_EXPERTS and spec.top_k <= MAX_TOP_K and router.in_features <= MAX_WIDTH
 
     def logits(
-        self, step: StepContext | None, x: cp.ndarray, norm: Norm, router: RouterWeights, out: cp.ndarray,
-        normed: cp.ndarray | None, codes: cp.ndarray | None = None, scales: cp.ndarray | None = None,
+        self,
+        step: StepContext | None,
+        x: cp.ndarray,
+        norm: Norm,
+        router: RouterWeights,
+        out: cp.ndarray,
+        normed: cp.ndarray | None,
+        codes: cp.ndarray | None = None,
+        scales: cp.ndarray | None = None,
         rotation: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``norm(x) @ weight.T + bias``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, experts]``, dense.
 
         The norm of each row is also quantized, to ``codes`` int8 ``[T, pitch]`` and ``scales`` fp32 ``[T]``, if they
@@ -75,39 +82,69 @@ class RouterKernels:
         quantized = (*pointer_and_pitch(codes), address(scales), rotation, rotation**-0.5)
         if rows <= FEW_ROWS:
             self._launcher.launch(
-                step, self.source, f"router_few_rows<{center}, {vectors}, {kind}, {rotated}>",
-                (ceil_div(experts, WARPS), rows), ROUTER_THREADS,
-                (x.data.ptr, pitch_of(x), *norm_arguments(norm), router.matrix.data.ptr, bias, out.data.ptr, *quantized,
-                 experts, k, pitch),
+                step,
+                self.source,
+                f"router_few_rows<{center}, {vectors}, {kind}, {rotated}>",
+                (ceil_div(experts, WARPS), rows),
+                ROUTER_THREADS,
+                (
+                    x.data.ptr,
+                    pitch_of(x),
+                    *norm_arguments(norm),
+                    router.matrix.data.ptr,
+                    bias,
+                    out.data.ptr,
+                    *quantized,
+                    experts,
+                    k,
+                    pitch,
+                ),
                 bytes_moved=nbytes_of(x, router.matrix, codes),
-            )  # fmt: skip
+            )
             return
         assert normed is not None
         self._launcher.launch(
-            step, self.source, f"router_norm<{center}, {vectors}, {rotated}>", rows, ROUTER_THREADS,
+            step,
+            self.source,
+            f"router_norm<{center}, {vectors}, {rotated}>",
+            rows,
+            ROUTER_THREADS,
             (x.data.ptr, pitch_of(x), *norm_arguments(norm), *pointer_and_pitch(normed), *quantized, k),
-            bytes_moved=nbytes_of(x, normed, codes), cache=rows > self._launcher.num_sms,
-        )  # fmt: skip
+            bytes_moved=nbytes_of(x, normed, codes),
+            cache=rows > self._launcher.num_sms,
+        )
         each = EXPERTS[ceil_div(rows, ROWS) * ceil_div(experts, EXPERTS[1] * WARPS) >= self._launcher.num_sms]
         grid = ceil_div(experts, each * WARPS), ceil_div(rows, ROWS)
         self._launcher.launch(
-            step, self.source, f"router_many_rows<{ROWS}, {each}, {kind}>", grid, ROUTER_THREADS,
+            step,
+            self.source,
+            f"router_many_rows<{ROWS}, {each}, {kind}>",
+            grid,
+            ROUTER_THREADS,
             (*pointer_and_pitch(normed), router.matrix.data.ptr, bias, out.data.ptr, rows, experts, k, pitch),
-            bytes_moved=nbytes_of(normed, router.matrix, out), cache=True,
-        )  # fmt: skip
+            bytes_moved=nbytes_of(normed, router.matrix, out),
+            cache=True,
+        )
 
     def choose(
-        self, step: StepContext | None, logits: cp.ndarray, router: RouterWeights, topk_ids: cp.ndarray,
+        self,
+        step: StepContext | None,
+        logits: cp.ndarray,
+        router: RouterWeights,
+        topk_ids: cp.ndarray,
         topk_weights: cp.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """:func:`backend.routing.route`: fp32 ``[T, experts]`` -> int32 and fp32 ``[T, top_k]``; all are dense."""
         rows = len(logits)
         self._launcher.launch(
-            step, self.source, f"choose_experts<{experts_of_a_lane(router.spec.num_experts)}>",
-            ceil_div(rows, CHOOSE_THREADS // 32), CHOOSE_THREADS,
+            step,
+            self.source,
+            f"choose_experts<{experts_of_a_lane(router.spec.num_experts)}>",
+            ceil_div(rows, CHOOSE_THREADS // 32),
+            CHOOSE_THREADS,
             (*router.arguments, logits.data.ptr, topk_ids.data.ptr, topk_weights.data.ptr, rows),
             bytes_moved=nbytes_of(logits, topk_ids, topk_weights),
-        )  # fmt: skip
+        )
 
     def scalar_gate(
         self, step: StepContext | None, x: cp.ndarray, norm: Norm, weight: cp.ndarray, out: cp.ndarray
@@ -115,11 +152,14 @@ class RouterKernels:
         """``sigmoid(norm(x) @ weight)`` of each row: fp32 ``[T, in]``, fp32 ``[in]`` padded -> fp32 ``[T]``."""
         rows, k = x.shape
         self._launcher.launch(
-            step, self.source, f"scalar_gate<{BOOLEANS[norm.center]}, {vectors_for(k, ROUTER_THREADS)}>", rows,
+            step,
+            self.source,
+            f"scalar_gate<{BOOLEANS[norm.center]}, {vectors_for(k, ROUTER_THREADS)}>",
+            rows,
             ROUTER_THREADS,
             (x.data.ptr, pitch_of(x), *norm_arguments(norm), weight.data.ptr, out.data.ptr, k),
             bytes_moved=nbytes_of(x, weight, out),
-        )  # fmt: skip
+        )
 
 
 def experts_of_a_lane(experts: int) -> int:

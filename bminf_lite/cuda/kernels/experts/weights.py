@@ -86,10 +86,21 @@ class RouterWeights:
         """The members of ``Router`` in ``routing.cuh``."""
         spec = self.spec
         return (
-            address(self.correction_bias), address(self.expert_scale), spec.num_experts, spec.top_k, int(spec.score),
-            int(spec.renormalise), spec.num_groups, spec.top_groups, int(spec.group_score), int(spec.masked),
-            WEIGHT_TYPES.index(spec.weight_type), spec.epsilon, spec.min_sum, spec.scale,
-        )  # fmt: skip
+            address(self.correction_bias),
+            address(self.expert_scale),
+            spec.num_experts,
+            spec.top_k,
+            int(spec.score),
+            int(spec.renormalise),
+            spec.num_groups,
+            spec.top_groups,
+            int(spec.group_score),
+            int(spec.masked),
+            WEIGHT_TYPES.index(spec.weight_type),
+            spec.epsilon,
+            spec.min_sum,
+            spec.scale,
+        )
 
 
 def activation_number(activation: ExpertActivation) -> int:

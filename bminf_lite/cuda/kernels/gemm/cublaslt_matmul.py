@@ -53,9 +53,12 @@ class MatmulContext:
     """
 
     def __init__(
-        self, lt: CublasLt, allocate: Callable[[int], Any], store: AlgorithmStore | None = None,
+        self,
+        lt: CublasLt,
+        allocate: Callable[[int], Any],
+        store: AlgorithmStore | None = None,
         device: Device | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lt = lt
         self.device = device
         self.store = store or AlgorithmStore("", None)
@@ -128,10 +131,23 @@ class PreparedMatmul:
     def _launch(self, algorithm: Algorithm, a: int, b: int, d: int, stream: int) -> None:
         lt, (layout_a, layout_b, layout_d) = self._matmul_context.lt, self._layouts
         lt.functions.cublasLtMatmul(
-            lt.handle, self._desc.handle, ctypes.addressof(self._one), a, layout_a.handle, b, layout_b.handle,
-            ctypes.addressof(self._zero), d, layout_d.handle, d, layout_d.handle,
-            algorithm, self._matmul_context.workspace.ptr, WORKSPACE_BYTES, stream,
-        )  # fmt: skip
+            lt.handle,
+            self._desc.handle,
+            ctypes.addressof(self._one),
+            a,
+            layout_a.handle,
+            b,
+            layout_b.handle,
+            ctypes.addressof(self._zero),
+            d,
+            layout_d.handle,
+            d,
+            layout_d.handle,
+            algorithm,
+            self._matmul_context.workspace.ptr,
+            WORKSPACE_BYTES,
+            stream,
+        )
 
     def _proposals(self) -> list[Algorithm]:
         """The heuristic's proposals, the best by its estimate first."""

@@ -32,9 +32,18 @@ class FloatGemm:
         self._prepare = functools.lru_cache(PREPARED_LIMIT)(self._prepare_uncached)
 
     def linear(
-        self, out: int, w: int, x: int, rows: int, out_features: int, in_features: int, stream: int,
-        dtype: np.dtype | type = np.float16, out_dtype: np.dtype | type = np.float16, split_k: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        out: int,
+        w: int,
+        x: int,
+        rows: int,
+        out_features: int,
+        in_features: int,
+        stream: int,
+        dtype: np.dtype | type = np.float16,
+        out_dtype: np.dtype | type = np.float16,
+        split_k: bool = True,
+    ) -> None:
         """``out = x @ w.T`` on ``stream``, from addresses of dense row-major matrices.
 
         ``x`` ``[rows, in_features]`` and ``w`` ``[out_features, in_features]`` have ``dtype``, ``out``
@@ -92,9 +101,17 @@ class FloatGemm:
 
 
 def _product(
-    m: int, n: int, k: int, dtype: str, out_dtype: str, batch: int, x_stride: int, w_stride: int,
-    transpose_x: bool, transpose_w: bool,
-) -> MatmulProblem:  # fmt: skip
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    out_dtype: str,
+    batch: int,
+    x_stride: int,
+    w_stride: int,
+    transpose_x: bool,
+    transpose_w: bool,
+) -> MatmulProblem:
     operand, result = _DATA_TYPES[dtype], _DATA_TYPES[out_dtype]
     x_shape, w_shape = (k, m) if transpose_x else (m, k), (n, k) if transpose_w else (k, n)
     return row_major_matmul(

@@ -172,10 +172,18 @@ class ScaledGemm:
         out = cp.asarray(np.full((rows, channels), np.nan, np.float16))  # CuPy would compile a kernel to fill it
         codes, scales, weight, weight_scales = (v.data.ptr for v in operands)
         self.launch(
-            (codes, in_features), scales, (weight, in_features), weight_scales, 0,
-            (out.data.ptr, channels), rows=rows, channels=channels, in_features=in_features,
-            epilogue=Epilogue.TO_HALF, stream=cp.cuda.get_current_stream().ptr,
-        )  # fmt: skip
+            (codes, in_features),
+            scales,
+            (weight, in_features),
+            weight_scales,
+            0,
+            (out.data.ptr, channels),
+            rows=rows,
+            channels=channels,
+            in_features=in_features,
+            epilogue=Epilogue.TO_HALF,
+            stream=cp.cuda.get_current_stream().ptr,
+        )
         acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(np.float32)  # exact, faster than integers
         return np.array_equal(cp.asnumpy(out), (x_scale[:, None] * (w_scale * acc)).astype(np.float16))
 
@@ -212,11 +220,14 @@ class ScaledGemm:
         launch = self._kernel_launch(rows, channels, in_features, epilogue, activation, bias != 0, tile_config)
         element = TensorMapDataType.FLOAT32 if epilogue in FLOAT_EPILOGUES else TensorMapDataType.FLOAT16
         arguments = (
-            x_scale, w_scale, bias, *launch.numbers,
+            x_scale,
+            w_scale,
+            bias,
+            *launch.numbers,
             tensor_map_2d(x[0], TensorMapDataType.INT8, rows, in_features, x[1], launch.height),
             tensor_map_2d(w[0], TensorMapDataType.INT8, channels, in_features, w[1], launch.box_channels),
             tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS, row_bytes=launch.box_row_bytes),
-        )  # fmt: skip
+        )
         launch.kernel(launch.grid, THREADS, arguments, launch.shared, stream, dependent, launch.cluster, bytes_moved)
 
     def plausible_tiles(self, rows: int, channels: int, in_features: int, epilogue: Epilogue) -> list[GemmTileConfig]:
@@ -231,9 +242,15 @@ class ScaledGemm:
         return [config for config in cheapest if costs[config] <= PLAUSIBLE_COST * costs[cheapest[0]]]
 
     def _kernel_launch_uncached(
-        self, rows: int, channels: int, in_features: int, epilogue: Epilogue, activation: int, bias: bool,
+        self,
+        rows: int,
+        channels: int,
+        in_features: int,
+        epilogue: Epilogue,
+        activation: int,
+        bias: bool,
         tile_config: GemmTileConfig | None,
-    ) -> _KernelLaunch:  # fmt: skip
+    ) -> _KernelLaunch:
         gated, stages = epilogue is Epilogue.GATED, -(-in_features // STAGE_COLUMNS)
         if tile_config is None:
             tile_config = self.plausible_tiles(rows, channels, in_features, epilogue)[0]
@@ -250,9 +267,15 @@ class ScaledGemm:
         kernel = self._kernel(f"bminf::gemm_hopper<{arguments}>")
         cluster = tile_config.blocks if tile_config.blocks > 1 else None
         return _KernelLaunch(
-            kernel, clusters * tile_config.blocks, cluster, tile_config.shared, height, tile_config.width // 2,
-            tile_config.box_row_bytes(epilogue), numbers,
-        )  # fmt: skip
+            kernel,
+            clusters * tile_config.blocks,
+            cluster,
+            tile_config.shared,
+            height,
+            tile_config.width // 2,
+            tile_config.box_row_bytes(epilogue),
+            numbers,
+        )
 
     def _load(self, expression: str) -> Kernel:
         return load(self._device, self.source, expression)

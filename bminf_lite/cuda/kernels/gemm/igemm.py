@@ -182,9 +182,17 @@ class Int8Gemm:
         self._matmul_context.clear_workspace(stream)
 
     def launch_dp4a(
-        self, layouts: GemmLayouts, acc: int, w: int, x: int, rows: int, stream: int,
-        batch: int = 1, w_stride: int = 0, x_stride: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        layouts: GemmLayouts,
+        acc: int,
+        w: int,
+        x: int,
+        rows: int,
+        stream: int,
+        batch: int = 1,
+        w_stride: int = 0,
+        x_stride: int = 0,
+    ) -> None:
         """The product by the kernel that runs on every GPU; see :meth:`GemmPlan.run`. Strides count elements."""
         out, inner = layouts.padded
         grid = (-(-out // DP4A_TILE), -(-rows // DP4A_TILE), batch)

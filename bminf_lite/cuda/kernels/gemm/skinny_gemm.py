@@ -90,10 +90,22 @@ class SkinnyGemm:
         return 1 < rows <= self.max_rows and self._device.compute_capability >= (8, 0)
 
     def launch(
-        self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
-        rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.TO_INT32,
-        activation: int = 0, bytes_moved: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        x: int,
+        x_scale: int,
+        w: int,
+        w_scale: int,
+        bias: int,
+        out: int,
+        out_pitch: int,
+        rows: int,
+        out_features: int,
+        pitch: int,
+        stream: int,
+        epilogue: Epilogue = Epilogue.TO_INT32,
+        activation: int = 0,
+        bytes_moved: int = 0,
+    ) -> None:
         """``out = x @ w.T`` with ``epilogue``, on ``stream``; the first six arguments are addresses.
 
         ``x`` is int8 ``[rows, pitch]`` with ``x_scale`` fp32 ``[rows]``, ``w`` int8 ``[out_features, pitch]``, its rows
@@ -111,9 +123,14 @@ class SkinnyGemm:
         waves = -(-groups // (self._num_sms * most))
         grid = min(groups, self._num_sms * waves)
         self._kernel(tiles, epilogue, activation)(
-            grid, 32 * pipeline.warps, (x, x_scale, w, w_scale, bias, out, out_pitch, rows, out_features, pitch),
-            shared=pipeline.nbytes + -(-groups // grid) * each, stream=stream, dependent=True, bytes_moved=bytes_moved,
-        )  # fmt: skip
+            grid,
+            32 * pipeline.warps,
+            (x, x_scale, w, w_scale, bias, out, out_pitch, rows, out_features, pitch),
+            shared=pipeline.nbytes + -(-groups // grid) * each,
+            stream=stream,
+            dependent=True,
+            bytes_moved=bytes_moved,
+        )
 
     @functools.cached_property
     def _shared(self) -> int:

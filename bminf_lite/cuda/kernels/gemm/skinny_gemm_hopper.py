@@ -53,10 +53,23 @@ class SkinnyGemmHopper(SkinnyGemm):
         return 1 < rows <= self.max_rows
 
     def launch(
-        self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
-        rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.TO_INT32,
-        activation: int = 0, bytes_moved: int = 0, dependent: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        x: int,
+        x_scale: int,
+        w: int,
+        w_scale: int,
+        bias: int,
+        out: int,
+        out_pitch: int,
+        rows: int,
+        out_features: int,
+        pitch: int,
+        stream: int,
+        epilogue: Epilogue = Epilogue.TO_INT32,
+        activation: int = 0,
+        bytes_moved: int = 0,
+        dependent: bool = True,
+    ) -> None:
         """As the base class's, and also of a single row; ``dependent`` as in :class:`Kernel`."""
         kernel, grid, box_rows, weight_rows, shared, numbers = self._launch_of(
             rows, out_features, pitch, epilogue, activation

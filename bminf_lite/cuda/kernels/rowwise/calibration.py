@@ -58,10 +58,13 @@ class CalibrationKernels:
     ) -> None:
         """The largest magnitude of each row. ``fp32_scales`` becomes 1 if the scale of any row does not fit fp16."""
         self._over(
-            "row_absmax", matrix.kind, len(top),
+            "row_absmax",
+            matrix.kind,
+            len(top),
             (matrix.values.data.ptr, address(factors), top.data.ptr, fp32_scales.data.ptr, matrix.shape[1]),
-            matrix.values, top,
-        )  # fmt: skip
+            matrix.values,
+            top,
+        )
 
     def row_codes(
         self,
@@ -75,25 +78,30 @@ class CalibrationKernels:
         """Codes and scales from the results of :meth:`row_absmax`."""
         results = scales.data.ptr, codes.data.ptr, pitch_of(codes)
         arguments = (
-            matrix.values.data.ptr, address(factors), top.data.ptr, fp32_scales.data.ptr, *results, matrix.shape[1],
-        )  # fmt: skip
+            matrix.values.data.ptr,
+            address(factors),
+            top.data.ptr,
+            fp32_scales.data.ptr,
+            *results,
+            matrix.shape[1],
+        )
         self._over("row_codes", matrix.kind, len(top), arguments, matrix.values, codes)
 
     def column_absmax(self, x: cp.ndarray, kind: str, divisors: cp.ndarray | None, top: cp.ndarray) -> None:
         """Raise ``top`` to the largest magnitude of each column, after dividing rows by ``divisors``."""
         (rows, k), grid = x.shape, (ceil_div(x.shape[1], THREADS), ceil_div(x.shape[0], STRIP))
-        self._over(
-            "column_absmax", kind, grid,
-            (x.data.ptr, pitch_of(x), address(divisors), top.data.ptr, rows, k), x,
-        )  # fmt: skip
+        self._over("column_absmax", kind, grid, (x.data.ptr, pitch_of(x), address(divisors), top.data.ptr, rows, k), x)
 
     def take_columns(self, matrix: FloatMatrix, factors: cp.ndarray | None, index: cp.ndarray, out: cp.ndarray) -> None:
         """Columns as rows of ``out``, fp16."""
         n, k = matrix.shape
         self._over(
-            "take_columns", matrix.kind, (ceil_div(n, THREADS), len(index)),
-            (matrix.values.data.ptr, address(factors), index.data.ptr, out.data.ptr, pitch_of(out), n, k), out,
-        )  # fmt: skip
+            "take_columns",
+            matrix.kind,
+            (ceil_div(n, THREADS), len(index)),
+            (matrix.values.data.ptr, address(factors), index.data.ptr, out.data.ptr, pitch_of(out), n, k),
+            out,
+        )
 
     def rotate_rows(self, matrix: FloatMatrix, factors: cp.ndarray | None, out: cp.ndarray, rotation: int) -> None:
         """The matrix times ``factors`` in fp32, dense, its rows transformed in blocks of ``rotation`` elements."""
@@ -124,9 +132,8 @@ class CalibrationKernels:
         self._over("row_squares", "", rows, arguments, got, expected)
 
     def _over(
-        self, name: str, kind: str, grid: int | tuple[int, int], arguments: tuple[object, ...],
-        *bytes_moved: cp.ndarray,
-    ) -> None:  # fmt: skip
+        self, name: str, kind: str, grid: int | tuple[int, int], arguments: tuple[object, ...], *bytes_moved: cp.ndarray
+    ) -> None:
         expression = f"{name}<{kind}>" if kind else name
         self._launcher.launch(
             None, self.source, expression, grid, THREADS, arguments, bytes_moved=nbytes_of(*bytes_moved)

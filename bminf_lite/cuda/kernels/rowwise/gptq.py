@@ -57,9 +57,17 @@ class GPTQKernels:
         """Round as many columns as ``errors`` has, from ``start`` on."""
         n, k = rest.shape
         arguments = (
-            rest.data.ptr, root.data.ptr, order.data.ptr, codes.data.ptr, pitch_of(codes), errors.data.ptr, n, k,
-            start, errors.shape[1],
-        )  # fmt: skip
+            rest.data.ptr,
+            root.data.ptr,
+            order.data.ptr,
+            codes.data.ptr,
+            pitch_of(codes),
+            errors.data.ptr,
+            n,
+            k,
+            start,
+            errors.shape[1],
+        )
         self._launch("gptq_round", ceil_div(n, THREADS // WARP), arguments, errors, errors)
 
     def _launch(self, expression: str, grid: int, arguments: tuple[object, ...], *moved: cp.ndarray) -> None:

@@ -49,26 +49,48 @@ class PointwiseKernels:
         expression = f"activate_rows<{'true' if kind == FROM_INT32 else 'false'}, {order}, {int(activation)}>"
         rows, n = out.shape
         self._launcher.launch(
-            step, self.source, expression, ceil_div(rows * n, 256), 256,
-            (*read, out.data.ptr, pitch_of(out), rows, n), bytes_moved=bytes_moved,
-        )  # fmt: skip
+            step,
+            self.source,
+            expression,
+            ceil_div(rows * n, 256),
+            256,
+            (*read, out.data.ptr, pitch_of(out), rows, n),
+            bytes_moved=bytes_moved,
+        )
 
     def add_positions(self, step: StepContext, batch: ForwardBatch, table: cp.ndarray, residual: cp.ndarray) -> None:
         """Add to each token's row, fp32, the row of an fp16 table at its position."""
         self._launcher.launch(
-            step, self.source, "add_positions", len(residual), 256,
-            (address(batch.cu_seqlens), address(batch.context_lens), batch.batch_size, table.data.ptr, pitch_of(table),
-             residual.data.ptr, pitch_of(residual), residual.shape[1]),
+            step,
+            self.source,
+            "add_positions",
+            len(residual),
+            256,
+            (
+                address(batch.cu_seqlens),
+                address(batch.context_lens),
+                batch.batch_size,
+                table.data.ptr,
+                pitch_of(table),
+                residual.data.ptr,
+                pitch_of(residual),
+                residual.shape[1],
+            ),
             bytes_moved=2 * nbytes_of(residual),
-        )  # fmt: skip
+        )
 
     def soft_cap(self, step: StepContext, x: cp.ndarray, cap: float) -> None:
         """``cap * tanh(x / cap)`` in place, fp32 ``[rows, n]``."""
         rows, n = x.shape
         self._launcher.launch(
-            step, self.source, "soft_cap", ceil_div(rows * n, 256), 256, (x.data.ptr, pitch_of(x), rows, n, cap),
+            step,
+            self.source,
+            "soft_cap",
+            ceil_div(rows * n, 256),
+            256,
+            (x.data.ptr, pitch_of(x), rows, n, cap),
             bytes_moved=2 * nbytes_of(x),
-        )  # fmt: skip
+        )
 
     def write_words(self, source: int, target: int, count: int) -> None:
         """Copy ``count`` 32-bit words from pinned host memory, which must not change until they are there."""
@@ -80,32 +102,70 @@ class PointwiseKernels:
         """Rows of ``x`` to ``rest`` with zeros in the columns ``index``, and those to ``kept``, fp16, dense."""
         kind = "__half" if x.itemsize == 2 else "float"
         self._launcher.launch(
-            step, self.side_products_source, f"split_columns<{kind}>", len(x), 256,
-            (x.data.ptr, pitch_of(x), index.data.ptr, kept.shape[1], rest.data.ptr, pitch_of(rest),
-             kept.data.ptr, x.shape[1]),
+            step,
+            self.side_products_source,
+            f"split_columns<{kind}>",
+            len(x),
+            256,
+            (
+                x.data.ptr,
+                pitch_of(x),
+                index.data.ptr,
+                kept.shape[1],
+                rest.data.ptr,
+                pitch_of(rest),
+                kept.data.ptr,
+                x.shape[1],
+            ),
             bytes_moved=nbytes_of(x, rest, kept),
-        )  # fmt: skip
+        )
 
     def add_side_product(
-        self, step: StepContext, sums: cp.ndarray, inputs: cp.ndarray, weight: cp.ndarray, bias: cp.ndarray | None,
+        self,
+        step: StepContext,
+        sums: cp.ndarray,
+        inputs: cp.ndarray,
+        weight: cp.ndarray,
+        bias: cp.ndarray | None,
         out: cp.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``sums`` fp32 plus ``inputs`` fp16 ``[rows, columns]`` times ``weight`` fp16 ``[columns, n]``, plus the bias.
 
         Where the product is zero, it is not added. ``out``, fp16 or fp32, may be ``sums``.
         """
         kind, (rows, n), columns = "__half" if out.itemsize == 2 else "float", out.shape, inputs.shape[1]
         self._launcher.launch(
-            step, self.side_products_source, f"add_side_product<{kind}>", (rows, ceil_div(n, 256)), 256,
-            (sums.data.ptr, pitch_of(sums), inputs.data.ptr, pitch_of(inputs), columns, weight.data.ptr,
-             pitch_of(weight), address(bias), out.data.ptr, pitch_of(out), n),
-            shared=4 * columns, bytes_moved=nbytes_of(sums, inputs, weight, out),
-        )  # fmt: skip
+            step,
+            self.side_products_source,
+            f"add_side_product<{kind}>",
+            (rows, ceil_div(n, 256)),
+            256,
+            (
+                sums.data.ptr,
+                pitch_of(sums),
+                inputs.data.ptr,
+                pitch_of(inputs),
+                columns,
+                weight.data.ptr,
+                pitch_of(weight),
+                address(bias),
+                out.data.ptr,
+                pitch_of(out),
+                n,
+            ),
+            shared=4 * columns,
+            bytes_moved=nbytes_of(sums, inputs, weight, out),
+        )
 
     def fill_random(self, out: cp.ndarray, seed: int) -> None:
         """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16."""
         (rows, columns), kind = out.shape, "bminf::int8" if out.itemsize == 1 else "__half"
         self._launcher.launch(
-            None, self.random_source, f"fill_random<{kind}>", ceil_div(rows * ceil_div(columns, 8), 256), 256,
-            (out.data.ptr, pitch_of(out), rows, columns, seed), bytes_moved=nbytes_of(out),
-        )  # fmt: skip
+            None,
+            self.random_source,
+            f"fill_random<{kind}>",
+            ceil_div(rows * ceil_div(columns, 8), 256),
+            256,
+            (out.data.ptr, pitch_of(out), rows, columns, seed),
+            bytes_moved=nbytes_of(out),
+        )

@@ -32,9 +32,15 @@ class ShortConvolutionKernels:
         yield KernelFamily(cls.source, "store_inputs", (EACH,))
 
     def launch(
-        self, step: StepContext, rows: cp.ndarray, convolution: ShortConvolution, ring: cp.ndarray, slots: cp.ndarray,
-        batch: ForwardBatch, out: cp.ndarray,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext,
+        rows: cp.ndarray,
+        convolution: ShortConvolution,
+        ring: cp.ndarray,
+        slots: cp.ndarray,
+        batch: ForwardBatch,
+        out: cp.ndarray,
+    ) -> None:
         """``rows`` fp16 ``[T, 3 * channels]`` -> ``out`` fp16 ``[T, channels]``, both with padded rows.
 
         ``ring`` fp16 ``[slots, n, channels]`` takes the inputs, dense within a slot; ``slots`` int32 ``[B, W]`` has the
@@ -48,14 +54,32 @@ class ShortConvolutionKernels:
         inputs = rows.data.ptr, pitch_of(rows)
         slot = ring.data.ptr, pitch_of(ring), ring_rows
         sequences = (
-            address(batch.cu_seqlens), address(batch.context_lens), slots.data.ptr, pitch_of(slots), batch.batch_size,
-        )  # fmt: skip
+            address(batch.cu_seqlens),
+            address(batch.context_lens),
+            slots.data.ptr,
+            pitch_of(slots),
+            batch.batch_size,
+        )
         self._launcher.launch(
-            step, self.source, f"short_convolution<{each}, {BOOLEANS[stores]}>", grid, THREADS,
-            (*inputs, taps.data.ptr, len(taps), address(convolution.bias), *slot, *sequences, batch.has_drafts,
-             out.data.ptr, pitch_of(out), channels),
+            step,
+            self.source,
+            f"short_convolution<{each}, {BOOLEANS[stores]}>",
+            grid,
+            THREADS,
+            (
+                *inputs,
+                taps.data.ptr,
+                len(taps),
+                address(convolution.bias),
+                *slot,
+                *sequences,
+                batch.has_drafts,
+                out.data.ptr,
+                pitch_of(out),
+                channels,
+            ),
             bytes_moved=moved,
-        )  # fmt: skip
+        )
         if not stores:
             self._launcher.launch(
                 step, self.source, f"store_inputs<{each}>", grid, THREADS, (*inputs, *slot, *sequences, channels)

@@ -56,9 +56,14 @@ class Softmax:
         yield KernelFamily(cls.source, "softmax_two_pass", (kinds, whole))
 
     def launch(
-        self, step: StepContext, x: cp.ndarray, scale: float, bias: cp.ndarray | None, mask: cp.ndarray | None,
+        self,
+        step: StepContext,
+        x: cp.ndarray,
+        scale: float,
+        bias: cp.ndarray | None,
+        mask: cp.ndarray | None,
         out: cp.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``softmax(scale * x + bias)`` of fp16 or fp32 rows where ``mask`` (uint8) is set; ``out`` may be ``x``.
 
         ``bias`` and ``mask`` are matrices, or vectors that serve every row.
@@ -71,9 +76,19 @@ class Softmax:
         kind = "__half" if x.itemsize == 2 else "float"
         plan = self.plan(kind, k % 8 == 0 and in_vectors(*arrays), rows, k)
         arguments = (
-            x.data.ptr, pitch_of(x), scale, address(bias), row_step(bias), address(mask), row_step(mask),
-            out.data.ptr, pitch_of(out), *EACH_ROW, *EACH_ROW, *plan.sizes,
-        )  # fmt: skip
+            x.data.ptr,
+            pitch_of(x),
+            scale,
+            address(bias),
+            row_step(bias),
+            address(mask),
+            row_step(mask),
+            out.data.ptr,
+            pitch_of(out),
+            *EACH_ROW,
+            *EACH_ROW,
+            *plan.sizes,
+        )
         plan.kernel(plan.grid, plan.block, arguments, 0, launcher.stream, True, plan.cluster, nbytes_of(*arrays))
         step.one_block_per_sm = False
 

@@ -106,9 +106,22 @@ class TensorRows:
         return kernel, self._launcher.num_sms, PERSISTENT_THREADS, 4 * k * (1 + has_bias)
 
     def norm_backward(
-        self, stream: int, types: str, center: bool, whole: bool, dout: Rows, x: Rows, from_out: bool, weight: int,
-        bias: int, mean: int, inverse: int, dx: Rows, rows: int, k: int,
-    ) -> None:  # fmt: skip
+        self,
+        stream: int,
+        types: str,
+        center: bool,
+        whole: bool,
+        dout: Rows,
+        x: Rows,
+        from_out: bool,
+        weight: int,
+        bias: int,
+        mean: int,
+        inverse: int,
+        dx: Rows,
+        rows: int,
+        k: int,
+    ) -> None:
         """``dx`` is the gradient of the norm's input; ``x`` is its input, or with ``from_out`` its output."""
         kernel, grid, block, sizes = self._norm_backward(rows, k, types, center, whole)
         kernel(grid, block, (*dout, *x, from_out, weight, bias, mean, inverse, *dx, *sizes), 0, stream)
@@ -119,9 +132,24 @@ class TensorRows:
         return max(1, min(ceil_div(rows, 4 * PARAMETER_ROWS), ceil_div(4 * self._launcher.num_sms, strips)))
 
     def norm_parameter_gradients(
-        self, stream: int, types: str, center: bool, whole: bool, dout: Rows, x: Rows, from_out: bool, weight: int,
-        bias: int, mean: int, inverse: int, dweight: int, dbias: int, parts: int, rows: int, k: int,
-    ) -> None:  # fmt: skip
+        self,
+        stream: int,
+        types: str,
+        center: bool,
+        whole: bool,
+        dout: Rows,
+        x: Rows,
+        from_out: bool,
+        weight: int,
+        bias: int,
+        mean: int,
+        inverse: int,
+        dweight: int,
+        dbias: int,
+        parts: int,
+        rows: int,
+        k: int,
+    ) -> None:
         """The gradients of weight and bias (0: not wanted) in ``parts``, fp32 ``[parts, k]``."""
         template = f"{types}, {str(center).lower()}, {str(whole).lower()}"
         kernel = self._launcher.kernel(self.norm_source, f"norm_parameter_gradients<{template}>", True)
@@ -151,9 +179,18 @@ class TensorRows:
         kernel(ceil_div(rows * k, CONVERTED_CODES), CONVERT_THREADS, (codes, scale, out, rows * k, k), 0, stream)
 
     def scale_sums(
-        self, stream: int, kind: str, integer: bool, sums: Rows, x_scale: int, w_scale: int, bias: int, out: int,
-        rows: int, n: int,
-    ) -> None:  # fmt: skip
+        self,
+        stream: int,
+        kind: str,
+        integer: bool,
+        sums: Rows,
+        x_scale: int,
+        w_scale: int,
+        bias: int,
+        out: int,
+        rows: int,
+        n: int,
+    ) -> None:
         """``out = x_scale * (w_scale * sums) + bias``; sums int32 or fp32, ``x_scale`` and ``bias`` may be 0."""
         kernel = self._launcher.kernel(
             self.quantize_source, f"scale_sums<{'int' if integer else 'float'}, {kind}>", True

@@ -84,9 +84,19 @@ class Sampler:
         return (batch if greedy else min(batch, ROWS_AT_ONCE)) * _scratch_pitch(vocab, greedy)
 
     def launch(
-        self, logits: int, pitch: int, batch: int, vocab: int, state: Sequence[int], result: int,
-        scratch: int, stream: int, greedy: bool, adjusted: bool, full: bool,
-    ) -> None:  # fmt: skip
+        self,
+        logits: int,
+        pitch: int,
+        batch: int,
+        vocab: int,
+        state: Sequence[int],
+        result: int,
+        scratch: int,
+        stream: int,
+        greedy: bool,
+        adjusted: bool,
+        full: bool,
+    ) -> None:
         """Choose the next token of each row and advance the state; every array is given by its address on the GPU.
 
         ``logits`` is fp32 ``[batch, vocab]`` with rows ``pitch`` elements apart, a multiple of 4, the first at a
@@ -105,9 +115,18 @@ class Sampler:
         for start in range(0, batch, at_once):
             count, words = min(at_once, batch - start), 4 * start
             arguments = (
-                logits + words * pitch, *(x and x + words for x in per_row), *state[3:], result + words, 0,
-                scratch, scratch_pitch, vocab, pitch, chunks, batch,
-            )  # fmt: skip
+                logits + words * pitch,
+                *(x and x + words for x in per_row),
+                *state[3:],
+                result + words,
+                0,
+                scratch,
+                scratch_pitch,
+                vocab,
+                pitch,
+                chunks,
+                batch,
+            )
             for i, kernel in enumerate(kernels):
                 grid = (-(-chunks // BLOCK_CHUNKS) if i == 0 else chunks, count)
                 moved = 4 * count * vocab
