@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from . import delta_net
 from .attention import attend, cached
 from .blas_threads import blas_threads
 from .calibration import CalibrationOps
 from .device import HostDevice
 from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
-from .functions import ACTIVATIONS, normalise, product_by_row, rotate, silently, soft_capped, softmax, stored
+from .functions import ACTIVATIONS, normalise, product_by_row, rotate, silently, silu, soft_capped, softmax, stored
 from .latent import (
     NumpyLatentWeight,
     by_token_and_head,
@@ -54,8 +55,10 @@ from .sampling import sample as sample_tokens
 from .side_products import Adapter, SideProduct, added
 from .values import (
     BLOCK_SIZE,
+    NULL_BLOCK,
     Array,
     AttentionSpec,
+    DeltaNetSpec,
     ForwardBatch,
     LatentCache,
     LatentSpec,
@@ -464,22 +467,33 @@ class Backend(HostDevice):
         first token are 0. The sum is fp32.
         """
         b, c, x = np.split(bcx.astype(np.float32), 3, axis=1)
-        inputs, taps = self._round(b * x), convolution.taps
-        slots, ring = batch.block_tables[cache.group][:, 0], cache["inputs"]
-        mixed, size = np.zeros(c.shape, np.float32), ring.shape[1]
-        for sequence, rows in sequences(batch):
-            start, own = int(batch.context_lens[sequence]), inputs[rows]
-            past = np.zeros((len(taps) - 1, own.shape[1]), own.dtype)
-            known = min(start, len(past))
-            past[len(past) - known :] = ring[slots[sequence], np.arange(start - known, start) % size]
-            seen = np.concatenate([past, own]).astype(np.float32)
-            for j, tap in enumerate(taps):
-                mixed[rows] += tap * seen[len(past) - j : len(seen) - j]
-            last = np.arange(max(start + len(own) - size, start), start + len(own))
-            ring[slots[sequence], last % size] = own[last - start]
-        if convolution.bias is not None:
-            mixed += convolution.bias
+        inputs, ring = self._round(b * x), cache["inputs"]
+        mixed = convolved(inputs, convolution, ring, batch.block_tables[cache.group][:, 0], batch)
         return self._round(c * mixed)
+
+    @silently
+    def gated_delta_net(
+        self, qkvz: Array, gates: Array, spec: DeltaNetSpec, cache: StateCache, batch: ForwardBatch
+    ) -> Array:
+        """Gated DeltaNet of a step's tokens, as :mod:`.delta_net` defines it: -> ``[T, value_features]``.
+
+        ``qkvz`` is ``[T, channels + value_features]``: queries, keys, values and the output's gate. ``gates`` is fp32
+        ``[T, 2 * value_heads]``: what becomes the rates of learning, and then what becomes the decays. The ``cache``
+        has the arrays of :func:`.delta_net.state_arrays`.
+
+        Queries, keys and values are convolved and activated by SiLU in fp32. A head's output is normalised, multiplied
+        by SiLU of the gate, all in fp32, and rounded.
+        """
+        slots = batch.block_tables[cache.group][:, 0]
+        mixed = silu(convolved(qkvz[:, : spec.channels], spec.convolution, cache["inputs"], slots, batch))
+        inputs = delta_net.token_inputs(mixed, gates, spec)
+        out = np.zeros((len(mixed), spec.value_heads, spec.value_dim), np.float32)
+        for b, rows in sequences(batch):
+            is_draft = batch.has_drafts and b > 0 and slots[b] == slots[b - 1] != NULL_BLOCK
+            start = int(batch.context_lens[b])
+            out[rows] = delta_net.outputs(inputs.of(rows), spec, cache, int(slots[b]), start, is_draft)
+        gate = silu(qkvz[:, spec.channels :].astype(np.float32).reshape(out.shape))
+        return self._round((normalise(out, spec.norm) * gate).reshape(len(mixed), -1))
 
     @silently
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
@@ -657,6 +671,30 @@ def sequences(batch: ForwardBatch) -> Iterator[tuple[int, slice]]:
     for b in range(batch.batch_size):
         if ends[b] < ends[b + 1]:
             yield b, slice(int(ends[b]), int(ends[b + 1]))
+
+
+def convolved(
+    inputs: np.ndarray, convolution: ShortConvolution, ring: np.ndarray, slots: np.ndarray, batch: ForwardBatch
+) -> np.ndarray:
+    """The convolution of a step's inputs ``[T, channels]``, fp32; they replace those of earlier tokens in the ring.
+
+    ``ring`` is ``[slots, n, channels]``, and ``n`` at least the number of taps, with one more for each draft of a step.
+    """
+    taps, size = convolution.taps, ring.shape[1]
+    mixed = np.zeros(inputs.shape, np.float32)
+    for sequence, rows in sequences(batch):
+        start, own = int(batch.context_lens[sequence]), inputs[rows]
+        past = np.zeros((len(taps) - 1, own.shape[1]), own.dtype)
+        known = min(start, len(past))
+        past[len(past) - known :] = ring[slots[sequence], np.arange(start - known, start) % size]
+        seen = np.concatenate([past, own]).astype(np.float32)
+        for j, tap in enumerate(taps):
+            mixed[rows] += tap * seen[len(past) - j : len(seen) - j]
+        last = np.arange(max(start + len(own) - size, start), start + len(own))
+        ring[slots[sequence], last % size] = own[last - start]
+    if convolution.bias is not None:
+        mixed += convolution.bias
+    return mixed
 
 
 def positions_of(batch: ForwardBatch) -> Array:

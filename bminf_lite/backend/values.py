@@ -329,6 +329,40 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
+class DeltaNetSpec:
+    """Gated DeltaNet (https://arxiv.org/abs/2412.06464), see :mod:`.delta_net`.
+
+    Value head ``h`` reads key head ``h // (value_heads // key_heads)``. The ``convolution`` has a channel for each
+    element of queries, keys and values. ``decay_rates`` are fp32 ``[value_heads]``, not positive, and ``decay_bias``
+    too. ``norm`` is that of a head's output, whose weight fp32 ``[value_dim]`` all heads share.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    convolution: ShortConvolution
+    decay_rates: Array
+    decay_bias: Array
+    norm: Norm
+
+    @property
+    def key_features(self) -> int:
+        """Width of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_features(self) -> int:
+        """Width of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_features + self.value_features
+
+
+@dataclass(frozen=True)
 class AllTokens:
     """What a layer keeps if every token sees all tokens before it, of which there are at most ``max_tokens``."""
 
