@@ -223,6 +223,20 @@ CASES |= {
 }
 LFM2: Case = {"num_hidden_layers": 3, "block_multiple_of": 16, "norm_eps": 1e-4}
 EXPERTS: Case = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 12}
+DELTA_NET: Case = {
+    "num_hidden_layers": 3,
+    "full_attention_interval": 3,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-3,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+SHARED_EXPERT: Case = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 QWEN2_MOE: Case = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
 }  # fmt: skip
@@ -285,6 +299,9 @@ BASES |= {
     "helium": BASE | {"head_dim": 12},
     "gemma2": BASE | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 6},
     "gemma3_text": BASE | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 6},
+    "qwen3_next": BASE | DELTA_NET,
+    "qwen3_5_text": BASE | DELTA_NET,
+    "qwen3_5_moe_text": BASE | DELTA_NET,
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97},
     "gptj": GPTJ,
     "codegen": GPTJ,
@@ -299,6 +316,40 @@ CASES |= {
         | {"conv_bias": True, "conv_L_cache": 4},
         "older keys": LFM2 | {"full_attn_idxs": [2], "block_ff_dim": 96, "block_ffn_dim_multiplier": 1.5},
         "attention alone": LFM2 | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 2},
+    },
+    "qwen3_next": {
+        "two kinds": SHARED_EXPERT,
+        "dense layers, biases": SHARED_EXPERT
+        | {"mlp_only_layers": [1], "attention_bias": True, "norm_topk_prob": False, "linear_num_value_heads": 6},
+        "tied, whole heads": SHARED_EXPERT
+        | {"tie_word_embeddings": True, "partial_rotary_factor": 1.0, "decoder_sparse_step": 2}
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+    },
+    "qwen3_5_text": {
+        "two kinds": {},
+        "tied, biases, one key head": {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+        },
+        "sections of the rotation": {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+            "linear_num_value_heads": 2,
+        },
+    },
+    "qwen3_5_moe_text": {
+        "two kinds": SHARED_EXPERT,
+        "all of three, tied": SHARED_EXPERT
+        | {"num_experts": 3, "num_experts_per_tok": 3, "tie_word_embeddings": True, "attention_bias": True},
     },
     "mixtral": {
         "two of eight": {"num_local_experts": 8},

@@ -269,6 +269,11 @@ class Backend(HostDevice):
         """
         return self.product(x, weight, ProductEpilogue.STORE_FP32 if fp32 else ProductEpilogue.STORE, target=out)
 
+    @silently
+    def float_linear(self, x: Array, weight: Any) -> Array:
+        """``linear`` in fp32 of a float weight with few outputs, in an order of sums that no other row changes."""
+        return product_by_row(x.astype(np.float32), weight.values.T)
+
     def linear_add(self, x: Array, weight: Any, residual: Array) -> Array:
         """``residual + linear(x, weight)``, fp32 ``[T, out]``.
 
@@ -404,12 +409,14 @@ class Backend(HostDevice):
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         """Causal self-attention of a step's tokens over the cache, to which their keys and values are added.
 
-        ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side. Query and key heads are
-        normalised if the ``spec`` has norms, rotated to their position and rounded. Keys and values are stored in the
-        cache. Then each query attends to its own sequence, with scores and softmax in fp32. Returns
-        ``[T, heads * head_dim]``.
+        ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side, and before them the output's
+        gate if there is one. Query and key heads are normalised if the ``spec`` has norms, rotated to their position
+        and rounded. Keys and values are stored in the cache. Then each query attends to its own sequence, with scores
+        and softmax in fp32. The result ``[T, heads * head_dim]`` is rounded; if there is a gate it is multiplied by the
+        sigmoid of that in fp32, and rounded again.
         """
         tokens = qkv.shape[0]
+        gate, qkv = qkv[:, : spec.gate_features], qkv[:, spec.gate_features :]
         q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
         positions = positions_of(batch)
         q = self._round(rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope))
@@ -421,7 +428,8 @@ class Backend(HostDevice):
             self._store(cache, table[b], context_len, k[rows], v[rows])
             keys, values = cached(cache, table[b], context_len + rows.stop - rows.start, self.activation_dtype)
             out[rows] = self._attend(q[rows], keys, values, spec, context_len, spec.window)
-        return self._round(out.reshape(tokens, -1))
+        found = self._round(out.reshape(tokens, -1))
+        return self._round(found * sigmoid(gate.astype(np.float32))) if spec.output_gate else found
 
     def last_token_attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         """The rows of :meth:`attention` of each sequence's last token, ``[B, heads * head_dim]``.

@@ -227,9 +227,10 @@ class AttentionSpec:
     Query head ``h`` reads key-value head ``h // (heads // kv_heads)``. ``scale`` multiplies the scores, to which
     ``bias`` is then added. ``softcap``, which excludes a bias, limits a score ``s`` to ``softcap * tanh(s / softcap)``.
     In causal self-attention a query at position ``p`` sees keys ``p - window < j <= p`` (all ``j <= p`` without a
-    window). ``q_norm`` and ``k_norm`` normalise each head before the rotation. A ``softcap`` and a ``LinearBias`` are
-    for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more score of each head, whose value is zero: it
-    takes a share of the softmax.
+    window). ``q_norm`` and ``k_norm`` normalise each head before the rotation. With an ``output_gate``, the output is
+    multiplied by the sigmoid of a gate for each of its elements. A ``softcap``, a ``LinearBias`` and an ``output_gate``
+    are for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more score of each head, whose value is zero:
+    it takes a share of the softmax.
     """
 
     heads: int
@@ -243,6 +244,7 @@ class AttentionSpec:
     bias: RelativeBias | LinearBias | None = None
     softcap: float | None = None
     sinks: Array | None = None
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         assert self.bias is None or self.softcap is None
@@ -255,9 +257,14 @@ class AttentionSpec:
         return replace(self, heads=self.heads // tp_size, kv_heads=self.kv_heads // tp_size)
 
     @property
+    def gate_features(self) -> int:
+        """Width of the output's gate, which lies before the queries; 0 without one."""
+        return self.heads * self.head_dim if self.output_gate else 0
+
+    @property
     def qkv_features(self) -> int:
-        """Width of the fused query, key, value projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Width of the fused query, key, value projection, and of the output's gate before them."""
+        return self.gate_features + (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,12 @@ class OpenedModel:
         self.checkpoint.close()
 
     def left_out(self) -> list[str]:
-        """The parts of a multimodal model that are not its text model, such as ``vision_tower``, sorted."""
-        if self.description.config_json is self.checkpoint.config:
-            return []
+        """The parts of the folder that are not run: such as ``vision_tower``, and ``mtp``, which drafts; sorted."""
         spec = self.spec
         others = [name for name in self.checkpoint.tensors if name not in spec.parameters and name not in spec.tied]
+        if self.description.config_json is self.checkpoint.config:
+            own = {name.partition(".")[0] for name in (*spec.parameters, *spec.tied)}
+            others = [name for name in others if name.partition(".")[0] not in own]
         return sorted({name.removeprefix("model.").partition(".")[0] for name in others})
 
     def weights(self) -> CheckpointWeights:

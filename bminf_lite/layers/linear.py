@@ -8,6 +8,7 @@ names are those of matrices ``[in, out]``, as the paper has them. Other layers a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from ..backend.quantization import HostWeight, weight_columns
 from ..backend.values import Array
 from ..errors import CheckpointError, UsageError
 from .loading import RowTransform, TransformedWeights, Weights
+
+Sections = Sequence[int | tuple[int, ...]]
+"""Widths of parts of a product's outputs."""
 
 
 class Linear:
@@ -52,12 +56,11 @@ class ColumnParallelLinear(Linear):
     """Such a layer whose outputs are divided among the ranks.
 
     ``sections`` are the widths of parts of the outputs, such as queries, keys and values. A rank has its share of each
-    section, so that it gets whole heads. There is a section for each of ``names``, or all are in one matrix.
+    section, so that it gets whole heads. There is a section, or several, for each of ``names``, or all are in one
+    matrix.
     """
 
-    def __init__(
-        self, ops: Backend, weights: Weights, names: Sequence[str], sections: Sequence[int], bias: bool = False
-    ):
+    def __init__(self, ops: Backend, weights: Weights, names: Sequence[str], sections: Sections, bias: bool = False):
         if ops.communicator.tp_size > 1:
             weights = TransformedWeights(weights, rows_of_rank(names, sections, ops.communicator))
         super().__init__(ops, weights, names, bias)
@@ -107,10 +110,17 @@ class ColumnsOfRank:
         return self.weights.vector(name)
 
 
-def rows_of_rank(names: Sequence[str], sections: Sequence[int], ranks: Communicator) -> dict[str, RowTransform]:
+def rows_of_rank(names: Sequence[str], sections: Sections, ranks: Communicator) -> dict[str, RowTransform]:
     """The rows of matrices that a rank has: its share of each section."""
-    if len(names) == len(sections):
-        return {name: RowTransform(shard(width, ranks)) for name, width in zip(names, sections, strict=True)}
-    (name,) = names
+    of_each = sections if len(names) == len(sections) else [sections]
+    return {name: RowTransform(_own_rows(own, ranks)) for name, own in zip(names, of_each, strict=True)}
+
+
+def _own_rows(sections: Any, ranks: Communicator) -> np.ndarray | slice:
+    return shard(sections, ranks) if isinstance(sections, int) else rows_of_sections(sections, ranks)
+
+
+def rows_of_sections(sections: Sequence[int], ranks: Communicator) -> np.ndarray:
+    """The rows that a rank has of a matrix whose rows are ``sections`` of these widths, one behind another."""
     parts = np.split(np.arange(sum(sections)), np.cumsum(sections)[:-1])
-    return {name: RowTransform(np.concatenate([part[shard(len(part), ranks)] for part in parts]))}
+    return np.concatenate([part[shard(len(part), ranks)] for part in parts])

@@ -24,12 +24,15 @@ class NormLayer:
 
 
 def rms_norm(
-    ops: Backend, weights: Weights, name: str, eps: float, scale: float = 1.0, offset: float = 0.0
+    ops: Backend, weights: Weights, name: str, eps: float, scale: float | np.ndarray = 1.0, offset: float = 0.0
 ) -> NormLayer:
-    """``x / sqrt(mean(x^2) + eps) * (weight + offset) * scale``, with the weight ``{name}.weight`` ``[features]``."""
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset) * scale``, with the weight ``{name}.weight`` ``[features]``.
+
+    ``scale`` is one number, or fp32 ``[features]``.
+    """
     weight = weights.vector(f"{name}.weight")
-    if offset != 0 or scale != 1:
-        weight = (weight.astype(np.float32) + np.float32(offset)) * np.float32(scale)
+    if offset != 0 or np.any(scale != 1.0):
+        weight = (weight.astype(np.float32) + np.float32(offset)) * np.asarray(scale, np.float32)
     return NormLayer(ops, Norm(ops.vector(weight), eps))
 
 

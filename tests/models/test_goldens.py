@@ -39,6 +39,7 @@ NAMES = (
     "few buckets",
     "soft-caps",
     "four heads",
+    "two kinds",
 )
 
 

@@ -38,26 +38,26 @@ DECODERS = (
     "gemma2", "gemma3_text", "bloom",
 )  # fmt: skip
 """Other families of decoders."""
-STATES = ("lfm2",)
+STATES = ("lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with layers that keep a state."""
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 """Families with latent attention. They have experts, too."""
 MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
-    "gpt_oss",
-    *LATENTS,
+    "gpt_oss", *LATENTS,
+    "qwen3_next", "qwen3_5_moe_text",
 )  # fmt: skip
 """Families with experts."""
 SINKS = ("gpt_oss",)
 """The families with attention sinks and experts with biases, which run on the CPU alone."""
-EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES)
+EVERY = tuple(dict.fromkeys((*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES)))
 
 EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "shared", "word_embeds", "word_embeddings",
               "position_embeddings", "relative_attention_bias")  # fmt: skip
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """GPT-2's matrices, which are stored ``[in, out]``."""
-OFFSET_NORMS = ("nemotron", "gemma2", "gemma3_text")
-"""Families whose norms add 1 to their weights."""
+OFFSET_NORMS = ("nemotron", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose norms add 1 to their weights, but for those of a gated DeltaNet."""
 UNSCALED = ("Attention.q.weight", "Attention.k.weight", "project_q.weight")
 """T5's, whose scores nothing divides."""
 
@@ -73,6 +73,10 @@ def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]], model_type:
         uniform, end = numbers[end : end + size], end + size
         if name.endswith(".bias"):
             values = np.float32(0.5) * uniform
+        elif name.endswith("A_log"):
+            values = np.float32(-2) + uniform
+        elif name.endswith("linear_attn.norm.weight"):
+            values = 1 + np.float32(0.3) * uniform
         elif len(shape) == 1:
             values = gain_of_norms + np.float32(0.3) * uniform
         elif name.removesuffix(".weight").endswith(EMBEDDINGS):

@@ -484,6 +484,10 @@ class CudaBackend(Backend):
     ) -> Array:
         raise UsageError(LATENT_ON_CPU)
 
+    def float_linear(self, x: Array, weight: Any) -> Array:
+        """The same: all float products here have one order of sums."""
+        return self.linear(x, weight, fp32=True)
+
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def sample(self, logits: Array, sampler: SamplerState) -> Array:

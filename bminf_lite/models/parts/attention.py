@@ -39,7 +39,8 @@ class AttentionPart(Part):
     ``softcap`` limits them. ``slopes`` has the slope of each head with ALiBi (see
     :class:`~bminf_lite.backend.values.LinearBias`), else it is empty; ``relative`` is another bias by distance.
     ``multiplier`` multiplies the output. ``sinks`` names those of the heads, see :class:`.values.AttentionSpec`.
-    ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys.
+    ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys. With an ``output_gate`` the matrix of
+    queries, of three, has for each head its query and behind that the gate of its output.
     """
 
     hidden_size: int
@@ -65,6 +66,7 @@ class AttentionPart(Part):
     multiplier: float = 1.0
     relative: RelativeBiasTable | None = None
     sinks: str | None = None
+    output_gate: bool = False
 
     @property
     def layout(self) -> KeyValues | None:
@@ -90,7 +92,8 @@ class AttentionPart(Part):
     def stated(self, layer: str) -> PartTensors:
         """Factors move from value heads, which have a matrix of their own, to the output."""
         qkv, out = [f"{layer}.{name}" for name in self.qkv], f"{layer}.{self.out}"
-        widths = self.features if len(qkv) == 3 else (sum(self.features),)
+        widths = [self.features[0] * (2 if self.output_gate else 1), *self.features[1:]]
+        widths = widths if len(qkv) == 3 else [sum(widths)]
         before = [
             linear(name, (width, self.hidden_size), self.qkv_bias, self.transposed)
             for name, width in zip(qkv, widths, strict=True)
@@ -102,15 +105,16 @@ class AttentionPart(Part):
         tensors |= after | self._norm_tensors(layer) | (self.relative.tensors(layer) if self.relative else {})
         if self.sinks is not None:
             tensors[f"{layer}.{self.sinks}"] = Parameter((self.heads,), Role.VECTOR)
-        value_heads, key_heads, group = [], [], self.heads // self.kv_heads
-        if len(qkv) == 3:
-            value_heads.append(Fold(tuple(before[2]), weights_of(out), self.head_dim, group))
-        if len(qkv) == 3 and self.qk_norm is QueryKeyNorm.NONE:
+        key_heads, group = [], self.heads // self.kv_heads
+        fold = (Fold(tuple(before[2]), weights_of(out), self.head_dim, group),) if len(qkv) == 3 else ()
+        if len(qkv) == 3 and self.qk_norm is QueryKeyNorm.NONE and not self.output_gate:
             pairs = rotary_pairs(self.rotary, self.head_dim)
             key_heads.append(KeyHeads(tuple(before[0]), tuple(before[1]), pairs, group))
         return PartTensors(
-            tensors, weights_of(*qkv), tuple(after), value_heads=tuple(value_heads), key_heads=tuple(key_heads)
-        )
+            tensors, weights_of(*qkv), tuple(after), fold if self.output_gate else (),
+            value_heads=() if self.output_gate else fold,  # which can be rotated
+            key_heads=tuple(key_heads),
+        )  # fmt: skip
 
     def _norm_tensors(self, layer: str) -> Tensors:
         if self.qk_norm is QueryKeyNorm.NONE:
@@ -127,7 +131,7 @@ class AttentionPart(Part):
         if self.multiplier != 1:
             changes[f"{layer}.{self.out}"] = RowTransform(factors=self.multiplier)
         of_head = self.rotary.head_transform(self.head_dim) if self.rotary else None
-        if of_head is None and self.fused_rows is None:
+        if of_head is None and self.fused_rows is None and not self.output_gate:
             return changes
         rows = np.arange(sum(self.features)) if self.fused_rows is None else self.fused_rows(self)
         parts = [part.reshape(-1, self.head_dim) for part in np.split(rows, np.cumsum(self.features)[:-1])]
@@ -142,14 +146,28 @@ class AttentionPart(Part):
             changes[f"{layer}.{self.qkv[0]}"] = RowTransform(order, all_factors if has_factors else None)
             return changes
         for name, norm_name, part, factor in zip(self.qkv, (self.q_norm, self.k_norm), parts, factors, strict=False):
-            order, own = part.ravel() - part.min(), factor.ravel() if has_factors else None
+            order, own = part.ravel() - part.min(), factor.ravel()
             is_normed = self.qk_norm is not QueryKeyNorm.NONE
-            changes[f"{layer}.{name}"] = RowTransform(order, None if is_normed else own)
-            if is_normed:  # a factor before the norm would cancel out
-                assert own is None or self.norm_offset == 0
+            rows = order
+            if self.output_gate and name == self.qkv[0]:
+                rows, own = self._with_gates(order), np.concatenate([np.ones_like(own), own])
+            changes[f"{layer}.{name}"] = RowTransform(rows, own if has_factors and not is_normed else None)
+            if is_normed:
                 width = len(order) if self.qk_norm is QueryKeyNorm.WHOLE else self.head_dim
-                changes[f"{layer}.{norm_name}"] = RowTransform(order[:width], None if own is None else own[:width])
+                changes[f"{layer}.{norm_name}"] = RowTransform(order[:width])
         return changes
+
+    def _norm_scale(self, heads: int) -> np.ndarray | float:
+        """The factors on a norm of ``heads`` heads: those of the rotation, which before the norm would cancel out."""
+        of_head = self.rotary.head_transform(self.head_dim) if self.rotary else None
+        if of_head is None or of_head.factors is None:
+            return 1.0
+        return np.tile(of_head.factors, heads if self.qk_norm is QueryKeyNorm.WHOLE else 1)
+
+    def _with_gates(self, queries: np.ndarray) -> np.ndarray:
+        """The rows of the matrix of queries and gates, as stored: all gates, and then the rows ``queries``."""
+        stored = np.arange(2 * self.features[0]).reshape(self.heads, 2, self.head_dim)
+        return np.concatenate([stored[:, 1].ravel(), stored[:, 0].ravel()[queries]])
 
     # -- the layer ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +182,10 @@ class AttentionPart(Part):
         norms = None
         if self.qk_norm is not QueryKeyNorm.NONE:
             names = source.named((self.q_norm, self.k_norm))
-            norms = [rms_norm(ops, weights, name, self.norm_eps, offset=self.norm_offset).norm for name in names]
+            norms = [
+                rms_norm(ops, weights, name, self.norm_eps, self._norm_scale(heads), self.norm_offset).norm
+                for name, heads in zip(names, (self.heads, self.kv_heads), strict=True)
+            ]
         of_head = norms if self.qk_norm is QueryKeyNorm.HEAD else None
         spec = AttentionSpec(
             self.heads,
@@ -178,9 +199,12 @@ class AttentionPart(Part):
             bias=source.shared.linear_bias(self.slopes) or source.shared.relative_bias(self.relative),
             softcap=self.softcap,
             sinks=self._sinks(source),
+            output_gate=self.output_gate,
         ).shard(ops.communicator.tp_size)
         out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)
-        qkv = ColumnParallelLinear(ops, weights, source.named(self.qkv), self.features, self.qkv_bias)
+        q, *kv = self.features
+        sections = [(q, q) if self.output_gate else q, *kv]
+        qkv = ColumnParallelLinear(ops, weights, source.named(self.qkv), sections, self.qkv_bias)
         if norms and self.qk_norm is QueryKeyNorm.WHOLE:
             return AttentionWithWholeNorms(ops, spec, qkv, out, *norms)
         return Attention(ops, spec, qkv, out)
