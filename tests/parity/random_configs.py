@@ -304,6 +304,28 @@ def lfm2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def delta_net(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, family, key_heads = config["num_hidden_layers"], config["model_type"], draw.up_to(4)
+    rope = draw.one_of(config["rope_parameters"], ropes[2]) | {"partial_rotary_factor": draw.one_of(0.5, 1.0)}
+    own = {
+        "layer_types": draw.one_of(None, [draw.one_of("linear_attention", FULL) for _ in range(layers - 1)] + [FULL]),
+        "full_attention_interval": draw.up_to(layers + 1),  # transformers needs an attention layer
+        "head_dim": 4 * draw.up_to(8), "attention_bias": draw.flag(), "rope_parameters": rope, "rms_norm_eps": 1e-3,
+        "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * draw.up_to(4),
+        "linear_key_head_dim": draw.up_to(30, 8), "linear_value_head_dim": draw.up_to(30, 8),
+        "linear_conv_kernel_dim": draw.up_to(6),
+    }  # fmt: skip
+    if family == "qwen3_5_text":
+        return own
+    count = draw.up_to(9, 2)
+    own |= {"num_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "moe_intermediate_size": 24}
+    own |= {"shared_expert_intermediate_size": draw.up_to(60, 8)}
+    if family == "qwen3_5_moe_text":
+        return own | {"intermediate_size": None}
+    dense = [layer for layer in range(layers) if draw.up_to(4) == 1]
+    return own | {"mlp_only_layers": dense, "norm_topk_prob": draw.flag(), "decoder_sparse_step": draw.up_to(3)}
+
+
 OWN = {
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
@@ -314,6 +336,6 @@ OWN = {
     "granitemoe": experts, "ernie4_5_moe": experts, "minimax_m2": experts, "lfm2_moe": experts,
     "gpt_oss": experts,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), latents),
-    "lfm2": lfm2,
+    "lfm2": lfm2, "qwen3_next": delta_net, "qwen3_5_text": delta_net, "qwen3_5_moe_text": delta_net,
 }  # fmt: skip
 """What each family adds to the common keys."""

@@ -193,11 +193,11 @@ def test_absent_keys_mean_the_defaults_of_the_class(family: str) -> None:
         assert architecture.parse(config) == parsed, spelling
     if family in ENCODER_DECODERS:
         return
-    layer = parsed.layer_parts[0]
+    layer = next(layer for layer in parsed.layer_parts if hasattr(layer.sublayers[0].part, "heads"))
     mixer, mlp = (sub.part for sub in layer.sublayers)
     if family in MIXTURES:
         mlp = parsed.layer_parts[-1].sublayers[1].part  # the first layers may have no experts
-        size = getattr(hf_config, "moe_intermediate_size", hf_config.intermediate_size)
+        size = getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size
         count = getattr(hf_config, "num_local_experts", None) or hf_config.num_experts
         assert (mlp.inner_size, mlp.router.num_experts, mlp.router.top_k) == (
             size,
