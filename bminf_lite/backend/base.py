@@ -130,9 +130,11 @@ class Backend(HostDevice):
     """The operations over NumPy, on the host's memory.
 
     ``computes_attention_sinks``: whether attention may have sinks.
+    ``computes_delta_nets``: whether they may have a gated DeltaNet, or attention with a gate for its output.
     """
 
     computes_attention_sinks = True
+    computes_delta_nets = True
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -270,9 +272,12 @@ class Backend(HostDevice):
         return self.product(x, weight, ProductEpilogue.STORE_FP32 if fp32 else ProductEpilogue.STORE, target=out)
 
     @silently
-    def float_linear(self, x: Array, weight: Any) -> Array:
-        """``linear`` in fp32 of a float weight with few outputs, in an order of sums that no other row changes."""
-        return product_by_row(x.astype(np.float32), weight.values.T)
+    def float_linear(self, x: Array, matrix: Any) -> Array:
+        """``linear`` in fp32 of a float weight with few outputs, in an order of sums that no other row changes.
+
+        ``matrix`` stays float in every recipe, so nothing observes it.
+        """
+        return product_by_row(x.astype(np.float32), matrix.values.T)
 
     def linear_add(self, x: Array, weight: Any, residual: Array) -> Array:
         """``residual + linear(x, weight)``, fp32 ``[T, out]``.

@@ -40,6 +40,7 @@ from ..values import (
     AnyCache,
     Array,
     AttentionSpec,
+    DeltaNetSpec,
     ForwardBatch,
     LatentCache,
     LatentSpec,
@@ -104,6 +105,7 @@ class CudaBackend(Backend):
     max_steps_in_flight = 1
     has_one_order = True
     computes_attention_sinks = False
+    computes_delta_nets = False
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
         super().__init__(np.float16)
@@ -484,9 +486,14 @@ class CudaBackend(Backend):
     ) -> Array:
         raise UsageError(LATENT_ON_CPU)
 
-    def float_linear(self, x: Array, weight: Any) -> Array:
+    def float_linear(self, x: Array, matrix: Any) -> Array:
         """The same: all float products here have one order of sums."""
-        return self.linear(x, weight, fp32=True)
+        return self.linear(x, matrix, fp32=True)
+
+    def gated_delta_net(
+        self, qkvz: Array, gates: Array, spec: DeltaNetSpec, cache: StateCache, batch: ForwardBatch
+    ) -> Array:
+        raise UsageError("a gated DeltaNet is computed on the CPU only: load the model with device='cpu'")
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 

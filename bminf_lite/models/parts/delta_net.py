@@ -91,6 +91,7 @@ class DeltaNetPart(Part):
     # -- the layer ----------------------------------------------------------------------------------------------------
 
     def build(self, source: LayerSource) -> DeltaNet:
+        source.require_delta_nets("a gated DeltaNet")
         ops, weights, name = source.ops, source.weights, source.name
         queries, keys, values = self.sections
         sections: list[Any] = [(queries, keys, values), values]
