@@ -82,8 +82,11 @@ class MetaBackend(Backend):
         if quantized and (outliers := stack_outliers(quantized)) is not None:
             self.non_layer_bytes += aligned(len(outliers.index) * rows * 2) + aligned(len(outliers.index) * 4)
         if quantized:
-            groups = 1 if quantized[0].scale.ndim == 1 else quantized[0].scale.shape[1]
-            self.non_layer_bytes += aligned(rows * groups * 4)
+            if size := quantized[0].group_size:
+                width = 2 if all(part.scale.dtype == np.float16 for part in quantized) else 4
+                self.non_layer_bytes += aligned(rows * -(-pitch // size) * width)
+            else:
+                self.non_layer_bytes += aligned(rows * 4)
         self.non_layer_bytes += aligned(rows * 4) * any(bias is not None for bias in biases)
         return None
 

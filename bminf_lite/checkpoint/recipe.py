@@ -18,8 +18,7 @@ value heads into the weights (see :mod:`.offline_rotation`), which other readers
 all inputs leaves the weights as they are, because it rotates the same activations, after the gain of their norm.
 
 ``group_size = N``, a power of two from 16 to 1,024, gives each N neighbouring columns of a w8a16 matrix scales of their
-own, or fewer where N does not divide its width. On a GPU only other readers run the result: this package has no kernel
-for it yet.
+own, or fewer where N does not divide its width. A GPU computes no experts with such scales.
 
 A recipe with a table ``[calibration]`` needs a text to calibrate on; the keys of the table are the fields of
 :class:`CalibrationSettings`.

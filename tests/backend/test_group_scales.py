@@ -109,6 +109,31 @@ def test_w8a16(backend: Backend, seed: int, rows: int, shape: tuple[int, int], o
     assert_close(got, x.astype(np.float64) @ w.T, "linear, float sum", np.float32, terms)
 
 
+@pytest.mark.gpu
+@given(
+    SEEDS, st.sampled_from([1, 2, 4, 5, 33]), st.sampled_from([(16, 3), (32, 5), (64, 9), (128, 8), (1024, 2)]),
+    st.lists(st.sampled_from([2, 34, 64]), min_size=1, max_size=2), st.booleans(), st.sampled_from([1, 16]),
+)  # fmt: skip
+def test_w8a16_on_a_gpu(
+    cuda_backend: Backend, seed: int, rows: int, shape: tuple[int, int], outputs: list[int], half: bool, rotation: int
+) -> None:
+    """A few rows by a kernel that scales sums, more with a weight in fp16; scales in either type."""
+    rng, (size, groups) = np.random.default_rng(seed), shape
+    parts = [random_part(rng, n, size, groups, "weight", dynamic=False) for n in outputs]
+    parts = [
+        replace(part, scale=part.scale.astype(np.float16 if half else np.float32), rotation=rotation) for part in parts
+    ]
+    x = random_rows(rng, rows, size * groups, np.float16)
+    bias = [rng.standard_normal(n).astype(np.float32) for n in outputs]
+    reference = Backend(np.float16)
+    expected = reference.linear(reference.array(x), reference.weight(parts, bias), fp32=True)
+    weight = np.concatenate([part.dequantize() for part in parts]).astype(np.float64)
+    terms = np.abs(model_rotated(x, rotation)).astype(np.float64) @ np.abs(weight).T
+    got = cuda_backend.host(cuda_backend.linear(cuda_backend.array(x), cuda_backend.weight(parts, bias), fp32=True))
+    # a weight and a rotated input may be rounded to fp16, by 2^-11 of each term
+    np.testing.assert_array_less(np.abs(got - expected), 2.0**-10 * terms + 1e-6)
+
+
 @pytest.mark.parametrize("rotation", [1, 16])
 @pytest.mark.parametrize("scaled", ["weight", "both"])
 def test_beside_outliers_and_rotations(backend: Backend, rotation: int, scaled: str) -> None:

@@ -63,6 +63,20 @@ def test_each_group_of_columns_is_quantized_as_a_row_of_its_own(
     assert bminf_lite.verify(tmp_path / "out")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gpu_runs_it(make_checkpoint: MakeCheckpoint, tmp_path: Path, tied: bool) -> None:
+    settings = WIDE | {"tie_word_embeddings": tied}
+    source = make_checkpoint(tensors=random_tensors(CONFIG | settings), **settings)
+    migrate(source, tmp_path / "out", dataclasses.replace(GROUPS, rotation=16, rotated_inputs=RotatedInputs.ALL))
+    found = []
+    for device in ("cpu", "cuda"):
+        with bminf_lite.load(tmp_path / "out", device=device) as model:
+            found.append(model.logits([1, 2, 3, 4, 5, 6]))
+    # fp16 activations and weights, each rounded by 2^-11, through two layers
+    assert np.abs(found[1] - found[0]).max() < 0.01 * np.abs(found[0]).max()
+
+
 def test_a_width_without_groups_keeps_a_scale_per_row(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     source = make_checkpoint(intermediate_size=36, tensors=random_tensors(CONFIG | {"intermediate_size": 36}))
     migrate(source, tmp_path / "out", GROUPS)

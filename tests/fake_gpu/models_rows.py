@@ -118,10 +118,21 @@ def gemv_float(call: Call) -> None:
     call.require(call.launch.block == THREADS and call.launch.shared >= 2 * pitch, "threads or shared memory")
     x = rounded(input_rows(call, rows, call.x_pitch))
     weight = call.rows("weight", n, pitch, pitch, np.int8 if call.template["W"] == "bminf::int8" else F16)
-    call.require((call.w_scale != 0) == (weight.dtype == np.int8), "scales belong to int8")
-    y = x @ weight[:, :k].T.astype(F32)
+    call.require(bool(call.w_scale or call.group_scale) == (weight.dtype == np.int8), "scales belong to int8")
+    weight = weight[:, :k].astype(F32)
+    if call.group_scale:
+        call.require(not call.w_scale, "a weight has scales of rows, or of groups")
+        weight = weight * group_scales(call, "group_scale", n, k, pitch, call.group_shift)
+    y = x @ weight.T
     y = y * call.vector("w_scale", n, F32) if call.w_scale else y
     write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, call.out_pitch)
+
+
+def group_scales(call: Call, name: str, rows: int, columns: int, pitch: int, shift: int) -> np.ndarray:
+    """The scale of each code, fp32 ``[rows, columns]``."""
+    call.require(1 << shift >= 16 and call.groups << shift >= pitch, "groups are narrow, or do not cover a row")
+    scales = call.rows(name, rows, call.groups, call.groups, F16 if call.half_scales else F32, align=0)
+    return np.repeat(scales.astype(F32), 1 << shift, axis=1)[:, :columns]
 
 
 @model
@@ -419,6 +430,15 @@ def gather_rows(call: Call) -> None:
 def int8_to_half(call: Call) -> None:
     call.require(call.count % 16 == 0 and call.threads * 16 >= call.count, "blocks are missing")
     call.vector("out", call.count, F16, 16)[...] = call.vector("codes", call.count, np.int8, 16)
+
+
+@model
+def grouped_to_half(call: Call) -> None:
+    call.require(call.pitch % 16 == 0 and call.threads * 16 >= call.count, "blocks are missing")
+    rows, pitch = call.count // call.pitch, call.pitch
+    scales = group_scales(call, "scale", rows, pitch, pitch, call.shift)
+    codes = call.rows("codes", rows, pitch, pitch, np.int8)
+    call.rows("out", rows, pitch, pitch, F16)[...] = scales * codes
 
 
 @model

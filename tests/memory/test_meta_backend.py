@@ -14,18 +14,22 @@ from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.values import Placement
+from bminf_lite.checkpoint.migrate import recipe_rewrites
+from bminf_lite.checkpoint.recipe import Recipe, Scheme
+from bminf_lite.layers.loading import Weights
+from bminf_lite.quantize.rewritten_weights import RewrittenWeights
 
 pytestmark = pytest.mark.gpu
 KINDS = {"float": (False, False), "w8a16": (True, False), "w8a8": (True, True)}
 """Arguments of ``RandomWeights``: quantized, dynamic."""
 
 
-def build(config: Mapping[str, Any], weights: RandomWeights, ops: Backend) -> Any:
+def build(config: Mapping[str, Any], weights: Weights, ops: Backend) -> Any:
     architecture = models.find(dict(config))
     return architecture.Model(architecture.parse(dict(config)), weights, ops)
 
 
-def counted_and_allocated(config: Mapping[str, Any], weights: RandomWeights, backend: Any) -> tuple[int, int]:
+def counted_and_allocated(config: Mapping[str, Any], weights: Weights, backend: Any) -> tuple[int, int]:
     meta = MetaBackend()
     build(config, weights, meta)
     gc.collect()  # what earlier tests left would otherwise be freed between the two readings
@@ -51,6 +55,16 @@ def test_it_counts_what_loading_allocates(cuda_backend: Backend, family: str, ki
 def test_it_counts_to_the_byte_what_needs_no_padding(cuda_backend: Backend, kind: str) -> None:
     config = CONFIG | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
     counted, allocated = counted_and_allocated(config, RandomWeights(config, 1, *KINDS[kind]), cuda_backend)
+    assert counted == allocated
+
+
+def test_it_counts_scales_of_groups_to_the_byte(cuda_backend: Backend) -> None:
+    config = CONFIG | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
+    architecture = models.find(dict(config))
+    spec = architecture.spec(architecture.parse(dict(config)))
+    recipe = Recipe("groups", Scheme.W8A16, Scheme.W8A16, group_size=16)
+    weights = RewrittenWeights(RandomWeights(config, 1), spec, recipe, recipe_rewrites(spec, recipe))
+    counted, allocated = counted_and_allocated(config, weights, cuda_backend)
     assert counted == allocated
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import cupy as cp
 
-from ...cuda.kernels.arrays import address
+from ...cuda.kernels.arrays import GroupScales, address
 from ...cuda.kernels.constants import Source, Target
 from ...cuda.kernels.gemm.igemm import GemmPlan
 from ...cuda.kernels.gemm.layouts import Layout
@@ -77,7 +77,8 @@ class Weight:
 
     ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
     ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``side_products`` are added to the
-    product. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`.
+    product. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`. Codes without a
+    ``plan`` may have ``group_scales``, scales of groups of columns, in place of ``scale``.
     """
 
     matrix: cp.ndarray
@@ -89,6 +90,7 @@ class Weight:
     plan: GemmPlan | None = None
     side_products: tuple[SideProduct, ...] = ()
     rotation: int = 1
+    group_scales: GroupScales | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -97,7 +99,7 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
-        parts = (self.matrix, self.scale, self.bias, *self.side_products)
+        parts = (self.matrix, self.scale, self.group_scales, self.bias, *self.side_products)
         return sum(int(part.nbytes) for part in parts if part is not None)
 
     @cached_property
@@ -108,7 +110,7 @@ class Weight:
     @property
     def is_half(self) -> bool:
         """Whether ``matrix`` holds fp16 numbers."""
-        return self.scale is None
+        return self.scale is None and self.group_scales is None
 
     @property
     def is_row_major(self) -> bool:

@@ -85,7 +85,10 @@ class FloatGemmProducts:
         data = weight.matrix
         if data.dtype == np.int8:
             data = arrays.empty((n, k), np.float16)
-            kernels.rows.int8_to_half(kernels.step, weight.matrix, data)
+            if weight.group_scales is None:
+                kernels.rows.int8_to_half(kernels.step, weight.matrix, data)
+            else:
+                kernels.rows.grouped_to_half(kernels.step, weight.matrix, weight.group_scales, data)
         is_result = logits and weight.bias is None and pitch_of(out) == n
         acc = out if is_result else arrays.empty((rows, n), np.float32)
         self.gemm.linear(

@@ -11,7 +11,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 
-from ...cuda.kernels.arrays import PAD, round_up
+from ...cuda.kernels.arrays import MIN_GROUP, PAD, GroupScales, round_up
 from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
 from ...errors import DeviceError
@@ -71,17 +71,20 @@ class Loader:
             bias = None if stacked is None else self.arrays.vector(stacked)
             n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
             quantized = int8_parts(parts)
-            if quantized and (quantized[0].group_size or quantized[0].input_group_size):
+            if quantized and not _has_kernel(quantized[0]):
                 raise DeviceError(
-                    "a GPU has no kernel for weights with scales of groups of columns: load the model on the CPU "
-                    "(device='cpu'), or migrate its float source with a recipe without group_size"
+                    "a GPU has no kernel for scales of groups of columns in w8a8, and in w8a16 only for groups whose "
+                    f"size is a power of two, {MIN_GROUP} or more: load the model on the CPU (device='cpu'), or "
+                    "migrate its float source with another recipe"
                 )
             padded = round_up(n, PAD), round_up(k, PAD)
             if not quantized:
                 values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
                 return Weight(self._stack(values, padded, np.float16, self._matrices), None, bias, n, k, padded[1])
             side_products = self._outliers(quantized)
-            scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
+            grouped = self._group_scales(quantized, padded) if quantized[0].group_size else None
+            scales = [p.scale.astype(np.float32) for p in quantized]
+            scale = self.arrays.vector(np.concatenate(scales)) if grouped is None else None
             codes = [p.codes for p in quantized]
             plan = self.int8_gemm.plan(n, k) if quantized[0].dynamic else None
             if plan is not None:
@@ -96,7 +99,8 @@ class Loader:
                     with self.arrays.within(self._matrices):
                         data = self.arrays.empty(packed.shape, np.int8)
                     data[...] = packed
-            return Weight(data, scale, bias, n, k, padded[1], plan, side_products, quantized[0].rotation)
+            rotation = quantized[0].rotation
+            return Weight(data, scale, bias, n, k, padded[1], plan, side_products, rotation, grouped)
 
     def adapted(self, base: Weight, adapter: Adapter) -> Weight:
         """See :meth:`Backend.adapted`."""
@@ -108,6 +112,15 @@ class Loader:
             scale = self.arrays.vector(np.full(rank, adapter.scale, np.float32))
             low_rank = LowRank(down, scale, self._padded_rows(_transposed_half(adapter.b)))
         return replace(base, side_products=(*base.side_products, low_rank))
+
+    def _group_scales(self, parts: Sequence[Int8Weight], padded: tuple[int, int]) -> GroupScales:
+        """Scales of groups of columns: fp16 if the host has them so, with ones for padded rows and columns."""
+        size = parts[0].group_size
+        dtype = np.float16 if all(part.scale.dtype == np.float16 for part in parts) else np.float32
+        values = np.ones((padded[0], -(-padded[1] // size)), dtype)
+        stacked = np.concatenate([part.scale.astype(dtype) for part in parts])
+        values[: stacked.shape[0], : stacked.shape[1]] = stacked
+        return GroupScales(self.arrays.upload(values), size.bit_length() - 1)
 
     def _outliers(self, parts: Sequence[Int8Weight]) -> tuple[Outliers, ...]:
         stacked = stack_outliers(parts)
@@ -244,6 +257,14 @@ class Loader:
             uploads = PinnedBuffers(self.arrays.device, self.arrays.stream)
             self._staging = Staging(uploads, uploads.buffers)
         return self._staging
+
+
+def _has_kernel(part: Int8Weight) -> bool:
+    """Whether a GPU computes products with the scales of a weight: of rows, or in w8a16 of groups."""
+    size = part.group_size
+    return not (size or part.input_group_size) or (
+        not part.dynamic and not part.input_group_size and size >= MIN_GROUP and size & (size - 1) == 0
+    )
 
 
 def _transposed_half(values: np.ndarray) -> np.ndarray:

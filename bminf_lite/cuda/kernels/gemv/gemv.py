@@ -13,7 +13,7 @@ import numpy as np
 from ....backend.values import Norm
 from ...runtime.driver import shared_memory_per_block
 from ...runtime.kernel import Kernel
-from ..arrays import WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
+from ..arrays import GroupScales, WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
@@ -179,7 +179,8 @@ class GemvFloat:
         """``out`` from the rows of ``x``; ``activation`` for a gated or activated epilogue; ``rotation`` as above."""
         outputs = weight.out_features // (2 if epilogue == Epilogue.GATED else 1)
         vectors = vectors_for(weight.pitch, GEMV_THREADS)
-        kind = "bminf::int8" if weight.scale is not None else "__half"
+        grouped = weight.group_scales
+        kind = "__half" if weight.scale is None and grouped is None else "bminf::int8"
         source = ROTATED_KINDS[input_of(norm)] if rotation > 1 else input_of(norm)
         expression = f"gemv_float<{source}, {vectors}, {kind}, {int(epilogue)}, {int(activation)}>"
         norm_weight, norm_bias, eps = norm_arguments(norm)
@@ -188,7 +189,7 @@ class GemvFloat:
             step, self.source, expression, (grid, x.shape[0]), GEMV_THREADS,
             (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, rotation, rotation**-0.5, weight.matrix.data.ptr,
              address(weight.scale), address(weight.bias), out.data.ptr, pitch_of(out), weight.out_features,
-             weight.in_features, weight.pitch),
+             weight.in_features, weight.pitch, *group_arguments(grouped)),
             shared=2 * weight.pitch, bytes_moved=x.shape[0] * weight.nbytes + nbytes_of(x, out),
         )  # fmt: skip
 
@@ -234,6 +235,11 @@ def addend_arguments(addend: Addend | None) -> tuple[int, int, float, int]:
     if addend is None:
         return 0, 0, 0.0, 0
     return addend.x.data.ptr, address(addend.norm.weight), addend.norm.eps, addend.out.data.ptr
+
+
+def group_arguments(scales: GroupScales | None) -> tuple[int, int, int, int]:
+    """The address of the scales of groups of columns, whether they are fp16, their number of a row, and the shift."""
+    return (0, 0, 0, 0) if scales is None else (scales.values.data.ptr, scales.is_half, scales.groups, scales.shift)
 
 
 def best_unit(rows: int, pitch: int) -> int:

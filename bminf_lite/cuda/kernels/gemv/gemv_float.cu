@@ -6,6 +6,10 @@
 // x: fp16 or fp32 [rows, x_pitch]; weight: fp16 or int8 [n, pitch]; w_scale: fp32 [n] or null; bias: fp32 [n] or null;
 // out: fp16 or fp32 [rows, out_pitch].
 //
+// An int8 weight may have a scale for each group of neighbouring columns instead of w_scale: group_scale [n, groups],
+// fp16 if half_scales, else fp32. A group has 1 << group_shift columns, 16 or more. Sixteen products are summed,
+// scaled, and added to the warp's part of the sum.
+//
 // The norm and the rotation may be left out. The grid is (any, rows). Each block puts its input row into shared memory
 // as fp16; then each warp computes one output at a time, in fp32 and in a fixed order, so that results do not depend on
 // the grid.
@@ -40,6 +44,11 @@ __device__ __forceinline__ float dot(const int8* w, const __half* x, float acc) 
     return acc;
 }
 
+__device__ __forceinline__ float group_scale_of(const void* scale, bool half_scales, long long i) {
+    return half_scales ? __half2float(__ldg(static_cast<const __half*>(scale) + i))
+                       : __ldg(static_cast<const float*>(scale) + i);
+}
+
 // INPUT: what is multiplied, x, a norm of it, or either rotated in blocks of `rotation` elements (see rotate_row).
 // VECTORS: vectors of eight elements of x per thread. W: __half or int8. F: the function of GATED and ACTIVATED.
 // Dynamic shared memory: `pitch` fp16 numbers.
@@ -47,7 +56,8 @@ template <int INPUT, int VECTORS, class W, int EPILOGUE, int F>
 __global__ void __launch_bounds__(THREADS) gemv_float(
     const void* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps, int rotation,
     float rotation_scale, const W* __restrict__ weight, const float* __restrict__ w_scale,
-    const float* __restrict__ bias, void* out, long long out_pitch, int n, int k, int pitch) {
+    const float* __restrict__ bias, void* out, long long out_pitch, int n, int k, int pitch,
+    const void* __restrict__ group_scale, int half_scales, int groups, int group_shift) {
     extern __shared__ __align__(16) char shared[];
     __shared__ RowScratch<THREADS, VECTORS> scratch;
     __half* row = reinterpret_cast<__half*>(shared);
@@ -77,8 +87,18 @@ __global__ void __launch_bounds__(THREADS) gemv_float(
     auto product = [&](int r) {
         float sum = 0;
         const W* w = weight + static_cast<size_t>(r) * pitch;
+        if (sizeof(W) == 1 && group_scale) {
+            const long long first = static_cast<long long>(r) * groups;
 #pragma unroll 4
-        for (int column = lane * STEP; column < pitch; column += WARP * STEP) sum = dot(w + column, row + column, sum);
+            for (int column = lane * STEP; column < pitch; column += WARP * STEP)
+                sum = fmaf(
+                    group_scale_of(group_scale, half_scales, first + (column >> group_shift)),
+                    dot(w + column, row + column, 0.0f), sum);
+        } else {
+#pragma unroll 4
+            for (int column = lane * STEP; column < pitch; column += WARP * STEP)
+                sum = dot(w + column, row + column, sum);
+        }
 #pragma unroll
         for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
         if (w_scale) sum = __fmul_rn(w_scale[r], sum);

@@ -382,6 +382,29 @@ __global__ void __launch_bounds__(256)
     }
 }
 
+// out = fp16(scale * codes): codes int8 and out fp16 [count / pitch, pitch], with a scale for each group of 1 << shift
+// columns, 16 or more: [count / pitch, groups], fp16 if half_scales, else fp32. A thread converts 16 codes.
+__global__ void __launch_bounds__(256) grouped_to_half(
+    const int8* codes, const void* scale, int half_scales, __half* out, long long count, int pitch, int groups,
+    int shift) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const long long i = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
+    if (i >= count) return;
+    const long long group = i / pitch * groups + (i % pitch >> shift);
+    const float s =
+        half_scales ? __half2float(static_cast<const __half*>(scale)[group]) : static_cast<const float*>(scale)[group];
+    const int4 raw = *reinterpret_cast<const int4*>(codes + i);
+    const int8* c = reinterpret_cast<const int8*>(&raw);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float x[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = s * static_cast<float>(c[8 * h + j]);
+        store8(out + i + 8 * h, x);
+    }
+}
+
 // out[i] = codes[i] in fp16, for products of int8 weights with float activations. A thread converts 16 codes.
 __global__ void __launch_bounds__(256) int8_to_half(const int8* codes, __half* out, long long count) {
     launch_dependent_grids();
