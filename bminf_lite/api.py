@@ -82,7 +82,8 @@ def load(
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
-    ``path`` may also be a ``.gguf`` file, whose tensors are dequantized.
+    ``path`` may also be a ``.gguf`` file, or a folder in a format of others (GPTQ, AWQ, FP8, MXFP4), whose tensors are
+    dequantized.
 
     - ``device``: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
     - ``memory_limit``: the most GPU memory that the model may use, in bytes or as text such as ``"6GiB"``. Layers that

@@ -159,7 +159,7 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
         else:
             problems.extend(found)
     ignore = raw.get("ignore") or []
-    problems += _target_problems("quantization_config.ignore", ignore)
+    problems += target_problems("quantization_config.ignore", ignore)
     outliers = raw.get("outlier_columns") or {}
     if not isinstance(outliers, dict) or not all(type(count) is int and count > 0 for count in outliers.values()):
         problems.append(f"quantization_config.outlier_columns must map layers to numbers of columns, not {outliers!r}")
@@ -201,8 +201,8 @@ def _parse_transforms(raw: object) -> tuple[list[InputTransform], list[str]]:
             if args.get("location") != "input":
                 problems.append(f"{place} has location {args.get('location')!r}; this version runs 'input'")
             targets, ignore = (_as_list(args.get(key)) for key in ("targets", "ignore"))
-            problems += _target_problems(f"{place}.apply.targets", targets)
-            problems += _target_problems(f"{place}.apply.ignore", ignore)
+            problems += target_problems(f"{place}.apply.targets", targets)
+            problems += target_problems(f"{place}.apply.ignore", ignore)
             if not problems:
                 transforms.append(InputTransform(name, Targets(targets), Targets(ignore), block))
     return transforms, problems
@@ -221,7 +221,7 @@ def _parse_group(where: str, group: object, default_format: object) -> ConfigGro
     if layout not in READ_FORMATS:
         problems.append(f"{where}.format is {layout!r}; this version reads {', '.join(READ_FORMATS)}")
     targets = group.get("targets")
-    problems += _target_problems(f"{where}.targets", targets)
+    problems += target_problems(f"{where}.targets", targets)
     weights, inputs = group.get("weights"), group.get("input_activations")
     size = _group_size(weights)
     problems += _mismatches(f"{where}.weights", weights, False, ("channel", "tensor", *("group",) * bool(size)), size)
@@ -248,7 +248,7 @@ def _group_size(weights: object) -> int:
     return 0
 
 
-def _target_problems(where: str, targets: object) -> list[str]:
+def target_problems(where: str, targets: object) -> list[str]:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         return [f"{where} must be a list of names, not {targets!r}"]
     return [f"{where}: {problem}" for problem in pattern_problems(targets)]

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from ..backend.blas_threads import blas_threads
-from ..backend.quantization import exact_scales, fits_fp16, round_to_codes, row_maxima, rows_per_block
+from ..backend.quantization import CODE_MAX, exact_scales, fits_fp16, round_to_codes, row_maxima, rows_per_block
 from ..backend.rotation import rotated
 from ..errors import checkpoint_error
 from .checksum import PART_BYTES, FileChecksums, FileRecord, PartDigest, array_checksum
@@ -39,6 +39,9 @@ LARGEST_WEIGHT = np.float32(2.0**120)
 """256 products of larger ones with activations of 1 exceed fp32."""
 STRIP_COLUMNS = 1024
 """Columns of a matrix stored ``[in, out]`` that are converted at once: fewer would make reads too small."""
+
+MXFP4 = "MXFP4"
+"""The type of the source, :attr:`.TensorInfo.stored_as`, whose values are few multiples of powers of two."""
 
 Progress = Callable[[int, int, str], None]
 """Called with the bytes of the source that are converted, their total and the name of a tensor."""
@@ -115,6 +118,14 @@ class ConversionTask:
         return self.shape[-1] // self.rewrite.group_size if self.rewrite.group_size else 1
 
     @property
+    def has_power_scales(self) -> bool:
+        """Whether scales may be powers of two, which hold most blocks of MXFP4 exactly: see :func:`closer_scales`.
+
+        Values that are rotated, or whose codes a calibration has chosen, are no longer those of MXFP4.
+        """
+        return self.info.stored_as == MXFP4 and self.rewrite.rotation is None and self.rewrite.codes is None
+
+    @property
     def row_elements(self) -> int:
         return math.prod(self.shape[-1:])
 
@@ -156,6 +167,7 @@ class ConvertedBlock:
     Empty for a block that is copied, which has a ``checksum`` if it is a whole tensor. ``bad_row`` is the first row of
     the tensor with a NaN, an infinity or a value beyond :data:`LARGEST_WEIGHT`, which is ``bad_value``.
     ``needs_fp32_scale`` says that the scales do not fit fp16. Both mean that the block was not written.
+    ``exact`` counts the values of MXFP4 that the codes hold exactly.
     """
 
     scale: np.ndarray = field(default_factory=lambda: np.empty(0, np.float16))
@@ -165,6 +177,7 @@ class ConvertedBlock:
     bad_value: float = math.nan
     needs_fp32_scale: bool = False
     checksum: str = ""
+    exact: int = 0
 
 
 class Converter:
@@ -255,7 +268,10 @@ class Converter:
             self.writer.write(f"{task.module}.weight_shape", np.array(task.shape, np.int64))
         if task.rewrite.outliers is not None:
             self.writer.write(f"{task.module}.outlier_columns", task.rewrite.outliers)
-        return tensor_report(task, task.nbytes - 4 * scale.size + scale.nbytes, scale, signal, noise)
+        report = tensor_report(task, task.nbytes - 4 * scale.size + scale.nbytes, scale, signal, noise)
+        if not task.has_power_scales:
+            return report
+        return replace(report, exact_share=sum(part.exact for part in parts) / max(math.prod(task.shape), 1))
 
     def _convert_all(self, blocks: Iterable[RowBlock]) -> Iterator[tuple[RowBlock, ConvertedBlock]]:
         """Convert a few parts of files ahead on all threads, and yield the results in order."""
@@ -331,6 +347,8 @@ class Converter:
         if not fits.all():
             return _bad_block(block, values.reshape(rows, -1), fits)
         scale = _calibrated_scales(block) if block.task.rewrite.codes is not None else exact_scales(row_max)
+        if task.has_power_scales:
+            scale = closer_scales(values, scale)
         if not block.fp32_scale:
             if not fits_fp16(scale):
                 return ConvertedBlock(needs_fp32_scale=True)
@@ -349,7 +367,8 @@ class Converter:
             self.writer.write(f"{block.task.module}.outlier_weight", kept, block.start * kept.shape[1] * kept.itemsize)
         signal = _sums_of_squares(ratio)
         np.subtract(ratio, rounded, out=ratio)
-        return ConvertedBlock(scale, signal, _sums_of_squares(ratio))
+        exact = ratio.size - np.count_nonzero(ratio) if task.has_power_scales else 0
+        return ConvertedBlock(scale, signal, _sums_of_squares(ratio), exact=int(exact))
 
     def _extract_outliers(self, task: ConversionTask, values: np.ndarray) -> np.ndarray:
         """Replace the columns of ``values`` ``[rows, in]`` that stay fp16 by zeros, and return them, ``[rows, n]``."""
@@ -386,6 +405,22 @@ def _sums_of_squares(rows: np.ndarray) -> np.ndarray:
     """The sum of squares of each row, fp32 ``[rows, in]`` -> fp32 ``[rows]``, by BLAS."""
     sums: np.ndarray = np.matmul(rows[:, None, :], rows[:, :, None])[:, 0, 0]
     return sums
+
+
+def closer_scales(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Of each row the scale, or the next power of two above it, whichever is closer: ``[rows, in]``, fp32 ``[rows]``.
+
+    A value of MXFP4 is ``k * 2 ** (e - 1)`` with a whole ``|k| <= 12`` and the exponent ``e`` of its block. So the
+    power holds blocks exactly whose exponent is at most 3 below the largest of the row: ``12 * 2 ** 3 < 127``.
+    """
+    mantissa, exponent = np.frexp(scale)
+    power: np.ndarray = np.ldexp(np.float32(1), np.where(mantissa == 0.5, exponent - 1, exponent))
+
+    def error(scales: np.ndarray) -> np.ndarray:
+        ratio = values / scales[:, None]
+        return _sums_of_squares(ratio - np.clip(np.rint(ratio), -CODE_MAX, CODE_MAX)) * scales.astype(np.float64) ** 2
+
+    return np.where(error(power) <= error(scale), power, scale).astype(np.float32)
 
 
 def _calibrated_scales(block: RowBlock) -> np.ndarray:

@@ -18,7 +18,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     ``model_type``, ``architectures``, ``parameters`` (how many, scales not counted), ``bytes`` and ``file_bytes``,
     ``dtypes`` (bytes per type as it is read), ``quantization`` (None, or its groups), ``migration`` (recipe, tool
     version and sources of the manifest, or None) and ``tensors``: for each its ``dtype``, ``shape``, ``bytes`` and
-    ``file``, for a type of GGUF that is dequantized ``stored_as``, and for a quantized layer's codes ``activations``
+    ``file``, for a type that is dequantized ``stored_as``, and for a quantized layer's codes ``activations``
     (``int8`` or ``float``) and ``scale`` (dtype, min, median, max). Raises :class:`CheckpointError` if the checkpoint
     cannot be opened.
     """

@@ -9,7 +9,7 @@
   ``grouped_when_loaded``, their columns that share a scale;
 - ``rotated_offline``, what was rotated in the weights (see :mod:`.offline_rotation`);
 - ``left_out``, the parts of a multimodal source that are not its text model;
-- ``dequantized``, the quantized types of a GGUF source;
+- ``dequantized``, the quantized types of a source;
 - ``only_bminf_lite``: why other readers of the format do not open the checkpoint, or null;
 - ``sources`` and ``files``, the files of the source and of the result with sizes and checksums (see :mod:`.checksum`);
 - ``checked_when_loaded``, the checksums of scales and small tensors;
@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -73,7 +74,8 @@ class TensorReport:
 
     ``snr_db`` is the signal-to-noise ratio of the int8 tensor, ``10 log10(sum w^2 / sum (w - scale * code)^2)``, and
     ``worst_row`` the row where it is smallest. They are None for tensors that stay float, for a dry run, and for an
-    infinite ratio. Sizes are in bytes, scales included; ``bytes_before`` is that in the source's file.
+    infinite ratio. Sizes are in bytes, scales included; ``bytes_before`` is that in the source's file. ``exact_share``
+    is the share of the values that int8 holds exactly, of tensors whose scales are chosen for that: MXFP4's.
     """
 
     name: str
@@ -87,6 +89,7 @@ class TensorReport:
     worst_row_snr_db: float | None = None
     scale_min: float | None = None
     scale_max: float | None = None
+    exact_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class MigrationReport:
     ``[in, out]`` and the result as int8. ``rotated_offline`` says what is rotated in the weights. ``calibration`` holds
     a calibration's decisions, and ``cost`` the measured distance from the source. ``skipped`` lists the source's files
     that were not copied, each with the reason. ``left_out`` names the parts of a multimodal model, such as
-    ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of a GGUF file.
+    ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of the source.
     ``not_obeyed`` says what of ``generation_config.json`` generation does not do. Prints as a summary of a few lines.
     """
 
@@ -138,6 +141,14 @@ class MigrationReport:
         if self.dequantized:
             types = ", ".join(self.dequantized)
             lines.append(f"the source is quantized ({types}): what it lost then is not measured here, and remains")
+        if shares := [(tensor.exact_share, tensor) for tensor in self.tensors if tensor.exact_share is not None]:
+            least, tensor = min(shares, key=lambda found: found[0])
+            values = sum(math.prod(tensor.shape) for _, tensor in shares)
+            share = sum(part * math.prod(tensor.shape) for part, tensor in shares) / max(values, 1)
+            lines.append(
+                f"MXFP4 in int8: {share:.4%} of the values of {len(shares)} matrices are exact; least is {tensor.name} "
+                f"with {least:.4%}"
+            )
         if self.tied_head is not None:
             lines.append(f"the output head shares the embedding's float tensor and runs as {self.tied_head.value}")
         if self.rotated_offline:

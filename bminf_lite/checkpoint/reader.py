@@ -1,6 +1,7 @@
 """Opening a checkpoint's files: a folder with ``config.json`` and weights, in one file or in shards with an index.
 
-A GGUF file, or a folder that holds one, is a checkpoint too (see :mod:`.gguf_file`).
+A GGUF file, or a folder that holds one, is a checkpoint too (see :mod:`.gguf_file`), and so are weights that others
+have quantized (see :mod:`.quantized_sources`).
 
 The weights are safetensors or, in older checkpoints, PyTorch files (see :mod:`.torch_file`). Where a folder has both,
 safetensors are taken. Opening reads the files' headers only, which takes milliseconds, and reports everything that is
@@ -28,11 +29,13 @@ from ..errors import CheckpointError, checkpoint_error
 from ..files import expand, parse_json, read_small_file
 from ..gguf_files.header import find_gguf
 from ..models.spec import FusedExperts, Parameter
+from . import quantized_sources
 from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
 from .derived_tensor import DerivedTensor, experts_of
 from .gguf_file import open_gguf
 from .manifest import DAMAGED_MANIFEST, FORMAT_VERSIONS, MANIFEST_FILE, file_records
+from .quantized_sources.source_tensors import dequantized
 from .safetensors_file import SafetensorsFile
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 from .torch_file import TorchFile
@@ -69,8 +72,9 @@ class Checkpoint:
     ):
         self.path = path
         self.text_files = text_files
-        self.config = config
-        self.quantization = parse_quantization(config, path / "config.json")
+        source_format = quantized_sources.find(config, path / "config.json")
+        self.config = config if source_format is None else without_quantization(config)
+        self.quantization = parse_quantization(self.config, path / "config.json")
         self._metadata_files = metadata_files
         self._files = {file.path: file for file in files}
         self.tensors: Mapping[str, TensorInfo] = {k: v for file in files for k, v in file.tensors.items()}
@@ -79,8 +83,11 @@ class Checkpoint:
         self.manifest = _read_optional(path / MANIFEST_FILE, MAX_LIST_BYTES)
         _check_manifest(path, self.manifest, files)
         self._checksums = self.manifest.get("checked_when_loaded") or {}
-        self._derived: dict[str, DerivedTensor] = {}
+        self._derived: Mapping[str, DerivedTensor] = {}
         self._parts: dict[str, tuple[str, int]] = {}  # of a fused tensor: its name in the file, and the first byte
+        if source_format is not None:
+            stored = {name: self._kept(name) for name in self.tensors}
+            self.tensors, self._derived = dequantized(source_format, self.tensors, stored, path)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -112,14 +119,16 @@ class Checkpoint:
             matches = ((re.fullmatch(pattern, name), replacement) for pattern, replacement in aliases)
             renamed[name] = next((match.expand(replacement) for match, replacement in matches if match), name)
         if len(set(renamed.values())) == len(renamed):
-            self._name_in_file = {new: self._name_in_file[old] for old, new in renamed.items()}
+            self._name_in_file = {new: self._name_in_file.get(old, old) for old, new in renamed.items()}
+            self._derived = {renamed[old]: tensor for old, tensor in self._derived.items() if old in renamed}
             self.tensors = {renamed[old]: info for old, info in self.tensors.items()}
 
     def rename_tensor(self, old: str, new: str) -> None:
         """Rename one tensor to a name that is not in use."""
         assert new not in self.tensors
         self.tensors = {new if name == old else name: info for name, info in self.tensors.items()}
-        self._name_in_file[new] = self._name_in_file.pop(old)
+        self._name_in_file[new] = self._name_in_file.pop(old, old)
+        self._derived = {new if name == old else name: tensor for name, tensor in self._derived.items()}
 
     def split(self, name: str, fused: FusedExperts, parameters: Mapping[str, Parameter]) -> None:
         """Replace the tensor ``name`` by those of experts that ``fused`` says it holds."""
@@ -138,7 +147,7 @@ class Checkpoint:
             begin += nbytes
         assert begin == whole.nbytes
         if not fused.is_stacked or name in self._derived:
-            self._derived = {**self._derived, **experts_of(fused, found, self._kept(name))}
+            self._derived = {**self._derived, **experts_of(fused, found, cast(np.ndarray, self._kept(name)))}
         self.tensors = {k: v for other, info in self.tensors.items()
                         for k, v in (found.items() if other == name else ((other, info),))}  # fmt: skip
 
@@ -169,17 +178,17 @@ class Checkpoint:
         stored, begin = self._place(name)
         self._files[self._info(name).file].read_tensor(stored, buffer, begin + offset)
 
-    def _kept(self, name: str) -> np.ndarray:
+    def _kept(self, name: str) -> StoredMatrix:
         """A tensor like :meth:`stored`, which stays readable when the checkpoint no longer lists it."""
         info, derived = self._info(name), self._derived.get(name)
         if derived is not None:
-            return cast(np.ndarray, StoredMatrix(info.shape, DTYPES[info.dtype], derived.read_into))
+            return StoredMatrix(info.shape, DTYPES[info.dtype], derived.read_into)
         file, (stored, begin) = self._files[info.file], self._place(name)
 
         def read(buffer: memoryview, offset: int) -> None:
             file.read_tensor(stored, buffer, begin + offset)
 
-        return cast(np.ndarray, StoredMatrix(info.shape, DTYPES[info.dtype], read))
+        return StoredMatrix(info.shape, DTYPES[info.dtype], read)
 
     def is_verbatim(self, name: str) -> bool:
         """Whether :meth:`read_into` gives the bytes of the tensor's file from its offset on."""
@@ -317,6 +326,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         for file in files:
             file.close()
         raise
+
+
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` of the same model with float weights."""
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
 
 
 def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
