@@ -415,11 +415,14 @@ class Window:
 class LatestState:
     """What a layer keeps if it sums a sequence's tokens up in a state: one slot for each sequence, and no tokens.
 
-    A slot is a block that is not of tokens. Methods are :class:`AllTokens`'.
+    A slot is a block that is not of tokens. Methods are :class:`AllTokens`'. Without ``has_snapshots``, a sequence goes
+    on behind any prefix, and what it finds of that in its slot is arbitrary.
     """
 
     keeps_all = False
     per_sequence = True
+
+    has_snapshots: bool = True
 
     def first_visible(self, position: int) -> int:
         return position

@@ -1,8 +1,9 @@
 """The pools of blocks that a cache consists of, and what each kind of group does with the blocks of a sequence.
 
 A group is a set of layers that keep the same of a sequence: :class:`TokenGroup` tokens by a
-:class:`~bminf_lite.backend.values.Retention`, :class:`StateGroup` a state, :class:`SourceGroup` the sources of an
-encoder-decoder. :class:`.BlockManager` composes them, and does not ask which is which.
+:class:`~bminf_lite.backend.values.Retention`, :class:`StateGroup` a state, :class:`SlotGroup` one that no result
+depends on, :class:`SourceGroup` the sources of an encoder-decoder. :class:`.BlockManager` composes them, and does not
+ask which is which.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..backend.values import NULL_BLOCK, Retention
+from ..backend.values import NULL_BLOCK, LatestState, Retention
 from .prefix_index import PrefixIndex, block_key
 from .snapshot_index import PrefixEnd, SnapshotIndex
 
@@ -401,6 +402,27 @@ class StateGroup(Group[SnapshotIndex]):
             self.pool.free_if_idle(slot)
 
 
+class SlotGroup(StateGroup):
+    """Layers with a state that no result depends on: a sequence has a slot, and goes on behind any prefix."""
+
+    has_snapshots = False
+
+    def find_start(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, int, int]:
+        return b"", NULL_BLOCK, len(token_ids)
+
+    def find_end(self, key: bytes, count: int) -> int | None:
+        return NULL_BLOCK
+
+    def keep_state(self, table: Sequence[int], end: PrefixEnd) -> None:
+        """The slot is of no use to others."""
+
+    def snapshot(self, table: Sequence[int], ends: Sequence[PrefixEnd], may_evict: bool) -> tuple[int, int] | None:
+        return NULL_BLOCK, NULL_BLOCK
+
+    def keys_behind(self, parent: bytes, token_ids: Callable[[], Sequence[int]]) -> list[tuple[int, bytes]]:
+        return []
+
+
 class SourceGroup(Pooled[PrefixIndex]):
     """The sources of an encoder-decoder. Each is read and kept as a whole, under keys that follow from its root."""
 
@@ -435,10 +457,13 @@ def make_groups(
         for group in states:
             group.forget_block(key)
 
-    on_forget = forget_block if any(kept.per_sequence for kept in retentions) else None
+    has_snapshots = any(isinstance(kept, LatestState) and kept.has_snapshots for kept in retentions)
+    on_forget = forget_block if has_snapshots else None
     groups: list[Group[Any]] = []
     for kept, count in zip(retentions, num_blocks, strict=True):
-        if kept.per_sequence:
+        if isinstance(kept, LatestState) and not kept.has_snapshots:
+            groups.append(SlotGroup(kept, count, block_size, SnapshotIndex))
+        elif kept.per_sequence:
             states.append(StateGroup(kept, count, block_size, SnapshotIndex))
             groups.append(states[-1])
         else:

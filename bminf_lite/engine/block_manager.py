@@ -134,7 +134,7 @@ class BlockManager:
     @property
     def block_pools(self) -> list[BlockPool[Any]]:
         """The pools whose blocks hold tokens; all pools if a sequence's tokens are nowhere."""
-        return [group.pool for group in self.groups if not group.has_snapshots] or self.pools
+        return [group.pool for group in self.groups if not group.retention.per_sequence] or self.pools
 
     @property
     def source_pool(self) -> BlockPool[PrefixIndex] | None:
@@ -313,7 +313,7 @@ class BlockManager:
     def _longest_snapshot(self, sequence: SequenceBlocks, keys: list[bytes], most: int, token_ids: TokenIds) -> Prefix:
         """The same where a sequence goes on from a snapshot; the groups have at most the full blocks of ``keys``."""
         size, first_exact = self.block_size, next(group for group in self.groups if group.has_snapshots)
-        branch = len(keys) * size if any(not group.has_snapshots for group in self.groups) else 0
+        branch = len(keys) * size if any(not group.retention.per_sequence for group in self.groups) else 0
         for hits in range(len(keys), -1, -1):
             first = hits * size
 

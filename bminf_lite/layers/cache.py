@@ -159,15 +159,19 @@ class State:
     It follows that after a step the slot serves to go on at the position of the last token that is no draft, and at
     the one behind it. ``ring`` is stated for steps without drafts: the tokens of a chunk. A short convolution has no
     state but its ring, whose length is that of its kernel. :meth:`with_drafts` adds the drafts of a step.
+
+    Without ``has_snapshots``, the state is one that no result depends on, such as that of a draft: a prefix is reused
+    without it, and a sequence then finds finite numbers of others in its slot, or zeros.
     """
 
     arrays: tuple[StateArray, ...]
     int8: ClassVar[bool] = False
+    has_snapshots: bool = True
 
     @property
     def retention(self) -> Retention:
         """Which tokens are kept: none."""
-        return LatestState()
+        return LatestState(self.has_snapshots)
 
     def bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes that one token takes: none."""
@@ -192,7 +196,8 @@ class State:
 
     def with_drafts(self, num_draft_tokens: int) -> State:
         """The same where a step checks up to ``num_draft_tokens`` drafts of a sequence: rings hold these too."""
-        return State(tuple(replace(x, ring=x.ring + num_draft_tokens) if x.ring else x for x in self.arrays))
+        arrays = tuple(replace(x, ring=x.ring + num_draft_tokens) if x.ring else x for x in self.arrays)
+        return replace(self, arrays=arrays)
 
     def make(self, ops: Backend, num_blocks: int, max_blocks: int | None) -> StateCache:
         """The layer's memory on a device, as :meth:`KeyValues.make`."""
@@ -278,6 +283,7 @@ class KVCache:
                 layer.group = group
                 self.layers.append(layer)
                 self._clear_null_block(layer)
+                self._clear_slots(index, 0)
         except BaseException:
             self.close()
             raise
@@ -298,6 +304,13 @@ class KVCache:
         for array in layer.arrays:
             null_block = array[NULL_BLOCK : NULL_BLOCK + 1]
             self.ops.assign(null_block, np.zeros(null_block.shape, null_block.dtype))
+
+    def _clear_slots(self, index: int, first: int) -> None:
+        """Zeros in the slots from ``first`` on of a layer whose state a sequence may find there."""
+        layout = self.layout.layers[index]
+        if isinstance(layout, State) and not layout.has_snapshots:
+            for array in self.layers[index].arrays:
+                self.ops.assign(array[first:], np.zeros(array[first:].shape, array.dtype))
 
     @classmethod
     def for_sequences(cls, ops: Backend, layout: CacheLayout, sequences: int, tokens: int) -> KVCache:
@@ -324,9 +337,10 @@ class KVCache:
 
     def grow(self, group: int, num_blocks: int) -> None:
         """Enlarge the pools of a group to ``num_blocks`` blocks. Contents are kept."""
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             if layer.group == group:
                 self.ops.grow(layer, num_blocks)
+                self._clear_slots(index, self.num_blocks[group])
         self.num_blocks[group] = num_blocks
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..backend.values import BLOCK_SIZE, Retention
+from ..backend.values import BLOCK_SIZE, LatestState, Retention
 from .arena import ALIGNMENT
 
 PAGE_BYTES = 2 << 20
@@ -65,6 +65,11 @@ class CacheGroup:
         return sum(count for _, count in self.layers)
 
     @property
+    def has_snapshots(self) -> bool:
+        """Whether there are slots for snapshots of states beside those of sequences."""
+        return isinstance(self.retention, LatestState) and self.retention.has_snapshots
+
+    @property
     def _block_bytes(self) -> int:
         return sum(count * sum(arrays) for arrays, count in self.layers)
 
@@ -92,12 +97,12 @@ class CacheGroup:
 
     def share(self, context: int, piece: int, snapshots: bool) -> int:
         """The blocks of a sequence for which the group gets a share of the memory, and a snapshot of its state."""
-        return self.blocks(context, piece) + (snapshots and self.retention.per_sequence)
+        return self.blocks(context, piece) + (snapshots and self.has_snapshots)
 
     def most(self, context: int, piece: int, max_num_seqs: int, snapshots: bool) -> int:
         """The most blocks that are of use, the null block left out."""
         held = max_num_seqs * self.blocks(context, piece)
-        return held + max(max_num_seqs, MIN_SNAPSHOTS) * (snapshots and self.retention.per_sequence)
+        return held + max(max_num_seqs, MIN_SNAPSHOTS) * (snapshots and self.has_snapshots)
 
     def nbytes(self, num_blocks: int) -> int:
         """The memory of pools of ``num_blocks`` blocks."""

@@ -254,7 +254,7 @@ class MemoryPlan:
     def num_snapshots(self) -> int:
         """Snapshots of states for which there is room beside the sequences of ``context`` tokens that run at once."""
         counts = zip(self.num_blocks(self.max_num_seqs), self.requirements.cache, strict=True)
-        slots = [count - 1 for count, group in counts if group.sequence_bytes]
+        slots = [count - 1 for count, group in counts if group.has_snapshots]
         return min(slots) - self.sequences_of(self.context) if slots else 0
 
     @property
@@ -493,6 +493,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     slots = f"slots {format_size(plan.slot_bytes)}, " if plan.slot_bytes else ""
     encoder = f"{len(requirements.prompt_layers)} layers of an encoder and " if requirements.prompt_layers else ""
     states = requirements.cache_per_sequence
+    snapshots = any(group.has_snapshots for group in requirements.cache)
     rows = {
         "model": f"{encoder}{len(requirements.layers)} layers, weights {format_size(requirements.weights)}, "
         f"cache {format_size(requirements.cache_per_token)} per token"
@@ -501,7 +502,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
         f"{plan.chunk:,}",
         "at once": ", or ".join(f"{plan.sequences_of(tokens):,} of {tokens:,} tokens" for tokens in plan.lengths)
-        + (f"; beside {plan.context:,} tokens {plan.num_snapshots:,} snapshots of states" if states else ""),
+        + (f"; beside {plan.context:,} tokens {plan.num_snapshots:,} snapshots of states" if snapshots else ""),
         "on the GPU": f"{format_size(plan.total_bytes)}: weights {format_size(plan.resident_bytes)}, {slots}"
         f"cache {format_size(plan.cache_bytes)}, scratch {format_size(plan.scratch_bytes)}",
         "on the host": host_text(plan),

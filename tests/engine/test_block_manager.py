@@ -19,12 +19,14 @@ from bminf_lite.memory.cache_memory import CacheGroup
 SIZE = 4
 STATE = -1
 """Stands for a group of layers with states where windows are listed."""
+SLOT = -2
+"""Stands for one of states that no result depends on."""
 
 
 def manager(blocks: int = 20, windows: tuple[int | None, ...] = (None,), slots: int = 0, **options) -> BlockManager:
-    kinds = {None: AllTokens(), STATE: LatestState()}
+    kinds = {None: AllTokens(), STATE: LatestState(), SLOT: LatestState(has_snapshots=False)}
     kept = [kinds[window] if window in kinds else Window(window) for window in windows]
-    counts = [slots or blocks if window == STATE else blocks for window in windows]
+    counts = [slots or blocks if window in (STATE, SLOT) else blocks for window in windows]
     return BlockManager(kept, counts, max_piece=8, block_size=SIZE, **options)
 
 
@@ -328,6 +330,17 @@ def test_what_is_discarded_has_no_snapshot_any_more():
     blocks.check([])
 
 
+def test_a_state_that_no_result_depends_on_leaves_prefixes_as_they_are():
+    """Full blocks and the start of one are found, and nothing is copied for the slot, which is given back."""
+    blocks, plain = manager(windows=(None, SLOT), slots=3), manager()
+    texts = [tokens(11), tokens(11), [*tokens(7), 90, 91], tokens(30)]
+    cached = [[run(one, ids, token_ids=lambda a, b, ids=ids: ids[a:b]) for ids in texts] for one in (blocks, plain)]
+    assert cached[0] == cached[1] == [0, 8, 7, 8]
+    assert not blocks.has_snapshots and blocks.pools[1].num_free == 2
+    held = [start(blocks, tokens(5, first)) for first in (100, 200, 300)]
+    assert held[2] is None, "there are two slots"
+
+
 def test_a_sequence_needs_a_slot_and_no_more_however_long_it_is():
     blocks = manager(100, (None, STATE), slots=3)
     first, second = (start(blocks, tokens(9, i))[0] for i in range(2))
@@ -338,7 +351,10 @@ def test_a_sequence_needs_a_slot_and_no_more_however_long_it_is():
     assert "no slot" in manager(100, (None, STATE), slots=1).shortage(3)
 
 
-@pytest.mark.parametrize("windows", [(None,), (5,), (None, 3, 9), (None, STATE), (STATE,), (5, STATE, None)])
+@pytest.mark.parametrize(
+    "windows",
+    [(None,), (5,), (None, 3, 9), (None, STATE), (STATE,), (5, STATE, None), (None, SLOT), (SLOT, None, STATE)],
+)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 18), st.booleans()), max_size=40))
 def test_accounts_are_exact_after_every_action(windows, actions):
     """Prompts that share prefixes start, grow and end in any order."""
@@ -352,7 +368,9 @@ def test_accounts_are_exact_after_every_action(windows, actions):
                 blocks.enter(started[0], ids[: started[1]])
         elif kind == 1:
             sequence, ids = live.pop(length % len(live))
-            tables = [table for table, window in zip(sequence.tables, windows, strict=True) if window != STATE]
+            tables = [
+                table for table, window in zip(sequence.tables, windows, strict=True) if window not in (STATE, SLOT)
+            ]
             computed = min([len(ids), *(len(table) * SIZE for table in tables)]) - length % 3
             blocks.enter(sequence, ids[: max(computed, 0)], has_ended=flag)
             if blocks.has_snapshots and flag:
