@@ -484,6 +484,16 @@ class Backend(HostDevice):
         mixed = convolved(inputs, convolution, ring, batch.block_tables[cache.group][:, 0], batch)
         return self._round(c * mixed)
 
+    def previous_rows(self, x: Array, previous: ShortConvolution, cache: StateCache, batch: ForwardBatch) -> Array:
+        """The row of the token before each one of a step, 0 for a first token: ``[T, features]`` -> fp32, as many.
+
+        Rows are rounded to the activation type, and kept for later tokens as the inputs of :meth:`short_convolution`.
+        ``previous`` has the taps 0 and 1 for each feature, and no bias.
+        """
+        ones = np.ones((len(x), 2 * x.shape[1]), np.float32)
+        bcx = np.concatenate([ones, x.astype(np.float32)], axis=1)
+        return self.short_convolution(bcx, previous, cache, batch).astype(np.float32)
+
     @silently
     def gated_delta_net(
         self, qkvz: Array, gates: Array, spec: DeltaNetSpec, cache: StateCache, batch: ForwardBatch

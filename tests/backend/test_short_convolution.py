@@ -129,3 +129,29 @@ def test_a_captured_step(cuda_backend: Backend) -> None:
         ops.assign(batch.context_lens, np.array([4 + i, 9 + i]))
         found = ops.host(work())
         np.testing.assert_array_equal(found, [layer.expected(0)[4 + i], layer.expected(1)[9 + i]])
+
+
+def test_previous_rows(backend: Backend) -> None:
+    """Rows in the activation type, of a prompt in pieces, of drafts, of single tokens; a first token has zeros."""
+    channels, ops = 24, backend
+    rows = np.random.default_rng(1).standard_normal((LENGTH, channels)).astype(np.float32)
+    taps = np.stack([np.zeros(channels, np.float32), np.ones(channels, np.float32)])
+    previous = ShortConvolution(ops.array(taps))
+    cache = State((StateArray("inputs", (channels,), None, ring=2),), False).with_drafts(2).make(ops, 3, None)
+    slot = np.array([[2]], np.int32)
+
+    def step(first: int, values: np.ndarray, drafts: int = 0) -> np.ndarray:
+        counts = [1] * (1 + drafts) if drafts else [len(values)]
+        firsts = [first + i for i in range(len(counts))]
+        tables = [np.repeat(slot, len(counts), axis=0)]
+        batch = ForwardBatch.packed(ops.array, [np.zeros(n) for n in counts], firsts, tables)
+        batch = replace(batch, has_drafts=drafts > 0)
+        found = ops.host(ops.previous_rows(ops.array(values), previous, cache, batch))
+        assert found.dtype == np.float32
+        return np.array(found)
+
+    expected = np.concatenate([np.zeros((1, channels), np.float32), rows[:-1].astype(ops.activation_dtype)])
+    np.testing.assert_array_equal(step(0, rows[:7]), expected[:7])
+    np.testing.assert_array_equal(step(7, rows[7:8]), expected[7:8])
+    np.testing.assert_array_equal(step(8, np.concatenate([rows[8:10], -rows[10:11]]), 2), expected[8:11])
+    np.testing.assert_array_equal(step(10, rows[10:30]), expected[10:30])  # the last draft was rejected

@@ -478,6 +478,18 @@ class CudaBackend(Backend):
         self.kernels.short_convolution.launch(self.kernels.step, rows, convolution, cache["inputs"], table, batch, out)
         return out
 
+    def previous_rows(self, x: Array, previous: ShortConvolution, cache: StateCache, batch: ForwardBatch) -> Array:
+        rows, width = x.shape
+        values = self.materializer.materialize(x)
+        gated, out = self.arrays.rows(rows, 3 * width, np.float16), self.arrays.rows(rows, width, np.float32)
+        with self.arrays.current():
+            gated[:, : 2 * width] = 1
+            gated[:, 2 * width :] = values
+        before = self.short_convolution(gated, previous, cache, batch)
+        with self.arrays.current():
+            out[...] = before
+        return ResidualStream(out)
+
     def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
         raise UsageError(LATENT_ON_CPU)
 
