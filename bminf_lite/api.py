@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, closing, nullcontext
+from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import numpy as np
 
 from . import backend
-from .backend.values import Placement
-from .checkpoint.opened_model import OpenedModel, open_model
+from .checkpoint.opened_model import open_model
 from .completions import Completion, arun, run
 from .engine.config import EngineConfig
 from .engine.core import Engine, EngineStats, closed_error
-from .engine.draft_model import DraftedNetwork
 from .engine.model_runner import ModelRunner
-from .engine.network import DraftNetwork, Network
+from .engine.network import Network
 from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
-from .engine.speculative import AUTO, SpeculativeConfig
+from .engine.speculative import AUTO, EAGLE3, SpeculativeConfig
 from .errors import UsageError, is_whole, require_bool, require_whole
 from .generation_config import not_obeyed_text
 from .grammar import Grammar, Structure, only_structure
@@ -37,11 +35,12 @@ from .memory.planner import MemoryRequirements
 from .placement import (
     checkpoint_requirements,
     chosen_drafts,
-    draft_cost,
+    draft_requirements,
     is_int8_cache,
     make_engine_config,
+    open_draft,
     plan_placement,
-    require_same_tokens,
+    with_draft,
     with_draft_model,
 )
 from .request_builder import GenerationRequest, RequestBuilder, build_logits_request, decoder_and_source
@@ -101,10 +100,10 @@ def load(
       before it; see docs/scheduling.md.
     - ``speculative``: where guesses of a request's next tokens come from, which a step checks all at once: ``"ngram"``,
       ``"suffix"``, a mapping with the fields of :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as
-      ``{"model": "path", "num_speculative_tokens": 4}`` for a draft model, or an instance; None or ``"none"`` for no
-      guesses. ``"auto"`` takes n-grams on a GPU for w8a8 models, whose results have the same bits with them, and else
-      none (docs/guides/speculative.md). A draft model takes memory of its own, and a context is at most as long as its
-      own.
+      ``{"model": "path", "num_speculative_tokens": 4}`` for a draft model or ``{"method": "eagle3", "model": "path"}``
+      for an EAGLE-3 head, or an instance; None or ``"none"`` for no guesses. ``"auto"`` takes n-grams on a GPU for w8a8
+      models, whose results have the same bits with them, and else none (docs/guides/speculative.md). A draft model and
+      a head take memory of their own, and a context is at most as long as that of a draft model.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
@@ -117,10 +116,8 @@ def load(
     int8 = is_int8_cache(kv_cache)
     given = None if isinstance(speculative, str) and speculative == AUTO else SpeculativeConfig.from_value(speculative)
     backend.check_device(device, memory_limit)
-    with open_model(path) as opened, _open_draft_model(given) as draft:
+    with open_model(path) as opened, open_draft(given, opened) as draft:
         checkpoint, config = opened.checkpoint, opened.config
-        if draft is not None:
-            require_same_tokens(config, draft.config, draft.path)
         if not_obeyed := not_obeyed_text(opened.generation_config):
             warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
         ops = backend.create(device, memory_limit)
@@ -135,7 +132,7 @@ def load(
                 own = checkpoint_requirements(opened, None, kv_cache, num_draft_tokens)
                 if draft is None:
                     return own
-                other = checkpoint_requirements(draft, None, kv_cache, num_draft_tokens)
+                other = draft_requirements(draft, kv_cache, num_draft_tokens)
                 return with_draft_model(own, other, config, cache_layout.with_drafts(num_draft_tokens))
 
             plan = plan_placement(ops, opened.spec, needed, context, max_num_batched_tokens)
@@ -143,10 +140,7 @@ def load(
             built_from = with_finite_checks(weights, ops) if check else (weights, ops)
             network: Network = opened.architecture.Model(config, *built_from)
             if draft is not None:
-                ops.placement = Placement()  # no layer of it is streamed
-                second = cast(DraftNetwork, draft.architecture.Model(draft.config, draft.weights(), ops))
-                cost = draft_cost(checkpoint_requirements(opened), checkpoint_requirements(draft))
-                network = DraftedNetwork(network, config.num_layers, second, cost)
+                network = with_draft(network, opened, draft, ops)
         except BaseException:
             ops.close()
             raise
@@ -155,15 +149,10 @@ def load(
             engine_config, max_queue=max_queue, num_draft_tokens=num_draft_tokens,
             speculative=drafts or EngineConfig.speculative,
         )  # fmt: skip
-        if draft is not None:
+        if draft is not None and given is not None and given.method != EAGLE3:
             shorter = min(config.context_length, draft.config.context_length)
             engine_config = replace(engine_config, context_length=shorter)
         return Model(network, engine_config, checkpoint.path, opened.generation_config, opened.eos_ids)
-
-
-def _open_draft_model(drafts: SpeculativeConfig | None) -> AbstractContextManager[OpenedModel | None]:
-    """The checkpoint of the draft model, if there is one."""
-    return nullcontext() if drafts is None or drafts.model is None else open_model(drafts.model)
 
 
 class RequestOptions(SamplingOptions, total=False):

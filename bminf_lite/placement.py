@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from .backend.base import Backend
 from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
-from .backend.values import AllTokens, Retention
+from .backend.values import AllTokens, Placement, Retention
+from .checkpoint.draft_head import HeadWeights, describe_head, head_scheme, head_token_ids, open_head, require_fit
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
 from .cuda.kernels.arrays import HEAD_PAD
 from .engine.config import EngineConfig
-from .engine.speculative import AUTO, NGRAM, SpeculativeConfig
+from .engine.draft_model import DraftedNetwork, HeadedNetwork
+from .engine.network import DraftNetwork, Network, ObservedNetwork
+from .engine.speculative import AUTO, EAGLE3, NGRAM, SpeculativeConfig
 from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
 from .layers.cache import CacheLayout, Layout
@@ -34,6 +37,8 @@ from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan
 from .memory.sizes import format_size, parse_size
 from .memory.step_time import DecodeWork
 from .models import ModelConfig
+from .models._decoder import Decoder
+from .models._eagle3 import Eagle3Config, Eagle3Head
 from .models.spec import Role, Spec
 
 LIBRARY_BYTES = 48 << 20
@@ -105,8 +110,13 @@ def requirements_of(
         own = requirements(model, scheme_of, kv_cache, num_draft_tokens)
         if drafts is None or drafts.model is None:
             return own
-        draft, draft_scheme_of = _described(drafts.model, None, opened)
-        require_same_tokens(model.config, draft.config, drafts.model)
+        draft_scheme_of: SchemeOf
+        if drafts.method == EAGLE3:
+            draft, draft_scheme_of = _described_head(drafts.model, opened), head_scheme
+            require_fit(model, draft, drafts.model)
+        else:
+            draft, draft_scheme_of = _described(drafts.model, None, opened)
+            require_same_tokens(model.config, draft.config, drafts.model)
         other = requirements(draft, draft_scheme_of, kv_cache, num_draft_tokens)
         layout = model.config.cache_layout.beside(draft.config.cache_layout).with_int8(is_int8_cache(kv_cache))
         return with_draft_model(own, other, model.config, layout.with_drafts(num_draft_tokens))
@@ -121,6 +131,52 @@ def _described(path: str | Path, recipe: str | Path | None, opened: ExitStack) -
     model = opened.enter_context(open_model(path))
     schemes = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
     return model.description, schemes
+
+
+def _described_head(path: str | Path, opened: ExitStack) -> ModelDescription:
+    """The EAGLE-3 head of a folder or a ``config.json``."""
+    path = expand(path)
+    if path.is_file() and path.suffix == ".json":
+        return describe_head(read_json(path))
+    return opened.enter_context(open_head(path)).description
+
+
+def open_draft(drafts: SpeculativeConfig | None, model: OpenedModel) -> AbstractContextManager[OpenedModel | None]:
+    """The checkpoint of the draft model or the head for an open model, if there is one.
+
+    Raises ``CheckpointError``, and ``UsageError`` if it is not for that model.
+    """
+    if drafts is None or drafts.model is None:
+        return nullcontext()
+    opened = (open_head if drafts.method == EAGLE3 else open_model)(drafts.model)
+    try:
+        if drafts.method == EAGLE3:
+            require_fit(model.description, opened.description, opened.path)
+        else:
+            require_same_tokens(model.config, opened.config, opened.path)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def draft_requirements(draft: OpenedModel, kv_cache: str, num_draft_tokens: int) -> MemoryRequirements:
+    """The memory that an open draft model or head needs."""
+    scheme_of = head_scheme if isinstance(draft.config, Eagle3Config) else draft.weights().scheme_of
+    return requirements(draft.description, scheme_of, kv_cache, num_draft_tokens)
+
+
+def with_draft(network: Network, model: OpenedModel, draft: OpenedModel, ops: Backend) -> DraftedNetwork:
+    """A network, that of an open ``model``, beside an open draft model or head; none of its layers is streamed."""
+    ops.placement = Placement()
+    num_layers = model.config.num_layers
+    cost = draft_cost(checkpoint_requirements(model), draft_requirements(draft, "fp16", 0))
+    if not isinstance(draft.config, Eagle3Config):
+        second = cast(DraftNetwork, draft.architecture.Model(draft.config, draft.weights(), ops))
+        return DraftedNetwork(network, num_layers, second, cost)
+    head = Eagle3Head(draft.config, HeadWeights.of(draft, model), ops)
+    head.attach(num_layers, cast(Decoder, network).embed, head_token_ids(draft))
+    return HeadedNetwork(cast(ObservedNetwork, network), num_layers, head, cost)
 
 
 def require_same_tokens(config: ModelConfig, draft: ModelConfig, path: str | Path) -> None:

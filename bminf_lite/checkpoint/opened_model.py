@@ -126,7 +126,15 @@ def open_model(path: str | Path) -> OpenedModel:
     """
     checkpoint = open_checkpoint(path)
     try:
-        description = _with_decoder_start(checkpoint, describe_model(checkpoint.config, checkpoint.path))
+        return checked(checkpoint, _with_decoder_start(checkpoint, describe_model(checkpoint.config, checkpoint.path)))
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def checked(checkpoint: Checkpoint, description: ModelDescription) -> OpenedModel:
+    """The model of a checkpoint, whose tensors are checked as :func:`open_model` says. On errors it is closed."""
+    try:
         checkpoint.rename(description.spec.aliases)
         description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
         fused_problems = _split_fused(checkpoint, description.spec)

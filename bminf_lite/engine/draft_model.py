@@ -1,4 +1,4 @@
-"""A second, smaller model that guesses the next tokens of requests.
+"""A second, smaller model, or a head on the model itself, that guesses the next tokens of requests.
 
 Its layers lie behind the model's in the same cache, under the same block tables, and each step runs both models on its
 tokens. So the draft model knows every token that the model knows, also those of a prefix from the cache, and a rejected
@@ -9,14 +9,14 @@ of the model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from ..backend.values import Array, ForwardBatch
 from ..layers.cache import KVCache
 from .drafts import Drafter
-from .network import DraftNetwork, Network
+from .network import DraftHead, DraftNetwork, Network, ObservedNetwork
 from .request import Request
 
 
@@ -51,6 +51,31 @@ class DraftedNetwork:
             batch = ForwardBatch.packed(self.ops.array, tokens[:, None], (positions + place).tolist(), tables)
             logits = self.draft(batch, cache.part(self._others))
             drafts[:, place] = tokens = np.argmax(self.ops.host(logits), axis=1).astype(np.int32)
+        return drafts
+
+
+class HeadedNetwork(DraftedNetwork):
+    """A model with ``num_layers`` layers, and a draft head that reads its residual stream."""
+
+    def __init__(self, network: ObservedNetwork, num_layers: int, head: DraftHead, draft_cost: float = 0.0):
+        super().__init__(network, num_layers, cast(DraftNetwork, head), draft_cost)
+        self.observed = network
+        self.head = head
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
+        features = self.head.features()
+        logits = self.observed(batch, cache.part(self._own), all_logits, features.observe)
+        self.head.read(batch, cache.part(self._others), features)
+        return logits
+
+    def guess(
+        self, cache: KVCache, tokens: np.ndarray, positions: np.ndarray, tables: Sequence[np.ndarray], count: int
+    ) -> np.ndarray:
+        drafts, features = np.empty((len(tokens), count), np.int32), None
+        for place in range(count):
+            batch = ForwardBatch.packed(self.ops.array, tokens[:, None], (positions + place).tolist(), tables)
+            tokens, features = self.head.guess(batch, cache.part(self._others), features)
+            drafts[:, place] = tokens
         return drafts
 
 

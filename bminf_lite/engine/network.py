@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
 
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch
@@ -28,6 +31,46 @@ class DraftNetwork(Protocol):
 
     def read(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Add a step's tokens to the cache."""
+        ...
+
+
+class ObservedNetwork(Protocol):
+    """A model that lets others read its residual stream."""
+
+    ops: Backend
+
+    def __call__(
+        self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False,
+        observe: Callable[[int, Array], None] | None = None,
+    ) -> Array:  # fmt: skip
+        """As a :class:`Network`; ``observe`` is called before each layer with its number and the stream."""
+        ...
+
+
+class StepFeatures(Protocol):
+    """What a draft head takes of a step of the model."""
+
+    def observe(self, layer: int, residual: Array) -> None:
+        """Read the residual stream before a layer."""
+        ...
+
+
+class DraftHead(Protocol):
+    """A few layers that guess a model's next tokens from its residual stream."""
+
+    def features(self) -> Any:
+        """The :class:`StepFeatures` of a step, before the model computes it."""
+        ...
+
+    def read(self, batch: ForwardBatch, cache: KVCache, features: Any) -> None:
+        """Add a step's tokens to the cache, after the model has computed it."""
+        ...
+
+    def guess(self, batch: ForwardBatch, cache: KVCache, features: Array = None) -> tuple[np.ndarray, Array]:
+        """The token behind each sequence's, int32 ``[B]``, and what stands for the features of that token.
+
+        Without ``features``, those of the token before are used.
+        """
         ...
 
 

@@ -17,7 +17,9 @@ MAX_DRAFT_TOKENS = 16
 """The bound of ``num_speculative_tokens``: a sequence with a grammar has a bit mask for each."""
 MAX_LOOKUP = 32
 """The bound of ``prompt_lookup_max``."""
-DEFAULT_TOKENS = {"ngram": 8, "suffix": 8, "draft_model": 4}
+EAGLE3 = "eagle3"
+"""The method of a head on the model itself."""
+DEFAULT_TOKENS = {"ngram": 8, "suffix": 8, "draft_model": 4, EAGLE3: 4}
 """The methods, with the drafts that each makes for a request at most unless ``num_speculative_tokens`` is given."""
 LOOKUP_MAX, LOOKUP_MIN = 4, 2
 """The lengths of n-grams, unless they are given."""
@@ -52,10 +54,11 @@ class SpeculativeConfig:
 
     - ``method``: ``ngram``: what followed the request's last tokens where they occurred before in its prompt or its
       completion; ``suffix``: what followed the longest end of them most often there and in earlier completions of the
-      same ``cache_salt``; ``draft_model``: a smaller model, the default if there is a ``model``.
+      same ``cache_salt``; ``draft_model``: a smaller model, the default if there is a ``model``; ``eagle3``: a head
+      that reads what layers of the model compute.
     - ``num_speculative_tokens``: the most drafts of a request that a step checks, 1 to :data:`MAX_DRAFT_TOKENS`. The
       default is that of :data:`DEFAULT_TOKENS`.
-    - ``model``: the checkpoint of the draft model. It has the vocabulary of the model.
+    - ``model``: the checkpoint of the draft model, which has the vocabulary of the model, or of the EAGLE-3 head.
     - ``prompt_lookup_max``, ``prompt_lookup_min``: ``ngram`` looks for the last ``prompt_lookup_max`` tokens first
       (:data:`LOOKUP_MAX`), then for fewer, down to ``prompt_lookup_min`` (:data:`LOOKUP_MIN`, or ``prompt_lookup_max``
       if that is less).
@@ -158,6 +161,8 @@ class SpeculativeConfig:
             found.append(f"prompt_lookup_min is {shortest}, more than the prompt_lookup_max of {longest}: swap them")
         if self.method == "draft_model" and self.model is None:
             found.append("the method draft_model needs a model: the folder of a smaller one with the same vocabulary")
+        if self.method == EAGLE3 and self.model is None:
+            found.append("the method eagle3 needs a model: the folder of an EAGLE-3 head of this model")
         if self.model is not None and not isinstance(self.model, str | Path):
             found.append(f"model is {self.model!r}, but must be the path of a checkpoint")
         if self.model is not None and self.method in ("ngram", "suffix"):

@@ -6,6 +6,7 @@ layer. Everything else follows from the parts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,6 +105,10 @@ def residual_stream(config: DecoderConfig, layers: list[LayerTensors]) -> Stream
     return StreamTensors(weights_of(config.input.name), tuple(norms), writers)
 
 
+Observer = Callable[[int, Array], None]
+"""Reads the residual stream before a layer, whose number it gets too."""
+
+
 class DecoderLayer(Protocol):
     """A layer of a decoder."""
 
@@ -152,12 +157,20 @@ class Decoder:
         self.blocks = self.ops.blocks(builder.block, self.config.num_layers)
         self.output = builder.output()
 
-    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
-        """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``."""
+    def __call__(
+        self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False, observe: Observer | None = None
+    ) -> Array:
+        """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``.
+
+        ``observe`` is called before each layer with its number and the residual stream, fp32 ``[T, features]``, which
+        the layer may overwrite.
+        """
         with self.ops.step(batch):
             residual, last = self.embed(batch), self.config.num_layers - 1
             only_last = batch.last_positions is not None and not all_logits
             for i, (block, layer_cache) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+                if observe is not None:
+                    observe(i, residual)
                 residual = block(residual, layer_cache, batch, only_last and i == last)
             if not all_logits and not only_last:
                 residual = self.ops.last_tokens(residual, batch)
