@@ -2,9 +2,9 @@
 
 Registers are NumPy arrays with an element for each thread. Of the threads that can run, those at the lowest address run
 next, so that threads that took different ways meet again behind them. Copies are complete when they are issued. Blocks
-do not wait for each other, so kernels with clusters do not run here. Of the matrix instructions, that of int8 does.
-Approximate
-instructions (``ex2.approx``) are rounded once. ``fma`` is computed with 64 bits of precision and rounded then.
+do not wait for each other, so kernels with clusters do not run here. Of the matrix instructions, those of int8 and of
+fp16 with fp32 sums do; the latter are rounded once. Approximate instructions (``ex2.approx``) are rounded once, too.
+``fma`` is computed with 64 bits of precision and rounded then.
 
 Besides values it checks what a GPU leaves to chance or to a crash: the alignment of accesses, their bounds in shared
 memory, warps that are together at a shuffle, barriers that are never complete, waits for copies that were not started,
@@ -395,6 +395,8 @@ class Grid:
             return np.array([self.program.shared[operand]], dtype)
         if operand in self.program.parameters:
             return np.array([self.PARAMETERS + self.program.parameters[operand]], dtype)
+        if operand.startswith(("__local_depot", "__cudart_i2opi")):  # of angles beyond 105,615: there is no such memory
+            return np.zeros(1, dtype)
         return _number(operand, kind)
 
     def _special(self, operand: str) -> np.ndarray:
@@ -562,6 +564,9 @@ def _converted(value: np.ndarray, origin: str, to: str, op: Sequence[str]) -> np
     if np.dtype(dtype).kind != "f" and value.dtype.kind == "f":
         limits = np.iinfo(dtype)
         return np.clip(np.nan_to_num(value.astype(np.longdouble)), limits.min, limits.max).astype(dtype)
+    if "rp" in op and to == "f16":
+        nearest = value.astype(np.float16)
+        return np.where(nearest < value, np.nextafter(nearest, np.float16(np.inf)), nearest)
     return value.astype(dtype)
 
 
@@ -703,12 +708,15 @@ _OF_32_BITS = {"shl": (1,), "shr": (1,), "bfi": (2, 3)}
 
 def _arithmetic(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     name, (target, *sources) = instruction.op[0], instruction.operands
-    values = (grid.get(source, kind, lanes) for source, kind in zip(sources, instruction.source_kinds, strict=True))
+    values = [grid.get(source, kind, lanes) for source, kind in zip(sources, instruction.source_kinds, strict=True)]
+    packed = instruction.kind == "f16x2"
+    if packed:
+        values = [np.broadcast_to(value, grid.numbers(lanes).shape).copy().view(np.float16) for value in values]
     result = np.asarray(_ARITHMETIC[name](*values, op=instruction.op))
     if result.dtype.type in _CANONICAL_NAN and (nan := np.isnan(result)).any():
         bits = _CANONICAL_NAN[result.dtype.type]
         result = np.where(nan, np.array(bits, f"u{result.dtype.itemsize}").view(result.dtype), result)
-    grid.put(target, result, lanes)
+    grid.put(target, result.view(np.uint32) if packed else result, lanes)
 
 
 def _whole_warps(grid: Grid, lanes: Lanes) -> np.ndarray:
@@ -750,6 +758,10 @@ def _vote(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, source, _ = instruction.operands
     warps = _whole_warps(grid, lanes)
     votes = np.broadcast_to(grid.get(source, "pred", lanes), warps.size).reshape(-1, 32)
+    if instruction.op[2] == "ballot":
+        ballots = (votes.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)
+        grid.put(target, np.repeat(ballots, 32), lanes)
+        return
     function = {"any": np.any, "all": np.all}[instruction.op[2]]
     grid.put(target, np.repeat(function(votes, axis=1), 32), lanes)
 
@@ -759,8 +771,54 @@ def _popcount(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     grid.put(target, np.bitwise_count(grid.get(source, instruction.kind, lanes)).astype(np.uint32), lanes)
 
 
+def _load_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``ldmatrix`` of four matrices of 8 rows of 16 bytes, whose addresses the lanes give."""
+    assert instruction.op[1:5] == ("sync", "aligned", "m8n8", "x4"), instruction
+    warps, lane, (target, source) = _whole_warps(grid, lanes), np.arange(32), instruction.operands
+    memory, index = grid.view("shared", grid.address(source, lanes), 4, 4, lanes, Kind.READ)
+    rows = np.ascontiguousarray(memory[index[:, None] + np.arange(4)])
+    matrices = rows.view(np.uint16).reshape(len(warps), 4, 8, 8)
+    if "trans" in instruction.op:
+        matrices = matrices.swapaxes(2, 3)
+    pairs = np.ascontiguousarray(matrices).view(np.uint32)
+    for number, name in enumerate(_parts(target)):
+        grid.put(name, pairs[:, number, lane // 4, lane % 4].ravel(), lanes)
+
+
+def _multiply_halves(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``mma.sync`` of fp16 with fp32 sums, ``m16n8k16`` and ``m16n8k8``."""
+    depth = {"m16n8k16": 16, "m16n8k8": 8}[instruction.op[3]]
+    warps, lane = _whole_warps(grid, lanes), np.arange(32)
+    target, *operands = map(_parts, instruction.operands)
+
+    def registers(names: list[str]) -> np.ndarray:
+        values = [np.broadcast_to(grid.get(n, "b32", lanes), warps.size).reshape(-1, 32) for n in names]
+        return np.ascontiguousarray(np.stack(values, -1))
+
+    def pairs(names: list[str]) -> np.ndarray:
+        """``[warps, lanes, registers, 2]``."""
+        return registers(names)[..., None].view(np.float16).reshape(len(warps), 32, len(names), 2)
+
+    left, right = pairs(operands[0]), pairs(operands[1])
+    a, b = np.zeros((len(warps), 16, depth)), np.zeros((len(warps), depth, 8))
+    for i in range(2):
+        for register in range(depth // 4):
+            row, column = lane // 4 + register % 2 * 8, lane % 4 * 2 + i + register // 2 * 8
+            a[:, row, column] = left[:, :, register, i]
+        for register in range(depth // 8):
+            b[:, lane % 4 * 2 + i + register * 8, lane // 4] = right[:, :, register, i]
+    product, before = a @ b, registers(operands[2]).view(np.float32)
+    for register, name in enumerate(target):
+        row, column = lane // 4 + register // 2 * 8, lane % 4 * 2 + register % 2
+        total = (before[..., register] + product[:, row, column]).astype(np.float32)
+        grid.put(name, total.ravel(), lanes)
+
+
 def _multiply_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     """``mma.sync`` of int8: the fragments as docs of PTX give them, of ``m16n8k32`` and ``m8n8k16``."""
+    if instruction.op[-4:] == ("f32", "f16", "f16", "f32"):
+        _multiply_halves(grid, instruction, lanes)
+        return
     rows, depth = {"m16n8k32": (16, 32), "m8n8k16": (8, 16)}[instruction.op[3]]
     assert instruction.op[2] == "aligned" and instruction.op[-4:] == ("s32", "s8", "s8", "s32"), instruction
     warps, lane = _whole_warps(grid, lanes), np.arange(32)
@@ -890,5 +948,6 @@ _EXECUTE: dict[str, Callable[[Grid, Instruction, Lanes], None]] = {
     "ld": _load, "st": _store, "red": _reduce_in_memory, "mov": _move, "cvt": _convert, "cvta": _cast_address,
     "setp": _compare, "selp": _select, "shfl": _shuffle, "redux": _reduce_warp, "mbarrier": _mbarrier, "cp": _copy,
     "griddepcontrol": _order_launches, "bar": _sync_warp, "vote": _vote, "popc": _popcount, "mma": _multiply_matrices,
+    "ldmatrix": _load_matrices,
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }  # fmt: skip
