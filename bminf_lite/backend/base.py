@@ -55,6 +55,7 @@ from .sampling import sample as sample_tokens
 from .side_products import Adapter, SideProduct, added
 from .values import (
     BLOCK_SIZE,
+    LATENT_SEGMENT,
     NULL_BLOCK,
     Array,
     AttentionSpec,
@@ -465,8 +466,9 @@ class Backend(HostDevice):
             store_rows(cache, table[b], first, own[rows], spec.rank)
             keys = cached_rows(cache, table[b], first + rows.stop - rows.start, spec.rank, self.activation_dtype)[None]
             means[rows] = attend(
-                queries[rows], keys, keys[..., : spec.rank], spec.scale, first, weight_dtype=self.activation_dtype
-            )
+                queries[rows], keys, keys[..., : spec.rank], spec.scale, first, segment=LATENT_SEGMENT,
+                weight_dtype=self.activation_dtype,
+            )  # fmt: skip
         return self._round(by_token_and_head(self._round(means), expand.values).reshape(len(q), -1))
 
     @silently

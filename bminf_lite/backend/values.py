@@ -26,6 +26,8 @@ GPTQ_BLOCK = 128
 """Columns of a weight whose rounding errors GPTQ compensates together."""
 SEGMENT = 1024
 """Keys of a segment, within which attention sums in one order; segments are merged in order of position."""
+LATENT_SEGMENT = 256
+"""The same of latent rows, which all heads read at once: shorter, for a block of a GPU computes several heads."""
 NULL_BLOCK = 0
 """The block that no sequence owns. Tables name it where a sequence has no block."""
 

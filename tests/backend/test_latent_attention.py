@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 from bminf_lite.backend.rotation import rotated
-from bminf_lite.backend.values import ForwardBatch, LatentCache, LatentSpec, Norm, PositionScale, Rope
+from bminf_lite.backend.values import LATENT_SEGMENT, ForwardBatch, LatentCache, LatentSpec, Norm, PositionScale, Rope
+from bminf_lite.errors import DeviceError
 from bminf_lite.layers.cache import Latent
 
 LENGTH = 150
@@ -51,10 +53,11 @@ class Layer:
         for array in self.cache.arrays:  # what no sequence may read
             ops.assign(array[1:], np.full(array[1:].shape, 99 if array.dtype == np.int8 else np.nan, array.dtype))
 
-    def step(self, parts: Sequence[tuple[int, int, int]], padding: int = 0) -> list[np.ndarray]:
+    def step(self, parts: Sequence[tuple[int, int, int]], padding: int = 0, bound: int = 0) -> list[np.ndarray]:
         """The results of tokens ``[first, end)`` of sequences, each ``(sequence, first, end)``.
 
-        Sequences that follow themselves are drafts. There are ``padding`` tokens behind the last sequence.
+        Sequences that follow themselves are drafts. There are ``padding`` tokens behind the last sequence. The host
+        knows of sequences that they have at most ``bound`` tokens, or more, as in a captured step.
         """
         batch = ForwardBatch.packed(
             self.ops.array,
@@ -62,7 +65,10 @@ class Layer:
             [first for _, first, _ in parts],
             [self.tables[[sequence for sequence, _, _ in parts]]],
         )
-        batch = replace(batch, has_drafts=any(a[0] == b[0] for a, b in pairwise(parts)))
+        batch = replace(
+            batch, has_drafts=any(a[0] == b[0] for a, b in pairwise(parts)),
+            max_context_len=max(batch.max_context_len, bound),
+        )  # fmt: skip
         batch.tokens = self.ops.array(np.zeros(len(batch.tokens) + padding, np.int32))
 
         def packed(texts: np.ndarray) -> np.ndarray:
@@ -152,6 +158,46 @@ def test_sequences_of_a_step_do_not_see_each_other(backend: Backend, int8: bool,
     found = layer.step(parts, data.draw(st.integers(0, 5)))
     for (sequence, first, end), result in zip(parts, found, strict=True):
         np.testing.assert_array_equal(result, whole[sequence][first:end])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_segments_are_merged_in_one_order(backend: Backend, int8: bool) -> None:
+    """A text of three segments, read in pieces whose ends lie around theirs, in steps that may grow beyond them."""
+    length = 2 * LATENT_SEGMENT + 40
+    layer = Layer(backend, int8=int8, length=length)
+    whole = layer.step([(0, 0, length)])[0]
+    mark = 0.015 if int8 else 1e-5 if backend.activation_dtype == np.float32 else 2e-3
+    assert error(whole, layer.expanded(0)) < mark
+    layer, ends = Layer(backend, int8=int8, length=length), (0, 255, 256, 257, 511, 513, length)
+    for bound, (first, end) in enumerate(pairwise(ends)):
+        found = layer.step([(0, first, end)], bound=bound * LATENT_SEGMENT)
+        np.testing.assert_array_equal(found[0], whole[first:end])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+def test_blocks_share_segments_in_any_way(cuda_backend: Any, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block for three segments, two, or one for each give the same bits to a prompt and to one token."""
+    kernel, length = cuda_backend.kernels.latent_attention, 2 * LATENT_SEGMENT + 40
+    chosen, found = kernel.grid, []
+    for blocks in (1, 2, 3):
+        records = 1 if blocks == 1 else 3
+        monkeypatch.setattr(kernel, "grid", lambda *a, n=blocks, r=records: replace(chosen(*a), blocks=n, records=r))
+        layer = Layer(cuda_backend, int8=int8, length=length)
+        found.append(np.concatenate(layer.step([(0, 0, length - 1)]) + layer.step([(0, length - 1, length)])))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+@pytest.mark.gpu
+def test_sizes_that_no_kernel_takes(cuda_backend: Any) -> None:
+    cases = {
+        (2, 4, 4, 4, 12): "latents of 12", (2, 4, 4, 4, 520): "latents of 520", (2, 4, 3, 4, 16): "rotated keys of 3",
+        (2, 4, 72, 4, 512): "rotated keys of 72",
+    }  # fmt: skip
+    for sizes, what in cases.items():
+        with pytest.raises(DeviceError, match=what):
+            Layer(cuda_backend, sizes)
 
 
 def test_rows_are_stored_once_for_all_heads(backend: Backend) -> None:

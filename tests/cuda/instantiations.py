@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from bminf_lite.cuda.kernels.attention.copy_blocks import CopyBlocks
 from bminf_lite.cuda.kernels.attention.decode import AttentionDecode
+from bminf_lite.cuda.kernels.attention.latent import HeadProducts, LatentAttentionKernels, LatentRows
 from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels
@@ -28,7 +29,7 @@ from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
-    TensorRows, ExpertKernels, ShortConvolutionKernels,
+    TensorRows, ExpertKernels, ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

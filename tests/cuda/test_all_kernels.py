@@ -37,11 +37,11 @@ AT_ONCE = 24
 """Instantiations in one call of the compiler; two calls run at the same time."""
 OCCUPANCY_SPILL = 96
 """Bytes that ptxas may spill on its own account: it uses fewer registers than it may, to fit another block."""
-MAY_USE = {"attention_decode": 255, "gemm_hopper": 240}
+MAY_USE = {"attention_decode": 255, "gemm_hopper": 240, "latent_attention": 255}
 """Registers of a thread, in the largest blocks that are launched or as the kernel itself hands them out; 128 where
 nothing is said.
 """
-TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/decode.cu")
+TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/decode.cu", "attention/latent.cu")
 """Each tiling is a family of its own, of which an architecture compiles its share too."""
 NEVER_SPILL = ("sampling/sample.cu", "gemm/dp4a.cu")
 SAMPLING_SPILL = 8

@@ -100,8 +100,20 @@ def test_kernels_compute_by_their_own_code(profile: str) -> None:
     """
     folder = Path(__file__).parents[1] / "backend"
     files = [folder / "test_operations.py", folder / "test_early_products.py", folder / "test_rotation.py"]
+    run_ptx(profile, *map(str, files))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(("profile", "tests"), [("h200", "segments_are_merged"), ("sm_86", "blocks_share and True")])
+def test_latent_attention_computes_by_its_own_code(profile: str, tests: str) -> None:
+    """Tensor cores, segments and their merges, and int8 rows; the two differ in how many rows a block has."""
+    run_ptx(profile, str(Path(__file__).parents[1] / "backend" / "test_latent_attention.py"), "-k", tests)
+
+
+def run_ptx(profile: str, *arguments: str) -> None:
     options = ["-q", "-m", "gpu", f"--fake-gpu={profile}", "--fake-gpu-ptx"]
-    subprocess.run([sys.executable, "-m", "pytest", *options, *map(str, files)], check=True)
+    subprocess.run([sys.executable, "-m", "pytest", *options, *arguments], check=True)
 
 
 @pytest.fixture

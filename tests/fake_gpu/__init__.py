@@ -32,6 +32,7 @@ from . import (  # noqa: F401 - models and instructions register themselves
     models_attention,
     models_calibration,
     models_experts,
+    models_latent,
     models_rows,
     models_sampling,
     ptx_hopper,

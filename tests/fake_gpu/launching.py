@@ -29,9 +29,10 @@ INTERPRETED = {
     "gemv/gemv.cu", "rowwise/rows.cu", "rowwise/pointwise.cu", "rowwise/layer_norm_many_rows.cu",
     "rowwise/norm_unaligned.cu", "rowwise/quantize.cu", "rowwise/short_convolution.cu", "experts/router.cu",
     "experts/pairs.cu", "experts/few_tokens.cu", "experts/grouped_gemm.cu",
-    "experts/grouped_gemm_hopper.cu", "experts/float_products.cu",
+    "experts/grouped_gemm_hopper.cu", "experts/float_products.cu", "attention/latent.cu", "attention/latent_rows.cu",
+    "attention/head_products.cu",
 }  # fmt: skip
-"""Sources without clusters and without matrix instructions other than those of int8: their own code can run here."""
+"""Sources without clusters and with the matrix instructions that ``ptx.py`` knows: their own code can run here."""
 Model = Callable[["Call"], None]
 MODELS: dict[str, Model] = {}
 

@@ -136,10 +136,17 @@ def test_float_logits_equal_those_of_transformers(backend, golden: Golden):
         assert_close(found, golden.encoded, "logits", backend.activation_dtype, np.abs(golden.encoded).max())
     logits, expected = model.run(golden.tokens), golden.logits
     assert logits.dtype == np.float32
-    if golden.config["model_type"] in MIXTURES and backend.activation_dtype == np.float16:
-        kept = np.argsort(np.abs(logits - expected).max(axis=1))[:-2]  # rounding decides ties between experts
-        logits, expected = logits[kept], expected[kept]
+    if backend.activation_dtype == np.float16:
+        logits, expected = without_ties(golden, logits, expected)
     assert_close(logits, expected, "logits", backend.activation_dtype, np.abs(expected).max())
+
+
+def without_ties(golden: Golden, found: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two logit rows of a mixture less, those that differ most: rounding decides ties between experts."""
+    if golden.config["model_type"] not in MIXTURES:
+        return found, expected
+    kept = np.argsort(np.abs(found - expected).max(axis=1))[:-2]
+    return found[kept], expected[kept]
 
 
 @pytest.mark.gpu
@@ -154,6 +161,7 @@ def test_the_gpu_gives_what_the_reference_gives(cuda_backend, golden: Golden, ki
         encoded = [] if golden.source is None else [model.encode(golden.source)]
         results.append([case.decode(model, first=30), *encoded])
     for actual, expected in zip(*results, strict=True):
+        actual, expected = without_ties(golden, actual, expected)
         assert_close(actual, expected, case.operation, np.float16, np.abs(expected).max())
 
 

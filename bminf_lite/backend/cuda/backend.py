@@ -60,6 +60,7 @@ from .fused import FusedGemms
 from .graph_capture import CapturedGraph, GraphMemory
 from .int8_products import FusedProducts, GemvProducts, InputCodes, SumProducts
 from .kernels import Kernels
+from .latent import LatentLaunches, LatentMatrices, load_latent_matrices
 from .layer_caches import LayerCaches, copies_of_blocks
 from .materialize import Materializer
 from .mixtures import MixtureLayers, MixtureLoader
@@ -67,7 +68,6 @@ from .products import Product, ProductResults, Products
 from .weight_loader import Loader
 
 T = TypeVar("T")
-LATENT_ON_CPU = "this version computes latent attention on the CPU only: load the model with device='cpu'"
 DECODE_SIZES = (
     *(1, 2, 4, 8, 16, 32, 48, 56, 64, 96, 112, 128), *(192, 224, 256), *range(320, 513, 64), *range(640, 1025, 128)
 )  # fmt: skip
@@ -132,6 +132,7 @@ class CudaBackend(Backend):
         self.scratch = ZeroedScratch(self.arrays, self.arena)
         self.caches = LayerCaches(self.device, self.arena, self.arrays)
         self.launches = AttentionLaunches(self.arrays, self.kernels, self.materializer, self.scratch, self.arena.limit)
+        self.latents = LatentLaunches(self.arrays, self.kernels, self.materializer, self.launches.max_record_bytes)
         self._copies = cp.cuda.Stream(non_blocking=True)  # of write_for_sampler, beside a model that computes
         self._sampled = cp.cuda.Event(disable_timing=True)  # behind the last sampler, which may read what is copied
 
@@ -490,13 +491,13 @@ class CudaBackend(Backend):
             out[...] = before
         return ResidualStream(out)
 
-    def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
-        raise UsageError(LATENT_ON_CPU)
+    def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> LatentMatrices:  # type: ignore[override]
+        return load_latent_matrices(self.loader, matrix, spec)
 
     def latent_attention(
-        self, q: Array, kv: Array, spec: LatentSpec, expand: Any, cache: LatentCache, batch: ForwardBatch
+        self, q: Array, kv: Array, spec: LatentSpec, expand: LatentMatrices, cache: LatentCache, batch: ForwardBatch
     ) -> Array:
-        raise UsageError(LATENT_ON_CPU)
+        return self.latents.attention(q, kv, spec, expand, cache, batch)
 
     def float_linear(self, x: Array, matrix: Any) -> Array:
         """The same: all float products here have one order of sums."""

@@ -9,6 +9,7 @@ import cupy as cp
 
 from ...cuda.kernels.attention.copy_blocks import CopyBlocks
 from ...cuda.kernels.attention.decode import AttentionDecode
+from ...cuda.kernels.attention.latent import HeadProducts, LatentAttentionKernels, LatentRows
 from ...cuda.kernels.attention.prefill import PrefillAttention
 from ...cuda.kernels.attention.prepare_heads import PrepareHeads
 from ...cuda.kernels.experts.layer import ExpertKernels
@@ -43,6 +44,9 @@ class Kernels:
         self.copy_blocks = CopyBlocks(launcher)
         self.attention_decode = AttentionDecode(launcher)
         self.attention_prefill = PrefillAttention(device)
+        self.latent_rows = LatentRows(launcher)
+        self.head_products = HeadProducts(launcher)
+        self.latent_attention = LatentAttentionKernels(launcher)
         self.sampler = Sampler(device)
         self.calibration = CalibrationKernels(launcher)
         self.gptq = GPTQKernels(launcher)

@@ -187,6 +187,12 @@ class Loader:
         rows, columns = values.shape
         return self._stack([values], (rows, round_up(columns, PAD)), np.float16, self.arena)
 
+    def half_matrix(self, values: Any) -> cp.ndarray:
+        """A float matrix in fp16 with padded rows, where the matrices of the present layer lie."""
+        rows, columns = values.shape
+        with self.uploading():
+            return self._stack([values], (rows, round_up(columns, PAD)), np.float16, self._matrices)
+
     def zeros(self, shape: tuple[int, ...], dtype: type) -> cp.ndarray:
         """Zeros where the matrices of the present layer lie."""
         with self.arrays.within(self._matrices):

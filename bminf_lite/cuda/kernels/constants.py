@@ -10,6 +10,7 @@ from enum import IntEnum
 from ...backend.expert_values import GroupScore, MaskedScore, Score
 from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
 from ...backend.values import GPTQ_BLOCK as GPTQ_BLOCK
+from ...backend.values import LATENT_SEGMENT as LATENT_SEGMENT
 from ...backend.values import SEGMENT as SEGMENT
 from ..runtime.cublaslt import Order
 from ..runtime.tensor_maps import ROW_BYTES
@@ -176,6 +177,18 @@ PREPARE_THREADS = 384
 """Threads of a block that prepares heads, at most."""
 PREPARE_ELEMENTS = 8
 """Elements of either half of a head that one of them has."""
+LATENT_THREADS = 256
+LATENT_KEYS = 32
+"""Rows of the cache in a tile of attention to latents."""
+LATENT_ROWS_THREADS = 64
+"""Threads that have a token's latent, of at most 8 elements each."""
+LATENT_HEADS = 16
+"""Heads whose queries a block rotates."""
+LATENT_MAX_KEY = 256
+"""Elements of a rotated key, at most."""
+HEAD_PRODUCTS_THREADS = 128
+HEAD_PRODUCTS_COLUMNS = 64
+"""Columns of a block's result, and of both operands in a stage."""
 SKINNY_ROWS = 16
 """Rows of the weight in a group: the M of one MMA."""
 SKINNY_STEP = 64
@@ -279,6 +292,11 @@ HEADERS = {
     "constants/short_convolution.cuh": render_header(THREADS=SHORT_CONVOLUTION_THREADS),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, N=PREPARE_ELEMENTS),
+    "constants/latent.cuh": render_header(THREADS=LATENT_THREADS, KEYS=LATENT_KEYS, LATENT_SEGMENT=LATENT_SEGMENT),
+    "constants/latent_rows.cuh": render_header(THREADS=LATENT_ROWS_THREADS, HEADS=LATENT_HEADS, MAX_KEY=LATENT_MAX_KEY),
+    "constants/head_products.cuh": render_header(
+        THREADS=HEAD_PRODUCTS_THREADS, COLUMNS=HEAD_PRODUCTS_COLUMNS, CHUNK=HEAD_PRODUCTS_COLUMNS
+    ),
     "constants/decode.cuh": render_header(
         DecodeMask, DecodeWork, HEADS=DECODE_HEADS, THREADS=DECODE_THREADS, GROUP=DECODE_GROUP, MAX_UNIT=DECODE_MAX_UNIT
     ),

@@ -15,6 +15,7 @@
 // thread u of them has the elements N u to N u + N - 1 of either half. The arithmetic is that of decode attention, so a
 // token's key and value have the same bits whichever kernel prepares them.
 #include "attention/int8_cache.cuh"
+#include "attention/place.cuh"
 #include "common/values.cuh"
 #include "constants/attention.cuh"
 #include "constants/prepare_heads.cuh"
@@ -78,24 +79,6 @@ __device__ __forceinline__ void norm_parts(
         if (i >= count) continue;
         low[i] = __fmul_rn(__fmul_rn(low[i], norm_weight[part * N + i]), inverse);
         high[i] = __fmul_rn(__fmul_rn(high[i], norm_weight[half + part * N + i]), inverse);
-    }
-}
-
-// The token of a block: its row, its sequence, and its position there.
-struct Place {
-    int token, sequence, position;
-};
-
-// Each lane looks at one of the sequences, or at one in `step` of those that are left. Called by all lanes of a warp.
-__device__ __forceinline__ Place find_place(const int* cu_seqlens, const int* context_lens, int sequences) {
-    const int lane = threadIdx.x % WARP, token = cu_seqlens[0] + blockIdx.x;
-    for (int first = 0, left = sequences;;) {
-        const int step = (left + WARP - 1) / WARP, own = min(lane * step, left - 1);
-        const int start = cu_seqlens[first + own], context = context_lens[first + own];
-        const unsigned starts_before = __ballot_sync(FULL, lane * step < left && start <= token);
-        const int last = __popc(starts_before) - 1;
-        if (step == 1) return {token, first + last, token + __shfl_sync(FULL, context - start, last)};
-        first += last * step, left = min(step, left - last * step);
     }
 }
 

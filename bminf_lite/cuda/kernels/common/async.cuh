@@ -35,6 +35,10 @@ __device__ __forceinline__ void st_shared_half(unsigned address, __half x) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(__half_as_ushort(x)) : "memory");
 }
 
+__device__ __forceinline__ void st_shared_word(unsigned address, unsigned x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 __device__ __forceinline__ float ld_shared_float(unsigned address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");

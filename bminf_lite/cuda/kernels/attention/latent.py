@@ -1,0 +1,253 @@
+"""Attention to latent rows: the launchers of ``latent.cu``, ``latent_rows.cu`` and ``head_products.cu``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....backend.values import ForwardBatch, LatentCache, LatentSpec
+from ...runtime.driver import shared_memory_per_block
+from ..arrays import HEAD_PAD, address, ceil_div, nbytes_of, pitch_of, round_up
+from ..constants import (
+    HEAD_PRODUCTS_COLUMNS,
+    HEAD_PRODUCTS_THREADS,
+    LATENT_HEADS,
+    LATENT_KEYS,
+    LATENT_MAX_KEY,
+    LATENT_ROWS_THREADS,
+    LATENT_SEGMENT,
+    LATENT_THREADS,
+)
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
+from ..launcher import Launcher, StepContext
+from .heads import ELEMENTS, INT8, LOG2_E
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+COLUMNS = (32, 64)
+"""Elements of a latent that one of eight warps sums."""
+KEY_COLUMNS = 64
+"""Elements of a row behind those of the latent that the kernel has room for."""
+ROWS = (64, 32, 16)
+"""Pairs of a token and a head that a block has."""
+TOKENS = (16, 64)
+"""Tokens of a block of products with the matrices of heads."""
+BLOCKS_PER_SM = 4
+"""A launch has at most about this many blocks for each SM, of which one runs at a time."""
+
+
+def unsupported(spec: LatentSpec) -> str | None:
+    """Why no kernel takes such rows, or None."""
+    if spec.rank % 8 or spec.rank > COLUMNS[-1] * 8:
+        return f"latents of {spec.rank} elements; kernels take multiples of 8 up to {COLUMNS[-1] * 8}"
+    if spec.rope_dim % 2 or spec.rope_dim > LATENT_MAX_KEY or depth_of(spec) > COLUMNS[-1] * 8 + KEY_COLUMNS:
+        return (
+            f"rotated keys of {spec.rope_dim} elements behind latents of {spec.rank}; kernels take even sizes up to "
+            f"{LATENT_MAX_KEY}, and {COLUMNS[-1] * 8 + KEY_COLUMNS} elements in all"
+        )
+    return None
+
+
+def depth_of(spec: LatentSpec) -> int:
+    """Elements from one row of the cache to the next."""
+    return round_up(spec.row_dim, HEAD_PAD)
+
+
+@dataclass(frozen=True, order=True)
+class LatentConfig:
+    """One kernel without the type of the cache: the template arguments ``ROWS``, ``COLUMNS`` and ``STAGES``."""
+
+    rows: int
+    columns: int
+    stages: int
+
+    def template(self) -> Together:
+        """The template arguments."""
+        return Together((self.rows, self.columns, self.stages))
+
+    def shared(self, depth: int) -> int:
+        """Bytes of dynamic shared memory for rows of ``depth`` elements."""
+        return (self.rows + self.stages * LATENT_KEYS) * (depth + 8) * 2 + 2 * self.rows * (LATENT_KEYS + 4) * 4
+
+    def max_depth(self) -> int:
+        """The longest rows."""
+        return self.columns * 8 + KEY_COLUMNS
+
+
+def latent_config(capability: Capability, rank: int, depth: int, rows: int, element: str) -> LatentConfig:
+    """The kernel for blocks that have ``rows`` rows of queries, or for the next larger number.
+
+    All of them sum in the same order.
+    """
+    columns = next(c for c in COLUMNS if rank <= 8 * c and depth <= 8 * c + KEY_COLUMNS)
+    static = 4 * 4 * ROWS[0]
+    room = shared_memory_per_block(capability) - static
+    wanted = next(r for r in reversed(ROWS) if rows <= r or r == ROWS[0])
+    deepest = (2,) if element == INT8 else (3, 2)
+    possible = [
+        LatentConfig(r, columns, stages)
+        for stage_counts in (deepest, (1,))
+        for r in ROWS
+        for stages in stage_counts
+        if r <= wanted
+    ]
+    return next(c for c in possible if c.shared(c.max_depth()) <= room)
+
+
+@dataclass(frozen=True)
+class LatentGrid:
+    """``tiles`` tiles of rows, each with ``blocks`` blocks, which share its segments.
+
+    A tile has ``records`` records: one, or where it has several blocks one for each segment.
+    """
+
+    config: LatentConfig
+    tiles: int
+    blocks: int
+    records: int
+
+    def record_elements(self, rank: int) -> int:
+        """fp32 numbers of all records."""
+        return self.tiles * self.records * self.config.rows * (rank + 2)
+
+
+class LatentAttentionKernels:
+    """The kernels of ``latent.cu``."""
+
+    source = "attention/latent.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        chosen = {
+            (latent_config(capability, 8 * columns, 8 * columns + KEY_COLUMNS, rows, element), element)
+            for columns in COLUMNS
+            for rows in ROWS
+            for element in ELEMENTS
+        }
+        configs = sorted({config for config, _ in chosen})
+        for config in configs:
+            elements = tuple(element for element in ELEMENTS if (config, element) in chosen)
+            yield KernelFamily(cls.source, "latent_attention", ((config.template(),), elements))
+        yield KernelFamily(cls.source, "latent_merge", (tuple(dict.fromkeys(config.rows for config in configs)),))
+
+    def grid(self, spec: LatentSpec, batch: ForwardBatch, element: str, max_record_bytes: int) -> LatentGrid:
+        """Which blocks compute what, by bounds that a captured graph keeps."""
+        config = latent_config(
+            self._launcher.device.compute_capability, spec.rank, depth_of(spec), batch.max_query_len * spec.heads,
+            element,
+        )  # fmt: skip
+        tiles = len(batch.tokens) * spec.heads // config.rows + batch.batch_size
+        segments = ceil_div(batch.max_context_len, LATENT_SEGMENT)
+        blocks = min(segments, ceil_div(BLOCKS_PER_SM * self._launcher.num_sms, tiles))
+        found = LatentGrid(config, tiles, blocks, segments)
+        if blocks == 1 or 4 * found.record_elements(spec.rank) > max_record_bytes:
+            return LatentGrid(config, tiles, 1, 1)
+        return found
+
+    def launch(
+        self, step: StepContext, queries: cp.ndarray, spec: LatentSpec, cache: LatentCache, batch: ForwardBatch,
+        table: cp.ndarray, grid: LatentGrid, records: cp.ndarray | None, means: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """``queries`` fp16 ``[T, heads, depth]`` -> ``means`` fp16 ``[T, heads, mean_pitch]`` of the latents they see.
+
+        The rows of the step's tokens are in the cache. ``records`` is fp32, of ``grid.record_elements``; it may be None
+        if no sequence has more than ``LATENT_SEGMENT`` tokens.
+        """
+        config, depth, pitch = grid.config, depth_of(spec), means.shape[2]
+        sequences = address(batch.cu_seqlens), address(batch.context_lens), batch.batch_size, spec.heads
+        self._launcher.launch(
+            step, self.source, f"latent_attention<{config.template()}, {element_of(cache)}>",
+            (grid.tiles, grid.blocks), LATENT_THREADS,
+            (queries.data.ptr, cache.rows.data.ptr, address(cache.scales), table.data.ptr, pitch_of(table), *sequences,
+             depth, spec.rank, spec.scale * LOG2_E, address(records), grid.records, means.data.ptr, pitch),
+            shared=config.shared(depth),
+            bytes_moved=nbytes_of(queries, means)
+            + batch.batch_size * batch.max_context_len * depth * cache.rows.itemsize,
+        )  # fmt: skip
+        if grid.blocks > 1:
+            vectors = config.rows * spec.rank // 4
+            self._launcher.launch(
+                step, self.source, f"latent_merge<{config.rows}>",
+                (grid.tiles, ceil_div(vectors, LATENT_THREADS)), LATENT_THREADS,
+                (*sequences, spec.rank, address(records), grid.records, means.data.ptr, pitch),
+            )  # fmt: skip
+
+
+class LatentRows:
+    """The kernel of ``latent_rows.cu``."""
+
+    source = "attention/latent_rows.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        yield KernelFamily(cls.source, "latent_rows", (ELEMENTS,))
+
+    def launch(
+        self, step: StepContext, q: cp.ndarray, kv: cp.ndarray, spec: LatentSpec, cache: LatentCache,
+        batch: ForwardBatch, table: cp.ndarray, queries: cp.ndarray, factors: cp.ndarray | None,
+    ) -> None:  # fmt: skip
+        """Rows of the step's tokens into ``cache``, and what is behind the first ``rank`` columns of ``queries``.
+
+        ``q`` is fp16 ``[T, query_features]``, ``kv`` fp32 ``[T, row_dim]``, both with padded rows, ``queries`` fp16
+        ``[T, heads, depth]``. ``factors`` fp32 ``[T]`` takes those of the spec's position scale, if it has one.
+        """
+        scale, weight = spec.position_scale, spec.norm.weight
+        self._launcher.launch(
+            step, self.source, f"latent_rows<{element_of(cache)}>",
+            (len(batch.tokens), 1 + ceil_div(spec.heads, LATENT_HEADS)), LATENT_ROWS_THREADS,
+            (kv.data.ptr, pitch_of(kv), weight.data.ptr, round_up(spec.rank, 8), spec.norm.eps,
+             spec.rope.frequencies.data.ptr, spec.rope.scale, q.data.ptr, pitch_of(q), spec.heads, spec.nope_dim,
+             spec.rope_dim, spec.rank, depth_of(spec), scale.beta if scale else 0.0, scale.original if scale else 0,
+             address(batch.cu_seqlens), address(batch.context_lens), table.data.ptr, pitch_of(table), batch.batch_size,
+             cache.rows.data.ptr, address(cache.scales), queries.data.ptr, address(factors)),
+            bytes_moved=nbytes_of(q, kv),
+        )  # fmt: skip
+
+
+class HeadProducts:
+    """The kernel of ``head_products.cu``."""
+
+    source = "attention/head_products.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        yield KernelFamily(cls.source, "head_products", (TOKENS, BOOLEANS))
+
+    def launch(
+        self, step: StepContext, x: cp.ndarray, x_pitch: int, x_head: int, matrix: cp.ndarray, first_row: int,
+        rows_of_head: int, heads: int, k: int, n: int, by_input: bool, out: cp.ndarray, out_pitch: int, out_head: int,
+        tokens: int, factors: cp.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """``tokens`` rows of ``x`` times the matrices of ``heads`` heads, into rows of ``out``, both fp16.
+
+        A head's elements lie ``x_head`` behind those of the head before, in rows ``x_pitch`` apart; those of ``out``
+        likewise. A head has ``rows_of_head`` rows of ``matrix``, fp16 with padded rows, of which its own begin with
+        ``first_row``: ``k`` of ``n`` elements if ``by_input``, else ``n`` of ``k``. ``factors`` fp32 ``[tokens]``
+        multiply the results.
+        """
+        size = TOKENS[tokens > TOKENS[0]]
+        pitch = pitch_of(matrix)
+        self._launcher.launch(
+            step, self.source, f"head_products<{size}, {BOOLEANS[by_input]}>",
+            (ceil_div(tokens, size), ceil_div(n, HEAD_PRODUCTS_COLUMNS), heads), HEAD_PRODUCTS_THREADS,
+            (x.data.ptr, x_pitch, x_head, x_pitch % 8 == 0 and x_head % 8 == 0,
+             matrix.data.ptr + first_row * pitch * matrix.itemsize, pitch, rows_of_head, k, n, address(factors),
+             out.data.ptr, out_pitch, out_head, tokens),
+            bytes_moved=heads * k * n * matrix.itemsize,
+        )  # fmt: skip
+
+
+def element_of(cache: LatentCache) -> str:
+    """The element type of the cache, as the kernels name it."""
+    return ELEMENTS[cache.scales is not None]

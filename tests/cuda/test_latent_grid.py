@@ -1,0 +1,55 @@
+"""Which kernel and which blocks compute attention to latent rows; without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from instantiations import CAPABILITIES
+
+from bminf_lite.backend.values import LATENT_SEGMENT, ForwardBatch, LatentSpec, Norm, Rope
+from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, INT8
+from bminf_lite.cuda.kernels.attention.latent import BLOCKS_PER_SM, LatentAttentionKernels, latent_config
+from bminf_lite.cuda.kernels.instantiations import Capability
+from bminf_lite.cuda.runtime.driver import shared_memory_per_block
+
+SIZES = {"deepseek-v3": (512, 576), "mistral-small-4": (256, 320), "small": (16, 32)}
+"""Elements of a latent, and of a row."""
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=str)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_every_gpu_has_a_kernel_with_room_in_shared_memory(capability: Capability, sizes: tuple[int, int]) -> None:
+    static = 4 * 4 * 64
+    for rows in (1, 16, 20, 64, 4096):
+        for element in ELEMENTS:
+            config = latent_config(capability, *sizes, rows, element)
+            assert config.shared(sizes[1]) + static <= shared_memory_per_block(capability)
+            assert config.rows <= max(16, 2 * rows) and sizes[0] <= 8 * config.columns
+            assert element != INT8 or config.stages <= 2
+
+
+def test_a_gpu_with_much_shared_memory_reads_a_row_once_for_64_heads() -> None:
+    assert [latent_config((9, 0), 512, 576, n, "__half").rows for n in (1, 16, 20, 33, 128)] == [16, 16, 32, 64, 64]
+
+
+@given(data=st.data())
+def test_the_grid_has_a_tile_for_all_rows_and_few_blocks(data: st.DataObject) -> None:
+    """In a captured step too, whose bounds lie above what its sequences have."""
+    heads, sms = data.draw(st.integers(1, 130)), data.draw(st.sampled_from([2, 132]))
+    counts = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=9))
+    longest, most = data.draw(st.integers(1, 200_000)), data.draw(st.sampled_from([0, 256 << 20]))
+    tokens, sequences = sum(counts) + data.draw(st.integers(0, 9)), len(counts) + data.draw(st.integers(0, 3))
+    batch = ForwardBatch(np.zeros(tokens), None, None, (), sequences, max(counts), longest)
+    spec = LatentSpec(heads, 128, 64, 128, 512, 1.0, Norm(None, 1e-6), Rope(None))
+    launcher = SimpleNamespace(device=SimpleNamespace(compute_capability=(9, 0)), num_sms=sms)
+    grid = LatentAttentionKernels(cast("Any", launcher)).grid(spec, batch, "__half", most)
+    assert grid.tiles >= sum(-(-count * heads // grid.config.rows) for count in counts)
+    assert grid.blocks == 1 or (grid.blocks - 1) * grid.tiles < BLOCKS_PER_SM * sms
+    segments = -(-longest // LATENT_SEGMENT)
+    assert grid.records == (segments if grid.blocks > 1 else 1) and grid.blocks <= segments
+    assert grid.blocks == 1 or 4 * grid.record_elements(512) <= most
