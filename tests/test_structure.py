@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "cli": {
         "", "api", "batch", "server", "bench", "converters", "migration", "evaluation", "placement", "engine",
         "grammar", "text", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
+        "draft_training", "torch",
     },
     "batch": {"api", "server", "engine", "errors", "files"},
     "server": {"api", "request_builder", "engine", "grammar", "text", "errors", "files"},
@@ -34,6 +35,9 @@ MAY_IMPORT = {
     "api": {
         "completions", "generation_config", "request_builder", "placement", "engine", "grammar", "text", "models",
         "layers", "backend", "checkpoint", "memory", "errors", "files",
+    },
+    "draft_training": {
+        "api", "engine", "models", "layers", "backend", "checkpoint", "torch", "errors",
     },
     "converters": {"checkpoint", "errors", "files"},
     "migration": {"bench", "models", "evaluation", "quantize", "text", "backend", "checkpoint", "errors", "files"},
