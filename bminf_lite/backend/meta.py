@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..cuda.kernels.arrays import PAD, round_up
+from ..cuda.kernels.arrays import HEAD_PAD, PAD, round_up
 from ..memory.arena import ALIGNMENT
 from ..memory.step_time import ExpertBytes
 from .base import Backend
@@ -115,13 +115,16 @@ class MetaBackend(Backend):
         self.expert_bytes.append(read)
 
     def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
-        """Two products, with the keys' matrix and the values', in 16 bits; what lies between them is fp16 and fp32."""
-        nbytes = aligned(2 * spec.heads * spec.nope_dim * spec.rank) + aligned(
-            2 * spec.heads * spec.value_dim * spec.rank
-        )
-        self.layer_bytes[-1][-1] += nbytes
+        """Two products, with the keys' matrices and the values', which are one array in 16 bits.
+
+        A token has between them its queries and those that meet latent rows, in fp16, its means in fp16 and, before
+        they are complete, in fp32, and its own row in fp32.
+        """
+        rows, pitch = spec.heads * (spec.nope_dim + spec.value_dim), round_up(spec.rank, PAD)
+        self.layer_bytes[-1][-1] += aligned(2 * rows * pitch)
         self.layer_products[-1] += 2
-        self._widest = max(self._widest, spec.heads * (2 * spec.row_dim + 6 * spec.rank) + 2 * spec.row_dim)
+        per_head = 2 * (spec.nope_dim + spec.rope_dim) + 2 * round_up(spec.row_dim, HEAD_PAD) + 6 * spec.rank
+        self._widest = max(self._widest, spec.heads * per_head + 4 * round_up(spec.row_dim, PAD))
 
     def table(self, values: np.ndarray) -> Array:
         rows, columns = values.shape

@@ -40,6 +40,8 @@ CASES = {
         f"{GOLDENS}{INT8_CACHE}[w8a8-llama: tied, biases, multi-query]",
         f"{GOLDENS}{REFERENCE}[w8a8-t5: few buckets]",
         "backend/test_short_convolution.py::test_a_captured_step",
+        "backend/test_latent_attention.py::test_segments_are_merged_in_one_order",
+        f"{GOLDENS}{REFERENCE}[w8a8-mistral4: growing queries, a dense layer, groups]",
         "models/test_mixtures.py",
         "backend/test_cuda_memory.py",
         "backend/test_early_attention.py",
