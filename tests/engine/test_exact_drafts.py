@@ -306,3 +306,26 @@ def test_every_architecture(architecture: str) -> None:
 def test_every_architecture_otherwise(architecture: str, dynamic: bool, rate: float) -> None:
     """Quantized, with an int8 cache."""
     check_architecture(CONFIGS[architecture], rate, int8_cache=True, quantized=True, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_the_sources_of_drafts_that_need_no_model(method: str) -> None:
+    """Prompts that repeat, and a token that does, served twice, so that ``suffix`` finds earlier completions too."""
+    prompts = [tuple(np.random.default_rng(i).integers(2, VOCAB_SIZE, 6).tolist() * 5) for i in range(4)]
+    samplers: list[dict[str, Any]] = [
+        {"logit_bias": {7: 50.0}}, {"temperature": 0.7}, {"repetition_penalty": 1.1},
+        {"temperature": 1.0, "stop": ("ab", "12")},
+    ]  # fmt: skip
+    tasks = [
+        Task(i, prompt, SamplingParams(max_new_tokens=20, seed=i, **samplers[i % 4]))
+        for i, prompt in enumerate(prompts)
+    ]
+    limits = {"num_draft_tokens": 4, "speculative": SpeculativeConfig(method, adaptive=False)}
+    plain, drafted = served("w8a8", prefix_cache=False), served("w8a8", **limits)
+    with closing(plain._engine), closing(drafted._engine):
+        alone = [run(plain, [task.request()])[0] for task in tasks]
+        for _ in range(2):
+            found = run(drafted, [task.request() for task in tasks])
+            assert [result(r) for r in found] == [result(r) for r in alone]
+            assert [text_of(r) for r in found] == [text_of(r) for r in alone]
+        assert drafted.stats().accepted_tokens > 10
