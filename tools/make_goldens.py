@@ -262,6 +262,11 @@ LATENT: Case = {
 }  # fmt: skip
 LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}
 ONE_GROUP: Case = {"n_group": 1, "topk_group": 1}
+LLAMA4: Case = {
+    "num_local_experts": 5, "num_experts_per_tok": 1, "head_dim": 12, "intermediate_size_mlp": 56,
+    "num_key_value_heads": 2, "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 OLMOE: Case = {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}
 PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
 SHORT = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]
@@ -459,6 +464,15 @@ CASES |= {
         "layer types, another limit": GPT_OSS
         | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_hidden_layers": 3}
         | {"swiglu_limit": 0.8, "swiglu_alpha": 1.1, "num_experts_per_tok": 1, "sliding_window": 3},
+    },
+    "llama4_text": {
+        "plain weights": LLAMA4,
+        "llama3 rope, dense layers, tied": LLAMA4
+        | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_parameters": LLAMA3, "num_key_value_heads": 4}
+        | {"tie_word_embeddings": True, "no_rope_layers": [], "no_rope_layer_interval": 2, "num_experts_per_tok": 2},
+        "listed layers, biases": LLAMA4
+        | {"moe_layers": [0, 2], "no_rope_layers": [0, 1, 1, 1], "attention_bias": True, "num_experts_per_tok": 3}
+        | {"attn_temperature_tuning": False, "attention_chunk_size": 64},
     },
     "olmoe": {
         "plain weights": OLMOE,

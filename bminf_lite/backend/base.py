@@ -38,7 +38,7 @@ from .latent import (
     store_rows,
 )
 from .latent import split_heads as split_latent_heads
-from .mixture import Mixture, choose_experts, expert_result, make_mixture, mix
+from .mixture import Mixture, choose_experts, expert_result, input_factors, make_mixture, mix, result_weights
 from .quantization import (
     HostWeight,
     int8_parts,
@@ -258,11 +258,13 @@ class Backend(HostDevice):
             target += y
             return target
         assert activation is not None
-        function, y = ACTIVATIONS[activation], y.astype(np.float32)
         if epilogue is ProductEpilogue.ACTIVATE:
-            return self._round(function(y))
-        gate, up = np.split(y, 2, axis=-1)
-        return self._round(function(gate) * up)
+            return self._round(ACTIVATIONS[activation](y.astype(np.float32)))
+        return self._gated(y, activation)
+
+    def _gated(self, y: Array, activation: str) -> Array:
+        gate, up = np.split(y.astype(np.float32), 2, axis=-1)
+        return self._round(ACTIVATIONS[activation](gate) * up)
 
     def linear(self, x: Array, weight: Any, fp32: bool = False, out: Array = None) -> Array:
         """``x @ weight.T + bias``, see :meth:`product`: ``[T, in]`` -> ``[T, out]`` in the activation type, or fp32.
@@ -327,11 +329,37 @@ class Backend(HostDevice):
         ``residual`` fp32 ``[T, out]``, which may be overwritten, the result is added to that. ``x`` is a :meth:`norm`.
 
         An expert computes :meth:`linear` of :meth:`gated_linear`, each rounded to the activation type. The results of a
-        token are multiplied by the router's weights and added in fp32 in the order of the experts' ranks.
+        token are multiplied by the router's weights, unless these multiply the inputs, and added in fp32 in the order
+        of the experts' ranks.
         """
         topk_ids, topk_weights = choose_experts(x, mixture)
-        found = mix(topk_ids, topk_weights, lambda expert, tokens: expert_result(self, x[tokens], mixture, expert))
+
+        def result_of(expert: int, tokens: np.ndarray) -> Array:
+            factors = input_factors(topk_ids, topk_weights, mixture, expert, tokens)
+            if factors is None:
+                return expert_result(self, x[tokens], mixture, expert)
+            return self._result_of_scaled(x[tokens], factors, mixture, expert)
+
+        found = mix(topk_ids, result_weights(topk_weights, mixture), result_of)
         return self.add_experts(found, residual, addend, gate)
+
+    def _result_of_scaled(self, x: Array, factors: Array, mixture: Mixture, expert: int) -> Array:
+        """What one expert makes of rows times ``factors`` fp32 ``[n]``: ``[n, in]`` -> ``[n, out]``.
+
+        The factors multiply the scales of rows that are quantized, else the rows, which are then rounded to the
+        activation type: see :func:`.experts.expert_linear`. They also multiply the rows of a weight with side products,
+        or with scales of groups.
+        """
+        weight, activation = mixture.hidden[expert], mixture.activation
+        assert activation.gated and activation.limit is None
+        if not weight.dynamic or weight.group_size or weight.side_products:
+            y = self._sums(self._round(x.astype(np.float32) * factors[:, None]), weight)
+        else:
+            codes, scale = self.quantize(rotated(x, weight.rotation) if weight.rotation > 1 else x)
+            acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
+            y = (scale * factors)[:, None] * (weight.scale * acc)
+            y = y if weight.bias is None else y + weight.bias
+        return self.linear(self._gated(self._round(y), activation.function), mixture.down[expert])
 
     def add_experts(self, found: Array, residual: Array, addend: Array, gate: Array) -> Array:
         """What :meth:`experts` returns, of the sum of the experts, fp32 ``[T, out]``; the arguments are its own."""

@@ -48,7 +48,6 @@ def make_mixture(
     biases: ExpertBiases | None,
 ) -> Mixture:
     """What :meth:`Backend.mixture` returns, of weights that ``weight`` makes of an expert's matrices and biases."""
-    assert not spec.scales_input
 
     def weights(experts: Iterable[Sequence[HostWeight]], of_experts: Sequence[np.ndarray] | None) -> list[Any]:
         found = []
@@ -87,6 +86,21 @@ def choose_experts(x: np.ndarray, mixture: Mixture) -> tuple[np.ndarray, np.ndar
     return route(logits, mixture.spec, mixture.correction_bias)
 
 
+def result_weights(topk_weights: np.ndarray, mixture: Mixture) -> np.ndarray:
+    """What multiplies the results of experts: the router's weights, or 1 if these multiply the inputs."""
+    return np.ones_like(topk_weights) if mixture.spec.scales_input else topk_weights
+
+
+def input_factors(
+    topk_ids: np.ndarray, topk_weights: np.ndarray, mixture: Mixture, expert: int, tokens: np.ndarray
+) -> np.ndarray | None:
+    """What multiplies the inputs of an expert, fp32 ``[n]`` for the ``tokens`` that chose it; None for nothing."""
+    if not mixture.spec.scales_input:
+        return None
+    weights: np.ndarray = np.where(topk_ids[tokens] == expert, topk_weights[tokens], np.float32(0)).sum(axis=1)
+    return weights
+
+
 def expert_result(ops: ExpertProducts, x: Array, mixture: Mixture, expert: int) -> Array:
     """What one expert makes of rows ``[n, in]``: ``[n, out]`` in the activation type."""
     weight, activation = mixture.hidden[expert], mixture.activation
@@ -105,7 +119,8 @@ def mix(
 ) -> np.ndarray:
     """The sum of each token's experts in the order of their ranks, fp32 ``[T, out]``.
 
-    ``result_of`` gives what an expert makes of the tokens with these numbers, ``[n, out]``.
+    ``result_of`` gives what an expert makes of the tokens with these numbers, ``[n, out]``. ``topk_weights`` are those
+    of :func:`result_weights`.
     """
     (tokens, top_k), results = topk_ids.shape, None
     for expert, pairs in rows_by_expert(topk_ids.ravel()):

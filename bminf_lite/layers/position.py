@@ -102,9 +102,11 @@ def _llama3(frequencies: np.ndarray, parameters: RopeParameters, head_dim: int, 
     """LLaMA 3.1: long wavelengths are stretched by ``factor``, short ones kept, and those between interpolated."""
     factor, low, high = (_number(parameters, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = _number(parameters, "original_max_position_embeddings", max_positions)
-    if high <= low:
-        raise ValueError(f"rope parameter high_freq_factor ({high}) is not larger than low_freq_factor ({low})")
+    if high < low:
+        raise ValueError(f"rope parameter high_freq_factor ({high}) is smaller than low_freq_factor ({low})")
     wavelengths = np.float32(2 * math.pi) / frequencies
+    if high == low:  # Llama 4: nothing lies between
+        return np.where(wavelengths > original / low, frequencies / np.float32(factor), frequencies), 1.0
     smooth = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
     between = (1 - smooth) * frequencies / np.float32(factor) + smooth * frequencies
     stretched = np.where(wavelengths > original / low, frequencies / np.float32(factor), frequencies)

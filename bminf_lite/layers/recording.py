@@ -14,7 +14,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
-from ..backend.mixture import Mixture, choose_experts, expert_result, make_mixture, mix
+from ..backend.mixture import Mixture, choose_experts, expert_result, input_factors, make_mixture, mix, result_weights
 from ..backend.quantization import HostWeight
 from ..backend.side_products import Adapter
 from ..backend.values import Array, LatentSpec
@@ -121,15 +121,15 @@ class _HookedBackend:
     ) -> Array:
         """The backend's operation, in which every expert is observed, in order of their numbers."""
         rows = np.asarray(self._ops.host(x))
-        topk_ids, topk_weights = choose_experts(rows, mixture)
+        routed = topk_ids, topk_weights = choose_experts(rows, mixture)
         results: dict[int, np.ndarray] = {}
         for expert in range(mixture.spec.num_experts):
             chosen = np.flatnonzero((topk_ids == expert).any(axis=1))
             self._rows = shown = _with_others(chosen, len(rows))
-            found = expert_result(self, self._ops.array(rows[shown]), mixture, expert)
+            found = expert_result(self, self._ops.array(_inputs(rows, shown, mixture, expert, routed)), mixture, expert)
             results[expert] = np.asarray(self._ops.host(found))[np.searchsorted(shown, chosen)]
         self._rows = None
-        found = self._ops.array(mix(topk_ids, topk_weights, lambda expert, _: results[expert]))
+        found = self._ops.array(mix(topk_ids, result_weights(topk_weights, mixture), lambda expert, _: results[expert]))
         return self._ops.add_experts(found, residual, addend, gate)
 
     def adapted(self, base: Any, adapter: Adapter) -> Any:
@@ -151,6 +151,19 @@ class _HookedBackend:
             self._on_weight(tuple(self.requested), parts)
         self.requested.clear()
         return weight
+
+
+def _inputs(
+    rows: np.ndarray, shown: np.ndarray, mixture: Mixture, expert: int, routed: tuple[np.ndarray, np.ndarray]
+) -> np.ndarray:
+    """What an expert reads of the tokens ``shown``, of which some may not have chosen it."""
+    factors = input_factors(*routed, mixture, expert, shown)
+    if factors is None:
+        chosen: np.ndarray = rows[shown]
+        return chosen
+    scaled = rows[shown].astype(np.float32) * np.where(factors > 0, factors, 1)[:, None]
+    inputs: np.ndarray = scaled.astype(rows.dtype)
+    return inputs
 
 
 def _with_others(chosen: np.ndarray, count: int) -> np.ndarray:

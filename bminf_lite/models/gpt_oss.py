@@ -87,6 +87,7 @@ def experts_part(fields: Fields) -> ExpertsPart:
         RouterSpec(fields["experts"], fields["top_k"], Score.SOFTMAX_OF_CHOSEN),
         router_name="mlp.router",
         fused_transposed=True,
+        fused_alternate=True,
         bias=True,
     )
 

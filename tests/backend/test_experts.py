@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.expert_values import ExpertActivation
+from bminf_lite.backend.expert_values import ExpertActivation, RouterSpec, Score
 from bminf_lite.backend.experts import (
     ExpertLayer,
     ExpertWeights,
@@ -22,6 +22,7 @@ from bminf_lite.backend.experts import (
     sort_by_expert,
     weighted_sum,
 )
+from bminf_lite.backend.mixture import Mixture, choose_experts
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 
 RECIPES = ("float", "w8a16", "w8a8", "w8a8-rotate")
@@ -127,6 +128,24 @@ def test_results_are_added_by_rank() -> None:
     ones = np.ones((1, 3), np.float32)
     assert weighted_sum(results, ones)[0, 0] == 1
     assert weighted_sum(results[:, ::-1], ones)[0, 0] == 1 + 2.0**-23
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_mixture_is_the_layer_of_its_experts(recipe: str) -> None:
+    """Also where weights multiply inputs; the bits are the same for int8 activations."""
+    x, _, _ = tokens(30)
+    router = np.random.default_rng(5).normal(size=(EXPERTS, IN)).astype(np.float32)
+    for scales_input in (False, True):
+        layer = layer_of(recipe, scales_input=scales_input)
+        layer = replace(layer, hidden=replace(layer.hidden, bias=None), down=replace(layer.down, bias=None))
+        ops, spec = Backend(), RouterSpec(EXPERTS, TOP_K, Score.SIGMOID, scales_input=scales_input)
+        hidden, down = ([single(ops, weights, e) for e in range(EXPERTS)] for weights in (layer.hidden, layer.down))
+        mixture = Mixture(spec, np.ascontiguousarray(router.T), hidden, down, layer.activation)
+        found, expected = ops.experts(x, mixture), experts_forward(x, *choose_experts(x, mixture), layer)
+        if recipe.startswith("w8a8"):
+            np.testing.assert_array_equal(found, expected)
+        else:
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)  # BLAS chooses an order by shape
 
 
 def test_weights_of_inputs_multiply_the_scale_of_their_codes() -> None:

@@ -118,7 +118,7 @@ def test_both_spellings(config, expected):
         ({"rope_parameters": YARN | {"truncate": "x"}}, "truncate is 'x', not true or false"),
         ({"rope_scaling": {"type": "linear"}}, "factor is None, not a positive number"),
         ({"rope_scaling": {"type": "linear", "factor": -1.0}}, "factor"),
-        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "is not larger than low_freq_factor"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 0.5}}, "is smaller than low_freq_factor"),
         ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "not larger than 1"),
         ({"rope_parameters": YARN | {"attention_factor": -1}}, "attention_factor"),
         ({"rope_parameters": LONG | {"original_max_position_embeddings": 1}}, "is 1, not larger than 1"),

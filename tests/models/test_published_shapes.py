@@ -70,6 +70,7 @@ PARAMETERS = {
     "lfm2-8b-a1b": 8.340e9,
     "gpt-oss-20b": 20.91e9,
     "gpt-oss-120b": 116.83e9,
+    "llama-4-scout": 107.77e9,
 }
 """Counted from the shapes. The first ten papers say 2.6, 11, 2.8, 2.8, 0.97, 0.3, 7, 1.24, 8 and 70 billion."""
 

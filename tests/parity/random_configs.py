@@ -212,7 +212,7 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     has_own_size = family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "lfm2_moe")
     size = "moe_intermediate_size" if has_own_size else "intermediate_size"
     names = {"glm4_moe": "n_routed_experts", "ernie4_5_moe": "moe_num_experts"}
-    names |= dict.fromkeys(("mixtral", "granitemoe", "minimax_m2", "gpt_oss"), "num_local_experts")
+    names |= dict.fromkeys(("mixtral", "granitemoe", "minimax_m2", "gpt_oss", "llama4_text"), "num_local_experts")
     own = {
         names.get(family, "num_experts"): count,
         "moe_k" if family == "ernie4_5_moe" else "num_experts_per_tok": draw.up_to(count + 1),
@@ -230,6 +230,14 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
             "use_bias": draw.flag(), "moe_num_shared_experts": draw.up_to(3, 0), "moe_layer_interval": draw.up_to(3),
             "moe_layer_start_index": draw.up_to(layers, 0), "moe_layer_end_index": draw.up_to(layers, -1),
             "moe_norm_min": draw.one_of(1e-12, 0.5),
+        }  # fmt: skip
+    if family == "llama4_text":
+        plain = [rope for rope in ropes if rope["rope_type"] in ("linear", "llama3")]  # without a factor on scores
+        return own | {
+            "head_dim": 2 * draw.up_to(12, 2), "intermediate_size_mlp": draw.up_to(60, 8), "use_qk_norm": draw.flag(),
+            "interleave_moe_layer_step": draw.up_to(3), "no_rope_layer_interval": draw.up_to(4, 2),
+            "attention_bias": draw.flag(), "attn_temperature_tuning": draw.flag(),
+            "rope_parameters": draw.one_of(config["rope_parameters"], *plain),
         }  # fmt: skip
     if family == "gpt_oss":
         return own | {
@@ -334,7 +342,7 @@ OWN = {
     "gemma2": gemma2, "gemma3_text": gemma3_text, "bloom": bloom,
     "mixtral": experts, "qwen3_moe": experts, "olmoe": experts, "qwen2_moe": experts, "glm4_moe": experts,
     "granitemoe": experts, "ernie4_5_moe": experts, "minimax_m2": experts, "lfm2_moe": experts,
-    "gpt_oss": experts,
+    "gpt_oss": experts, "llama4_text": experts,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), latents),
     "lfm2": lfm2, "qwen3_next": delta_net, "qwen3_5_text": delta_net, "qwen3_5_moe_text": delta_net,
 }  # fmt: skip

@@ -209,8 +209,9 @@ def test_absent_keys_mean_the_defaults_of_the_class(family: str) -> None:
         "num_attention_heads": mixer.heads, "max_position_embeddings": parsed.context_length,
         "tie_word_embeddings": parsed.tied_head,
     }  # fmt: skip
-    if family in ("ministral3", "bloom"):
-        del found["max_position_embeddings"]  # Ministral 3's ends where the queries would grow; BLOOM's class has none
+    if family in ("ministral3", "bloom", "llama4_text"):
+        # Ministral 3's and Llama 4's end where the queries would grow; BLOOM's class has none
+        del found["max_position_embeddings"]
     if family in FAMILIES:
         eps = layer.norms[0].eps
         found |= {"intermediate_size": mlp.inner_size, "num_key_value_heads": mixer.kv_heads, "rms_norm_eps": eps}

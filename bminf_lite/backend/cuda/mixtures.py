@@ -57,6 +57,11 @@ class MixtureLoader:
         with self.loader.uploading():
             before = self._matrices(hidden, spec.num_experts, activation.gated)
             behind = self._matrices(down, spec.num_experts, gated=False, columns=_hidden_units(before, activation))
+        if spec.scales_input and not before.dynamic:
+            raise UsageError(
+                "the router's weights multiply the inputs of these experts, which a GPU computes in w8a8 alone: "
+                "migrate the model with the recipe w8a8-rotate-all, or load it with device='cpu'"
+            )
         return ExpertLayerWeights(weights, before, behind, activation)
 
     def _matrices(

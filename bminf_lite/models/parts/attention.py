@@ -22,10 +22,11 @@ from .part import LayerSource, Part, PartTensors, RelativeBiasTable, SharedValue
 
 
 class QueryKeyNorm(Enum):
-    """The RMSNorm of queries and keys: none, of each head, or of all heads together."""
+    """The RMSNorm of queries and keys: none, of each head, the same without a weight, or of all heads together."""
 
     NONE = "none"
     HEAD = "head"
+    PLAIN_HEAD = "head, without a weight"
     WHOLE = "whole"
 
 
@@ -117,7 +118,7 @@ class AttentionPart(Part):
         )  # fmt: skip
 
     def _norm_tensors(self, layer: str) -> Tensors:
-        if self.qk_norm is QueryKeyNorm.NONE:
+        if self.qk_norm in (QueryKeyNorm.NONE, QueryKeyNorm.PLAIN_HEAD):
             return {}
         counts = (self.heads, self.kv_heads) if self.qk_norm is QueryKeyNorm.WHOLE else (1, 1)
         found: Tensors = {}
@@ -182,13 +183,16 @@ class AttentionPart(Part):
             source.require_delta_nets("attention with a gate for its output")
         weights = TransformedWeights(source.weights, self._row_transforms(source.name))
         norms = None
-        if self.qk_norm is not QueryKeyNorm.NONE:
+        if self.qk_norm is QueryKeyNorm.PLAIN_HEAD:
+            weight = np.ones(self.head_dim, np.float32) * self._norm_scale(1)
+            norms = [Norm(ops.vector(weight.astype(np.float32)), self.norm_eps)] * 2
+        elif self.qk_norm is not QueryKeyNorm.NONE:
             names = source.named((self.q_norm, self.k_norm))
             norms = [
                 rms_norm(ops, weights, name, self.norm_eps, self._norm_scale(heads), self.norm_offset).norm
                 for name, heads in zip(names, (self.heads, self.kv_heads), strict=True)
             ]
-        of_head = norms if self.qk_norm is QueryKeyNorm.HEAD else None
+        of_head = None if self.qk_norm is QueryKeyNorm.WHOLE else norms
         spec = AttentionSpec(
             self.heads,
             self.kv_heads,

@@ -28,8 +28,8 @@ class ExpertsPart(Part):
     matrix ``[1, in]`` times the input.
 
     ``activation`` may have options. ``bias``: the router and all matrices of experts have one; those of all experts are
-    ``{fused}_bias``. ``fused_transposed``: the matrices of fused tensors are ``[in, out]``, and the rows of gate and up
-    alternate. A quantized file has such tensors ``[experts, out, in]`` under ``{fused}_blocks``.
+    ``{fused}_bias``. ``fused_transposed``: the matrices of fused tensors are ``[in, out]``; ``fused_alternate``: the
+    rows of gate and up alternate. A quantized file has such tensors ``[experts, out, in]`` under ``{fused}_blocks``.
     """
 
     hidden_size: int
@@ -43,6 +43,7 @@ class ExpertsPart(Part):
     down: str = "down_proj"
     fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     fused_transposed: bool = False
+    fused_alternate: bool = False
     bias: bool = False
     correction_bias: str | None = None
     correction_bias_is_row: bool = False
@@ -109,7 +110,7 @@ class ExpertsPart(Part):
         matrices: tuple[list[tuple[str, ...]], ...] = [e[:2] for e in experts], [e[2:] for e in experts]
         for name, of_experts in zip(self.fused, matrices, strict=True):
             weights = tuple(weights_of(*names) for names in of_experts)
-            rows_alternate = self.fused_transposed and len(weights[0]) > 1
+            rows_alternate = self.fused_alternate and len(weights[0]) > 1
             found[f"{layer}.{name}"] = FusedExperts(weights, self.fused_transposed, rows_alternate)
             if self.fused_transposed:
                 found[f"{layer}.{name}_blocks"] = FusedExperts(weights, interleaved=rows_alternate)
