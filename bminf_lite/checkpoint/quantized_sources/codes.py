@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """FP4 by its bits (OCP Microscaling Formats 1.0, 5.3.3): a sign, two bits of exponent, one of mantissa."""
-E2M1_PAIRS = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=1)
-"""The two values of each byte, ``[256, 2]``; the first is in the low bits."""
+E2M1_PAIRS = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=1).view(np.uint64)[:, 0]
+"""The two values of each byte, the first in the low bits, side by side in 8 bytes: uint64 ``[256]``."""
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+"""FP8 by its bits. A table is five times as fast as a conversion."""
 E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan)).astype(np.float32)
 """The scales of MX formats by their bits (the same, 5.4.1): ``2 ** (byte - 127)``, and NaN."""
 
@@ -39,28 +42,28 @@ class ScaledCodes:
     def rows(self, first: int, end: int) -> np.ndarray:
         """Rows of the weight, fp32 ``[rows, in]``."""
         values = self.codes(first, end)
-        scales = self.scales(first, end)
-        group_of = None if isinstance(self.group, int) else self.group()
-        if self.zeros is not None:
-            values -= self._of_columns(self.zeros(first, end), group_of, values.shape[1])
+        factors = [self.scales(first, end), *([] if self.zeros is None else [self.zeros(first, end)])]
+        grouped = values
+        if not isinstance(self.group, int):
+            group_of = self.group()
+            factors = [by_group[:, group_of] for by_group in factors]
+        elif values.shape[1] == factors[0].shape[1] * self.group:
+            grouped = values.reshape(len(values), -1, self.group)
+            factors = [by_group[..., None] for by_group in factors]
+        elif factors[0].shape[1] > 1:  # the last group is shorter
+            factors = [np.repeat(by_group, self.group, axis=1)[:, : values.shape[1]] for by_group in factors]
+        scales, *zeros = factors
+        for zero in zeros:
+            grouped -= zero
         with np.errstate(all="ignore"):  # who reads values that are not finite says so
-            values *= self._of_columns(scales, group_of, values.shape[1])
-        return values
-
-    def _of_columns(self, by_group: np.ndarray, group_of: np.ndarray | None, columns: int) -> np.ndarray:
-        """``[rows, groups]`` -> ``[rows, in]``, or ``[rows, 1]`` of one group."""
-        if group_of is not None:
-            return by_group[:, group_of]
-        if by_group.shape[1] == 1:
-            return by_group
-        assert isinstance(self.group, int)
-        return np.repeat(by_group, self.group, axis=1)[:, :columns]
+            grouped *= scales
+        return grouped.reshape(values.shape)
 
 
 def fp4(packed: np.ndarray) -> np.ndarray:
     """Two values in a byte, uint8 ``[rows, n]`` -> fp32 ``[rows, 2 * n]``."""
-    values: np.ndarray = E2M1_PAIRS[packed].reshape(*packed.shape[:-1], -1)
-    return values
+    pairs: np.ndarray = E2M1_PAIRS[packed]
+    return pairs.view(np.float32)
 
 
 def e8m0(scales: np.ndarray) -> np.ndarray:
@@ -77,8 +80,11 @@ def unsigned(words: np.ndarray, bits: int) -> np.ndarray:
     values = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return values
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return ((values[..., None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(*values.shape[:-1], -1)
+    codes = np.empty((*values.shape, 8 // bits), np.uint8)
+    for place in range(8 // bits):
+        np.right_shift(values, place * bits, out=codes[..., place])
+    codes &= np.uint8((1 << bits) - 1)
+    return codes.reshape(*values.shape[:-1], -1)
 
 
 def unsigned_along_rows(words: np.ndarray, bits: int, order: Sequence[int] | None = None) -> np.ndarray:

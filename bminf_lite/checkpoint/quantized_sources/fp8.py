@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import checkpoint_error, is_whole
-from .codes import ScaledCodes
+from .codes import E4M3, ScaledCodes
 from .source_tensors import SCALES, SourceFormat, SourceTensors, block_scales
 
 FP8 = "F8_E4M3"
@@ -92,4 +92,6 @@ def scale_shapes(shape: tuple[int, ...], block: tuple[int, int] | None) -> list[
 
 def one_byte_codes(source: SourceTensors, name: str, first: int, end: int) -> np.ndarray:
     """Rows of the codes ``name``, FP8 or int8, fp32 ``[rows, in]``."""
-    return np.asarray(source.rows(name)[first:end]).astype(np.float32)
+    codes = np.asarray(source.rows(name)[first:end])
+    values: np.ndarray = E4M3[codes.view(np.uint8)] if source.infos[name].dtype == FP8 else codes.astype(np.float32)
+    return values
