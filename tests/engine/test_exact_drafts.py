@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from grammar_kit import EOS, VOCAB_SIZE, make_compiler, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit import RowwiseBackend, WatchedBackend, run
+from test_constrained import schemas
 from test_every_architecture import CONFIGS, IN_EVERY_RUN
 from tiny_models import RandomWeights
 
@@ -45,7 +48,11 @@ MOST_DRAFTS = 6
 
 @dataclass(frozen=True)
 class Task:
-    """A request that can be made again and again. ``leaves_after``: its caller cancels it behind as many tokens."""
+    """A request that can be made again and again.
+
+    It ``arrives_after`` a number of steps, or when nothing else is left, and its caller cancels it behind the tokens
+    ``leaves_after``.
+    """
 
     index: int
     prompt: tuple[int, ...]
@@ -54,10 +61,15 @@ class Task:
     source: tuple[int, ...] = ()
     leaves_after: int | None = None
     eos_ids: frozenset[int] = EOS
+    arrives_after: int = 0
 
     def request(self) -> Request:
         matcher = COMPILER.matcher(self.grammar, self.eos_ids) if self.grammar else None
         return Request(self.index, self.prompt, self.params, self.eos_ids, self.source, matcher=matcher)
+
+    def leaves(self, request: Request) -> bool:
+        """Whether the caller cancels the request now."""
+        return self.leaves_after is not None and len(request.output_tokens) >= self.leaves_after
 
 
 class ChosenDrafter(Drafter):
@@ -90,17 +102,31 @@ def text_of(request: Request) -> tuple[str, str | None]:
 
 
 def serve(model: Model, tasks: Sequence[Task]) -> list[Request]:
-    """Run tasks together; their callers cancel those that leave."""
+    """Run tasks, which arrive while others run; their callers cancel those that leave."""
     requests = [task.request() for task in tasks]
-    engine, leaving = model._engine, {r: task.leaves_after for r, task in zip(requests, tasks, strict=True)}
+    engine, ended, steps = model._engine, SimpleQueue[Request](), count()
+    waiting = sorted(zip(tasks, requests, strict=True), key=lambda pair: pair[0].arrives_after)
 
-    def cancel() -> None:
-        for request, count in leaving.items():
-            if count is not None and len(request.output_tokens) >= count:
-                engine.cancel([request])
+    def on_update(request: Request) -> None:
+        if request.finish_reason is not None:
+            ended.put(request)
 
-    engine._after_steps[:] = [cancel]
-    return run(model, requests)
+    def between_steps() -> None:
+        step, is_idle = next(steps), engine.stats().running + engine.stats().waiting == 0
+        while waiting and (waiting[0][0].arrives_after <= step or is_idle):
+            engine.submit([waiting.pop(0)[1]])
+            is_idle = False
+        leaving = [r for r, task in zip(requests, tasks, strict=True) if task.leaves(r)]
+        engine.cancel(leaving)
+
+    for request in requests:
+        request.on_update = on_update
+    engine._after_steps[:] = [between_steps]
+    engine.call(lambda: None)  # the first step of nothing
+    for _ in requests:
+        if (error := ended.get().error) is not None:
+            raise error
+    return requests
 
 
 def let_draft(model: Model, drafter: Drafter) -> None:
@@ -169,14 +195,15 @@ def many_tasks(draw: st.DrawFn) -> list[Task]:
         params = draw(SAMPLERS)
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_new_tokens"])
         prompt = (*(start if draw(st.booleans()) else ()), *draw(PROMPTS))
-        grammar = draw(st.one_of(st.none(), st.sampled_from(GRAMMARS)))
+        grammar = draw(st.one_of(st.none(), st.sampled_from(GRAMMARS), schemas().map(Grammar.json_schema)))
         leaves = draw(st.one_of(st.none(), st.none(), st.integers(0, 10)))
         eos_ids = EOS
         if grammar is None:
             eos_ids |= draw(st.frozensets(TOKENS, max_size=3))
         else:  # a token that a grammar needs may not be forbidden
             params.pop("logit_bias", None)
-        tasks.append(Task(index, prompt, SamplingParams(**params), grammar, (), leaves, eos_ids))
+        arrives = draw(st.sampled_from([0, 0, 3, 12]))
+        tasks.append(Task(index, prompt, SamplingParams(**params), grammar, (), leaves, eos_ids, arrives))
     return tasks
 
 
