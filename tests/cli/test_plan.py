@@ -26,7 +26,8 @@ def facts(*arguments: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
 def test_every_shape_can_be_planned(path: Path) -> None:
-    found = facts(path, *MACHINE)
+    """A layer of DeepSeek-V3 takes 10.8 GiB, and two slots are needed to stream its layers."""
+    found = facts(path, *MACHINE, "--gpu-memory", "32GiB")
     assert found["total_bytes"] <= found["memory"]
     assert found["tokens_per_second"] > 0
 
