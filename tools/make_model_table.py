@@ -22,6 +22,7 @@ SAME_WEIGHTS = {
     "cpm1": "transformers' GPT-2 on the same weights",
     "cpm2": "transformers' T5 on the same weights",
     "eva": "transformers' T5 on the same weights",
+    "kimi_k2": "transformers' DeepSeek-V3 on the same weights",
 }
 """Models that transformers does not know, and what ``tests/parity`` compares them with."""
 

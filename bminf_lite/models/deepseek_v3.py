@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437), Kimi K2's text: latent attention, experts behind sigmoids."""
+"""DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437): latent attention, experts behind sigmoids."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_kit import WatchedBackend, make_model, run
-from tiny_models import CPM, EVERY, Golden, case_without_golden, goldens
+from tiny_models import CPM, EVERY, RENAMED, Golden, case_without_golden, goldens
 
 from bminf_lite import models
 from bminf_lite.api import Model
@@ -63,6 +63,7 @@ CONFIGS = {
     **{family: config_of(max(goldens(family), key=kinds_of_layers)) for family in EVERY},
     **{model_type: case_without_golden(model_type).config for model_type in CPM},
 }
+CONFIGS |= {name: {**CONFIGS[other], "model_type": name} for name, other in RENAMED.items()}
 IN_EVERY_RUN = ("llama", "mistral", "gemma2", "bloom", "mt5", "deepseek_v3")
 """Full attention, a window, both; biases for positions; an encoder-decoder; latent attention."""
 FIRST, SAMPLED, LAST, DECODING, READING, NEXT_TURN = range(6)

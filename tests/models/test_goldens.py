@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from tiny_models import (
     FAMILIES,
     GPTS,
     MIXTURES,
+    RENAMED,
     Golden,
     RandomWeights,
     TinyModel,
@@ -139,6 +140,14 @@ def test_float_logits_equal_those_of_transformers(backend, golden: Golden):
     if backend.activation_dtype == np.float16:
         logits, expected = without_ties(golden, logits, expected)
     assert_close(logits, expected, "logits", backend.activation_dtype, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_family_under_another_name_has_the_same_logits(name: str):
+    for golden in goldens(RENAMED[name]):
+        renamed = replace(golden, config=golden.config | {"model_type": name})
+        logits = Case(Backend(np.float32), renamed, "float").model().run(golden.tokens)
+        assert_close(logits, golden.logits, "logits", np.float32, np.abs(golden.logits).max())
 
 
 def without_ties(golden: Golden, found: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -59,6 +59,7 @@ PARAMETERS = {
     "glm-4.5-air": 106.85e9,
     "deepseek-v2-lite": 15.706e9,
     "deepseek-v3": 671.03e9,
+    "kimi-k2": 1026.41e9,
     "glm-4.7-flash": 29.94e9,
     "mistral-small-4": 118.97e9,
     "qwen3-next-80b-a3b": 79.67e9,

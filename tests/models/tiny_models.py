@@ -43,6 +43,8 @@ STATES = ("lfm2", *DELTA_NETS)
 """Families with layers that keep a state."""
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 """Families with latent attention. They have experts, too."""
+RENAMED = {"kimi_k2": "deepseek_v3"}
+"""Families that are another one but for the name, which transformers does not know."""
 MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
