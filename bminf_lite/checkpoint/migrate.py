@@ -45,7 +45,7 @@ from .opened_model import OpenedModel, open_model
 from .output_folder import check_space, check_target, output_folder
 from .reader import Checkpoint
 from .recipe import Recipe, Scheme, load_recipe
-from .weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
+from .weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite, folded_factors
 from .writer import SHARD_BYTES, CheckpointWriter, write_json, write_text
 
 MAX_IN_FEATURES = 131_071
@@ -145,6 +145,7 @@ def migrate(
             left_out=tuple(model.left_out()),
             late_rotations={name: block for name, block in late_rotations.items() if block > 1},
             late_groups=late_groups,
+            folded=folded_factors(rewrites),
             rotated_offline=rotated_offline,
             dequantized=tuple(dequantized),
             not_obeyed=not_obeyed_text(model.generation_config),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -47,3 +49,28 @@ class CalibrationResult:
 
     rewrites: Mapping[str, WeightRewrite] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
+
+
+def folded_factors(rewrites: Mapping[str, WeightRewrite]) -> dict[str, dict[str, str]]:
+    """What rows and columns of tensors are multiplied by, by name and ``rows`` or ``columns``, as JSON takes it.
+
+    A tensor without factors is not named. :func:`unpacked_factors` gives the numbers back.
+    """
+    found = {
+        name: {"rows": rewrite.row_factors, "columns": rewrite.column_factors} for name, rewrite in rewrites.items()
+    }
+    packed = {
+        name: {axis: _packed(factors) for axis, factors in both.items() if factors is not None and (factors != 1).any()}
+        for name, both in found.items()
+    }
+    return {name: both for name, both in packed.items() if both}
+
+
+def _packed(factors: np.ndarray) -> str:
+    """Powers of two as text: base64 of their exponents, int8, compressed by zlib."""
+    return base64.b64encode(zlib.compress(np.log2(factors).astype(np.int8).tobytes(), 9)).decode()
+
+
+def unpacked_factors(text: str) -> np.ndarray:
+    """The powers of two, fp32 ``[n]``, of a text of :func:`folded_factors`."""
+    return np.exp2(np.frombuffer(zlib.decompress(base64.b64decode(text)), np.int8).astype(np.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -16,10 +17,11 @@ from outliers import write as write_with_outliers
 
 from bminf_lite import backend
 from bminf_lite.backend.quantization import HostWeight, Int8Weight
+from bminf_lite.checkpoint.manifest import MANIFEST_FILE
 from bminf_lite.checkpoint.migrate import migrate, narrowed_tables, recipe_rewrites
 from bminf_lite.checkpoint.opened_model import OpenedModel, open_model
 from bminf_lite.checkpoint.recipe import CalibrationSettings, Recipe, RotatedInputs, Scheme, load_recipe
-from bminf_lite.checkpoint.weight_rewrite import CalibrationResult, WeightRewrite
+from bminf_lite.checkpoint.weight_rewrite import CalibrationResult, WeightRewrite, unpacked_factors
 from bminf_lite.models.spec import Role
 from bminf_lite.quantize.calibration import run_calibration
 from bminf_lite.quantize.decisions import QuantizationSearch
@@ -117,3 +119,11 @@ def test_of_each_option_of_a_calibration(numbers: int, tmp_path: Path) -> None:
     assert any(product["exponent"] is not None for product in products) == (numbers in (0, 1))
     with open_model(source) as model:
         assert_same(model, recipe, made, tmp_path / "out")
+    folded = json.loads((tmp_path / "out" / MANIFEST_FILE).read_text()).get("folded", {})
+    assert (numbers in (0, 1)) <= any("norm" in name for name in folded)
+    for name, rewrite in made.items():
+        for axis, factors in (("rows", rewrite.row_factors), ("columns", rewrite.column_factors)):
+            text = folded.get(name, {}).get(axis)
+            if factors is not None:
+                np.testing.assert_array_equal(1 if text is None else unpacked_factors(text), factors)
+            assert factors is not None or text is None
