@@ -60,31 +60,54 @@ class WholeMatrices:
             return self._made[name][first:end]
 
 
-def experts_of(fused: FusedExperts, infos: Mapping[str, TensorInfo], whole: np.ndarray) -> dict[str, DerivedTensor]:
-    """The tensors of experts that lie in the fused tensor ``whole``, read when they are used; ``infos`` are theirs."""
-    cache = _LastExpert(fused, whole)
+class RecentExperts:
+    """The tensors of the ``kept`` experts that were read last, of all fused tensors of a checkpoint.
+
+    Gate and up are read together, and each in blocks of rows, by several threads that are at different experts. An
+    expert is made once meanwhile, and threads that need it wait.
+    """
+
+    def __init__(self, kept: int):
+        self._kept = kept
+        self._entries: dict[tuple[str, int], _Expert] = {}  # the last one is the newest
+        self._lock = threading.Lock()
+
+    def parts(self, tensor: str, expert: int, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        """The tensors of a fused tensor's expert, which ``make`` makes."""
+        with self._lock:
+            entry = self._entries.pop((tensor, expert), None) or _Expert()
+            self._entries[tensor, expert] = entry
+            while len(self._entries) > self._kept:
+                del self._entries[next(iter(self._entries))]
+        with entry.lock:
+            if entry.parts is None:
+                entry.parts = make()
+            return entry.parts
+
+
+@dataclass
+class _Expert:
+    """The tensors of an expert, if they are made already."""
+
+    parts: list[np.ndarray] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def experts_of(
+    tensor: str, fused: FusedExperts, infos: Mapping[str, TensorInfo], whole: np.ndarray, recent: RecentExperts
+) -> dict[str, DerivedTensor]:
+    """The tensors of experts that lie in the fused ``tensor``, read when they are used; ``infos`` are theirs.
+
+    ``whole`` has its values.
+    """
+
+    def rows(expert: int, part: int, first: int, end: int) -> np.ndarray:
+        """Rows of a matrix, or the only row of a bias, of an expert."""
+        values = recent.parts(tensor, expert, lambda: fused.parts(np.asarray(whole[expert : expert + 1])[0]))[part]
+        return values[first:end] if values.ndim > 1 else values[None][first:end]
+
     return {
-        name: DerivedTensor(infos[name], functools.partial(cache.rows, expert, part))
+        name: DerivedTensor(infos[name], functools.partial(rows, expert, part))
         for expert, names in enumerate(fused.experts)
         for part, name in enumerate(names)
     }
-
-
-class _LastExpert:
-    """The tensors of the expert that was read last: gate and up are read together, and each in blocks of rows."""
-
-    def __init__(self, fused: FusedExperts, whole: np.ndarray):
-        self._fused = fused
-        self._whole = whole
-        self._expert = -1
-        self._parts: list[np.ndarray] = []
-        self._lock = threading.Lock()
-
-    def rows(self, expert: int, part: int, first: int, end: int) -> np.ndarray:
-        """Rows of a matrix, or the only row of a bias, of an expert."""
-        with self._lock:
-            if self._expert != expert:
-                values = np.asarray(self._whole[expert : expert + 1])[0]
-                self._parts, self._expert = self._fused.parts(values), expert
-            values = self._parts[part]
-        return values[first:end] if values.ndim > 1 else values[None][first:end]

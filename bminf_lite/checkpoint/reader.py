@@ -26,13 +26,13 @@ import numpy as np
 from ..backend.quantization import HostWeight, Int8Weight, OutlierColumns
 from ..backend.stored_matrix import StoredMatrix
 from ..errors import CheckpointError, checkpoint_error
-from ..files import expand, parse_json, read_small_file
+from ..files import expand, parse_json, read_small_file, thread_count
 from ..gguf_files.header import find_gguf
 from ..models.spec import FusedExperts, Parameter
 from . import quantized_sources
 from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
-from .derived_tensor import DerivedTensor, experts_of
+from .derived_tensor import DerivedTensor, RecentExperts, experts_of
 from .gguf_file import open_gguf
 from .manifest import DAMAGED_MANIFEST, FORMAT_VERSIONS, MANIFEST_FILE, file_records
 from .quantized_sources.source_tensors import dequantized
@@ -84,6 +84,7 @@ class Checkpoint:
         _check_manifest(path, self.manifest, files)
         self._checksums = self.manifest.get("checked_when_loaded") or {}
         self._derived: Mapping[str, DerivedTensor] = {}
+        self._recent = RecentExperts(thread_count() + 1)
         self._parts: dict[str, tuple[str, int]] = {}  # of a fused tensor: its name in the file, and the first byte
         if source_format is not None:
             stored = {name: self._kept(name) for name in self.tensors}
@@ -147,7 +148,8 @@ class Checkpoint:
             begin += nbytes
         assert begin == whole.nbytes
         if not fused.is_stacked or name in self._derived:
-            self._derived = {**self._derived, **experts_of(fused, found, cast(np.ndarray, self._kept(name)))}
+            values = cast(np.ndarray, self._kept(name))
+            self._derived = {**self._derived, **experts_of(name, fused, found, values, self._recent)}
         self.tensors = {k: v for other, info in self.tensors.items()
                         for k, v in (found.items() if other == name else ((other, info),))}  # fmt: skip
 

@@ -22,6 +22,7 @@ from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import Recipe, Scheme
 from bminf_lite.errors import CheckpointError
+from bminf_lite.models.spec import FusedExperts
 
 GPT_OSS = {
     "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97,
@@ -320,3 +321,20 @@ def test_a_float_checkpoint_that_claims_to_be_quantized_is_refused(form: Form, t
     folder = kit.save(tmp_path, kit.CONFIG | {"quantization_config": form.config}, values)
     with pytest.raises(CheckpointError, match=r"and there is no tensor .*remove quantization_config from config\.json"):
         open_checkpoint(folder)
+
+
+def test_experts_that_threads_read_in_turn_are_dequantized_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of rows of two experts in turn, as two threads of a migration read them."""
+    stored, _ = kit.mxfp4_experts(GPT_OSS)
+    config = GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}
+    calls, parts = [], FusedExperts.parts
+    monkeypatch.setattr(FusedExperts, "parts", lambda self, values: (calls.append(1), parts(self, values))[1])
+    with open_model(kit.save(tmp_path, config, stored)) as model:
+        buffer = np.empty(64 * 2, np.uint8)
+        for row in range(10):
+            for name in ("0.gate_proj", "1.up_proj", "0.up_proj"):
+                tensor = f"model.layers.0.mlp.experts.{name}.weight"
+                model.checkpoint.read_into(tensor, buffer.data, row * len(buffer))
+    assert len(calls) == 2

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...backend.stored_matrix import StoredMatrix
 from ...errors import CheckpointError, checkpoint_error
+from ...files import thread_count
 from ..derived_tensor import DerivedTensor, Rows, WholeMatrices
 from ..tensor_file import DTYPES, TensorInfo
 from .codes import e8m0
@@ -23,8 +24,8 @@ OF_ACTIVATIONS = (
 )  # fmt: skip
 """The ends of names of tensors that say how activations are quantized."""
 UNFIT = "the files do not fit quantization_config in config.json: get both anew from the same place"
-KEPT_TENSORS = 16
-"""Packed tensors that are kept while rows of a matrix that lies there by columns are read: those of four matrices."""
+PACKED_TENSORS = 4
+"""The most tensors of a matrix that lies there by columns: words, zero points, scales and groups of inputs."""
 
 
 class SourceFormat(ABC):
@@ -53,7 +54,7 @@ class SourceTensors:
 
     def __post_init__(self) -> None:
         self._transposes: dict[str, Callable[[], np.ndarray]] = {}
-        self._transposed = WholeMatrices(self._transposes, KEPT_TENSORS)
+        self._transposed = WholeMatrices(self._transposes, PACKED_TENSORS * (thread_count() + 1))
 
     def ending(self, suffix: str) -> list[str]:
         """The tensors whose names end so, without that end, in the order of the files."""
