@@ -42,6 +42,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         "tensors": f"{len(found['tensors'])}, {size_text(found['bytes'])} ({kinds})",
         "quantization": quantization_text(found["quantization"]),
     }
+    if kinds_in_file := sorted({t["stored_as"] for t in found["tensors"].values() if "stored_as" in t}):
+        facts["quantization"] = f"read as float, from {', '.join(kinds_in_file)}"
     if found["migration"]:
         recipe = found["migration"]["recipe"] or {}
         facts["migrated"] = f"by bminf-lite {found['migration']['tool_version']}, recipe {recipe.get('name')}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import quantized_kit
 import tiny_checkpoint
 from cli_kit import output
 from safetensors.numpy import load_file, save_file
@@ -32,6 +33,13 @@ def test_a_migrated_checkpoint(source: Path, tmp_path: Path, recipe: str, activa
     assert text.count("scales ") == 2 * 7 + 1  # seven linear layers in each of two blocks, and the head
     assert "[48, 32]" in text  # the shape of the matrix, packed or not
     assert json.loads(output("inspect", tmp_path / "out", "--json")) == inspect(tmp_path / "out")
+
+
+def test_a_checkpoint_that_others_have_quantized(tmp_path: Path) -> None:
+    stored, _ = quantized_kit.model(quantized_kit.FORMS[0])
+    config = quantized_kit.CONFIG | {"quantization_config": quantized_kit.FP8}
+    text = output("inspect", quantized_kit.save(tmp_path, config, stored))
+    assert "quantization  read as float, from FP8 with scales of blocks of 40 x 24" in text
 
 
 def test_names_cannot_move_the_cursor_or_pass_for_another_line(tmp_path: Path) -> None:
