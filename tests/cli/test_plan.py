@@ -26,8 +26,8 @@ def facts(*arguments: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
 def test_every_shape_can_be_planned(path: Path) -> None:
-    """A layer of DeepSeek-V3 takes 10.8 GiB, and two slots are needed to stream its layers."""
-    found = facts(path, *MACHINE, "--gpu-memory", "32GiB")
+    """A layer of Kimi K2 takes 15.9 GiB, and two slots are needed to stream its layers."""
+    found = facts(path, *MACHINE, "--gpu-memory", "40GiB")
     assert found["total_bytes"] <= found["memory"]
     assert found["tokens_per_second"] > 0
 
