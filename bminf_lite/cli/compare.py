@@ -87,7 +87,7 @@ def compare(
             kv_cache=kv_cache,
             progress=progress_callback(bar),
         )
-    click.echo(json.dumps(result.to_dict()) if as_json else lines(result))
+    click.echo(json.dumps(result.to_dict()) if as_json else lines(result, was_searched(model)))
     if report is not None:  # last, so that a full disk does not lose the results above
         write_report(report, result, model, reference, text)
         click.echo(f"wrote {report}", err=True)
@@ -95,15 +95,29 @@ def compare(
         require_number(side.value)
 
 
-def lines(result: Comparison) -> str:
-    """The comparison as text: predictions, the products with the least signal to noise, and what to try next."""
+def was_searched(model: Path) -> bool:
+    """Whether a search chose how the products of the checkpoint in the folder ``model`` are quantized."""
+    from ..checkpoint.manifest import MANIFEST_FILE
+    from ..checkpoint.reader import MAX_LIST_BYTES, read_json
+
+    manifest = model / MANIFEST_FILE
+    return manifest.is_file() and "trade" in (read_json(manifest, MAX_LIST_BYTES).get("cost") or {})
+
+
+def lines(result: Comparison, was_searched: bool = False) -> str:
+    """The comparison as text: predictions, the products with the least signal to noise, and what to try next.
+
+    ``was_searched`` is that of :func:`.advice.advice`.
+    """
     from ..evaluation.advice import ProductCounts, advice
 
     found = sorted(result.linears, key=lambda linear: linear.own.snr_db)[:MAX_SHOWN]
     width = max(len(linear.name) for linear in found)
     title = f"least signal to noise of its own, of {len(result.linears)} products:"
     worst = [linear.tensors[0] for linear in found if "w8a8" in linear.scheme]
-    tips = advice(result.divergence.kl, ProductCounts.of(linear.scheme for linear in result.linears), worst)
+    tips = advice(
+        result.divergence.kl, ProductCounts.of(linear.scheme for linear in result.linears), worst, was_searched
+    )
     return "\n".join(
         [result.divergence.summary(), "", title, *(linear_line(linear, width) for linear in found)]
         + ["", *tips] * bool(tips)

@@ -9,6 +9,8 @@ import pytest
 import tiny_checkpoint
 from cli_kit import output, run
 
+from bminf_lite.cli.compare import was_searched
+
 CPU = ("--device", "cpu")
 
 
@@ -19,6 +21,12 @@ def test_lines_for_people_name_the_worst_products(source: Path, int8: Path, text
     losses = [float(line.split("w8a8")[1].split("dB")[0].split()[-1]) for line in lines[4:end]]
     assert "the loss is small" in lines[end + 1]
     assert len(losses) == 5 and losses == sorted(losses)
+
+
+def test_what_is_advised_depends_on_how_the_model_was_made(int8: Path, tmp_path: Path):
+    assert not was_searched(int8) and not was_searched(tmp_path)
+    (tmp_path / "bminf_lite.json").write_text(json.dumps({"cost": {"kl": 0.1, "trade": {}}}))
+    assert was_searched(tmp_path)
 
 
 def test_json_has_every_layer(source: Path, int8: Path, text: Path):
