@@ -44,6 +44,8 @@ GRAMMARS = [
 ]  # fmt: skip
 STOPS = [("a",), ("12", "ef"), ("],", "u"), ("abc", "b1", ":")]
 MOST_DRAFTS = 6
+LONGEST = 220
+"""Tokens of a prompt: with the longest completion it fits the context."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def many_tasks(draw: st.DrawFn) -> list[Task]:
     for index in range(draw(st.integers(1, 5))):
         params = draw(SAMPLERS)
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_new_tokens"])
-        prompt = (*(start if draw(st.booleans()) else ()), *draw(PROMPTS))
+        prompt = (*(start if draw(st.booleans()) else ()), *draw(PROMPTS))[:LONGEST]
         grammar = draw(st.one_of(st.none(), st.sampled_from(GRAMMARS), schemas().map(Grammar.json_schema)))
         leaves = draw(st.one_of(st.none(), st.none(), st.integers(0, 10)))
         eos_ids = EOS
