@@ -27,7 +27,7 @@ class MetaBackend(Backend):
     ``layer_bytes`` are the bytes of each layer's matrices, stack by stack. ``non_layer_bytes`` are those of all other
     arrays, of which ``table_bytes`` are embedding tables. ``layer_products`` and ``layer_vectors`` count the matrices
     and the vectors of norms, stack by stack. ``expert_bytes`` has the matrices of each mixture of experts, which
-    ``layer_bytes`` count too.
+    ``layer_bytes`` count too, with their scales.
     """
 
     name = "meta"
@@ -103,16 +103,16 @@ class MetaBackend(Backend):
         if biases is not None:
             rows = sum(round_up(len(b), PAD) for b in (biases.router, *biases.hidden, *biases.down))
             self.non_layer_bytes += aligned(rows * 4)
-        before = sum(self.layer_bytes[-1]), self.layer_products[-1]
+        before, products = sum(self.layer_bytes[-1]) + self.non_layer_bytes, self.layer_products[-1]
         widths = [features]
         for matrices in (hidden, down):
             for parts in matrices:
                 self.weight(parts)
                 widths.append(sum(part.shape[0] for part in parts))
-        self.layer_products[-1] = before[1] + 3
+        self.layer_products[-1] = products + 3
         self._widest = max(self._widest, _bytes_of_experts(spec, features, widths[1] // 2, widths[-1]))
-        read = ExpertBytes(sum(self.layer_bytes[-1]) - before[0], spec.num_experts, spec.top_k)
-        self.expert_bytes.append(read)
+        nbytes = sum(self.layer_bytes[-1]) + self.non_layer_bytes - before
+        self.expert_bytes.append(ExpertBytes(nbytes, spec.num_experts, spec.top_k))
 
     def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
         """Two products, with the keys' matrices and the values', which are one array in 16 bits.

@@ -96,6 +96,11 @@ def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
         "layers": len(plan.requirements.layers),
         "prompt_layers": len(plan.requirements.prompt_layers),
         "weight_bytes": plan.requirements.weights,
+        "weight_bytes_per_step": round(plan.requirements.decode.weight_bytes(plan.batch)),
+        "experts": [
+            {"num_experts": mixture.num_experts, "top_k": mixture.top_k, "bytes": mixture.nbytes}
+            for mixture in plan.requirements.decode.experts
+        ],
         "cache_bytes_per_token": plan.requirements.cache_per_token,
         "cache_bytes_per_sequence": plan.requirements.cache_per_sequence,
         "snapshots": plan.num_snapshots,

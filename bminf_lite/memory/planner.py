@@ -498,6 +498,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         "model": f"{encoder}{len(requirements.layers)} layers, weights {format_size(requirements.weights)}, "
         f"cache {format_size(requirements.cache_per_token)} per token"
         + (f" and {format_size(states)} per sequence" if states else ""),
+        **({"experts": experts_text(plan)} if requirements.decode.experts else {}),
         "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),
         "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
         f"{plan.chunk:,}",
@@ -511,6 +512,19 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     advice = suggestions(plan)
     listed = ["to stream less:", *(f"  - {text}" for text in advice)] if advice else []
     return [*(f"{name:13}{value}" for name, value in rows.items()), *listed]
+
+
+def experts_text(plan: MemoryPlan) -> str:
+    """The mixtures of experts by kind, and what a step reads of all weights."""
+    decode, parts = plan.requirements.decode, []
+    for num_experts, top_k in dict.fromkeys((m.num_experts, m.top_k) for m in decode.experts):
+        alike = [m.nbytes for m in decode.experts if (m.num_experts, m.top_k) == (num_experts, top_k)]
+        parts.append(
+            f"{len(alike)} layers of {num_experts} experts, {format_size(sum(alike))}, of which a token chooses {top_k}"
+        )
+    read = format_size(round(decode.weight_bytes(plan.batch)))
+    of = "sequence reads" if plan.batch == 1 else "sequences that choose at random reads"
+    return f"{', '.join(parts)}; a step of {plan.batch:,} {of} {read} of weights"
 
 
 def host_text(plan: MemoryPlan) -> str:

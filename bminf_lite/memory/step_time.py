@@ -64,11 +64,14 @@ class DecodeWork:
     logit_bytes: int
     experts: tuple[ExpertBytes, ...] = ()
 
+    def weight_bytes(self, batch: int) -> float:
+        """Bytes of weights that a step of ``batch`` sequences reads, if each token chooses its experts at random."""
+        return self.matrix_bytes - sum(mixture.nbytes - mixture.read(batch) for mixture in self.experts)
+
     def seconds(self, cache: Sequence[CacheGroup], context: int, batch: int, bandwidth: float) -> float:
         """Seconds of a step of ``batch`` sequences behind ``context`` tokens; ``bandwidth`` in bytes per second."""
         rows = tiled_rows(batch) if batch > 1 else 0
-        left_out = sum(mixture.nbytes - mixture.read(batch) for mixture in self.experts)
-        weights = self.matrix_bytes - left_out
+        weights = self.weight_bytes(batch)
         moved = weights + batch * self.logit_bytes
         compute = weights * (WEIGHT_SECONDS + ROW_SECONDS * rows)
         for group in cache:

@@ -48,6 +48,22 @@ def test_int8_weights_are_about_a_byte_each() -> None:
     assert wide["weight_bytes"] == pytest.approx(found["weight_bytes"], rel=0.001)
 
 
+def test_a_mixture_s_plan_says_what_a_step_reads_of_its_experts() -> None:
+    """Of Qwen3-30B-A3B a token reads 8 of 128 experts, beside attention, router (fp32) and head of each layer."""
+    model, ample = CONFIGS / "qwen3-30b-a3b.json", ("--gpu-memory", "80GiB", "--link", "25", "--bandwidth", "900")
+    expert, beside = 3 * 2048 * 768, 2 * 2048 * (4096 + 512) + 4 * 128 * 2048
+    found = facts(model, *ample, "--context", "1000")
+    assert [(e["num_experts"], e["top_k"]) for e in found["experts"]] == [(128, 8)] * 48
+    assert sum(e["bytes"] for e in found["experts"]) == pytest.approx(48 * 128 * expert, rel=0.01)
+    assert found["weight_bytes_per_step"] == pytest.approx(48 * (8 * expert + beside) + 151936 * 2048, rel=0.01)
+    # of 16 sequences that choose at random, 1 - (1 - 8 / 128) ** 16 = 64 % of the experts
+    many = facts(model, *ample, "--context", "1000", "--batch", "16")["weight_bytes_per_step"]
+    assert many == pytest.approx(48 * (0.644 * 128 * expert + beside) + 151936 * 2048, rel=0.01)
+    text = run(model, *ample).stdout
+    assert "48 layers of 128 experts, 27.1 GiB, of which a token chooses 8; a step of 1 sequence reads 2.9 GiB" in text
+    assert "experts" not in run(CONFIGS / "llama-3-8b.json", *MACHINE).stdout
+
+
 def test_an_int8_cache_takes_half() -> None:
     plain, small = (
         facts(CONFIGS / "llama-3-8b.json", *MACHINE, "--kv-cache", kind)["cache_bytes_per_token"]
