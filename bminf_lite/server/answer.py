@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..text.reasoning import Content, Reasoning, ReasoningParser
+from ..text.reasoning import AnswerParser, Content, Reasoning
 from ..text.text_stream import ScoredToken, TextStream
 from ..text.tool_calls import ArgumentsDelta, CallBegin, CallEnd, ToolCallParser
 from .client import Generation, Output
@@ -37,7 +37,7 @@ class Answer:
     def __init__(
         self,
         completion: TextStream,
-        reasoning: ReasoningParser | None = None,
+        reasoning: AnswerParser | None = None,
         tools: ToolCallParser | None = None,
         parallel_calls: bool = True,
     ):

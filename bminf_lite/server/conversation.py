@@ -12,9 +12,9 @@ from ..errors import UsageError
 from ..grammar import Grammar, Structure
 from ..grammar.value import specification
 from ..text.chat_template import Message, content_text
-from ..text.lark import TokenId, after_reasoning, no_token
+from ..text.lark import TokenId, after_reasoning, mark_rule, no_token
 from ..text.prompts import EncodedPrompt
-from ..text.reasoning import ReasoningFormat, ReasoningParser, find_reasoning_format
+from ..text.reasoning import ReasoningFormat, find_reasoning_format
 from ..text.text_stream import TextStream
 from ..text.token_bytes import TokenTexts
 from ..text.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ class PreparedConversation:
         before = self.prompt.before_text(self.grammar is not None)
         return Answer(
             TextStream(self.tokenizer, stop or self.default_stops, before, texts, bool(keeps_stop)),
-            ReasoningParser(self.reasoning, self.reasoning_is_open) if self.reasoning else None,
+            self.reasoning.parser(self.reasoning_is_open) if self.reasoning else None,
             ToolCallParser(self.tools, self.schemas, self.schemas) if self.tools else None,
             self.parallel_calls,
         )
@@ -112,7 +112,7 @@ async def prepare(server: ServerState, conversation: Conversation, client: str) 
         server.tokenizer_showing(shown) if shown else tokenizer,
         form,
         {tool["function"]["name"]: parameters_of(tool["function"]) for tool in tools},
-        reasoning if conversation.separates_reasoning else None,
+        reasoning if reasoning is None or conversation.separates_reasoning else reasoning.unseparated,
         is_open,
         conversation.parallel_calls,
         server.default_stops,
@@ -162,7 +162,9 @@ async def _grammar(
     def make(token_id: TokenId) -> Grammar | None:
         if form is None:
             assert structure is not None
-            return Grammar.lark(after_reasoning(f"answer: {_nested(structure)}", reasoning, is_open, token_id))
+            assert reasoning is not None
+            answer = f"answer: {mark_rule(reasoning.answer, token_id)} {_nested(structure)}"
+            return Grammar.lark(after_reasoning(answer, reasoning, is_open, token_id))
         text = tool_grammar(
             form, conversation.callable_tools, required=choice.mode == "required" or structure is not None,
             name=choice.name, parallel=conversation.parallel_calls, token_id=token_id, reasoning=reasoning,
@@ -170,7 +172,8 @@ async def _grammar(
         )  # fmt: skip
         if text is not None and structure is not None and choice.mode == "auto":
             text = text.replace("\nanswer: ", "\nanswer: calls | structure\ncalls: ", 1)
-            text += f"\nstructure: {_nested(structure)}"
+            before = "" if reasoning is None else mark_rule(reasoning.answer, token_id)
+            text += f"\nstructure: {before} {_nested(structure)}"
         return None if text is None else Grammar.lark(text)
 
     field = "tools" if form is not None else structures[0].name

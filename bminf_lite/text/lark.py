@@ -22,9 +22,20 @@ def no_token(text: str) -> int | None:
 
 
 def mark_rule(mark: str, token_id: TokenId) -> str:
-    """A mark as a part of a rule: its token id, or its text in quotes."""
-    found = token_id(mark)
-    return json.dumps(mark) if found is None else f"<[{found}]>"
+    """A mark as a part of a rule: its token id, or its text in quotes. Nothing for an empty mark.
+
+    A mark may have several tokens of the form ``<|this|>``, and text between them.
+    """
+    found = token_id(mark) if mark else None
+    if found is not None:
+        return f"<[{found}]>"
+    parts = [part for part in re.split(r"(<\|\w+\|>)", mark) if part]
+    tokens = [token_id(part) if part.startswith("<|") and part != mark else None for part in parts]
+    if not any(token is not None for token in tokens):
+        return json.dumps(mark) if mark else ""
+    return " ".join(
+        json.dumps(part) if token is None else f"<[{token}]>" for part, token in zip(parts, tokens, strict=True)
+    )
 
 
 def rule_until(name: str, mark: str, token_id: TokenId) -> str:
@@ -46,5 +57,6 @@ def after_reasoning(rules: str, form: ReasoningFormat | None, is_open: bool, tok
         return f"start: answer\n{text}\n{rules}"
     begin = "" if is_open else mark_rule(form.begin, token_id)
     start = "start: reasoning answer" if is_open else "start: reasoning? answer"
-    reasoning = f"reasoning: {begin} until_end /\\n{{0,2}}/\n{rule_until('until_end', form.end, token_id)}"
+    gap = mark_rule(form.next, token_id) or "/\\n{0,2}/"
+    reasoning = f"reasoning: {begin} until_end {gap}\n{rule_until('until_end', form.end, token_id)}"
     return f"{start}\n{reasoning}\n{text}\n{rules}"

@@ -11,12 +11,13 @@ from test_tool_calls import parse_text
 from test_tool_prompts import TIME, WEATHER
 
 from bminf_lite.errors import UsageError
+from bminf_lite.text import reasoning
 from bminf_lite.text.reasoning import REASONING_FORMATS
-from bminf_lite.text.tool_calls import TOOL_FORMATS, tool_grammar
+from bminf_lite.text.tool_calls import HARMONY, TOOL_FORMATS, tool_grammar
 
 llguidance = pytest.importorskip("llguidance")
 TOKENIZER = tool_templates.tokenizer()
-FORMS = list(TOOL_FORMATS.values())
+FORMS = [form for form in TOOL_FORMATS.values() if form is not HARMONY]  # of which an answer is one message
 STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
 STRICT["function"]["parameters"] = {**WEATHER["function"]["parameters"], "additionalProperties": False}
 THINK = REASONING_FORMATS["think"]
@@ -113,6 +114,26 @@ def test_without_ids_a_grammar_needs_no_vocabulary(form):
         "sting"
         in matcher(llguidance.LLTokenizer("byte"), tool_grammar(form, [bad], required=True), log_level=0).get_error()
     )
+
+
+def test_messages_of_harmony(accepts):
+    """An answer is one call or one text, each in its channel; reasoning precedes it."""
+    options = {"reasoning": reasoning.HARMONY, "token_id": TOKENIZER.piece_to_id}
+    call, text = written(HARMONY, CITY), f"{HARMONY.text_mark}Hello. < {{"
+    natural = call.replace("<|message|>", " <|constrain|>json<|message|>") + "<|call|>"
+    analysis = "<|channel|>analysis<|message|>Hm <|<|end|><|start|>assistant"
+    required = tool_grammar(HARMONY, [STRICT, TIME], required=True, **options)
+    for accepted in (call, natural, analysis + natural):
+        assert accepts(required, accepted)
+    for refused in ("Hello", text, written(HARMONY, WRONG), written(HARMONY, ("f", "{}")), call + call):
+        assert accepts(required, refused) is False
+    free = tool_grammar(HARMONY, [STRICT, TIME], **options)
+    assert accepts(free, text) and accepts(free, analysis + text) and accepts(free, natural)
+    assert accepts(free, "Hello") is False and not accepts(free, written(HARMONY, WRONG))
+    named = tool_grammar(HARMONY, [WEATHER, TIME], name="time", **options)
+    assert accepts(named, written(HARMONY, NOW)) and not accepts(named, call)
+    opened = tool_grammar(HARMONY, [STRICT], required=True, **options, reasoning_is_open=True)
+    assert accepts(opened, f"Hm<|end|><|start|>assistant{call}") and accepts(opened, "Hm") is None
 
 
 PLAN = {

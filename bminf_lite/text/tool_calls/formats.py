@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...errors import UsageError
+from ..reasoning import HARMONY as HARMONY_REASONING
+from ..reasoning import HARMONY_CALL, MESSAGE
 
 Tool = Mapping[str, Any]
 """OpenAI's form: ``{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}``."""
@@ -29,6 +31,8 @@ class ToolFormat:
       - ``xml``: ``<function=name>``, and each argument as a text within ``<parameter=name>``.
       - ``python``: a list of calls as Python writes them.
     - ``has_bare_calls``: an answer that begins with a call may leave out ``begin``.
+    - ``constraint``: what may stand behind the name of a ``named`` call.
+    - ``text_mark``: what precedes an answer that is text.
     - ``is_generic``: the chat template gets a description of the functions in a message, by :func:`.generic_messages`.
     """
 
@@ -42,6 +46,8 @@ class ToolFormat:
     arguments_mark: str = ""
     call_marks: tuple[str, str] = ("", "")
     is_fenced: bool = False
+    constraint: str = ""
+    text_mark: str = ""
     is_generic: bool = False
 
     @property
@@ -77,6 +83,10 @@ DEEPSEEK_V3 = replace(DEEPSEEK_V31, name="deepseek_v3", is_fenced=True)
 LLAMA4_PYTHONIC = ToolFormat(
     "llama4_pythonic", "<|python_start|>", "<|python_end|>", syntax="python", has_bare_calls=True
 )
+HARMONY = ToolFormat(
+    "harmony", HARMONY_CALL, "<|call|>", syntax="named", arguments_mark=MESSAGE,
+    constraint=" <|constrain|>json", text_mark=HARMONY_REASONING.answer,
+)  # fmt: skip
 GENERIC = ToolFormat("generic", "<tool_call>", "</tool_call>", is_generic=True)
 
 TOOL_FORMATS = {
@@ -90,6 +100,7 @@ TOOL_FORMATS = {
         MISTRAL_ARGS,
         DEEPSEEK_V3,
         DEEPSEEK_V31,
+        HARMONY,
         GENERIC,
     )
 }
@@ -106,6 +117,7 @@ def find_tool_format(template: str | None, has_token: Callable[[str], bool]) -> 
     - ``mistral_args``, ``mistral``: it mentions ``[TOOL_CALLS]`` with or without ``[ARGS]``.
     - ``deepseek_v3`` (DeepSeek V3 and R1), ``deepseek_v31``: it mentions ``<｜tool▁calls▁begin｜>`` with or without a
       fence for JSON.
+    - ``harmony`` (gpt-oss): it mentions the channel of its reasoning. :class:`.HarmonyParser` reads an answer first.
     - ``llama4_pythonic`` (Llama 4 and 3.2): it describes calls as ``[func_name1(``.
     - ``llama3_json`` (Llama 3.1 to 3.3): the vocabulary has ``<|python_tag|>``.
     """
@@ -118,6 +130,8 @@ def find_tool_format(template: str | None, has_token: Callable[[str], bool]) -> 
         return QWEN3_CODER if "<function=" in source else HERMES
     if DEEPSEEK_V3.begin in source:
         return DEEPSEEK_V3 if "```json" in source else DEEPSEEK_V31
+    if HARMONY_REASONING.begin in source:
+        return HARMONY
     if "[func_name1(" in source:
         return LLAMA4_PYTHONIC
     return LLAMA3_JSON if has_token(LLAMA3_JSON.begin) else GENERIC

@@ -51,11 +51,15 @@ def tool_grammar(
     if not required and not any(tool["function"].get("strict") for tool in tools):
         return None
     begin, rest = mark_rule(form.begin, token_id), _after_begin(form, parallel, token_id)
-    repeats = parallel and (form.syntax in ("named", "xml") or (form.syntax == "json" and bool(form.end)))
+    repeats = parallel and (
+        form.syntax == "xml" or (form.syntax == "named" and not form.end) or (form.syntax == "json" and bool(form.end))
+    )
     if required:
         optional, separator = "?" * form.has_bare_calls, r'"\n"? ' * bool(form.end)
         again = f" ({separator}{begin} rest)*" * repeats
         answer = f"answer: {begin}{optional} rest{again}"
+    elif form.text_mark:
+        answer = f"answer: {mark_rule(form.text_mark, token_id)} TEXT | {begin} rest"
     elif form.has_bare_calls:
         answer = f"answer: NO_CALL | {begin}? rest | NO_CALL {begin} rest\n"
         first = r"\[" if form.syntax == "python" else "{"
@@ -81,6 +85,8 @@ def _after_begin(form: ToolFormat, parallel: bool, token_id: TokenId) -> str:
         return f"{one} {f'({separator}{one})* ' * parallel}{mark_rule(form.end, token_id)}"
     if form.syntax == "python":
         return f'"[" call {_MORE_CALLS * parallel}"]" {mark_rule(form.end, token_id)}?'
+    if form.syntax == "named" and form.end:  # the end ends the answer
+        return f"call {mark_rule(form.end, token_id)}?"
     if form.end:
         return rf'"\n" call "\n" {mark_rule(form.end, token_id)}'
     if form.is_list:
@@ -107,7 +113,8 @@ def _json_call(form: ToolFormat, name: str, number: int, schema: dict[str, Any],
 
 def _named_call(form: ToolFormat, name: str, number: int, schema: dict[str, Any], token_id: TokenId) -> list[str]:
     mark, arguments = mark_rule(form.arguments_mark, token_id), f"arguments_{number}"
-    begin, end = f"{json.dumps(name)} {mark}", ""
+    constraint = f"({mark_rule(form.constraint, token_id)})? " if form.constraint else ""
+    begin, end = f"{json.dumps(name)} {constraint}{mark}", ""
     if form.is_fenced:
         begin, end = rf'"function" {mark} {json.dumps(name)} "\n```json\n"', r'"\n```"'
     return [f"call_{number}: {begin} {arguments} {end}", f"{arguments}: %json {json.dumps(schema)}"]
