@@ -130,11 +130,9 @@ class NumpyWeight:
 class Backend(HostDevice):
     """The operations over NumPy, on the host's memory.
 
-    ``computes_attention_sinks``: whether attention may have sinks.
-    ``computes_delta_nets``: whether they may have a gated DeltaNet, or attention with a gate for its output.
+    ``computes_delta_nets``: whether models may have a gated DeltaNet, or attention with a gate for its output.
     """
 
-    computes_attention_sinks = True
     computes_delta_nets = True
 
     # -- loading --------------------------------------------------------------------------------------------------

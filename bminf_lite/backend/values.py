@@ -232,7 +232,7 @@ class AttentionSpec:
     window). ``q_norm`` and ``k_norm`` normalise each head before the rotation. With an ``output_gate``, the output is
     multiplied by the sigmoid of a gate for each of its elements. A ``softcap``, a ``LinearBias`` and an ``output_gate``
     are for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more score of each head, whose value is zero:
-    it takes a share of the softmax.
+    it takes a share of the softmax. They are for causal self-attention without a ``bias`` or a ``softcap`` only.
     """
 
     heads: int
@@ -249,7 +249,7 @@ class AttentionSpec:
     output_gate: bool = False
 
     def __post_init__(self) -> None:
-        assert self.bias is None or self.softcap is None
+        assert sum(x is not None for x in (self.bias, self.softcap, self.sinks)) <= 1
 
     def shard(self, tp_size: int) -> AttentionSpec:
         """The attention of one of ``tp_size`` ranks, which divide the heads.

@@ -43,6 +43,7 @@ CASES = {
         "backend/test_latent_attention.py::test_segments_are_merged_in_one_order",
         f"{GOLDENS}{REFERENCE}[w8a8-mistral4: growing queries, a dense layer, groups]",
         "models/test_mixtures.py",
+        f"{GOLDENS}{INT8_CACHE}[w8a8-gpt_oss: plain weights]",
         "backend/test_cuda_memory.py",
         "backend/test_early_attention.py",
         "memory/test_streaming_gpu.py::test_streamed_and_resident_give_equal_results",
@@ -54,6 +55,7 @@ CASES = {
         f"{GOLDENS}{REFERENCE}[w8a8-umt5: tied]",
         "models/test_mixtures.py::test_a_gpu_gives_what_the_reference_gives[w8a8-rotate-all-qwen2_moe: plain weights]",
         "models/test_mixtures.py::test_a_gpu_gives_what_the_reference_gives[float-ernie4_5_moe: plain weights]",
+        "models/test_mixtures.py::test_a_gpu_gives_what_the_reference_gives[w8a8-gpt_oss: plain weights]",
         "evaluation/test_compare.py::test_a_gpu_finds_what_a_cpu_finds",
     ),
     "sm_120": (

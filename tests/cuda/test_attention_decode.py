@@ -194,6 +194,7 @@ class Problem:
                 ScoreKind.ALIBI: LinearBias(cp.asarray(0.3 ** np.arange(1, shape.heads + 1), cp.float32)),
             }.get(shape.scores),
             softcap=1.5 if shape.scores is ScoreKind.CAPPED else None,
+            sinks=cp.asarray(rng.uniform(-2, 4, shape.heads), cp.float32) if shape.scores is ScoreKind.SINKS else None,
             rope=Rope(cp.asarray(frequencies, cp.float32)) if shape.rotated else None,
             q_norm=Norm(cp.asarray(weight[0]), 1e-6) if shape.rotated else None,
             k_norm=Norm(cp.asarray(weight[1]), 1e-6) if shape.rotated else None,
@@ -288,8 +289,12 @@ class Problem:
                 scores = self.spec.softcap * np.tanh(scores / self.spec.softcap)
             if shape.window is not None:
                 scores[:, :, : max(0, length - shape.window)] = -np.inf
+            if self.spec.sinks is not None:  # one more score, whose value is zero
+                sinks = self.spec.sinks.get().reshape(shape.kv_heads, group, 1)
+                scores = np.concatenate([scores, sinks], axis=-1)
             weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e30))
             sums = np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+            weights = weights[..., :length]
             outputs.append(np.einsum("kgl,kld->kgd", weights / sums, values.astype(np.float64)).ravel())
         return np.array(outputs)
 
@@ -310,6 +315,8 @@ SHAPES = (
     Shape(scores=ScoreKind.CAPPED, int8=True),
     Shape(kv_heads=8, scores=ScoreKind.ALIBI),
     Shape(heads=12, kv_heads=1, head_dim=80, scores=ScoreKind.ALIBI, int8=True),
+    Shape(heads=16, head_dim=64, window=128, scores=ScoreKind.SINKS),
+    Shape(scores=ScoreKind.SINKS, int8=True),
     Shape(kv_heads=8, head_dim=64, cross=True),
 )
 
@@ -346,6 +353,7 @@ def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape, context
     [
         Shape(heads=2, kv_heads=2, head_dim=80),
         Shape(heads=5, kv_heads=1, head_dim=64, int8=True),
+        Shape(head_dim=64, scores=ScoreKind.SINKS),
         *repeats(
             Shape(),
             Shape(int8=True, window=12_000),

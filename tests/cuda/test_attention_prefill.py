@@ -45,6 +45,7 @@ def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[Atte
         (128, SMALL_TILE, AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
         (256, SMALL_TILE, AttentionMask.CAUSAL, ScoreKind.CAPPED),
         (128, TILE, AttentionMask.CAUSAL, ScoreKind.ALIBI),
+        (64, TILE, AttentionMask.CAUSAL, ScoreKind.SINKS),
     ]
     chosen = [
         (depth, rows, AttentionMask.CAUSAL, ScoreKind.PLAIN, int8)
@@ -171,6 +172,7 @@ class Problem:
         self.bias = None
         if case.scores is ScoreKind.ALIBI:
             self.bias = LinearBias(np.float32(0.3) ** np.arange(1, case.heads + 1, dtype=np.float32))
+        self.sinks = rng.uniform(-2, 4, case.heads).astype(np.float32) if case.scores is ScoreKind.SINKS else None
         self.codes: tuple[np.ndarray, ...] | None = None
 
     @staticmethod
@@ -199,7 +201,7 @@ class Problem:
         for b, total in enumerate(case.totals):
             q = self.q[b][case.context_lens[b] :]
             keys, values = (self.tokens_of(pool, b).astype(np.float32) for pool in (self.keys, self.values))
-            rest = (self.scale, case.context_lens[b], case.window, self.bias, True, self.softcap)
+            rest = (self.scale, case.context_lens[b], case.window, self.bias, True, self.softcap, self.sinks)
             outputs.append(attend(q, keys, values, *rest)[..., : case.head_dim])
             # A weight, at most 1, is rounded to fp16: by 2^-11 of itself, or by 2^-25 where it is subnormal, for each
             # of the keys. Their sum is at least 1. Rounding the output adds 2^-11 of it, and it is at most the average
@@ -244,7 +246,9 @@ class Problem:
         kind = {"scores": case.scores, "int8": bool(scales)}
         scratch = cp.full(prefill.scratch_bytes(**shape, **longest, **kind), 0xFF, cp.uint8)
         bias = None if self.bias is None else LinearBias(cp.asarray(self.bias.slopes))
-        spec = AttentionSpec(case.heads, case.kv_heads, case.head_dim, self.scale, bias=bias, softcap=self.softcap)
+        sinks = None if self.sinks is None else cp.asarray(self.sinks)
+        sizes = case.heads, case.kv_heads, case.head_dim
+        spec = AttentionSpec(*sizes, self.scale, bias=bias, softcap=self.softcap, sinks=sinks)
         counters = cp.zeros(COUNTERS, cp.int32)
         prefill.launch(
             q.data.ptr, q_width + 16, keys.data.ptr, values.data.ptr, out.data.ptr, pitch,
@@ -301,9 +305,9 @@ def test_head_dims(head_dim: int, cuda_device: Device, division: Division) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scores", [ScoreKind.CAPPED, ScoreKind.ALIBI])
+@pytest.mark.parametrize("scores", [ScoreKind.CAPPED, ScoreKind.ALIBI, ScoreKind.SINKS])
 @pytest.mark.parametrize("head_dim", [64, 128, 256, *repeats(24, 80)])
-def test_soft_caps_and_alibi(head_dim: int, scores: ScoreKind, cuda_device: Device, division: Division) -> None:
+def test_soft_caps_alibi_and_sinks(head_dim: int, scores: ScoreKind, cuda_device: Device, division: Division) -> None:
     check(Case(**RAGGED, head_dim=head_dim, scores=scores), cuda_device, division)
     check(Case(**RAGGED, heads=6, head_dim=head_dim, window=70, scores=scores), cuda_device, division)
 
@@ -382,7 +386,9 @@ def edges(pytestconfig: pytest.Config) -> tuple[int, ...]:
         (128, False, None, ScoreKind.PLAIN),
         (64, True, 65, ScoreKind.PLAIN),
         (128, True, None, ScoreKind.ALIBI),
+        (64, False, 128, ScoreKind.SINKS),
         *repeats(
+            (128, True, None, ScoreKind.SINKS),
             (256, False, 700, ScoreKind.CAPPED),
             (128, True, None, ScoreKind.PLAIN),
             (256, False, None, ScoreKind.PLAIN),

@@ -164,6 +164,8 @@ def score_options_of(call: Call, scores: ScoreKind) -> dict[str, Any]:
         cap = call.softcap / LOG2_E
         return {"scale": call.scale * cap / (2 * LOG2_E), "softcap": cap}
     options: dict[str, Any] = {"scale": call.scale / LOG2_E}
+    if scores is ScoreKind.SINKS:
+        options["sinks"] = call.vector("bias", call.heads, F32)
     if scores is ScoreKind.ALIBI:
         options["bias"] = LinearBias(call.vector("bias", call.heads, F32))
     if scores is ScoreKind.BIASED:
@@ -205,7 +207,7 @@ def prefill(call: Call, mask: int) -> None:
     tokens = int(cu_seqlens[-1])
     call.require(call.number("D") == depth and call.q_pitch >= call.heads * depth, "the head's size")
     scores = ScoreKind(call.number("SCORES"))
-    has_bias = scores in (ScoreKind.BIASED, ScoreKind.ALIBI)
+    has_bias = scores in (ScoreKind.BIASED, ScoreKind.ALIBI, ScoreKind.SINKS)
     call.require(has_bias == bool(call.bias) and source == bool(call.source_lens), "the instantiation")
     call.require((scores is ScoreKind.CAPPED) == bool(call.softcap), "the instantiation")
     call.require(not call.vector("counters", 2, np.int32).any(), "the counters are not zero")

@@ -46,8 +46,8 @@ MORE: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 1, "vocab_size": 50432, "max_position_embeddings": 2048, "rotary_pct": 0.25,
     },
 }  # fmt: skip
-NO_GPU = ("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Attention sinks and gated DeltaNets run on the CPU alone."""
+NO_GPU = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Gated DeltaNets run on the CPU alone."""
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
 SOURCE = 64
 

@@ -18,7 +18,7 @@ import bminf_lite
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.backend.expert_values import ExpertActivation, RouterSpec
+from bminf_lite.backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from bminf_lite.backend.experts import ExpertLayer, ExpertWeights, experts_forward
 from bminf_lite.backend.mixture import choose_experts, mix
 from bminf_lite.backend.quantization import HostWeight, Int8Weight, quantize_weight
@@ -235,7 +235,7 @@ class Layer:
     gates: np.ndarray
 
     @classmethod
-    def random(cls, ops: Backend, hidden: str, down: str, function: str = "silu") -> Layer:
+    def random(cls, ops: Backend, hidden: str, down: str, activation: ExpertActivation, bias: bool = False) -> Layer:
         """Matrices of the kinds ``hidden`` and ``down``. Widths of no whole vector, whose blocks are 8 and 4."""
         rng, (experts, features, inner) = np.random.default_rng(7), (6, 40, 52)
 
@@ -254,7 +254,13 @@ class Layer:
         norm = Norm(ops.vector(rng.uniform(0.5, 1.5, features).astype(np.float32)), 1e-6)
         x, shared = rng.standard_normal((2, 24, features)).astype(np.float32)
         gates = rng.uniform(0, 1, (24, 1)).astype(np.float32)
-        return cls(ops, ops.mixture(spec, router, before, behind, ExpertActivation(function)), norm, x, shared, gates)
+        biases = None
+        if bias:
+            sizes = experts, experts * 2 * inner, experts * features
+            of_router, of_hidden, of_down = (rng.standard_normal(size).astype(np.float32) for size in sizes)
+            biases = ExpertBiases(of_router, of_hidden.reshape(experts, -1), of_down.reshape(experts, -1))
+        mixture = ops.mixture(spec, router, before, behind, activation, None, biases)
+        return cls(ops, mixture, norm, x, shared, gates)
 
     def run(self, rows: slice, has_shared: bool = False) -> np.ndarray:
         """What some tokens get, added to their stream."""
@@ -268,9 +274,15 @@ class Layer:
 @pytest.mark.gpu
 @pytest.mark.parametrize("down", KINDS)
 @pytest.mark.parametrize("hidden", KINDS)
-def test_a_layer_on_a_gpu_has_the_same_bits_alone_and_together(cuda_backend: Backend, hidden: str, down: str) -> None:
-    """Near the definition's; one, three and twenty-four tokens take different kernels."""
-    layer, reference = (Layer.random(ops, hidden, down, "relu") for ops in (cuda_backend, Backend(np.float16)))
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_on_a_gpu_has_the_same_bits_alone_and_together(
+    cuda_backend: Backend, hidden: str, down: str, bias: bool
+) -> None:
+    """Near the definition's; one, three and twenty-four tokens take different kernels. With biases as in gpt-oss."""
+    activation = ExpertActivation(limit=1.0) if bias else ExpertActivation("relu")
+    layer, reference = (
+        Layer.random(ops, hidden, down, activation, bias) for ops in (cuda_backend, Backend(np.float16))
+    )
     for has_shared in (False, True):
         together, expected = (made.run(slice(None), has_shared) for made in (layer, reference))
         # a code next to a tie moves by one
@@ -284,7 +296,7 @@ def test_a_layer_on_a_gpu_has_the_same_bits_alone_and_together(cuda_backend: Bac
 @pytest.mark.parametrize("count", [1, 24])
 def test_a_layer_can_be_captured(cuda_backend: Backend, kind: str, count: int) -> None:
     """A replay routes other tokens to other experts, so no choice went to the host."""
-    layer = Layer.random(cuda_backend, kind, kind)
+    layer = Layer.random(cuda_backend, kind, kind, ExpertActivation())
     stream, shared, gates = (cuda_backend.array(np.zeros_like(v[:count])) for v in (layer.x, layer.shared, layer.gates))
 
     def work() -> Any:

@@ -50,8 +50,6 @@ MIXTURES = (
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
 )  # fmt: skip
 """Families with experts."""
-SINKS = ("gpt_oss",)
-"""The families with attention sinks and experts with biases, which run on the CPU alone."""
 SCALED_INPUTS = ("llama4_text",)
 """The families whose routers multiply the inputs of experts, which a GPU computes in w8a8 alone."""
 EVERY = tuple(dict.fromkeys((*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES)))
@@ -235,8 +233,6 @@ def skip_what_no_gpu_computes(family: str, weights: RandomWeights | None = None)
     """Skip the test for what a GPU refuses."""
     if family in DELTA_NETS:
         pytest.skip("a GPU computes no gated DeltaNet")
-    if family in SINKS:
-        pytest.skip("a GPU computes no attention sinks")
     if family in SCALED_INPUTS and weights is not None and not (weights.quantized and weights.dynamic):
         pytest.skip("a GPU computes experts with scaled inputs in w8a8")
 

@@ -104,7 +104,6 @@ class CudaBackend(Backend):
     source_sizes = SOURCE_SIZES
     max_steps_in_flight = 1
     has_one_order = True
-    computes_attention_sinks = False
     computes_delta_nets = False
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
@@ -237,11 +236,7 @@ class CudaBackend(Backend):
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
         biases: ExpertBiases | None = None,
     ) -> ExpertLayerWeights:  # fmt: skip
-        if biases is not None:
-            raise UsageError(
-                "experts with biases, which this version computes on the CPU only: load the model with device='cpu'"
-            )
-        return self.mixture_loader.load(spec, router, hidden, down, activation, correction_bias)
+        return self.mixture_loader.load(spec, router, hidden, down, activation, correction_bias, biases)
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         return self.loader.blocks(build, count, self.placement)

@@ -16,7 +16,7 @@ from ...cuda.kernels.experts.pairs import Addend
 from ...cuda.kernels.experts.router import MAX_TOP_K, MAX_WIDTH, RouterKernels
 from ...cuda.kernels.experts.weights import GROUP, ExpertMatrices, RouterWeights, alternate_gate_and_up
 from ...errors import UsageError
-from ..expert_values import ExpertActivation, RouterSpec
+from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ..quantization import HostWeight, Int8Weight, int8_parts
 from ..values import Array
 from .arrays import Arrays
@@ -41,22 +41,26 @@ class MixtureLoader:
     def load(
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None,
+        biases: ExpertBiases | None,
     ) -> ExpertLayerWeights:  # fmt: skip
         """See :meth:`Backend.mixture`. Raises ``UsageError`` for what the kernels do not take."""
         features = router.shape[1]
         matrix = self.arrays.rows(spec.num_experts, features, np.float32)
         with self.arrays.current():
             matrix[...] = cp.asarray(np.ascontiguousarray(router, np.float32))
-        bias = None if correction_bias is None else self.arrays.vector(correction_bias)
-        weights = RouterWeights(spec, matrix, features, correction_bias=bias)
+        correction = None if correction_bias is None else self.arrays.vector(correction_bias)
+        bias = None if biases is None else self.arrays.vector(biases.router)
+        weights = RouterWeights(spec, matrix, features, bias, correction)
         if not RouterKernels.supports(weights):
             raise UsageError(
                 f"a router of {spec.num_experts} experts, {spec.top_k} a token, for rows of {features} elements; on a "
                 f"GPU there are at most {MAX_EXPERTS}, {MAX_TOP_K} and {MAX_WIDTH}: load the model with device='cpu'"
             )
+        of_hidden, of_down = (None, None) if biases is None else (biases.hidden, biases.down)
         with self.loader.uploading():
-            before = self._matrices(hidden, spec.num_experts, activation.gated)
-            behind = self._matrices(down, spec.num_experts, gated=False, columns=_hidden_units(before, activation))
+            before = self._matrices(hidden, spec.num_experts, activation.gated, of_hidden)
+            columns = _hidden_units(before, activation)
+            behind = self._matrices(down, spec.num_experts, False, of_down, columns)
         if spec.scales_input and not before.dynamic:
             raise UsageError(
                 "the router's weights multiply the inputs of these experts, which a GPU computes in w8a8 alone: "
@@ -65,12 +69,13 @@ class MixtureLoader:
         return ExpertLayerWeights(weights, before, behind, activation)
 
     def _matrices(
-        self, experts: Iterable[Sequence[HostWeight]], count: int, gated: bool, columns: int = 0
-    ) -> ExpertMatrices:
+        self, experts: Iterable[Sequence[HostWeight]], count: int, gated: bool,
+        biases: Sequence[np.ndarray] | None, columns: int = 0,
+    ) -> ExpertMatrices:  # fmt: skip
         """The matrices of each expert, which are read one after another.
 
-        Rows of the gate and of up are each padded to a multiple of ``GROUP``. ``columns``, if given, count the padding
-        of the inputs.
+        Rows of the gate and of up are each padded to a multiple of ``GROUP``, as are the ``biases`` ``[rows]`` of each.
+        ``columns``, if given, count the padding of the inputs.
         """
         checked = _checked(experts)
         kind, first = next(checked)
@@ -83,11 +88,11 @@ class MixtureLoader:
                 "device='cpu'"
             )
         values = self.loader.zeros((count, halves * half, round_up(k, PAD)), kind.dtype)
-        scales = np.zeros((count, halves, half), np.float32) if kind.is_int8 else None
+        scales: list[np.ndarray] | None = [] if kind.is_int8 else None
         waiting: list[Half] = []
         for expert, (_, parts) in enumerate(chain([(kind, first)], checked)):
             if scales is not None:
-                scales[expert, :, : rows // halves] = _scale(parts).reshape(halves, -1)
+                scales.append(_scale(parts))
             if not gated:
                 self._upload(parts, values[expert], k)
                 continue
@@ -98,11 +103,16 @@ class MixtureLoader:
             if sum(plain.nbytes for plain, _ in waiting) >= STAGED_BYTES:
                 self._put_in_order(waiting)
         self._put_in_order(waiting)
-        scale = None
-        if scales is not None:
-            ordered = scales.reshape(count, -1)
-            scale = self.arrays.upload(alternate_gate_and_up(ordered) if gated else ordered)
-        return ExpertMatrices(values, scale, None, columns or k, kind.rotation, kind.dynamic)
+        scale, bias = (self._vectors(rows_of, halves, half) for rows_of in (scales, biases))
+        return ExpertMatrices(values, scale, bias, columns or k, kind.rotation, kind.dynamic)
+
+    def _vectors(self, of_experts: Sequence[np.ndarray] | None, halves: int, half: int) -> cp.ndarray | None:
+        """A number for each row of each expert, fp32 ``[experts, halves * half]``, zeros for rows that are padding."""
+        if of_experts is None:
+            return None
+        vectors = np.stack(of_experts).astype(np.float32).reshape(len(of_experts), halves, -1)
+        padded = np.pad(vectors, ((0, 0), (0, 0), (0, half - vectors.shape[2]))).reshape(len(of_experts), -1)
+        return self.arrays.upload(alternate_gate_and_up(padded) if halves == 2 else padded)
 
     def _upload(self, parts: Sequence[HostWeight], place: cp.ndarray, k: int) -> None:
         first = 0

@@ -110,7 +110,7 @@ class WeightType(IntEnum):
 class DecodeMask(IntEnum):
     """The keys that a new token attends to in decode attention, and their scores.
 
-    ``CAUSAL``: all tokens up to itself. ``BIASED``, ``CAPPED``, ``ALIBI``: the same, with scores of that
+    ``CAUSAL``: all tokens up to itself. ``BIASED``, ``CAPPED``, ``ALIBI``, ``SINKS``: the same, with scores of that
     :class:`ScoreKind`. ``CROSS``: the whole source, whose keys and values are in the cache already.
     """
 
@@ -119,19 +119,22 @@ class DecodeMask(IntEnum):
     CROSS = 2
     CAPPED = 3
     ALIBI = 4
+    SINKS = 5
 
 
 class ScoreKind(IntEnum):
     """The scores of prefill attention.
 
     ``PLAIN``: scaled dot products. ``BIASED``: with a bias from a table by distance. ``CAPPED``: with a soft-cap.
-    ``ALIBI``: with a bias that is linear in the distance.
+    ``ALIBI``: with a bias that is linear in the distance. ``SINKS``: scaled dot products, and one more score of
+    each head, whose value is zero.
     """
 
     PLAIN = 0
     BIASED = 1
     CAPPED = 2
     ALIBI = 3
+    SINKS = 4
 
 
 class DecodeWork(IntEnum):

@@ -11,7 +11,6 @@ import numpy as np
 from ...backend.base import Backend
 from ...backend.communicator import shard
 from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
-from ...errors import UsageError
 from ...layers.cache import KeyValues
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights
@@ -216,14 +215,9 @@ class AttentionPart(Part):
         return Attention(ops, spec, qkv, out)
 
     def _sinks(self, source: LayerSource) -> Array | None:
-        """The sinks of the rank's heads. Raises ``UsageError`` on a device that does not compute them."""
+        """The sinks of the rank's heads."""
         if self.sinks is None:
             return None
-        if not source.ops.computes_attention_sinks:
-            raise UsageError(
-                f"{source.name} has attention sinks ({self.sinks}), which this version computes on the CPU only: load "
-                "the model with device='cpu'"
-            )
         values = np.asarray(source.weights.vector(f"{source.name}.{self.sinks}")).astype(np.float32)
         return source.ops.vector(values[shard(self.heads, source.ops.communicator)])
 

@@ -187,13 +187,13 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // no context has more than one segment. For ONE_SEGMENT there are units for max_segments segments of each pair, which
 // no pair exceeds. context_lens: int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources,
 // for CROSS. bias: fp32 [heads, 2 * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the
-// slopes, for ALIBI. window: the number of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for
-// CAPPED it and softcap are the factor and the cap of capped_score. records: fp32 [record_capacity,
-// Records::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT.
-// arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after. starts_next:
-// if the next kernel may start at once, else when the projection is complete. Dynamic shared memory: STAGES chunks with
-// their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be read together
-// with what follows.
+// slopes, for ALIBI, or the sinks, for SINKS. window: the number of tokens that are seen, 0 for all. scale: of the
+// scores, times log2(e); for CAPPED it and softcap are the factor and the cap of capped_score. records: fp32
+// [record_capacity, Records::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for
+// ONE_SEGMENT. arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after.
+// starts_next: if the next kernel may start at once, else when the projection is complete. Dynamic shared memory:
+// STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may
+// be read together with what follows.
 template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
@@ -749,6 +749,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #pragma unroll
             for (int h = 0; h < 2; ++h) *place.sums(task.record, head + h) = make_float2(record_top[h], record_sum[h]);
         }
+        const float* const sinks = bias + task.heads.first;  // only for SINKS
+        if (KIND == SINKS && folds && is_right) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const MergeFactors merging = sink_factors(all_top[h], sinks + min(head + h, task.heads.count - 1));
+                all_sum[h] = merge(merging, all_sum[h], 1.0f);
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+                    for (int m = h; m < 4; m += 2) all_o[p][m] = merge(merging, all_o[p][m], 0.0f);
+            }
+        }
         if ((!folds || is_right) && head < task.heads.count) {
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
@@ -770,9 +782,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         if (is_right && !folds) {
             const int log2_parts =
                 task.has_own_block ? log2_parts_of(task.segments, task.heads.count * RANK_ELEMENTS) : 0;
-            merge_records<COMPUTING>(
+            merge_records<COMPUTING, KIND == SINKS>(
                 computing_sync, place, task.first_record, task.record - task.first_record, task.written, task.segments,
-                log2_parts, arrival_counts + task.pair * UNIT + rank, target, task.heads.count, head_dim,
+                log2_parts, arrival_counts + task.pair * UNIT + rank, target, task.heads.count, head_dim, sinks,
                 *reinterpret_cast<Scratch*>(shared + MERGE_AT));
         }
         if constexpr (WORK != ITEMS) break;

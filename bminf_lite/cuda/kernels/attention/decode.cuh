@@ -256,14 +256,16 @@ __device__ __forceinline__ int ld_acquire(const int* p) {
 // Counts the `written` records of a pair that has `segments`. When all are there, merges them from the left and writes
 // the outputs of `count` heads to `out`, up to element head_dim of each. If there is one part, the last block to arrive
 // does it. Otherwise `written` is 1, and the block of record `index` merges part segments - 1 - index, if there is one.
-// Called by THREADS threads, of which `sync` is the barrier. counter: 0 before and after.
-template <int THREADS, int D, int WIDTH, int BYTES, class Sync>
+// With HAS_SINKS the `sinks` fp32 [count] are merged behind the records. Called by THREADS threads, of which `sync` is
+// the barrier. counter: 0 before and after.
+template <int THREADS, bool HAS_SINKS, int D, int WIDTH, int BYTES, class Sync>
 __device__ __forceinline__ void merge_records(
     Sync sync, const Records<D, WIDTH>& records, int first, int index, int written, int segments, int log2_parts,
-    int* counter, __half* out, int count, int head_dim, MergeScratch<WIDTH, BYTES>& scratch) {
+    int* counter, __half* out, int count, int head_dim, const float* sinks, MergeScratch<WIDTH, BYTES>& scratch) {
     static_assert(THREADS >= HEADS * WARP, "a warp for each head");
     const int parts = 1 << log2_parts, part = parts > 1 ? segments - 1 - index : 0;
     __shared__ bool is_last;
+    __shared__ float2 factors_of_sinks[HEADS];
     sync();
     if (part >= parts) {
         if (threadIdx.x == 0) red_add_release(counter, 1);
@@ -300,6 +302,10 @@ __device__ __forceinline__ void merge_records(
             for (int i = lane * 4; i < elements; i += WARP * 4)
                 cp_async_16(&scratch.copied[s * elements + i], records.outputs(first + from + s, 0) + column + i);
         if (has_head) record_sums.find_factors(warp, top, scratch);
+        if (HAS_SINKS && has_head && lane == 0 && from + n == segments) {
+            const MergeFactors merging = sink_factors(top, sinks + warp);
+            factors_of_sinks[warp] = make_float2(merging.left, merging.right);
+        }
         cp_async_wait_all();
         sync();
 #pragma unroll 1
@@ -330,6 +336,10 @@ __device__ __forceinline__ void merge_records(
                 scratch.outputs[i] = o;
                 if (own == 0 || i == 0) scratch.sums[parity ^ 1][head] = sum;
                 continue;
+            }
+            if constexpr (HAS_SINKS) {
+                const MergeFactors merging = {0, factors_of_sinks[head].x, factors_of_sinks[head].y};
+                o = make_float2(merge(merging, o.x, 0.0f), merge(merging, o.y, 0.0f)), sum = merge(merging, sum, 1.0f);
             }
             const float merged[4] = {o.x, 0.0f, o.y, 0.0f}, sums[2] = {sum, 1.0f};
             __half y[4];

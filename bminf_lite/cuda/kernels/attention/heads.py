@@ -30,8 +30,8 @@ def element_of(cache: LayerCache) -> str:
 class Scores:
     """The kernels' arguments for scores of a ``kind``.
 
-    ``scale`` is the factor on dot products. ``bias`` is the address of the biases or slopes, and ``max_distance`` the
-    largest distance of the biases. ``softcap`` is the cap, times log2(e).
+    ``scale`` is the factor on dot products. ``bias`` is the address of the biases, slopes or sinks, and
+    ``max_distance`` the largest distance of the biases. ``softcap`` is the cap, times log2(e).
     """
 
     kind: ScoreKind
@@ -51,6 +51,7 @@ DECODE_MASKS = {
     ScoreKind.BIASED: DecodeMask.BIASED,
     ScoreKind.CAPPED: DecodeMask.CAPPED,
     ScoreKind.ALIBI: DecodeMask.ALIBI,
+    ScoreKind.SINKS: DecodeMask.SINKS,
 }
 
 
@@ -61,6 +62,8 @@ def scores_of(spec: AttentionSpec) -> Scores:
         return Scores(ScoreKind.CAPPED, 2 * scale / spec.softcap, softcap=spec.softcap * LOG2_E)
     if isinstance(bias, LinearBias):
         return Scores(ScoreKind.ALIBI, scale, address(bias.slopes))
+    if spec.sinks is not None:
+        return Scores(ScoreKind.SINKS, scale, address(spec.sinks))
     if bias is not None:
         return Scores(ScoreKind.BIASED, scale, address(bias.values), bias.max_distance)
     return Scores(ScoreKind.PLAIN, scale)

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
             cp_async_wait_all();
             __syncthreads();
             if (key + BN < work.end) load_keys(key + BN);
-            if constexpr (SCORES != PLAIN) {
+            if constexpr (CHANGES_SCORES<SCORES>) {
 #pragma unroll
                 for (int m = 0; m < MT; ++m)
                     change_scores<SCORES>(s[m], work, p, position[m], work.first + warp_row + m * 16, key);
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 float rescale[2];
-                online_softmax(state[m], s[m], rescale, SCORES == PLAIN ? p.scale : 1.0f);
+                online_softmax(state[m], s[m], rescale, CHANGES_SCORES<SCORES> ? 1.0f : p.scale);
                 multiply_rows(o[m], rescale);
             }
             gemm_pv<MT, D>(o, s, v_rows);
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
         // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            if (!end_last_segment<D, BM>(p, work, warp_row + m * 16, state[m], o[m], running[m])) continue;
+            if (!end_last_segment<D, BM, SCORES>(p, work, warp_row + m * 16, state[m], o[m], running[m])) continue;
             __half* const row = q_tile + (warp_row + m * 16 + lane / 4) * PITCH + lane % 4 * 2;
 #pragma unroll
             for (int n = 0; n < CHUNKS; ++n)

@@ -39,7 +39,8 @@ struct PrefillParams {
     float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive; see softcap
     int window;   // how many keys a query sees, its own included; 0 for all up to its own
     int heads, kv_heads, head_dim, sequences;
-    // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance; for ALIBI the slopes [heads]
+    // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance; for ALIBI the slopes [heads],
+    // for SINKS the sinks [heads]
     const float* bias;
     int max_distance;
     float softcap;             // for CAPPED, where it and scale are the cap and the factor of capped_score
@@ -377,7 +378,11 @@ __device__ __forceinline__ void add_bias(
     }
 }
 
-// Turns dot products into scores, of any kind but PLAIN. The arguments are those of add_bias.
+// Whether scores are more than scaled dot products.
+template <int SCORES>
+constexpr bool CHANGES_SCORES = SCORES != PLAIN && SCORES != SINKS;
+
+// Turns dot products into scores, of a kind that changes them. The arguments are those of add_bias.
 template <int SCORES, int N>
 __device__ __forceinline__ void change_scores(
     float (&s)[N][4], const WorkTile& work, const PrefillParams& p, const int (&position)[2], int first, int key) {
@@ -592,8 +597,13 @@ __device__ __forceinline__ float quotient(float o, float sum, float inverse) {
     return __fmaf_rn(__fmaf_rn(-sum, q, o), inverse, q);
 }
 
+// The sink of the head of a row of the sequence.
+__device__ __forceinline__ const float* sink_of(const PrefillParams& p, const WorkTile& work, int row) {
+    return p.bias + work.head * work.group + row % work.group;
+}
+
 // Ends the last segment of a piece of work. Returns whether o has become the output, else it has handed over a record.
-template <int D, int ROWS, bool IN_SHARED>
+template <int D, int ROWS, int SCORES, bool IN_SHARED>
 __device__ __forceinline__ bool end_last_segment(
     const PrefillParams& p, const WorkTile& work, int row, const SoftmaxState& state, float (&o)[D / 8][4],
     const RunningResult<D / 8, IN_SHARED>& running) {
@@ -602,6 +612,16 @@ __device__ __forceinline__ bool end_last_segment(
     if (work.record >= 0) {
         Record<D, ROWS>(p, work.record_of((work.end - 1) / SEGMENT)).write(row, sums, o, running);
         return false;
+    }
+    if constexpr (SCORES == SINKS) {
+        float left[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int own = work.first + row + static_cast<int>(threadIdx.x) % WARP / 4 + h * 8;
+            const MergeFactors factors = sink_factors(sums.top[h], sink_of(p, work, own));
+            sums.sum[h] = merge(factors, sums.sum[h], 1.0f), left[h] = factors.left;
+        }
+        multiply_rows(o, left);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

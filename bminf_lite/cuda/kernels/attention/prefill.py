@@ -65,7 +65,8 @@ class AttentionTileConfig:
     A block has ``threads`` threads and ``shared`` bytes. The ``cluster`` blocks of a cluster compute a tile of ``rows``
     rows of ``depth`` elements. A row is one query token of one of the heads that share a key-value head. An SM runs up
     to ``blocks`` blocks at once. The running result of merged segments is in shared memory or, with ``external``, in
-    scratch memory. ``tensor_maps``: the kernel gets tensor maps of keys and values.
+    scratch memory. ``tensor_maps``: the kernel gets tensor maps of keys and values. ``has_sinks``: its scores are
+    ``ScoreKind.SINKS``.
     """
 
     source: str
@@ -77,6 +78,7 @@ class AttentionTileConfig:
     blocks: int
     external: bool
     tensor_maps: bool
+    has_sinks: bool
     cluster: int = 1
 
     def expression(self, element: str) -> str:
@@ -96,7 +98,7 @@ class AttentionTileConfig:
     @property
     def merge(self) -> str:
         """The name expression of the kernel that merges records."""
-        return f"bminf::attention_prefill_merge<{self.depth}, {self.rows}, {MERGE_WARPS}>"
+        return f"bminf::attention_prefill_merge<{self.depth}, {self.rows}, {MERGE_WARPS}, {BOOLEANS[self.has_sinks]}>"
 
 
 def synchronous(
@@ -114,6 +116,7 @@ def synchronous(
         blocks=blocks,
         external=True,
         tensor_maps=False,
+        has_sinks=scores is ScoreKind.SINKS,
     )
 
 
@@ -138,6 +141,7 @@ def hopper(
         blocks=1,
         external=external,
         tensor_maps=True,
+        has_sinks=scores is ScoreKind.SINKS,
         cluster=cluster,
     )
 

@@ -376,9 +376,9 @@ __device__ __forceinline__ void consume(
     bool add = false;  // whether o holds outputs of the segment
     unsigned w[BN / 16][4];
     auto softmax = [&](int key) {
-        if constexpr (SCORES != PLAIN) change_scores<SCORES>(s, work, p, position, first + warp_row, key);
+        if constexpr (CHANGES_SCORES<SCORES>) change_scores<SCORES>(s, work, p, position, first + warp_row, key);
         if (masked.among(key, BN)) apply_causal_mask(s, position, key, work.window);
-        online_softmax(state, s, rescale, SCORES == PLAIN ? p.scale : 1.0f);
+        online_softmax(state, s, rescale, CHANGES_SCORES<SCORES> ? 1.0f : p.scale);
     };
     auto round_weights = [&]() {
 #pragma unroll
@@ -444,7 +444,7 @@ __device__ __forceinline__ void consume(
     pipeline.consumer_release(last, true);
 
     // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
-    if (!end_last_segment<D, ROWS>(p, work, block + warp_row, state, o, running)) return;
+    if (!end_last_segment<D, ROWS, SCORES>(p, work, block + warp_row, state, o, running)) return;
 #pragma unroll
     for (int n = 0; n < CHUNKS; ++n)
 #pragma unroll

@@ -6,8 +6,8 @@
 
 namespace bminf {
 
-// D, ROWS: of the tiles of the prefill kernel.
-template <int D, int ROWS, int WARPS>
+// D, ROWS: of the tiles of the prefill kernel. HAS_SINKS: whether its scores are SINKS.
+template <int D, int ROWS, int WARPS, bool HAS_SINKS>
 __global__ void __launch_bounds__(WARPS* WARP) attention_prefill_merge(const __grid_constant__ PrefillParams p) {
     constexpr int COLUMNS = D / 8, SLICES = ROWS / 16 * COLUMNS / WARPS, AHEAD = 8;
     const int lane = threadIdx.x % WARP, slice = blockIdx.y % SLICES * WARPS + threadIdx.x / WARP;
@@ -46,6 +46,12 @@ __global__ void __launch_bounds__(WARPS* WARP) attention_prefill_merge(const __g
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         if (work.first + row + 8 * h >= work.rows) continue;
+        if constexpr (HAS_SINKS) {
+            const MergeFactors factors = sink_factors(top[h], sink_of(p, work, work.first + row + 8 * h));
+            sum[h] = merge(factors, sum[h], 1.0f);
+#pragma unroll
+            for (int j = 2 * h; j < 2 * h + 2; ++j) o[j] = merge(factors, o[j], 0.0f);
+        }
         __half* const target = output_row(work, p, work.first + row + 8 * h);
 #pragma unroll
         for (int j = 0; j < 2; ++j)

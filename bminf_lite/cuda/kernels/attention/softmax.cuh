@@ -14,7 +14,8 @@
 //    Rescaling by f = 1 changes no bit, and neither does a tile whose keys are all masked.
 // 3. The segment's record is (m, l, o) with l = ((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7])).
 // 4. Records are merged from the left in order of position (merge_factors, merge).
-// 5. The output is fp16(o / l), and zero where no key is visible.
+// 5. A head's sink is one more record behind the last, (fl(sink * log2(e)), 1, 0).
+// 6. The output is fp16(o / l), and zero where no key is visible and there is no sink.
 #pragma once
 #include "common/common.cuh"
 #include "constants/attention.cuh"
@@ -61,6 +62,11 @@ __device__ __forceinline__ MergeFactors merge_factors(float left_top, float righ
 // The merged sum of weights, or the merged output of one element.
 __device__ __forceinline__ float merge(const MergeFactors& factors, float left, float right) {
     return __fmaf_rn(right, factors.right, __fmul_rn(left, factors.left));
+}
+
+// The factors that merge a head's sink with the records of all segments, of which `top` is the largest score.
+__device__ __forceinline__ MergeFactors sink_factors(float top, const float* sink) {
+    return merge_factors(top, __fmul_rn(__ldg(sink), LOG2_E));
 }
 
 // One element of the output.
