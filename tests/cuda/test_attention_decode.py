@@ -348,6 +348,21 @@ def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape, context
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("work", DecodeWork)
+@pytest.mark.parametrize("scores", [ScoreKind.PLAIN, ScoreKind.SINKS])
+def test_little_work_of_one_block_units(device: Device, scores: ScoreKind, work: DecodeWork) -> None:
+    """Little enough for an interpreter of the kernel's code: six heads, which share two, over one or two segments."""
+    lens = [5, 70] if work is DecodeWork.ONE_PAIR else [3, 1100]
+    segments = -(-(max(lens) + 1) // SEGMENT)
+    grid = DecodeGrid(work, 1, 3 if work is DecodeWork.ITEMS else 4 * segments, segments)
+    problem = Problem.random(Shape(heads=6, kv_heads=2, head_dim=64, scores=scores), lens, seed=1)
+    found = problem.run(device, grid).view(np.float16).astype(np.float64)
+    expected = problem.expected()
+    errors = np.linalg.norm(found - expected, axis=1)
+    assert (errors <= 2**-10 * np.linalg.norm(expected, axis=1)).all()  # as in test_bits_depend_on_the_sequence_alone
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape",
     [

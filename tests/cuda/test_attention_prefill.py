@@ -313,6 +313,16 @@ def test_soft_caps_alibi_and_sinks(head_dim: int, scores: ScoreKind, cuda_device
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("scores", [ScoreKind.PLAIN, ScoreKind.SINKS])
+def test_little_work(scores: ScoreKind, split: bool, cuda_device: Device) -> None:
+    """Little enough for an interpreter of the kernels' code. The sequence that is split has a segment and a bit."""
+    tokens = (9, 3) if not split else (9, 40)
+    case = Case(tokens, (0, SEGMENT if split else 5), heads=4, kv_heads=2, head_dim=64, scores=scores)
+    check(case, cuda_device, Division(split=split, parts=8))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [8, 12, 16, 48, 64, 80, 96, 128, 160, 256])
 def test_an_int8_cache_gives_exactly_what_its_values_in_fp16_give(
     head_dim: int, cuda_device: Device, division: Division

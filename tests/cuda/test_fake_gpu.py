@@ -15,6 +15,8 @@ from fake_gpu.machine import PROFILES, FakeKernel, Launch, Machine, Requested
 from fake_gpu.memory import POISON, FakeGpuError, Piece
 from fake_gpu.races import Kind, LaunchOrder, SharedMemory
 
+from bminf_lite.cuda.kernels.constants import ScoreKind
+
 
 @pytest.fixture
 def machine() -> Machine:
@@ -109,6 +111,15 @@ def test_kernels_compute_by_their_own_code(profile: str) -> None:
 def test_latent_attention_computes_by_its_own_code(profile: str, tests: str) -> None:
     """Tensor cores, segments and their merges, and int8 rows; the two differ in how many rows a block has."""
     run_ptx(profile, str(Path(__file__).parents[1] / "backend" / "test_latent_attention.py"), "-k", tests)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+def test_attention_computes_by_its_own_code(kernel: str) -> None:
+    """Each kind of work, segments and their merges, with sinks."""
+    file = Path(__file__).parent / f"test_attention_{kernel}.py"
+    run_ptx("sm_86", str(file), "-k", f"little_work and {int(ScoreKind.SINKS)}-")
 
 
 def run_ptx(profile: str, *arguments: str) -> None:

@@ -30,9 +30,9 @@ INTERPRETED = {
     "rowwise/norm_unaligned.cu", "rowwise/quantize.cu", "rowwise/short_convolution.cu", "experts/router.cu",
     "experts/pairs.cu", "experts/few_tokens.cu", "experts/grouped_gemm.cu",
     "experts/grouped_gemm_hopper.cu", "experts/float_products.cu", "attention/latent.cu", "attention/latent_rows.cu",
-    "attention/head_products.cu",
+    "attention/head_products.cu", "attention/decode.cu", "attention/prefill.cu", "attention/prefill_merge.cu",
 }  # fmt: skip
-"""Sources without clusters and with the matrix instructions that ``ptx.py`` knows: their own code can run here."""
+"""Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
 Model = Callable[["Call"], None]
 MODELS: dict[str, Model] = {}
 
@@ -170,7 +170,7 @@ def check(machine: Machine, launch: Launch) -> None:
 def run(machine: Machine, launch: Launch) -> None:
     """When its turn comes."""
     call = call_of(machine, launch)
-    if machine.runs_ptx and launch.kernel.source in INTERPRETED:
+    if machine.runs_ptx and launch.kernel.source in INTERPRETED and (launch.cluster or 1) == 1:
         run_ptx(machine, launch)
         return
     if call.declaration.name not in MODELS:

@@ -41,6 +41,8 @@ _PACKED = {"f16x2": np.uint32, "bf16x2": np.uint32, "u16x2": np.uint32, "bf16": 
 _LOWEST = 1 << 12
 """No object of a process lies below this address."""
 _SHARED = 1 << 60
+_LOCAL = 1 << 61
+"""Where each thread's local memory begins. Addresses in it are the same in all address spaces."""
 """The generic address of a block's shared memory."""
 _BEFORE_PARAMETERS = 16
 """ptxas puts parameters there in the constant bank, modulo 64."""
@@ -106,6 +108,14 @@ class Instruction:
         ]
 
 
+def _table(count: int, values: str) -> np.ndarray:
+    """A table of bytes in the code: the values that it begins with, and zeros."""
+    found = np.zeros(count, np.uint8)
+    numbers = [int(value, 0) for value in values.split(",")]
+    found[: len(numbers)] = numbers
+    return found
+
+
 class Program:
     """One kernel of a PTX module: its registers and shared variables by name, its instructions and labels."""
 
@@ -120,6 +130,13 @@ class Program:
         variables = re.findall(r"\n\s*\.shared \.align (\d+) \.(\w+) ([\w$]+)(?:\[(\d+)\])?;", text)
         self.shared = _offsets((align, kind, name, count) for align, kind, name, count in variables)
         self.static_shared = -(-max(self.shared.pop("", 0), 0) // 1024) * 1024
+        tables = re.findall(r"\.global \.align \d+ \.b8 ([\w$]+)\[(\d+)\] = \{([^}]*)\};", text)
+        self.tables = {name: _table(int(count), values) for name, count, values in tables}
+        local = re.findall(r"\.local \.align \d+ \.b8\s+(\w+)\[(\d+)\];", text)
+        assert len(local) <= 1, "several arrays in local memory"
+        self.local, self.local_bytes = "", 0
+        for name, size in local:
+            self.local, self.local_bytes = name, -(-int(size) // 16) * 16
         for name in re.findall(r"\.extern \.shared \.align \d+ \.b8 ([\w$]+)\[", text):
             self.shared[name] = self.static_shared
         self._parse(rest[: _closing_brace(rest)])
@@ -252,8 +269,9 @@ class Grid:
         self.thread = np.tile(np.arange(threads), self.blocks)
         self.pitch = -(-(code.static_shared + shared) // 16) * 16
         self.shared = np.full(self.blocks * self.pitch, 0xFF, np.uint8)
+        self.local = np.full(self.count * code.local_bytes, 0xFF, np.uint8)
         hands_over = any(
-            i.op[0] == "wgmma" for i in code.code
+            i.op[0] == "wgmma" or i.op[2:4] == ("mbarrier", "arrive") for i in code.code
         )  # by mbarriers alone, whose order races.py does not know
         self.races = SharedMemory(self.shared.size, self.count, threads) if not hands_over else None
         self.pending, self.written = pending, list[np.ndarray]()
@@ -320,7 +338,11 @@ class Grid:
                 counters[lanes] = counter
                 self._wait(instruction, chosen, states)
                 return
-            if op[:2] == ("mbarrier", "try_wait") and not _complete(self, instruction, chosen).all():
+            if (
+                op[0] == "mbarrier"
+                and op[1] in ("try_wait", "test_wait")
+                and not _complete(self, instruction, chosen).all()
+            ):
                 complete = _complete(self, instruction, chosen)
                 counters[lanes] = counter - 1
                 states[self.numbers(chosen)[~complete]] = BLOCKED
@@ -395,7 +417,11 @@ class Grid:
             return np.array([self.program.shared[operand]], dtype)
         if operand in self.program.parameters:
             return np.array([self.PARAMETERS + self.program.parameters[operand]], dtype)
-        if operand.startswith(("__local_depot", "__cudart_i2opi")):  # of angles beyond 105,615: there is no such memory
+        if operand in self.program.tables:
+            return np.array([self.program.tables[operand].ctypes.data], dtype)
+        if operand == self.program.local:
+            return np.array([_LOCAL], dtype)
+        if operand.startswith("__cudart_i2opi"):  # of angles beyond 105,615: there is no such memory
             return np.zeros(1, dtype)
         return _number(operand, kind)
 
@@ -439,6 +465,10 @@ class Grid:
         They are going to be accessed by ``lanes``.
         """
         assert not (address % (size * count)).any(), f"an access of {size * count} bytes is not aligned"
+        if (address >= _LOCAL).all():
+            each = self.program.local_bytes
+            assert (address + size * count <= _LOCAL + each).all(), "beyond local memory"
+            return self.local.view(unsigned(8 * size)), (self.numbers(lanes) * each + address - _LOCAL) // size
         if space == "generic" and (address >= _SHARED).all():
             space, address = "shared", address - _SHARED
         if space == "shared":
@@ -452,6 +482,10 @@ class Grid:
 
     def access(self, address: np.ndarray, nbytes: int, lanes: Lanes, kind: Kind) -> None:
         """Check accesses of ``nbytes`` bytes to memory that all blocks share."""
+        for table in self.program.tables.values():
+            start = table.ctypes.data
+            if kind == Kind.READ and (start <= address).all() and (address + nbytes <= start + table.size).all():
+                return
         self.check(address, nbytes)
         if kind != Kind.READ:
             self.written.append(words(address, nbytes).ravel())
@@ -495,8 +529,9 @@ def _load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, source = instruction.operands
     dtype, names, space = np.dtype(dtype_of(instruction.kind)), _parts(target), instruction.space
     if space == "param":
-        name, _, offset = source.strip("[]").partition("+")
-        at = grid.program.parameters[name.strip()] + int(offset or 0)
+        places = grid.address(source, lanes) - grid.PARAMETERS
+        at = int(places[0])
+        assert (places == at).all(), "threads that load different parameters"
         for i, value in enumerate(np.frombuffer(grid.parameters, dtype, len(names), at)):
             grid.put(names[i], value, lanes)
         return
@@ -514,8 +549,41 @@ def _store(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         memory[index + i] = grid.get(name, f"b{bits}", lanes)
 
 
+def _add_and_load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``atom.add`` of 32 bits: threads in order."""
+    assert "add" in instruction.op and instruction.itemsize == 4, instruction
+    target, place, value = instruction.operands
+    memory, index = grid.view(instruction.space, grid.address(place, lanes), 4, 1, lanes, Kind.ADD)
+    added, before = np.broadcast_to(grid.get(value, "u32", lanes), index.shape), np.empty(index.shape, np.uint32)
+    for i, at in enumerate(index.tolist()):
+        before[i] = memory[at]
+        memory[at] += added[i]
+    grid.put(target, before, lanes)
+
+
+def _find_bits(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``brev``; ``clz``, and ``bfind.shiftamt``, which differs from it for zero."""
+    target, source = instruction.operands
+    value = np.atleast_1d(grid.get(source, "u32", lanes))
+    bits = (value[:, None] >> np.arange(31, -1, -1, dtype=np.uint32)) & np.uint32(1)  # the highest first
+    if instruction.op[0] == "brev":
+        found = (bits << np.arange(32, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)
+    else:
+        none = 32 if instruction.op[0] == "clz" else 0xFFFFFFFF
+        found = np.where(value == 0, none, bits.argmax(axis=1)).astype(np.uint32)
+    grid.put(target, found, lanes)
+
+
 def _reduce_in_memory(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
-    assert instruction.op[2] == "add"
+    if "inc" in instruction.op:  # to 0 behind the last number
+        memory, index = grid.view(
+            instruction.space, grid.address(instruction.operands[0], lanes), 4, 1, lanes, Kind.ADD
+        )
+        last = np.broadcast_to(grid.get(instruction.operands[1], "u32", lanes), index.shape)
+        for i, at in enumerate(index.tolist()):
+            memory[at] = 0 if memory[at] >= last[i] else memory[at] + 1
+        return
+    assert "add" in instruction.op
     kind = instruction.kind
     memory, index = grid.view(instruction.space, grid.address(instruction.operands[0], lanes), 4, 1, lanes, Kind.ADD)
     np.add.at(memory.view(dtype_of(kind)), index, grid.get(instruction.operands[1], kind, lanes))
@@ -877,7 +945,7 @@ def _mbarrier(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
             _complete_phase(barrier)
         grid.phases_changed = True
         return
-    assert action == "try_wait", instruction
+    assert action in ("try_wait", "test_wait"), instruction
     if grid.races is not None:
         grid.races.wait(at, grid.numbers(lanes))
     grid.put(operands[0], np.ones(1, np.bool_), lanes)
@@ -909,6 +977,13 @@ def _copy_16(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 
 
 def _copy(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    if instruction.op[2:4] == ("mbarrier", "arrive"):  # the thread's copies are complete
+        grid.view("shared", grid.address(instruction.operands[0], lanes), 8, 1, lanes, Kind.ADD)
+        for key in _barriers(grid, instruction.operands[0], lanes):
+            grid.barriers[key][1] -= 1
+            _complete_phase(grid.barriers[key])
+        grid.phases_changed = True
+        return
     if "bulk" not in instruction.op:
         if instruction.op[2] in ("ca", "cg"):
             _copy_16(grid, instruction, lanes)
@@ -947,7 +1022,8 @@ def _sync_warp(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 _EXECUTE: dict[str, Callable[[Grid, Instruction, Lanes], None]] = {
     "ld": _load, "st": _store, "red": _reduce_in_memory, "mov": _move, "cvt": _convert, "cvta": _cast_address,
     "setp": _compare, "selp": _select, "shfl": _shuffle, "redux": _reduce_warp, "mbarrier": _mbarrier, "cp": _copy,
-    "griddepcontrol": _order_launches, "bar": _sync_warp, "vote": _vote, "popc": _popcount, "mma": _multiply_matrices,
+    "griddepcontrol": _order_launches, "bar": _sync_warp, "vote": _vote, "popc": _popcount, "atom": _add_and_load,
+    "clz": _find_bits, "bfind": _find_bits, "brev": _find_bits, "mma": _multiply_matrices,
     "ldmatrix": _load_matrices,
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }  # fmt: skip
