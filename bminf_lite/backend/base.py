@@ -128,12 +128,7 @@ class NumpyWeight:
 
 
 class Backend(HostDevice):
-    """The operations over NumPy, on the host's memory.
-
-    ``computes_delta_nets``: whether models may have a gated DeltaNet, or attention with a gate for its output.
-    """
-
-    computes_delta_nets = True
+    """The operations over NumPy, on the host's memory."""
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -521,6 +516,16 @@ class Backend(HostDevice):
         ones = np.ones((len(x), 2 * x.shape[1]), np.float32)
         bcx = np.concatenate([ones, x.astype(np.float32)], axis=1)
         return self.short_convolution(bcx, previous, cache, batch).astype(np.float32)
+
+    def delta_net_spec(self, spec: DeltaNetSpec) -> DeltaNetSpec:
+        """``spec``, whose arrays are fp32 on the host, with them on the device."""
+        return replace(
+            spec,
+            convolution=ShortConvolution(self.array(spec.convolution.taps)),
+            decay_rates=self.vector(spec.decay_rates),
+            decay_bias=self.vector(spec.decay_bias),
+            norm=replace(spec.norm, weight=self.vector(spec.norm.weight)),
+        )
 
     @silently
     def gated_delta_net(

@@ -30,11 +30,9 @@ import numpy as np
 
 from .functions import silently
 from .routing import sigmoid
+from .values import DELTA_NET_CHUNK as CHUNK
 from .values import DeltaNetSpec, StateArray, StateCache
 
-CHUNK = 16
-"""Tokens of a chunk. Decoding reads a state and half a chunk's rows, and writes a state once per chunk; with heads of
-128 elements and three value heads to a key head, 16 tokens make the fewest bytes."""
 NORM_EPS = np.float32(1e-6)
 """What is added to the sum of squares of a query or key."""
 SOFTPLUS_MAX = np.float32(20)

@@ -16,7 +16,7 @@ from ..memory.step_time import ExpertBytes
 from .base import Backend
 from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .quantization import HostWeight, int8_parts, stack_outliers
-from .values import Array, LatentSpec
+from .values import Array, DeltaNetSpec, LatentSpec
 
 T = TypeVar("T")
 
@@ -125,6 +125,12 @@ class MetaBackend(Backend):
         self.layer_products[-1] += 2
         per_head = 2 * (spec.nope_dim + spec.rope_dim) + 2 * round_up(spec.row_dim, HEAD_PAD) + 6 * spec.rank
         self._widest = max(self._widest, spec.heads * per_head + 4 * round_up(spec.row_dim, PAD))
+
+    def delta_net_spec(self, spec: DeltaNetSpec) -> DeltaNetSpec:
+        """The products before it are still there in fp16; inputs and outputs of the recurrence are fp32."""
+        inputs, outputs = spec.channels, spec.value_features
+        self._widest = max(self._widest, 6 * inputs + 8 * outputs + 12 * spec.value_heads)
+        return super().delta_net_spec(spec)
 
     def table(self, values: np.ndarray) -> Array:
         rows, columns = values.shape

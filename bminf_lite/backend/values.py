@@ -24,6 +24,9 @@ BLOCK_SIZE = 64
 """Tokens of a block of the key-value cache."""
 GPTQ_BLOCK = 128
 """Columns of a weight whose rounding errors GPTQ compensates together."""
+DELTA_NET_CHUNK = 16
+"""Tokens of a chunk of a gated DeltaNet. Decoding reads a state and half a chunk's rows, and writes a state once per
+chunk; with heads of 128 elements and three value heads to a key head, 16 tokens make the fewest bytes."""
 SEGMENT = 1024
 """Keys of a segment, within which attention sums in one order; segments are merged in order of position."""
 LATENT_SEGMENT = 256

@@ -41,6 +41,8 @@ CASES = {
         f"{GOLDENS}{REFERENCE}[w8a8-t5: few buckets]",
         "backend/test_short_convolution.py::test_a_captured_step",
         "backend/test_latent_attention.py::test_segments_are_merged_in_one_order",
+        "backend/test_delta_net.py::test_sequences_of_one_step",
+        f"{GOLDENS}{REFERENCE}[w8a8-qwen3_next: two kinds]",
         f"{GOLDENS}{REFERENCE}[w8a8-mistral4: growing queries, a dense layer, groups]",
         "models/test_mixtures.py",
         f"{GOLDENS}{INT8_CACHE}[w8a8-gpt_oss: plain weights]",

@@ -17,6 +17,7 @@ from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
 from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvCodes, GemvFloat
 from bminf_lite.cuda.kernels.instantiations import Capability, KernelFamily
+from bminf_lite.cuda.kernels.recurrent.delta_net import DeltaNetKernels
 from bminf_lite.cuda.kernels.rowwise.calibration import CalibrationKernels
 from bminf_lite.cuda.kernels.rowwise.gptq import GPTQKernels
 from bminf_lite.cuda.kernels.rowwise.pointwise import PointwiseKernels
@@ -30,6 +31,7 @@ LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
     TensorRows, ExpertKernels, ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels,
+    DeltaNetKernels,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -33,6 +33,7 @@ from . import (  # noqa: F401 - models and instructions register themselves
     models_calibration,
     models_experts,
     models_latent,
+    models_recurrent,
     models_rows,
     models_sampling,
     ptx_hopper,

@@ -6,11 +6,13 @@ import ml_dtypes
 import numpy as np
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.functions import ACTIVATIONS, normalise, soft_capped
+from bminf_lite.backend.base import convolved as convolution_of
+from bminf_lite.backend.functions import ACTIVATIONS, normalise, silu, soft_capped
 from bminf_lite.backend.functions import softmax as softmax_of
 from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.rotation import rotated
+from bminf_lite.backend.routing import sigmoid
 from bminf_lite.backend.values import ForwardBatch, Norm, ShortConvolution, StateCache
 from bminf_lite.cuda.kernels.constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput, Source, Target
 from bminf_lite.cuda.kernels.gemm.layouts import Layout
@@ -345,6 +347,14 @@ def soft_cap(call: Call) -> None:
 
 
 @model
+def gate_rows(call: Call) -> None:
+    rows, n = call.arguments["rows"], call.n
+    call.require(call.threads >= rows * n, "blocks are missing")
+    x, gate = call.rows("x", rows, call.pitch, n, F16, 2), call.rows("gate", rows, call.gate_pitch, n, F16, 2)
+    x[...] = x.astype(F32) * sigmoid(gate.astype(F32))
+
+
+@model
 def add_positions(call: Call) -> None:
     tokens, whole = call.launch.grid[0], up(call.k, 8)
     cu_seqlens, context_lens = (
@@ -361,15 +371,17 @@ def add_positions(call: Call) -> None:
 def convolved(call: Call, ring: np.ndarray) -> np.ndarray:
     """The definition's short convolution of a step, with its inputs left in ``ring``."""
     channels, count, tokens = call.channels, call.sequences, call.launch.grid[0]
-    width, has_taps = call.number("N"), "taps" in call.arguments
+    width, has_taps, gated = call.number("N"), "taps" in call.arguments, call.number("GATED")
     call.require(call.launch.grid[1] * call.launch.block * width >= channels, "blocks are missing")
     lengths = [call.vector(name, n, np.int32) for name, n in (("cu_seqlens", count + 1), ("context_lens", count))]
     slots = call.rows("slots", count, call.slots_pitch, 1, np.int32, align=4)
-    rows = call.rows("rows", tokens, call.pitch, 3 * channels, F16, 2 * width)
+    rows = call.rows("rows", tokens, call.pitch, (3 if gated else 1) * channels, F16, 2 * width)
     shape = (call.num_taps, channels) if has_taps else (1, channels)
     taps = call.vector("taps", shape[0] * channels, F32, 4 * width).reshape(shape) if has_taps else np.zeros(shape, F32)
     bias = call.vector("bias", channels, F32, 4 * width) if has_taps and call.bias else None
     batch = ForwardBatch(np.zeros(tokens), *lengths, (slots,), count, 0, 0)
+    if not gated:
+        return silu(convolution_of(rows, ShortConvolution(taps, bias), ring, slots[:, 0], batch))
     return np.asarray(
         Backend(F16).short_convolution(rows, ShortConvolution(taps, bias), StateCache({"inputs": ring}), batch)
     )
@@ -387,7 +399,9 @@ def ring_of(call: Call) -> np.ndarray:
 def short_convolution(call: Call) -> None:
     ring = ring_of(call)
     y = convolved(call, ring if call.number("STORES") else ring.copy())
-    call.rows("out", len(y), call.out_pitch, call.channels, F16, 2 * call.number("N"))[...] = y
+    dtype = F16 if call.number("GATED") else F32
+    align = min(16, dtype().itemsize * call.number("N"))
+    call.rows("out", len(y), call.out_pitch, call.channels, dtype, align)[...] = y
 
 
 @model

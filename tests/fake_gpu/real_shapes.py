@@ -46,8 +46,6 @@ MORE: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 1, "vocab_size": 50432, "max_position_embeddings": 2048, "rotary_pct": 0.25,
     },
 }  # fmt: skip
-NO_GPU = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Gated DeltaNets run on the CPU alone."""
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
 SOURCE = 64
 
@@ -57,8 +55,6 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
     for file in (resources.files("bminf_lite") / "configs").iterdir():
         if file.name.endswith(".json"):
             config = json.loads(file.read_text(encoding="utf-8"))
-            if config["model_type"] in NO_GPU:
-                continue
             yield file.name, config | {name: 1 for name in LAYERS if name in config} | one_of_each_kind(config)
     yield from MORE.items()
 

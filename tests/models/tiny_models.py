@@ -231,8 +231,6 @@ class RandomWeights:
 
 def skip_what_no_gpu_computes(family: str, weights: RandomWeights | None = None) -> None:
     """Skip the test for what a GPU refuses."""
-    if family in DELTA_NETS:
-        pytest.skip("a GPU computes no gated DeltaNet")
     if family in SCALED_INPUTS and weights is not None and not (weights.quantized and weights.dynamic):
         pytest.skip("a GPU computes experts with scaled inputs in w8a8")
 

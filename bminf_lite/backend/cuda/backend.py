@@ -18,7 +18,7 @@ import numpy as np
 
 from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, pitch_of, round_up
 from ...cuda.kernels.attention.heads import head_pitch_of
-from ...cuda.kernels.constants import AttentionMask, Epilogue
+from ...cuda.kernels.constants import DELTA_NET_MAX_KEY_DIM, AttentionMask, Epilogue
 from ...cuda.kernels.experts.layer import ExpertLayerWeights
 from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
 from ...cuda.kernels.gemm.fgemm import FloatGemm
@@ -104,7 +104,6 @@ class CudaBackend(Backend):
     source_sizes = SOURCE_SIZES
     max_steps_in_flight = 1
     has_one_order = True
-    computes_delta_nets = False
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
         super().__init__(np.float16)
@@ -413,6 +412,11 @@ class CudaBackend(Backend):
     # No reference to an input outlives its last reader here, so that its memory is free for what comes next.
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
+        if spec.output_gate:
+            gate, heads = self._gate_and_heads(qkv, spec)
+            out = self.attention(heads, replace(spec, output_gate=False), cache, batch)
+            self.kernels.pointwise.gate_rows(self.kernels.step, out, gate)
+            return out
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
         decodes, prompts = batch.parts
         if decodes is not None:
@@ -427,8 +431,18 @@ class CudaBackend(Backend):
             self.launches.prefill(q, spec, cache, prompts, table, prompts.max_context_len, out)
         return out
 
+    def _gate_and_heads(self, qkv: Array, spec: AttentionSpec) -> tuple[cp.ndarray, cp.ndarray]:
+        """The gates of the outputs, in rows at any pitch, and the heads."""
+        rows, width = self.materializer.to_half(qkv), spec.gate_features
+        return rows[:, :width], self.arrays.padded(rows[:, width:])
+
     def last_token_attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         """The kernel for one token per sequence computes it, with the bits that several tokens get."""
+        if spec.output_gate:
+            gate, heads = self._gate_and_heads(qkv, spec)
+            out = self.last_token_attention(heads, replace(spec, output_gate=False), cache, batch)
+            self.kernels.pointwise.gate_rows(self.kernels.step, out, self._last_rows(gate, batch))
+            return out
         table, features = batch.block_tables[cache.group], spec.heads * spec.head_dim
         qkv = self.materializer.to_half(qkv)
         _, prompts = batch.parts
@@ -501,7 +515,26 @@ class CudaBackend(Backend):
     def gated_delta_net(
         self, qkvz: Array, gates: Array, spec: DeltaNetSpec, cache: StateCache, batch: ForwardBatch
     ) -> Array:
-        raise UsageError("a gated DeltaNet is computed on the CPU only: load the model with device='cpu'")
+        if spec.key_dim > DELTA_NET_MAX_KEY_DIM:
+            raise UsageError(
+                f"keys of a gated DeltaNet have {spec.key_dim} elements; a GPU computes up to {DELTA_NET_MAX_KEY_DIM}: "
+                "load the model with device='cpu'"
+            )
+        rows, table = self.materializer.to_half(qkvz), batch.block_tables[cache.group]
+        tokens, values = len(rows), spec.value_features
+        mixed, found = (self.arrays.rows(tokens, width, np.float32) for width in (spec.channels, values))
+        self.kernels.short_convolution.launch(
+            self.kernels.step, rows, spec.convolution, cache["inputs"], table, batch, mixed
+        )
+        out, sums = (
+            self.arrays.rows(tokens, values, np.float16),
+            self.arrays.empty((tokens, spec.value_heads), np.float32),
+        )
+        self.kernels.delta_net.launch(
+            self.kernels.step, mixed, self.materializer.materialize(gates), rows[:, spec.channels :], spec, cache,
+            table, batch, sums, found, out,
+        )  # fmt: skip
+        return out
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 

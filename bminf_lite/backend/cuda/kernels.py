@@ -15,6 +15,7 @@ from ...cuda.kernels.attention.prepare_heads import PrepareHeads
 from ...cuda.kernels.experts.layer import ExpertKernels
 from ...cuda.kernels.gemv.gemv import Gemv, GemvFloat
 from ...cuda.kernels.launcher import Launcher, StepContext
+from ...cuda.kernels.recurrent.delta_net import DeltaNetKernels
 from ...cuda.kernels.rowwise.calibration import CalibrationKernels
 from ...cuda.kernels.rowwise.gptq import GPTQKernels
 from ...cuda.kernels.rowwise.pointwise import PointwiseKernels
@@ -40,6 +41,7 @@ class Kernels:
         self.pointwise = PointwiseKernels(launcher)
         self.softmax = Softmax(launcher)
         self.short_convolution = ShortConvolutionKernels(launcher)
+        self.delta_net = DeltaNetKernels(launcher)
         self.prepare_heads = PrepareHeads(launcher)
         self.copy_blocks = CopyBlocks(launcher)
         self.attention_decode = AttentionDecode(launcher)

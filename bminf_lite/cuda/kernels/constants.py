@@ -9,6 +9,7 @@ from enum import IntEnum
 
 from ...backend.expert_values import GroupScore, MaskedScore, Score
 from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
+from ...backend.values import DELTA_NET_CHUNK as DELTA_NET_CHUNK
 from ...backend.values import GPTQ_BLOCK as GPTQ_BLOCK
 from ...backend.values import LATENT_SEGMENT as LATENT_SEGMENT
 from ...backend.values import SEGMENT as SEGMENT
@@ -222,6 +223,8 @@ GPTQ_ROOT_BLOCK = 64
 GPTQ_THREADS = 256
 UNALIGNED_NORM_THREADS = 512
 SHORT_CONVOLUTION_THREADS = 128
+DELTA_NET_THREADS = 256
+DELTA_NET_MAX_KEY_DIM = 128
 SAMPLING_CHUNK = 2048
 """Token ids per block."""
 SAMPLING_PART = 512
@@ -293,6 +296,9 @@ HEADERS = {
     "constants/gptq.cuh": render_header(BLOCK=GPTQ_BLOCK, ROOT_BLOCK=GPTQ_ROOT_BLOCK, THREADS=GPTQ_THREADS),
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
     "constants/short_convolution.cuh": render_header(THREADS=SHORT_CONVOLUTION_THREADS),
+    "constants/delta_net.cuh": render_header(
+        THREADS=DELTA_NET_THREADS, CHUNK=DELTA_NET_CHUNK, MAX_KEY_DIM=DELTA_NET_MAX_KEY_DIM
+    ),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, N=PREPARE_ELEMENTS),
     "constants/latent.cuh": render_header(THREADS=LATENT_THREADS, KEYS=LATENT_KEYS, LATENT_SEGMENT=LATENT_SEGMENT),

@@ -178,8 +178,6 @@ class AttentionPart(Part):
 
     def build(self, source: LayerSource) -> Attention:
         ops = source.ops
-        if self.output_gate:
-            source.require_delta_nets("attention with a gate for its output")
         weights = TransformedWeights(source.weights, self._row_transforms(source.name))
         norms = None
         if self.qk_norm is QueryKeyNorm.PLAIN_HEAD:

@@ -91,7 +91,6 @@ class DeltaNetPart(Part):
     # -- the layer ----------------------------------------------------------------------------------------------------
 
     def build(self, source: LayerSource) -> DeltaNet:
-        source.require_delta_nets("a gated DeltaNet")
         ops, weights, name = source.ops, source.weights, source.name
         queries, keys, values = self.sections
         sections: list[Any] = [(queries, keys, values), values]
@@ -116,16 +115,17 @@ class DeltaNetPart(Part):
             return np.asarray(source.weights.vector(f"{source.name}.{name}")).astype(np.float32)
 
         taps = np.ascontiguousarray(vector(f"{self.kernel}.weight")[channels, 0, ::-1].T)
-        return DeltaNetSpec(
+        spec = DeltaNetSpec(
             self.key_heads // ranks.tp_size,
             self.value_heads // ranks.tp_size,
             self.key_dim,
             self.value_dim,
-            ShortConvolution(ops.array(taps)),
-            ops.vector(-np.exp(vector(self.decay_rates)[heads])),
-            ops.vector(vector(self.decay_bias)[heads]),
-            Norm(ops.vector(vector(f"{self.norm}.weight")), self.norm_eps),
+            ShortConvolution(taps),
+            -np.exp(vector(self.decay_rates)[heads]),
+            vector(self.decay_bias)[heads],
+            Norm(vector(f"{self.norm}.weight"), self.norm_eps),
         )
+        return ops.delta_net_spec(spec)
 
     def _gates(self, source: LayerSource) -> np.ndarray:
         """The matrices of rates and of decays of a rank's value heads, fp32 ``[2 * heads, hidden_size]``."""

@@ -16,7 +16,6 @@ import numpy as np
 from ...backend.base import Backend
 from ...backend.communicator import shard
 from ...backend.values import Array, ForwardBatch, LinearBias, RelativeBias, Rope
-from ...errors import UsageError
 from ...layers.cache import Layout
 from ...layers.loading import Weights
 from ...layers.norm import NormLayer
@@ -79,13 +78,6 @@ class LayerSource:
     weights: Weights
     name: str
     shared: SharedValues
-
-    def require_delta_nets(self, what: str) -> None:
-        """Raise ``UsageError`` where the device does not compute ``what``, a mixer of models with a gated DeltaNet."""
-        if not self.ops.computes_delta_nets:
-            raise UsageError(
-                f"{self.name} has {what}, which this version computes on the CPU only: load the model with device='cpu'"
-            )
 
     def named(self, names: Iterable[str]) -> list[str]:
         """The full names of the layer's tensors."""

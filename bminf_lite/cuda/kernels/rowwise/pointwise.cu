@@ -1,5 +1,6 @@
 // Elementwise kernels: of some architectures the activation of a feed-forward layer without a gate, learned position
-// embeddings, and the soft-cap of logits; of every step the copy of its integers from the host.
+// embeddings, the gate of attention's output, and the soft-cap of logits; of every step the copy of its integers from
+// the host.
 #include "common/values.cuh"
 
 using namespace bminf;
@@ -29,6 +30,19 @@ __global__ void __launch_bounds__(256) soft_cap(float* x, long long pitch, int r
     if (row >= rows) return;
     float& value = x[row * pitch + column];
     value = __fmul_rn(cap, tanhf(__fdiv_rn(value, cap)));
+}
+
+// x = fp16(x * sigmoid(gate)) for rows of n columns of fp16. A thread computes one element.
+__global__ void __launch_bounds__(256)
+    gate_rows(__half* x, long long pitch, const __half* gate, long long gate_pitch, int rows, int n) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int row = static_cast<int>(index / n), column = static_cast<int>(index % n);
+    if (row >= rows) return;
+    const float open = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-__half2float(gate[row * gate_pitch + column]))));
+    __half& value = x[row * pitch + column];
+    value = __float2half_rn(__fmul_rn(__half2float(value), open));
 }
 
 // residual[token] += table[position of the token]; table: fp16 [positions, pitch]; residual: fp32 [T, residual_pitch].

@@ -34,6 +34,7 @@ class PointwiseKernels:
         yield KernelFamily(cls.source, "activate_rows", (BOOLEANS, orders_for(capability), numbers(Activation)))
         yield KernelFamily(cls.source, "add_positions")
         yield KernelFamily(cls.source, "soft_cap")
+        yield KernelFamily(cls.source, "gate_rows")
         yield KernelFamily(cls.source, "write_words")
         yield from (
             KernelFamily(cls.side_products_source, name, (("__half", "float"),))
@@ -90,6 +91,19 @@ class PointwiseKernels:
             256,
             (x.data.ptr, pitch_of(x), rows, n, cap),
             bytes_moved=2 * nbytes_of(x),
+        )
+
+    def gate_rows(self, step: StepContext, x: cp.ndarray, gate: cp.ndarray) -> None:
+        """``x * sigmoid(gate)`` in place, fp16 ``[rows, n]`` at any pitch."""
+        rows, n = x.shape
+        self._launcher.launch(
+            step,
+            self.source,
+            "gate_rows",
+            ceil_div(rows * n, 256),
+            256,
+            (x.data.ptr, pitch_of(x), gate.data.ptr, pitch_of(gate), rows, n),
+            bytes_moved=2 * nbytes_of(x) + nbytes_of(gate),
         )
 
     def write_words(self, source: int, target: int, count: int) -> None:

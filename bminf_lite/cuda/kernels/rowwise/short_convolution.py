@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ....backend.values import ForwardBatch, ShortConvolution
 from ..arrays import address, ceil_div, nbytes_of, pitch_of
 from ..constants import SHORT_CONVOLUTION_THREADS as THREADS
@@ -28,8 +30,8 @@ class ShortConvolutionKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "short_convolution", (EACH, BOOLEANS))
-        yield KernelFamily(cls.source, "store_inputs", (EACH,))
+        yield KernelFamily(cls.source, "short_convolution", (EACH, BOOLEANS, BOOLEANS))
+        yield KernelFamily(cls.source, "store_inputs", (EACH, BOOLEANS))
 
     def launch(
         self,
@@ -43,12 +45,14 @@ class ShortConvolutionKernels:
     ) -> None:
         """``rows`` fp16 ``[T, 3 * channels]`` -> ``out`` fp16 ``[T, channels]``, both with padded rows.
 
+        Into an fp32 ``out`` goes the convolution of the first columns of ``rows``, without gates, activated by SiLU.
+
         ``ring`` fp16 ``[slots, n, channels]`` takes the inputs, dense within a slot; ``slots`` int32 ``[B, W]`` has the
         sequences' slots in its first column. One launch, or a second one that writes the ring if a sequence may have
         more new tokens than the ring has rows beside those that the first one reads.
         """
         taps, (tokens, channels), ring_rows = convolution.taps, out.shape, ring.shape[1]
-        each = EACH[channels % EACH[1] == 0]
+        each, gated = EACH[channels % EACH[1] == 0], BOOLEANS[out.dtype == np.float16]
         stores = batch.max_query_len <= ring_rows - len(taps) + 1
         grid, moved = (tokens, ceil_div(channels, THREADS * each)), nbytes_of(rows, out)
         inputs = rows.data.ptr, pitch_of(rows)
@@ -63,7 +67,7 @@ class ShortConvolutionKernels:
         self._launcher.launch(
             step,
             self.source,
-            f"short_convolution<{each}, {BOOLEANS[stores]}>",
+            f"short_convolution<{each}, {BOOLEANS[stores]}, {gated}>",
             grid,
             THREADS,
             (
@@ -82,5 +86,10 @@ class ShortConvolutionKernels:
         )
         if not stores:
             self._launcher.launch(
-                step, self.source, f"store_inputs<{each}>", grid, THREADS, (*inputs, *slot, *sequences, channels)
+                step,
+                self.source,
+                f"store_inputs<{each}, {gated}>",
+                grid,
+                THREADS,
+                (*inputs, *slot, *sequences, channels),
             )

@@ -1,0 +1,103 @@
+"""What the kernels of recurrences do: gated DeltaNet, chunk by chunk, and the norm and the gate of its outputs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from bminf_lite.backend import delta_net
+from bminf_lite.backend.delta_net import CHUNK, TokenInputs
+from bminf_lite.backend.functions import normalise, silu
+from bminf_lite.backend.values import DeltaNetSpec, Norm, StateCache
+
+from .launching import Call, model
+
+F32, F16 = np.float32, np.float16
+
+
+def sequences_of(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The ends of the sequences, their first positions, their slots, and which of them are drafts."""
+    count = call.count
+    cu_seqlens, context_lens = (
+        call.vector(name, n, np.int32) for name, n in (("cu_seqlens", count + 1), ("context_lens", count))
+    )
+    slots = call.rows("slots", count, call.slots_pitch, 1, np.int32, align=4)[:, 0]
+    is_draft = np.zeros(count, bool)
+    is_draft[1:] = bool(call.has_drafts) & (slots[1:] == slots[:-1]) & (slots[1:] != 0)
+    return cu_seqlens, context_lens, slots, is_draft
+
+
+def slot_arrays(call: Call, slots: int) -> dict[str, np.ndarray]:
+    """The arrays of the slots up to the last that a step has."""
+    heads, keys, values = call.value_heads, call.key_dim, call.value_dim
+    shapes: dict[str, tuple[str, Any, tuple[int, ...]]] = {
+        "state": ("states", F32, (heads, keys, values)),
+        "keys": ("keys", F32, (call.ring_rows, call.key_heads, keys)),
+        "deltas": ("deltas", F32, (call.ring_rows, heads, values)),
+        "decays": ("decays", F32, (call.ring_rows, heads)),
+        "end": ("ends", np.int32, ()),
+    }
+    found = {}
+    for array, (name, dtype, shape) in shapes.items():
+        flat = call.rows(name, slots, getattr(call, f"{name}_pitch"), int(np.prod(shape)), dtype, align=4)
+        strides = [4 * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+        found[array] = np.lib.stride_tricks.as_strided(flat, (slots, *shape), (flat.strides[0], *strides))
+    return found
+
+
+def inputs_of(call: Call, tokens: int) -> tuple[TokenInputs, DeltaNetSpec]:
+    """What the recurrence reads of the tokens, and the sizes of the layer."""
+    sizes = call.key_heads, call.value_heads, call.key_dim, call.value_dim
+    rates, bias = (call.vector(name, call.value_heads, F32) for name in ("decay_rates", "decay_bias"))
+    none: Any = None
+    spec = DeltaNetSpec(*sizes, none, rates, bias, none)
+    mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
+    gates = call.rows("gates", tokens, call.gates_pitch, 2 * call.value_heads, F32, 4)
+    return delta_net.token_inputs(mixed, gates, spec), spec
+
+
+@model
+def delta_rule(call: Call) -> None:
+    cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
+    tokens, grid = int(cu_seqlens[-1]), call.launch.grid
+    call.require(grid[:2] == (call.count, call.value_heads) and 32 * grid[2] >= call.value_dim, "blocks are missing")
+    arrays = slot_arrays(call, int(slots.max(initial=0)) + 1)
+    kept = StateCache(arrays | {name: arrays[name].copy() for name in ("keys", "decays", "end")})
+    (inputs, spec), width = inputs_of(call, tokens), call.value_heads * call.value_dim
+    out = call.rows("out", tokens, call.out_pitch, width, F32, 4)
+    sums = call.rows("sums", tokens, call.value_heads, call.value_heads, F32, 4)
+    for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        if first == end:
+            continue
+        start, slot, rows = int(context_lens[b]), int(slots[b]), slice(first, end)
+        total = kept["decays"][slot][(start - 1) % call.ring_rows].copy()
+        for i in range(first, end):
+            own = inputs.log_decays[i]
+            total = own if (start + i - first) % CHUNK == 0 else total + own
+            sums[i] = total
+        y = delta_net.outputs(inputs.of(rows), spec, kept, slot, start, bool(is_draft[b]))
+        out[rows] = y.reshape(-1, width)
+
+
+@model
+def delta_output(call: Call) -> None:
+    cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
+    rows, tokens = call.launch.grid[0], int(cu_seqlens[-1])
+    heads, dim = call.value_heads, call.value_dim
+    x = call.rows("x", tokens, call.x_pitch, heads * dim, F32, 4).reshape(tokens, heads, dim)
+    gate = call.rows("gate", rows, call.gate_pitch, heads * dim, F16, 2).astype(F32)
+    out = call.rows("out", rows, call.out_pitch, heads * dim, F16, 2)
+    norm = Norm(call.vector("norm_weight", dim, F32), call.eps)
+    out[:tokens] = normalise(x, norm).reshape(tokens, -1) * silu(gate[:tokens])
+    out[tokens:] = 0
+    arrays, (inputs, _) = slot_arrays(call, int(slots.max(initial=0)) + 1), inputs_of(call, tokens)
+    sums = call.rows("sums", tokens, heads, heads, F32, 4)
+    for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        start, slot = int(context_lens[b]), slots[b]
+        for i in range(first, end):
+            place = (start + i - first) % call.ring_rows
+            arrays["keys"][slot, place], arrays["decays"][slot, place] = inputs.keys[i], sums[i]
+        if first < end and not is_draft[b]:
+            arrays["end"][slot] = (start + end - first - 1) // CHUNK * CHUNK
