@@ -635,7 +635,13 @@ def _converted(value: np.ndarray, origin: str, to: str, op: Sequence[str]) -> np
     if "rp" in op and to == "f16":
         nearest = value.astype(np.float16)
         return np.where(nearest < value, np.nextafter(nearest, np.float16(np.inf)), nearest)
-    return value.astype(dtype)
+    found = value.astype(dtype)
+    return _saturated(found) if "sat" in op and found.dtype.kind == "f" else found
+
+
+def _saturated(values: np.ndarray) -> np.ndarray:
+    """``.sat`` of floats: from 0 to 1, where NaN becomes 0."""
+    return np.asarray(np.clip(np.nan_to_num(values, nan=0.0), 0, 1).astype(values.dtype))
 
 
 def _cast_address(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
@@ -705,7 +711,10 @@ def _multiply(a: np.ndarray, b: np.ndarray, op: Sequence[str]) -> np.ndarray:
 def _multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray, op: Sequence[str]) -> np.ndarray:
     if a.dtype.kind == "f":
         exact = a.astype(np.longdouble) * b.astype(np.longdouble) + c.astype(np.longdouble)
-        return exact.astype(a.dtype)
+        found = np.asarray(exact.astype(a.dtype))
+        if "rm" in op:  # towards minus infinity
+            found = np.where(found > exact, np.nextafter(found, a.dtype.type(-np.inf)), found)
+        return _saturated(found) if "sat" in op else found
     product = _multiply(a, b, op)
     return product + c.astype(product.dtype)
 
