@@ -96,7 +96,7 @@ class Memory:
         for address in [a for a in self._starts if start <= a < start + len(room)]:
             self._starts.remove(address)
             del self._pieces[address]
-        room.madvise(mmap.MADV_DONTNEED)
+        room.madvise(mmap.MADV_REMOVE)  # the mapping is shared: MADV_DONTNEED would keep its pages
         self._kept.append(room)
 
     @staticmethod
