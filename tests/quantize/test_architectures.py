@@ -31,16 +31,18 @@ SECOND = (
 """The names of these matrices in all architectures."""
 
 
+CHOICES_WEIGH_MORE = ("ernie4_5_moe", "lfm2_moe", "glm4_moe_lite", "gpt_oss", "llama4_text", "qwen3_5_moe_text")
+
+
 def looseness(golden: Golden) -> float:
     """How much more a mixture's error may be: rounding changes some choices of experts.
 
     Where a bias chooses between experts of similar weights, a changed choice replaces more of the result; gpt-oss's
-    experts take no factors, and their limits are no smooth functions; of Llama 4 a token chooses one expert.
+    experts take no factors, and their limits are no smooth functions; of Llama 4 a token chooses one expert; states
+    of Qwen3.5 carry the change on to the tokens behind it.
     """
     family = golden.config["model_type"]
-    return (
-        5.0 if family in ("ernie4_5_moe", "lfm2_moe", "gpt_oss", "llama4_text") else 2.0 if family in MIXTURES else 1.0
-    )
+    return 5.0 if family in CHOICES_WEIGH_MORE else 2.0 if family in MIXTURES else 1.0
 
 
 def matrices(golden: Golden) -> set[str]:
