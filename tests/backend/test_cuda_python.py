@@ -45,7 +45,7 @@ CASES = {
         f"{GOLDENS}{REFERENCE}[w8a8-qwen3_next: two kinds]",
         f"{GOLDENS}{REFERENCE}[w8a8-mistral4: growing queries, a dense layer, groups]",
         "models/test_mixtures.py",
-        f"{GOLDENS}{INT8_CACHE}[w8a8-gpt_oss: plain weights]",
+        f"{GOLDENS}{REFERENCE}[w8a8-gpt_oss: plain weights]",
         "backend/test_cuda_memory.py",
         "backend/test_early_attention.py",
         "memory/test_streaming_gpu.py::test_streamed_and_resident_give_equal_results",
