@@ -26,7 +26,7 @@ from .reader import open_checkpoint
 from .recipe import Scheme
 
 ROTATED_STREAM = "residual stream"
-"""What the manifest of a migrated model says of one whose stream is rotated begins so."""
+"""How the entry of a manifest that names a rotated residual stream begins."""
 
 
 def describe_head(config: Mapping[str, Any]) -> ModelDescription:

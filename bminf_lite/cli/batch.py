@@ -56,7 +56,7 @@ def batch(
     """
     from ..server import require_extra
 
-    require_extra()
+    require_extra("batch")
     from ..batch.job import BatchJob, LoadOptions
     from ..batch.local import plan_input, run_local
     from ..batch.storage import LocalStorage

@@ -27,7 +27,7 @@ CREDIT, RATE, LIMIT = 1.0, 0.005, 2.0
 FORGETTING = 0.9
 """The weight of an earlier check relative to the next one."""
 CHECKS_BEFORE_WARNING = 50
-"""Checks after which a draft model that has cost more than it saved is told of."""
+"""Checks of a draft model before a warning may say that it costs more than it saves."""
 PRIOR_ACCEPTED, PRIOR_REJECTED = 1.0, 1.0
 """Drafts that count as accepted and as rejected before the first check of a request."""
 

@@ -58,8 +58,8 @@ class StepFeatures(Protocol):
 class DraftHead(Protocol):
     """A few layers that guess a model's next tokens from its residual stream."""
 
-    def features(self) -> Any:
-        """The :class:`StepFeatures` of a step, before the model computes it."""
+    def features(self) -> StepFeatures:
+        """Where the features of a step go, before the model computes it."""
         ...
 
     def read(self, batch: ForwardBatch, cache: KVCache, features: Any) -> None:

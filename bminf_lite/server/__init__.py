@@ -30,10 +30,10 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
 
 
-def require_extra() -> None:
-    """Raise ``UsageError`` if the packages of the extra ``[serve]`` are not installed."""
+def require_extra(user: str = "a server") -> None:
+    """Raise ``UsageError`` if the packages of the extra ``[serve]``, which ``user`` needs, are not installed."""
     missing = [name for name in ("msgspec", "starlette", "uvicorn", "uvloop") if not importlib.util.find_spec(name)]
     if missing:
         raise UsageError(
-            f"a server needs packages that are not installed ({', '.join(missing)}): pip install 'bminf-lite[serve]'"
+            f"{user} needs packages that are not installed ({', '.join(missing)}): pip install 'bminf-lite[serve]'"
         )

@@ -130,11 +130,6 @@ class ReasoningParser:
         self._state = self._reasoning if opened else self._start
         self._began = False
 
-    @property
-    def is_in_content(self) -> bool:
-        """Whether all further text is the answer's."""
-        return self._state == self._content
-
     def push(self, text: str) -> list[Content | Reasoning]:
         """What ``text`` adds. Text that later text may still assign is held back."""
         self._held += text

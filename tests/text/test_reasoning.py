@@ -62,7 +62,7 @@ def test_text_arrives_as_soon_as_it_is_certain():
     assert parser.push("<thi") == []
     assert parser.push("nk> a b ") == [Reasoning("a b")]
     assert parser.push("c</th") == [Reasoning(" c")]
-    assert parser.push("ink> d ") == [Content("d ")] and parser.is_in_content
+    assert parser.push("ink> d ") == [Content("d ")]
 
 
 def test_formats():
