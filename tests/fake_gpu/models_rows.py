@@ -122,6 +122,7 @@ def gemv_float(call: Call) -> None:
     weight = call.rows("weight", n, pitch, pitch, np.int8 if call.template["W"] == "bminf::int8" else F16)
     call.require(bool(call.w_scale or call.group_scale) == (weight.dtype == np.int8), "scales belong to int8")
     weight = weight[:, :k].astype(F32)
+    call.require(bool(call.group_scale) == bool(call.number("GROUPED")), "the kernel has groups, or none")
     if call.group_scale:
         call.require(not call.w_scale, "a weight has scales of rows, or of groups")
         weight = weight * group_scales(call, "group_scale", n, k, pitch, call.group_shift)

@@ -169,7 +169,7 @@ class GemvFloat:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        values = (FLOAT_INPUTS, VECTORS, ("bminf::int8", "__half"), NUMBERS, ACTIVATION_NUMBERS)
+        values = (FLOAT_INPUTS, VECTORS, ("bminf::int8", "__half"), NUMBERS, ACTIVATION_NUMBERS, BOOLEANS)
         yield KernelFamily(cls.source, "gemv_float", values, _possible_float)
 
     def launch(
@@ -182,7 +182,8 @@ class GemvFloat:
         grouped = weight.group_scales
         kind = "__half" if weight.scale is None and grouped is None else "bminf::int8"
         source = ROTATED_KINDS[input_of(norm)] if rotation > 1 else input_of(norm)
-        expression = f"gemv_float<{source}, {vectors}, {kind}, {int(epilogue)}, {int(activation)}>"
+        template = source, vectors, kind, int(epilogue), int(activation), BOOLEANS[grouped is not None]
+        expression = f"gemv_float<{', '.join(map(str, template))}>"
         norm_weight, norm_bias, eps = norm_arguments(norm)
         grid = min(2 * self._launcher.num_sms, ceil_div(outputs, WARPS))
         self._launcher.launch(
@@ -277,5 +278,5 @@ def _possible_row(source: int, row: tuple[int, int], epilogue: int, activation: 
     return _possible(source, row[1], epilogue, activation, unit, early)
 
 
-def _possible_float(source: int, vectors: int, kind: str, epilogue: int, activation: int) -> bool:
-    return _possible(source, vectors, epilogue, activation)
+def _possible_float(source: int, vectors: int, kind: str, epilogue: int, activation: int, grouped: str) -> bool:
+    return _possible(source, vectors, epilogue, activation) and (grouped == BOOLEANS[0] or kind == "bminf::int8")

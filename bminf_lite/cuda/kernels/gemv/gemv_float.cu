@@ -6,7 +6,7 @@
 // x: fp16 or fp32 [rows, x_pitch]; weight: fp16 or int8 [n, pitch]; w_scale: fp32 [n] or null; bias: fp32 [n] or null;
 // out: fp16 or fp32 [rows, out_pitch].
 //
-// An int8 weight may have a scale for each group of neighbouring columns instead of w_scale: group_scale [n, groups],
+// A GROUPED int8 weight has a scale for each group of neighbouring columns instead of w_scale: group_scale [n, groups],
 // fp16 if half_scales, else fp32. A group has 1 << group_shift columns, 16 or more. Sixteen products are summed,
 // scaled, and added to the warp's part of the sum.
 //
@@ -51,8 +51,9 @@ __device__ __forceinline__ float group_scale_of(const void* scale, bool half_sca
 
 // INPUT: what is multiplied, x, a norm of it, or either rotated in blocks of `rotation` elements (see rotate_row).
 // VECTORS: vectors of eight elements of x per thread. W: __half or int8. F: the function of GATED and ACTIVATED.
+// GROUPED is a template's argument because the other products would spill registers beside its loop.
 // Dynamic shared memory: `pitch` fp16 numbers.
-template <int INPUT, int VECTORS, class W, int EPILOGUE, int F>
+template <int INPUT, int VECTORS, class W, int EPILOGUE, int F, bool GROUPED>
 __global__ void __launch_bounds__(THREADS) gemv_float(
     const void* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps, int rotation,
     float rotation_scale, const W* __restrict__ weight, const float* __restrict__ w_scale,
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(THREADS) gemv_float(
     auto product = [&](int r) {
         float sum = 0;
         const W* w = weight + static_cast<size_t>(r) * pitch;
-        if (sizeof(W) == 1 && group_scale) {
+        if constexpr (GROUPED) {
             const long long first = static_cast<long long>(r) * groups;
 #pragma unroll 4
             for (int column = lane * STEP; column < pitch; column += WARP * STEP)
