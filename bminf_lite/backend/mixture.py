@@ -68,6 +68,10 @@ class ExpertProducts(Protocol):
 
     activation_dtype: np.dtype
 
+    def array(self, values: np.ndarray) -> Array: ...
+
+    def host(self, x: Array) -> np.ndarray: ...
+
     def linear(self, x: Array, weight: Any) -> Array: ...
 
     def gated_linear(self, x: Array, weight: Any, activation: str) -> Array: ...
@@ -105,8 +109,8 @@ def expert_result(ops: ExpertProducts, x: Array, mixture: Mixture, expert: int) 
     """What one expert makes of rows ``[n, in]``: ``[n, out]`` in the activation type."""
     weight, activation = mixture.hidden[expert], mixture.activation
     if activation.limit is not None:
-        product = ops.linear(x, weight).astype(np.float32)
-        hidden = rounded(activated(product, activation), ops.activation_dtype)
+        product = np.asarray(ops.host(ops.linear(x, weight)), np.float32)
+        hidden = ops.array(rounded(activated(product, activation), ops.activation_dtype))
     elif activation.gated:
         hidden = ops.gated_linear(x, weight, activation.function)
     else:

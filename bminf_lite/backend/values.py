@@ -509,6 +509,12 @@ class LayerCache:
         """Keys, values, and the scales if there are any."""
         return [x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None]
 
+    @property
+    def floats(self) -> list[tuple[Array, int]]:
+        """The arrays that are not codes, each with its axis of the tokens of a block."""
+        pools = (self.keys, self.values) if self.key_scales is None else (self.key_scales, self.value_scales)
+        return [(pool, 2) for pool in pools]
+
     def set_arrays(self, arrays: Sequence[Array]) -> None:
         """Replace :attr:`arrays` by others in the same order."""
         for name, array in zip(("keys", "values", "key_scales", "value_scales"), arrays, strict=False):
@@ -577,6 +583,11 @@ class LatentCache:
     def arrays(self) -> list[Array]:
         """The rows, and the scales if there are any."""
         return [self.rows] if self.scales is None else [self.rows, self.scales]
+
+    @property
+    def floats(self) -> list[tuple[Array, int]]:
+        """The array that is not of codes, with its axis of the tokens of a block."""
+        return [(self.rows if self.scales is None else self.scales, 1)]
 
     def set_arrays(self, arrays: Sequence[Array]) -> None:
         """Replace :attr:`arrays` by others in the same order."""

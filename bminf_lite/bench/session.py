@@ -101,12 +101,11 @@ class Session:
                     if array.dtype.kind == "f":
                         self.ops.assign(array[1:], np.array(np.nan, array.dtype))
                 continue
-            int8 = layer.key_scales is not None
-            for pool in (layer.key_scales, layer.value_scales) if int8 else (layer.keys, layer.values):
+            for pool, axis in layer.floats:
                 nan = np.array(np.nan, pool.dtype)
                 blocks = pool[1:].reshape(self.batch, -1, *pool.shape[1:])  # each sequence's in order
                 if place:
-                    self.ops.assign(blocks[:, full, :, place:], nan)
+                    self.ops.assign(blocks[:, full].swapaxes(1, axis)[:, place:], nan)
                 self.ops.assign(blocks[:, full + bool(place) :], nan)
 
     # -- prefill ------------------------------------------------------------------------------------------------------

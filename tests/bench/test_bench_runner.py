@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_kit import run
+from tiny_models import goldens
 
 from bminf_lite import models
 from bminf_lite.api import Model
@@ -254,6 +255,21 @@ def test_reading_an_unwritten_place_of_the_cache_shows(bench_model: BenchModel):
     session.prepare_decode(3)  # nothing was prefilled
     with pytest.raises(BminfError, match="NaN"):
         check_results(session.decode(2), bench_model.engine_config.vocab_size, "here")
+
+
+@pytest.mark.parametrize("kv_cache", ["fp16", "int8"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_reading_an_unwritten_place_of_another_cache_shows(family: str, kv_cache: str) -> None:
+    """Of latent rows, and of states beside keys and values."""
+    model = random_model("small", next(goldens(family)).config, CpuBackend(), kv_cache)
+    session, vocab = Session(model, 1, 70), model.engine_config.vocab_size
+    session.poison(session.fill_context(5))
+    session.prepare_decode(5)
+    check_results(session.decode(2), vocab, "here")
+    session.poison(4)
+    session.prepare_decode(5)
+    with pytest.raises(BminfError, match="NaN"):
+        check_results(session.decode(2), vocab, "here")
 
 
 def test_a_trace_names_every_operation_in_order(bench_model: BenchModel, profiler: Profiler):
