@@ -35,6 +35,7 @@ LEFT_OUT = {
     "compile_all": "compile every kernel for every architecture",
     "slow": "take seconds, or repeat with more models and sizes what others prove",
     "real_model": "run a real model, SmolLM2 135M",
+    "ray_cluster": "start clusters of Ray",
 }
 """Markers of tests that a plain run leaves out, and what these tests do."""
 

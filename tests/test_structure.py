@@ -22,11 +22,12 @@ MAY_IMPORT = {
         "api", "server", "migration", "evaluation", "placement", "engine", "grammar", "checkpoint", "memory", "errors",
     },
     "cli": {
-        "", "api", "batch", "server", "bench", "converters", "migration", "evaluation", "placement", "engine",
+        "", "api", "batch", "ray", "server", "bench", "converters", "migration", "evaluation", "placement", "engine",
         "grammar", "text", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
         "draft_training", "torch",
     },
     "batch": {"api", "server", "engine", "errors", "files"},
+    "ray": {"api", "batch", "server", "errors"},
     "server": {"api", "request_builder", "engine", "grammar", "text", "errors", "files"},
     "torch": {"backend", "checkpoint", "models", "cuda", "errors", "files"},
     "bench": {

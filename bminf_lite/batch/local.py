@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,29 +65,50 @@ def run_local(
     told: Callable[[Mapping[str, Any]], None] = lambda result: None,
     began: Callable[[int], None] = lambda rows: None,
 ) -> Counts:
+    """Answer the rows of ``plan`` by a model in this process; see :func:`run_blocks`.
+
+    ``told`` is called with each result.
+    """
+    storage = LocalStorage()
+
+    def answer(output: Output, blocks: Sequence[Block]) -> Counts:
+        with job.open_model() as model:
+            lines = LineBlocks(storage, job.rows(model))
+            return asyncio.run(_run(job, model, output, lines, blocks, told))
+
+    return run_blocks(job, plan, storage, str(out), answer, began)
+
+
+def run_blocks(
+    job: BatchJob,
+    plan: Plan,
+    storage: Storage,
+    out: str,
+    answer: Callable[[Output, Sequence[Block]], Counts],
+    began: Callable[[int], None] = lambda rows: None,
+    suffix: str = ".jsonl",
+) -> Counts:
     """Answer the rows of ``plan`` into the folder ``out``, or into a file if the name ends as those of JSON lines do.
 
     A run that was ended goes on where it was: rows that are finished are not answered again. ``began`` is called with
-    the number of rows in blocks that were complete before, ``told`` with each result. Raises ``BminfError`` if the
-    output cannot be written or the engine fails; what is finished is kept.
+    the number of rows in blocks that were complete before, then ``answer`` with the others, whose files end with
+    ``suffix``. Raises ``BminfError`` if the output cannot be written or the engine fails; what is finished is kept.
     """
-    is_file = out.name.endswith(JSONL)
-    folder = out.with_name(out.name + BLOCKS) if is_file else out
-    if is_file and out.exists() and not folder.exists():
+    is_file = out.endswith(JSONL)
+    if is_file and not (isinstance(storage, LocalStorage) and suffix == ".jsonl"):
+        raise UsageError(f"{out}: must be a folder: blocks of Parquet or of an object store are not joined to a file")
+    folder = out + BLOCKS if is_file else out
+    if is_file and Path(out).exists() and not Path(folder).exists():
         raise UsageError(f"{out}: the file exists; name a new one")
-    storage = LocalStorage()
-    output = Output(storage, str(folder), ".jsonl")
+    output = Output(storage, folder, suffix)
     done = output.begin(job.describe(plan))
     blocks = [block for block in plan.blocks if block.name not in done]
     began(plan.num_rows - sum(block.num_rows for block in blocks))
-    with _alone_in(folder):
+    with _alone_in(Path(folder)) if isinstance(storage, LocalStorage) else nullcontext():
         try:
-            counts = Counts()
-            if blocks:
-                with job.open_model() as model:
-                    counts = asyncio.run(_run(job, model, blocks, storage, output, told))
+            counts = answer(output, blocks) if blocks else Counts()
             if is_file:
-                join(output, plan.blocks, out)
+                join(output, plan.blocks, Path(out))
         except OSError as error:
             problem = f"{error.strerror or error}; what is finished is kept: the same command goes on"
             raise BminfError(f"{error.filename or folder}: cannot be written: {problem}") from error
@@ -99,14 +120,14 @@ def run_local(
 async def _run(
     job: BatchJob,
     model: Model,
-    blocks: Sequence[Block],
-    storage: Storage,
     output: Output,
+    lines: BlockFormat,
+    blocks: Sequence[Block],
     told: Callable[[Mapping[str, Any]], None],
 ) -> Counts:
     server = await DirectServer.start(model, job.settings(model))
     try:
-        return await run_all(make_runner(job, model, server, storage, output, told), blocks)
+        return await run_all(make_runner(job, model, server, output, lines, told), blocks)
     finally:
         server.close()
 
@@ -115,15 +136,13 @@ def make_runner(
     job: BatchJob,
     model: Model,
     server: DirectServer,
-    storage: Storage,
     output: Output,
-    told: Callable[[Mapping[str, Any]], None] = lambda result: None,
-    blocks: BlockFormat | None = None,
+    blocks: BlockFormat,
+    told: Callable[[Mapping[str, Any]], None],
 ) -> BlockRunner:
-    """What answers blocks, by default of lines, by a model in this process."""
-    rows = job.rows(model)
+    """What answers blocks by a model in this process."""
     limit = ROWS_PER_SEQUENCE * model.engine_config.max_num_seqs
-    return BlockRunner(server.answer, rows, blocks or LineBlocks(storage, rows), output, limit, told)
+    return BlockRunner(server.answer, job.rows(model), blocks, output, limit, told)
 
 
 def join(output: Output, blocks: Sequence[Block], out: Path) -> None:

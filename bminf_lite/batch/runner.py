@@ -24,7 +24,7 @@ ROWS_PER_SEQUENCE = 2
 
 @dataclass
 class Counts:
-    """What was done: rows, those with errors, and tokens. ``kept`` rows are an earlier run's."""
+    """What was done: rows, those with errors, and tokens. ``kept`` rows are those of a run or a replica that ended."""
 
     rows: int = 0
     errors: int = 0
@@ -78,6 +78,7 @@ class BlockRunner:
         self._rows = rows
         self._blocks = blocks
         self._output = output
+        self.limit = limit
         self._room = asyncio.Semaphore(limit)  # which is fair: rows start in order
         self._num_answering = 0
         self._told = told

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +14,15 @@ from ._options import UserPath, context_option, given_options, model_options, sa
 
 if TYPE_CHECKING:
     from ..batch.runner import Counts
+
+
+def _parse_replicas(context: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number nor auto", context, param) from None
 
 
 @click.command()
@@ -28,6 +37,23 @@ if TYPE_CHECKING:
 @click.option("--max-batch", type=int, metavar="N", help="The most sequences to decode together.")
 @click.option("--block-rows", type=click.IntRange(min=1), default=256, show_default=True, metavar="N",
               help="Rows of a block, which is written when it is complete.")  # fmt: skip
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Use the replicas of this Ray cluster: auto, HOST:PORT or ray://HOST:PORT; local starts one on this machine.",
+)
+@click.option(
+    "--replicas",
+    metavar="N|auto",
+    callback=_parse_replicas,
+    help="With --ray: how often the model is loaded; by default as often as the cluster has room for.",
+)
+@click.option(
+    "--gpus-per-replica",
+    type=float,
+    metavar="N",
+    help="With --ray: 1, a part of 1 to share a GPU, or 0 for CPUs; by default 1 where there are GPUs.",
+)
 def batch(
     model: Path,
     input: str,
@@ -40,6 +66,9 @@ def batch(
     context: int | None,
     max_batch: int | None,
     block_rows: int,
+    ray: str | None,
+    replicas: int | str | None,
+    gpus_per_replica: float | None,
     seed: int | None,
     **sampling: float | None,
 ) -> None:
@@ -50,16 +79,22 @@ def batch(
     of OpenAI's batch files. OUT is a file, if it ends with .jsonl, or a folder with a file for each block of rows. The
     same command goes on with a batch that was ended. Sampling options are for rows that give none.
 
+    With --ray the replicas of a cluster answer the rows. MODEL, IN and OUT are then on storage that all its machines
+    share; IN and OUT may be on an object store (s3://...), and IN may be Parquet files.
+
     \b
     Example:
       bminf-lite batch MODEL questions.jsonl answers.jsonl --max-new-tokens 256
+      bminf-lite batch MODEL s3://bucket/questions s3://bucket/answers --ray auto
     """
     from ..server import require_extra
 
     require_extra("batch")
     from ..batch.job import BatchJob, LoadOptions
     from ..batch.local import plan_input, run_local
+    from ..batch.rows import usage_of
     from ..batch.storage import LocalStorage
+    from ..errors import UsageError
 
     job = BatchJob(
         str(model),
@@ -68,32 +103,48 @@ def batch(
         seed=seed,
         served_model_names=served_model_name,
     )
-    plan, job = plan_input(LocalStorage(), input, job, block_rows)
     started = time.perf_counter()
-    with progress_bar(plan.num_rows) as (began, told):
-        counts = run_local(job, plan, Path(output), told, began)
+    if ray is not None:
+        from ..ray import require_extra as require_ray
+
+        require_ray("batch --ray")
+        from ..ray.batch import Cluster, run_ray
+
+        cluster = Cluster(ray, replicas if isinstance(replicas, int) else None, gpus_per_replica)
+        with progress_bar() as (began, told):
+            counts = run_ray(job, input, output, cluster, block_rows, lambda new: told(new.rows, new.new_tokens), began)
+    elif replicas is not None or gpus_per_replica is not None:
+        raise UsageError("--replicas and --gpus-per-replica are for clusters: give --ray ADDRESS too")
+    else:
+        plan, job = plan_input(LocalStorage(), input, job, block_rows)
+        with progress_bar() as (began, told):
+            counts = run_local(
+                job,
+                plan,
+                Path(output),
+                lambda result: told(1, usage_of(result)[1]),
+                lambda done: began(plan.num_rows, done),
+            )
     click.echo(summary(counts, time.perf_counter() - started), err=True)
 
 
 @contextmanager
-def progress_bar(num_rows: int) -> Iterator[tuple[Callable[[int], None], Callable[[Mapping[str, Any]], None]]]:
-    """A bar of rows with the speed in tokens/s, and what tells it of rows: done before, and one that is answered."""
+def progress_bar() -> Iterator[tuple[Callable[[int, int], None], Callable[[int, int], None]]]:
+    """A bar of rows with the speed in tokens/s, and what tells it: all rows and those done before; rows and tokens."""
     from tqdm import tqdm
 
-    from ..batch.rows import usage_of
-
     tokens, started = 0, time.perf_counter()
-    with tqdm(total=num_rows, unit="row", disable=None) as bar:
+    with tqdm(unit="row", disable=None) as bar:
 
-        def began(rows: int) -> None:
-            bar.initial = rows
-            bar.update(rows)
+        def began(rows: int, done: int) -> None:
+            bar.total, bar.initial = rows, done
+            bar.update(done)
 
-        def told(result: Mapping[str, Any]) -> None:
+        def told(rows: int, new_tokens: int) -> None:
             nonlocal tokens
-            tokens += usage_of(result)[1]
+            tokens += new_tokens
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
-            bar.update()
+            bar.update(rows)
 
         yield began, told
 
@@ -102,7 +153,7 @@ def summary(counts: Counts, seconds: float) -> str:
     """What was done, in a line."""
     parts = [f"{counts.rows:,} rows in {seconds:.1f} s"]
     if counts.kept:
-        parts.append(f"{counts.kept:,} more of blocks that an earlier run had begun")
+        parts.append(f"{counts.kept:,} more that a run or a replica had answered before it ended")
     parts.append(f"{counts.prompt_tokens:,} prompt tokens, {counts.new_tokens:,} new tokens")
     parts.append(f"{counts.new_tokens / seconds:.1f} tokens/s")
     if counts.errors:

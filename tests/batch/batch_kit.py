@@ -9,6 +9,7 @@ from typing import Any
 
 from bminf_lite.batch.job import BatchJob, LoadOptions
 from bminf_lite.batch.local import plan_input, run_local
+from bminf_lite.batch.output import read_journal
 from bminf_lite.batch.runner import Counts
 from bminf_lite.batch.storage import LocalStorage
 
@@ -37,3 +38,8 @@ def run(model: Path, rows: Path, out: Path, block_rows: int = 8, told: Any = Non
     """Run a batch on this machine."""
     plan, wanted = plan_input(LocalStorage(), str(rows), BatchJob(str(model), CPU, **job), block_rows)
     return run_local(wanted, plan, out, told or (lambda result: None))
+
+
+def journal_rows(out: Path) -> dict[int, Any]:
+    """The rows in the journals of incomplete blocks, by number."""
+    return {i: r for path in out.glob(".*.journal") for i, r in read_journal(path.read_bytes()).items()}

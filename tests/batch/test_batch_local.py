@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from batch_kit import prompts, read_rows, run, write_rows
+from batch_kit import journal_rows, prompts, read_rows, run, write_rows
 from cli_kit import run as command
 
 import bminf_lite
@@ -221,12 +221,6 @@ def test_a_process_that_is_killed_or_out_of_room(int8, tmp_path, limit):
     assert Counter(row["id"] for row in found) == Counter(range(400))
     by_id = {row["id"]: row["generated_text"] for row in found}
     assert all(by_id[index] == result["generated_text"] for index, result in kept.items())
-
-
-def journal_rows(out: Path) -> dict:
-    from bminf_lite.batch.output import read_journal
-
-    return {i: r for path in out.glob(".*.journal") for i, r in read_journal(path.read_bytes()).items()}
 
 
 def test_the_output_of_a_batch_is_an_input(int8, tmp_path):
