@@ -84,7 +84,7 @@ the square of that, 2.5e-7."""
 
 
 def check_divergence(golden: Golden, found: float, expected: float) -> None:
-    """What a GPU loses is what the CPU does; of a mixture only its size, as most of it is changed choices of experts."""
+    """What a GPU loses is what the CPU does; of a mixture only its size: most of it is changed choices of experts."""
     if golden.config["model_type"] in MIXTURES:
         assert found < 0.02 * looseness(golden)
     else:
