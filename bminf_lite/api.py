@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import numpy as np
 
 from . import backend
+from .adapters import MAX_ADAPTERS, AdapterOptions, ModelAdapters
 from .checkpoint.opened_model import open_model
 from .completions import Completion, arun, run
+from .engine.adapters import LoadedAdapter
 from .engine.config import EngineConfig
 from .engine.core import Engine, EngineStats, closed_error
 from .engine.model_runner import ModelRunner
@@ -78,6 +80,9 @@ def load(
     max_queue: int = EngineConfig.max_queue,
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
     speculative: str | Mapping[str, Any] | SpeculativeConfig | None = AUTO,
+    adapters: Mapping[str, str | Path] | None = None,
+    max_adapters: int = MAX_ADAPTERS,
+    max_adapter_rank: int | None = None,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
@@ -104,6 +109,13 @@ def load(
       for an EAGLE-3 head, or an instance; None or ``"none"`` for no guesses. ``"auto"`` takes n-grams on a GPU for w8a8
       models, whose results have the same bits with them, and else none (docs/guides/speculative.md). A draft model and
       a head take memory of their own, and a context is at most as long as that of a draft model.
+    - ``adapters``: LoRA adapters for single requests, as a mapping from names to folders that PEFT saved
+      (docs/guides/adapters.md). It may be empty: then :meth:`Model.load_adapter` adds some later. None for a model that
+      takes none.
+    - ``max_adapters``: adapters that the requests of a step may have beside each other, up to 1,024; only these take
+      memory on the device. Without effect without ``adapters``.
+    - ``max_adapter_rank``: the largest rank of an adapter, up to 512; the default is that of the given ``adapters``, or
+      16 if they have less.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
@@ -122,6 +134,10 @@ def load(
             warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
         ops = backend.create(device, memory_limit)
         try:
+            options = None
+            if adapters is not None:
+                options = AdapterOptions.read_all(opened, adapters, max_adapters, max_adapter_rank)
+                ops.adapter_slots = options.slots()
             drafts = chosen_drafts(speculative, opened.spec, opened.weights().scheme_of, ops.has_one_order)
             num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
             layout = config.cache_layout if draft is None else config.cache_layout.beside(draft.config.cache_layout)
@@ -129,7 +145,7 @@ def load(
             KVCache.for_sequences(ops, cache_layout, 1, 1).close()  # raises now if the backend cannot have such a cache
 
             def needed() -> MemoryRequirements:
-                own = checkpoint_requirements(opened, None, kv_cache, num_draft_tokens)
+                own = checkpoint_requirements(opened, None, kv_cache, num_draft_tokens, ops.adapter_slots)
                 if draft is None:
                     return own
                 other = draft_requirements(draft, kv_cache, num_draft_tokens)
@@ -141,18 +157,21 @@ def load(
             network: Network = opened.architecture.Model(config, *built_from)
             if draft is not None:
                 network = with_draft(network, opened, draft, ops)
+            own_adapters = None
+            if options is not None and ops.adapter_slots is not None:
+                own_adapters = ModelAdapters(options, [ops.adapter_slots])
         except BaseException:
             ops.close()
             raise
         engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens, prefix_cache)
         engine_config = replace(
             engine_config, max_queue=max_queue, num_draft_tokens=num_draft_tokens,
-            speculative=drafts or EngineConfig.speculative,
+            speculative=drafts or EngineConfig.speculative, num_adapter_slots=0 if options is None else max_adapters,
         )  # fmt: skip
         if draft is not None and given is not None and given.method != EAGLE3:
             shorter = min(config.context_length, draft.config.context_length)
             engine_config = replace(engine_config, context_length=shorter)
-        return Model(network, engine_config, checkpoint.path, opened.generation_config, opened.eos_ids)
+        return Model(network, engine_config, checkpoint.path, opened.generation_config, opened.eos_ids, own_adapters)
 
 
 class RequestOptions(SamplingOptions, total=False):
@@ -163,6 +182,7 @@ class RequestOptions(SamplingOptions, total=False):
     - ``priority``: requests with a higher number start first; 0 by default.
     - ``deadline``: seconds after which the request ends with what it has, and the finish reason ``deadline``.
     - ``cache_salt``: a text; only requests with equal ones reuse each other's keys and values.
+    - ``adapter``: the name of an adapter that the model has; None for the model without one.
     - ``prompt_logprobs``: report the log-probability of each token of the prompt. The prompt is then computed whole.
 
     At most one of these says what the completion must look like (docs/structured_output.md). They need the package
@@ -181,6 +201,7 @@ class RequestOptions(SamplingOptions, total=False):
     priority: int
     deadline: float | None
     cache_salt: str
+    adapter: str | None
     prompt_logprobs: bool
     json_object: bool
     json_schema: Mapping[str, Any] | str | None
@@ -204,7 +225,7 @@ class Model:
 
     ``network`` is gone after closing. ``folder`` holds the tokenizer's files, which are read when text is first used; a
     model without them works with token ids alone. ``generation_config`` holds the defaults of sampling. ``eos_ids`` are
-    the tokens that end a completion; None means the tokenizer's.
+    the tokens that end a completion; None means the tokenizer's. ``adapters`` are those of the network's device.
     """
 
     def __init__(
@@ -214,8 +235,10 @@ class Model:
         folder: Path | None = None,
         generation_config: Mapping[str, Any] | None = None,
         eos_ids: frozenset[int] | None = None,
+        adapters: ModelAdapters | None = None,
     ):
         self.network = network
+        self._adapters = adapters
         self.folder = folder
         self.engine_config = engine_config
         self.generation_config = generation_config or {}
@@ -258,7 +281,35 @@ class Model:
     def requests(self) -> RequestBuilder:
         """Makes the engine's requests, for a server or a benchmark that submits them itself."""
         prompts = self._prompts  # without self, which is freed when dropped
-        return RequestBuilder(self.engine_config, self.eos_ids, lambda: prompts.tokenizer)
+        adapters = None if self._adapters is None else self._adapters.registry
+        return RequestBuilder(self.engine_config, self.eos_ids, lambda: prompts.tokenizer, adapters)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The names of the model's adapters, and the folders that they came from."""
+        return {} if self._adapters is None else {a.name: a.source for a in self._adapters.registry}
+
+    def load_adapter(self, name: str, folder: str | Path, replace: bool = False) -> None:
+        """Add the adapter in a folder that PEFT saved, for requests that come later.
+
+        With ``replace`` it takes the place of one with the same name, which serves its requests to their ends. Raises
+        ``CheckpointError`` for a folder that cannot be used, and ``UsageError`` for a model that was loaded without
+        ``adapters``, for a rank that the model has no room for, and for a name that is in use.
+        """
+        self._require_open()
+        require_bool("replace", replace)
+        self._with_adapters.load(name, folder, replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter. Requests that have it go on to their ends. Raises ``UsageError`` if there is none."""
+        self._require_open()
+        self._with_adapters.registry.remove(name)
+
+    @property
+    def _with_adapters(self) -> ModelAdapters:
+        if self._adapters is None:
+            raise UsageError("the model was loaded without room for adapters: load it with adapters={}")
+        return self._adapters
 
     @property
     def grammars(self) -> GrammarCompiler:
@@ -450,7 +501,9 @@ class Model:
         split_special_tokens = given.pop("split_special_tokens", False)
         require_bool("split_special_tokens", split_special_tokens)
         served = {
-            name: given.pop(name) for name in ("priority", "deadline", "cache_salt", "prompt_logprobs") if name in given
+            name: given.pop(name)
+            for name in ("priority", "deadline", "cache_salt", "adapter", "prompt_logprobs")
+            if name in given
         }
         grammar = _grammar(given)
         if params is None:
@@ -477,6 +530,7 @@ class Model:
         device: bool = False,
         source: Sequence[int] | np.ndarray | None = None,
         start: int = 0,
+        adapter: str | None = None,
     ) -> Any:
         """Logits after each token from the position ``start`` on, fp32 ``[tokens - start, vocab]``.
 
@@ -488,7 +542,8 @@ class Model:
         reference until they have read it, because its memory is reused afterwards. ``token_ids`` may be such an array.
 
         An encoder-decoder needs the ``source`` that its encoder reads, and ``token_ids`` are the decoder's. The result
-        of :meth:`encode` stands for both. Raises ``UsageError`` for ids outside the vocabulary, and for too many.
+        of :meth:`encode` stands for both. ``adapter`` is the name of one of the model's adapters. Raises ``UsageError``
+        for ids outside the vocabulary, and for too many.
         """
         self._require_open()
         config = self.engine_config
@@ -510,9 +565,13 @@ class Model:
         if not (0 < len(source_ids) <= longest if config.is_encoder_decoder else source is None):
             wanted = f"a source of 1 to {longest:,} token ids" if config.is_encoder_decoder else "no source"
             raise UsageError(f"logits of this model need {wanted}, not {'none' if source is None else len(source_ids)}")
-        return self._logits(ids, source_ids, device, start)
+        chosen = None if adapter is None else self._with_adapters.registry.find(adapter)
+        return self._logits(ids, source_ids, device, start, chosen)
 
-    def _logits(self, token_ids: Sequence[int], source_ids: Sequence[int], device: bool, start: int) -> Any:
+    def _logits(
+        self, token_ids: Sequence[int], source_ids: Sequence[int], device: bool, start: int,
+        adapter: LoadedAdapter | None = None,
+    ) -> Any:  # fmt: skip
         """The logits of checked tokens. They are computed like a prompt, beside other requests."""
         ops = self.ops
         pieces: dict[int, Any] = {}
@@ -527,7 +586,7 @@ class Model:
             except BaseException as error:
                 errors.append(error)
 
-        request = build_logits_request(token_ids, source_ids, take, ended.put, start, in_one_piece=device)
+        request = build_logits_request(token_ids, source_ids, take, ended.put, start, device, adapter)
         try:
             self._engine.submit([request])
             ended.get()

@@ -16,8 +16,7 @@ import numpy as np
 
 from .api import Model, load
 from .backend.values import Array, ForwardBatch
-from .checkpoint.draft_head import ROTATED_STREAM
-from .checkpoint.offline_rotation import stream_rotation
+from .checkpoint.offline_rotation import ROTATED_STREAM, stream_rotation
 from .checkpoint.opened_model import open_model
 from .checkpoint.output_folder import output_folder
 from .checkpoint.writer import SafetensorsWriter, TensorDeclaration, write_json

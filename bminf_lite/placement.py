@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from .backend.adapter_slots import AdapterSlots
 from .backend.base import Backend
 from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
@@ -169,6 +170,14 @@ def draft_requirements(draft: OpenedModel, kv_cache: str, num_draft_tokens: int)
 def with_draft(network: Network, model: OpenedModel, draft: OpenedModel, ops: Backend) -> DraftedNetwork:
     """A network, that of an open ``model``, beside an open draft model or head; none of its layers is streamed."""
     ops.placement = Placement()
+    slots, ops.adapter_slots = ops.adapter_slots, None  # drafts are those of the model without adapters
+    try:
+        return _with_draft(network, model, draft, ops)
+    finally:
+        ops.adapter_slots = slots
+
+
+def _with_draft(network: Network, model: OpenedModel, draft: OpenedModel, ops: Backend) -> DraftedNetwork:
     num_layers = model.config.num_layers
     cost = draft_cost(checkpoint_requirements(model), draft_requirements(draft, "fp16", 0))
     if not isinstance(draft.config, Eagle3Config):
@@ -220,11 +229,12 @@ def plan(
 
 
 def checkpoint_requirements(
-    model: OpenedModel, recipe: str | Path | None = None, kv_cache: str = "fp16", num_draft_tokens: int = 0
-) -> MemoryRequirements:
+    model: OpenedModel, recipe: str | Path | None = None, kv_cache: str = "fp16", num_draft_tokens: int = 0,
+    slots: AdapterSlots | None = None,
+) -> MemoryRequirements:  # fmt: skip
     """The memory that the model of an open checkpoint needs, as it is stored or as if it were migrated."""
     scheme_of = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
-    return requirements(model.description, scheme_of, kv_cache, num_draft_tokens)
+    return requirements(model.description, scheme_of, kv_cache, num_draft_tokens, slots)
 
 
 def draft_cost(model: MemoryRequirements, draft: MemoryRequirements) -> float:
@@ -338,14 +348,16 @@ def _require_host_memory(spec: Spec) -> None:
 
 
 def requirements(
-    model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "fp16", num_draft_tokens: int = 0
-) -> MemoryRequirements:
+    model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "fp16", num_draft_tokens: int = 0,
+    slots: AdapterSlots | None = None,
+) -> MemoryRequirements:  # fmt: skip
     """The memory that a model needs; ``kv_cache`` is ``fp16`` or ``int8``.
 
-    A step checks up to ``num_draft_tokens`` drafts of a sequence.
+    A step checks up to ``num_draft_tokens`` drafts of a sequence. Adapters have ``slots`` like the given ones.
     """
     config = model.config
     meta = MetaBackend()
+    meta.adapter_slots = None if slots is None else AdapterSlots(slots.count, slots.max_rank)
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
     layout = config.cache_layout.with_int8(is_int8_cache(kv_cache)).with_drafts(num_draft_tokens)

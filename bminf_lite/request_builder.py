@@ -13,6 +13,7 @@ from functools import cached_property
 from numbers import Real
 
 from .backend.values import Array
+from .engine.adapters import AdapterRegistry, LoadedAdapter
 from .engine.request import Request
 from .engine.sampling_params import SamplingParams
 from .errors import UsageError, is_whole
@@ -36,6 +37,7 @@ class GenerationRequest:
       most likely tokens at its place.
     - ``grammar``: what the completions must look like.
     - ``is_streamed``: the caller reads the tokens as they come, so prompts must not hold them up.
+    - ``adapter``: the name of the adapter that the model has for these completions, or None.
 
     Raises ``UsageError`` with all values that are wrong.
     """
@@ -51,6 +53,7 @@ class GenerationRequest:
     num_prompt_top: int = 1
     grammar: Grammar | None = None
     is_streamed: bool = False
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -60,6 +63,8 @@ class GenerationRequest:
             problems.append(f"priority is {self.priority!r}, but must be a whole number")
         if not isinstance(self.cache_salt, str):
             problems.append(f"cache_salt is {self.cache_salt!r}, but must be a text")
+        if not isinstance(self.adapter, str | None):
+            problems.append(f"adapter is {self.adapter!r}, but must be the name of an adapter, or None")
         if not isinstance(self.prompt_logprobs, bool):
             problems.append(f"prompt_logprobs is {self.prompt_logprobs!r}, but must be True or False")
         is_number = isinstance(self.deadline, Real) and not isinstance(self.deadline, bool)
@@ -73,10 +78,14 @@ class RequestBuilder:
     """Makes the engine's requests for one model.
 
     ``eos_ids`` end a completion. ``tokenizer`` is called for the first grammar, and may raise ``CheckpointError`` or
-    ``UsageError``.
+    ``UsageError``. Requests name one of ``adapters``.
     """
 
-    def __init__(self, limits: PromptLimits, eos_ids: Collection[int], tokenizer: Callable[[], Tokenizer]):
+    def __init__(
+        self, limits: PromptLimits, eos_ids: Collection[int], tokenizer: Callable[[], Tokenizer],
+        adapters: AdapterRegistry | None = None,
+    ):  # fmt: skip
+        self._adapters = AdapterRegistry() if adapters is None else adapters
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
@@ -119,6 +128,7 @@ class RequestBuilder:
             self._check(wanted)
             params, eos_ids = wanted.params.with_seed(), self._eos_ids_of(wanted)
             tokens, source = decoder_and_source(wanted.prompt, self._limits)
+            adapter = None if wanted.adapter is None else self._adapters.find(wanted.adapter)
             for matcher in self.matchers(wanted) if matchers is None else matchers:
                 request = Request(
                     first_index + len(built),
@@ -129,6 +139,7 @@ class RequestBuilder:
                     priority=wanted.priority,
                     deadline=None if wanted.deadline is None else now + float(wanted.deadline),
                     cache_salt=wanted.cache_salt,
+                    adapter=adapter,
                     matcher=matcher,
                     prompt_logprobs=wanted.prompt_logprobs,
                     num_prompt_top=wanted.num_prompt_top,
@@ -156,6 +167,7 @@ def build_logits_request(
     on_update: Callable[[Request], None],
     start: int = 0,
     in_one_piece: bool = False,
+    adapter: LoadedAdapter | None = None,
 ) -> Request:
     """A request for the logits of tokens from the position ``start`` on, which generates nothing.
 
@@ -166,6 +178,7 @@ def build_logits_request(
         token_ids,
         SamplingParams(seed=0),
         source_token_ids=source_ids,
+        adapter=adapter,
         take_logits=take_logits,
         logits_start=start,
         whole_prompt=in_one_piece,

@@ -34,9 +34,10 @@ MAY_IMPORT = {
         "api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files",
     },
     "api": {
-        "completions", "generation_config", "request_builder", "placement", "engine", "grammar", "text", "models",
-        "layers", "backend", "checkpoint", "memory", "errors", "files",
+        "adapters", "completions", "generation_config", "request_builder", "placement", "engine", "grammar", "text",
+        "models", "layers", "backend", "checkpoint", "memory", "errors", "files",
     },
+    "adapters": {"placement", "engine", "backend", "checkpoint", "errors"},
     "draft_training": {
         "api", "engine", "models", "layers", "backend", "checkpoint", "torch", "errors",
     },

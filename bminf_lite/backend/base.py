@@ -14,6 +14,7 @@ Shapes: ``T`` tokens of a step, of ``B`` sequences; see :class:`~bminf_lite.back
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import delta_net
+from .adapter_slots import AdapterBank, AdapterSlots, Bank
 from .attention import attend, cached
 from .blas_threads import blas_threads
 from .calibration import CalibrationOps
@@ -130,6 +132,28 @@ class NumpyWeight:
 class Backend(HostDevice):
     """The operations over NumPy, on the host's memory."""
 
+    def __init__(self, activation_dtype: type = np.float32):
+        super().__init__(activation_dtype)
+        self.adapter_slots: AdapterSlots | None = None
+        """Room for adapters beside the weights of the model that is built next; None for a model without adapters."""
+
+    @contextmanager
+    def step(self, batch: ForwardBatch) -> Iterator[None]:
+        slots = self.adapter_slots
+        if slots is None:
+            yield
+            return
+        before, slots.rows = slots.rows, batch.lora_ids
+        try:
+            yield
+        finally:
+            slots.rows = before
+
+    def _go_on_with_last_tokens(self, batch: ForwardBatch) -> None:
+        """The rows of the products that follow in the step are those whose logits are wanted."""
+        if self.adapter_slots is not None and not (batch.logit_rows is None and batch.is_decode):
+            self.adapter_slots.rows = batch.logit_lora_ids
+
     # -- loading --------------------------------------------------------------------------------------------------
 
     @silently
@@ -185,6 +209,16 @@ class Backend(HostDevice):
         adapter.check(base.shape)
         a, b = (self._round(np.asarray(x).astype(np.float32)).astype(np.float32) for x in (adapter.a, adapter.b))
         return replace(base, side_products=(*base.side_products, Adapter(a, b, adapter.scale)))
+
+    def with_adapters(self, base: Any, widths: Sequence[int], features: int) -> tuple[Any, Bank]:
+        """The weight ``base`` with a bank of adapters as one more side product, and the bank.
+
+        ``widths`` are the rows of the matrices, of ``features`` columns, that ``base`` was stacked from. There must be
+        ``adapter_slots``.
+        """
+        assert self.adapter_slots is not None
+        bank = AdapterBank(self.adapter_slots, widths, self._round)
+        return replace(base, side_products=(*base.side_products, bank)), bank
 
     @silently
     def table(self, values: np.ndarray) -> Array:
@@ -427,7 +461,11 @@ class Backend(HostDevice):
         return stored(softmax(scores if bias is None else scores + bias, mask).astype(x.dtype), out)
 
     def last_tokens(self, x: Array, batch: ForwardBatch) -> Array:
-        """The rows whose logits are wanted: ``[T, features]`` -> ``[L, features]``, by default each sequence's last."""
+        """The rows whose logits are wanted: ``[T, features]`` -> ``[L, features]``, by default each sequence's last.
+
+        The products that follow in the step are of these rows.
+        """
+        self._go_on_with_last_tokens(batch)
         if batch.logit_rows is not None:
             return x[batch.logit_rows]
         return x if batch.is_decode else x[batch.cu_seqlens[1:] - 1]
@@ -672,7 +710,7 @@ class Backend(HostDevice):
             rest = side.remaining(rest)
         y = self._matrix_product(rest, weight)
         for side in weight.side_products:
-            y = added(y, product_by_row(side.inputs(x, self._round).astype(np.float32), side.values.T))
+            y = added(y, side.product(x, self._round))
         return y
 
     def _matrix_product(self, x: Array, weight: NumpyWeight) -> Array:

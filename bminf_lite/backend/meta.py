@@ -13,6 +13,7 @@ import numpy as np
 from ..cuda.kernels.arrays import HEAD_PAD, PAD, round_up
 from ..memory.arena import ALIGNMENT
 from ..memory.step_time import ExpertBytes
+from .adapter_slots import AdapterBank, AdapterSlots, Bank
 from .base import Backend
 from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .quantization import HostWeight, int8_parts, stack_outliers
@@ -90,6 +91,11 @@ class MetaBackend(Backend):
         self.non_layer_bytes += aligned(rows * 4) * any(bias is not None for bias in biases)
         return None
 
+    def with_adapters(self, base: Any, widths: Sequence[int], features: int) -> tuple[Any, Bank]:
+        assert self.adapter_slots is not None
+        self.non_layer_bytes += bank_bytes(self.adapter_slots, widths, features)
+        return base, AdapterBank(self.adapter_slots, widths, self._round)
+
     def mixture(
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
@@ -154,6 +160,14 @@ def _bytes_of_experts(spec: RouterSpec, features: int, hidden: int, out: int) ->
     features, hidden, out = (round_up(width, PAD) for width in (features, hidden, out))
     pair = features + 3 * hidden + 2 * out + 16  # four numbers: two of its place, and two scales
     return 4 * spec.num_experts + 5 * features + spec.top_k * (pair + 8)
+
+
+def bank_bytes(slots: AdapterSlots, widths: Sequence[int], features: int) -> int:
+    """The slots of one weight: both factors in fp16, and the scales of each rank and section."""
+    rank, sections = slots.max_rank, len(widths)
+    down = aligned(2 * slots.count * sections * rank * round_up(features, PAD))
+    up = aligned(2 * slots.count * rank * round_up(sum(widths), PAD))
+    return down + up + aligned(4 * slots.count * sections * rank)
 
 
 def aligned(nbytes: int) -> int:

@@ -1,8 +1,8 @@
 """Side products: what is added to the product with a weight's matrix, before the bias.
 
-A side product has ``inputs``, ``[T, n]`` in the activation type, which it makes of the product's input, and ``values``
-``[out, n]``. It adds ``inputs @ values.T``, summed in fp32. A sum of zero adds nothing: the product keeps its bits, the
-sign of a zero too. Outlier columns are one kind, adapters another.
+A side product makes inputs, ``[T, n]`` in the activation type, of the product's input, and has values ``[out, n]``. It
+adds ``inputs @ values.T``, summed in fp32. A sum of zero adds nothing: the product keeps its bits, the sign of a zero
+too. Outlier columns are one kind, adapters another; :mod:`.adapter_slots` has those that each row of a step chooses.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ Rounding = Callable[[np.ndarray], np.ndarray]
 class SideProduct(Protocol):
     """A product beside a weight ``[out, in]``."""
 
-    @property
-    def values(self) -> np.ndarray:
-        """``[out, n]``."""
-
-    def inputs(self, x: np.ndarray, rounded: Rounding) -> np.ndarray:
-        """``[T, n]`` in the activation type, of the product's input ``[T, in]``."""
+    def product(self, x: np.ndarray, rounded: Rounding) -> np.ndarray:
+        """What is added, fp32 ``[T, out]``, of the product's input ``[T, in]``; each row is computed by itself."""
 
     def remaining(self, x: np.ndarray) -> np.ndarray:
         """What the matrix multiplies, ``[T, in]``: ``x``, or ``x`` without what this side product takes."""
@@ -47,8 +43,8 @@ class OutlierColumns:
     index: np.ndarray
     values: np.ndarray
 
-    def inputs(self, x: np.ndarray, rounded: Rounding) -> np.ndarray:
-        return rounded(x[:, self.index])
+    def product(self, x: np.ndarray, rounded: Rounding) -> np.ndarray:
+        return product_by_row(rounded(x[:, self.index]).astype(np.float32), self.values.T)
 
     def remaining(self, x: np.ndarray) -> np.ndarray:
         rest = np.array(x)
@@ -74,12 +70,12 @@ class Adapter:
     b: np.ndarray
     scale: float = 1.0
 
-    @property
-    def values(self) -> np.ndarray:
-        return self.b
-
     def inputs(self, x: np.ndarray, rounded: Rounding) -> np.ndarray:
+        """What ``b`` multiplies, ``[T, rank]`` in the activation type."""
         return rounded(np.float32(self.scale) * product_by_row(rounded(x).astype(np.float32), self.a.T))
+
+    def product(self, x: np.ndarray, rounded: Rounding) -> np.ndarray:
+        return product_by_row(self.inputs(x, rounded).astype(np.float32), self.b.T)
 
     def remaining(self, x: np.ndarray) -> np.ndarray:
         return x

@@ -68,7 +68,9 @@ class ForwardBatch:
     source. ``logit_rows`` int32 ``[L]`` are the tokens whose logits are wanted; None stands for the last token of each
     sequence. If these are the only ones and some sequence has several tokens, ``last_positions`` int32 ``[B]`` has the
     position of each sequence's last token, 0 for a sequence without tokens: then the last layer computes no other rows
-    behind its keys and values. In a step that ``has_drafts``, a sequence may stand for a draft: it has the table of the
+    behind its keys and values. ``lora_ids`` int32 ``[T]`` are the slots of the tokens' adapters, 0 for none (see
+    :mod:`.adapter_slots`), and ``logit_lora_ids`` int32 ``[L]`` those of the rows of logits; None if no token has one.
+    In a step that ``has_drafts``, a sequence may stand for a draft: it has the table of the
     sequence before it, and its token follows that sequence's token.
 
     A step may be padded: with sequences without tokens, and with tokens behind those of the last sequence. What is
@@ -89,6 +91,8 @@ class ForwardBatch:
     source_lens: Array = None
     max_source_len: int = 0
     last_positions: Array = None
+    lora_ids: Array = None
+    logit_lora_ids: Array = None
 
     @classmethod
     def packed(

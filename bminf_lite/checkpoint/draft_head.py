@@ -20,12 +20,11 @@ from ..backend.quantization import HostWeight, Int8Weight, quantize_weight
 from ..errors import UsageError
 from ..models import _eagle3 as eagle3
 from ..models._eagle3 import Eagle3Config
-from .offline_rotation import stream_rotation
+from .offline_rotation import ROTATED_STREAM, stream_rotation
 from .opened_model import CheckpointWeights, ModelDescription, OpenedModel, checked
 from .reader import open_checkpoint
 from .recipe import Scheme
 
-ROTATED_STREAM = "residual stream"
 """How the entry of a manifest that names a rotated residual stream begins."""
 
 

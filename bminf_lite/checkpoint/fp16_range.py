@@ -10,7 +10,7 @@ of an int8 matrix only scales change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -83,21 +83,30 @@ def row_norms(matrix: np.ndarray, norm_weight: np.ndarray) -> np.ndarray:
     return norms
 
 
-def within_fp16(model: OpenedModel) -> OpenedModel:
-    """``model``, an open float checkpoint, with the factors that its gated products need; it is ``model`` if none do.
+def range_factors(model: OpenedModel) -> dict[str, np.ndarray]:
+    """The factors that the gated products of an open float model need: of rows, fp32 ``[out]``, by matrix.
 
-    Reads all gates and ups. Both models share the files.
+    Reads all gates and ups.
     """
-    checkpoint, changes = model.checkpoint, dict[str, DerivedTensor]()
+    checkpoint, found = model.checkpoint, dict[str, np.ndarray]()
     for product in model.spec.gated:
         shift = product_shift(checkpoint, product)
         if shift:
-            rows = checkpoint.tensors[product.up].shape[0]
-            changes[product.up] = _multiplied(checkpoint, product.up, up_factors(product, rows, shift))
-            rows = checkpoint.tensors[product.down].shape[0]
-            changes[product.down] = _multiplied(checkpoint, product.down, np.full(rows, 2.0**shift, np.float32))
-    if not changes:
+            found[product.up] = up_factors(product, checkpoint.tensors[product.up].shape[0], shift)
+            found[product.down] = np.full(checkpoint.tensors[product.down].shape[0], 2.0**shift, np.float32)
+    return found
+
+
+def within_fp16(model: OpenedModel, factors: Mapping[str, np.ndarray] | None = None) -> OpenedModel:
+    """``model``, an open float checkpoint, with its :func:`range_factors`; it is ``model`` if none are needed.
+
+    Both models share the files.
+    """
+    factors = range_factors(model) if factors is None else factors
+    if not factors:
         return model
+    checkpoint = model.checkpoint
+    changes = {name: _multiplied(checkpoint, name, rows) for name, rows in factors.items()}
     return OpenedModel(checkpoint.with_derived(changes), model.description, model.eos_ids)
 
 

@@ -7,9 +7,11 @@
 - ``quantized_when_loaded``, by name the schemes of matrices that stay float and ``[in, out]`` in the file, and
   ``rotated_when_loaded``, the blocks in which these, and a head without a tensor of its own, rotate their input;
   ``grouped_when_loaded``, their columns that share a scale;
-- ``rotated_offline``, what was rotated in the weights (see :mod:`.offline_rotation`);
-- ``folded``, by tensor the powers of two that its ``rows`` and ``columns`` were multiplied by to smooth activations or
-  to scale keys (see :func:`.weight_rewrite.folded_factors`): what is made for the float model is changed likewise;
+- ``rotated_offline``, what was rotated in the weights (see :mod:`.offline_rotation`), and ``rotated_norms``, the
+  weights of the norms that were moved into the rotated matrices (see :func:`.weight_rewrite.packed_vector`);
+- ``folded``, by tensor the powers of two that its ``rows`` and ``columns`` were multiplied by to smooth activations, to
+  scale keys or to stay in fp16 (see :func:`.weight_rewrite.folded_factors`): what is made for the float model is
+  changed likewise (:mod:`.adapter_coordinates`);
 - ``left_out``, the parts of a multimodal source that are not its text model;
 - ``dequantized``, the quantized types of a source;
 - ``only_bminf_lite``: why other readers of the format do not open the checkpoint, or null;
@@ -103,11 +105,11 @@ class MigrationReport:
     ``late_rotations`` are the blocks in which these rotate their input, and ``late_groups`` the columns that share a
     scale, where that is no whole row. ``folded`` are the factors of rows and columns, as the module says. ``conv1d``
     are matrices that the source stores ``[in, out]`` and the result as int8. ``rotated_offline`` says what is rotated
-    in the weights. ``calibration`` holds a calibration's decisions, and ``cost`` the measured distance from the source.
-    ``skipped`` lists the source's files that were not copied, each with the reason. ``left_out`` names the parts of a
-    multimodal model, such as ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of
-    the source. ``not_obeyed`` says what of ``generation_config.json`` generation does not do. Prints as a summary of a
-    few lines.
+    in the weights, with ``rotated_norms`` as the module says. ``calibration`` holds a calibration's decisions, and
+    ``cost`` the measured distance from the source. ``skipped`` lists the source's files that were not copied, each with
+    the reason. ``left_out`` names the parts of a multimodal model, such as ``vision_tower``, that are not in the
+    result. ``dequantized`` names the quantized types of the source. ``not_obeyed`` says what of
+    ``generation_config.json`` generation does not do. Prints as a summary of a few lines.
     """
 
     recipe: Recipe
@@ -126,6 +128,7 @@ class MigrationReport:
     late_groups: Mapping[str, int] = field(default_factory=dict)
     folded: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rotated_offline: tuple[str, ...] = ()
+    rotated_norms: Mapping[str, str] = field(default_factory=dict)
     dequantized: tuple[str, ...] = ()
     not_obeyed: str = ""
 
@@ -204,6 +207,7 @@ class MigrationReport:
             **({"left_out": list(self.left_out)} if self.left_out else {}),
             **({"dequantized": list(self.dequantized)} if self.dequantized else {}),
             **({"rotated_offline": list(self.rotated_offline)} if self.rotated_offline else {}),
+            **({"rotated_norms": dict(self.rotated_norms)} if self.rotated_norms else {}),
             **({"rotated_when_loaded": dict(self.late_rotations)} if self.late_rotations else {}),
             **({"grouped_when_loaded": dict(self.late_groups)} if self.late_groups else {}),
             **({"folded": {name: dict(factors) for name, factors in self.folded.items()}} if self.folded else {}),

@@ -38,14 +38,14 @@ from ..models.spec import GatedProduct, Parameter, Role, Spec
 from .checksum import FileRecord
 from .compressed_tensors import quantization_config
 from .conversion import ConversionTask, Converter, Progress, tensor_report
-from .fp16_range import limit_gated_products, within_fp16
+from .fp16_range import limit_gated_products, range_factors, within_fp16
 from .manifest import MANIFEST_FILE, MigrationReport, TensorReport
-from .offline_rotation import rotate_offline, rotates_offline
+from .offline_rotation import rotate_offline, rotated_norms, rotates_offline
 from .opened_model import OpenedModel, open_model
 from .output_folder import check_space, check_target, output_folder
 from .reader import Checkpoint
 from .recipe import Recipe, Scheme, load_recipe
-from .weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite, folded_factors
+from .weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite, folded_factors, packed_vector
 from .writer import SHARD_BYTES, CheckpointWriter, write_json, write_text
 
 MAX_IN_FEATURES = 131_071
@@ -116,12 +116,14 @@ def migrate(
             check_target(target, force)
             check_space(target, least)  # before a calibration; the exact number is known after it
         dequantized = sorted({info.stored_as for info in model.checkpoint.tensors.values()} - {""})
-        rotated_offline = _offline_rotations(model, chosen)
+        rotated_offline, norms, factors = _offline_rotations(model, chosen), dict[str, str](), dict[str, np.ndarray]()
         if rotated_offline:
+            norms = {name: packed_vector(values) for name, values in rotated_norms(model).items()}
             stay_float = [name for name in model.spec.parameters if not _is_quantized(model.spec, chosen, name)]
             model = rotate_offline(model, stay_float)
         if chosen.calibration:
-            model = within_fp16(model)
+            factors = range_factors(model)
+            model = within_fp16(model, factors)
         checkpoint = model.checkpoint
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
         rewrites = calibrated.rewrites if chosen.calibration else recipe_rewrites(model.spec, chosen)
@@ -145,8 +147,9 @@ def migrate(
             left_out=tuple(model.left_out()),
             late_rotations={name: block for name, block in late_rotations.items() if block > 1},
             late_groups=late_groups,
-            folded=folded_factors(rewrites),
+            folded=folded_factors(rewrites, factors),
             rotated_offline=rotated_offline,
+            rotated_norms=norms,
             dequantized=tuple(dequantized),
             not_obeyed=not_obeyed_text(model.generation_config),
         )
@@ -160,7 +163,9 @@ def migrate(
             for name, text in checkpoint.text_files().items():
                 write_text(folder / name, text)
             gated = () if chosen.calibration else model.spec.gated
-            report = _convert(checkpoint, tasks, gated, folder, shard_bytes, progress, report)
+            report, scaled = _convert(checkpoint, tasks, gated, folder, shard_bytes, progress, report)
+            if scaled:
+                report = replace(report, folded=folded_factors(rewrites, scaled))
             write_json(folder / MANIFEST_FILE, report.manifest())
             if verify:
                 report = replace(report, cost=verify(folder))
@@ -350,17 +355,23 @@ def _convert(
     shard_bytes: int,
     progress: Progress | None,
     report: MigrationReport,
-) -> MigrationReport:
+) -> tuple[MigrationReport, dict[str, np.ndarray]]:
     """Write all tensors into ``folder``; returns the report with them, and with the checksums of all files.
 
-    ``gated`` are products that get the factors that they need.
+    ``gated`` are products that get the factors that they need. Also returns these, by the matrix whose rows they scale.
     """
+    scaled: dict[str, np.ndarray] = {}
     outputs = {name: declared for task in tasks for name, declared in task.outputs().items()}
     writer = CheckpointWriter(folder, outputs, {task.scale_name for task in tasks}, shard_bytes)
     try:
         with Converter(checkpoint, writer, thread_count(), progress) as converter:
             tensors = converter.run(tasks)
-            limit_gated_products(checkpoint, gated, converter.row_norms, converter.scale_rows)
+
+            def scale_rows(name: str, factors: np.ndarray) -> None:
+                converter.scale_rows(name, factors)
+                scaled[name] = factors
+
+            limit_gated_products(checkpoint, gated, converter.row_norms, scale_rows)
             writer.complete()
             sources = converter.source_records()
             written = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -370,9 +381,10 @@ def _convert(
     finally:
         writer.close()
     checkpoint.check_unchanged()
-    return replace(
+    report = replace(
         report, tensors=tuple(tensors), sources=tuple(sources), files=tuple(files), checksums=converter.checksums
     )
+    return report, scaled
 
 
 def _files_to_copy(source: Path) -> tuple[list[Path], list[str]]:

@@ -33,6 +33,8 @@ from .derived_tensor import DerivedTensor, Rows, WholeMatrices, info_as
 from .opened_model import OpenedModel
 from .reader import Checkpoint
 
+ROTATED_STREAM = "residual stream"
+"""How the manifest's ``rotated_offline`` begins to name R1."""
 STRIP_COLUMNS = 64
 """Columns of a matrix that are transformed at once: their strip fits the cache of a core."""
 
@@ -69,8 +71,14 @@ def stream_rotation(features: int) -> Transform:
 
 def rotates_offline(spec: Spec) -> tuple[str, ...]:
     """What of a model with ``spec`` can be rotated, in words; empty for nothing."""
-    stream = ["residual stream" + (" (its tied head is stored apart)" if spec.tied else "")] if spec.stream else []
+    stream = [ROTATED_STREAM + (" (its tied head is stored apart)" if spec.tied else "")] if spec.stream else []
     return (*stream, *(["value heads"] if spec.value_heads else []))
+
+
+def rotated_norms(model: OpenedModel) -> dict[str, np.ndarray]:
+    """The weights of the norms that R1 moves into the matrices, fp32, by name; an adapter of these needs them."""
+    norms = model.spec.stream.norms if model.spec.stream is not None else ()
+    return {norm.weight: model.checkpoint.vector(norm.weight).astype(np.float32) for norm in norms}
 
 
 def rotate_offline(model: OpenedModel, in_type_of_file: Collection[str] = ()) -> OpenedModel:
@@ -79,7 +87,7 @@ def rotate_offline(model: OpenedModel, in_type_of_file: Collection[str] = ()) ->
     These are fp32, but for those named ``in_type_of_file``, which are rounded. Both models share the files.
     """
     checkpoint, spec = model.checkpoint, model.spec
-    changes = _changes(spec)
+    changes = changes_of(spec)
     description = model.description
     tied = spec.tied if spec.stream is not None else {}
     config = checkpoint.config
@@ -108,7 +116,8 @@ class Change:
     constant: float | None = None
 
 
-def _changes(spec: Spec) -> dict[str, Change]:
+def changes_of(spec: Spec) -> dict[str, Change]:
+    """The changes of R1 and R2 by the names of the tensors."""
     changes: dict[str, Change] = {}
 
     def add(name: str, **properties: object) -> None:

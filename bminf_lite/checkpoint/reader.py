@@ -321,7 +321,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         files = _open_shards(weights, _read_index(weights))
         metadata_files.append(weights)
     else:
-        files = [_open_file(weights)]
+        files = [open_file(weights)]
     try:
         return Checkpoint(path, config, files, metadata_files)
     except BaseException:
@@ -361,7 +361,8 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any], files: Sequence[Ten
         known = ", ".join(map(str, FORMAT_VERSIONS))
         problem = f"format_version is {version!r}, and this version reads {known}"
         raise CheckpointError(f"{path / MANIFEST_FILE}: {problem}; upgrade bminf-lite, or migrate again")
-    objects = ("recipe", "checked_when_loaded", "quantized_when_loaded", "rotated_when_loaded")
+    objects = ["recipe", "checked_when_loaded", "quantized_when_loaded", "rotated_when_loaded"]
+    objects += ["folded", "rotated_norms"]
     if wrong := [key for key in objects if not isinstance(manifest.get(key) or {}, dict)]:
         raise CheckpointError(f"{path / MANIFEST_FILE}: {wrong[0]} is not an object: {DAMAGED_MANIFEST}")
     sizes = {record.name: record.bytes for record in file_records(manifest, path / MANIFEST_FILE)}
@@ -393,7 +394,8 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_file(path: Path) -> TensorFile:
+def open_file(path: Path) -> TensorFile:
+    """Open a file of weights, of PyTorch or safetensors by its suffix. Raises :class:`CheckpointError`."""
     return TorchFile(path) if path.suffix == ".bin" else SafetensorsFile(path)
 
 
@@ -403,7 +405,7 @@ def _open_shards(index: Path, weight_map: Mapping[str, str]) -> list[TensorFile]
     problems = []
     for name in sorted(set(weight_map.values())):
         try:
-            files.append(_open_file(index.parent / name))
+            files.append(open_file(index.parent / name))
         except CheckpointError as error:  # noqa: PERF203, the problems of all shards are reported
             problems.append(str(error))
     if not problems:

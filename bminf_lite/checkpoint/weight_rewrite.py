@@ -51,19 +51,33 @@ class CalibrationResult:
     report: Mapping[str, Any] = field(default_factory=dict)
 
 
-def folded_factors(rewrites: Mapping[str, WeightRewrite]) -> dict[str, dict[str, str]]:
+def folded_factors(
+    rewrites: Mapping[str, WeightRewrite], rows: Mapping[str, np.ndarray] | None = None
+) -> dict[str, dict[str, str]]:
     """What rows and columns of tensors are multiplied by, by name and ``rows`` or ``columns``, as JSON takes it.
 
-    A tensor without factors is not named. :func:`unpacked_factors` gives the numbers back.
+    ``rows`` are factors of rows beside those of the rewrites. A tensor without factors is not named.
+    :func:`unpacked_factors` gives the numbers back.
     """
-    found = {
-        name: {"rows": rewrite.row_factors, "columns": rewrite.column_factors} for name, rewrite in rewrites.items()
+    others = rows or {}
+    both = {
+        name: {
+            "rows": _product(rewrites.get(name, NO_REWRITE).row_factors, others.get(name)),
+            "columns": rewrites.get(name, NO_REWRITE).column_factors,
+        }
+        for name in (*rewrites, *others)
     }
     packed = {
-        name: {axis: _packed(factors) for axis, factors in both.items() if factors is not None and (factors != 1).any()}
-        for name, both in found.items()
+        name: {
+            axis: _packed(factors) for axis, factors in found.items() if factors is not None and (factors != 1).any()
+        }
+        for name, found in both.items()
     }
-    return {name: both for name, both in packed.items() if both}
+    return {name: found for name, found in packed.items() if found}
+
+
+def _product(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
+    return second if first is None else first if second is None else first * second
 
 
 def _packed(factors: np.ndarray) -> str:
@@ -74,3 +88,15 @@ def _packed(factors: np.ndarray) -> str:
 def unpacked_factors(text: str) -> np.ndarray:
     """The powers of two, fp32 ``[n]``, of a text of :func:`folded_factors`."""
     return np.exp2(np.frombuffer(zlib.decompress(base64.b64decode(text)), np.int8).astype(np.float32))
+
+
+def packed_vector(values: np.ndarray) -> str:
+    """fp32 ``[n]`` as text: base64 of the first bytes of all numbers, the second ones, ..., compressed by zlib."""
+    planes = np.ascontiguousarray(values.astype("<f4").view(np.uint8).reshape(-1, 4).T)
+    return base64.b64encode(zlib.compress(planes.tobytes(), 9)).decode()
+
+
+def unpacked_vector(text: str) -> np.ndarray:
+    """The numbers fp32 ``[n]`` of a text of :func:`packed_vector`."""
+    planes = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8).reshape(4, -1)
+    return np.ascontiguousarray(planes.T).view("<f4").reshape(-1).astype(np.float32)

@@ -120,6 +120,27 @@ speculative_option = click.option(
 )
 
 
+def parse_adapters(context: click.Context, param: click.Parameter, values: Any) -> dict[str, str]:
+    """Adapters as ``NAME=FOLDER``, by name. Raises ``BadParameter`` for others, and for a name that occurs twice."""
+    found: dict[str, str] = {}
+    for value in (values,) if isinstance(values, str) else values or ():
+        name, separator, folder = value.partition("=")
+        if not (name and separator and folder):
+            raise click.BadParameter(f"{value!r} is not NAME=FOLDER, such as french=adapters/french")
+        if name in found:
+            raise click.BadParameter(f"{name!r} is given twice")
+        found[name] = folder
+    return found
+
+
+adapter_option = click.option(
+    "--adapter",
+    metavar="NAME=FOLDER",
+    callback=parse_adapters,
+    help="A LoRA adapter that PEFT saved in FOLDER, which changes the model.",
+)
+
+
 def window_options(command: Command) -> Command:
     """The windows in which a text is read."""
     window = "Tokens that the model sees at once; by default its context, 1024 at most."

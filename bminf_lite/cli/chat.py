@@ -13,6 +13,7 @@ import click
 from ..errors import BminfError, UsageError
 from ._finish import max_new_tokens
 from ._options import (
+    adapter_option,
     context_option,
     given_options,
     model_options,
@@ -40,6 +41,7 @@ MAX_LINE = 1 << 24
 @stop_option
 @context_option
 @speculative_option
+@adapter_option
 @click.option("--system", metavar="TEXT", help="The system message.")
 def chat(
     model: Path,
@@ -48,6 +50,7 @@ def chat(
     kv_cache: str,
     context: int | None,
     speculative: SpeculativeConfig | str | None,
+    adapter: dict[str, str],
     stop: tuple[str, ...],
     system: str | None,
     **sampling: float | None,
@@ -69,9 +72,16 @@ def chat(
     require_stdin()
     given = given_options(sampling, stop)
     with load(
-        model, device=device, memory_limit=memory_limit, kv_cache=kv_cache, context=context, speculative=speculative
+        model,
+        device=device,
+        memory_limit=memory_limit,
+        kv_cache=kv_cache,
+        context=context,
+        speculative=speculative,
+        adapters=adapter or None,
+        max_adapters=1,
     ) as loaded:
-        dialogue = Dialogue(loaded, system, given)
+        dialogue = Dialogue(loaded, system, given, next(iter(adapter), None))
         loaded.encode([*dialogue.start, {"role": "user", "content": "?"}])  # an error appears before the first line
         if sys.stdin.isatty():
             click.echo(f"{loaded.describe()}. Ctrl-C stops an answer, {CLEAR} starts anew, Ctrl-D ends.", err=True)
@@ -81,8 +91,9 @@ def chat(
 class Dialogue:
     """The messages so far, and the model that answers."""
 
-    def __init__(self, model: Model, system: str | None, options: SamplingOptions):
+    def __init__(self, model: Model, system: str | None, options: SamplingOptions, adapter: str | None = None):
         self.model = model
+        self.adapter = adapter
         self.options = options
         self.start = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[dict[str, str]] = []
@@ -108,7 +119,7 @@ class Dialogue:
         """Print the answer, and return it up to an interrupt."""
         said, result = "", None
         try:
-            with closing(self.model.stream(prompt, **self.options)) as pieces:
+            with closing(self.model.stream(prompt, adapter=self.adapter, **self.options)) as pieces:
                 for piece in pieces:
                     said, result = said + piece.text, piece.result
                     click.echo(piece.text, nl=False)

@@ -16,6 +16,7 @@ from ..memory.sizes import format_size
 from ._finish import finish_text, max_new_tokens
 from ._options import (
     UserPath,
+    adapter_option,
     context_option,
     given_options,
     max_batch_option,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 @max_batch_option
 @context_option
 @speculative_option
+@adapter_option
 @click.option("--stats", is_flag=True, help="Report tokens, times and speeds on stderr.")
 @click.option("--check", is_flag=True, help="Name the layer where a NaN or an infinity first appears; slow.")
 def generate(
@@ -90,6 +92,7 @@ def generate(
     max_batch: int,
     context: int | None,
     speculative: SpeculativeConfig | str | None,
+    adapter: dict[str, str],
     stop: tuple[str, ...],
     **sampling: float | None,
 ) -> None:
@@ -129,9 +132,11 @@ def generate(
         context=context,
         check=check,
         speculative=speculative,
+        adapters=adapter or None,
+        max_adapters=1,
     ) as loaded:
         started = time.perf_counter()
-        pieces = loaded.stream(encode(loaded, wanted), grammar=grammar, **given)
+        pieces = loaded.stream(encode(loaded, wanted), grammar=grammar, adapter=next(iter(adapter), None), **given)
         streams = prompts is None and not as_json
         results = print_stream(pieces) if streams else print_results(pieces, wanted, as_json)
         if stats:

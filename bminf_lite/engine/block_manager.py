@@ -165,9 +165,9 @@ class BlockManager:
 
     # -- a sequence's life --------------------------------------------------------------------------------------------
 
-    def new_sequence(self, salt: str = "", source_token_ids: Sequence[int] = ()) -> SequenceBlocks:
-        """A sequence without blocks. Sequences with different salts share none."""
-        root = root_key(salt, source_token_ids) if self.prefix_cache else b""
+    def new_sequence(self, salt: str = "", source_token_ids: Sequence[int] = (), adapter: int = 0) -> SequenceBlocks:
+        """A sequence without blocks. Those with different salts, or serial numbers of adapters, share none."""
+        root = root_key(salt, source_token_ids, adapter) if self.prefix_cache else b""
         return SequenceBlocks(root, len(source_token_ids), [[] for _ in self.groups])
 
     def compute_keys(self, sequence: SequenceBlocks, token_ids: Sequence[int], start: int = 0) -> None:

@@ -24,6 +24,7 @@ class EngineConfig:
     - ``num_draft_tokens``: drafts of a request that a step checks, at most; 0 for none. ``cache_layout`` is that of
       steps without drafts. ``speculative`` says where the drafts come from.
     - ``max_num_draft_rows``: rows of a step that checks drafts, at most: the newest tokens of its requests, and drafts.
+    - ``num_adapter_slots``: adapters that the requests of a step may have beside each other; 0 for a model without.
     - ``max_logit_rows``: prompt tokens of a step whose logits are computed, for log-probabilities of prompts.
     - ``max_queue``: requests that may wait.
     - ``prefix_cache``: whether blocks of earlier prompts are reused.
@@ -42,6 +43,7 @@ class EngineConfig:
     num_draft_tokens: int = 0
     speculative: SpeculativeConfig = NGRAM
     max_num_draft_rows: int = 64
+    num_adapter_slots: int = 0
     max_logit_rows: int = 256
     max_queue: int = 65536
     prefix_cache: bool = True

@@ -97,9 +97,12 @@ class Executor:
         """Start a step up to its logits and scores, without waiting for it, or for the steps before it."""
         self._grow(plan)
         self.table.write(plan.rows)
+        for slot, adapter in plan.adapters:
+            assert self.ops.adapter_slots is not None
+            self.ops.adapter_slots.put(slot, adapter.prepared[self.ops.communicator.tp_rank])
         if plan.sources:
             assert self.encoder is not None
-            self.encoder.encode(plan.sources, plan.source_tables)
+            self.encoder.encode(plan.sources, plan.source_tables, plan.source_lora_ids)
         for pairs in plan.copies:
             self.cache.copy_blocks(pairs)
         inputs = plan.inputs

@@ -84,20 +84,20 @@ class ModelRunner:
     # -- rows of the sampler ------------------------------------------------------------------------------------------
 
     def has_room(self, request: Request) -> bool:
-        """Whether the sampler has a free row, and what else the request's parameters need."""
+        """Whether the sampler has a free row and what else the request's parameters need, and its adapter a slot."""
         return self.builder.has_room(request)
 
-    def add(self, request: Request) -> int:
-        """Give a request a row of the sampler."""
-        return self.builder.add(request)
+    def add(self, request: Request) -> None:
+        """Give a request a row of the sampler, and its adapter a slot."""
+        self.builder.add(request)
 
-    def remove(self, row: int) -> None:
-        """Free a row."""
-        self.builder.rows.remove(row)
+    def remove(self, request: Request) -> None:
+        """Free the row and the slot of a request."""
+        self.builder.remove(request)
 
     def clear(self) -> None:
-        """Free every row."""
-        self.builder.rows.clear()
+        """Free every row and every slot."""
+        self.builder.clear()
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Finds blocks of the cache by everything that determines their contents.
 
 A block's key is a SHA-256 over the key of the block before it and its own tokens. The first block's parent is a root
-that stands for what else changes the contents: the request's ``cache_salt``, and the source of an encoder-decoder.
-Blocks with equal keys therefore hold equal keys and values of attention.
+that stands for what else changes the contents: the request's ``cache_salt``, its adapter, and the source of an
+encoder-decoder. Blocks with equal keys therefore hold equal keys and values of attention.
 
 A block is also found by its start, its first few tokens behind the same parent, for a sequence that goes on like it and
 then differs. And it is found by the key of a prefix that ends within it, where a snapshot of a state stands for that
@@ -28,9 +28,10 @@ REMEMBERED_RUNS = 1024
 """Runs that are remembered, those of a million tokens; they take 6 MB."""
 
 
-def root_key(salt: str, source_token_ids: Sequence[int] = ()) -> bytes:
-    """The parent of a sequence's first block."""
-    return block_key(sha256(salt.encode(errors="surrogatepass")).digest(), source_token_ids)
+def root_key(salt: str, source_token_ids: Sequence[int] = (), adapter: int = 0) -> bytes:
+    """The parent of a sequence's first block. ``adapter`` is the serial number of its adapter, 0 for none."""
+    root = block_key(sha256(salt.encode(errors="surrogatepass")).digest(), source_token_ids)
+    return root if adapter == 0 else sha256(root + b"adapter" + adapter.to_bytes(8, "little")).digest()
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ..backend.values import Array
 from ..grammar.matcher import Matcher
+from .adapters import LoadedAdapter
 from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
 
@@ -25,6 +26,8 @@ class Request:
     - ``priority``: requests with a higher one go first. ``deadline``: the request ends when ``time.perf_counter()``
       reaches it.
     - ``cache_salt``: requests with different salts share no cached blocks.
+    - ``adapter``: what changes the model's matrices for this request; requests with different ones share no cached
+      blocks. None for the model itself.
     - ``matcher``: the grammar that the completion must match, in its initial state and shared with no other request. An
       end-of-sequence token then always ends the request; ``ignore_eos`` and ``min_tokens`` forbid it only while the
       grammar allows another token.
@@ -41,6 +44,7 @@ class Request:
     ``max_new_tokens``), ``context`` (the model's context is full), ``deadline``, ``cancelled``, or ``error`` with the
     exception in ``error``. Times are those of ``time.perf_counter``.
 
+    While it runs, the request has a ``row`` of the sampler, and the ``lora_id`` of its adapter's slot, 0 without one.
     ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
     chosen by launched steps that the host has not fetched, each at least one token; a step that checks
     ``draft_tokens`` may bring as many more. In ``num_drafts`` checks of ``num_draft_tokens`` drafts
@@ -57,6 +61,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    adapter: LoadedAdapter | None = None
     matcher: Matcher | None = None
     prompt_logprobs: bool = False
     num_prompt_top: int = 1
@@ -75,6 +80,7 @@ class Request:
     error: BaseException | None = None
     blocks: SequenceBlocks | None = None
     row: int = 0
+    lora_id: int = 0
     arrival: int = -1
     max_length: int = 0
     num_known_tokens: int = 0

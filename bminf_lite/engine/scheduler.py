@@ -53,22 +53,22 @@ class Refusal(NamedTuple):
 
 
 class Rows(Protocol):
-    """The rows of the sampler, from 1 on; see :class:`.SamplerRows`."""
+    """The rows of the sampler, from 1 on (see :class:`.SamplerRows`), and the slots of adapters."""
 
     def has_room(self, request: Request) -> bool:
         """Whether :meth:`add` finds a row."""
         ...
 
-    def add(self, request: Request) -> int:
-        """Give a request a row, with its parameters for the steps that are launched from now on."""
+    def add(self, request: Request) -> None:
+        """Give a request a row, with its parameters for the steps that are launched from now on, and a slot."""
         ...
 
-    def remove(self, row: int) -> None:
-        """Free a row."""
+    def remove(self, request: Request) -> None:
+        """Free the row and the slot of a request."""
         ...
 
     def clear(self) -> None:
-        """Free every row."""
+        """Free every row and every slot."""
         ...
 
 
@@ -104,7 +104,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let a request wait for its turn. Its length is limited, and fits (:meth:`.BlockManager.shortage`)."""
         request.arrival = self._arrivals = self._arrivals + 1
-        request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids)
+        adapter = 0 if request.adapter is None else request.adapter.serial
+        request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids, adapter)
         insort(self.waiting, request, key=ORDER)
         if request.deadline is not None:
             self._with_deadline[request] = request.deadline
@@ -125,7 +126,7 @@ class Scheduler:
     def reset(self) -> None:
         """Forget every request and the contents of the cache, after an error at any point of a step."""
         for request in self.running:
-            request.row = 0
+            request.row = request.lora_id = 0
             self._forget_drafts(request)
         self.running, self.waiting = [], []
         self.rows.clear()
@@ -383,7 +384,7 @@ class Scheduler:
                 break
             del self.waiting[position]
             insort(self.running, request, key=ORDER)
-            request.row = self.rows.add(request)
+            self.rows.add(request)
             under_way.add(blocks)
             request.num_computed_tokens = admission.num_cached_tokens
             if not request.num_preemptions:
@@ -560,8 +561,7 @@ class Scheduler:
             self._keep_state(request)
         self.blocks.release(request.blocks)
         self.running.remove(request)
-        self.rows.remove(request.row)
-        request.row = 0
+        self.rows.remove(request)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,19 +30,23 @@ class SourceEncoder:
         self.network = network
         self.cache = cache
         self.sizes = [
-            StepSize(0, max(tokens // TOKENS_PER_PROMPT, 1), tokens, tokens)
+            StepSize(0, max(tokens // TOKENS_PER_PROMPT, 1), tokens, tokens, has_adapters=adapted)
+            for adapted in (False, True)[: 1 + (network.ops.adapter_slots is not None)]
             for tokens in network.ops.source_sizes
             if tokens <= max_num_tokens
         ]
         self._captured: dict[StepSize, CapturedStep] = {}
 
-    def encode(self, sources: Rows, tables: Rows) -> None:
-        """Encode ``sources``, which are token ids, all at once. ``tables`` are the blocks that each of them fills."""
+    def encode(self, sources: Rows, tables: Rows, lora_ids: Sequence[int] = ()) -> None:
+        """Encode ``sources``, which are token ids, all at once. ``tables`` are the blocks that each of them fills.
+
+        ``lora_ids`` are the slots of their adapters, 0 for none.
+        """
         lengths = list(map(len, sources))
-        exact = StepSize(0, len(sources), sum(lengths), max(lengths))
+        exact = StepSize(0, len(sources), sum(lengths), max(lengths), has_adapters=any(lora_ids))
         size = next((size for size in self.sizes if exact.fits(size)), None)
         if size is None:
-            self.encode_eagerly(sources, tables)
+            self.encode_eagerly(sources, tables, lora_ids)
             return
         inputs = StepInputs(size, (), blocks_for(size.max_context_len))
         inputs.tokens[: exact.tokens] = np.concatenate(sources)
@@ -49,16 +54,21 @@ class SourceEncoder:
         inputs.cu_seqlens[1 : 1 + exact.prompts] = np.cumsum(lengths)
         for row, table in zip(inputs.source_table, tables, strict=False):  # padding has no table
             row[: len(table)] = table
+        if size.has_adapters:
+            inputs.lora_ids[: exact.tokens] = np.repeat(np.array(lora_ids, np.int32), lengths)
         step = self._captured_step(inputs)
         step.arrays.write(inputs)
         step.forward()
 
-    def encode_eagerly(self, sources: Rows, tables: Rows) -> None:
+    def encode_eagerly(self, sources: Rows, tables: Rows, lora_ids: Sequence[int] = ()) -> None:
         """:meth:`encode` without padding and capture."""
         packed = np.zeros((len(tables), max(map(len, tables))), np.int32)
         for row, table in zip(packed, tables, strict=True):
             row[: len(table)] = table
         batch = ForwardBatch.packed(self.network.ops.array, sources, source_tables=packed)
+        if any(lora_ids):
+            ids = np.repeat(np.array(lora_ids, np.int32), list(map(len, sources)))
+            batch = replace(batch, lora_ids=self.network.ops.array(ids))
         self.network.encode_to_cache(batch, self.cache)
 
     def _captured_step(self, inputs: StepInputs) -> CapturedStep:

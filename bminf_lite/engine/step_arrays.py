@@ -10,7 +10,7 @@ anything reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -35,7 +35,7 @@ class StepSize:
 
     ``decodes`` sequences have one new token each, the ``prompts`` sequences behind them ``prompt_tokens`` in all. No
     sequence has more than ``max_context_len`` tokens after the step. In a step that ``has_drafts``, each draft counts
-    as a sequence.
+    as a sequence. In one that ``has_adapters``, some sequence has an adapter.
     """
 
     decodes: int
@@ -43,6 +43,7 @@ class StepSize:
     prompt_tokens: int
     max_context_len: int
     has_drafts: bool = False
+    has_adapters: bool = False
 
     @property
     def sequences(self) -> int:
@@ -62,18 +63,21 @@ class StepSize:
             and self.prompt_tokens <= other.prompt_tokens
             and self.max_context_len <= other.max_context_len
             and self.has_drafts == other.has_drafts
+            and self.has_adapters == other.has_adapters
         )
 
 
 def captured_sizes(
-    ops: Backend, lengths: Sequence[int], max_num_seqs: int, max_num_tokens: int, max_num_draft_rows: int = 0
-) -> list[StepSize]:
+    ops: Backend, lengths: Sequence[int], max_num_seqs: int, max_num_tokens: int, max_num_draft_rows: int = 0,
+    has_adapters: bool = False,
+) -> list[StepSize]:  # fmt: skip
     """The sizes of captured steps: a step is padded to the first that it fits.
 
     ``lengths`` are bounds of lengths, ascending. Attention of up to :data:`FEW_SEQUENCES` sequences is divided between
     blocks as the bound says, so these have all bounds; more have the first and the last. Steps with prompts have the
     last, and at most ``max_num_tokens`` tokens. Steps that check drafts have up to ``max_num_draft_rows`` rows, 0 for
-    none.
+    none. If the model ``has_adapters``, each size is there without and with them, so that steps without do nothing for
+    them.
     """
     ends = [*dict.fromkeys((lengths[0], lengths[-1]))]
     decodes = _up_to(ops.decode_sizes, max_num_seqs)
@@ -86,7 +90,7 @@ def captured_sizes(
     for rows in DRAFT_ROWS if decodes else ():
         if rows < 2 * max_num_draft_rows:
             sizes += [StepSize(rows, 0, 0, length, has_drafts=True) for length in ends]
-    return sizes
+    return sizes + [replace(size, has_adapters=True) for size in sizes] if has_adapters else sizes
 
 
 def _up_to(sizes: Sequence[int], count: int) -> list[int]:
@@ -102,6 +106,8 @@ class StepInputs:
     - ``rows`` ``[B]`` are the rows of the sampler, 0 for a sequence that does not sample. In a step that has drafts,
       ``offsets`` and ``drafts`` ``[B]`` are those of a :class:`SamplerState`.
     - ``targets`` are the tokens whose log-probabilities are wanted, for the last of ``logit_rows``.
+    - In a step that has adapters, ``lora_ids`` ``[T]`` are the slots of the tokens, and ``logit_lora_ids`` those of the
+      ``logit_rows``.
     - With a ``source_width``, ``source_lens`` ``[B]`` and ``source_table`` ``[B, source_width]``.
 
     ``packed`` is one array that holds them all.
@@ -130,13 +136,20 @@ class StepInputs:
             num_targets,
             count * only_last,
             count * has_source,
+            size.tokens * size.has_adapters,
+            num_logits * size.has_adapters,
         )
         self.shapes = [*((n,) for n in vectors), *((count, w) for w in widths), (count * has_source, source_width)]
         self.packed = np.zeros(sum(_pitch(shape) for shape in self.shapes), np.int32)
         arrays = split(self.packed, self.shapes)
         self.tokens, self.cu_seqlens, self.context_lens, self.rows, self.offsets, self.drafts = arrays[:6]
         self.logit_rows, self.targets, self.last_positions, self.source_lens = arrays[6:10]
-        *self.tables, self.source_table = arrays[10:]
+        self.lora_ids, self.logit_lora_ids, *self.tables, self.source_table = arrays[10:]
+
+    def fill_logit_lora_ids(self) -> None:
+        """Set the adapters of the rows of logits, when those of the tokens are set."""
+        if self.size.has_adapters:
+            self.logit_lora_ids[:] = self.lora_ids[self.logit_rows]
 
 
 def _pitch(shape: Sequence[int]) -> int:
@@ -164,7 +177,8 @@ class StepArrays:
         self._packed = packed
         arrays, size = split(self._packed, inputs.shapes), inputs.size
         tokens, cu_seqlens, context_lens, self.rows = arrays[:4]
-        offsets, drafts, logit_rows, self.targets, last_positions, source_lens, *tables = arrays[4:]
+        offsets, drafts, logit_rows, self.targets, last_positions, source_lens = arrays[4:10]
+        lora_ids, logit_lora_ids, *tables = arrays[10:]
         has_source = len(source_lens) > 0
         self.offsets: Array = offsets if size.has_drafts else None
         self.drafts: Array = drafts if size.has_drafts else None
@@ -183,6 +197,8 @@ class StepArrays:
             source_tables=tables[-1] if has_source else None,
             source_lens=source_lens if has_source else None,
             max_source_len=tables[-1].shape[1] * BLOCK_SIZE if has_source else 0,
+            lora_ids=lora_ids if size.has_adapters else None,
+            logit_lora_ids=logit_lora_ids if size.has_adapters and len(logit_rows) else None,
         )
 
     def write(self, inputs: StepInputs) -> None:

@@ -17,6 +17,7 @@ from ..backend.sampling import SamplerVariant, SequenceSampling
 from ..backend.values import BLOCK_SIZE, NULL_BLOCK
 from ..grammar.matcher import MaskRow, fill_masks
 from ..layers.cache import blocks_for
+from .adapters import AdapterSlotTable, AdapterWrite
 from .block_manager import BlockManager, SequenceBlocks
 from .config import EngineConfig
 from .request import Request
@@ -42,9 +43,9 @@ class StepPlan:
     - ``wants_top``: whether the scored prompt tokens report the most likely tokens.
 
     Before the step, the pools of each group of the cache get at least ``num_blocks`` blocks, and those of the sources
-    ``num_source_blocks``. Then ``rows`` of the sampler are written, the ``sources`` are encoded into the blocks of
-    ``source_tables``, and each of ``copies`` has a pair of blocks for each group, of which the second gets the contents
-    of the first.
+    ``num_source_blocks``. Then ``rows`` of the sampler and the slots of ``adapters`` are written, the ``sources`` are
+    encoded with the adapters ``source_lora_ids`` into the blocks of ``source_tables``, and each of ``copies`` has a
+    pair of blocks for each group, of which the second gets the contents of the first.
     """
 
     inputs: StepInputs
@@ -59,6 +60,8 @@ class StepPlan:
     rows: Sequence[RowWrite] = ()
     sources: Sequence[Sequence[int]] = ()
     source_tables: Sequence[Sequence[int]] = ()
+    source_lora_ids: Sequence[int] = ()
+    adapters: Sequence[AdapterWrite] = ()
     copies: Sequence[Sequence[tuple[int, int]]] = ()
 
 
@@ -93,6 +96,7 @@ class StepBuilder:
         self.blocks = blocks
         self.table_size = TableSize(config.max_num_seqs, config.vocab_size, config.num_draft_tokens)
         self.rows = SamplerRows(self.table_size)
+        self.adapters = AdapterSlotTable(config.num_adapter_slots)
         rows = config.max_num_seqs + 1
         self._tables = [HostTables(rows, group.blocks_for(config.context_length)) for group in blocks.groups]
         self._source_tables = HostTables(rows, blocks_for(config.max_source_length))
@@ -103,18 +107,32 @@ class StepBuilder:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.max_num_draft_rows if config.num_draft_tokens else 0,
+            has_adapters=config.num_adapter_slots > 0,
         )
         self._prompt_sizes = [size for size in self.sizes if size.prompts]
 
     # -- rows of the sampler ------------------------------------------------------------------------------------------
 
     def has_room(self, request: Request) -> bool:
-        """Whether the sampler has a free row, and what else the request's parameters need."""
-        return self.rows.has_room(request.params.penalizes, request.matcher is not None)
+        """Whether the sampler has a free row and what else the request's parameters need, and its adapter a slot."""
+        has_row = self.rows.has_room(request.params.penalizes, request.matcher is not None)
+        return has_row and self.adapters.has_room(request.adapter)
 
-    def add(self, request: Request) -> int:
-        """Give a request a row of the sampler."""
-        return self.rows.add(_sampling(request), request.matcher is not None)
+    def add(self, request: Request) -> None:
+        """Give a request a row of the sampler, and its adapter a slot."""
+        request.row = self.rows.add(_sampling(request), request.matcher is not None)
+        request.lora_id = self.adapters.acquire(request.adapter)
+
+    def remove(self, request: Request) -> None:
+        """Free the row and the slot of a request."""
+        self.rows.remove(request.row)
+        self.adapters.release(request.adapter)
+        request.row = request.lora_id = 0
+
+    def clear(self) -> None:
+        """Free every row and every slot."""
+        self.rows.clear()
+        self.adapters.clear()
 
     def masks(self, requests: Sequence[Request]) -> MaskWrite | None:
         """The masks of requests with grammars for the next sampler, except for those that have ended meanwhile.
@@ -150,6 +168,7 @@ class StepBuilder:
             step.num_prompt_tokens,
             max(longest, *(p.stop for p in others)) if others else longest,
             has_drafts=bool(step.drafts),
+            has_adapters=any(r.lora_id for r in step.requests),
         )
         size = None
         if not any(p.needs_more_logits for p in others):
@@ -167,8 +186,10 @@ class StepBuilder:
             num_blocks=[pool.highest + 1 for pool in self.blocks.pools],
             num_source_blocks=pool.highest + 1 if pool is not None else 0,
             rows=self.rows.take_writes(),
+            adapters=self.adapters.take_writes(),
             sources=[r.source_token_ids for r in step.sources],
             source_tables=[_blocks(r).source_table for r in step.sources],
+            source_lora_ids=[r.lora_id for r in step.sources],
             copies=[pairs for _, pairs in step.copies],
         )
 
@@ -197,6 +218,7 @@ class StepBuilder:
         only_last = size.prompts > 0
         inputs = StepInputs(size, widths, source_width, only_last * size.sequences, only_last=only_last)
         self._fill(inputs, step)
+        inputs.fill_logit_lora_ids()
         return inputs
 
     def _inputs(self, step: Step, size: StepSize) -> StepInputs:
@@ -220,6 +242,7 @@ class StepBuilder:
         self._fill(inputs, step)
         if more:
             inputs.logit_rows[own:] = more
+        inputs.fill_logit_lora_ids()
         if len(inputs.targets):
             targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p in others]
             inputs.targets[:] = np.concatenate(targets)
@@ -247,6 +270,11 @@ class StepBuilder:
         begins = [*accumulate((p.num_tokens for p in step.pieces), initial=size.decodes)]
         inputs.cu_seqlens[size.decodes :] = begins[-1]
         inputs.cu_seqlens[size.decodes : size.decodes + len(begins)] = begins
+        if size.has_adapters:
+            ids = [r.lora_id for r in requests]
+            inputs.lora_ids[:num_decodes] = ids[:num_decodes]
+            counts = [p.num_tokens for p in step.pieces]
+            inputs.lora_ids[size.decodes : begins[-1]] = np.repeat(np.array(ids[num_decodes:], np.int32), counts)
         if len(inputs.logit_rows) >= size.sequences:
             inputs.logit_rows[: size.sequences] = np.maximum(inputs.cu_seqlens[1:] - 1, 0)
         if len(inputs.last_positions):

@@ -8,13 +8,17 @@ names are those of matrices ``[in, out]``, as the paper has them. Other layers a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ..backend.adapter_slots import AdapterSite
 from ..backend.base import Backend
 from ..backend.communicator import Communicator, shard
 from ..backend.quantization import HostWeight, weight_columns
+from ..backend.side_products import Adapter
 from ..backend.values import Array
 from ..errors import CheckpointError, UsageError
 from .loading import RowTransform, TransformedWeights, Weights
@@ -26,8 +30,9 @@ Sections = Sequence[int | tuple[int, ...]]
 class Linear:
     """One product with the matrices ``names`` stacked along their outputs (so query, key and value are one product).
 
-    ``names`` are checkpoint prefixes: each has a ``.weight`` and, if ``bias``, a ``.bias``. Raises ``CheckpointError``
-    for matrices that are not quantized alike.
+    ``names`` are checkpoint prefixes: each has a ``.weight`` and, if ``bias``, a ``.bias``. If the backend has
+    ``adapter_slots``, adapters may change the product. Raises ``CheckpointError`` for matrices that are not quantized
+    alike.
     """
 
     def __init__(self, ops: Backend, weights: Weights, names: Sequence[str], bias: bool = False):
@@ -38,6 +43,11 @@ class Linear:
             self.weight = ops.weight(parts, biases)
         except ValueError as error:
             raise CheckpointError(f"{', '.join(names)}: {error}") from error
+        if ops.adapter_slots is not None:
+            tensors = tuple(f"{name}.weight" for name in names)
+            widths, features = [part.shape[0] for part in parts], parts[0].shape[1]
+            self.weight, bank = ops.with_adapters(self.weight, widths, features)
+            ops.adapter_slots.sites.append(AdapterSite(tensors, partial(fitted, weights), bank))
 
     def __call__(self, x: Array) -> Array:
         """``[T, in]`` -> ``[T, out]``."""
@@ -108,6 +118,17 @@ class ColumnsOfRank:
 
     def vector(self, name: str) -> np.ndarray:
         return self.weights.vector(name)
+
+
+def fitted(weights: Weights, name: str, adapter: Adapter) -> Adapter:
+    """An adapter of the matrix ``name``, changed as ``weights`` changes the rows and columns of the matrix."""
+    if isinstance(weights, ColumnsOfRank):
+        inner = fitted(weights.weights, name, adapter)
+        return inner.within(shard(inner.a.shape[1], weights.ranks))
+    if isinstance(weights, TransformedWeights):
+        inner, change = fitted(weights.weights, name, adapter), weights.change_of(name)
+        return inner if change is None else replace(inner, b=change.apply(inner.b))
+    return adapter
 
 
 def rows_of_rank(names: Sequence[str], sections: Sections, ranks: Communicator) -> dict[str, RowTransform]:

@@ -64,10 +64,14 @@ class TransformedWeights:
         self.weights = weights
         self.transforms = transforms
 
+    def change_of(self, name: str) -> RowTransform | None:
+        """The change of the tensor ``name``."""
+        return self.transforms.get(name.rpartition(".")[0])
+
     def weight(self, name: str) -> HostWeight:
-        weight, transform = self.weights.weight(name), self.transforms.get(name.rpartition(".")[0])
+        weight, transform = self.weights.weight(name), self.change_of(name)
         return weight if transform is None else transform.apply_to_matrix(weight)
 
     def vector(self, name: str) -> np.ndarray:
-        values, transform = self.weights.vector(name), self.transforms.get(name.rpartition(".")[0])
+        values, transform = self.weights.vector(name), self.change_of(name)
         return values if transform is None else transform.apply(values)

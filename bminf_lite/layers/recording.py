@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from ..backend.adapter_slots import Bank
 from ..backend.base import Backend
 from ..backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ..backend.mixture import Mixture, choose_experts, expert_result, input_factors, make_mixture, mix, result_weights
@@ -137,6 +138,12 @@ class _HookedBackend:
         weight = self._ops.adapted(base, adapter)
         self._tensors[id(weight)] = self._tensors[id(base)]
         return weight
+
+    def with_adapters(self, base: Any, widths: Sequence[int], features: int) -> tuple[Any, Bank]:
+        """The backend's weight, which is made of the tensors of ``base``, and its bank."""
+        weight, bank = self._ops.with_adapters(base, widths, features)
+        self._tensors[id(weight)] = self._tensors[id(base)]
+        return weight, bank
 
     def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
         """The backend's weight, whose products are not observed: they are inside of an operation."""

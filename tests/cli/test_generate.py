@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_checkpoint
+from adapter_files import random_adapter
 from cli_kit import run
 from click.testing import Result
 
@@ -41,6 +42,19 @@ def test_drafts_are_options_of_the_command(model: Path) -> None:
         assert (found.exit_code, found.stdout, found.stderr) == (0, plain.stdout, "")
     wrong = generate(model, *options, "--speculative", "medusa")
     assert wrong.exit_code == 2 and "method is 'medusa', but must be one of" in wrong.stderr
+
+
+def test_an_adapter_is_an_option_of_the_command(model: Path, tmp_path: Path) -> None:
+    adapter = random_adapter(tmp_path / "adapter", model)
+    with bminf_lite.load(model, device="cpu", adapters={"french": adapter}) as loaded:
+        expected = loaded.generate("hello", max_new_tokens=12, adapter="french").text
+    found = generate(model, "hello", "--max-new-tokens", "12", "--adapter", f"french={adapter}")
+    assert (found.exit_code, found.stdout, found.stderr) == (0, expected + "\n", "")
+    assert generate(model, "hello", "--max-new-tokens", "12").stdout != found.stdout
+    wrong = generate(model, "hello", "--adapter", str(adapter))
+    assert wrong.exit_code == 2 and "is not NAME=FOLDER, such as french=adapters/french" in wrong.stderr
+    missing = generate(model, "hello", "--adapter", "a=nothing")
+    assert missing.exit_code == 1 and "give the folder that PEFT saved the adapter in" in missing.stderr
 
 
 def test_a_dash_reads_stdin_without_its_last_newline_and_stats_go_to_stderr(model: Path) -> None:

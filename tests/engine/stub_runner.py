@@ -16,6 +16,7 @@ import numpy as np
 
 from bminf_lite.backend.sampling import TokenScores
 from bminf_lite.backend.values import StateArray
+from bminf_lite.engine.adapters import AdapterRegistry, AdapterSlotTable, LoadedAdapter
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.drafts import Drafter
@@ -102,6 +103,16 @@ class SlotPool:
         return np.array(self.slots[table[0]].read(stop), np.int32)
 
 
+def adapter_named(name: str) -> LoadedAdapter:
+    """An adapter without matrices."""
+    return AdapterRegistry().add(name, f"/{name}", 1, 0, list)
+
+
+def mark_of(adapter: LoadedAdapter | None) -> int:
+    """What an adapter adds to each token that is computed with it: keys and values that are another's show."""
+    return 0 if adapter is None else 100 * ord(adapter.name)
+
+
 def next_token(parts: Sequence[np.ndarray]) -> int:
     return crc32(b"|".join(np.asarray(p, np.int32).tobytes() for p in parts)) % VOCAB
 
@@ -109,10 +120,11 @@ def next_token(parts: Sequence[np.ndarray]) -> int:
 def alone(request: Request, windows: Sequence[int | None], context_length: int) -> tuple[list[int], list[float]]:
     """The tokens of a request that nothing disturbs, and the scores of its prompt."""
     tokens = list(request.prompt_token_ids)
-    source = np.array(request.source_token_ids, np.int32)
+    mark = mark_of(request.adapter)
+    source = np.array(request.source_token_ids, np.int32) + mark
 
     def follows(ids: list[int]) -> int:
-        return next_token([source, *(visible(np.array(ids, np.int32), w) for w in windows)])
+        return next_token([source, *(visible(np.array(ids, np.int32) + mark, w) for w in windows)])
 
     scores = [float(follows(tokens[:n])) for n in range(1, len(tokens))]
     while len(tokens) < min(len(request.prompt_token_ids) + request.params.max_new_tokens, context_length):
@@ -138,6 +150,8 @@ class StubRunner:
         self.sources = np.full((source_blocks, blocks.block_size), UNWRITTEN, np.int32)
         self.last_token = np.zeros(config.max_num_seqs + 1, np.int32)
         self.max_num_seqs = config.max_num_seqs
+        self.adapters = AdapterSlotTable(config.num_adapter_slots)
+        self.slots: list[LoadedAdapter | None] = [None] * (config.num_adapter_slots + 1)
         self.clear()
         self.steps: list[Step] = []
         self.encoded = 0
@@ -147,8 +161,11 @@ class StubRunner:
     def launch(self, step: Step) -> StubHandle:
         self.before_launch()
         self.steps.append(step)
+        for slot, adapter in self.adapters.take_writes():
+            self.slots[slot] = adapter
         for request in step.sources:
-            self._write(self.sources, request.blocks.source_table, 0, np.array(request.source_token_ids, np.int32))
+            ids = np.array(request.source_token_ids, np.int32) + self._mark(request)
+            self._write(self.sources, request.blocks.source_table, 0, ids)
             self.encoded += 1
         parts = parts_of(step)
         for _, pairs in step.copies:
@@ -164,6 +181,7 @@ class StubRunner:
             if len(ids) < part.num_tokens:
                 assert part.num_tokens == 1, "only the newest token may be unknown"
                 ids.append(int(self.last_token[request.row]))
+            ids = [token + self._mark(request) for token in ids]
             for pool, table in zip(self.pools, request.blocks.tables, strict=True):
                 if isinstance(pool, SlotPool):
                     pool.write(table, part.start, ids, i < len(offsets) and offsets[i] > 0)
@@ -190,15 +208,24 @@ class StubRunner:
         return StubHandle(StepResult(np.stack([np.array(chosen, np.int32), bits]), packed))
 
     def has_room(self, request: Request) -> bool:
-        return bool(self.free_rows)
+        return bool(self.free_rows) and self.adapters.has_room(request.adapter)
 
-    def add(self, request: Request) -> int:
-        return self.free_rows.pop()
+    def add(self, request: Request) -> None:
+        request.row = self.free_rows.pop()
+        request.lora_id = self.adapters.acquire(request.adapter)
 
-    def remove(self, row: int) -> None:
-        self.free_rows.append(row)
+    def remove(self, request: Request) -> None:
+        self.free_rows.append(request.row)
+        self.adapters.release(request.adapter)
+        request.row = request.lora_id = 0
+
+    def _mark(self, request: Request) -> int:
+        """What the adapter in the request's slot adds to its tokens."""
+        assert (request.lora_id > 0) == (request.adapter is not None)
+        return mark_of(self.slots[request.lora_id])
 
     def clear(self) -> None:
+        self.adapters.clear()
         self.free_rows = list(range(self.max_num_seqs, 0, -1))
 
     def warm_up(self) -> None:
@@ -361,6 +388,10 @@ class Driver:
         assert all(r.row == 0 for r in waiting)
         live = [r for r in self.requests if r.finish_reason is None]
         assert sorted(map(id, live)) == sorted(map(id, running + waiting))
+        slots = {r.lora_id: r.adapter for r in running if r.adapter is not None}
+        assert len(slots) == len({r.adapter for r in running if r.adapter is not None}), "an adapter in two slots"
+        assert all(r.lora_id in range(1, self.config.num_adapter_slots + 1) for r in running if r.adapter is not None)
+        assert all(r.lora_id == 0 for r in (*running, *waiting) if r.adapter is None or r.row == 0)
 
     def check_results(self) -> None:
         """Each result is that of the request alone, or its beginning if the request was cancelled."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from stub_runner import STATE, VOCAB, Driver, make_config, make_request, parts_of
+from stub_runner import STATE, VOCAB, Driver, adapter_named, make_config, make_request, parts_of
 
 from bminf_lite.engine import block_manager
 from bminf_lite.engine.request import Request
@@ -302,10 +302,13 @@ class Histories(RuleBasedStateMachine):
         ahead=st.integers(0, 3),
         drafts=st.integers(0, 4),
         adaptive=st.booleans(),
+        slots=st.integers(0, 2),
     )
-    def start(self, kind: str, blocks: int, seqs: int, ahead: int, drafts: int, adaptive: bool) -> None:
+    def start(self, kind, blocks, seqs, ahead, drafts, adaptive, slots) -> None:
         speculative = SpeculativeConfig("ngram", adaptive=adaptive)
         limits = {"max_num_seqs": seqs, "num_draft_tokens": drafts, "speculative": speculative, **KINDS[kind]}
+        limits["num_adapter_slots"] = slots
+        self.adapters = [None, *map(adapter_named, "abc")] if slots else [None]
         self.driver = Driver(make_config(blocks, **limits), ahead)
 
     @rule(
@@ -318,8 +321,9 @@ class Histories(RuleBasedStateMachine):
         source=st.integers(1, 12),
         count=st.integers(1, 3),
         streamed=st.booleans(),
+        adapter=st.integers(0, 3),
     )
-    def arrive(self, length, family, new, priority, eos, scored, source, count, streamed) -> None:
+    def arrive(self, length, family, new, priority, eos, scored, source, count, streamed, adapter) -> None:
         source_ids = tuple(prompt(source, family)) if self.driver.blocks.source_pool else ()
         for _ in range(count):
             type(self).arrivals += 1
@@ -332,6 +336,7 @@ class Histories(RuleBasedStateMachine):
                     prompt_logprobs=scored,
                     source_token_ids=source_ids,
                     is_streamed=streamed,
+                    adapter=self.adapters[adapter % len(self.adapters)],
                 )
             )
 

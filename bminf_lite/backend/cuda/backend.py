@@ -30,6 +30,7 @@ from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
 from ...errors import UsageError
 from ...memory.device import MARGIN, device_arena
+from ..adapter_slots import Bank
 from ..base import Backend
 from ..calibration import CalibrationOps
 from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
@@ -229,6 +230,9 @@ class CudaBackend(Backend):
 
     def adapted(self, base: Weight, adapter: Adapter) -> Weight:  # type: ignore[override]
         return self.loader.adapted(base, adapter)
+
+    def with_adapters(self, base: Weight, widths: Sequence[int], features: int) -> tuple[Weight, Bank]:
+        raise UsageError("adapters are not computed on a GPU yet: load the model on the CPU (device='cpu')")
 
     def mixture(  # type: ignore[override]
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],

@@ -1,0 +1,109 @@
+"""The adapters of a loaded model: folders are read, changed for the model's weights, and entered under a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .backend.adapter_slots import AdapterSlots
+from .backend.meta import MetaBackend
+from .checkpoint.adapter_folder import AdapterFolder, read_adapter
+from .checkpoint.opened_model import OpenedModel
+from .engine.adapters import AdapterRegistry, LoadedAdapter
+from .errors import UsageError, require_whole
+from .placement import MetaWeights
+
+MAX_ADAPTERS = 8
+"""Slots of a model that is loaded with adapters, unless the caller wants another number."""
+MOST_SLOTS = 1024
+LEAST_RANK = 16
+"""The rank that slots have room for, unless an adapter that is given at once, or the caller, needs more."""
+MOST_RANK = 512
+LONGEST_NAME = 256
+
+
+def adaptable_matrices(model: OpenedModel) -> set[str]:
+    """The matrices of an open model that adapters may change."""
+    meta = MetaBackend()
+    meta.adapter_slots = AdapterSlots(0, 0)
+    model.architecture.Model(model.config, MetaWeights(model.spec, model.weights().scheme_of), meta)
+    return meta.adapter_slots.names()
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """The adapters that a model is loaded with: ``folders`` by name, and slots for ``max_adapters`` of ``max_rank``."""
+
+    folders: Mapping[str, AdapterFolder]
+    max_adapters: int
+    max_rank: int
+    read: Callable[[str | Path], AdapterFolder]
+
+    @classmethod
+    def read_all(
+        cls, model: OpenedModel, adapters: Mapping[str, str | Path], max_adapters: int, max_rank: int | None
+    ) -> AdapterOptions:
+        """The options of ``load`` for an open model. Raises ``UsageError``, and ``CheckpointError`` for a folder."""
+        if not isinstance(adapters, Mapping):
+            raise UsageError(f"adapters is {adapters!r}, but must map names to folders, as {{'name': 'folder'}}")
+        require_whole("max_adapters", max_adapters, MOST_SLOTS)
+        require_whole("max_adapter_rank", LEAST_RANK if max_rank is None else max_rank, MOST_RANK)
+        for name in adapters:
+            check_name(name)
+        names = adaptable_matrices(model)
+
+        def read(folder: str | Path) -> AdapterFolder:
+            return read_adapter(folder, model, names)
+
+        folders = {name: read(folder) for name, folder in adapters.items()}
+        ranks = [folder.rank for folder in folders.values()]
+        options = cls(folders, max_adapters, max([LEAST_RANK, *ranks]) if max_rank is None else max_rank, read)
+        for name, folder in folders.items():
+            options.check_rank(name, folder)
+        return options
+
+    def slots(self) -> AdapterSlots:
+        """Empty slots for one device, which the model is then built with."""
+        return AdapterSlots(self.max_adapters, self.max_rank)
+
+    def check_rank(self, name: str, folder: AdapterFolder) -> None:
+        """Raise ``UsageError`` for an adapter that the slots have no room for."""
+        most = min(self.max_rank, MOST_RANK)
+        if folder.rank > most:
+            raise UsageError(
+                f"adapter {name!r} ({folder.path}) has a matrix of rank {folder.rank}, but there is room for "
+                f"{most}: load the model with max_adapter_rank={folder.rank} (at most {MOST_RANK})"
+            )
+
+
+@dataclass
+class ModelAdapters:
+    """Adapters of one model on the devices whose ``slots`` its ranks have."""
+
+    options: AdapterOptions
+    slots: list[AdapterSlots]
+    registry: AdapterRegistry = field(default_factory=AdapterRegistry)
+
+    def __post_init__(self) -> None:
+        for name, folder in self.options.folders.items():
+            self._enter(name, folder, replace=False)
+
+    def load(self, name: str, folder: str | Path, replace: bool = False) -> LoadedAdapter:
+        """Read the adapter in a folder, and enter it; see :meth:`.AdapterRegistry.add`."""
+        check_name(name)
+        return self._enter(name, self.options.read(folder), replace)
+
+    def _enter(self, name: str, folder: AdapterFolder, replace: bool) -> LoadedAdapter:
+        self.options.check_rank(name, folder)
+
+        def prepare() -> list[list[object]]:
+            return [slots.prepare(folder.adapters) for slots in self.slots]
+
+        return self.registry.add(name, str(folder.path), folder.rank, folder.nbytes, prepare, replace)
+
+
+def check_name(name: object) -> None:
+    """Raise ``UsageError`` for what is no name of an adapter."""
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+        raise UsageError(f"the name of an adapter is {name!r}, but must be 1 to {LONGEST_NAME} printable characters")

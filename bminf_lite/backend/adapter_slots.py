@@ -1,0 +1,126 @@
+"""Adapters that the rows of a step choose among: slots beside each weight, and what a row's adapter adds to a product.
+
+An adapter (LoRA, https://arxiv.org/abs/2106.09685) lies in a *slot*, a number from 1 on, which is the ``lora_id`` of a
+step's tokens; 0 means none. Each weight that adapters may change has a bank (:class:`AdapterBank` over NumPy) with room
+for one adapter in each slot. It is a side product (:mod:`.side_products`): what it adds to a row depends on that row
+and its adapter alone, and a row without an adapter keeps its bits.
+
+A weight may be stacked from several matrices, its *sections*, each with an adapter of its own: for query, key and value
+``a`` is ``[rank, in]`` of each, and ``b`` ``[rows of the section, rank]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from .functions import product_by_row
+from .side_products import Adapter, Rounding
+from .values import Array
+
+Sections = Sequence[Adapter | None]
+"""The adapters of a weight's sections; None where a section has none."""
+Fit = Callable[[str, Adapter], Adapter]
+"""Changes an adapter for the matrix with a name as the layer changed the matrix when it was read."""
+
+
+class Bank(Protocol):
+    """Where a weight keeps its adapters on the device."""
+
+    def prepare(self, sections: Sections) -> Any:
+        """The adapters of one slot in the form in which :meth:`put` copies them; it stays on the host."""
+
+    def put(self, slot: int, prepared: Any) -> None:
+        """Overwrite a slot, for the steps that start later; None empties it."""
+
+
+@dataclass(frozen=True)
+class AdapterSite:
+    """A weight that adapters may change, stacked from the matrices ``names``."""
+
+    names: tuple[str, ...]
+    fit: Fit
+    bank: Bank
+
+
+@dataclass
+class AdapterSlots:
+    """Room for ``count`` adapters of up to ``max_rank`` on one device, and the sites of the model that is built on it.
+
+    ``rows`` says which slot each row of the next product uses, int32 ``[T]`` on the device; None if no row has an
+    adapter. A backend sets it when a step begins, and when a step goes on with its last tokens alone.
+    """
+
+    count: int
+    max_rank: int
+    sites: list[AdapterSite] = field(default_factory=list)
+    rows: Array = None
+
+    def names(self) -> set[str]:
+        """The matrices that adapters may change."""
+        return {name for site in self.sites for name in site.names}
+
+    def prepare(self, adapters: Mapping[str, Adapter]) -> list[Any]:
+        """Adapters by the names of matrices as each site takes them, for :meth:`put`; None where a site has none."""
+        prepared: list[Any] = []
+        for site in self.sites:
+            found = [site.fit(name, adapters[name]) if name in adapters else None for name in site.names]
+            prepared.append(None if all(part is None for part in found) else site.bank.prepare(found))
+        return prepared
+
+    def put(self, slot: int, prepared: Sequence[Any]) -> None:
+        """Overwrite a slot of every site, for the steps that start later."""
+        for site, values in zip(self.sites, prepared, strict=True):
+            site.bank.put(slot, values)
+
+
+class AdapterBank:
+    """The slots of one weight over NumPy, whose sections have ``widths`` rows.
+
+    A row with an adapter gets ``b @ cast(scale * a @ cast(x))`` of each section, sums in fp32. Rows are computed one by
+    one, so no other row changes their bits.
+    """
+
+    def __init__(self, slots: AdapterSlots, widths: Sequence[int], rounded: Rounding):
+        self.slots = slots
+        self._rounded = rounded
+        ends = np.cumsum([0, *widths]).tolist()
+        self._sections = [slice(first, end) for first, end in pairwise(ends)]
+        self._adapters: list[Sections] = [()] * (slots.count + 1)
+
+    def prepare(self, sections: Sections) -> Sections:
+        """Rounded to the activation type."""
+        return [
+            None if part is None else replace(part, a=self._fp32(part.a), b=self._fp32(part.b)) for part in sections
+        ]
+
+    def _fp32(self, values: np.ndarray) -> np.ndarray:
+        return self._rounded(np.asarray(values).astype(np.float32)).astype(np.float32)
+
+    def put(self, slot: int, prepared: Sections | None) -> None:
+        self._adapters[slot] = prepared or ()
+
+    def remaining(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def within(self, columns: slice) -> AdapterBank:
+        found = AdapterBank(self.slots, [s.stop - s.start for s in self._sections], self._rounded)
+        found._adapters = [[part and part.within(columns) for part in sections] for sections in self._adapters]
+        return found
+
+    def product(self, x: np.ndarray, rounded: Rounding) -> np.ndarray:
+        out = np.zeros((x.shape[0], self._sections[-1].stop), np.float32)
+        if self.slots.rows is None:
+            return out
+        used = np.asarray(self.slots.rows)
+        assert used.shape == x.shape[:1], "the rows of a product are not those of the step"
+        for slot in np.unique(used[used > 0]).tolist():
+            rows = np.flatnonzero(used == slot)
+            for section, part in zip(self._sections, self._adapters[slot], strict=False):
+                if part is not None:
+                    out[rows, section] = product_by_row(part.inputs(x[rows], rounded).astype(np.float32), part.b.T)
+        return out

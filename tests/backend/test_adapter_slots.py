@@ -1,0 +1,155 @@
+"""Adapters that the rows of a step choose: against float64, in any company, and next to rows without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from random_values import random_int8, random_rows
+from tolerances import assert_close
+
+from bminf_lite.backend.adapter_slots import AdapterSlots
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.side_products import Adapter
+from bminf_lite.backend.values import Array, ForwardBatch
+
+WIDTHS, FEATURES, RANK = (40, 24, 24), 96, 8
+SLOTS = 3
+
+
+@pytest.fixture
+def slots(backend: Backend) -> Iterator[AdapterSlots]:
+    backend.adapter_slots = AdapterSlots(SLOTS, RANK)
+    yield backend.adapter_slots
+    backend.adapter_slots = None
+
+
+def random_adapter(rng: np.random.Generator, width: int, rank: int, features: int = FEATURES) -> Adapter:
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((rank, features), (width, rank)))
+    return Adapter(a, b, float(rng.uniform(0.1, 2)))
+
+
+def step_of(backend: Backend, ids: list[int] | None) -> ForwardBatch:
+    """A step of one token for each id."""
+    count = 1 if ids is None else len(ids)
+    batch = ForwardBatch.packed(backend.array, np.zeros((count, 1), np.int32))
+    return replace(batch, lora_ids=None if ids is None else backend.array(np.array(ids, np.int32)))
+
+
+def made(backend: Backend, rng: np.random.Generator, widths: tuple[int, ...] = WIDTHS) -> tuple[Array, Array, list]:
+    """A weight without and with a bank, and the adapters of its slots, of different ranks; one has no first part."""
+    base = backend.weight([random_int8(rng, width, FEATURES, True) for width in widths])
+    weight, bank = backend.with_adapters(base, widths, FEATURES)
+    adapters = [[random_adapter(rng, width, rank) for width in widths] for rank in (RANK, 3, 1)]
+    adapters[1][0] = None
+    for slot, sections in enumerate(adapters, start=1):
+        bank.put(slot, bank.prepare(sections))
+    return base, (weight, bank), adapters
+
+
+def product(backend: Backend, x: np.ndarray, weight: Array, ids: list[int] | None) -> np.ndarray:
+    with backend.step(step_of(backend, ids)):
+        return np.array(backend.host(backend.linear(backend.array(x), weight, fp32=True)))
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return x.view(f"i{x.itemsize}")
+
+
+@pytest.mark.parametrize("ids", [[1], [2, 0], [3, 3, 1], [0, 1, 2, 3, 1, 0, 2], [*range(4)] * 10])
+def test_each_row_gets_what_its_adapter_adds(backend: Backend, slots: AdapterSlots, ids: list[int]) -> None:
+    rng = np.random.default_rng(len(ids))
+    base, (weight, _), adapters = made(backend, rng)
+    x = random_rows(rng, len(ids), FEATURES, backend.activation_dtype.type)
+    found, plain = product(backend, x, weight, ids), product(backend, x, base, None)
+    added, size = np.zeros_like(plain, np.float64), np.abs(plain).astype(np.float64)
+    rounded = backend.activation_dtype.type
+    for row, slot in enumerate(ids):
+        for part, first, width in zip(adapters[slot - 1], (0, 40, 64), WIDTHS, strict=True):
+            if slot and part is not None:
+                a, b = (values.astype(rounded).astype(np.float64) for values in (part.a, part.b))
+                inputs = (np.float32(part.scale) * (a @ x[row].astype(np.float64))).astype(rounded)
+                added[row, first : first + width] = b @ inputs.astype(np.float64)
+                size[row, first : first + width] += np.abs(b) @ np.abs(inputs.astype(np.float64))
+    assert_close(found, plain + added, "adapter", backend.activation_dtype, size)
+    for row, slot in enumerate(ids):
+        if slot == 0:
+            np.testing.assert_array_equal(bits(found[row]), bits(plain[row]))
+
+
+@pytest.mark.parametrize("count", [2, 7, 33])
+def test_no_other_row_and_no_other_adapter_changes_the_bits(backend: Backend, slots: AdapterSlots, count: int) -> None:
+    rng = np.random.default_rng(count)
+    _, (weight, _), _ = made(backend, rng)
+    x = random_rows(rng, count, FEATURES, backend.activation_dtype.type)
+    ids = rng.integers(0, SLOTS + 1, count).tolist()
+    together = product(backend, x, weight, ids)
+    for row in range(count):
+        alone = product(backend, x[row : row + 1], weight, [ids[row]])
+        np.testing.assert_array_equal(bits(alone[0]), bits(together[row]))
+
+
+def test_a_slot_is_overwritten_and_emptied(backend: Backend, slots: AdapterSlots) -> None:
+    rng = np.random.default_rng(0)
+    base, (weight, bank), adapters = made(backend, rng)
+    x = random_rows(rng, 3, FEATURES, backend.activation_dtype.type)
+    before = product(backend, x, weight, [1, 2, 1])
+    bank.put(1, bank.prepare(adapters[2]))
+    after, third = product(backend, x, weight, [1, 2, 1]), product(backend, x, weight, [3, 2, 3])
+    assert (before[[0, 2]] != after[[0, 2]]).any()
+    np.testing.assert_array_equal(bits(after), bits(third))
+    bank.put(1, None)
+    np.testing.assert_array_equal(bits(product(backend, x, weight, [1, 0, 1])), bits(product(backend, x, base, None)))
+
+
+def test_a_step_goes_on_with_its_last_tokens(backend: Backend, slots: AdapterSlots) -> None:
+    """Two sequences of 3 and 2 tokens: behind ``last_tokens`` a product has two rows."""
+    rng = np.random.default_rng(1)
+    base, (weight, _), _ = made(backend, rng)
+    residual = random_rows(rng, 5, FEATURES, np.float32)
+    batch = ForwardBatch.packed(backend.array, [[1, 2, 3], [4, 5]])
+    ids = np.array([1, 1, 1, 2, 2], np.int32)
+    batch = replace(batch, lora_ids=backend.array(ids), logit_lora_ids=backend.array(ids[[2, 4]]))
+    with backend.step(batch):
+        every = np.array(backend.host(backend.linear(backend.array(residual), weight, fp32=True)))
+        last = backend.last_tokens(backend.array(residual), batch)
+        found = np.array(backend.host(backend.linear(last, weight, fp32=True)))
+        with backend.step(step_of(backend, None)):  # of another model
+            plain = np.array(backend.host(backend.linear(backend.array(residual), weight, fp32=True)))
+        again = np.array(backend.host(backend.linear(last, weight, fp32=True)))
+    np.testing.assert_array_equal(bits(found), bits(every[[2, 4]]))
+    np.testing.assert_array_equal(bits(again), bits(found))
+    np.testing.assert_array_equal(bits(plain), bits(product(backend, residual, base, None)))
+
+
+@pytest.mark.parametrize("operation", ["add", "gate", "activate", "half"])
+def test_behind_every_epilogue(backend: Backend, slots: AdapterSlots, operation: str) -> None:
+    """The epilogue of the sums, as without adapters."""
+    rng = np.random.default_rng(2)
+    base, (weight, _), _ = made(backend, rng, (48, 48))
+    x, ids = random_rows(rng, 5, FEATURES, backend.activation_dtype.type), [1, 0, 3, 2, 0]
+    residual = random_rows(rng, 5, 96, np.float32)
+    sums = {None: product(backend, x, base, None), 1: product(backend, x, weight, ids)}
+
+    def result(of: Array, ids: list[int] | None) -> np.ndarray:
+        with backend.step(step_of(backend, ids)):
+            given = backend.array(x)
+            if operation == "add":
+                return np.array(backend.host(backend.linear_add(given, of, backend.array(residual))))
+            if operation == "gate":
+                return np.array(backend.host(backend.gated_linear(given, of, "silu")))
+            if operation == "activate":
+                return np.array(backend.host(backend.activated_linear(given, of, "gelu")))
+            return np.array(backend.host(backend.linear(given, of)))
+
+    found, plain = result(weight, ids), result(base, None)
+    np.testing.assert_array_equal(bits(found[[1, 4]]), bits(plain[[1, 4]]))
+    rounded = sums[1].astype(backend.activation_dtype).astype(np.float32)
+    if operation == "add":
+        np.testing.assert_array_equal(found, residual + rounded)
+    elif operation == "half":
+        np.testing.assert_array_equal(found, rounded.astype(backend.activation_dtype))
+    else:
+        assert (found[[0, 2, 3]] != plain[[0, 2, 3]]).any(axis=1).all()

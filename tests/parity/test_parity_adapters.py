@@ -1,0 +1,152 @@
+"""Adapters beside PEFT on the original float model: every architecture's names, options of PEFT, and every recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import outliers
+import pytest
+from parity_kit import relative_error as error
+from tiny_models import EVERY, MIXTURES, RENAMED, Golden, goldens, random_tokens
+from tolerances import assert_close
+
+import bminf_lite
+from bminf_lite.adapters import adaptable_matrices
+from bminf_lite.checkpoint.adapter_folder import module_tensor
+from bminf_lite.checkpoint.opened_model import open_model
+
+torch = pytest.importorskip("torch", reason="parity needs torch")
+transformers = pytest.importorskip("transformers", reason="parity needs transformers")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+import make_goldens  # noqa: E402  (needs torch)
+
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+DEMO = Path(bminf_lite.__file__).parent / "demo_model"
+CASES = [next(goldens(family)) for family in EVERY if family not in RENAMED]
+
+
+NAMES_OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
+
+
+def with_adapter(hf: Any, modules: list[str], folder: Path, **options: Any) -> Any:
+    """The model with a random adapter of some modules, which is saved in ``folder``."""
+    torch.manual_seed(1)
+    kind = "SEQ_2_SEQ_LM" if hf.config.is_encoder_decoder else "CAUSAL_LM"
+    pattern = rf"(.*\.)?({'|'.join(map(re.escape, modules))})"
+    chosen = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, **options}
+    model = peft.get_peft_model(hf, peft.LoraConfig(target_modules=pattern, task_type=kind, **chosen)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def logits_of(model: Any, tokens: np.ndarray, source: np.ndarray | None = None) -> np.ndarray:
+    ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
+    with torch.no_grad():
+        if source is None:
+            return model(input_ids=ids).logits[0].float().numpy()
+        read = torch.from_numpy(np.asarray(source, np.int64))[None]
+        return model(input_ids=read, decoder_input_ids=ids).logits[0].float().numpy()
+
+
+@pytest.mark.parametrize("golden", CASES, ids=str)
+def test_every_architecture(golden: Golden, tmp_path: Path) -> None:
+    """Each matrix that can have an adapter has one, under the name that PEFT gives it."""
+    hf = make_goldens.build(golden.config, golden.seed)
+    hf.save_pretrained(tmp_path / "base")
+    with open_model(tmp_path / "base") as opened:
+        adaptable = adaptable_matrices(opened)
+        found = {module_tensor(name, opened.spec): name for name, _ in hf.named_modules()}
+    modules = {tensor: name for tensor, name in found.items() if tensor in adaptable}
+    assert adaptable - modules.keys() <= {"shared.weight"}, "a matrix has another name in PEFT"
+    if golden.config["model_type"] in MIXTURES:  # PEFT takes these names for those of experts
+        modules = {tensor: name for tensor, name in modules.items() if not name.endswith(NAMES_OF_EXPERTS)}
+    tied = {"lm_head.weight"} if hf.config.get_text_config().tie_word_embeddings else set()
+    model = with_adapter(hf, [name for tensor, name in modules.items() if tensor not in tied], tmp_path / "adapter")
+    tokens = random_tokens(7, 20, hf.config.vocab_size)
+    source = random_tokens(8, 12, hf.config.vocab_size) if hf.config.is_encoder_decoder else None
+    theirs = logits_of(model, tokens, source)
+    with bminf_lite.load(tmp_path / "base", device="cpu", adapters={"a": tmp_path / "adapter"}) as mine:
+        ours, plain = mine.logits(tokens, source=source, adapter="a"), mine.logits(tokens, source=source)
+    assert error(plain, theirs) > 0.01, "the adapter changes little"
+    if golden.config["model_type"] in MIXTURES:  # a token whose experts nearly tie
+        assert np.median(np.abs(ours - theirs).max(axis=1)) < 1e-4 * np.abs(theirs).max()
+    else:
+        assert_close(ours, theirs, "logits", np.float32, np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 7, r".*\.1\.mlp\.down_proj": 2}, "alpha_pattern": {"v_proj": 3, "up_proj": 40}},
+        {"use_rslora": True, "rank_pattern": {"o_proj": 1}, "alpha_pattern": {"o_proj": 3}, "r": 16},
+        {"init_lora_weights": "orthogonal"},
+    ],
+    ids=["rslora", "patterns", "patterns of rslora", "orthogonal"],
+)  # fmt: skip
+def test_options_of_peft(options: dict[str, Any], tmp_path: Path) -> None:
+    hf = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model = with_adapter(hf, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], tmp_path / "adapter", **options)
+    tokens = random_tokens(7, 20, hf.config.vocab_size)
+    theirs = logits_of(model, tokens)
+    with bminf_lite.load(DEMO, device="cpu", adapters={"a": tmp_path / "adapter"}) as mine:
+        assert_close(mine.logits(tokens, adapter="a"), theirs, "logits", np.float32, np.abs(theirs).max())
+
+
+RECIPES = {
+    "rotated in the weights": 'linear = "w8a8"\nhead = "w8a8"\noffline_rotation = true\n',
+    "rotated and smoothed": (
+        'linear = "w8a8"\nhead = "w8a8"\noffline_rotation = true\n[calibration]\nsmoothing = true\n'
+    ),
+    "outlier columns": 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nmax_error = 0.005\noutlier_columns = 2\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "put_in"),
+    [
+        ("w8a8", None), ("w8a16", None), ("w8a8-rotate", None), ("w8a8-smooth", outliers.in_norms),
+        ("w8a8-smooth", outliers.in_values), ("w8a8-smooth", outliers.in_neurons), ("auto", outliers.in_norms),
+        ("rotated in the weights", None), ("rotated and smoothed", outliers.in_neurons),
+        ("outlier columns", outliers.in_norms),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
+def test_a_migrated_model_is_as_close_as_without_the_adapter(
+    tmp_path: Path, recipe: str, put_in: Callable[[outliers.Tensors, dict], None] | None
+) -> None:
+    """The adapter was trained on the original; what int8 costs is what it costs the original alone."""
+    source = DEMO if put_in is None else outliers.write(DEMO, tmp_path / "source", put_in)
+    chosen = recipe
+    if recipe in RECIPES:
+        chosen = str(tmp_path / "recipe.toml")
+        Path(chosen).write_text(RECIPES[recipe])
+    needs_text = recipe in ("w8a8-smooth", "auto") or "calibration" in RECIPES.get(recipe, "")
+    calibration = {"calibrate": DEMO / "heldout.txt", "samples": 4, "device": "cpu"} if needs_text else {}
+    bminf_lite.migrate(source, tmp_path / "out", chosen, **calibration)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    with open_model(source) as opened:
+        tied = set(opened.spec.tied)
+    with bminf_lite.load(source, device="cpu") as before:
+        text = (DEMO / "heldout.txt").read_text(encoding="utf-8")[:1500]
+        ids = np.array(before.tokenizer.encode(text))
+    base = logits_of(hf, ids)
+    alpha = 0.25 if put_in is outliers.in_norms else 1  # random factors multiply the outliers, which trained ones learn
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = with_adapter(hf, modules if tied else [*modules, "lm_head"], tmp_path / "adapter", lora_alpha=alpha)
+    theirs = logits_of(model, ids)
+    with bminf_lite.load(tmp_path / "out", device="cpu", adapters={"a": tmp_path / "adapter"}) as mine:
+        ours, plain = mine.logits(ids, adapter="a"), mine.logits(ids)
+    loss = error(plain, base)
+    assert loss < 0.03
+    assert error(theirs, base) > 4 * loss, "the adapter changes little"
+    assert error(ours, theirs) < 1.6 * loss
