@@ -6,6 +6,7 @@ takes milliseconds for any size and needs no formula per architecture.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -65,15 +66,20 @@ class MetaWeights:
         """A matrix of zeros that takes no memory."""
         parameter = self.spec.parameters[name]
         shape = parameter.shape[::-1] if parameter.transposed else parameter.shape
-        scheme = self.scheme_of(name)
-        if scheme is Scheme.FLOAT:
-            return np.broadcast_to(np.float16(0), shape)
-        codes, scale = np.broadcast_to(np.int8(0), shape), np.broadcast_to(np.float16(1), shape[:1])
-        return Int8Weight(codes, scale, scheme is Scheme.W8A8)
+        return _zeros(shape, self.scheme_of(name))
 
     def vector(self, name: str) -> np.ndarray:
         """A float tensor of zeros that takes no memory."""
         return np.broadcast_to(np.float32(0), self.spec.parameters[name].shape)
+
+
+@functools.lru_cache(4096)
+def _zeros(shape: tuple[int, int], scheme: Scheme) -> HostWeight:
+    """One object for all matrices that are alike: a mixture has tens of thousands."""
+    if scheme is Scheme.FLOAT:
+        return np.broadcast_to(np.float16(0), shape)
+    codes, scale = np.broadcast_to(np.int8(0), shape), np.broadcast_to(np.float16(1), shape[:1])
+    return Int8Weight(codes, scale, scheme is Scheme.W8A8)
 
 
 def chosen_drafts(speculative: Any, spec: Spec, scheme_of: SchemeOf, has_one_order: bool) -> SpeculativeConfig | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -110,15 +111,29 @@ class MetaBackend(Backend):
             rows = sum(round_up(len(b), PAD) for b in (biases.router, *biases.hidden, *biases.down))
             self.non_layer_bytes += aligned(rows * 4)
         before, products = sum(self.layer_bytes[-1]) + self.non_layer_bytes, self.layer_products[-1]
-        widths = [features]
-        for matrices in (hidden, down):
-            for parts in matrices:
-                self.weight(parts)
-                widths.append(sum(part.shape[0] for part in parts))
+        inner, out = (self._weights_of_experts(matrices) for matrices in (hidden, down))
         self.layer_products[-1] = products + 3
-        self._widest = max(self._widest, _bytes_of_experts(spec, features, widths[1] // 2, widths[-1]))
+        self._widest = max(self._widest, _bytes_of_experts(spec, features, inner // 2, out))
         nbytes = sum(self.layer_bytes[-1]) + self.non_layer_bytes - before
         self.expert_bytes.append(ExpertBytes(nbytes, spec.num_experts, spec.top_k))
+
+    def _weights_of_experts(self, matrices: Iterable[Sequence[HostWeight]]) -> int:
+        """Count the stacked matrices of each expert, and return the rows of one expert's.
+
+        The same objects as the expert's before take as many bytes, which are not computed again.
+        """
+        previous: Sequence[HostWeight] = ()
+        in_layer, beside = 0, 0
+        for parts in matrices:
+            if len(parts) == len(previous) and all(map(operator.is_, parts, previous)):
+                self.layer_bytes[-1][-1] += in_layer
+                self.non_layer_bytes += beside
+                continue
+            before = self.layer_bytes[-1][-1], self.non_layer_bytes
+            self.weight(parts)
+            in_layer, beside = self.layer_bytes[-1][-1] - before[0], self.non_layer_bytes - before[1]
+            previous = parts
+        return sum(part.shape[0] for part in previous)
 
     def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
         """Two products, with the keys' matrices and the values', which are one array in 16 bits.

@@ -34,24 +34,36 @@ class RowTransform:
 
     def apply(self, values: np.ndarray) -> np.ndarray:
         """The rows of ``values`` ``[out, ...]``; fp32 if there are factors, which fp16 might not hold exactly."""
-        ordered: np.ndarray = values if self.order is None else values[self.order]
+        ordered: np.ndarray = self._in_order(values)
         if self.factors is None:
             return ordered
         factors = np.asarray(self.factors, np.float32).reshape((-1,) + (1,) * (len(ordered.shape) - 1))
         values = np.asarray(ordered)
-        if factors.size == 1 and values.size and not any(values.strides):  # a number broadcast, as in MetaWeights
+        if factors.size == 1 and _is_one_number(values):
             return np.broadcast_to(np.float32(values.flat[0]) * factors.flat[0], values.shape)
         return values.astype(np.float32) * factors
+
+    def _in_order(self, values: np.ndarray) -> np.ndarray:
+        if self.order is None:
+            return values
+        if isinstance(self.order, np.ndarray) and _is_one_number(values):
+            return np.broadcast_to(values.flat[0], (len(self.order), *values.shape[1:]))
+        return values[self.order]
 
     def apply_to_matrix(self, weight: HostWeight) -> HostWeight:
         """The rows of a matrix; the factors multiply the scales of an int8 matrix, not its codes."""
         if not isinstance(weight, Int8Weight):
             return self.apply(weight)
-        codes = weight.codes if self.order is None else weight.codes[self.order]
+        codes = self._in_order(weight.codes)
         outliers = weight.outliers
         if outliers is not None:
             outliers = OutlierColumns(outliers.index, self.apply(outliers.values).astype(np.float16))
         return replace(weight, codes=codes, scale=self.apply(weight.scale), outliers=outliers)
+
+
+def _is_one_number(values: np.ndarray) -> bool:
+    """Whether ``values`` is one number broadcast, as in ``MetaWeights``."""
+    return isinstance(values, np.ndarray) and values.size > 0 and not any(values.strides)
 
 
 class TransformedWeights:
