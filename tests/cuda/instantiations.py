@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from bminf_lite.cuda.kernels.attention.copy_blocks import CopyBlocks
 from bminf_lite.cuda.kernels.attention.decode import AttentionDecode
@@ -27,6 +28,7 @@ from bminf_lite.cuda.kernels.rowwise.softmax import Softmax
 from bminf_lite.cuda.kernels.rowwise.tensor_rows import TensorRows
 from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 
+T = TypeVar("T")
 LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
@@ -52,14 +54,41 @@ def families(arch: str) -> Iterator[KernelFamily]:
 @functools.cache
 def pairwise(family: KernelFamily) -> list[tuple[object, ...]]:
     """A few combinations in which every two values that can meet do meet (greedily, so not the fewest)."""
-    remaining = {arguments: pairs(arguments) for arguments in family.all()}
+    return covering({arguments: pairs(arguments) for arguments in family.all()}) or list(family.all())
+
+
+def covering(remaining: dict[T, set[Any]]) -> list[T]:
+    """A few keys whose values have everything that all values have. Empties the dictionary of these keys."""
     missing = set().union(*remaining.values())
     chosen = []
     while missing:
-        best = max(remaining, key=lambda arguments: len(missing & remaining[arguments]))
+        best = max(remaining, key=lambda key: len(missing & remaining[key]))
         chosen.append(best)
         missing -= remaining.pop(best)
-    return chosen or list(family.all())
+    return chosen
+
+
+def tiling(family: KernelFamily) -> set[tuple[object, ...]]:
+    """Each two template arguments of a family that is one instantiation, with the kernel's name."""
+    kernel, _, arguments = family.name.removesuffix(">").partition("<")
+    return {(kernel, *pair) for pair in pairs(tuple(arguments.split(", ")))}
+
+
+@functools.cache
+def tilings(group: tuple[str, ...], sources: tuple[str, ...]) -> dict[str, list[KernelFamily]]:
+    """For each architecture of a group a share of the families of ``sources`` that are one instantiation each.
+
+    Together they have every two template arguments that meet on one of the architectures.
+    """
+    owners: dict[KernelFamily, list[str]] = {}
+    for arch in group:
+        for family in dict.fromkeys(families(arch)):
+            if family.source in sources and not family.values:
+                owners.setdefault(family, []).append(arch)
+    shares: dict[str, list[KernelFamily]] = {arch: [] for arch in group}
+    for family in covering({family: tiling(family) for family in owners}):
+        min((shares[arch] for arch in owners[family]), key=len).append(family)
+    return shares
 
 
 def pairs(arguments: tuple[object, ...]) -> set[tuple[tuple[int, object], ...]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from cubin_info import kernel_info, offsets_and_sizes
-from instantiations import CAPABILITIES, families, grouped, pairs, pairwise
+from instantiations import CAPABILITIES, families, grouped, pairs, pairwise, tiling, tilings
 
 from bminf_lite.cuda.kernels.constants import DECODE_THREADS, GEMV_THREADS, GemvInput
 from bminf_lite.cuda.kernels.gemv.gemv import LARGE_SHARED_MEMORY, defines_for, pipeline_chunks
@@ -41,8 +41,10 @@ MAY_USE = {"attention_decode": 255, "gemm_hopper": 240, "latent_attention": 255}
 """Registers of a thread, in the largest blocks that are launched or as the kernel itself hands them out; 128 where
 nothing is said.
 """
-TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/decode.cu", "attention/latent.cu")
-"""Each tiling is a family of its own, of which an architecture compiles its share too."""
+TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/prefill_merge.cu")
+"""Each tiling is a family of its own, and the selection is one of tilings."""
+SHARED = ("attention/decode.cu", "attention/latent.cu")
+"""Each architecture compiles a share of the families."""
 NEVER_SPILL = ("sampling/sample.cu", "gemm/dp4a.cu")
 SAMPLING_SPILL = 8
 """Bytes that ``best_token`` may spill on 9.0 where logits are adjusted, to count the drafts before a row."""
@@ -87,10 +89,10 @@ def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Us
 def selection(arch: str) -> list[Instance]:
     """What is compiled for ``arch`` where everything is not."""
     (group,) = (group for group in GROUPS if arch in group)
-    tilings = itertools.count(group.index(arch))
-    chosen: list[Instance] = []
+    turns = itertools.count(group.index(arch))
+    chosen: list[Instance] = [(family, ()) for family in tilings(group, TILED)[arch]]
     for family in families(arch):
-        if family.source in TILED and next(tilings) % len(group):
+        if family.source in TILED or (family.source in SHARED and next(turns) % len(group)):
             continue
         combinations = pairwise(family)
         if len(combinations) > len(group):
@@ -227,4 +229,16 @@ def test_the_selection_covers_every_two_arguments(group: tuple[str, ...]) -> Non
             taken.setdefault(family.name, set()).update(pairs(arguments))
     for family in families(group[0]):
         missing = {pair for arguments in family.all() for pair in pairs(arguments)} - taken.get(family.name, set())
-        assert family.name not in shared or family.source in TILED or not missing, family.name
+        assert family.name not in shared or family.source in (*TILED, *SHARED) or not missing, family.name
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_the_tilings_of_a_selection_have_every_two_arguments(group: tuple[str, ...]) -> None:
+    """Of prefill attention, on some architecture of the group."""
+    taken, every = set(), set()
+    for arch in group:
+        chosen, known = ({f for f in some if f.source in TILED} for some in (dict(selection(arch)), families(arch)))
+        assert chosen <= known
+        taken |= {pair for family in chosen for pair in tiling(family)}
+        every |= {pair for family in known for pair in tiling(family)}
+    assert taken == every
