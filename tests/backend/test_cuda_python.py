@@ -161,7 +161,7 @@ def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(pr
         ),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("profile", ["h200", "sm_86"])
+@pytest.mark.parametrize("profile", [pytest.param("h200", marks=pytest.mark.slow), "sm_86"])
 def test_an_engine_warms_up_and_serves_in_little_memory(profile: str, shape: str, limit: str, kv_cache: str):
     """With every layer, as many sequences as a plan has room for and more requests: all steps are captured."""
     done = run_module("fake_gpu.memory_limit", profile, shape, limit, kv_cache)

@@ -101,11 +101,11 @@ def test_a_model_that_drafts_for_itself_is_right() -> None:
 
 
 def test_preempted_and_cancelled_requests() -> None:
-    """Three sequences of up to 190 tokens in a cache of 6 blocks."""
+    """Three sequences of up to 140 tokens in a cache of 6 blocks."""
     prompts = [tokens(60, seed) for seed in range(3)]
 
     def asked() -> list[Request]:
-        return [request(i, ids, frozenset([LLAMA["vocab_size"]]), max_new_tokens=130) for i, ids in enumerate(prompts)]
+        return [request(i, ids, frozenset([LLAMA["vocab_size"]]), max_new_tokens=80) for i, ids in enumerate(prompts)]
 
     with served(None) as model:
         expected = [results(run(model, [one]))[0] for one in asked()]

@@ -124,7 +124,7 @@ def test_together_or_alone_is_the_same(kind, int8, drawn, max_batch, ahead, chun
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32 cache", "int8 cache"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXED_FIRST)
 @settings(max_examples=6)
 @given(drawn=REQUESTS, chunk=st.sampled_from([7, 64, 300]), max_batch=st.integers(1, 4))
 def test_w8a8_on_a_cpu_is_the_same_behind_cached_prefixes(kind, int8, drawn, chunk, max_batch):

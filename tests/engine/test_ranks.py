@@ -65,7 +65,7 @@ def requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_requests_get_what_they_get_alone_on_the_same_ranks(divided, drafts):
     """Float and w8a8: together, in pieces, preempted, with drafts, the same bits as alone."""
     for quantized in (False, True):

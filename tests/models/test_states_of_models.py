@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,13 @@ from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.speculative import SpeculativeConfig
 
-CASES = [pytest.param(golden, id=str(golden)) for family in STATES for golden in goldens(family)]
-EXPERTS = pytest.param(next(goldens("lfm2_moe")), id="lfm2_moe", marks=pytest.mark.slow)
-each_golden = pytest.mark.parametrize("golden", [*CASES, EXPERTS])
+CASES = {str(golden): golden for family in (*STATES, "lfm2_moe") for golden in goldens(family)}
+PLAIN = {str(golden) for family in STATES for golden in list(goldens(family))[:2]}
+each_golden = pytest.mark.parametrize(
+    "golden", [pytest.param(g, id=name, marks=() if name in PLAIN else pytest.mark.slow) for name, g in CASES.items()]
+)
+"""Every golden. All but the first two of each family are marked ``slow``."""
+Results = list[tuple[list[int], list[float]]]
 
 
 @contextmanager
@@ -38,15 +43,20 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, 1]).integers(0, 97, count).tolist()
 
 
-def results(requests: Sequence[Request]) -> list[tuple[list[int], list[float]]]:
+def results(requests: Sequence[Request]) -> Results:
     """Tokens and log-probabilities, which are to be equal to the bit."""
     return [(r.output_token_ids, r.logprobs.tolist()) for r in requests]
 
 
-def alone(golden: Golden, prompts: Sequence[list[int]], new: int = 20) -> list[tuple[list[int], list[float]]]:
-    """What each prompt gives by itself, without a prefix from the cache."""
-    with served(golden, prefix_cache=False) as model:
-        return [results(run(model, [request(i, ids, max_new_tokens=new)]))[0] for i, ids in enumerate(prompts)]
+def alone(golden: Golden, prompts: Sequence[list[int]], new: int = 20) -> Results:
+    """What each prompt gives by itself, without a prefix from the cache; computed once."""
+    return _alone(str(golden), tuple(map(tuple, prompts)), new)
+
+
+@functools.cache
+def _alone(case: str, prompts: tuple[tuple[int, ...], ...], new: int) -> Results:
+    with served(CASES[case], prefix_cache=False) as model:
+        return [results(run(model, [request(i, list(ids), max_new_tokens=new)]))[0] for i, ids in enumerate(prompts)]
 
 
 @each_golden
@@ -72,9 +82,9 @@ def test_turns_go_on_from_snapshots(golden: Golden) -> None:
 
 @each_golden
 def test_preempted_requests_give_what_they_give_alone(golden: Golden) -> None:
-    """Three sequences of up to 190 tokens in a cache of 6 blocks, whose end nobody knows."""
+    """Three sequences of up to 140 tokens in a cache of 6 blocks of 64, whose end nobody knows."""
     prompts = [tokens(60, seed) for seed in range(3)]
-    new = 130
+    new = 80
     with served(golden, num_blocks=7) as model:
         found = run(model, [request(i, ids, frozenset([97]), max_new_tokens=new) for i, ids in enumerate(prompts)])
     assert sum(r.num_preemptions for r in found) > 0
@@ -84,7 +94,7 @@ def test_preempted_requests_give_what_they_give_alone(golden: Golden) -> None:
 @each_golden
 def test_drafts_change_nothing(golden: Golden) -> None:
     """Texts that repeat themselves, so that there are drafts, some of which are accepted."""
-    prompts = [tokens(9, seed) * 6 for seed in range(5)]
+    prompts = [tokens(9, seed) * 6 for seed in range(3)]
     with served(golden, num_draft_tokens=4) as model:
         found = run(model, [request(i, ids, max_new_tokens=40) for i, ids in enumerate(prompts)])
         scheduler = model._engine._scheduler

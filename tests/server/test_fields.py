@@ -213,7 +213,10 @@ def function(name: str, properties: dict[str, Any], **more: Any) -> dict[str, An
 FINE = function("fine", {"a": {"type": "string"}})
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3_json", "llama4_pythonic", "mistral_args"])
+FORMS = ("qwen3_coder", "llama3_json", "llama4_pythonic", "mistral_args")
+
+
+@pytest.mark.parametrize("form", ["hermes", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS)])
 @pytest.mark.parametrize(
     ("tools", "choice", "named"),
     [
