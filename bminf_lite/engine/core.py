@@ -80,7 +80,7 @@ class EngineStats:
     requests, ``blocks_cached`` are held by none and may be reused, ``blocks_free`` are the rest. ``cached_tokens`` of
     ``prompt_tokens`` came from the cache. In ``drafts`` checks of a request ``draft_tokens`` were checked and
     ``accepted_tokens`` accepted; ``accepted_per_position`` has the checks that accepted the first draft, the second,
-    and so on.
+    and so on. ``queued_tokens`` are those of prompts that no step has begun to compute, of all requests.
     """
 
     waiting: int
@@ -96,6 +96,7 @@ class EngineStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    queued_tokens: int = 0
 
     @property
     def tokens_per_check(self) -> float:
@@ -218,6 +219,7 @@ class Engine:
             draft_tokens=scheduler.num_draft_tokens if scheduler else 0,
             accepted_tokens=scheduler.num_accepted_tokens if scheduler else 0,
             accepted_per_position=tuple(scheduler.num_accepted_per_position) if scheduler else (),
+            queued_tokens=self._num_queued_tokens,
         )
 
     def after_steps(self, function: Callable[[], None]) -> None:
@@ -249,6 +251,13 @@ class Engine:
     def _num_waiting(self) -> int:
         arriving = sum(len(requests) for requests in self._arriving.copy())
         return arriving + len(self._scheduler.waiting if self._scheduler else ())
+
+    @property
+    def _num_queued_tokens(self) -> int:
+        scheduler = self._scheduler
+        requests = [request for arriving in self._arriving.copy() for request in arriving]
+        requests += [*scheduler.waiting, *scheduler.running] if scheduler else []
+        return sum(n for request in requests if (n := request.num_uncomputed_tokens) > 1)
 
     def _open(self) -> None:
         """Check that the engine can take messages, and start its thread."""

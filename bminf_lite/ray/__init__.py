@@ -5,9 +5,23 @@ Ray starts processes, notices which of them end, and knows the cluster's resourc
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from .deployment import Deployment, QueuedTokens, app
+
+__all__ = ["Deployment", "QueuedTokens", "app"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_extra("Ray Serve")
+    return getattr(importlib.import_module(".deployment", __name__), name)
 
 
 def require_extra(user: str) -> None:

@@ -436,10 +436,10 @@ def test_the_queue_has_a_bound(engine):
     bounded.before_launch = lambda: may_go_on.wait(300)
     bounded.submit([make_request([1], 20)])
     wait_until(lambda: bounded.stats().running == 1)
-    bounded.submit([make_request([i], 2) for i in range(3)])
+    bounded.submit([make_request([i, 1, 2], 2) for i in range(3)])
     with pytest.raises(QueueFull, match=r"3 requests wait, and 1 more would exceed the bound of 3 \(max_queue\)"):
         bounded.submit([make_request([1])])
-    assert bounded.stats().waiting == 3
+    assert bounded.stats().waiting == 3 and bounded.stats().queued_tokens == 9
     may_go_on.set()
     bounded.close()
 
