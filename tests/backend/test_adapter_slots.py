@@ -12,6 +12,7 @@ from tolerances import assert_close
 
 from bminf_lite.backend.adapter_slots import AdapterSlots
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.meta import bank_bytes
 from bminf_lite.backend.side_products import Adapter
 from bminf_lite.backend.values import Array, ForwardBatch
 
@@ -122,6 +123,21 @@ def test_a_step_goes_on_with_its_last_tokens(backend: Backend, slots: AdapterSlo
     np.testing.assert_array_equal(bits(found), bits(every[[2, 4]]))
     np.testing.assert_array_equal(bits(again), bits(found))
     np.testing.assert_array_equal(bits(plain), bits(product(backend, residual, base, None)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("widths", "features", "rank"), [((40, 24, 24), 96, 8), ((4096,), 1000, 17), ((33, 7), 5, 64)])
+def test_a_plan_counts_the_slots_to_the_byte(
+    cuda_backend: Backend, widths: tuple[int, ...], features: int, rank: int
+) -> None:
+    slots = AdapterSlots(3, rank)
+    base = cuda_backend.weight([np.ones((width, features), np.float16) for width in widths])
+    cuda_backend.adapter_slots, before = slots, cuda_backend.memory()["used"]
+    try:
+        cuda_backend.with_adapters(base, widths, features)
+    finally:
+        cuda_backend.adapter_slots = None
+    assert bank_bytes(slots, widths, features) == cuda_backend.memory()["used"] - before
 
 
 @pytest.mark.parametrize("operation", ["add", "gate", "activate", "half"])

@@ -40,6 +40,8 @@ CASES = {
         f"{GOLDENS}{INT8_CACHE}[w8a8-llama: tied, biases, multi-query]",
         f"{GOLDENS}{REFERENCE}[w8a8-t5: few buckets]",
         "backend/test_short_convolution.py::test_a_captured_step",
+        "backend/test_adapter_slots.py",
+        "engine/test_adapted_requests.py::test_on_a_gpu_in_any_company",
         "backend/test_latent_attention.py::test_segments_are_merged_in_one_order",
         "backend/test_delta_net.py::test_sequences_of_one_step",
         f"{GOLDENS}{REFERENCE}[w8a8-qwen3_next: two kinds]",

@@ -19,6 +19,7 @@ from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
 from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvCodes, GemvFloat
 from bminf_lite.cuda.kernels.instantiations import Capability, KernelFamily
 from bminf_lite.cuda.kernels.recurrent.delta_net import DeltaNetKernels
+from bminf_lite.cuda.kernels.rowwise.adapters import AdapterKernels
 from bminf_lite.cuda.kernels.rowwise.calibration import CalibrationKernels
 from bminf_lite.cuda.kernels.rowwise.gptq import GPTQKernels
 from bminf_lite.cuda.kernels.rowwise.pointwise import PointwiseKernels
@@ -30,7 +31,7 @@ from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 
 T = TypeVar("T")
 LAUNCHERS = (
-    Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, GPTQKernels,
+    Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, AdapterKernels, CalibrationKernels, GPTQKernels,
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
     TensorRows, ExpertKernels, ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels,
     DeltaNetKernels,

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from adapter_files import random_adapter
 from model_kit import CONFIG, WatchedBackend, run
 from stub_runner import Driver, adapter_named, make_config, make_request
 from tiny_models import RandomWeights
 
+import bminf_lite
 from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.adapter_slots import AdapterSlots
@@ -177,3 +180,38 @@ def test_a_request_without_an_adapter_has_the_bits_of_a_model_without_room_for_t
                 made = request(None, seed)
                 run(plain, [made])
                 assert (made.output_token_ids, made.logprobs.tolist()) == alone[0, seed]
+
+
+# -- a GPU ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["w8a8", "float"])
+def test_on_a_gpu_in_any_company(source: Path, int8: Path, tmp_path: Path, kind: str) -> None:
+    """Captured and not, with more adapters than slots: about the logits of a CPU, and for w8a8 the same bits."""
+    folders = {str(i): random_adapter(tmp_path / str(i), source, rank, i) for i, rank in enumerate((4, 16, 3))}
+    folder = int8 if kind == "w8a8" else source
+    tokens = np.random.default_rng(3).integers(0, 250, 24)
+    wanted = [*enumerate((None, "0", "1", "2", "0", None, "2", "1"), start=5)]
+    with bminf_lite.load(folder, device="cpu", adapters=folders) as model:
+        expected = {name: model.logits(tokens, adapter=name) for name in (None, *folders)}
+    options = {"memory_limit": "512MiB", "max_batch": 8, "adapters": folders, "max_adapters": 2}
+    with bminf_lite.load(folder, device="cuda", **options) as model:
+        model.warm_up()
+        for name, logits in expected.items():
+            found = model.logits(tokens, adapter=name)
+            assert np.linalg.norm(found - logits) < 0.02 * np.linalg.norm(logits), name
+
+        def served(*wanted: tuple[int, str | None]) -> dict[int, tuple[list[int], list[float]]]:
+            requests = [
+                Request(0, tokens[:length].tolist(), SamplingParams(max_new_tokens=6, seed=1),
+                        adapter=None if name is None else model._with_adapters.registry.find(name))
+                for length, name in wanted
+            ]  # fmt: skip
+            run(model, requests)
+            return {len(r.prompt_token_ids): (r.output_token_ids, r.logprobs.tolist()) for r in requests}
+
+        alone = {length: result for one in wanted for length, result in served(one).items()}
+        for order in (wanted, wanted[::-1]):
+            together = served(*order)
+            assert together == alone if kind == "w8a8" else together.keys() == alone.keys()

@@ -29,6 +29,7 @@ from bminf_lite.cuda.runtime.libraries import Library
 
 from . import (  # noqa: F401 - models and instructions register themselves
     fake_cupy,
+    models_adapters,
     models_attention,
     models_calibration,
     models_experts,

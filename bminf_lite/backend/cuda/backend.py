@@ -52,6 +52,7 @@ from ..values import (
     StateArray,
     StateCache,
 )
+from .adapter_bank import AdapterBank
 from .arrays import Arrays, ZeroedScratch
 from .attention import AttentionLaunches
 from .calibration import CudaCalibrationOps
@@ -200,7 +201,7 @@ class CudaBackend(Backend):
 
     @contextmanager
     def step(self, batch: ForwardBatch) -> Iterator[None]:
-        with self.kernels.in_step():
+        with self.kernels.in_step(), super().step(batch):
             yield
 
     def make_current(self) -> None:
@@ -232,7 +233,10 @@ class CudaBackend(Backend):
         return self.loader.adapted(base, adapter)
 
     def with_adapters(self, base: Weight, widths: Sequence[int], features: int) -> tuple[Weight, Bank]:
-        raise UsageError("adapters are not computed on a GPU yet: load the model on the CPU (device='cpu')")
+        assert self.adapter_slots is not None
+        with self.arrays.within(self.arena):
+            bank = AdapterBank(self.arrays, self.adapter_slots, widths, features)
+        return replace(base, adapters=bank), bank
 
     def mixture(  # type: ignore[override]
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
@@ -399,6 +403,7 @@ class CudaBackend(Backend):
         return out
 
     def last_tokens(self, x: Array, batch: ForwardBatch) -> Array:
+        self._go_on_with_last_tokens(batch)
         if batch.logit_rows is None and batch.is_decode:
             return x
         source = self.materializer.as_residual(x)
@@ -454,6 +459,7 @@ class CudaBackend(Backend):
             self.launches.store_heads(qkv, spec, cache, prompts, prompts.block_tables[cache.group])
         out, decoded = self.arrays.rows(batch.batch_size, features, np.float16), self._last_rows(qkv, batch)
         self.launches.decode(decoded, spec, cache, replace(batch, context_lens=batch.last_positions), table, out)
+        self._go_on_with_last_tokens(batch)
         return out
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:

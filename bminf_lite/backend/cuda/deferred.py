@@ -19,6 +19,7 @@ from ...cuda.kernels.gemm.igemm import GemmPlan
 from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.rowwise.rows import NO_ROWS, RowSource, RowTarget, array_source, array_target
 from ..values import Norm
+from .adapter_bank import AdapterBank
 
 FROM_INT32, CODES = int(Source.FROM_INT32), int(Target.CODES)
 
@@ -78,7 +79,8 @@ class Weight:
     ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
     ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``side_products`` are added to the
     product. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`. Codes without a
-    ``plan`` may have ``group_scales``, scales of groups of columns, in place of ``scale``.
+    ``plan`` may have ``group_scales``, scales of groups of columns, in place of ``scale``. ``adapters`` are those that
+    the rows of a step choose among.
     """
 
     matrix: cp.ndarray
@@ -91,6 +93,7 @@ class Weight:
     side_products: tuple[SideProduct, ...] = ()
     rotation: int = 1
     group_scales: GroupScales | None = None
+    adapters: AdapterBank | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,8 +107,13 @@ class Weight:
 
     @cached_property
     def alone(self) -> Weight:
-        """The matrix without what is added to its product: side products and bias."""
-        return replace(self, bias=None, side_products=())
+        """The matrix without what is added to its product: side products, adapters and bias."""
+        return replace(self, bias=None, side_products=(), adapters=None)
+
+    @cached_property
+    def without_adapters(self) -> Weight:
+        """The weight for a step whose rows have no adapter."""
+        return replace(self, adapters=None)
 
     @property
     def is_half(self) -> bool:

@@ -16,6 +16,7 @@ from ...cuda.kernels.experts.layer import ExpertKernels
 from ...cuda.kernels.gemv.gemv import Gemv, GemvFloat
 from ...cuda.kernels.launcher import Launcher, StepContext
 from ...cuda.kernels.recurrent.delta_net import DeltaNetKernels
+from ...cuda.kernels.rowwise.adapters import AdapterKernels
 from ...cuda.kernels.rowwise.calibration import CalibrationKernels
 from ...cuda.kernels.rowwise.gptq import GPTQKernels
 from ...cuda.kernels.rowwise.pointwise import PointwiseKernels
@@ -39,6 +40,7 @@ class Kernels:
         self.rows = RowKernels(launcher)
         self.experts = ExpertKernels(launcher, self.rows)
         self.pointwise = PointwiseKernels(launcher)
+        self.adapters = AdapterKernels(launcher)
         self.softmax = Softmax(launcher)
         self.short_convolution = ShortConvolutionKernels(launcher)
         self.delta_net = DeltaNetKernels(launcher)

@@ -17,6 +17,7 @@ from ...cuda.kernels.arrays import PAD, is_padded, pitch_of, round_up
 from ...cuda.kernels.constants import ACTIVATIONS, Epilogue
 from ...cuda.kernels.rowwise.rows import ROW
 from ..values import Array
+from .adapter_bank import AdapterBank
 from .deferred import (
     DeferredGate,
     DeferredMatmul,
@@ -159,7 +160,10 @@ class Products:
 
     def run(self, product: Product) -> Array:
         """Compute the product by the first kernel that supports it, and add its side products if there are any."""
-        if product.weight.side_products:
+        bank = product.weight.adapters
+        if bank is not None and bank.slots.rows is None:
+            product.weight, bank = product.weight.without_adapters, None
+        if product.weight.side_products or bank is not None:
             return self._with_side_products(product)
         for kernel in self.kernels:
             if kernel.supports(product):
@@ -179,12 +183,27 @@ class Products:
                 rest, kept = self._split(x, side)
         base_of = product.epilogue if product.base_of is None else product.base_of
         sums = self.run(Product(rest, weight.alone, Epilogue.TO_FLOAT, base_of=base_of))
-        *others, last = weight.side_products
-        for side in others:
-            self._add(side, self._inputs(x, side, kept), sums, None, sums)
         out = sums if product.dtype is np.float32 else results.arrays.rows(*product.shape, np.float16)
-        self._add(last, self._inputs(x, last, kept), sums, weight.bias, out)
+        sides = list(weight.side_products)
+        while sides:
+            side = sides.pop(0)
+            is_last = not sides and weight.adapters is None
+            bias, target = (weight.bias, out) if is_last else (None, sums)
+            self._add(side, self._inputs(x, side, kept), sums, bias, target)
+        if weight.adapters is not None:
+            self._add_adapters(x, weight.adapters, sums, weight.bias, out)
         return results.finish(product, out)
+
+    def _add_adapters(
+        self, x: Array, bank: AdapterBank, sums: cp.ndarray, bias: cp.ndarray | None, out: cp.ndarray
+    ) -> None:
+        """Add what the adapters of the step's rows make of ``x``."""
+        results, kernels, rows = self.results, self.results.kernels, bank.slots.rows
+        assert len(rows) == x.shape[0], "the rows of a product are not those of the step"
+        values = results.materializer.to_half(x)
+        inputs = results.arrays.empty((len(rows), bank.adapters.columns), np.float16)
+        kernels.adapters.shrink(kernels.step, values, rows, bank.adapters, inputs)
+        kernels.adapters.expand(kernels.step, sums, rows, inputs, bank.adapters, bias, out)
 
     def _split(self, x: Array, side: Outliers) -> tuple[cp.ndarray, cp.ndarray]:
         """``x`` with zeros in the columns of ``side``, and these columns in fp16."""
