@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
@@ -16,14 +16,16 @@ import numpy as np
 
 from . import backend
 from .adapters import MAX_ADAPTERS, AdapterOptions, ModelAdapters
-from .checkpoint.opened_model import open_model
+from .backend.base import Backend
+from .backend.values import Pooling
+from .checkpoint.opened_model import OpenedModel, open_model
 from .completions import Completion, arun, run
 from .engine.adapters import LoadedAdapter
 from .engine.config import EngineConfig
 from .engine.core import Engine, EngineStats, closed_error
 from .engine.model_runner import ModelRunner
-from .engine.network import Network
 from .engine.outputs import Piece, Result
+from .engine.pooling import PoolingQueue
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
 from .engine.speculative import AUTO, EAGLE3, SpeculativeConfig
@@ -45,6 +47,10 @@ from .placement import (
     with_draft,
     with_draft_model,
 )
+from .pooling.pooler import Pooler, PoolingModel
+from .pooling.scores import ClassifierSettings, Ranked
+from .pooling.settings import read_settings
+from .pooling.texts import Text
 from .request_builder import GenerationRequest, RequestBuilder, build_logits_request, decoder_and_source
 from .text.chat_template import Message
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
@@ -61,6 +67,8 @@ MAX_BATCH = 1 << 16
 """The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
 MAX_BATCHED_TOKENS = 1 << 16
 """The bound of ``max_num_batched_tokens``."""
+MAX_TEXTS = 1024
+"""The most texts that become vectors in one batch."""
 FINALIZER_SECONDS = 5.0
 """How long the end of a model that was not closed waits for its engine.
 
@@ -132,6 +140,9 @@ def load(
         checkpoint, config = opened.checkpoint, opened.config
         if not_obeyed := not_obeyed_text(opened.generation_config):
             warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
+        if not config.generates:
+            max_num_batched_tokens = max(max_num_batched_tokens, config.context_length)  # a text is not cut in pieces
+            speculative = None if given is None else given
         ops = backend.create(device, memory_limit)
         try:
             options = None
@@ -154,7 +165,7 @@ def load(
             plan = plan_placement(ops, opened.spec, needed, context, max_num_batched_tokens)
             weights = opened.weights()
             built_from = with_finite_checks(weights, ops) if check else (weights, ops)
-            network: Network = opened.architecture.Model(config, *built_from)
+            network = opened.architecture.Model(config, *built_from)
             if draft is not None:
                 network = with_draft(network, opened, draft, ops)
             own_adapters = None
@@ -171,7 +182,21 @@ def load(
         if draft is not None and given is not None and given.method != EAGLE3:
             shorter = min(config.context_length, draft.config.context_length)
             engine_config = replace(engine_config, context_length=shorter)
-        return Model(network, engine_config, checkpoint.path, opened.generation_config, opened.eos_ids, own_adapters)
+        pooling = None if config.generates else pooling_model(opened, network, engine_config)
+        found = checkpoint.path, opened.generation_config, opened.eos_ids, own_adapters, pooling
+        return Model(network, engine_config, *found)
+
+
+def pooling_model(opened: OpenedModel, network: Any, engine_config: EngineConfig) -> PoolingModel:
+    """What the folder of an open model says of its vectors."""
+    config = opened.config
+    settings = read_settings(opened.path, Pooling.MEAN, config.hidden_size)
+    classifier = network.classifier
+    scores = None
+    if classifier is not None:
+        scores = ClassifierSettings.of(opened.description.config_json, network.config.labels)
+    sizes = config.hidden_size, config.vocab_size, engine_config.context_length
+    return PoolingModel(settings, *sizes, classifier, scores)
 
 
 class RequestOptions(SamplingOptions, total=False):
@@ -230,30 +255,36 @@ class Model:
 
     def __init__(
         self,
-        network: Network,
+        network: Any,
         engine_config: EngineConfig,
         folder: Path | None = None,
         generation_config: Mapping[str, Any] | None = None,
         eos_ids: frozenset[int] | None = None,
         adapters: ModelAdapters | None = None,
+        pooling: PoolingModel | None = None,
     ):
         self.network = network
         self._adapters = adapters
         self.folder = folder
         self.engine_config = engine_config
         self.generation_config = generation_config or {}
-        self.ops = ops = network.ops
+        ops: Backend = network.ops
+        self.ops = ops
         self._configured_eos_ids = eos_ids
+        max_tokens, max_texts = engine_config.max_num_batched_tokens, MAX_TEXTS
         self._engine = engine = Engine(
-            engine_config, lambda blocks: ModelRunner([network], engine_config, blocks), ops.make_current
-        )
+            engine_config, lambda blocks: ModelRunner([network], engine_config, blocks), ops.make_current,
+            make_pooling=None if pooling is None else lambda: PoolingQueue(network, max_tokens, max_texts),
+        )  # fmt: skip
         self._finalizer = weakref.finalize(self, engine.close, timeout=FINALIZER_SECONDS)
 
         def to_host(array: Any) -> np.ndarray:  # without self, which is freed when dropped
             adopted = ops.adopt(array)
             return engine.call(lambda: ops.host(adopted()))
 
-        self._prompts = PromptEncoder(folder, engine_config, to_host)
+        self._prompts = prompts = PromptEncoder(folder, engine_config, to_host)
+        self.pooler = None if pooling is None else Pooler(pooling, lambda: prompts.tokenizer, engine.pool, folder)
+        """Embeds and classifies texts; None for a model that does not."""
 
     @property
     def device(self) -> str:
@@ -323,9 +354,12 @@ class Model:
     def __repr__(self) -> str:
         config = self.engine_config
         name = "a model without a folder" if self.folder is None else str(self.folder)
-        layers, vocab = len(config.cache_layout.layers), config.vocab_size
+        layers = f"{len(config.cache_layout.layers)} layers"
         kind = "encoder-decoder, " if config.is_encoder_decoder else ""
-        facts = f"{kind}{layers} layers, {vocab:,} tokens in the vocabulary, context of {config.context_length:,}"
+        if self.pooler is not None and not config.generates:
+            layers = f"vectors of {self.pooler.model.dimensions:,} elements"
+        vocab, context = f"{config.vocab_size:,} tokens in the vocabulary", f"context of {config.context_length:,}"
+        facts = f"{kind}{layers}, {vocab}, {context}"
         return f"<bminf_lite.Model {name}: {facts}, {f'on {self.device}' if self._finalizer.alive else 'closed'}>"
 
     def memory(self) -> dict[str, int]:
@@ -480,6 +514,65 @@ class Model:
         """
         return self._prompts.render(messages, add_generation_prompt, tools=tools, **variables)
 
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate: bool = True,
+    ) -> np.ndarray:
+        """Vectors of texts, fp32 ``[texts, dimensions]``; of one text fp32 ``[dimensions]``.
+
+        A text may be a list of token ids, which are taken as they are. The folder's files say how vectors are made:
+        the pooling, linear layers behind it, a normalization and prompts, as sentence-transformers reads them.
+
+        - ``prompt_name``: the name of one of the model's prompts, which is put before each text, such as ``"query"``.
+          ``prompt`` is such a text itself.
+        - ``normalize``: give vectors length 1, or not; by default what the folder says.
+        - ``dimensions``: keep the first elements alone, for models that were trained for it (Matryoshka).
+        - ``truncate``: cut off what exceeds the model's length. Otherwise such a text is an error.
+
+        Raises ``UsageError`` for a model that makes no vectors, and for invalid arguments, which lists all invalid
+        texts.
+        """
+        return self._pooler().embed(texts, prompt_name, prompt, normalize, dimensions, truncate)
+
+    def embed_slices(self, texts: Sequence[Text], **options: Any) -> Iterator[np.ndarray]:
+        """As :meth:`embed` for a list, in order: fp32 ``[n, dimensions]`` of some texts at a time, for long lists."""
+        return self._pooler().embedded(texts, **options)
+
+    def rerank(
+        self, query: str, texts: Sequence[str], *, top_n: int | None = None, truncate: bool = True
+    ) -> list[Ranked]:
+        """The texts by falling relevance for ``query``: the place, the score and the text of each, ``top_n`` at most.
+
+        A reranker (a cross encoder) reads the query with each text. Of a model that embeds, the score is the cosine of
+        both vectors, with the prompts that it has for queries and documents.
+        """
+        return self._pooler().rerank(query, texts, top_n, truncate)
+
+    def classify(self, texts: Any, *, truncate: bool = True) -> Any:
+        """The label of each text, with the scores of all labels; of a list a list, of one text one.
+
+        A text may be a pair, ``("premise", "hypothesis")``. A model that classifies tokens gives a list of
+        :class:`~bminf_lite.pooling.scores.TokenLabel` for a text. Raises ``UsageError`` for a model without a head.
+        """
+        return self._pooler().classify(texts, truncate)
+
+    def _pooler(self) -> Pooler:
+        self._require_open()
+        if self.pooler is None:
+            raise UsageError("this model generates text, and makes no vectors of texts: load an embedding model")
+        return self.pooler
+
+    def _require_generating(self) -> None:
+        self._require_open()
+        if not self.engine_config.generates:
+            raise UsageError("this model makes vectors of texts, and generates none: call embed, rerank or classify")
+
     def _pieces(self, completions: list[Completion]) -> Generator[Piece, None, None]:
         """The pieces of requests. The generator keeps the model, which would close its engine if it were dropped."""
         with closing(run(self._engine, completions, every_token=True)) as pieces:
@@ -494,7 +587,7 @@ class Model:
         self, prompt: Any, params: SamplingParams | None, options: RequestOptions, is_streamed: bool = False
     ) -> list[Completion]:
         """The requests of a call with the texts that they will have. All arguments are checked."""
-        self._require_open()
+        self._require_generating()
         given = cast(dict[str, Any], dict(options))
         add_special_tokens = given.pop("add_special_tokens", True)
         require_bool("add_special_tokens", add_special_tokens)
@@ -545,7 +638,7 @@ class Model:
         of :meth:`encode` stands for both. ``adapter`` is the name of one of the model's adapters. Raises ``UsageError``
         for ids outside the vocabulary, and for too many.
         """
-        self._require_open()
+        self._require_generating()
         config = self.engine_config
         if isinstance(token_ids, EncodedPrompt):
             if source is not None:

@@ -300,9 +300,10 @@ def make_engine_config(
         max_num_seqs = max_num_seqs or plan.max_num_seqs
         blocks, chunk = plan.num_blocks(max_num_seqs, prefix_cache), plan.chunk
         logit_rows = min(plan.max_logit_rows, logit_rows)
+    context = config.context_length if config.generates else min(config.context_length, chunk)
     num_blocks, num_source_blocks = (blocks[:-1], blocks[-1]) if config.is_encoder_decoder else (blocks, 0)
     return EngineConfig(
-        config.context_length,
+        context,
         config.vocab_size,
         cache_layout,
         tuple(num_blocks),
@@ -312,6 +313,7 @@ def make_engine_config(
         max_logit_rows=logit_rows,
         prefix_cache=prefix_cache,
         is_encoder_decoder=config.is_encoder_decoder,
+        generates=config.generates,
         max_source_length=config.max_source_length,
         decoder_start_token_ids=config.decoder_start_token_ids,
     )
@@ -376,7 +378,7 @@ def requirements(
         decode=_decode_work(model.spec, config, scheme_of, meta, cache),
         cache=cache,
         scratch_per_token=meta.token_bytes,
-        scratch_per_sequence=LOGIT_BYTES * config.vocab_size,
+        scratch_per_sequence=LOGIT_BYTES * (config.vocab_size if config.generates else config.hidden_size),
         context_length=config.context_length,
     )
 

@@ -35,7 +35,7 @@ reproduce a failure."""
 LEFT_OUT = {
     "compile_all": "compile every kernel for every architecture",
     "slow": "take seconds, or repeat with more models and sizes what others prove",
-    "real_model": "run a real model, SmolLM2 135M",
+    "real_model": "run real models, SmolLM2 135M and MiniLM",
     "ray_cluster": "start clusters of Ray",
 }
 """Markers of tests that a plain run leaves out, and what these tests do."""

@@ -34,7 +34,8 @@ MAY_IMPORT = {
         "api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files",
     },
     "api": {
-        "adapters", "completions", "generation_config", "request_builder", "placement", "engine", "grammar", "text",
+        "adapters", "completions", "generation_config", "request_builder", "pooling", "placement", "engine", "grammar",
+        "text",
         "models", "layers", "backend", "checkpoint", "memory", "errors", "files",
     },
     "adapters": {"placement", "engine", "backend", "checkpoint", "errors"},
@@ -48,6 +49,7 @@ MAY_IMPORT = {
         "files",
     },
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
+    "pooling": {"models", "text", "engine", "checkpoint", "backend", "errors", "files"},
     "request_builder": {"engine", "grammar", "text", "errors"},
     "completions": {"engine", "text"},
     "grammar": {"text", "worker_process", "errors", "files"},

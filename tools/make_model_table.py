@@ -51,6 +51,9 @@ def comparison(name: str) -> str:
     """What the tests compare."""
     if name in SAME_WEIGHTS:
         return SAME_WEIGHTS[name]
+    encoders = json.loads((REPOSITORY / "tests" / "goldens" / "encoders.json").read_text())
+    if own := sum(case["config"]["model_type"].replace("-", "_") == name for case in encoders.values()):
+        return f"{own} configurations in golden files"
     golden = REPOSITORY / "tests" / "goldens" / f"{name}.json"
     return f"{len(json.loads(golden.read_text()))} configurations in golden files, 12 at random"
 

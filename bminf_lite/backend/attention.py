@@ -76,8 +76,9 @@ def attend(
 
     ``q`` is ``[n, heads, head_dim]`` at positions ``context_len..context_len+n``; ``keys`` are ``[kv_heads, total,
     head_dim]`` and ``values`` ``[kv_heads, total, size]``. A query sees all of them, or with ``causal`` those up to its
-    own position and within the window. ``bias``, ``softcap`` and ``sinks``: see :class:`.values.AttentionSpec`; a sink
-    is merged behind the last segment. ``segment`` is a multiple of ``tile``. Returns fp32 ``[n, heads, size]``.
+    own position, and of these the ones within the window: less than ``window`` tokens away. ``bias``, ``softcap`` and
+    ``sinks``: see :class:`.values.AttentionSpec`; a sink is merged behind the last segment. ``segment`` is a multiple
+    of ``tile``. Returns fp32 ``[n, heads, size]``.
     """
     assert causal or (softcap is None and not isinstance(bias, LinearBias))
     n, heads, head_dim = q.shape
@@ -97,8 +98,10 @@ def attend(
         key = np.arange(first, last)
         if bias is not None:
             found = found + biases(bias, key - query).reshape(found.shape) * LOG2_E
-        if causal:
-            seen = key <= query if window is None else (key <= query) & (key > query - window)
+        if causal or window is not None:
+            seen = key <= query if causal else np.full((n, last - first), True)
+            if window is not None:
+                seen = seen & (key > query - window) & (key < query + window)
             by_group = found.reshape(kv_heads, group, n, last - first)
             found = np.where(seen, by_group, -np.inf).reshape(found.shape)
         return found

@@ -59,6 +59,7 @@ from .values import (
     BLOCK_SIZE,
     LATENT_SEGMENT,
     NULL_BLOCK,
+    POOLING_LANES,
     Array,
     AttentionSpec,
     DeltaNetSpec,
@@ -67,6 +68,7 @@ from .values import (
     LatentSpec,
     LayerCache,
     Norm,
+    Pooling,
     ProductEpilogue,
     ShortConvolution,
     StateCache,
@@ -471,6 +473,22 @@ class Backend(HostDevice):
         return x if batch.is_decode else x[batch.cu_seqlens[1:] - 1]
 
     @silently
+    def pool(self, x: Array, batch: ForwardBatch, pooling: Pooling, skipped: Array = None) -> Array:
+        """One vector for each sequence: ``[T, features]`` -> fp32 ``[B, features]``, as :class:`Pooling` says.
+
+        ``skipped`` int32 ``[B]`` leaves out that many of a sequence's first tokens, whose successors keep their
+        positions. A sequence of which nothing is left has zeros. Sums have :data:`POOLING_LANES` lanes, of which each
+        adds in fp32 every ``POOLING_LANES``-th of the tokens that are left; then neighbouring lanes are added.
+        """
+        x = x.astype(np.float32)
+        out = np.zeros((batch.batch_size, x.shape[1]), np.float32)
+        for b, rows in sequences(batch):
+            first = 0 if skipped is None else min(int(skipped[b]), rows.stop - rows.start)
+            if first < rows.stop - rows.start:
+                out[b] = pooled(x[rows.start + first : rows.stop], pooling, first)
+        return out
+
+    @silently
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         """Causal self-attention of a step's tokens over the cache, to which their keys and values are added.
 
@@ -482,10 +500,7 @@ class Backend(HostDevice):
         """
         tokens = qkv.shape[0]
         gate, qkv = qkv[:, : spec.gate_features], qkv[:, spec.gate_features :]
-        q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
-        positions = positions_of(batch)
-        q = self._round(rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope))
-        k = self._round(rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope))
+        q, k, v = self._prepared_heads(qkv, spec, positions_of(batch))
         out = np.zeros((tokens, spec.heads, spec.head_dim), np.float32)
         table = batch.block_tables[cache.group]
         for b, rows in sequences(batch):
@@ -593,14 +608,15 @@ class Backend(HostDevice):
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
         """Self-attention in both directions: each token sees its whole sequence, all of which is in this step.
 
-        ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side. There are no rotary positions,
-        norms of heads or windows. Returns ``[T, heads * head_dim]``.
+        ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side, which are normalised and rotated
+        as in :meth:`attention`. With a window a token sees those less than ``spec.window`` tokens away. Returns ``[T,
+        heads * head_dim]``.
         """
-        q, k, v = (self._round(x) for x in split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads))
-        out = np.empty((qkv.shape[0], spec.heads, spec.head_dim), np.float32)
+        q, k, v = self._prepared_heads(qkv, spec, positions_of(batch))
+        v, out = self._round(v), np.zeros((qkv.shape[0], spec.heads, spec.head_dim), np.float32)
         for _, rows in sequences(batch):
             keys, values = k[rows].swapaxes(0, 1), v[rows].swapaxes(0, 1)
-            out[rows] = self._attend(q[rows], keys, values, spec, causal=False)
+            out[rows] = self._attend(q[rows], keys, values, spec, window=spec.window, causal=False)
         return self._round(out.reshape(qkv.shape[0], -1))
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
@@ -666,6 +682,13 @@ class Backend(HostDevice):
     def _round(self, x: Array) -> Array:
         """``x`` in the activation type; too large numbers become infinities."""
         return x.astype(self.activation_dtype, copy=False)
+
+    def _prepared_heads(self, qkv: Array, spec: AttentionSpec, positions: Array) -> tuple[Array, Array, Array]:
+        """Query and key heads of ``qkv``, normalised, rotated and rounded, and value heads as they are."""
+        q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
+        q = self._round(rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope))
+        k = self._round(rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope))
+        return q, k, v
 
     def _store(self, cache: LayerCache, table: np.ndarray, first: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store the keys and values ``[n, kv_heads, head_dim]`` of a sequence's tokens from ``first`` on."""
@@ -789,6 +812,30 @@ def convolved(
     if convolution.bias is not None:
         mixed += convolution.bias
     return mixed
+
+
+def pooled(x: np.ndarray, pooling: Pooling, first: int = 0) -> np.ndarray:
+    """The vector fp32 ``[features]`` of tokens with vectors fp32 ``[n, features]``, at positions from ``first`` on."""
+    if pooling in (Pooling.FIRST, Pooling.LAST):
+        row: np.ndarray = x[0 if pooling is Pooling.FIRST else -1]
+        return row
+    if pooling is Pooling.MAX:
+        largest: np.ndarray = x.max(axis=0)
+        return largest
+    count = len(x)
+    weights = np.arange(first + 1, first + count + 1, dtype=np.int64)
+    total = np.float32(count)
+    if pooling is Pooling.MEAN_SQRT_LEN:
+        total = np.sqrt(total)
+    if pooling is Pooling.WEIGHTED_MEAN:
+        x, total = x * weights.astype(np.float32)[:, None], np.float32(weights.sum())
+    lanes = np.zeros((-(-count // POOLING_LANES) * POOLING_LANES, x.shape[1]), np.float32)
+    lanes[:count] = x
+    sums = lanes.reshape(-1, POOLING_LANES, x.shape[1]).sum(axis=0)
+    while len(sums) > 1:
+        sums = sums[::2] + sums[1::2]
+    mean: np.ndarray = sums[0] / total
+    return mean
 
 
 def positions_of(batch: ForwardBatch) -> Array:

@@ -31,6 +31,8 @@ SEGMENT = 1024
 """Keys of a segment, within which attention sums in one order; segments are merged in order of position."""
 LATENT_SEGMENT = 256
 """The same of latent rows, which all heads read at once: shorter, for a block of a GPU computes several heads."""
+POOLING_LANES = 8
+"""The vectors of a text's tokens are summed in this many parts, which then are added."""
 NULL_BLOCK = 0
 """The block that no sequence owns. Tables name it where a sequence has no block."""
 
@@ -48,6 +50,22 @@ class ProductEpilogue(Enum):
     ADD = "add"
     GATE = "gate"
     ACTIVATE = "activate"
+
+
+class Pooling(Enum):
+    """What one vector is made of the vectors of a sequence's tokens, see :meth:`.base.Backend.pool`.
+
+    ``FIRST`` and ``LAST`` are the vector of the first or the last token, ``MAX`` has the largest value of each feature,
+    and ``MEAN`` is the sum over the number of tokens. ``MEAN_SQRT_LEN`` is the sum over the root of that number.
+    ``WEIGHTED_MEAN`` weights each token with its position, counted from 1.
+    """
+
+    FIRST = "cls"
+    MAX = "max"
+    MEAN = "mean"
+    MEAN_SQRT_LEN = "mean_sqrt_len_tokens"
+    WEIGHTED_MEAN = "weightedmean"
+    LAST = "lasttoken"
 
 
 @dataclass
@@ -71,7 +89,8 @@ class ForwardBatch:
     behind its keys and values. ``lora_ids`` int32 ``[T]`` are the slots of the tokens' adapters, 0 for none (see
     :mod:`.adapter_slots`), and ``logit_lora_ids`` int32 ``[L]`` those of the rows of logits; None if no token has one.
     In a step that ``has_drafts``, a sequence may stand for a draft: it has the table of the
-    sequence before it, and its token follows that sequence's token.
+    sequence before it, and its token follows that sequence's token. ``token_types`` int32 ``[T]`` says to
+    which segment of a pair of texts a token belongs, for models with a table of these; None stands for zeros.
 
     A step may be padded: with sequences without tokens, and with tokens behind those of the last sequence. What is
     computed of such tokens changes nothing else.
@@ -93,6 +112,7 @@ class ForwardBatch:
     last_positions: Array = None
     lora_ids: Array = None
     logit_lora_ids: Array = None
+    token_types: Array = None
 
     @classmethod
     def packed(
@@ -155,6 +175,7 @@ class ForwardBatch:
             num_decodes=0 if rows.start else rows.stop,
             logit_rows=None,
             last_positions=None,
+            token_types=None,
             source_tables=None if self.source_tables is None else self.source_tables[rows],
             source_lens=None if self.source_lens is None else self.source_lens[rows],
         )
@@ -236,10 +257,11 @@ class AttentionSpec:
     Query head ``h`` reads key-value head ``h // (heads // kv_heads)``. ``scale`` multiplies the scores, to which
     ``bias`` is then added. ``softcap``, which excludes a bias, limits a score ``s`` to ``softcap * tanh(s / softcap)``.
     In causal self-attention a query at position ``p`` sees keys ``p - window < j <= p`` (all ``j <= p`` without a
-    window). ``q_norm`` and ``k_norm`` normalise each head before the rotation. With an ``output_gate``, the output is
-    multiplied by the sigmoid of a gate for each of its elements. A ``softcap``, a ``LinearBias`` and an ``output_gate``
-    are for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more score of each head, whose value is zero:
-    it takes a share of the softmax. They are for causal self-attention without a ``bias`` or a ``softcap`` only.
+    window), and in an encoder's those less than ``window`` tokens before or behind it. ``q_norm`` and ``k_norm``
+    normalise each head before the rotation. With an ``output_gate``, the output is multiplied by the sigmoid of a gate
+    for each of its elements. A ``softcap``, a ``LinearBias`` and an ``output_gate`` are for causal self-attention only.
+    ``sinks`` fp32 ``[heads]`` is one more score of each head, whose value is zero: it takes a share of the softmax.
+    They are for causal self-attention without a ``bias`` or a ``softcap`` only.
     """
 
     heads: int

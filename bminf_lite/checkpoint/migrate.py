@@ -32,7 +32,7 @@ import numpy as np
 
 from ..backend.quantization import rows_fit_fp16, rows_per_block
 from ..errors import CheckpointError, UsageError, checkpoint_error, require_bool, require_whole
-from ..files import expand, linkable_root, thread_count
+from ..files import expand, is_within, linkable_root, parse_json, read_small_file, thread_count
 from ..generation_config import not_obeyed_text
 from ..models.spec import GatedProduct, Parameter, Role, Spec
 from .checksum import FileRecord
@@ -69,6 +69,8 @@ NO_OFFLINE_ROTATION = (
     "and its values are part of a fused matrix. Choose w8a8-rotate without offline_only, or w8a8"
 )
 COPIED_FOLDER = "additional_chat_templates"
+MODULES_FILE = "modules.json"
+"""The list of modules in a folder of sentence-transformers."""
 
 CalibrateFn = Callable[[OpenedModel, Recipe], CalibrationResult]
 """Decides the settings that the recipe leaves open, by running a valid model."""
@@ -400,9 +402,22 @@ def _files_to_copy(source: Path) -> tuple[list[Path], list[str]]:
     folder = source / COPIED_FOLDER
     if folder.is_dir():
         found += sorted(folder.iterdir())
+    found += [path for module in _module_folders(source) for path in sorted(module.iterdir())]
     root = linkable_root(source)
     reasons = {path: reason for path in found if (reason := _reason_to_skip(path, root))}
     return [path for path in found if path not in reasons], [f"{p.name} {reason}" for p, reason in reasons.items()]
+
+
+def _module_folders(source: Path) -> list[Path]:
+    """The folders of the modules behind a model of sentence-transformers, such as its pooling."""
+    try:
+        modules = parse_json(read_small_file(source / MODULES_FILE))
+    except (OSError, ValueError):
+        return []
+    listed = modules if isinstance(modules, list) else []
+    paths = [module.get("path") for module in listed if isinstance(module, dict)]
+    folders = [source / path for path in paths if isinstance(path, str) and path and is_within(path)]
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _reason_to_skip(path: Path, root: Path) -> str | None:
@@ -419,7 +434,7 @@ def _reason_to_skip(path: Path, root: Path) -> str | None:
 def _copy_files(source: Path, files: list[Path], folder: Path) -> None:
     for file in files:
         copy = folder / file.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
         with open(copy, "rb+") as written:
             os.fsync(written.fileno())

@@ -476,3 +476,12 @@ def _weights_remedy(files: Sequence[str], name: str) -> str:
     if len(files) == 1:
         return f"if {files[0]} is the whole model, rename it to {name}"
     return f"rename the one that is the whole model to {name}"
+
+
+def open_tensor_file(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of one small file of weights, by name. Raises :class:`CheckpointError` for a damaged one."""
+    file = open_file(path)
+    try:
+        return {name: np.array(file.read(name)) for name in file.tensors}
+    finally:
+        file.close()

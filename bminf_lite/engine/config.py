@@ -28,6 +28,7 @@ class EngineConfig:
     - ``max_logit_rows``: prompt tokens of a step whose logits are computed, for log-probabilities of prompts.
     - ``max_queue``: requests that may wait.
     - ``prefix_cache``: whether blocks of earlier prompts are reused.
+    - ``generates``: the model has logits of a next token. Others make vectors of whole texts alone.
     - ``is_encoder_decoder``: the model has an encoder, which reads sources of up to ``max_source_length`` tokens. Its
       decoder starts with ``decoder_start_token_ids``.
     """
@@ -50,3 +51,4 @@ class EngineConfig:
     is_encoder_decoder: bool = False
     max_source_length: int = 0
     decoder_start_token_ids: tuple[int, ...] = ()
+    generates: bool = True

@@ -26,6 +26,7 @@ from ..errors import BminfError, QueueFull, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .drafts import Drafter
+from .pooling import PoolingQueue, PoolingRequest
 from .request import Request
 from .scheduler import Rows, Scheduler
 from .step import Step, StepResult
@@ -81,6 +82,7 @@ class EngineStats:
     ``prompt_tokens`` came from the cache. In ``drafts`` checks of a request ``draft_tokens`` were checked and
     ``accepted_tokens`` accepted; ``accepted_per_position`` has the checks that accepted the first draft, the second,
     and so on. ``queued_tokens`` are those of prompts that no step has begun to compute, of all requests.
+    ``texts`` became vectors, of ``text_tokens`` tokens.
     """
 
     waiting: int
@@ -97,6 +99,8 @@ class EngineStats:
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     queued_tokens: int = 0
+    texts: int = 0
+    text_tokens: int = 0
 
     @property
     def tokens_per_check(self) -> float:
@@ -117,6 +121,7 @@ class Engine:
         make_runner: Callable[[BlockManager], Runner],
         on_start: Callable[[], None] = lambda: None,
         block_size: int = BLOCK_SIZE,
+        make_pooling: Callable[[], PoolingQueue] | None = None,
     ):
         self.config = config
         self.blocks = BlockManager(
@@ -126,6 +131,8 @@ class Engine:
         self._make_runner = make_runner
         self._on_start = on_start
         self._on_close: Callable[[], None] = lambda: None
+        self._make_pooling = make_pooling
+        self._pooling: PoolingQueue | None = None
         self._runner: Runner | None = None
         self._scheduler: Scheduler | None = None
         self._in_flight: deque[tuple[Step, Launched]] = deque()
@@ -163,6 +170,22 @@ class Engine:
             self._arriving.append(requests)
         self._post(_wake)
 
+    def pool(self, request: PoolingRequest) -> None:
+        """Make vectors of whole texts, beside the requests that generate: one batch of texts between two steps.
+
+        Raises ``UsageError`` for a model that makes none, and as :meth:`submit`; ``QueueFull`` for too many texts.
+        """
+        if self._make_pooling is None:
+            raise UsageError("this model makes no vectors of texts: load an embedding model")
+        self._open()
+        waiting = self._pooling.num_waiting if self._pooling else 0
+        if waiting and waiting + len(request.texts) > self.config.max_queue:
+            raise QueueFull(
+                f"{waiting:,} texts wait, and {len(request.texts):,} more would exceed the bound of "
+                f"{self.config.max_queue:,} (max_queue): wait until some are done, or raise the bound"
+            )
+        self._post(lambda: self._add_texts(request))
+
     def cancel(self, requests: Sequence[Request]) -> None:
         """End requests early. Their blocks are free at the next step. No effect on those that have ended."""
         requests = [r for r in requests if r.finish_reason is None]
@@ -199,18 +222,20 @@ class Engine:
 
         Raises ``OutOfMemory``, and ``UsageError`` as :meth:`submit` does.
         """
-        self.call(lambda: self._ready()[1].warm_up())
+        if self.config.generates:
+            self.call(lambda: self._ready()[1].warm_up())
 
     def stats(self) -> EngineStats:
         """A snapshot, which does not wait for the engine."""
-        scheduler, pool = self._scheduler, min(self.blocks.block_pools, key=lambda p: p.num_available)
-        cached, used = pool.num_idle, pool.num_used
+        scheduler, pooling = self._scheduler, self._pooling
+        pool = min(self.blocks.block_pools, key=lambda p: p.num_available, default=None)
+        cached, used = (pool.num_idle, pool.num_used) if pool else (0, 0)
         return EngineStats(
-            waiting=self._num_waiting,
+            waiting=self._num_waiting + (pooling.num_waiting if pooling else 0),
             running=len(scheduler.running if scheduler else ()),
             blocks_used=used,
             blocks_cached=cached,
-            blocks_free=pool.num_blocks - 1 - used - cached,
+            blocks_free=pool.num_blocks - 1 - used - cached if pool else 0,
             steps=self._num_steps,
             preemptions=scheduler.num_preemptions if scheduler else 0,
             prompt_tokens=scheduler.num_prompt_tokens if scheduler else 0,
@@ -220,6 +245,8 @@ class Engine:
             accepted_tokens=scheduler.num_accepted_tokens if scheduler else 0,
             accepted_per_position=tuple(scheduler.num_accepted_per_position) if scheduler else (),
             queued_tokens=self._num_queued_tokens,
+            texts=pooling.num_texts if pooling else 0,
+            text_tokens=pooling.num_tokens if pooling else 0,
         )
 
     def after_steps(self, function: Callable[[], None]) -> None:
@@ -245,6 +272,7 @@ class Engine:
             self._messages.put(_wake)
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout)
+        self._make_pooling = None
         self._make_runner = _no_runner  # so that a closed engine does not keep the model's weights
 
     @property
@@ -293,11 +321,13 @@ class Engine:
         self._thread = threading.current_thread()
         closing = False
         while not closing:
-            messages = [] if self._in_flight or self._has_requests() else [self._messages.get()]
+            is_busy = self._in_flight or self._has_requests() or (self._pooling and self._pooling.has_work)
+            messages = [] if is_busy else [self._messages.get()]
             closing = self._closing
             while not self._messages.empty():
                 messages.append(self._messages.get())
-            for work in (self._add_arrived, *messages, *([] if closing else [self._advance]), self._end_step):
+            steps = [] if closing else [self._advance, self._advance_texts]
+            for work in (self._add_arrived, *messages, *steps, self._end_step):
                 try:
                     work()
                 except BaseException as error:  # noqa: PERF203, the thread must live on
@@ -310,7 +340,7 @@ class Engine:
             if self._runner is not None:
                 self._runner.close()
         finally:
-            self._runner = None
+            self._runner = self._pooling = None
             self._on_close()
 
     def _start(self) -> None:
@@ -373,6 +403,22 @@ class Engine:
                 self._end_with_error(request, error)
             self._tell(requests)
 
+    def _add_texts(self, request: PoolingRequest) -> None:
+        try:
+            self._start()
+            if self._pooling is None:
+                assert self._make_pooling is not None
+                self._pooling = self._make_pooling()
+            self._pooling.add(request)
+        except BaseException as error:
+            request.error = error
+            request.on_update(request)
+
+    def _advance_texts(self) -> None:
+        """Compute a batch of texts, if some wait."""
+        if self._pooling is not None:
+            self._pooling.advance()
+
     def _cancel(self, requests: Sequence[Request]) -> None:
         if self._scheduler is not None:
             self._tell([r for r in requests if self._scheduler.end(r, "cancelled")])
@@ -385,6 +431,8 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         """End all requests. What the steps in flight leave in the cache is not used."""
         self._in_flight.clear()
+        if self._pooling is not None:
+            self._pooling.fail(error)
         if self._scheduler is not None:
             self._scheduler.reset()
         for request in self._untold:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch
 from .loading import Weights
@@ -45,3 +47,18 @@ class PositionEmbedding:
     def add_to(self, residual: Array, batch: ForwardBatch) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the rows of the tokens' positions; it may be overwritten."""
         return self.ops.add_positions(residual, self.table, batch)
+
+
+class TokenTypeEmbedding:
+    """The table ``{name}.weight`` ``[types, features]``, a row for each segment of a pair of texts."""
+
+    def __init__(self, ops: Backend, weights: Weights, name: str):
+        self.ops = ops
+        self.table = ops.table(weights.vector(f"{name}.weight"))
+
+    def add_to(self, residual: Array, batch: ForwardBatch) -> Array:
+        """``residual`` fp32 ``[T, features]`` plus the rows of the tokens' types; it may be overwritten."""
+        types = batch.token_types
+        if types is None:
+            types = self.ops.array(np.zeros(batch.tokens.shape[0], np.int32))
+        return self.ops.add(residual, self.ops.embed(types, self.table))

@@ -124,6 +124,8 @@ def cache_blocks(
     the room so that each can serve the same number of sequences of ``context`` tokens, or of ``BALANCED_CONTEXT`` if
     that is less. With ``snapshots``, layers with states have one for each of these sequences, as far as there is room.
     """
+    if not groups:
+        return ()
     needed = [group.blocks(context, chunk) for group in groups]
     shares = [group.share(min(context, BALANCED_CONTEXT), chunk, snapshots) for group in groups]
     most = [group.most(context, chunk, max_num_seqs, snapshots) for group in groups]

@@ -248,7 +248,8 @@ class MemoryPlan:
     def sequences_of(self, tokens: int) -> int:
         """How many sequences of ``tokens`` tokens the engine runs at once, if no caller bounds them."""
         pools = zip(self.num_blocks(self.max_num_seqs), self.requirements.cache, strict=True)
-        return min(self.max_num_seqs, *((count - 1) // group.blocks(tokens, self.chunk) for count, group in pools))
+        found = ((count - 1) // group.blocks(tokens, self.chunk) for count, group in pools)
+        return min((self.max_num_seqs, *found))
 
     @property
     def num_snapshots(self) -> int:

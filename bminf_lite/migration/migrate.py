@@ -113,6 +113,12 @@ def migrate(
     )  # fmt: skip
     if calibrate is None:
         return write(recipe)
+    generates = parse_config(source).generates
+    if not generates and (searches(recipe) or target_divergence is not None or max_divergence is not None):
+        raise UsageError(
+            f"recipe {recipe.name}: divergences of predictions are measured of models that generate text, and this one "
+            "makes vectors: choose w8a8-rotate-all, w8a8-smooth or w8a16, without a bound of the divergence"
+        )
     tokens = load_calibration_split(source, calibrate, samples)
 
     def search_on(ops: Backend, model: OpenedModel, recipe: Recipe, alternatives: bool) -> QuantizationSearch:
@@ -135,7 +141,7 @@ def migrate(
             with closing(backend.create(device)) as ops:
                 return search_on(ops, model, recipe, alternatives=False).result()
 
-        return write(recipe, calibrate=decide, verify=partial(measure, max_divergence))
+        return write(recipe, calibrate=decide, verify=partial(measure, max_divergence) if generates else None)
     with open_model(source) as opened:
         recipe = budget_recipe(recipe, offline_only, rotates_stream=opened.spec.stream is not None)
     trade: dict[str, Any] = {}

@@ -49,12 +49,16 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def find(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that ``config["model_type"]`` names; raises ``CheckpointError`` if there is none."""
+    """The architecture that ``config["model_type"]`` names; raises ``CheckpointError`` if there is none.
+
+    A module's name has an underscore for the hyphen of ``xlm-roberta``.
+    """
     model_type, known = config.get("model_type"), names()
-    if model_type not in known:
+    module = model_type.replace("-", "_") if isinstance(model_type, str) else model_type
+    if module not in known:
         nearest = get_close_matches(str(model_type), known, n=3, cutoff=0.5)
         hint = f"the nearest are {', '.join(nearest)}; " if nearest else ""
         supported = f"this version runs: {', '.join(known)}. {GUIDE} in the repository says how to add one"
         raise CheckpointError(f"config.json: model_type {model_type!r} is not supported; {hint}{supported}")
-    architecture: Architecture = importlib.import_module(f"{__name__}.{model_type}").architecture
+    architecture: Architecture = importlib.import_module(f"{__name__}.{module}").architecture
     return architecture

@@ -11,6 +11,8 @@ from ..errors import UsageError
 from ..layers.loading import Weights
 from ._config import ModelConfig
 from ._decoder import Decoder, DecoderConfig, ModelBuilder, spec
+from ._encoder import Encoder, EncoderBuilder, EncoderConfig
+from ._encoder import spec as encoder_spec
 from ._encoder_decoder import EncoderDecoder
 from .spec import Spec
 
@@ -27,9 +29,9 @@ class Architecture:
     parse: Callable[[Mapping[str, Any]], ModelConfig]
     spec: Callable[[Any], Spec]
     ModelBuilder: Callable[[Any, Weights, Backend], Any]
-    network: Callable[[Any], Decoder | EncoderDecoder]
+    network: Callable[[Any], Decoder | EncoderDecoder | Encoder]
 
-    def Model(self, config: ModelConfig, weights: Weights, ops: Backend) -> Decoder | EncoderDecoder:
+    def Model(self, config: ModelConfig, weights: Weights, ops: Backend) -> Any:
         """The model on the device of ``ops``, or the part of it that the rank of ``ops`` has.
 
         Raises ``UsageError``, with every reason, if the model cannot be divided among the ranks.
@@ -46,3 +48,8 @@ class Architecture:
 def decoder(parse: Callable[[Mapping[str, Any]], DecoderConfig]) -> Architecture:
     """The architecture of a decoder whose ``config.json`` is read by ``parse``."""
     return Architecture(parse, spec, ModelBuilder, Decoder)
+
+
+def encoder_architecture(parse: Callable[[Mapping[str, Any]], EncoderConfig]) -> Architecture:
+    """The architecture of an encoder whose ``config.json`` is read by ``parse``."""
+    return Architecture(parse, encoder_spec, EncoderBuilder, Encoder)

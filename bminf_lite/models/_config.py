@@ -49,9 +49,13 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class ModelConfig(ABC):
-    """What a model is besides its layers; ``context_length`` in tokens, sizes in elements."""
+    """What a model is besides its layers; ``context_length`` in tokens, sizes in elements.
+
+    A model that ``generates`` has logits of a next token; others make vectors of texts.
+    """
 
     is_encoder_decoder: ClassVar[bool] = False
+    generates: ClassVar[bool] = True
 
     vocab_size: int
     hidden_size: int

@@ -21,6 +21,7 @@ class Role(str, Enum):
     EMBEDDING = "embedding"  # looked up, stays float
     ROUTER = "router"  # [experts, in], chooses experts: stays float
     ABSORBED = "absorbed"  # [out, in], whose product with queries replaces that with activations: stays float
+    CLASSIFIER = "classifier"  # [out, in] of a head that classifies: small, stays float
     VECTOR = "vector"  # weights and biases of norms, biases of matrices, other small tensors: stay float
 
 
@@ -208,6 +209,12 @@ def bias(name: str, features: int) -> Tensors:
 def router(name: str, shape: tuple[int, int], bias: bool = False) -> Tensors:
     """The matrix ``{name}.weight`` ``[experts, in]`` that chooses experts, and its bias if any."""
     tensors = {f"{name}.weight": Parameter(shape, Role.ROUTER)}
+    return tensors | {f"{name}.bias": Parameter(shape[:1], Role.VECTOR)} if bias else tensors
+
+
+def classifier(name: str, shape: tuple[int, int], bias: bool = False) -> Tensors:
+    """The matrix ``{name}.weight`` ``[out, in]`` of a head that classifies, and its bias if any."""
+    tensors = {f"{name}.weight": Parameter(shape, Role.CLASSIFIER)}
     return tensors | {f"{name}.bias": Parameter(shape[:1], Role.VECTOR)} if bias else tensors
 
 

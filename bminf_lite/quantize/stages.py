@@ -117,6 +117,9 @@ class LayerwiseModel:
     def _decode(
         self, block: Any, layer: int, residual: Array, step: ForwardBatch, source: KVCache | None = None
     ) -> Array:
+        if not self._layouts:  # of an encoder
+            found: Array = block(residual, None, step)
+            return found
         count, longest = step.batch_size, step.max_query_len
         with closing(KVCache.for_sequences(self.ops, self._layouts[layer], count, longest)) as cache:
             if source is not None:

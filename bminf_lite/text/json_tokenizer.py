@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from ..errors import CheckpointError, is_panic, library_errors
 from ..files import read_small_file
-from .tokenizer import Tokenizer, numbered_ids
+from .tokenizer import Tokenizer, WholeText, numbered_ids, require_text
 from .tokenizer_budget import check_budget, check_tokens
 from .tokenizer_classes import GENERIC, LLAMA, TokenizerClass, tokenizer_class
 from .tokenizer_pipeline import is_byte_level as has_byte_level
@@ -194,6 +194,32 @@ class JsonTokenizer(Tokenizer):
             ids: list[int] = encoding.ids
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
 
+    def encode_whole(self, texts: Sequence[tuple[str, ...]], longest: int) -> list[WholeText]:
+        for text in (text for parts in texts for text in parts):
+            require_text(text, "text")
+        with library_errors(f"{self.source} cannot turn the texts into tokens"):
+            flat = [text for parts in texts for text in parts]
+            encodings = iter(self._backend.encode_batch(flat, add_special_tokens=False))
+            return [self._framed([next(encodings) for _ in parts], longest) for parts in texts]
+
+    def _framed(self, encodings: list[Any], longest: int) -> WholeText:
+        """One text or a pair of texts, cut and framed."""
+        is_pair = len(encodings) == 2
+        own = len(self._prefix_ids) + len(self._suffix_ids)
+        room = max(longest - own - self._backend.num_special_tokens_to_add(is_pair), 1)
+        lengths = kept_lengths([len(encoding) for encoding in encodings], room)
+        num_cut = sum(len(encoding) for encoding in encodings) - sum(lengths)
+        for encoding, length in zip(encodings, lengths, strict=True):
+            encoding.truncate(length)
+        framed = self._backend.post_process(encodings[0], encodings[1] if is_pair else None)
+        types = framed.type_ids if any(framed.type_ids) else None
+        if not own:
+            return WholeText(framed.ids, types, framed.offsets, num_cut)
+        empty = (0, 0)
+        offsets = [empty] * len(self._prefix_ids) + framed.offsets + [empty] * len(self._suffix_ids)
+        types = types and [0] * len(self._prefix_ids) + types + types[-1:] * len(self._suffix_ids)
+        return WholeText([*self._prefix_ids, *framed.ids, *self._suffix_ids], types, offsets, num_cut)
+
     def _decode(self, ids: list[int]) -> str:
         # Not the library's own skipping: from version 0.23.1 on it leaves out added tokens that are normalized.
         visible = [i for i in ids if i not in self.special_ids]
@@ -206,6 +232,17 @@ class JsonTokenizer(Tokenizer):
         except BaseException:
             with library_errors(f"{self.source} cannot turn these tokens into text"):
                 raise
+
+
+def kept_lengths(lengths: Sequence[int], room: int) -> list[int]:
+    """How many tokens of each text stay, so that all have ``room``: the longest is cut first."""
+    kept = list(lengths)
+    while (excess := sum(kept) - room) > 0:
+        longest = max(range(len(kept)), key=lambda i: kept[i])
+        others = [n for i, n in enumerate(kept) if i != longest]
+        step = max(min(excess, kept[longest] - max(others, default=0)), 1)
+        kept[longest] -= step
+    return kept
 
 
 def _quoted(text: str) -> str:

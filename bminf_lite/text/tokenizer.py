@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..errors import UsageError
@@ -13,6 +14,21 @@ _MAX_STOP_TEXTS = 64
 """Sets of stop strings whose special tokens are remembered."""
 _MAX_TOKEN_TEXTS = 1 << 18
 """Tokens whose texts are remembered."""
+
+
+@dataclass(frozen=True)
+class WholeText:
+    """A text, or a pair of texts, in tokens, as a model reads it that sees all of it at once.
+
+    ``token_types`` say to which text a token belongs; None stands for zeros. ``offsets`` are the first character of
+    each token in its text, and the one behind the last; equal numbers for a token of the frame. ``num_cut`` tokens were
+    left out at the end of the texts.
+    """
+
+    token_ids: Sequence[int]
+    token_types: Sequence[int] | None = None
+    offsets: Sequence[tuple[int, int]] = ()
+    num_cut: int = 0
 
 
 class Tokenizer(ABC):
@@ -59,17 +75,19 @@ class Tokenizer(ABC):
         Raises ``UsageError`` for a value that is not text or cannot be written as UTF-8, ``CheckpointError`` for text
         that a vocabulary without bytes and without an unknown token cannot express.
         """
-        if not isinstance(text, str):
-            raise UsageError(f"a prompt must be text, but is {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            code = ord(text[e.start])
-            what = f"{text[e.start]!r}, half of a surrogate pair"
-            if 0xDC80 <= code <= 0xDCFF:  # what Python makes of an argument's byte that is not UTF-8
-                what = f"byte {code - 0xDC00:#x} of text that is not UTF-8; convert it to UTF-8"
-            raise UsageError(f"the prompt cannot be encoded: character {e.start} is {what}") from None
+        require_text(text)
         return self._encode(text, add_special_tokens)
+
+    def encode_whole(self, texts: Sequence[tuple[str, ...]], longest: int) -> list[WholeText]:
+        """Texts, or pairs of texts, framed as the checkpoint does, of ``longest`` tokens each at most.
+
+        What is too much is cut off at the end; of a pair, from the longer text. Raises ``UsageError`` as
+        :meth:`encode`, and for a pair if the vocabulary has no form for it.
+        """
+        if any(len(parts) > 1 for parts in texts):
+            raise UsageError("this tokenizer has no form for a pair of texts")
+        found = (self.encode(text) for (text,) in texts)
+        return [WholeText(ids[:longest], num_cut=max(len(ids) - longest, 0)) for ids in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``. Special tokens and ids outside the vocabulary have no text.
@@ -135,6 +153,20 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
+
+
+def require_text(text: object, what: str = "prompt") -> None:
+    """Raise ``UsageError`` for a value, called ``what``, that is not text or cannot be written as UTF-8."""
+    if not isinstance(text, str):
+        raise UsageError(f"a {what} must be text, but is {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        code = ord(text[e.start])
+        wrong = f"{text[e.start]!r}, half of a surrogate pair"
+        if 0xDC80 <= code <= 0xDCFF:  # what Python makes of an argument's byte that is not UTF-8
+            wrong = f"byte {code - 0xDC00:#x} of text that is not UTF-8; convert it to UTF-8"
+        raise UsageError(f"the {what} cannot be encoded: character {e.start} is {wrong}") from None
 
 
 def numbered_ids(form: str, id_of: Callable[[str], int | None]) -> list[int]:

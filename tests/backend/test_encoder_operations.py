@@ -13,8 +13,9 @@ from random_values import SEEDS, forbid_reading, make_batch, scattered_table
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
-from bminf_lite.backend.values import AttentionSpec, RelativeBias
+from bminf_lite.backend.values import AttentionSpec, Norm, Pooling, RelativeBias, Rope
 
 SPECS = {
     "small heads": AttentionSpec(4, 4, 8, 1.0),
@@ -55,6 +56,85 @@ def check_encoder_attention(
     results = [attended(*rows, spec) for rows in zip(*parts, strict=True)]
     expected, magnitude = (np.concatenate(x).reshape(out.shape) for x in zip(*results, strict=True))
     assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
+
+
+@settings(max_examples=min(4, settings.default.max_examples))
+@given(SEEDS, st.lists(st.integers(1, 300), min_size=1, max_size=3), st.integers(1, 70), st.booleans())
+def test_encoder_attention_with_a_window_and_rotary_positions(backend, seed, counts, window, has_norms):
+    """A token sees those less than ``window`` tokens away; heads are rotated, and normalised if there are norms."""
+    rng, spec = np.random.default_rng(seed), AttentionSpec(4, 2, 16, 0.25, window=window)
+    frequencies = (100.0 ** -np.linspace(0, 1, 8)).astype(np.float32)
+    weights = [rng.uniform(0.5, 1.5, 16).astype(np.float32) for _ in range(2)]
+    q, k, v = (heads_of(rng, backend, sum(counts), n, 16) for n in (4, 2, 2))
+    norms = [Norm(backend.vector(w), 1e-6) if has_norms else None for w in weights]
+    device_spec = replace(spec, rope=Rope(backend.vector(frequencies)), q_norm=norms[0], k_norm=norms[1])
+    qkv = np.concatenate([x.reshape(sum(counts), -1) for x in (q, k, v)], axis=1)
+    batch = make_batch(backend, counts, [0] * len(counts))
+    out = backend.host(backend.encoder_attention(backend.array(qkv), device_spec, batch)).astype(np.float64)
+    first = 0
+    for count in counts:
+        own = slice(first, first + count)
+        positions = np.arange(count)
+        heads = []
+        for x, weight in ((q, weights[0]), (k, weights[1])):
+            rows = x[own].astype(np.float32)
+            rows = normalise(rows, Norm(weight, 1e-6)) if has_norms else rows
+            rows = rotate(rows, positions, Rope(frequencies))
+            heads.append(rows.astype(backend.activation_dtype).astype(np.float64))
+        keys, values = np.repeat(heads[1], 2, axis=1), np.repeat(v[own].astype(np.float64), 2, axis=1)
+        scores = np.einsum("qhd,khd->hqk", heads[0], keys) * spec.scale
+        scores = np.where(np.abs(positions[:, None] - positions) < window, scores, -np.inf)
+        weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weight /= weight.sum(axis=-1, keepdims=True)
+        expected = np.einsum("hqk,khd->qhd", weight, values).reshape(count, -1)
+        magnitude = np.einsum("hqk,khd->qhd", weight, np.abs(values)).reshape(count, -1)
+        assert_close(out[own], expected, "attention", backend.activation_dtype, magnitude)
+        first += count
+
+
+@settings(max_examples=min(8, settings.default.max_examples))
+@given(SEEDS, st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any), st.integers(1, 70), st.booleans())
+@pytest.mark.parametrize("pooling", Pooling)
+def test_pooling(backend, pooling, seed, counts, features, skips):
+    """Against sums in float64; sequences without tokens, and those of which nothing is left, have zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((sum(counts), features)).astype(np.float32)
+    skipped = rng.integers(0, 12, len(counts)).astype(np.int32) if skips else np.zeros(len(counts), np.int32)
+    batch = make_batch(backend, counts, [0] * len(counts))
+    given_skipped = backend.array(skipped) if skips else None
+    found = backend.host(backend.pool(backend.array(x), batch, pooling, given_skipped))
+    assert found.dtype == np.float32 and found.shape == (len(counts), features)
+    for b, (rows, skip) in enumerate(zip(np.split(x, np.cumsum(counts)[:-1]), skipped, strict=True)):
+        expected = float64_pooling(rows[skip:].astype(np.float64), pooling, int(skip))
+        np.testing.assert_allclose(found[b], expected, rtol=2e-6, atol=2e-6)
+
+
+def float64_pooling(rows: np.ndarray, pooling: Pooling, first: int) -> np.ndarray:
+    """What the words of :class:`Pooling` say, of rows at positions from ``first`` on."""
+    if not len(rows):
+        return np.zeros(rows.shape[1])
+    weights = np.arange(first, first + len(rows))[:, None] + 1.0
+    return {
+        Pooling.FIRST: lambda: rows[0],
+        Pooling.LAST: lambda: rows[-1],
+        Pooling.MAX: lambda: rows.max(axis=0),
+        Pooling.MEAN: lambda: rows.mean(axis=0),
+        Pooling.MEAN_SQRT_LEN: lambda: rows.sum(axis=0) / np.sqrt(len(rows)),
+        Pooling.WEIGHTED_MEAN: lambda: (rows * weights).sum(axis=0) / weights.sum(),
+    }[pooling]()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pooling", Pooling)
+def test_the_gpu_pools_in_the_order_of_the_definition(cuda_backend, pooling):
+    """Bit for bit: both add the same numbers in the same order."""
+    counts, rng = [1, 513, 7, 0, 64], np.random.default_rng(3)
+    x = rng.standard_normal((sum(counts), 385)).astype(np.float32)
+    results = []
+    for ops in (cuda_backend, Backend(np.float16)):
+        batch = make_batch(ops, counts, [0] * len(counts))
+        results.append(np.array(ops.host(ops.pool(ops.array(x), batch, pooling, ops.array(np.full(5, 2, np.int32))))))
+    assert np.array_equal(*results)
 
 
 @settings(max_examples=min(6, settings.default.max_examples))

@@ -23,6 +23,7 @@ from bminf_lite.cuda.kernels.rowwise.adapters import AdapterKernels
 from bminf_lite.cuda.kernels.rowwise.calibration import CalibrationKernels
 from bminf_lite.cuda.kernels.rowwise.gptq import GPTQKernels
 from bminf_lite.cuda.kernels.rowwise.pointwise import PointwiseKernels
+from bminf_lite.cuda.kernels.rowwise.pooling import PoolingKernels
 from bminf_lite.cuda.kernels.rowwise.rows import RowKernels
 from bminf_lite.cuda.kernels.rowwise.short_convolution import ShortConvolutionKernels
 from bminf_lite.cuda.kernels.rowwise.softmax import Softmax
@@ -34,7 +35,7 @@ LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, AdapterKernels, CalibrationKernels, GPTQKernels,
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
     TensorRows, ExpertKernels, ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels,
-    DeltaNetKernels,
+    DeltaNetKernels, PoolingKernels,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

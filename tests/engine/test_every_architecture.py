@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_kit import WatchedBackend, make_model, run
-from tiny_models import CPM, EVERY, RENAMED, Golden, case_without_golden, goldens
+from tiny_models import CPM, ENCODERS, EVERY, RENAMED, Golden, case_without_golden, goldens
 
 from bminf_lite import models
 from bminf_lite.api import Model
@@ -175,7 +175,7 @@ each_cache = pytest.mark.parametrize(
 
 
 def test_no_architecture_is_forgotten() -> None:
-    assert sorted(CONFIGS) == sorted(models.names())
+    assert sorted([*CONFIGS, *ENCODERS]) == sorted(models.names())
 
 
 @each_cache

@@ -230,5 +230,6 @@ def prefill(call: Call, mask: int) -> None:
             continue
         k, v = (x[:, own] for x in (keys, values)) if within else cached(cache, tables[b], int(lengths[b]), F16)
         k, v = k[..., : call.head_dim], v[..., : call.head_dim]
-        attended = attend_rows(mine, k, v, causal=False, weight_dtype=F16, **score_options)
+        window = (call.window or None) if within else None
+        attended = attend_rows(mine, k, v, window=window, causal=False, weight_dtype=F16, **score_options)
         out[own] = attended.reshape(len(mine), -1)

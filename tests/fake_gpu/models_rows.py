@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from bminf_lite.backend.base import Backend
+from bminf_lite.backend.base import Backend, pooled
 from bminf_lite.backend.base import convolved as convolution_of
 from bminf_lite.backend.functions import ACTIVATIONS, normalise, silu, soft_capped
 from bminf_lite.backend.functions import softmax as softmax_of
@@ -14,8 +14,19 @@ from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.backend.routing import sigmoid
 from bminf_lite.backend.values import ForwardBatch, Norm, ShortConvolution, StateCache
-from bminf_lite.cuda.kernels.constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput, Source, Target
+from bminf_lite.cuda.kernels.constants import (
+    GEMV_CHUNK,
+    GEMV_THREADS,
+    POOLING_COLUMNS,
+    POOLING_LANES,
+    Activation,
+    Epilogue,
+    GemvInput,
+    Source,
+    Target,
+)
 from bminf_lite.cuda.kernels.gemm.layouts import Layout
+from bminf_lite.cuda.kernels.rowwise.pooling import KINDS
 from bminf_lite.cuda.runtime.cublaslt import Order
 
 from .launching import Call, model
@@ -353,6 +364,23 @@ def gate_rows(call: Call) -> None:
     call.require(call.threads >= rows * n, "blocks are missing")
     x, gate = call.rows("x", rows, call.pitch, n, F16, 2), call.rows("gate", rows, call.gate_pitch, n, F16, 2)
     x[...] = x.astype(F32) * sigmoid(gate.astype(F32))
+
+
+@model
+def pool(call: Call) -> None:
+    """The definition's vectors of sequences."""
+    count, columns = call.launch.grid[:2]
+    call.require(columns * POOLING_COLUMNS >= call.n, "blocks are missing")
+    call.require(call.launch.block == POOLING_COLUMNS * POOLING_LANES, "a warp for each lane of the sum")
+    cu_seqlens = call.vector("cu_seqlens", count + 1, np.int32)
+    skipped = call.vector("skipped", count, np.int32) if call.skipped else np.zeros(count, np.int32)
+    x = call.rows("x", int(cu_seqlens[-1]), call.pitch, call.n, F32, align=0)
+    out = call.rows("out", count, call.out_pitch, call.n, F32, align=0)
+    kind = next(pooling for pooling, number in KINDS.items() if number == call.number("KIND"))
+    for b in range(count):
+        first = min(cu_seqlens[b] + skipped[b], cu_seqlens[b + 1])
+        rows = x[first : cu_seqlens[b + 1]]
+        out[b] = pooled(rows, kind, int(skipped[b])) if len(rows) else 0
 
 
 @model

@@ -46,15 +46,18 @@ MORE: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 1, "vocab_size": 50432, "max_position_embeddings": 2048, "rotary_pct": 0.25,
     },
 }  # fmt: skip
+ENCODERS = ("bert", "roberta", "xlm_roberta", "distilbert", "mpnet", "modernbert", "nomic_bert")
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
 SOURCE = 64
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The package's shapes and some more, each with one layer of every kind that it has."""
+    """The package's shapes that generate text and some more, each with one layer of every kind that it has."""
     for file in (resources.files("bminf_lite") / "configs").iterdir():
         if file.name.endswith(".json"):
             config = json.loads(file.read_text(encoding="utf-8"))
+            if config["model_type"].replace("-", "_") in ENCODERS:
+                continue
             yield file.name, config | {name: 1 for name in LAYERS if name in config} | one_of_each_kind(config)
     yield from MORE.items()
 

@@ -52,6 +52,8 @@ MIXTURES = (
 """Families with experts."""
 SCALED_INPUTS = ("llama4_text",)
 """The families whose routers multiply the inputs of experts, which a GPU computes in w8a8 alone."""
+ENCODERS = ("bert", "roberta", "xlm_roberta", "distilbert", "mpnet", "modernbert", "nomic_bert")
+"""Families that make vectors of texts, and generate none; their cases are in test_encoders.py."""
 EVERY = tuple(dict.fromkeys((*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS, *MIXTURES, *STATES)))
 
 EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "shared", "word_embeds", "word_embeddings",

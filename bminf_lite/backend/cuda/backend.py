@@ -47,6 +47,7 @@ from ..values import (
     LatentSpec,
     LayerCache,
     Norm,
+    Pooling,
     ProductEpilogue,
     ShortConvolution,
     StateArray,
@@ -400,6 +401,15 @@ class CudaBackend(Backend):
             rows, columns = values.shape
             out = self.arrays.rows(rows, columns, values.dtype)
         self.kernels.softmax.launch(self.kernels.step, values, scale, bias, mask, out)
+        return out
+
+    def pool(self, x: Array, batch: ForwardBatch, pooling: Pooling, skipped: Array = None) -> Array:
+        rows = self.materializer.materialize(x)
+        if rows.dtype != np.float32:
+            with self.arrays.current():
+                rows = rows.astype(np.float32)
+        out = self.arrays.rows(batch.batch_size, rows.shape[1], np.float32)
+        self.kernels.pooling.pool(self.kernels.step, rows, batch, pooling, skipped, out)
         return out
 
     def last_tokens(self, x: Array, batch: ForwardBatch) -> Array:

@@ -20,6 +20,7 @@ from ...cuda.kernels.rowwise.adapters import AdapterKernels
 from ...cuda.kernels.rowwise.calibration import CalibrationKernels
 from ...cuda.kernels.rowwise.gptq import GPTQKernels
 from ...cuda.kernels.rowwise.pointwise import PointwiseKernels
+from ...cuda.kernels.rowwise.pooling import PoolingKernels
 from ...cuda.kernels.rowwise.rows import RowKernels
 from ...cuda.kernels.rowwise.short_convolution import ShortConvolutionKernels
 from ...cuda.kernels.rowwise.softmax import Softmax
@@ -41,6 +42,7 @@ class Kernels:
         self.experts = ExpertKernels(launcher, self.rows)
         self.pointwise = PointwiseKernels(launcher)
         self.adapters = AdapterKernels(launcher)
+        self.pooling = PoolingKernels(launcher)
         self.softmax = Softmax(launcher)
         self.short_convolution = ShortConvolutionKernels(launcher)
         self.delta_net = DeltaNetKernels(launcher)

@@ -12,6 +12,7 @@ from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
 from ...backend.values import DELTA_NET_CHUNK as DELTA_NET_CHUNK
 from ...backend.values import GPTQ_BLOCK as GPTQ_BLOCK
 from ...backend.values import LATENT_SEGMENT as LATENT_SEGMENT
+from ...backend.values import POOLING_LANES as POOLING_LANES
 from ...backend.values import SEGMENT as SEGMENT
 from ..runtime.cublaslt import Order
 from ..runtime.tensor_maps import ROW_BYTES
@@ -154,7 +155,7 @@ class AttentionMask(IntEnum):
     """The keys that a query attends to in prefill attention.
 
     ``CAUSAL``: the keys of its sequence up to its own, in the cache. ``CROSS``: its sequence's whole source, in the
-    cache. ``BIDIRECTIONAL``: its whole sequence in this step, whose sequences are packed.
+    cache. ``BIDIRECTIONAL``: its whole sequence in this step, whose sequences are packed, or what a window has of it.
     """
 
     CAUSAL = 0
@@ -162,6 +163,19 @@ class AttentionMask(IntEnum):
     BIDIRECTIONAL = 2
 
 
+class PoolingKind(IntEnum):
+    """The poolings of :class:`.values.Pooling`."""
+
+    POOL_FIRST = 0
+    POOL_LAST = 1
+    POOL_MAX = 2
+    POOL_MEAN = 3
+    POOL_MEAN_SQRT_LEN = 4
+    POOL_WEIGHTED_MEAN = 5
+
+
+POOLING_COLUMNS = 32
+"""Columns that a block of the pooling computes."""
 LARGE_SHARED_MEMORY = 163 << 10
 """The shared memory of a block with which two blocks of prefill attention for heads of 128 elements fit an SM."""
 GEMV_THREADS = 512
@@ -311,6 +325,7 @@ HEADERS = {
     ),
     "constants/stages.cuh": render_header(RELEASING_LANES=STAGE_RELEASING_LANES),
     "constants/prefill.cuh": render_header(AttentionMask, ScoreKind),
+    "constants/pooling.cuh": render_header(PoolingKind, LANES=POOLING_LANES, COLUMNS=POOLING_COLUMNS),
     "constants/skinny_gemm.cuh": render_header(ROWS=SKINNY_ROWS, STEP=SKINNY_STEP),
     "constants/skinny_gemm_hopper.cuh": render_header(
         THREADS=SKINNY_HOPPER_THREADS,

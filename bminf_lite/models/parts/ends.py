@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...backend.base import Backend
 from ...backend.values import Array, ForwardBatch
-from ...layers.embedding import Embedding, PositionEmbedding
+from ...layers.embedding import Embedding, PositionEmbedding, TokenTypeEmbedding
 from ...layers.linear import Linear
 from ...layers.loading import Weights
 from ...layers.norm import NormLayer
@@ -24,11 +24,19 @@ class PositionsPart:
 
 
 @dataclass(frozen=True)
+class TokenTypesPart:
+    """The table ``name`` of ``count`` vectors, one for each segment of a pair of texts."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True)
 class InputPart:
     """Tokens to the residual stream: rows of the table ``name``, multiplied by ``multiplier``.
 
     The rows have ``features`` elements, which ``project`` brings to ``hidden_size`` if they differ. Learned
-    ``positions`` are added to them, and ``norm`` normalises them.
+    ``positions`` and the vectors of ``token_types`` are added to them, and ``norm`` normalises them.
     """
 
     vocab_size: int
@@ -39,6 +47,7 @@ class InputPart:
     embedding_size: int | None = None
     project: str | None = None
     positions: PositionsPart | None = None
+    token_types: TokenTypesPart | None = None
 
     @property
     def features(self) -> int:
@@ -48,13 +57,15 @@ class InputPart:
     @property
     def is_only_a_table(self) -> bool:
         """Whether the residual stream starts as rows of the table, times a number."""
-        return self.norm is None and self.project is None and self.positions is None
+        return all(part is None for part in (self.norm, self.project, self.positions, self.token_types))
 
     def tensors(self) -> Tensors:
         found = embedding(self.name, (self.vocab_size, self.features))
         if self.positions is not None:
             rows = self.positions.first + self.positions.count
             found |= embedding(self.positions.name, (rows, self.hidden_size))
+        if self.token_types is not None:
+            found |= embedding(self.token_types.name, (self.token_types.count, self.hidden_size))
         if self.project is not None:
             found |= linear(self.project, (self.hidden_size, self.features))
         return found | (self.norm.tensors() if self.norm else {})
@@ -68,6 +79,7 @@ class InputPart:
             Linear(ops, weights, [self.project]) if self.project is not None else None,
             positions,
             self.norm.build(ops, weights) if self.norm else None,
+            TokenTypeEmbedding(ops, weights, self.token_types.name) if self.token_types is not None else None,
         )
 
 
@@ -79,6 +91,7 @@ class InputLayer:
     project: Linear | None
     positions: PositionEmbedding | None
     norm: NormLayer | None
+    token_types: TokenTypeEmbedding | None = None
 
     def __call__(self, batch: ForwardBatch) -> Array:
         """A step's tokens to the residual stream, fp32 ``[T, features]``."""
@@ -87,6 +100,8 @@ class InputLayer:
             residual = self.project.fp32(residual)
         if self.positions is not None:
             residual = self.positions.add_to(residual, batch)
+        if self.token_types is not None:
+            residual = self.token_types.add_to(residual, batch)
         return residual if self.norm is None else self.norm(residual)
 
 

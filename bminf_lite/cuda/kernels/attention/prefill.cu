@@ -195,13 +195,15 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
                 for (int m = 0; m < MT; ++m)
                     change_scores<SCORES>(s[m], work, p, position[m], work.first + warp_row + m * 16, key);
             }
-            if (MASK == CAUSAL ? masked.among(key, BN) : key + BN > work.end) {
+            const bool has_window = MASK == BIDIRECTIONAL && work.window;
+            if (MASK == CAUSAL ? masked.among(key, BN) : key + BN > work.end || has_window) {
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
                     if constexpr (MASK == CAUSAL)
                         apply_causal_mask(s[m], position[m], key, work.window);
                     else
                         mask_keys_from(s[m], work.end - key);
+                    if (has_window) apply_window_mask(s[m], position[m], key, work.window);
                 }
             }
 #pragma unroll

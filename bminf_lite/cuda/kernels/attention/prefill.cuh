@@ -37,7 +37,8 @@ struct PrefillParams {
     int table_pitch;
     int capacity;
     float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive; see softcap
-    int window;   // how many keys a query sees, its own included; 0 for all up to its own
+    int window;   // how many keys a query sees, its own included; 0 for all up to its own. BIDIRECTIONAL: so many in
+                  // each direction; 0 for all
     int heads, kv_heads, head_dim, sequences;
     // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance; for ALIBI the slopes [heads],
     // for SINKS the sinks [heads]
@@ -229,10 +230,9 @@ find_work_tile(const PrefillParams& p, const Split& split, int head, int index, 
             work.first_position = work.position(work.first);
             work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
             work.begin = 0, work.end = from(s.end);
-            if (MASK == CAUSAL) {
-                if (p.window) work.begin = max(0, work.first_position - p.window + 1) / KEYS * KEYS;
-                work.end = work.last_position + 1;
-            }
+            if (MASK != CROSS && p.window) work.begin = max(0, work.first_position - p.window + 1) / KEYS * KEYS;
+            if (MASK == CAUSAL) work.end = work.last_position + 1;
+            if (MASK == BIDIRECTIONAL && p.window) work.end = min(work.end, work.last_position + p.window);
             work.first_segment = work.begin / SEGMENT;
             work.segments = ceil_div(work.end, SEGMENT) - work.first_segment;
             if (SPLIT_TILES || work.record < 0) return FOUND;
@@ -344,6 +344,20 @@ __device__ __forceinline__ void apply_causal_mask(float (&s)[N][4], const int (&
 #pragma unroll
             for (int j = 0; j < 2; ++j)
                 if (n * 8 + j > last || n * 8 + j <= before) s[n][2 * h + j] = -INF_F;
+    }
+}
+
+// The same for a query that sees the keys less than `window` tokens before or behind it.
+template <int N>
+__device__ __forceinline__ void apply_window_mask(float (&s)[N][4], const int (&position)[2], int key, int window) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int place = position[h] - key - static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                if (n * 8 + j <= place - window || n * 8 + j >= place + window) s[n][2 * h + j] = -INF_F;
     }
 }
 

@@ -1,0 +1,168 @@
+"""``embed``: vectors of the texts in a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import UsageError
+from ..files import check_writable, read_file_or_pipe, save_result
+from ..text.jsonl import decode_utf8, parse_lines
+from ._options import OUTPUT, PATH, device_option, memory_limit_option, model_argument
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Line:
+    """A text and what names it in the output."""
+
+    id: str | int
+    text: str
+
+
+@click.command()
+@model_argument
+@click.argument("texts", metavar="FILE", type=PATH)
+@click.argument("out", metavar="OUT", type=OUTPUT)
+@click.option("--prompt-name", metavar="NAME", help="Put the model's prompt of this name before each text.")
+@click.option("--prompt", metavar="TEXT", help="Put this text before each text.")
+@click.option("--dimensions", type=click.IntRange(min=1), metavar="N", help="Keep the first N elements of each vector.")
+@click.option(
+    "--normalize/--no-normalize", default=None, help="Give vectors length 1, or not; by default what the model says."
+)
+@click.option("--no-truncate", is_flag=True, help="Fail for a text that the model does not read to its end.")
+@device_option
+@memory_limit_option
+def embed(
+    model: Path,
+    texts: Path,
+    out: Path,
+    prompt_name: str | None,
+    prompt: str | None,
+    dimensions: int | None,
+    normalize: bool | None,
+    no_truncate: bool,
+    device: str,
+    memory_limit: int | None,
+) -> None:
+    """Make vectors of texts.
+
+    Reads FILE, a text per line, or JSONL with a "text" and perhaps an "id" per line, and writes the vectors of the
+    model in the folder MODEL to OUT: a matrix for NumPy (.npy), a line of JSON for each text (.jsonl), or a table
+    (.parquet, which needs the package pyarrow).
+
+    \b
+    Example:
+      bminf-lite embed all-MiniLM-L6-v2-int8 texts.txt vectors.npy
+      bminf-lite embed Qwen3-Embedding-0.6B-int8 queries.jsonl vectors.parquet --prompt-name query
+    """
+    write = writer_for(out)
+    check_writable(out, "OUT")
+    lines = read_lines(texts)
+    import numpy as np
+    from tqdm import tqdm
+
+    from ..api import load
+
+    with load(model, device=device, memory_limit=memory_limit) as loaded:
+        options: dict[str, Any] = {"prompt_name": prompt_name, "prompt": prompt, "normalize": normalize}
+        options |= {"dimensions": dimensions, "truncate": not no_truncate}
+        started, parts = time.perf_counter(), []
+        with tqdm(total=len(lines), unit="text", desc="embed", disable=None, leave=False) as bar:
+            for part in loaded.embed_slices([line.text for line in lines], **options):
+                parts.append(part)
+                bar.update(len(part))
+        seconds, tokens = time.perf_counter() - started, loaded.stats().text_tokens
+        name = loaded.device
+    vectors = np.concatenate(parts)
+    save_result(out, write(lines, vectors))
+    click.echo(f"wrote {out}: {len(vectors):,} vectors of {vectors.shape[1]:,} elements")
+    click.echo(f"{tokens:,} tokens on {name}, {tokens / seconds:,.0f} per second", err=True)
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The texts of a file: its lines that are not empty, or of ``.jsonl`` those of its objects.
+
+    Raises ``UsageError`` for a file that cannot be read, is not UTF-8 or holds no text, and lists bad lines.
+    """
+    try:
+        content = read_file_or_pipe(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    text = decode_utf8(content, path)
+    if path.suffix.lower() == ".jsonl":
+        found = parse_lines(text, path, _parse)
+    else:
+        numbered = ((number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1))
+        found = [Line(number, line) for number, line in numbered if line.strip()]
+    if not found:
+        raise UsageError(f"{path}: holds no text; give a text per line, or JSONL with a text per line")
+    return found
+
+
+def _parse(value: dict[str, Any], number: int) -> Line:
+    name, text = value.get("id", number), value.get("text")
+    if not isinstance(text, str):
+        raise ValueError(f'text is {text!r}; each line is an object such as {{"text": "Once upon a time"}}')
+    if not isinstance(name, (str, int)):
+        raise ValueError(f"id is {name!r}, but must be a string or a whole number")
+    return Line(name, text)
+
+
+def writer_for(out: Path) -> Callable[[Sequence[Line], np.ndarray], bytes]:
+    """What makes the content of a file of this suffix; ``UsageError`` for another suffix or without pyarrow."""
+    writers = {".npy": npy_bytes, ".jsonl": jsonl_bytes, ".parquet": parquet_bytes}
+    writer = writers.get(out.suffix.lower())
+    if writer is None:
+        raise UsageError(f"OUT {out}: its suffix must be one of {', '.join(writers)}")
+    if writer is parquet_bytes:
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError:
+            raise UsageError("a .parquet file needs the package pyarrow: pip install pyarrow") from None
+    return writer
+
+
+def npy_bytes(lines: Sequence[Line], vectors: np.ndarray) -> bytes:
+    """The matrix fp32 ``[texts, elements]`` as a file of NumPy."""
+    import numpy as np
+
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, vectors)
+    return buffer.getvalue()
+
+
+def jsonl_bytes(lines: Sequence[Line], vectors: np.ndarray) -> bytes:
+    """An object with ``id`` and ``embedding`` per line."""
+    rows = (
+        {"id": line.id, "embedding": [float(str(x)) for x in row]} for line, row in zip(lines, vectors, strict=True)
+    )
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def parquet_bytes(lines: Sequence[Line], vectors: np.ndarray) -> bytes:
+    """A table with the columns ``id``, ``text`` and ``embedding``."""
+    import pyarrow
+    import pyarrow.parquet
+
+    ids: list[Any] = [line.id for line in lines]
+    if any(isinstance(name, str) for name in ids):
+        ids = list(map(str, ids))
+    flat = pyarrow.array(vectors.reshape(-1))
+    columns = {
+        "id": pyarrow.array(ids),
+        "text": pyarrow.array([line.text for line in lines]),
+        "embedding": pyarrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
+    }
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue()

@@ -1,0 +1,298 @@
+"""Encoders: models that make vectors of whole texts, and no next token.
+
+An encoder is a stack of layers over packed texts. Attention in both directions keeps nothing
+(:class:`.parts.cross_attention.EncoderAttentionPart`). A decoder that embeds texts is an encoder too, whose mixers see
+the tokens before their own: what such a layer keeps of a step is of no use behind that layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ..backend.base import Backend
+from ..backend.values import Array, ForwardBatch
+from ..layers.cache import CacheLayout, KVCache
+from ..layers.loading import Weights
+from ..layers.norm import NormLayer
+from ._config import (
+    ACTIVATIONS,
+    MAX_LAYERS,
+    ConfigReader,
+    Fields,
+    ModelConfig,
+    choice,
+    common_divisors,
+    integer,
+    number,
+)
+from .parts.classifier import Classifier, ClassifierPart
+from .parts.cross_attention import EncoderAttentionPart
+from .parts.ends import InputLayer, InputPart, PositionsPart, TokenTypesPart
+from .parts.feed_forward import FeedForwardPart
+from .parts.norms import NormKind, NormPart
+from .parts.part import Layer, LayerParts, LayerSource, RelativeBiasTable, SharedValues, Sublayer
+from .spec import Fold, Spec, Tensors
+
+KEYS = {
+    "vocab_size": integer("vocab_size", 30522),
+    "hidden_size": integer("hidden_size", 768),
+    "intermediate_size": integer("intermediate_size", 3072),
+    "layers": integer("num_hidden_layers", 12, high=MAX_LAYERS),
+    "heads": integer("num_attention_heads", 12),
+    "positions": integer("max_position_embeddings", 512),
+    "norm_eps": number("layer_norm_eps", 1e-12, high=1.0),
+    "activation": choice("hidden_act", "gelu", ACTIVATIONS),
+}
+"""The keys of BERT and its relatives; the defaults are BERT's."""
+
+HEADS = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
+"""The end of the name of a class in transformers -> what its head classifies."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig(ModelConfig):
+    """An encoder: what lies before its layers, the parts of each layer, and the norm behind them.
+
+    The tensors of layer ``i`` are named ``{prefix}.{i}.…``. ``relative`` is a bias by distance that all layers share.
+    ``classifier`` is the head of a model that classifies, whose ``labels`` have names. ``ignored`` and ``aliases`` are
+    those of :class:`.spec.Spec`.
+    """
+
+    generates: ClassVar[bool] = False
+
+    input: InputPart
+    layer_parts: tuple[LayerParts, ...]
+    norm: NormPart | None = None
+    prefix: str = "encoder.layer"
+    relative: RelativeBiasTable | None = None
+    classifier: ClassifierPart | None = None
+    labels: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_parts)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """Nothing: a text is computed in one step."""
+        return CacheLayout(())
+
+    def layer_name(self, layer: int) -> str:
+        """The prefix of the tensors of layer ``layer``."""
+        return f"{self.prefix}.{layer}"
+
+    @property
+    def divided(self) -> dict[str, int]:
+        return common_divisors(layer.divided for layer in self.layer_parts)
+
+    @property
+    def undivided(self) -> str | None:
+        reasons = (sub.part.undivided for layer in self.layer_parts for sub in layer.sublayers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+def spec(config: EncoderConfig) -> Spec:
+    """Every tensor of the checkpoint. Factors move from a norm to the matrices that read it, and inside of parts."""
+    layers = [layer.stated(config.layer_name(i)) for i, layer in enumerate(config.layer_parts)]
+    parts = [part for layer in layers for part in layer.parts]
+    tensors: Tensors = config.input.tensors()
+    for layer in layers:
+        tensors |= layer.tensors
+    if config.norm is not None:
+        tensors |= config.norm.tensors()
+    if config.relative is not None:
+        tensors |= config.relative.tensors(config.relative.name.rpartition(".")[0])
+    if config.classifier is not None:
+        tensors |= config.classifier.tensors()
+    folds: list[Fold] = [fold for layer in layers for fold in layer.folds]
+    value_heads = tuple(fold for part in parts for fold in part.value_heads)
+    return Spec(
+        tensors,
+        ignored=config.ignored,
+        foldable=(*folds, *value_heads),
+        aliases=config.aliases,
+        rotatable=tuple(name for part in parts for name in part.rotatable),
+        value_heads=value_heads,
+        gated=tuple(product for layer in layers for product in layer.gated),
+        key_heads=tuple(heads for part in parts for heads in part.key_heads),
+        fused={name: tensor for part in parts for name, tensor in part.fused.items()},
+    )
+
+
+class EncoderBuilder:
+    """Makes the parts of a model one at a time; see :class:`._decoder.ModelBuilder`."""
+
+    def __init__(self, config: EncoderConfig, weights: Weights, ops: Backend):
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.shared = SharedValues(ops, weights)
+        for layer in config.layer_parts:
+            for sub in layer.sublayers:
+                sub.part.share(self.shared)
+
+    def embed(self) -> InputLayer:
+        """Tokens to the residual stream, fp32 ``[T, features]``."""
+        return self.config.input.build(self.ops, self.weights)
+
+    def block(self, layer: int) -> Layer:
+        """Layer ``layer``, counted from 0."""
+        source = LayerSource(self.ops, self.weights, self.config.layer_name(layer), self.shared)
+        return self.config.layer_parts[layer].build(source)
+
+    def norm(self) -> NormLayer | None:
+        """The norm behind the layers."""
+        return None if self.config.norm is None else self.config.norm.build(self.ops, self.weights)
+
+    def output(self) -> Callable[[Array], Array]:
+        """The residual stream to the tokens' vectors, fp32 ``[T, features]``."""
+        return self.norm() or (lambda residual: residual)
+
+    def classifier(self) -> Classifier | None:
+        """The head of a model that classifies."""
+        return None if self.config.classifier is None else self.config.classifier.build(self.weights)
+
+
+class Encoder:
+    """Texts in, a vector of each token out."""
+
+    def __init__(self, builder: EncoderBuilder):
+        self.ops = builder.ops
+        self.config = builder.config
+        self.embed = builder.embed()
+        self.blocks = self.ops.blocks(builder.block, self.config.num_layers)
+        self.norm = builder.norm()
+        self.classifier = builder.classifier()
+
+    def __call__(self, batch: ForwardBatch) -> Array:
+        """The vectors of the tokens of whole texts, packed: fp32 ``[T, features]``. Call it in a step of the batch."""
+        residual = self.embed(batch)
+        with ExitStack() as caches:
+            made: dict[Any, KVCache] = {}
+            for block, parts in zip(self.blocks, self.config.layer_parts, strict=True):
+                if not parts.layouts:
+                    residual = block(residual, None, batch)
+                    continue
+                if (layout := parts.layouts[0]) not in made:
+                    cache = KVCache.for_sequences(self.ops, CacheLayout((layout,)), *_sizes(batch))
+                    made[layout] = caches.enter_context(closing(cache))
+                tables = tuple(map(self.ops.array, made[layout].tables(*_sizes(batch))))
+                residual = block(residual, made[layout].layers[0], replace(batch, block_tables=tables))
+            return residual if self.norm is None else self.norm(residual)
+
+
+def _sizes(batch: ForwardBatch) -> tuple[int, int]:
+    """The sequences of a step, and the tokens of the longest."""
+    return batch.batch_size, batch.max_context_len
+
+
+# -- BERT and its relatives, from the fields of a configuration ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Names of the tensors of a layer that normalises behind its parts; they follow ``{prefix}.{i}.``."""
+
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    out: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    inner: tuple[str, ...] = ("intermediate.dense",)
+    down: str = "output.dense"
+    norm: str = "output.LayerNorm"
+
+
+def checked_fields(read: ConfigReader) -> dict[str, Any]:
+    """The fields of :data:`KEYS`, with the size of a head. Raises with every problem."""
+    read.require_divisible("hidden_size", "heads")
+    if read.config.get("is_decoder"):
+        read.problem("is_decoder", "is_decoder is true, but this model_type is run as an encoder")
+    kind = read.config.get("position_embedding_type") or "absolute"
+    if kind != "absolute":
+        read.problem("position_embedding_type", f"position_embedding_type is {kind!r}; absolute is supported")
+    fields = read.checked_fields()
+    return fields | {"head_dim": fields["hidden_size"] // fields["heads"]}
+
+
+def layer_norm(fields: Fields, name: str) -> NormPart:
+    """A LayerNorm of the residual stream."""
+    return NormPart(name, fields["hidden_size"], fields["norm_eps"], NormKind.LAYER)
+
+
+def attention(fields: Fields, qkv: tuple[str, ...], out: str, bias: bool = True, **others: Any) -> EncoderAttentionPart:
+    """Attention in both directions, and the ``others`` of its options."""
+    heads = fields["heads"]
+    return EncoderAttentionPart(
+        fields["hidden_size"],
+        heads,
+        heads,
+        fields["head_dim"],
+        qkv=qkv,
+        out=out,
+        qkv_bias=bias,
+        out_bias=bias,
+        **others,
+    )
+
+
+def post_norm_layer(
+    fields: Fields, names: LayerNames, bias: bool = True, gated: bool = False, **others: Any
+) -> LayerParts:
+    """A layer whose parts read the residual stream, which is normalised behind each; ``others`` are of attention."""
+    sizes = fields["hidden_size"], fields["intermediate_size"], fields["activation"]
+    mixer = attention(fields, names.qkv, names.out, bias, **others)
+    mlp = FeedForwardPart(*sizes, gated, names.inner, names.down, bias)
+    first, second = layer_norm(fields, names.attention_norm), layer_norm(fields, names.norm)
+    return LayerParts((Sublayer(mixer, stream_norm=first), Sublayer(mlp, stream_norm=second)))
+
+
+def encoder_input(
+    fields: Fields, base: str, first_position: int | None = 0, token_types: int = 0, norm: str = "embeddings.LayerNorm"
+) -> InputPart:
+    """The embeddings of BERT under the prefix ``base``, normalised.
+
+    Position 0 has the row ``first_position`` of the table; None for a model without learned positions. There are
+    ``token_types`` types of tokens, 0 for none.
+    """
+    table, positions = f"{base}embeddings.word_embeddings", None
+    if first_position is not None:
+        count = fields["positions"] - first_position
+        positions = PositionsPart(f"{base}embeddings.position_embeddings", count, first_position)
+    types = TokenTypesPart(f"{base}embeddings.token_type_embeddings", token_types) if token_types else None
+    sizes = fields["vocab_size"], fields["hidden_size"]
+    return InputPart(*sizes, table, norm=layer_norm(fields, base + norm), positions=positions, token_types=types)
+
+
+def head_kind(config: Mapping[str, Any]) -> str | None:
+    """What the head of a ``config.json`` classifies, ``sequence`` or ``token``; None without such a head."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    return next((kind for end, kind in HEADS.items() if name.endswith(end)), None)
+
+
+def label_names(read: ConfigReader) -> tuple[str, ...]:
+    """The names of a classifier's labels, in order: ``id2label``, or ``LABEL_0`` and so on for ``num_labels``."""
+    found = read.config.get("id2label")
+    if not found:
+        return tuple(f"LABEL_{i}" for i in range(read.value(integer("num_labels", 2, high=1 << 20))))
+    is_complete = isinstance(found, Mapping) and {str(key) for key in found} == {str(i) for i in range(len(found))}
+    if not is_complete:
+        read.problem("id2label", f"id2label is {found!r}, not an object that names the labels 0, 1, ...")
+        return ("LABEL_0",)
+    named = {str(key): str(value) for key, value in found.items()}
+    return tuple(named[str(i)] for i in range(len(named)))
+
+
+def base_names(base: str, known: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Aliases that give the tensors of the modules ``known`` the prefix ``base``, which some files leave out or add.
+
+    ``base`` is empty for a file that has no head; then a prefix such as ``bert.`` is dropped.
+    """
+    modules = "|".join(sorted(known))
+    if base:
+        return ((rf"((?:{modules})\..*)", rf"{base}\1"),)
+    return ((rf"\w+\.((?:{modules})\..*)", r"\1"),)

@@ -1,0 +1,226 @@
+"""A model that makes vectors, scores and labels of texts, for the callers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from ..backend.values import Pooling
+from ..engine.pooling import PoolingRequest, PoolingText
+from ..errors import UsageError, require_bool, require_whole
+from ..models.parts.classifier import Classifier
+from ..text.tokenizer import Tokenizer, require_text
+from .scores import ClassifierSettings, Ranked, TokenLabel, ranked
+from .settings import PoolingSettings
+from .texts import Text, TextEncoder, is_text
+
+SLICE = 512
+"""Texts that are made to tokens at once; the device computes one slice while the next one is made."""
+
+
+@dataclass(frozen=True)
+class PoolingModel:
+    """What a model's folder says of its vectors: ``settings``, and how the numbers of a ``classifier`` are read.
+
+    The tokens' vectors have ``features`` elements. ``longest`` are the tokens of a text at most.
+    """
+
+    settings: PoolingSettings
+    features: int
+    vocab_size: int
+    longest: int
+    classifier: Classifier | None = None
+    scores: ClassifierSettings | None = None
+
+    @property
+    def dimensions(self) -> int:
+        """Elements of a text's vector."""
+        return self.settings.size(self.features)
+
+    @property
+    def is_reranker(self) -> bool:
+        """Whether the model reads a query and a text together, and gives one number."""
+        return self.has_classes and self.scores is not None and len(self.scores.labels) == 1
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the model classifies texts."""
+        return self.classifier is not None and self.classifier.pooling is not None
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raise ``UsageError`` for ``dimensions`` that the model's vectors do not have."""
+        if dimensions is not None:
+            require_whole("dimensions", dimensions, self.dimensions)
+
+
+class Pooler:
+    """Embeds, ranks and classifies texts by ``submit``, which hands a request to the engine."""
+
+    def __init__(
+        self,
+        model: PoolingModel,
+        tokenizer: Callable[[], Tokenizer],
+        submit: Callable[[PoolingRequest], None],
+        folder: Path | None = None,
+    ):
+        self.model = model
+        self.folder = folder
+        self.texts = TextEncoder(tokenizer, model.settings, model.vocab_size, model.longest)
+        self._submit = submit
+
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate: bool = True,
+    ) -> np.ndarray:
+        """See :meth:`bminf_lite.Model.embed`."""
+        one = is_text(texts)
+        wanted: list[Any] = [texts] if one else list(texts)
+        found = list(self.embedded(wanted, prompt_name, prompt, normalize, dimensions, truncate))
+        joined = np.concatenate(found) if found else np.empty((0, dimensions or self.model.dimensions), np.float32)
+        return joined[0] if one else joined
+
+    def embedded(
+        self,
+        texts: Sequence[Text],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate: bool = True,
+    ) -> Iterator[np.ndarray]:
+        """As :meth:`embed` for a list, in slices of texts: fp32 ``[n, dimensions]`` each."""
+        if self.model.classifier is not None:
+            raise UsageError("this model classifies: embed texts with a model that has no such head")
+        if normalize is not None:
+            require_bool("normalize", normalize)
+        require_bool("truncate", truncate)
+        self.model.check_dimensions(dimensions)
+        before, settings = self.texts.prompt_text(prompt_name, prompt), self.model.settings
+
+        def encoded(part: Sequence[Text]) -> list[PoolingText]:
+            return self.texts.encode(part, before, truncate)
+
+        for vectors in self._vectors(texts, encoded, settings.poolings):
+            yield settings.finish(np.stack(vectors), normalize, dimensions)
+
+    def rerank(self, query: str, texts: Sequence[str], top_n: int | None = None, truncate: bool = True) -> list[Ranked]:
+        """See :meth:`bminf_lite.Model.rerank`."""
+        texts = _list_of_texts(texts)
+        require_text(query, "query")
+        if top_n is not None:
+            require_whole("top_n", top_n)
+        return ranked(self.relevances(query, texts, truncate), texts, top_n)
+
+    def relevances(self, query: str, texts: Sequence[str], truncate: bool = True) -> np.ndarray:
+        """The score of each text for a query, fp32 ``[n]``: a reranker's, or the cosine of an embedder's vectors."""
+        if self.model.scores is not None:
+            numbers = self._numbers([(query, text) for text in texts], truncate)
+            return self.model.scores.relevances(numbers)
+        names = self.model.settings.prompts
+        of_query = "query" if "query" in names else None
+        of_texts = next((name for name in ("document", "passage", "corpus") if name in names), None)
+        rows = self.embed(texts, of_texts, normalize=True, truncate=truncate)
+        found: np.ndarray = (rows * self.embed(query, of_query, normalize=True, truncate=truncate)).sum(axis=1)
+        return found
+
+    def classify(self, texts: Any, truncate: bool = True) -> Any:
+        """See :meth:`bminf_lite.Model.classify`."""
+        one = isinstance(texts, (str, tuple))
+        wanted = [texts] if one else list(texts)
+        found: Sequence[Any]
+        if self.model.classifier is not None and self.model.classifier.pooling is None:
+            found = self._token_labels(wanted)
+        else:
+            numbers = self._numbers(wanted, truncate)
+            assert self.model.scores is not None
+            found = self.model.scores.classifications(numbers)
+        return found[0] if one else list(found)
+
+    def _numbers(self, texts: Sequence[str | tuple[str, str]], truncate: bool) -> np.ndarray:
+        """The numbers of the classifier, fp32 ``[n, labels]``."""
+        classifier = self.model.classifier
+        if classifier is None or classifier.pooling is None:
+            raise UsageError("this model has no head that classifies texts")
+        require_bool("truncate", truncate)
+
+        def encoded(part: Sequence[str | tuple[str, str]]) -> list[PoolingText]:
+            pairs = [text for text in part if isinstance(text, tuple)]
+            if not pairs:
+                return self.texts.encode([str(text) for text in part], truncate=truncate)
+            if len(pairs) != len(part) or any(len(pair) != 2 for pair in pairs):
+                raise UsageError("give either texts or pairs of texts, not both")
+            return self.texts.encode_pairs(pairs, truncate)
+
+        for text in texts:
+            if not isinstance(text, tuple):
+                require_text(text, "text")
+        rows = [classifier(np.stack(v)) for v in self._vectors(texts, encoded, (classifier.pooling,))]
+        return np.concatenate(rows) if rows else np.empty((0, len(classifier.out.weight)), np.float32)
+
+    def _token_labels(self, texts: Sequence[Any]) -> list[list[TokenLabel]]:
+        classifier, scores = self.model.classifier, self.model.scores
+        assert classifier is not None and scores is not None
+        for text in texts:
+            require_text(text, "text")
+        whole = self.texts.whole_texts(texts)
+        tokens = [PoolingText(np.array(one.token_ids, np.int32), one.token_types) for one in whole]
+        vectors = [v for part in self._vectors(tokens, list, ()) for v in part]
+        found = []
+        for text, one, rows in zip(texts, whole, vectors, strict=True):
+            found.append(
+                [
+                    TokenLabel(text[first:last], best.label, best.score, first, last)
+                    for (first, last), best in zip(one.offsets, scores.classifications(classifier(rows)), strict=True)
+                    if first < last
+                ]
+            )
+        return found
+
+    def _vectors(
+        self, texts: Sequence[Any], encoded: Callable[[Any], list[PoolingText]], poolings: tuple[Pooling, ...]
+    ) -> Iterator[list[np.ndarray]]:
+        """The vectors of slices of texts, in order. A slice is made to tokens while the one before is computed."""
+        waiting: list[tuple[PoolingRequest, SimpleQueue[PoolingRequest]]] = []
+        try:
+            for first in range(0, len(texts), SLICE):
+                ended: SimpleQueue[PoolingRequest] = SimpleQueue()
+                request = PoolingRequest(encoded(texts[first : first + SLICE]), poolings, ended.put)
+                self._submit(request)
+                waiting.append((request, ended))
+                if len(waiting) > 1:
+                    yield _result(*waiting.pop(0))
+            while waiting:
+                yield _result(*waiting.pop(0))
+        finally:
+            for request, _ in waiting:
+                request.is_cancelled = True
+
+
+def _result(request: PoolingRequest, ended: SimpleQueue[PoolingRequest]) -> list[np.ndarray]:
+    """The vectors of a request; waits for them, and raises its error."""
+    try:
+        ended.get()
+    except BaseException:
+        request.is_cancelled = True
+        raise
+    if request.error is not None:
+        raise request.error
+    return request.vectors
+
+
+def _list_of_texts(texts: Any) -> list[str]:
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise UsageError(f"give a list of texts, not {type(texts).__name__}")
+    for text in texts:
+        require_text(text, "text")
+    return list(texts)

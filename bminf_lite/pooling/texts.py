@@ -1,0 +1,128 @@
+"""Texts in tokens, for a model that reads whole texts: prompts before them, their length, and what is cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from ..engine.pooling import PoolingText
+from ..errors import UsageError, is_whole, listed
+from ..text.prompts import validate_token_ids
+from ..text.tokenizer import Tokenizer, WholeText, require_text
+from .settings import PoolingSettings
+
+Text = str | Sequence[int] | np.ndarray
+"""A text, or its tokens."""
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Makes tokens of texts. ``tokenizer`` is called for the first text, and may raise ``CheckpointError``.
+
+    A model reads ``longest`` tokens of a text at most, with those of its frame.
+    """
+
+    tokenizer: Callable[[], Tokenizer]
+    settings: PoolingSettings
+    vocab_size: int
+    longest: int
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a text; what is more is cut off."""
+        return min(self.longest, self.settings.max_length or self.longest)
+
+    def prompt_text(self, prompt_name: str | None, prompt: str | None) -> str:
+        """The text before each text: ``prompt``, else that of the settings named ``prompt_name``, or the default's."""
+        settings = self.settings
+        if prompt is not None:
+            if prompt_name is not None:
+                raise UsageError("give a prompt, or the name of one (prompt_name), not both")
+            require_text(prompt)
+            return prompt
+        name = prompt_name if prompt_name is not None else settings.default_prompt
+        if name is None:
+            return ""
+        if prompt_name is not None and name not in settings.prompts:
+            known = ", ".join(map(repr, settings.prompts)) or "none"
+            raise UsageError(f"prompt_name is {prompt_name!r}, but the model's prompts are: {known}")
+        return settings.prompts.get(name, "")
+
+    def encode(self, texts: Sequence[Text], prompt: str = "", truncate: bool = True) -> list[PoolingText]:
+        """The tokens of texts, each with ``prompt`` before it. Tokens are taken as they are.
+
+        Raises ``UsageError`` that lists the texts that are none, and without ``truncate`` those that are too long.
+        """
+        skipped = self._prompt_tokens(prompt) if prompt and not self.settings.include_prompt else 0
+        lowered = {i: self._lowered(prompt + text) for i, text in enumerate(texts) if is_utf8(text)}
+        whole = dict(zip(lowered, self._whole([(text,) for text in lowered.values()]), strict=True))
+        found, problems = [], []
+        for i, text in enumerate(texts):
+            try:
+                if isinstance(text, str):
+                    require_text(text, "text")
+                encoded = whole[i] if i in whole else self._of_tokens(text)
+                found.append(self._checked(encoded, truncate, skipped if i in whole else 0))
+            except UsageError as error:  # noqa: PERF203, the other texts' problems are wanted too
+                problems.append(f"text {i}: {error}")
+        if problems:
+            raise UsageError(problems[0] if len(problems) == 1 else listed(f"{len(texts)} texts", problems))
+        return found
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], truncate: bool = True) -> list[PoolingText]:
+        """The tokens of pairs of texts, which the model reads together."""
+        whole = self._whole([(self._lowered(first), self._lowered(second)) for first, second in pairs])
+        return [self._checked(encoded, truncate) for encoded in whole]
+
+    def whole_texts(self, texts: Sequence[str]) -> list[WholeText]:
+        """Texts in tokens, with the places of these in the texts."""
+        return self._whole([(self._lowered(text),) for text in texts])
+
+    def _whole(self, texts: Sequence[tuple[str, ...]]) -> list[WholeText]:
+        return self.tokenizer().encode_whole(texts, self.max_length) if texts else []
+
+    def _lowered(self, text: str) -> str:
+        require_text(text, "text")
+        return text.lower() if self.settings.lower_case else text
+
+    def _prompt_tokens(self, prompt: str) -> int:
+        """The tokens before those of a text: the prompt's, and the frame before it."""
+        ids = self.tokenizer().encode_whole([(self._lowered(prompt),)], self.longest)[0].token_ids
+        return len(ids) - (1 if ids and ids[-1] in self.tokenizer().special_ids else 0)
+
+    def _of_tokens(self, text: Any) -> WholeText:
+        ids = validate_token_ids(text, self.vocab_size)
+        if not ids:
+            raise UsageError("it has no token")
+        return WholeText(ids[: self.max_length], num_cut=max(len(ids) - self.max_length, 0))
+
+    def _checked(self, text: WholeText, truncate: bool, skipped: int = 0) -> PoolingText:
+        if text.num_cut and not truncate:
+            count = len(text.token_ids) + text.num_cut
+            raise UsageError(
+                f"it has {count:,} tokens, but the model reads {self.max_length:,} of a text: shorten it, or let it be "
+                "cut off (truncate)"
+            )
+        largest = max(text.token_ids, default=-1)
+        if largest < 0:
+            raise UsageError("it has no token")
+        if largest >= self.vocab_size:
+            raise UsageError(f"it has the token {largest}, but the model's largest is {self.vocab_size - 1}")
+        return PoolingText(np.array(text.token_ids, np.int32), text.token_types, skipped)
+
+
+def is_utf8(value: object) -> TypeGuard[str]:
+    """Whether a value is a text that can be written as UTF-8."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is one text, or the tokens of one, and no list of texts."""
+    if isinstance(value, str):
+        return True
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.dtype.kind in "iu"
+    return isinstance(value, Sequence) and len(value) > 0 and is_whole(value[0])

@@ -1,0 +1,236 @@
+"""``embed``, ``rerank`` and ``classify`` of tiny random models, and the command ``embed``."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from embedding_kit import cosine, write_encoder, write_modules
+
+import bminf_lite
+from bminf_lite.api import Model, load
+from bminf_lite.backend.base import pooled
+from bminf_lite.backend.values import Pooling
+from bminf_lite.cli import main
+from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.pooling import pooler
+from bminf_lite.text.json_tokenizer import kept_lengths
+
+TEXTS = ["a cat sits on the mat", "the dog runs", "now", "a red cat and a red dog sits on the mat and barks"]
+PROMPTS = {"prompts": {"query": "query : ", "document": "passage : "}, "default_prompt_name": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("encoders") / "plain")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[Model]:
+    with load(folder, device="cpu") as loaded:
+        yield loaded
+
+
+def token_vectors(model: Model, text: str) -> np.ndarray:
+    """The vectors of a text's tokens."""
+    assert model.pooler is not None
+    tokens = model.pooler.texts.encode([text])
+    [vectors] = next(model.pooler._vectors(tokens, list, ()))
+    return vectors
+
+
+def test_vectors_have_length_1_and_do_not_depend_on_the_batch(model: Model, monkeypatch: pytest.MonkeyPatch):
+    together = model.embed(TEXTS)
+    assert together.shape == (4, 32) and together.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, rtol=1e-6)
+    monkeypatch.setattr(pooler, "SLICE", 2)
+    np.testing.assert_allclose(model.embed(TEXTS), together, atol=1e-6)
+    alone = np.stack([model.embed(text) for text in TEXTS])
+    np.testing.assert_allclose(alone, together, atol=1e-6)
+    assert model.embed([]).shape == (0, 32)
+    assert model.stats().texts >= 12 and "vectors of 32 elements" in repr(model)
+
+
+def test_token_ids_are_taken_as_they_are(model: Model):
+    ids = model.tokenizer.encode(TEXTS[0])
+    for given in (ids, [ids], np.array(ids)):
+        np.testing.assert_allclose(np.ravel(model.embed(given)), model.embed(TEXTS[0]), atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_each_pooling_of_sentence_transformers(tmp_path: Path, pooling: Pooling):
+    folder = write_encoder(tmp_path / "model")
+    write_modules(folder, {"pooling_mode": pooling.value})
+    with load(folder, device="cpu") as model:
+        expected = pooled(token_vectors(model, TEXTS[0]), pooling)
+        np.testing.assert_allclose(model.embed(TEXTS[0]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_poolings_are_joined_and_linear_layers_follow(tmp_path: Path):
+    folder = write_encoder(tmp_path / "model")
+    flags = {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    tanh, identity = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
+    dense = {"in_features": 64, "out_features": 40, "activation_function": tanh}
+    last = {"in_features": 40, "out_features": 16, "bias": False, "activation_function": identity}
+    write_modules(folder, flags, dense, last, {})
+    with load(folder, device="cpu") as model:
+        rows = token_vectors(model, TEXTS[1])
+        x = np.concatenate([pooled(rows, Pooling.FIRST), pooled(rows, Pooling.MAX)])
+        assert model.pooler is not None
+        first, second = (step.linear for step in model.pooler.model.settings.steps)
+        expected = np.tanh(x @ first.weight.T + first.bias) @ second.weight.T
+        np.testing.assert_allclose(model.embed(TEXTS[1]), expected / np.linalg.norm(expected), atol=1e-5)
+        short = model.embed(TEXTS[1], dimensions=8)
+        np.testing.assert_allclose(short, expected[:8] / np.linalg.norm(expected[:8]), atol=1e-5)
+        np.testing.assert_allclose(model.embed(TEXTS[1], normalize=False), expected, atol=1e-4)
+        with pytest.raises(UsageError, match="1 to 16"):
+            model.embed(TEXTS, dimensions=17)
+
+
+def test_prompts_by_name_and_left_out_of_the_pooling(tmp_path: Path):
+    folder = write_encoder(tmp_path / "model")
+    write_modules(folder, {"pooling_mode_mean_tokens": True, "include_prompt": False}, **PROMPTS)
+    with load(folder, device="cpu") as model:
+        rows = token_vectors(model, "query : " + TEXTS[0])
+        np.testing.assert_allclose(model.embed(TEXTS[0], prompt_name="query"), rows[3:].mean(axis=0), atol=1e-5)
+        np.testing.assert_allclose(model.embed(TEXTS[0], prompt="query : "), rows[3:].mean(axis=0), atol=1e-5)
+        with pytest.raises(UsageError, match="'query', 'document'"):
+            model.embed(TEXTS, prompt_name="passage")
+        with pytest.raises(UsageError, match="not both"):
+            model.embed(TEXTS, prompt_name="query", prompt="a")
+
+
+def test_long_texts_are_cut_or_refused(tmp_path: Path):
+    folder = write_encoder(tmp_path / "model")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8, "do_lower_case": True}))
+    long = "a cat sits on the mat and runs and barks now"
+    with load(folder, device="cpu") as model:
+        np.testing.assert_allclose(model.embed(long.upper()), model.embed("a cat sits on the mat"), atol=1e-6)
+        with pytest.raises(UsageError, match=r"text 1: it has 13 tokens, but the model reads 8"):
+            model.embed(["a cat", long], truncate=False)
+    with load(write_encoder(tmp_path / "other"), device="cpu") as model:
+        assert model.embed("cat " * 100).shape == (32,)
+
+
+@pytest.mark.parametrize(("lengths", "room", "kept"), [([9, 3], 8, [5, 3]), ([4, 9, 9], 12, [4, 4, 4]), ([5], 9, [5])])
+def test_the_longest_text_is_cut_first(lengths: list[int], room: int, kept: list[int]):
+    assert kept_lengths(lengths, room) == kept
+
+
+def test_int8_vectors_are_close_to_float_ones(folder: Path, model: Model, tmp_path: Path):
+    expected = model.embed(TEXTS)
+    write_modules(other := write_encoder(tmp_path / "model"), {"pooling_mode_mean_tokens": True}, {})
+    for recipe, least in ((None, 0.99), ("w8a16", 0.999)):
+        report = bminf_lite.migrate(other, tmp_path / f"int8-{recipe}", recipe, portable=False)
+        assert not report.skipped
+        with load(tmp_path / f"int8-{recipe}", device="cpu") as migrated:
+            assert cosine(migrated.embed(TEXTS), expected).min() > least
+    assert (tmp_path / "int8-None" / "1_Pooling" / "config.json").is_file()
+    bminf_lite.verify(tmp_path / "int8-None")
+
+
+def test_a_calibration_for_an_encoder(folder: Path, model: Model, tmp_path: Path):
+    ids = np.random.default_rng(0).integers(5, 20, 2000).tolist()
+    bminf_lite.migrate(folder, tmp_path / "smooth", "w8a8-smooth", calibrate=ids, device="cpu")
+    with load(tmp_path / "smooth", device="cpu") as migrated:
+        assert cosine(migrated.embed(TEXTS), model.embed(TEXTS)).min() > 0.98
+    with pytest.raises(UsageError, match="this one makes vectors"):
+        bminf_lite.migrate(folder, tmp_path / "auto", "auto", calibrate=ids, device="cpu")
+
+
+def test_a_reranker_reads_query_and_text_together(tmp_path: Path):
+    changes = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    with load(write_encoder(tmp_path / "model", **changes), device="cpu") as model:
+        found = model.rerank("the dog", TEXTS)
+        assert sorted(hit.index for hit in found) == [0, 1, 2, 3]
+        assert [hit.score for hit in found] == sorted((hit.score for hit in found), reverse=True)
+        assert all(0 < hit.score < 1 and hit.text == TEXTS[hit.index] for hit in found)
+        assert model.rerank("the dog", TEXTS, top_n=2) == found[:2]
+        assert model.rerank("a cat", TEXTS)[0].score != found[0].score
+        with pytest.raises(UsageError, match="classifies"):
+            model.embed(TEXTS)
+
+
+def test_an_embedder_ranks_by_cosine(model: Model):
+    found = model.rerank(TEXTS[1], TEXTS)
+    assert found[0].index == 1 and found[0].score == pytest.approx(1, abs=1e-5)
+    with pytest.raises(UsageError, match="list of texts"):
+        model.rerank("a", "b")
+
+
+def test_labels_of_texts_pairs_and_tokens(tmp_path: Path):
+    names = {"0": "no", "1": "maybe", "2": "yes"}
+    changes = {"architectures": ["BertForSequenceClassification"], "id2label": names}
+    with load(write_encoder(tmp_path / "texts", **changes), device="cpu") as model:
+        one = model.classify(TEXTS[0])
+        assert one.label == max(one.scores, key=lambda name: one.scores[name]) and list(one.scores) == [*names.values()]
+        assert sum(one.scores.values()) == pytest.approx(1, abs=1e-6)
+        assert model.classify([TEXTS[0]])[0].scores == pytest.approx(one.scores)
+        assert model.classify((TEXTS[0], TEXTS[1])).scores != pytest.approx(one.scores)
+        with pytest.raises(UsageError, match="3 labels"):
+            model.rerank("a", TEXTS)
+        with pytest.raises(UsageError, match="not both"):
+            model.classify([TEXTS[0], (TEXTS[0], TEXTS[1])])
+    changes["architectures"] = ["BertForTokenClassification"]
+    with load(write_encoder(tmp_path / "tokens", **changes), device="cpu") as model:
+        found = model.classify(TEXTS[1])
+        assert [token.text for token in found] == ["the", "dog", "runs"]
+        assert [(token.start, token.end) for token in found] == [(0, 3), (4, 7), (8, 12)]
+        assert {token.label for token in found} <= set(names.values())
+
+
+def test_what_a_model_does_not_do_is_an_error(model: Model, tmp_path: Path):
+    for call in (lambda: model.generate("a"), lambda: model.logits([5, 6]), lambda: list(model.stream("a"))):
+        with pytest.raises(UsageError, match="makes vectors of texts"):
+            call()
+    with pytest.raises(UsageError, match="no head"):
+        model.classify(TEXTS)
+    with pytest.raises(UsageError, match=r"2 problems|text 0"):
+        model.embed(["\ud800", "a"])
+    with pytest.raises(UsageError, match="text 1: token 0 is 99"):
+        model.embed(["a", [99]])
+    write_modules(folder := write_encoder(tmp_path / "model"), {"pooling_mode": "median"})
+    with pytest.raises(CheckpointError, match="the pooling is"):
+        load(folder, device="cpu")
+    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.CNN", "path": ""}]))
+    with pytest.raises(CheckpointError, match="CNN"):
+        load(folder, device="cpu")
+
+
+def test_threads_share_a_model(model: Model):
+    expected, found = model.embed(TEXTS), {}
+
+    def embed(number: int) -> None:
+        found[number] = model.embed(TEXTS)
+
+    threads = [threading.Thread(target=embed, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(np.allclose(vectors, expected, atol=1e-6) for vectors in found.values()) and len(found) == 6
+
+
+def test_the_command_writes_files(folder: Path, model: Model, tmp_path: Path):
+    (tmp_path / "texts.txt").write_text("\n".join([*TEXTS, "", ""]))
+    lines = (json.dumps({"id": f"n{i}", "text": text}) for i, text in enumerate(TEXTS))
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    expected = model.embed(TEXTS)
+    run = CliRunner().invoke
+
+    def embed(source: str, out: str, *options: str) -> str:
+        paths = str(folder), str(tmp_path / source), str(tmp_path / out)
+        return run(main, ["embed", *paths, "--device", "cpu", *options]).output
+
+    assert "4 vectors of 32 elements" in embed("texts.txt", "out.npy")
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
+    assert "4 vectors of 8 elements" in embed("texts.jsonl", "out.jsonl", "--dimensions", "8", "--no-normalize")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["n0", "n1", "n2", "n3"] and len(rows[0]["embedding"]) == 8
+    assert "suffix must be one of .npy" in embed("texts.txt", "out.csv")
+    assert "cannot be read" in embed("missing.txt", "out.npy")
