@@ -337,6 +337,11 @@ class Model:
         self._with_adapters.registry.remove(name)
 
     @property
+    def adapter_store(self) -> ModelAdapters | None:
+        """What loads and holds the model's adapters, for a server; None without room for them."""
+        return self._adapters
+
+    @property
     def _with_adapters(self) -> ModelAdapters:
         if self._adapters is None:
             raise UsageError("the model was loaded without room for adapters: load it with adapters={}")

@@ -22,9 +22,9 @@ MAY_IMPORT = {
         "api", "server", "migration", "evaluation", "placement", "engine", "grammar", "checkpoint", "memory", "errors",
     },
     "cli": {
-        "", "api", "batch", "ray", "server", "bench", "converters", "migration", "evaluation", "placement", "engine",
-        "grammar", "text", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
-        "draft_training", "torch",
+        "", "adapters", "api", "batch", "ray", "server", "bench", "converters", "migration", "evaluation", "placement",
+        "engine", "grammar", "text", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors",
+        "files", "draft_training", "torch",
     },
     "batch": {"api", "server", "engine", "errors", "files"},
     "ray": {"api", "batch", "server", "errors"},

@@ -133,12 +133,27 @@ def parse_adapters(context: click.Context, param: click.Parameter, values: Any) 
     return found
 
 
+adapters_option = click.option(
+    "--adapter",
+    metavar="NAME=FOLDER",
+    multiple=True,
+    callback=parse_adapters,
+    help="A LoRA adapter that PEFT saved in FOLDER, for requests for the model NAME. May be given several times.",
+)
 adapter_option = click.option(
     "--adapter",
     metavar="NAME=FOLDER",
     callback=parse_adapters,
     help="A LoRA adapter that PEFT saved in FOLDER, which changes the model.",
 )
+
+
+def adapter_room_options(command: Command) -> Command:
+    """The room that a model has for adapters."""
+    count = "Adapters that the requests of a step may have beside each other; makes room for later ones. [8]"
+    rank = "The largest rank of an adapter; by default that of the given ones, 16 at least."
+    command = click.option("--max-adapter-rank", type=click.IntRange(1), metavar="N", help=rank)(command)
+    return click.option("--max-adapters", type=click.IntRange(1), metavar="N", help=count)(command)
 
 
 def window_options(command: Command) -> Command:

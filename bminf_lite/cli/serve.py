@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ._options import batched_tokens_option, context_option, model_options, speculative_option
+from ._options import (
+    adapter_room_options,
+    adapters_option,
+    batched_tokens_option,
+    context_option,
+    model_options,
+    speculative_option,
+)
 
 if TYPE_CHECKING:
     from ..engine.speculative import SpeculativeConfig
@@ -61,6 +68,8 @@ ENGINE_FAILED = 70
 )
 @batched_tokens_option
 @speculative_option
+@adapters_option
+@adapter_room_options
 @click.option(
     "--limit",
     multiple=True,
@@ -120,6 +129,9 @@ def serve(
     max_queue: int,
     max_num_batched_tokens: int,
     speculative: SpeculativeConfig | str | None,
+    adapter: dict[str, str],
+    max_adapters: int | None,
+    max_adapter_rank: int | None,
     limit: tuple[str, ...],
     http_workers: int | None,
     request_log: str | None,
@@ -136,11 +148,13 @@ def serve(
     \b
     Example:
       bminf-lite serve MODEL
+      bminf-lite serve MODEL --adapter french=adapters/french --adapter sql=adapters/sql
       bminf-lite serve MODEL --host 0.0.0.0 --api-key-file keys.txt --allowed-host llm.example.org
     """
     from ..server import require_extra
 
     require_extra()
+    from ..adapters import MAX_ADAPTERS
     from ..api import load
     from ..server.client import EngineFailure
     from ..server.launcher import (
@@ -177,6 +191,9 @@ def serve(
             max_queue=max_queue,
             max_num_batched_tokens=max_num_batched_tokens,
             speculative=speculative,
+            adapters=adapter if adapter or max_adapters else None,
+            max_adapters=max_adapters or MAX_ADAPTERS,
+            max_adapter_rank=max_adapter_rank,
         ) as loaded,
     ):
         try:

@@ -40,7 +40,7 @@ def routes(server: ServerState) -> list[Route]:
         record = record_of(request)
         prepared = await unless_in_vain(server.client, request, prepare(server, _conversation(body), record.client))
         wanted = generation_request(
-            server, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
+            server, body.model, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
         )
         work = _Message(
             body,

@@ -18,8 +18,11 @@ from ..errors import BminfError, QueueFull, UsageError
 from ..request_builder import GenerationRequest
 from ..text.text_stream import TokenScores
 from .protocol import (
+    AdapterChanged,
+    Adapters,
     Admitted,
     Cancel,
+    ChangeAdapter,
     CompletionOutput,
     Failed,
     FrameReader,
@@ -257,6 +260,7 @@ class EngineClient:
     """One HTTP process's way to the engine. Made by :meth:`connect`, and used in one event loop.
 
     - ``info``: facts of the model. ``is_ready``: the engine is warm. ``failure``: why it failed, else None.
+    - ``adapters``: the folders of the model's adapters, by name.
     - ``num_running``: completions that have not ended. ``has_ended`` is done when the engine has failed or ends.
     """
 
@@ -272,6 +276,8 @@ class EngineClient:
         self._running: dict[int, _Completion] = {}
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._stats: dict[int, asyncio.Future[Stats]] = {}
+        self._changes: dict[int, asyncio.Future[str | None]] = {}
+        self.adapters: dict[str, str] = {}
         self._next_id = 0
         self._has_info: asyncio.Future[None] = loop.create_future()
         self.has_ended: asyncio.Future[None] = loop.create_future()
@@ -366,6 +372,24 @@ class EngineClient:
         finally:
             self._stats.pop(number, None)
 
+    async def change_adapter(self, name: str, folder: str | None, replace: bool = False) -> None:
+        """Load the adapter in a folder of the engine's machine, or unload it if that is None.
+
+        Raises ``RequestRefused`` with what was wrong, and ``EngineFailure``.
+        """
+        self.require_engine()
+        number = self._next_id
+        self._next_id += 1
+        answer: asyncio.Future[str | None] = self.loop.create_future()
+        self._changes[number] = answer
+        self.send(ChangeAdapter(number, name, folder, replace))
+        try:
+            problem = await answer
+        finally:
+            self._changes.pop(number, None)
+        if problem is not None:
+            raise RequestRefused(problem)
+
     def observe(self, values: list[float]) -> None:
         """Let the engine's process add up what was counted here; see :class:`.Observations`."""
         self.send(Observed(values))
@@ -407,6 +431,12 @@ class EngineClient:
                 answer = self._stats.get(message.number)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
+            elif isinstance(message, Adapters):
+                self.adapters = {adapter.name: adapter.folder for adapter in message.adapters}
+            elif isinstance(message, AdapterChanged):
+                changed = self._changes.get(message.number)
+                if changed is not None and not changed.done():
+                    changed.set_result(message.problem)
             elif isinstance(message, ModelInfo):
                 self.info = message
                 if not self._has_info.done():
@@ -450,6 +480,7 @@ class EngineClient:
         self.failure, self.is_ready = why, False
         self.has_ended.set_result(None)
         futures: list[asyncio.Future[Any]] = [self._has_info, *self._waiting.values(), *self._stats.values()]
+        futures += self._changes.values()
         for future in futures:
             if not future.done():
                 future.set_exception(EngineFailure(why))

@@ -43,7 +43,7 @@ class DirectServer:
     @classmethod
     async def start(cls, model: Model, settings: ServerSettings) -> DirectServer:
         """A server of a loaded model."""
-        server = EngineServer(model.engine, model_info(model))
+        server = EngineServer(model.engine, model_info(model), adapters=model.adapter_store)
         try:
             client = await EngineClient.connect(server.connect(SECONDS_BETWEEN))
         except BaseException:

@@ -20,9 +20,10 @@ from typing import Protocol
 
 import msgspec
 
+from ..engine.adapters import AdapterRegistry
 from ..engine.core import EngineStats
 from ..engine.request import Request
-from ..errors import BminfError, QueueFull
+from ..errors import BminfError, QueueFull, UsageError
 from ..grammar import Grammar
 from ..grammar.matcher import Matcher
 from ..request_builder import RequestBuilder
@@ -30,13 +31,17 @@ from ..text.prompts import PromptEncoder
 from .engine_connection import Connection, ServedCompletion
 from .fair_turns import FairTurns
 from .protocol import (
+    AdapterChanged,
+    Adapters,
     Admitted,
     Cancel,
+    ChangeAdapter,
     Failed,
     FromEngine,
     ModelInfo,
     Ready,
     Refused,
+    ServedAdapter,
     ShutDown,
     Stats,
     StatsWanted,
@@ -52,6 +57,16 @@ COMPILERS = 2
 _BREAKS_OFF = "a connection to an HTTP process is closed, because of an error"
 
 _log = logging.getLogger(__name__)
+
+
+class AdapterStore(Protocol):
+    """A model's adapters: :class:`bminf_lite.adapters.ModelAdapters`."""
+
+    registry: AdapterRegistry
+
+    def load(self, name: str, folder: str, replace: bool = False) -> object:
+        """Read the adapter in a folder, and enter it. Raises ``BminfError``."""
+        ...
 
 
 class ServedEngine(Protocol):
@@ -84,7 +99,8 @@ def add_observations(totals: list[float], values: list[float]) -> list[float]:
 class EngineServer:
     """Serves an engine to HTTP processes, or to threads of this one, over sockets.
 
-    ``on_failure`` is called in the engine's thread, once, when the engine has failed.
+    ``on_failure`` is called in the engine's thread, once, when the engine has failed. ``adapters`` are those of the
+    model, if it has room for some.
     """
 
     def __init__(
@@ -92,11 +108,14 @@ class EngineServer:
         engine: ServedEngine,
         info: ModelInfo,
         on_failure: Callable[[BaseException], None] = lambda error: None,
+        adapters: AdapterStore | None = None,
     ):
+        self._adapters = adapters
         self._engine = engine
         self._info = info
         self._prompts = prompts = PromptEncoder(None if info.folder is None else Path(info.folder), info)
-        self._builder = RequestBuilder(info, info.eos_ids, lambda: prompts.tokenizer)
+        registry = None if adapters is None else adapters.registry
+        self._builder = RequestBuilder(info, info.eos_ids, lambda: prompts.tokenizer, registry)
         self._on_failure = on_failure
         self._is_ready = False
         self._has_failed = False
@@ -110,6 +129,7 @@ class EngineServer:
         self._admission = threading.Lock()  # of requests, which two threads admit and cancel
         self._turns: FairTurns[tuple[Connection, Submit]] = FairTurns(COMPILERS, COMPILERS - 1)
         self._compilers = ThreadPoolExecutor(COMPILERS, "bminf-lite-grammars")
+        self._loader = ThreadPoolExecutor(1, "bminf-lite-adapters")
         self._thread = threading.Thread(target=self._run, name="bminf-lite-connections", daemon=True)
         self._thread.start()
         engine.after_steps(self._after_step)
@@ -122,6 +142,8 @@ class EngineServer:
         with self._lock:
             self._connections.append(connection)
             connection.send(self._info)
+            if self._adapters is not None:
+                connection.send(self._listed_adapters())
             if self._is_ready:
                 connection.send(Ready())
         self.wake()
@@ -145,7 +167,8 @@ class EngineServer:
         self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._compilers, self._loader):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def wake(self) -> None:
         """Let the reading thread look at its connections again."""
@@ -266,9 +289,36 @@ class EngineServer:
             return Stats(message.number, self._engine.stats(), self._observed)
         if isinstance(message, Cancel):
             self._cancel(connection, message.ids)
+        elif isinstance(message, ChangeAdapter):
+            with suppress(RuntimeError):  # the server is closing
+                self._loader.submit(self._change_adapter, connection, message)
         else:
             self._observed = add_observations(self._observed, message.values)
         return None
+
+    def _listed_adapters(self) -> Adapters:
+        assert self._adapters is not None
+        return Adapters([ServedAdapter(adapter.name, adapter.source) for adapter in self._adapters.registry])
+
+    def _change_adapter(self, connection: Connection, change: ChangeAdapter) -> None:
+        """Load or unload an adapter, tell all clients which there are, and answer the one that asked."""
+        problem = None
+        try:
+            if self._adapters is None:
+                raise UsageError("the model has no room for adapters")
+            if change.folder is None:
+                self._adapters.registry.remove(change.name)
+            else:
+                self._adapters.load(change.name, change.folder, change.replace)
+            with self._lock:
+                for other in self._connections:
+                    other.send(self._listed_adapters())
+        except BminfError as error:
+            problem = str(error)
+        except Exception as error:  # the client must hear of it
+            _log.exception("an adapter cannot be loaded")
+            problem = f"{type(error).__name__}: {error}"
+        connection.send(AdapterChanged(change.number, problem))
 
     def _drop(self, connection: Connection) -> None:
         """Forget a client that has gone, and cancel its requests."""

@@ -43,7 +43,7 @@ def routes(server: ServerState) -> list[Route]:
         finish_reason: str | None = None
         cached = 0
         generation = await server.client.generate(
-            generation_request(server, prompt, params, body), record=record_of(request)
+            generation_request(server, body.model, prompt, params, body), record=record_of(request)
         )
         async with generation, cancelled_on_disconnect(request.receive, generation):
             async for output in generation:

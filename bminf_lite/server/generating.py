@@ -35,8 +35,8 @@ SHORT_TEXT = 4096
 
 
 def check_model(server: ServerState, name: str | None) -> None:
-    """Raise for another model than the server's."""
-    names = server.settings.served_model_names
+    """Raise for another model than the server's, which an adapter of it is not."""
+    names = (*server.settings.served_model_names, *server.client.adapters)
     if name is not None and name not in names:
         message = f"the model {name[:100]!r} is not served here, but {', '.join(names)}"
         raise ApiError(404, message, "model", "model_not_found")
@@ -176,6 +176,7 @@ async def checked_grammar(server: ServerState, make: Callable[[], Grammar], fiel
 
 def generation_request(
     server: ServerState,
+    model: str | None,
     prompt: EncodedPrompt,
     params: SamplingParams,
     fields: SamplingFields,
@@ -184,7 +185,7 @@ def generation_request(
     grammar: Grammar | None = None,
     is_streamed: bool | None = None,
 ) -> GenerationRequest:
-    """The engine's request for ``n`` completions of a prompt.
+    """The engine's request for ``n`` completions of a prompt; ``model`` may be the name of an adapter.
 
     ``prompt_logprobs``: report log-probabilities of the prompt, and beside each its ``prompt_logprobs`` most likely
     tokens.
@@ -201,6 +202,7 @@ def generation_request(
         num_prompt_top=max(prompt_logprobs or 0, 1),
         grammar=grammar,
         is_streamed=bool(is_streamed),
+        adapter=model if server.has_adapter(model) else None,
     )
 
 

@@ -45,14 +45,15 @@ def routes(server: ServerState) -> list[Route]:
         return json_response({"version": __version__})
 
     def model(name: str) -> dict[str, Any]:
-        length = server.client.info.context_length
+        """An adapter names the model as its ``parent``, and its folder as ``root``."""
+        length, folder = server.client.info.context_length, server.client.adapters.get(name)
         return {
             "id": name,
             "object": "model",
             "created": started,
             "owned_by": "bminf-lite",
-            "root": server.model_name,
-            "parent": None,
+            "root": server.model_name if folder is None else folder,
+            "parent": None if folder is None else server.model_name,
             "max_model_len": length,
             "type": "model",
             "display_name": name,
@@ -63,13 +64,13 @@ def routes(server: ServerState) -> list[Route]:
 
     async def models(request: Request) -> Response:
         """OpenAI's list and Anthropic's at once: their fields have different names."""
-        names = server.settings.served_model_names
+        names = [*server.settings.served_model_names, *server.client.adapters]
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": [model(name) for name in names], **ends})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in server.settings.served_model_names:
+        if name not in server.settings.served_model_names and not server.has_adapter(name):
             raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
         return json_response(model(name))
 

@@ -24,7 +24,7 @@ from ..api import Model
 from ..errors import BminfError, UsageError
 from ..text.tool_calls import tool_format
 from .client import EngineFailure
-from .engine_server import EngineServer, ServedEngine
+from .engine_server import AdapterStore, EngineServer, ServedEngine
 from .http_process import LAST_WORDS_SECONDS
 from .limits import DEFAULT_LIMITS, Limits
 from .listener import Address, Listener
@@ -124,6 +124,7 @@ class Launcher:
     settings: ServerSettings
     shutdown_seconds: float
     log: Callable[[str], None]
+    adapters: AdapterStore | None = None
     _events: SimpleQueue[_Signalled | _Exited | _Failed] = field(default_factory=SimpleQueue, init=False)
     _workers: list[_HttpProcess] = field(default_factory=list, init=False)
     _exits: deque[float] = field(default_factory=deque, init=False)
@@ -136,7 +137,9 @@ class Launcher:
         raises ``SystemExit`` at once. Raises ``EngineFailure`` if the engine fails, and ``BminfError`` if HTTP
         processes keep ending.
         """
-        server = EngineServer(self.engine, self.info, lambda error: self._events.put(_Failed(error)))
+        server = EngineServer(
+            self.engine, self.info, lambda error: self._events.put(_Failed(error)), adapters=self.adapters
+        )
         self._server = server
         with closing(server), self._signals():
             try:
@@ -240,7 +243,9 @@ def launch(
         log(f"{', '.join(settings.served_model_names)} is served at {listener.url}")
 
     try:
-        Launcher(model.engine, model_info(model), listener, settings, shutdown_seconds, log).run(warm_up)
+        require_other_names(model, settings.served_model_names)
+        info, store = model_info(model), model.adapter_store
+        Launcher(model.engine, info, listener, settings, shutdown_seconds, log, store).run(warm_up)
     finally:
         gc.unfreeze()
 
@@ -303,6 +308,12 @@ def model_names(names: str | Sequence[str] | None, folder: Path | None) -> tuple
     """The names of the model in requests; by default that of its folder."""
     names = (names,) if isinstance(names, str) else tuple(names or ())
     return names or ("model" if folder is None else folder.absolute().name or "model",)
+
+
+def require_other_names(model: Model, names: Sequence[str]) -> None:
+    """Raise ``UsageError`` for an adapter that has a name of the model."""
+    if equal := sorted(model.adapters.keys() & set(names)):
+        raise UsageError(f"the adapter {equal[0]!r} has the name of the model; choose another name for one of them")
 
 
 def checked_seconds(value: float) -> float:

@@ -23,4 +23,5 @@ def model_info(model: Model) -> ModelInfo:
         decoder_start_token_ids=list(config.decoder_start_token_ids),
         eos_ids=sorted(model.eos_ids),
         generation_config=dict(model.generation_config),
+        takes_adapters=model.adapter_store is not None,
     )

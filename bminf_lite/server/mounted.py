@@ -12,7 +12,7 @@ from ..api import Model
 from .app import create_app
 from .client import EngineClient
 from .engine_server import EngineServer
-from .launcher import checked_format, model_names
+from .launcher import checked_format, model_names, require_other_names
 from .limits import DEFAULT_LIMITS, Limits
 from .model_info import model_info
 from .request_log import checked_path
@@ -42,6 +42,7 @@ def application(
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
     names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
+    require_other_names(model, names)
     return _Mounted(
         model, ServerSettings(names, security, limits, checked_path(request_log), form, seed, split_special_tokens)
     )
@@ -53,7 +54,7 @@ class _Mounted:
     def __init__(self, model: Model, settings: ServerSettings):
         self._model = model  # which would close its engine if it were dropped
         self._settings = settings
-        self._server = EngineServer(model.engine, model_info(model))
+        self._server = EngineServer(model.engine, model_info(model), adapters=model.adapter_store)
         self._server.set_ready()
         self._apps: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[ASGIApp]]
         self._apps = weakref.WeakKeyDictionary()

@@ -54,7 +54,20 @@ class Observed(msgspec.Struct, array_like=True, tag="observed"):
     values: list[float]
 
 
-ToEngine = Submit | Cancel | StatsWanted | Observed
+class ChangeAdapter(msgspec.Struct, array_like=True, tag="adapter"):
+    """Load the adapter in a ``folder`` under a name, or unload it if that is None.
+
+    With ``replace``, it takes the place of one with the same name. Answered by :class:`AdapterChanged` of the same
+    number.
+    """
+
+    number: int
+    name: str
+    folder: str | None = None
+    replace: bool = False
+
+
+ToEngine = Submit | Cancel | StatsWanted | Observed | ChangeAdapter
 
 
 # -- from the engine to an HTTP process -------------------------------------------------------------------------------
@@ -63,7 +76,8 @@ ToEngine = Submit | Cancel | StatsWanted | Observed
 class ModelInfo(msgspec.Struct, array_like=True, frozen=True, tag="model"):
     """The first message of a connection: what HTTP code has to know of the model. Lengths in tokens.
 
-    ``folder`` holds the tokenizer's files; None if the model was made without.
+    ``folder`` holds the tokenizer's files; None if the model was made without. ``takes_adapters``: the model has room
+    for some.
     """
 
     folder: str | None
@@ -74,6 +88,27 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True, tag="model"):
     decoder_start_token_ids: list[int]
     eos_ids: list[int]
     generation_config: dict[str, Any]
+    takes_adapters: bool = False
+
+
+class ServedAdapter(msgspec.Struct, array_like=True, frozen=True):
+    """An adapter's name, and the folder that it came from."""
+
+    name: str
+    folder: str
+
+
+class Adapters(msgspec.Struct, array_like=True, tag="adapters"):
+    """All adapters of the model: behind the first message, and whenever they change."""
+
+    adapters: list[ServedAdapter]
+
+
+class AdapterChanged(msgspec.Struct, array_like=True, tag="changed"):
+    """The answer to :class:`ChangeAdapter`: what was wrong, or None."""
+
+    number: int
+    problem: str | None
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
@@ -143,7 +178,9 @@ class ShutDown(msgspec.Struct, array_like=True, tag="shutdown"):
     seconds: float
 
 
-FromEngine = ModelInfo | Ready | Admitted | Refused | StepOutputs | Stats | Failed | ShutDown
+FromEngine = (
+    ModelInfo | Adapters | AdapterChanged | Ready | Admitted | Refused | StepOutputs | Stats | Failed | ShutDown
+)
 
 
 # -- framing ----------------------------------------------------------------------------------------------------------

@@ -111,6 +111,10 @@ class ServerState:
         longest = max(len(tokenizer.id_to_piece(i) or "") for i in range(len(tokenizer)))
         return longest * (info.max_source_length if info.is_encoder_decoder else info.context_length)
 
+    def has_adapter(self, name: str | None) -> bool:
+        """Whether the model has an adapter with this name."""
+        return name in self.client.adapters
+
     @property
     def model_name(self) -> str:
         """The name that responses report."""

@@ -22,7 +22,7 @@ from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError
 from bminf_lite.server.app import create_app
 from bminf_lite.server.client import EngineClient
-from bminf_lite.server.engine_server import EngineServer, ServedEngine
+from bminf_lite.server.engine_server import AdapterStore, EngineServer, ServedEngine
 from bminf_lite.server.model_info import model_info
 from bminf_lite.server.protocol import ModelInfo
 from bminf_lite.server.settings import ServerSettings
@@ -79,9 +79,12 @@ class ScriptedEngine(UnconstrainedEngine):
 class LiveServer:
     """The application in a thread. ``http`` sends requests to it."""
 
-    def __init__(self, engine: ServedEngine, info: ModelInfo, settings: ServerSettings | None = None):
+    def __init__(
+        self, engine: ServedEngine, info: ModelInfo, settings: ServerSettings | None = None,
+        adapters: AdapterStore | None = None,
+    ):  # fmt: skip
         self.engine = engine
-        self._engine_server = EngineServer(engine, info)
+        self._engine_server = EngineServer(engine, info, adapters=adapters)
         self._settings = settings or ServerSettings((NAME,), seed=0)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"

@@ -53,7 +53,14 @@ async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -
     )
     prepared = await prepare(server, conversation, record.client)
     request = generation_request(
-        server, prepared.prompt, params, body, body.n or 1, grammar=prepared.grammar, is_streamed=body.stream
+        server,
+        body.model,
+        prepared.prompt,
+        params,
+        body,
+        body.n or 1,
+        grammar=prepared.grammar,
+        is_streamed=body.stream,
     )
     return _Chat(server, body, await server.client.generate(request, record=record), prepared)
 

@@ -69,7 +69,7 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
         encoded.append(await encode(server, prompt, f"prompt[{i}]" if len(prompts) > 1 else "prompt", special))
     generation = await server.client.generate(
         *(
-            generation_request(server, prompt, params, body, drawn, prompt_logprobs, grammar, body.stream)
+            generation_request(server, body.model, prompt, params, body, drawn, prompt_logprobs, grammar, body.stream)
             for prompt in encoded
         ),
         record=record,

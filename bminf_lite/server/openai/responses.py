@@ -53,7 +53,7 @@ async def _prepare(server: ServerState, body: ResponsesBody, record: RequestReco
     )
     prepared = await prepare(server, conversation, record.client)
     request = generation_request(
-        server, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
+        server, body.model, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
     )
     return _Response(server, body, await server.client.generate(request, record=record), prepared, params)
 

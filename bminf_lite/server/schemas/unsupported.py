@@ -68,7 +68,7 @@ class UnsupportedFields(Body):
     ] = None
     prompt_embeds: Annotated[Any, refused("is not supported: give a text, token ids or messages")] = None
     mm_processor_kwargs: Annotated[Any, refused("is not supported: the model reads text only", {})] = None
-    lora_path: Annotated[Any, refused("is not supported: the server has one model")] = None
+    lora_path: Annotated[Any, refused("is not supported: name an adapter of the server as the model")] = None
     return_hidden_states: Annotated[Any, refused("is not supported: the server gives tokens and texts", False)] = None
 
 
