@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import yaml
 from ray_kit import DEMO, ray_cluster, replicas_of, wait_for
 
 from bminf_lite.errors import UsageError
+from bminf_lite.ray.prefixes import MAX_BODY, PrefixSessions, session_of
 
 pytestmark = [pytest.mark.ray_cluster, pytest.mark.timeout(240)]
 
@@ -65,9 +67,9 @@ def served(folder: Path, cluster: Any) -> Iterator[str]:
         process.wait()
 
 
-def complete(address: str, session: str, **fields: Any) -> dict[str, Any]:
+def complete(address: str, session: str | None = None, **fields: Any) -> dict[str, Any]:
     """The answer of ``/v1/completions``, or what a client sees in its place."""
-    headers = {"x-session-id": session}
+    headers = {} if session is None else {"x-session-id": session}
     try:
         response = httpx.post(f"{address}/v1/completions", json={**LONG, **fields}, headers=headers, timeout=60)
     except httpx.TransportError as error:
@@ -92,13 +94,14 @@ def stream(address: str, session: str, begun: threading.Semaphore, **fields: Any
     return {"failure": f"{response.status_code}: the stream ended before its end"}
 
 
-def test_a_replica_that_is_killed_costs_its_running_requests(tmp_path):
+def test_a_replica_that_is_killed_costs_its_running_requests(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "bminf_lite.ray.prefixes:middleware")
     with ray_cluster(4) as cluster, served(tmp_path, cluster) as address:
         assert len(serve_replicas(cluster)) == 2 and httpx.get(f"{address}/health/ready").status_code == 200
-        short = complete(address, "a", max_tokens=8)
+        short = complete(address, max_tokens=8)
         assert short["usage"]["completion_tokens"] == 8 and short["model"] == "qwen"
-        # The same session goes to the replica that has the prefix.
-        usages = [complete(address, "a", max_tokens=2)["usage"] for _ in range(3)]
+        # Without a session, what begins alike goes to the replica that has the beginning.
+        usages = [complete(address, max_tokens=2)["usage"] for _ in range(4)]
         assert all(usage["prompt_tokens_details"]["cached_tokens"] > 0 for usage in usages)
         wrong = httpx.post(f"{address}/v1/completions", json={"prompt": 1.5}, timeout=30)
         assert wrong.status_code == 400 and wrong.json()["error"]["message"]
@@ -127,6 +130,41 @@ def test_a_replica_that_is_killed_costs_its_running_requests(tmp_path):
 
 def serve_replicas(cluster: Any) -> list[Any]:
     return [process for process in replicas_of(cluster.head_node) if "ServeReplica" in process.cmdline()[0]]
+
+
+def test_a_session_is_what_precedes_the_first_answer():
+    system, first, other = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
+    turns = [[system, first], [system, first, other, first], [system, {**first, "content": "b"}], [other, system]]
+    one, two, three, four = (session_of(json.dumps({"messages": turn}).encode()) for turn in turns)
+    assert one == two and len({one, three, four}) == 3
+    assert session_of(json.dumps({"input": turns[0]}).encode()) == one
+    assert session_of(json.dumps({"messages": [first], "system": "a"}).encode()) != one
+    long = "a" * 512
+    assert session_of(json.dumps({"prompt": long + "b"}).encode()) == session_of(json.dumps({"prompt": long}).encode())
+    assert session_of(json.dumps({"input": "a"}).encode()) == session_of(json.dumps({"prompt": "a"}).encode())
+    for body in (b"", b"{", b"[]", b"{}", b'{"prompt": ""}', b'{"messages": []}', b'{"messages": 1}'):
+        assert session_of(body) is None
+
+
+@pytest.mark.parametrize("given", [[], [(b"x-session-id", b"mine")]])
+@pytest.mark.parametrize("size", [10, MAX_BODY])
+def test_a_body_is_passed_on_as_it_came(given, size):
+    """In pieces, and with the header of a session unless it is too large to be looked at."""
+    parts = [b'{"prompt": "', b"a" * size, b'"}']
+    pieces = [{"type": "http.request", "body": part, "more_body": part != parts[-1]} for part in parts]
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend([dict(scope["headers"]).get(b"x-session-id"), [await receive() for _ in parts]])
+
+    async def receive() -> Any:
+        return coming.pop(0)
+
+    coming = list(pieces)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": given}
+    asyncio.run(PrefixSessions(app)(scope, receive, None))  # type: ignore[arg-type]
+    assert seen[1] == pieces
+    assert seen[0] == (b"mine" if given else None if size == MAX_BODY else session_of(b"".join(parts)).encode())
 
 
 def test_the_policy_follows_queued_tokens_and_requests():
