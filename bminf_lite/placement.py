@@ -102,19 +102,20 @@ def chosen_drafts(speculative: Any, spec: Spec, scheme_of: SchemeOf, has_one_ord
 
 
 def requirements_of(
-    path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16", speculative: Any = None
-) -> MemoryRequirements:
+    path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16", speculative: Any = None,
+    slots: AdapterSlots | None = None,
+) -> MemoryRequirements:  # fmt: skip
     """The memory that a model needs, with its draft model if ``speculative``, that of ``load`` on a GPU, has one.
 
     A path is that of a checkpoint's folder, or of its ``config.json`` alone. With a ``recipe``, the model is taken as
     if it were migrated by this recipe. Without one, a checkpoint is taken as it is stored and a configuration as
-    ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
+    ``w8a8``. Adapters have ``slots`` like the given ones. Raises ``CheckpointError`` and ``UsageError``.
     """
     with ExitStack() as opened:
         model, scheme_of = _described(path, recipe, opened)
         drafts = chosen_drafts(speculative, model.spec, scheme_of, has_one_order=True)
         num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
-        own = requirements(model, scheme_of, kv_cache, num_draft_tokens)
+        own = requirements(model, scheme_of, kv_cache, num_draft_tokens, slots)
         if drafts is None or drafts.model is None:
             return own
         draft_scheme_of: SchemeOf
@@ -217,6 +218,8 @@ def plan(
     link: float | None = None,
     bandwidth: float | None = None,
     speculative: str | Mapping[str, Any] | SpeculativeConfig | None = AUTO,
+    max_adapters: int = 0,
+    max_adapter_rank: int = 16,
 ) -> MemoryPlan:
     """Plan which weights a GPU holds, which are streamed to it, and how fast that is; nothing is loaded.
 
@@ -224,12 +227,16 @@ def plan(
     GPU has ``gpu_memory`` (bytes or ``"24GiB"``), and ``link`` and ``bandwidth`` are the speeds of copies from the host
     and of its own memory in bytes per second; without ``gpu_memory`` or ``link`` this machine's GPU is measured. The
     plan has room for ``context`` tokens of ``batch`` sequences. ``speculative`` is that of ``load``, whose draft model
-    may be a ``config.json`` here. Prints as lines of text. Raises ``CheckpointError``, ``UsageError``, ``DeviceError``,
+    may be a ``config.json`` here. ``max_adapters`` and ``max_adapter_rank`` are those of ``load``; 0 is a model without
+    adapters. Prints as lines of text. Raises ``CheckpointError``, ``UsageError``, ``DeviceError``,
     and ``OutOfMemory`` if nothing would fit.
     """
     require_whole("context", 1 if context is None else context)
     require_whole("batch", batch)
-    requirements = requirements_of(path, recipe, kv_cache, speculative)
+    require_whole("max_adapters", max_adapters, least=0)
+    require_whole("max_adapter_rank", max_adapter_rank)
+    slots = AdapterSlots(max_adapters, max_adapter_rank) if max_adapters else None
+    requirements = requirements_of(path, recipe, kv_cache, speculative, slots)
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory)
     return plan_memory(requirements, machine_of(memory_limit, gpu_bytes, link, bandwidth), context, batch)
 
@@ -380,6 +387,7 @@ def requirements(
         scratch_per_token=meta.token_bytes,
         scratch_per_sequence=LOGIT_BYTES * (config.vocab_size if config.generates else config.hidden_size),
         context_length=config.context_length,
+        adapters=meta.adapter_bytes,
     )
 
 
@@ -395,7 +403,11 @@ def _decode_work(
     attentions = sum(group.num_layers for group in cache)
     sources = cache[-1].num_layers if config.is_encoder_decoder else 0
     return DecodeWork(
-        matrix_bytes=sum(meta.layer_bytes[-1]) + meta.non_layer_bytes - meta.table_bytes - source_bytes,
+        matrix_bytes=sum(meta.layer_bytes[-1])
+        + meta.non_layer_bytes
+        - meta.table_bytes
+        - meta.adapter_bytes
+        - source_bytes,
         launches=meta.layer_products[-1] - sources + attentions,
         norm_vectors=meta.layer_vectors[-1] + config.shared_norm_vectors,
         logit_bytes=LOGIT_BYTES * config.vocab_size,

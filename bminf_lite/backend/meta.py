@@ -28,9 +28,9 @@ class MetaBackend(Backend):
     """A backend that computes nothing and counts the bytes of the model that is built with it.
 
     ``layer_bytes`` are the bytes of each layer's matrices, stack by stack. ``non_layer_bytes`` are those of all other
-    arrays, of which ``table_bytes`` are embedding tables. ``layer_products`` and ``layer_vectors`` count the matrices
-    and the vectors of norms, stack by stack. ``expert_bytes`` has the matrices of each mixture of experts, which
-    ``layer_bytes`` count too, with their scales.
+    arrays, of which ``table_bytes`` are embedding tables and ``adapter_bytes`` slots of adapters. ``layer_products``
+    and ``layer_vectors`` count the matrices and the vectors of norms, stack by stack. ``expert_bytes`` has the matrices
+    of each mixture of experts, which ``layer_bytes`` count too, with their scales.
     """
 
     name = "meta"
@@ -40,6 +40,7 @@ class MetaBackend(Backend):
         self.layer_bytes: list[list[int]] = []
         self.non_layer_bytes = 0
         self.table_bytes = 0
+        self.adapter_bytes = 0
         self.layer_products: list[int] = []
         self.expert_bytes: list[ExpertBytes] = []
         self.layer_vectors: list[int] = []
@@ -95,7 +96,12 @@ class MetaBackend(Backend):
 
     def with_adapters(self, base: Any, widths: Sequence[int], features: int) -> tuple[Any, Bank]:
         assert self.adapter_slots is not None
-        self.non_layer_bytes += bank_bytes(self.adapter_slots, widths, features)
+        nbytes = bank_bytes(self.adapter_slots, widths, features)
+        self.adapter_bytes += nbytes
+        self.non_layer_bytes += nbytes
+        if self._in_layer:  # fp32 sums, the results in fp16, the inputs in fp16, and those of the side product
+            pitch, ranks = round_up(features, PAD), len(widths) * round_up(self.adapter_slots.max_rank, RANKS)
+            self._widest = max(self._widest, 6 * round_up(sum(widths), PAD) + 3 * pitch + 2 * ranks)
         return base, AdapterBank(self.adapter_slots, widths, self._round)
 
     def mixture(

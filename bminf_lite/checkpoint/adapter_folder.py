@@ -230,8 +230,11 @@ def _problem(module: str, name: str, spec: Spec, adaptable: Collection[str]) -> 
     if name in adaptable:
         return None
     what = {
-        Role.EMBEDDING: "an embedding", Role.ROUTER: "a router", Role.ABSORBED: "a matrix that attention absorbs",
-    }.get(parameter.role, "a matrix of an expert or a gate")  # fmt: skip
+        Role.HEAD: "the output head, which is the embedding here",
+        Role.EMBEDDING: "an embedding",
+        Role.ROUTER: "a router",
+        Role.ABSORBED: "a matrix that attention absorbs",
+    }.get(parameter.role, "a matrix of an expert or a gate")
     return f"changes {module!r}, {what}, which is not done here"
 
 

@@ -12,6 +12,7 @@
 - ``folded``, by tensor the powers of two that its ``rows`` and ``columns`` were multiplied by to smooth activations, to
   scale keys or to stay in fp16 (see :func:`.weight_rewrite.folded_factors`): what is made for the float model is
   changed likewise (:mod:`.adapter_coordinates`);
+- ``merged``, the folder's name of the adapter that was merged into the source;
 - ``left_out``, the parts of a multimodal source that are not its text model;
 - ``dequantized``, the quantized types of a source;
 - ``only_bminf_lite``: why other readers of the format do not open the checkpoint, or null;
@@ -107,9 +108,9 @@ class MigrationReport:
     are matrices that the source stores ``[in, out]`` and the result as int8. ``rotated_offline`` says what is rotated
     in the weights, with ``rotated_norms`` as the module says. ``calibration`` holds a calibration's decisions, and
     ``cost`` the measured distance from the source. ``skipped`` lists the source's files that were not copied, each with
-    the reason. ``left_out`` names the parts of a multimodal model, such as ``vision_tower``, that are not in the
-    result. ``dequantized`` names the quantized types of the source. ``not_obeyed`` says what of
-    ``generation_config.json`` generation does not do. Prints as a summary of a few lines.
+    the reason. ``merged`` names an adapter. ``left_out`` names the parts of a multimodal model, such as
+    ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of the source.
+    ``not_obeyed`` says what of ``generation_config.json`` generation does not do. Prints as a summary of a few lines.
     """
 
     recipe: Recipe
@@ -129,6 +130,7 @@ class MigrationReport:
     folded: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rotated_offline: tuple[str, ...] = ()
     rotated_norms: Mapping[str, str] = field(default_factory=dict)
+    merged: str = ""
     dequantized: tuple[str, ...] = ()
     not_obeyed: str = ""
 
@@ -160,6 +162,8 @@ class MigrationReport:
             lines.append(f"the output head shares the embedding's float tensor and runs as {self.tied_head.value}")
         if self.rotated_offline:
             lines.append(f"rotated in the weights: {', '.join(self.rotated_offline)}")
+        if self.merged:
+            lines.append(f"the adapter {self.merged} is merged into the weights")
         if self.left_out:
             lines.append(f"only the text model was migrated; left out: {', '.join(self.left_out)}")
         if self.late:
@@ -204,6 +208,7 @@ class MigrationReport:
             "tied_head": self.tied_head.value if self.tied_head else None,
             **({"quantized_when_loaded": {n: scheme.value for n, scheme in self.late.items()}} if self.late else {}),
             "only_bminf_lite": self.only_bminf_lite,
+            **({"merged": self.merged} if self.merged else {}),
             **({"left_out": list(self.left_out)} if self.left_out else {}),
             **({"dequantized": list(self.dequantized)} if self.dequantized else {}),
             **({"rotated_offline": list(self.rotated_offline)} if self.rotated_offline else {}),

@@ -35,6 +35,7 @@ from ..errors import CheckpointError, UsageError, checkpoint_error, require_bool
 from ..files import expand, is_within, linkable_root, parse_json, read_small_file, thread_count
 from ..generation_config import not_obeyed_text
 from ..models.spec import GatedProduct, Parameter, Role, Spec
+from .adapter_merge import MergedFolder, merged
 from .checksum import FileRecord
 from .compressed_tensors import quantization_config
 from .conversion import ConversionTask, Converter, Progress, tensor_report
@@ -80,7 +81,7 @@ VerifyFn = Callable[[Path], Mapping[str, Any]]
 
 
 def migrate(
-    source: str | Path,
+    source: str | Path | MergedFolder,
     out: str | Path,
     recipe: str | Path | Recipe = "w8a8",
     *,
@@ -110,7 +111,7 @@ def migrate(
     if chosen.calibration is not None and calibrate is None:
         raise UsageError(f"recipe {chosen.name}: needs a text to calibrate on (--calibrate FILE, calibrate=...)")
     target = expand(out, "out").resolve()
-    with open_model(source) as model:
+    with open_model(source.folder if isinstance(source, MergedFolder) else source) as model:
         least = sum(task.nbytes for task in _check_source(model, chosen, portable))
         if not dry_run:
             if model.checkpoint.path.resolve().is_relative_to(target):
@@ -119,6 +120,9 @@ def migrate(
             check_space(target, least)  # before a calibration; the exact number is known after it
         dequantized = sorted({info.stored_as for info in model.checkpoint.tensors.values()} - {""})
         rotated_offline, norms, factors = _offline_rotations(model, chosen), dict[str, str](), dict[str, np.ndarray]()
+        if isinstance(source, MergedFolder):
+            stay_float = [name for name in model.spec.parameters if not _is_quantized(model.spec, chosen, name)]
+            model = merged(model, source.adapter, stay_float)
         if rotated_offline:
             norms = {name: packed_vector(values) for name, values in rotated_norms(model).items()}
             stay_float = [name for name in model.spec.parameters if not _is_quantized(model.spec, chosen, name)]
@@ -152,6 +156,7 @@ def migrate(
             folded=folded_factors(rewrites, factors),
             rotated_offline=rotated_offline,
             rotated_norms=norms,
+            merged=source.adapter.name if isinstance(source, MergedFolder) else "",
             dequantized=tuple(dequantized),
             not_obeyed=not_obeyed_text(model.generation_config),
         )

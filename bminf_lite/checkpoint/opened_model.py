@@ -7,6 +7,7 @@ result can be built without further checks.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -117,13 +118,26 @@ class OpenedModel:
         return CheckpointWeights(self.checkpoint, self.spec)
 
 
-def open_model(path: str | Path) -> OpenedModel:
+class ModelSource(ABC):
+    """What is opened as a checkpoint's folder is, of whose files it is made; as a path it is that folder."""
+
+    @abstractmethod
+    def __fspath__(self) -> str: ...
+
+    @abstractmethod
+    def open(self) -> OpenedModel:
+        """The open model."""
+
+
+def open_model(path: str | Path | ModelSource) -> OpenedModel:
     """Open the checkpoint in the folder ``path`` and validate it.
 
     Tensors that the files have under an alias get the specification's names. Raises :class:`CheckpointError` if the
     files cannot be used (see :func:`.open_checkpoint`), if the model is unknown, if its configuration makes no sense,
     and with every missing, unexpected, misshapen or wrongly typed tensor.
     """
+    if isinstance(path, ModelSource):
+        return path.open()
     checkpoint = open_checkpoint(path)
     try:
         return checked(checkpoint, _with_decoder_start(checkpoint, describe_model(checkpoint.config, checkpoint.path)))

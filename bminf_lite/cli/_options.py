@@ -150,8 +150,8 @@ adapter_option = click.option(
 
 def adapter_room_options(command: Command) -> Command:
     """The room that a model has for adapters."""
-    count = "Adapters that the requests of a step may have beside each other; makes room for later ones. [8]"
-    rank = "The largest rank of an adapter; by default that of the given ones, 16 at least."
+    count = "Adapters that the requests of a step may have beside each other; also room for later ones."
+    rank = "The largest rank of an adapter; by default 16, or that of the given ones if it is more."
     command = click.option("--max-adapter-rank", type=click.IntRange(1), metavar="N", help=rank)(command)
     return click.option("--max-adapters", type=click.IntRange(1), metavar="N", help=count)(command)
 

@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     "such as auto, or with --target-divergence.",
 )
 @device_option
+@click.option(
+    "--merge", metavar="FOLDER", type=PATH, help="Merge the LoRA adapter that PEFT saved in FOLDER before quantizing."
+)
 @click.option("--dry-run", is_flag=True, help="Check the source, and list how each tensor would be stored.")
 @click.option(
     "--portable",
@@ -92,6 +95,7 @@ def migrate(
     plot: Path | None,
     offline_only: bool,
     device: str,
+    merge: Path | None,
     dry_run: bool,
     portable: bool,
     force: bool,
@@ -108,6 +112,7 @@ def migrate(
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a16 --dry-run
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a8-rotate
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a8-rotate --offline-only
+      bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --merge adapters/french
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl --target-divergence 1e-3
     """
@@ -131,6 +136,7 @@ def migrate(
         target_divergence=target_divergence,
         offline_only=offline_only,
         device=device,
+        merge=merge,
         force=force,
         dry_run=dry_run,
         portable=portable,

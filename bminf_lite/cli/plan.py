@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import json_option, kv_cache_option, memory_limit_option, model_argument, size, speculative_option
+from ._options import (
+    adapter_room_options,
+    json_option,
+    kv_cache_option,
+    memory_limit_option,
+    model_argument,
+    size,
+    speculative_option,
+)
 
 if TYPE_CHECKING:
     from ..engine.speculative import SpeculativeConfig
@@ -46,6 +54,7 @@ def speed(value: str) -> float:
 @click.option("--link", type=speed, metavar="GB/s", help="Speed from host memory to the GPU; by default measured.")
 @click.option("--bandwidth", type=speed, metavar="GB/s", help="Speed of the GPU's memory; measured if there is one.")
 @speculative_option
+@adapter_room_options
 @json_option
 def plan(
     model: Path,
@@ -58,6 +67,8 @@ def plan(
     link: float | None,
     bandwidth: float | None,
     speculative: SpeculativeConfig | str | None,
+    max_adapters: int | None,
+    max_adapter_rank: int | None,
     as_json: bool,
 ) -> None:
     """Plan where a model's layers are stored.
@@ -71,11 +82,13 @@ def plan(
       bminf-lite plan configs/llama-3-8b.json --gpu-memory 6GiB --link 25 --bandwidth 360
       bminf-lite plan MODEL --batch 8 --context 4096 --json | jq .tokens_per_second
     """
+    from ..adapters import LEAST_RANK
     from ..placement import plan as make_plan
 
     made = make_plan(
         model, memory_limit=memory_limit, context=context, batch=batch, kv_cache=kv_cache, recipe=recipe,
         gpu_memory=gpu_memory, link=link, bandwidth=bandwidth, speculative=speculative,
+        max_adapters=max_adapters or 0, max_adapter_rank=max_adapter_rank or LEAST_RANK,
     )  # fmt: skip
     click.echo(json.dumps(plan_to_dict(made), indent=2) if as_json else str(made))
 
@@ -95,6 +108,7 @@ def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
         "bandwidth": plan.machine.bandwidth,
         "layers": len(plan.requirements.layers),
         "prompt_layers": len(plan.requirements.prompt_layers),
+        "adapter_bytes": plan.requirements.adapters,
         "weight_bytes": plan.requirements.weights,
         "weight_bytes_per_step": round(plan.requirements.decode.weight_bytes(plan.batch)),
         "experts": [

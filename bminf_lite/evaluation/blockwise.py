@@ -19,7 +19,7 @@ from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.values import Array
 from ..checkpoint.fp16_range import within_fp16
 from ..checkpoint.offline_rotation import rotate_offline
-from ..checkpoint.opened_model import open_model
+from ..checkpoint.opened_model import ModelSource, open_model
 from ..checkpoint.recipe import Scheme
 from ..layers.loading import Weights
 from ..layers.recording import LinearCall, LinearHooks, Observer
@@ -78,13 +78,13 @@ class LayerwiseCheckpoint:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | ModelSource,
         ops: Backend,
         rotated_offline: bool = False,
         on_weight: Callable[[tuple[str, ...], Sequence[HostWeight]], None] | None = None,
         int8_cache: bool = False,
     ):
-        self.path = path
+        self.path = Path(path)
         self.ops = ops
         self._observer: Observer | None = None
         model = open_model(path)

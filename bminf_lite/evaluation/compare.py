@@ -20,6 +20,7 @@ import numpy as np
 from .. import backend
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight
+from ..checkpoint.opened_model import ModelSource
 from ..errors import CheckpointError, UsageError, listed
 from ..layers.recording import LinearCall, Observer
 from ..quantize.stages import HiddenState, LayerFn
@@ -129,7 +130,7 @@ def check_pair(model: Path, reference: Path, texts: Sequence[str]) -> None:
 
 def compare(
     model: Path,
-    reference: Path,
+    reference: Path | ModelSource,
     windows: Sequence[Window],
     device: str = "auto",
     memory_limit: int | str | None = None,
@@ -181,7 +182,9 @@ class Pair:
 
     @classmethod
     @contextmanager
-    def open(cls, model: Path, reference: Path, ops: Backend, layers: bool, int8_cache: bool) -> Iterator[Pair]:
+    def open(
+        cls, model: Path, reference: Path | ModelSource, ops: Backend, layers: bool, int8_cache: bool
+    ) -> Iterator[Pair]:
         """Open both, and close them at the end.
 
         If ``layers`` are compared, a float reference is rotated as the model was, so that the values between two layers

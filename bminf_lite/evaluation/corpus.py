@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint.opened_model import open_model
+from ..checkpoint.opened_model import ModelSource, open_model
 from ..errors import UsageError
 from ..files import read_file_or_pipe
 from ..models import ModelConfig
@@ -102,7 +102,7 @@ def windows_for(
     return fit_windows(sliding_windows(documents, window, stride, leading_tokens(tokenizer)), config)
 
 
-def parse_config(folder: str | Path) -> ModelConfig:
+def parse_config(folder: str | Path | ModelSource) -> ModelConfig:
     """The parsed configuration of the model in a folder; raises ``CheckpointError``."""
     with open_model(folder) as model:
         return model.config

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight
+from ..checkpoint.opened_model import ModelSource
 from ..layers.recording import LinearCall
 from ..quantize.calibration import sample_rows
 from ..quantize.stages import HiddenState
@@ -48,7 +49,7 @@ class GroupDivergence:
 
 
 def product_divergences(
-    source: Path,
+    source: Path | ModelSource,
     windows: Sequence[Window],
     ops: Backend,
     rotated_offline: bool = False,

@@ -63,7 +63,7 @@ class MemoryRequirements:
     - ``layers``: the matrices of each layer that decodes;
     - ``prompt_layers``: those of each layer of an encoder, which runs once for a prompt;
     - ``fixed``: all other weights and what libraries allocate;
-    - ``tables``: the part of ``fixed`` that is embedding tables;
+    - ``tables``: the part of ``fixed`` that is embedding tables, and ``adapters`` that which is slots of adapters;
     - ``decode``: what a decode step reads and launches;
     - ``cache``: the groups of layers of the key-value cache;
     - ``scratch_per_token``: activations of a token of a prompt's chunk;
@@ -81,6 +81,7 @@ class MemoryRequirements:
     scratch_per_sequence: int
     context_length: int
     prompt_layers: tuple[int, ...] = ()
+    adapters: int = 0
 
     @property
     def weights(self) -> int:
@@ -500,6 +501,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         f"cache {format_size(requirements.cache_per_token)} per token"
         + (f" and {format_size(states)} per sequence" if states else ""),
         **({"experts": experts_text(plan)} if requirements.decode.experts else {}),
+        **({"adapters": f"slots of {format_size(requirements.adapters)}"} if requirements.adapters else {}),
         "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),
         "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
         f"{plan.chunk:,}",

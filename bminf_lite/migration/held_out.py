@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint.opened_model import ModelSource
 from ..errors import CheckpointError, UsageError, require_positive
 from ..evaluation.compare import Progress, compare
 from ..evaluation.corpus import Window, fit_windows, parse_config
@@ -59,7 +60,7 @@ def check_divergence(name: str, limit: float | None, has_text: bool) -> None:
 
 def measure_cost(
     model: Path,
-    source: Path,
+    source: Path | ModelSource,
     sequences: Sequence[np.ndarray],
     device: str,
     max_divergence: float | None,

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import backend
 from ..backend.base import Backend
+from ..checkpoint.adapter_merge import MergedFolder
 from ..checkpoint.conversion import Progress
 from ..checkpoint.fp16_range import within_fp16
 from ..checkpoint.manifest import MigrationReport
@@ -55,6 +56,7 @@ def migrate(
     max_divergence: float | None = None,
     target_divergence: float | None = None,
     offline_only: bool = False,
+    merge: str | Path | None = None,
     force: bool = False,
     dry_run: bool = False,
     portable: bool = False,
@@ -79,6 +81,9 @@ def migrate(
     out what other readers may not open; without a search, it makes a recipe that rotates inputs fold rotations into
     the weights instead (see :mod:`bminf_lite.checkpoint.offline_rotation`).
 
+    ``merge`` is the folder of an adapter that PEFT saved: it is merged into the float weights before these are
+    quantized, and costs are measured from the merged model (docs/guides/adapters.md).
+
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
     tensor would become. ``portable`` makes a result that other readers open: without a ``recipe`` it is ``w8a8``, and
     GPT-2's matrices, which have no other form, stay float in the file and are quantized when it is loaded. The result
@@ -91,6 +96,7 @@ def migrate(
     error or Ctrl-C ``out`` is untouched.
     """
     source, out = expand(source, "source"), expand(out, "out")
+    opened_from = source if merge is None else MergedFolder(source, expand(merge, "merge"))
     if isinstance(calibrate, (str, Path)):
         calibrate = expand(calibrate, "calibrate")
     for name, flag in (("offline_only", offline_only), ("force", force), ("dry_run", dry_run), ("portable", portable)):
@@ -108,7 +114,7 @@ def migrate(
     elif offline_only and not searches(recipe):
         recipe = _without_input_rotations(recipe)
     write = partial(
-        migrate_folder, source, out, force=force, dry_run=dry_run, portable=portable, progress=progress,
+        migrate_folder, opened_from, out, force=force, dry_run=dry_run, portable=portable, progress=progress,
         shard_bytes=shard_bytes,
     )  # fmt: skip
     if calibrate is None:
@@ -133,7 +139,7 @@ def migrate(
         return search
 
     def measure(limit: float | None, folder: Path) -> dict[str, Any]:
-        return measure_cost(folder, Path(source), tokens.held_out, device, limit, cost_progress)
+        return measure_cost(folder, opened_from, tokens.held_out, device, limit, cost_progress)
 
     if target_divergence is None and not searches(recipe):
 
@@ -142,15 +148,15 @@ def migrate(
                 return search_on(ops, model, recipe, alternatives=False).result()
 
         return write(recipe, calibrate=decide, verify=partial(measure, max_divergence) if generates else None)
-    with open_model(source) as opened:
+    with open_model(opened_from) as opened:
         recipe = budget_recipe(recipe, offline_only, rotates_stream=opened.spec.stream is not None)
     trade: dict[str, Any] = {}
 
     def choose(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
-        with closing(backend.create(device)) as ops, open_model(source) as reference:
+        with closing(backend.create(device)) as ops, open_model(opened_from) as reference:
             options = search_on(ops, model, recipe, alternatives=True)
             search = AssignmentSearch(
-                source, within_fp16(reference), model, options, tokens, ops, target_divergence, cost_progress
+                opened_from, within_fp16(reference), model, options, tokens, ops, target_divergence, cost_progress
             )  # fmt: skip
             chosen, found = search.run()
             trade.update(found)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..bench.product_times import make_time_of
-from ..checkpoint.opened_model import OpenedModel
+from ..checkpoint.opened_model import ModelSource, OpenedModel
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..errors import CheckpointError
 from ..evaluation.candidates import Candidate, CandidateComparison
@@ -53,7 +53,7 @@ class AssignmentSearch:
 
     def __init__(
         self,
-        source: Path,
+        source: Path | ModelSource,
         reference: OpenedModel,
         model: OpenedModel,
         options: QuantizationSearch,

@@ -141,3 +141,18 @@ def test_the_memory_that_would_hold_everything_does() -> None:
     )
     arguments = ("--gpu-memory", f"{float(enough) + 0.1}GiB", "--link", "25", "--context", "1024", "--json")
     assert json.loads(run(shape, *arguments).stdout)["streamed"] == []
+
+
+def test_room_for_adapters_is_counted() -> None:
+    """Both factors of rank 16 of every matrix, in fp16, for each slot; a step reads none of it."""
+    model, room = CONFIGS / "llama-3-8b.json", ("--max-adapters", "8")
+    plain, eight = facts(model, *MACHINE), facts(model, *MACHINE, *room)
+    wide = facts(model, *MACHINE, *room, "--max-adapter-rank", "64")
+    inner, features, keys, vocab = 14336, 4096, 1024, 128256
+    sizes = 4 * features + 2 * (features + keys) + 3 * (features + inner)  # inputs and outputs of a layer's matrices
+    assert plain["adapter_bytes"] == 0
+    assert eight["adapter_bytes"] == pytest.approx(8 * 2 * 16 * (32 * sizes + features + vocab), rel=0.01)
+    assert eight["adapter_bytes"] == eight["weight_bytes"] - plain["weight_bytes"]
+    assert wide["adapter_bytes"] == pytest.approx(4 * eight["adapter_bytes"], rel=0.01)
+    assert eight["weight_bytes_per_step"] == plain["weight_bytes_per_step"]
+    assert "adapters     slots of " in run(model, *MACHINE, *room).stdout
