@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from . import backend
 from .adapters import MAX_ADAPTERS, AdapterOptions, ModelAdapters
 from .backend.base import Backend
+from .backend.communicator import on_ranks
 from .backend.values import Pooling
 from .checkpoint.opened_model import OpenedModel, open_model
 from .completions import Completion, arun, run
@@ -91,6 +93,7 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     max_adapters: int = MAX_ADAPTERS,
     max_adapter_rank: int | None = None,
+    gpus: int = 1,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
@@ -124,6 +127,8 @@ def load(
       memory on the device. Without effect without ``adapters``.
     - ``max_adapter_rank``: the largest rank of an adapter, up to 512; the default is that of the given ``adapters``, or
       16 if they have less.
+    - ``gpus``: among how many GPUs the model is divided, from the one that ``device`` names on, ``memory_limit`` each;
+      docs/guides/several_gpus.md. On a CPU, the parts are computed by threads, which helps to test.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
@@ -143,36 +148,45 @@ def load(
         if not config.generates:
             max_num_batched_tokens = max(max_num_batched_tokens, config.context_length)  # a text is not cut in pieces
             speculative = None if given is None else given
-        ops = backend.create(device, memory_limit)
+            if gpus != 1:
+                raise UsageError(f"gpus is {gpus!r}, but a model that gives vectors is not divided: give 1")
+        most = config.hidden_size * max_num_batched_tokens
+        backends = backend.create_ranks(gpus, device, memory_limit, most)
+        ops = backends[0]
         try:
             options = None
             if adapters is not None:
                 options = AdapterOptions.read_all(opened, adapters, max_adapters, max_adapter_rank)
-                ops.adapter_slots = options.slots()
+                for own in backends:
+                    own.adapter_slots = options.slots()
             drafts = chosen_drafts(speculative, opened.spec, opened.weights().scheme_of, ops.has_one_order)
             num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
             layout = config.cache_layout if draft is None else config.cache_layout.beside(draft.config.cache_layout)
             cache_layout = layout.with_int8(int8)
-            KVCache.for_sequences(ops, cache_layout, 1, 1).close()  # raises now if the backend cannot have such a cache
 
             def needed() -> MemoryRequirements:
-                own = checkpoint_requirements(opened, None, kv_cache, num_draft_tokens, ops.adapter_slots)
+                own = checkpoint_requirements(opened, None, kv_cache, num_draft_tokens, ops.adapter_slots, gpus)
                 if draft is None:
                     return own
-                other = draft_requirements(draft, kv_cache, num_draft_tokens)
-                return with_draft_model(own, other, config, cache_layout.with_drafts(num_draft_tokens))
+                other = draft_requirements(draft, kv_cache, num_draft_tokens, gpus)
+                return with_draft_model(own, other, config, cache_layout.with_drafts(num_draft_tokens).shard(gpus))
 
-            plan = plan_placement(ops, opened.spec, needed, context, max_num_batched_tokens)
-            weights = opened.weights()
-            built_from = with_finite_checks(weights, ops) if check else (weights, ops)
-            network = opened.architecture.Model(config, *built_from)
-            if draft is not None:
-                network = with_draft(network, opened, draft, ops)
+            plan = plan_placement(backends, opened.spec, needed, context, max_num_batched_tokens)
+
+            def build(rank: int) -> Any:
+                weights, own = opened.weights(), backends[rank]
+                KVCache.for_sequences(own, cache_layout, 1, 1).close()  # raises now if there cannot be such a cache
+                built_from = with_finite_checks(weights, own) if check else (weights, own)
+                network = opened.architecture.Model(config, *built_from)
+                return network if draft is None else with_draft(network, opened, draft, own)
+
+            networks = on_ranks(backends, build)
             own_adapters = None
-            if options is not None and ops.adapter_slots is not None:
-                own_adapters = ModelAdapters(options, [ops.adapter_slots])
+            if options is not None:
+                slots = [own.adapter_slots for own in backends if own.adapter_slots is not None]
+                own_adapters = ModelAdapters(options, slots)
         except BaseException:
-            ops.close()
+            backend.close_ranks(backends)
             raise
         engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens, prefix_cache)
         engine_config = replace(
@@ -182,9 +196,9 @@ def load(
         if draft is not None and given is not None and given.method != EAGLE3:
             shorter = min(config.context_length, draft.config.context_length)
             engine_config = replace(engine_config, context_length=shorter)
-        pooling = None if config.generates else pooling_model(opened, network, engine_config)
+        pooling = None if config.generates else pooling_model(opened, networks[0], engine_config)
         found = checkpoint.path, opened.generation_config, opened.eos_ids, own_adapters, pooling
-        return Model(network, engine_config, *found)
+        return Model(networks, engine_config, *found)
 
 
 def pooling_model(opened: OpenedModel, network: Any, engine_config: EngineConfig) -> PoolingModel:
@@ -248,9 +262,10 @@ class Model:
     It may be used by any number of threads and asyncio tasks: all requests share the steps of one loop, which runs in a
     thread of its own and owns the device (docs/scheduling.md).
 
-    ``network`` is gone after closing. ``folder`` holds the tokenizer's files, which are read when text is first used; a
-    model without them works with token ids alone. ``generation_config`` holds the defaults of sampling. ``eos_ids`` are
-    the tokens that end a completion; None means the tokenizer's. ``adapters`` are those of the network's device.
+    ``network`` has a part for each rank where the model is divided. It is gone after closing. ``folder`` holds the
+    tokenizer's files, which are read when text is first used; a model without them works with token ids alone.
+    ``generation_config`` holds the defaults of sampling. ``eos_ids`` are the tokens that end a completion; None means
+    the tokenizer's. ``adapters`` are those of the networks' devices.
     """
 
     def __init__(
@@ -263,18 +278,20 @@ class Model:
         adapters: ModelAdapters | None = None,
         pooling: PoolingModel | None = None,
     ):
-        self.network = network
+        networks = list(network) if isinstance(network, Sequence) else [network]
+        self.network = networks[0]
         self._adapters = adapters
         self.folder = folder
         self.engine_config = engine_config
         self.generation_config = generation_config or {}
-        ops: Backend = network.ops
+        ops: Backend = self.network.ops
         self.ops = ops
+        self._backends = [network.ops for network in networks]
         self._configured_eos_ids = eos_ids
         max_tokens, max_texts = engine_config.max_num_batched_tokens, MAX_TEXTS
         self._engine = engine = Engine(
-            engine_config, lambda blocks: ModelRunner([network], engine_config, blocks), ops.make_current,
-            make_pooling=None if pooling is None else lambda: PoolingQueue(network, max_tokens, max_texts),
+            engine_config, lambda blocks: ModelRunner(networks, engine_config, blocks), ops.make_current,
+            make_pooling=None if pooling is None else lambda: PoolingQueue(networks[0], max_tokens, max_texts),
         )  # fmt: skip
         self._finalizer = weakref.finalize(self, engine.close, timeout=FINALIZER_SECONDS)
 
@@ -389,7 +406,7 @@ class Model:
         """
         self._prompts.close()
         self._finalizer.detach()
-        self._engine.close(self.ops.close)
+        self._engine.close(functools.partial(backend.close_ranks, self._backends))
         self.__dict__.pop("network", None)  # on a CPU the weights are NumPy arrays, freed with the last reference
 
     def __reduce__(self) -> str:

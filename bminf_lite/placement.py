@@ -16,8 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from .backend import MAX_GPUS
 from .backend.adapter_slots import AdapterSlots
 from .backend.base import Backend
+from .backend.communicator import OneRank
 from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
 from .backend.values import AllTokens, Placement, Retention
@@ -103,9 +105,11 @@ def chosen_drafts(speculative: Any, spec: Spec, scheme_of: SchemeOf, has_one_ord
 
 def requirements_of(
     path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16", speculative: Any = None,
-    slots: AdapterSlots | None = None,
+    slots: AdapterSlots | None = None, tp_size: int = 1,
 ) -> MemoryRequirements:  # fmt: skip
     """The memory that a model needs, with its draft model if ``speculative``, that of ``load`` on a GPU, has one.
+
+    With a ``tp_size``, it is that of one of as many ranks.
 
     A path is that of a checkpoint's folder, or of its ``config.json`` alone. With a ``recipe``, the model is taken as
     if it were migrated by this recipe. Without one, a checkpoint is taken as it is stored and a configuration as
@@ -115,7 +119,7 @@ def requirements_of(
         model, scheme_of = _described(path, recipe, opened)
         drafts = chosen_drafts(speculative, model.spec, scheme_of, has_one_order=True)
         num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
-        own = requirements(model, scheme_of, kv_cache, num_draft_tokens, slots)
+        own = requirements(model, scheme_of, kv_cache, num_draft_tokens, slots, tp_size)
         if drafts is None or drafts.model is None:
             return own
         draft_scheme_of: SchemeOf
@@ -125,9 +129,9 @@ def requirements_of(
         else:
             draft, draft_scheme_of = _described(drafts.model, None, opened)
             require_same_tokens(model.config, draft.config, drafts.model)
-        other = requirements(draft, draft_scheme_of, kv_cache, num_draft_tokens)
+        other = requirements(draft, draft_scheme_of, kv_cache, num_draft_tokens, tp_size=tp_size)
         layout = model.config.cache_layout.beside(draft.config.cache_layout).with_int8(is_int8_cache(kv_cache))
-        return with_draft_model(own, other, model.config, layout.with_drafts(num_draft_tokens))
+        return with_draft_model(own, other, model.config, layout.with_drafts(num_draft_tokens).shard(tp_size))
 
 
 def _described(path: str | Path, recipe: str | Path | None, opened: ExitStack) -> tuple[ModelDescription, SchemeOf]:
@@ -168,10 +172,12 @@ def open_draft(drafts: SpeculativeConfig | None, model: OpenedModel) -> Abstract
     return opened
 
 
-def draft_requirements(draft: OpenedModel, kv_cache: str, num_draft_tokens: int) -> MemoryRequirements:
-    """The memory that an open draft model or head needs."""
+def draft_requirements(
+    draft: OpenedModel, kv_cache: str, num_draft_tokens: int, tp_size: int = 1
+) -> MemoryRequirements:
+    """The memory that an open draft model or head needs, or one of ``tp_size`` ranks of it."""
     scheme_of = head_scheme if isinstance(draft.config, Eagle3Config) else draft.weights().scheme_of
-    return requirements(draft.description, scheme_of, kv_cache, num_draft_tokens)
+    return requirements(draft.description, scheme_of, kv_cache, num_draft_tokens, tp_size=tp_size)
 
 
 def with_draft(network: Network, model: OpenedModel, draft: OpenedModel, ops: Backend) -> DraftedNetwork:
@@ -220,6 +226,7 @@ def plan(
     speculative: str | Mapping[str, Any] | SpeculativeConfig | None = AUTO,
     max_adapters: int = 0,
     max_adapter_rank: int = 16,
+    gpus: int = 1,
 ) -> MemoryPlan:
     """Plan which weights a GPU holds, which are streamed to it, and how fast that is; nothing is loaded.
 
@@ -228,26 +235,30 @@ def plan(
     and of its own memory in bytes per second; without ``gpu_memory`` or ``link`` this machine's GPU is measured. The
     plan has room for ``context`` tokens of ``batch`` sequences. ``speculative`` is that of ``load``, whose draft model
     may be a ``config.json`` here. ``max_adapters`` and ``max_adapter_rank`` are those of ``load``; 0 is a model without
-    adapters. Prints as lines of text. Raises ``CheckpointError``, ``UsageError``, ``DeviceError``,
-    and ``OutOfMemory`` if nothing would fit.
+    adapters. With ``gpus``, the plan is that of each of them. Prints as lines of text. Raises ``CheckpointError``,
+    ``UsageError``, ``DeviceError``, and ``OutOfMemory`` if nothing would fit.
     """
     require_whole("context", 1 if context is None else context)
     require_whole("batch", batch)
     require_whole("max_adapters", max_adapters, least=0)
     require_whole("max_adapter_rank", max_adapter_rank)
+    require_whole("gpus", gpus, MAX_GPUS)
     slots = AdapterSlots(max_adapters, max_adapter_rank) if max_adapters else None
-    requirements = requirements_of(path, recipe, kv_cache, speculative, slots)
+    requirements = requirements_of(path, recipe, kv_cache, speculative, slots, gpus)
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory)
     return plan_memory(requirements, machine_of(memory_limit, gpu_bytes, link, bandwidth), context, batch)
 
 
 def checkpoint_requirements(
     model: OpenedModel, recipe: str | Path | None = None, kv_cache: str = "fp16", num_draft_tokens: int = 0,
-    slots: AdapterSlots | None = None,
+    slots: AdapterSlots | None = None, tp_size: int = 1,
 ) -> MemoryRequirements:  # fmt: skip
-    """The memory that the model of an open checkpoint needs, as it is stored or as if it were migrated."""
+    """The memory that the model of an open checkpoint needs, as it is stored or as if it were migrated.
+
+    With a ``tp_size``, it is that of one of as many ranks.
+    """
     scheme_of = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
-    return requirements(model.description, scheme_of, kv_cache, num_draft_tokens, slots)
+    return requirements(model.description, scheme_of, kv_cache, num_draft_tokens, slots, tp_size)
 
 
 def draft_cost(model: MemoryRequirements, draft: MemoryRequirements) -> float:
@@ -269,22 +280,24 @@ def with_draft_model(
 
 
 def plan_placement(
-    ops: Backend, spec: Spec, get_requirements: Callable[[], MemoryRequirements], context: int | None = None,
-    max_chunk: int = CHUNK,
+    backends: Sequence[Backend], spec: Spec, get_requirements: Callable[[], MemoryRequirements],
+    context: int | None = None, max_chunk: int = CHUNK,
 ) -> MemoryPlan | None:  # fmt: skip
-    """Plan for the memory that a backend can still allocate, and set ``ops.placement`` accordingly.
+    """Plan for the memory that all ranks' backends can still allocate, and set their ``placement`` accordingly.
 
-    ``context`` and ``max_chunk`` are those of :func:`.plan_memory`.
+    ``get_requirements`` are those of a rank. ``context`` and ``max_chunk`` are those of :func:`.plan_memory`.
     Returns None for a CPU, whose host must have room for all weights of ``spec``. Raises ``OutOfMemory``, whose message
     names a size that would fit.
     """
-    memory = ops.memory()
-    if "available" not in memory:
+    memories = [ops.memory() for ops in backends]
+    if "available" not in memories[0]:
         _require_host_memory(spec)
         return None
-    machine = Machine(memory["available"] + memory["used"])
-    plan = plan_memory(get_requirements(), machine, context, max_chunk=max_chunk)
-    ops.placement = plan.placement
+    needed, taken = get_requirements(), backends[0].communicator.nbytes
+    machine = Machine(min(memory["available"] + memory["used"] for memory in memories))
+    plan = plan_memory(replace(needed, fixed=needed.fixed + taken), machine, context, max_chunk=max_chunk)
+    for ops in backends:
+        ops.placement = plan.placement
     return plan
 
 
@@ -364,19 +377,20 @@ def _require_host_memory(spec: Spec) -> None:
 
 def requirements(
     model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "fp16", num_draft_tokens: int = 0,
-    slots: AdapterSlots | None = None,
+    slots: AdapterSlots | None = None, tp_size: int = 1,
 ) -> MemoryRequirements:  # fmt: skip
-    """The memory that a model needs; ``kv_cache`` is ``fp16`` or ``int8``.
+    """The memory that a model, or one of ``tp_size`` ranks of it, needs; ``kv_cache`` is ``fp16`` or ``int8``.
 
     A step checks up to ``num_draft_tokens`` drafts of a sequence. Adapters have ``slots`` like the given ones.
     """
     config = model.config
     meta = MetaBackend()
     meta.adapter_slots = None if slots is None else AdapterSlots(slots.count, slots.max_rank)
+    meta.communicator = OneRank(tp_size=tp_size)
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
     layout = config.cache_layout.with_int8(is_int8_cache(kv_cache)).with_drafts(num_draft_tokens)
-    cache = cache_groups(config, layout)
+    cache = cache_groups(config, layout.shard(tp_size))
     return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),

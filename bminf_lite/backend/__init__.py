@@ -5,11 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
-from ..errors import DeviceError, NoDriverError, UsageError
+from ..errors import DeviceError, NoDriverError, UsageError, require_whole
 from ..memory.sizes import parse_size
 from .base import Backend
+from .communicator import simulated_ranks
 from .cpu import CpuBackend
+
+if TYPE_CHECKING:
+    from .cuda.backend import CudaBackend
+
+MAX_GPUS = 64
+"""The bound of ``gpus``."""
 
 
 def create(device: str = "auto", memory_limit: int | str | None = None) -> Backend:
@@ -37,6 +46,52 @@ def create(device: str = "auto", memory_limit: int | str | None = None) -> Backe
         if not isinstance(error, NoDriverError):
             _warn_once(f"the GPU is not used: {error}; computing on the CPU")
         return CpuBackend()
+
+
+def create_ranks(
+    gpus: int, device: str = "auto", memory_limit: int | str | None = None, most: int = 1
+) -> Sequence[Backend]:
+    """The backends of a model's ranks: ``gpus`` GPUs, from the one that ``device`` names on; see :func:`create`.
+
+    ``memory_limit`` bounds each GPU's memory. ``most`` is the largest number of values that the ranks add at once. On a
+    CPU, the ranks are threads. Raises ``UsageError`` and ``DeviceError``, also for more GPUs than there are.
+    """
+    require_whole("gpus", gpus, MAX_GPUS)
+    backends = [create(device, memory_limit)]
+    if gpus == 1:
+        return backends
+    try:
+        kind, _, number = backends[0].name.partition(":")
+        if kind == "cpu":
+            backends += [CpuBackend() for _ in range(1, gpus)]
+            for ops, rank in zip(backends, simulated_ranks(gpus), strict=True):
+                ops.communicator = rank
+            return backends
+        from ..cuda.runtime.driver import device_count
+        from .cuda.peers import connect
+
+        first, count = int(number), device_count()
+        if first + gpus > count:
+            raise UsageError(
+                f"{gpus} GPUs from number {first} on were asked for (gpus={gpus}), but this machine has {count}, "
+                f"numbered from 0: give at most {count - first}"
+            )
+        backends += [create(f"cuda:{first + rank}", memory_limit) for rank in range(1, gpus)]
+        connect(cast("Sequence[CudaBackend]", backends), most)
+    except BaseException:
+        close_ranks(backends)
+        raise
+    backends[0].make_current()
+    return backends
+
+
+def close_ranks(backends: Sequence[Backend]) -> None:
+    """Free the memory of all ranks' devices."""
+    for ops in backends:
+        ops.make_current()
+        ops.close()
+    if len(backends) > 1:
+        backends[0].make_current()
 
 
 @functools.cache

@@ -22,21 +22,33 @@ class RandomMatrix:
 
     Row ``r`` and columns ``8 g`` to ``8 g + 7`` are the bytes, lowest first, of SplitMix64's output number
     ``r * ceil(columns / 8) + g`` after ``seed`` (https://doi.org/10.1145/2714064.2660195), with -127 for -128. A random
-    matrix converts to a NumPy array, or a backend generates it on its device. A slice of its rows is a random matrix;
-    any other part is an array.
+    matrix converts to a NumPy array, or a backend generates it on its device. A slice of its rows is a random matrix,
+    and so is one of columns that begin at a multiple of 8; any other part is an array. ``row_words`` are the words from
+    one row to the next, where that are more than the row has, which 0 stands for.
     """
 
     shape: tuple[int, int]
     dtype: type = np.int8
     seed: int = 0
+    row_words: int = 0
+
+    @property
+    def stride(self) -> int:
+        """Words from one row to the next."""
+        return self.row_words or -(-self.shape[1] // GROUP)
 
     def __getitem__(self, index: Any) -> RandomMatrix | np.ndarray:
+        if isinstance(index, tuple) and index[0] == slice(None) and isinstance(index[1], slice):
+            first, end, step = index[1].indices(self.shape[1])
+            if step == 1 and first % GROUP == 0:
+                shape, seed = (self.shape[0], max(end - first, 0)), self.seed + first // GROUP * STEP & (1 << 64) - 1
+                return RandomMatrix(shape, self.dtype, seed, self.stride)
         if not isinstance(index, slice) or index.step not in (None, 1):
             part: np.ndarray = np.asarray(self)[index]
             return part
         first, end, _ = index.indices(self.shape[0])
-        words = first * -(-self.shape[1] // GROUP)
-        return RandomMatrix((max(end - first, 0), self.shape[1]), self.dtype, self.seed + words * STEP & (1 << 64) - 1)
+        shape, seed = (max(end - first, 0), self.shape[1]), self.seed + first * self.stride * STEP & (1 << 64) - 1
+        return RandomMatrix(shape, self.dtype, seed, self.row_words)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         rows, columns = self.shape
@@ -45,7 +57,8 @@ class RandomMatrix:
         step = max(1, WORDS_AT_ONCE // max(groups, 1))
         for first in range(0, rows, step):
             count = min(step, rows - first)
-            words = random_words(self.seed, first * groups, count * groups).astype("<u8")
+            words = random_words(self.seed, first * self.stride, count * self.stride).astype("<u8")
+            words = np.ascontiguousarray(words.reshape(count, self.stride)[:, :groups])
             codes = np.maximum(words.view(np.int8), -127).reshape(count, groups * GROUP)[:, :columns]
             values[first : first + count] = codes if self.dtype is np.int8 else codes / np.float32(FLOAT_UNIT)
         return values

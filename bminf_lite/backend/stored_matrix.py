@@ -15,7 +15,7 @@ class StoredMatrix:
 
     ``read(buffer, offset)`` fills a buffer with the matrix's bytes from ``offset`` on, from any thread, and raises
     ``CheckpointError`` if the file has changed or is too short. Converting a stored matrix to a NumPy array reads it. A
-    slice of its rows is a stored matrix; any other part is an array.
+    slice of its rows is a stored matrix, and so is one of its columns; any other part is an array.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,33 @@ class StoredMatrix:
             self.read(values.reshape(-1).view(np.uint8).data, 0)
         return values if dtype is None else values.astype(dtype, copy=False)
 
+    def columns(self, columns: slice) -> StoredMatrix:
+        """Neighbouring columns of a matrix ``[rows, columns]``. Whole rows are read, because that takes fewer calls."""
+        first, end, step = columns.indices(self.shape[1])
+        assert step == 1 and len(self.shape) == 2
+        itemsize, wide, narrow = self.dtype.itemsize, self.shape[1] * self.dtype.itemsize, max(end - first, 0)
+
+        def read(buffer: memoryview, offset: int) -> None:
+            pitch, target = narrow * itemsize, np.frombuffer(buffer, np.uint8)
+            before, behind = offset // pitch, -(-(offset + len(target)) // pitch)
+            rows = np.empty((behind - before, wide), np.uint8)
+            self.read(rows.reshape(-1).data, before * wide)
+            own = rows[:, first * itemsize : end * itemsize]
+            start = offset - before * pitch
+            if start == 0 and len(target) % pitch == 0:
+                target.reshape(-1, pitch)[...] = own
+            else:
+                target[...] = np.ascontiguousarray(own).reshape(-1)[start : start + len(target)]
+
+        return StoredMatrix((self.shape[0], narrow), self.dtype, read)
+
     def __getitem__(self, index: Any) -> StoredMatrix | np.ndarray:
+        if isinstance(index, tuple) and len(index) == len(self.shape) == 2 and all(isinstance(x, slice) for x in index):
+            rows, columns = index
+            if (columns.step or 1) == 1 and (rows.step or 1) == 1:
+                found = self[rows]
+                assert isinstance(found, StoredMatrix)
+                return found.columns(columns)
         if not isinstance(index, slice) or index.step not in (None, 1):
             part: np.ndarray = np.asarray(self)[index]
             return part

@@ -6,7 +6,7 @@ A shape is a configuration in the form of a checkpoint's ``config.json``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.communicator import on_ranks
 from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..checkpoint.opened_model import ModelDescription, describe_model, open_model
@@ -54,7 +55,7 @@ class BenchModel:
     """A model that is ready to run.
 
     ``parameters`` counts elements, tied ones once; ``nbytes`` are the bytes that were loaded. ``plan`` says where the
-    weights are; None on a CPU.
+    weights are; None on a CPU. ``peers`` has the networks of the other ranks of a model that is divided.
     """
 
     name: str
@@ -63,6 +64,12 @@ class BenchModel:
     parameters: int
     nbytes: int
     plan: MemoryPlan | None = None
+    peers: tuple[Network, ...] = ()
+
+    @property
+    def networks(self) -> tuple[Network, ...]:
+        """The networks of all ranks."""
+        return (self.network, *self.peers)
 
     @property
     def ops(self) -> Backend:
@@ -78,7 +85,7 @@ class BenchModel:
 def random_model(
     name: str,
     config: Mapping[str, Any],
-    ops: Backend,
+    ops: Backend | Sequence[Backend],
     kv_cache: str = "fp16",
     max_batch: int | None = None,
     recipe: str | Recipe = "w8a8",
@@ -87,63 +94,72 @@ def random_model(
 ) -> BenchModel:
     """A model of the shape ``config`` with random int8 weights, made on the device.
 
-    ``kv_cache``, ``max_batch`` and ``max_num_batched_tokens`` are those of ``load``. ``recipe`` says how each matrix is
-    quantized and rotated, without a calibration. Layers that do not fit the memory limit are streamed, as those of a
-    checkpoint are. With ``speculative``, which names no model, the engine drafts. Raises ``UsageError`` for a recipe
-    that leaves a matrix float.
+    ``kv_cache``, ``max_batch`` and ``max_num_batched_tokens`` are those of ``load``. ``ops`` are the backends of all
+    ranks, or one. ``recipe`` says how each matrix is quantized and rotated, without a calibration. Layers that do not
+    fit the memory limit are streamed, as those of a checkpoint are. With ``speculative``, which names no model, the
+    engine drafts. Raises ``UsageError`` for a recipe that leaves a matrix float.
     """
     num_draft_tokens = 0 if speculative is None else speculative.num_draft_tokens
     described, chosen = describe_model(config), load_recipe(recipe)
-    spec = described.spec
+    spec, ranks = described.spec, _ranks(ops)
     plan = plan_placement(
-        ops,
+        ranks,
         spec,
-        lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache, num_draft_tokens),
+        lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache, num_draft_tokens, tp_size=len(ranks)),
         max_chunk=max_num_batched_tokens,
     )
     name = name if chosen.name == "w8a8" else f"{name}, {chosen.name}"
     weights = RandomWeights(spec, chosen)
-    made = _build(name, described, weights, ops, plan, kv_cache, max_batch, max_num_batched_tokens)
+    made = _build(name, described, weights, ranks, plan, kv_cache, max_batch, max_num_batched_tokens)
     if speculative is None:
         return made
     engine_config = replace(made.engine_config, num_draft_tokens=num_draft_tokens, speculative=speculative)
     return replace(made, engine_config=engine_config)
 
 
+def _ranks(ops: Backend | Sequence[Backend]) -> Sequence[Backend]:
+    return ops if isinstance(ops, Sequence) else [ops]
+
+
 def checkpoint_model(
     path: Path,
-    ops: Backend,
+    ops: Backend | Sequence[Backend],
     kv_cache: str = "fp16",
     max_batch: int | None = None,
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
 ) -> BenchModel:
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
+    ranks = _ranks(ops)
     with open_model(path) as model:
         plan = plan_placement(
-            ops, model.spec, lambda: checkpoint_requirements(model, kv_cache=kv_cache), max_chunk=max_num_batched_tokens
+            ranks,
+            model.spec,
+            lambda: checkpoint_requirements(model, kv_cache=kv_cache, tp_size=len(ranks)),
+            max_chunk=max_num_batched_tokens,
         )
         name, weights = path.resolve().name, model.weights()
-        return _build(name, model.description, weights, ops, plan, kv_cache, max_batch, max_num_batched_tokens)
+        return _build(name, model.description, weights, ranks, plan, kv_cache, max_batch, max_num_batched_tokens)
 
 
 def _build(
     name: str,
     model: ModelDescription,
     weights: Weights,
-    ops: Backend,
+    ranks: Sequence[Backend],
     plan: MemoryPlan | None,
     kv_cache: str,
     max_batch: int | None,
     max_num_batched_tokens: int,
 ) -> BenchModel:
     config, spec = model.config, model.spec
-    counted = CountingWeights(weights)
-    network = model.architecture.Model(config, counted, ops)
+    counted = [CountingWeights(weights) for _ in ranks]
+    network, *peers = on_ranks(ranks, lambda rank: model.architecture.Model(config, counted[rank], ranks[rank]))
     int8 = kv_cache == "int8"
     cache_layout = config.cache_layout.with_int8(int8)
     engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens)
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
-    return BenchModel(f"{name}, int8 cache" if int8 else name, network, engine_config, parameters, counted.nbytes, plan)
+    name = f"{name}, int8 cache" if int8 else name
+    return BenchModel(name, network, engine_config, parameters, counted[0].nbytes, plan, tuple(peers))
 
 
 class CountingWeights:

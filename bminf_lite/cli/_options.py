@@ -65,6 +65,14 @@ device_option = click.option(
     metavar="auto|cpu|cuda|cuda:N",
     help="Where to compute: auto takes a GPU if one can be used, otherwise the CPU.",
 )
+gpus_option = click.option(
+    "--gpus",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Divide the model among N GPUs, from the one of --device on.",
+)
 memory_limit_option = click.option(
     "--memory-limit",
     type=size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from ._options import (
     Command,
     batched_tokens_option,
     device_option,
+    gpus_option,
     kv_cache_option,
     memory_limit_option,
     parse_speculative,
@@ -88,6 +89,7 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
 @batched_tokens_option
 @click.option("--kernels", is_flag=True, help="Time single kernels over a sweep of sizes; needs no model.")
 @device_option
+@gpus_option
 @memory_limit_option
 @kv_cache_option
 @click.option(
@@ -117,6 +119,7 @@ def bench(
     max_num_batched_tokens: int,
     kernels: bool,
     device: str,
+    gpus: int,
     memory_limit: int | None,
     kv_cache: str,
     speculative: SpeculativeConfig | None,
@@ -153,6 +156,7 @@ def bench(
     from ..bench.report import Report
     from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step, workloads
     from ..bench.serving import Load
+    from ..checkpoint.opened_model import describe_model
 
     if (model is None) == (shape is None) and not (kernels and model is None):
         raise click.UsageError(f"Give either MODEL or --shape, which is one of: {', '.join(shape_names())}.")
@@ -164,11 +168,13 @@ def bench(
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
     _check_load(offline, online, requests, max_batch, trace, kernels, speculative)
+    if gpus > 1 and offline is None and online is None:
+        raise click.UsageError("--gpus is for --offline and --online: other tests measure one GPU.")
     if shape is not None and speculative is not None and speculative.model is not None:
         raise click.UsageError("--speculative with a model needs MODEL: a shape has no tokens for it to guess.")
     config = None if shape is None else read_shape(shape)
 
-    def make_model(ops: Backend) -> BenchModel:
+    def make_model(ops: Backend | Sequence[Backend]) -> BenchModel:
         if config is not None:
             name = shape_name(str(shape))
             return random_model(name, config, ops, kv_cache, max_batch, recipe, max_num_batched_tokens, speculative)
@@ -188,11 +194,15 @@ def bench(
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_queue=_queue(load),
                 speculative=speculative,
+                gpus=gpus,
             )
             name = model.resolve().name
             _run_load(load, loaded, f"{name}, int8 cache" if kv_cache == "int8" else name, output, plot)
         else:
-            _run_load(load, *_random_model(load, backend.create(device, memory_limit), make_model), output, plot)
+            assert config is not None
+            most = describe_model(config).config.hidden_size * max_num_batched_tokens
+            ranks = backend.create_ranks(gpus, device, memory_limit, most)
+            _run_load(load, *_random_model(load, ranks, make_model), output, plot)
         return
     with closing(backend.create(device)) as ops:  # first: after a large model, reads were measured up to 13 % slower
         ceilings = make_profiler(ops).ceilings()
@@ -245,16 +255,19 @@ def _queue(load: Load) -> int:
     return max(EngineConfig.max_queue, load.requests)
 
 
-def _random_model(load: Load, ops: Backend, make_model: Callable[[Backend], BenchModel]) -> tuple[Model, str]:
-    """A model with random weights for a load, which owns ``ops``, and its name."""
+def _random_model(
+    load: Load, ranks: Sequence[Backend], make_model: Callable[[Sequence[Backend]], BenchModel]
+) -> tuple[Model, str]:
+    """A model with random weights for a load, which owns the backends ``ranks``, and its name."""
     from ..api import Model
+    from ..backend import close_ranks
 
     try:
-        bench_model = make_model(ops)
+        bench_model = make_model(ranks)
     except BaseException:
-        ops.close()
+        close_ranks(ranks)
         raise
-    return Model(bench_model.network, replace(bench_model.engine_config, max_queue=_queue(load))), bench_model.name
+    return Model(bench_model.networks, replace(bench_model.engine_config, max_queue=_queue(load))), bench_model.name
 
 
 def _run_load(load: Load, model: Model, name: str, output: str, plot: Path | None) -> None:

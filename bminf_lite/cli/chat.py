@@ -16,6 +16,7 @@ from ._options import (
     adapter_option,
     context_option,
     given_options,
+    gpus_option,
     model_options,
     sampling_options,
     speculative_option,
@@ -37,6 +38,7 @@ MAX_LINE = 1 << 24
 
 @click.command()
 @model_options
+@gpus_option
 @sampling_options
 @stop_option
 @context_option
@@ -48,6 +50,7 @@ def chat(
     device: str,
     memory_limit: int | None,
     kv_cache: str,
+    gpus: int,
     context: int | None,
     speculative: SpeculativeConfig | str | None,
     adapter: dict[str, str],
@@ -80,6 +83,7 @@ def chat(
         speculative=speculative,
         adapters=adapter or None,
         max_adapters=1,
+        gpus=gpus,
     ) as loaded:
         dialogue = Dialogue(loaded, system, given, next(iter(adapter), None))
         loaded.encode([*dialogue.start, {"role": "user", "content": "?"}])  # an error appears before the first line

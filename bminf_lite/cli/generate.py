@@ -19,6 +19,7 @@ from ._options import (
     adapter_option,
     context_option,
     given_options,
+    gpus_option,
     max_batch_option,
     model_options,
     sampling_options,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @model_options
+@gpus_option
 @click.argument("prompt", metavar="[PROMPT | -]", required=False)
 @click.option(
     "--prompts",
@@ -79,6 +81,7 @@ def generate(
     device: str,
     memory_limit: int | None,
     kv_cache: str,
+    gpus: int,
     chat: bool,
     system: str | None,
     as_json: bool,
@@ -134,6 +137,7 @@ def generate(
         speculative=speculative,
         adapters=adapter or None,
         max_adapters=1,
+        gpus=gpus,
     ) as loaded:
         started = time.perf_counter()
         pieces = loaded.stream(encode(loaded, wanted), grammar=grammar, adapter=next(iter(adapter), None), **given)

@@ -11,6 +11,7 @@ import click
 
 from ._options import (
     adapter_room_options,
+    gpus_option,
     json_option,
     kv_cache_option,
     memory_limit_option,
@@ -39,6 +40,7 @@ def speed(value: str) -> float:
 
 @click.command()
 @model_argument
+@gpus_option
 @memory_limit_option
 @click.option(
     "--context", type=int, metavar="N", help="Tokens per sequence; by default the model's context, or what fits."
@@ -58,6 +60,7 @@ def speed(value: str) -> float:
 @json_option
 def plan(
     model: Path,
+    gpus: int,
     memory_limit: int | None,
     context: int | None,
     batch: int,
@@ -88,7 +91,7 @@ def plan(
     made = make_plan(
         model, memory_limit=memory_limit, context=context, batch=batch, kv_cache=kv_cache, recipe=recipe,
         gpu_memory=gpu_memory, link=link, bandwidth=bandwidth, speculative=speculative,
-        max_adapters=max_adapters or 0, max_adapter_rank=max_adapter_rank or LEAST_RANK,
+        max_adapters=max_adapters or 0, max_adapter_rank=max_adapter_rank or LEAST_RANK, gpus=gpus,
     )  # fmt: skip
     click.echo(json.dumps(plan_to_dict(made), indent=2) if as_json else str(made))
 

@@ -15,6 +15,7 @@ from ._options import (
     adapters_option,
     batched_tokens_option,
     context_option,
+    gpus_option,
     model_options,
     speculative_option,
 )
@@ -28,6 +29,7 @@ ENGINE_FAILED = 70
 
 @click.command()
 @model_options
+@gpus_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address or name to listen at.")
 @click.option("--port", default=8000, show_default=True, metavar="N", help="The port; 0 takes a free one.")
 @click.option("--api-key-file", metavar="FILE", help="A key on each line, one of which each request must send.")
@@ -116,6 +118,7 @@ def serve(
     device: str,
     memory_limit: int | None,
     kv_cache: str,
+    gpus: int,
     host: str,
     port: int,
     api_key_file: str | None,
@@ -194,6 +197,7 @@ def serve(
             adapters=adapter if adapter or max_adapters else None,
             max_adapters=max_adapters or MAX_ADAPTERS,
             max_adapter_rank=max_adapter_rank,
+            gpus=gpus,
         ) as loaded,
     ):
         try:

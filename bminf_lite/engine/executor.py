@@ -63,10 +63,11 @@ class Executor:
 
     The pools of the cache begin small and grow as plans ask for blocks, up to those of ``config``. Raises
     ``OutOfMemory`` where memory does not suffice. :meth:`close` gives the memory back even while a traceback refers to
-    the executor.
+    the executor. One of several ranks ``reports`` what was chosen; the others have chosen the same.
     """
 
-    def __init__(self, network: Network, config: EngineConfig, table_size: TableSize):
+    def __init__(self, network: Network, config: EngineConfig, table_size: TableSize, reports: bool = True):
+        self.reports = reports
         self.network = network
         self.ops = network.ops
         self.config = config
@@ -119,8 +120,9 @@ class Executor:
         end = step.sequences if plan.samples else 0
         if len(inputs.targets):
             first, end = end, end + len(inputs.targets)
-            step.scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
-            if plan.wants_top:
+            if self.reports:
+                step.scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
+            if self.reports and plan.wants_top:
                 top = self.ops.sample(logits[first:end], self.table.reporting(end - first))
                 step.prompt_top = self.ops.fetch(top)
         if plan.num_taken:
@@ -130,7 +132,9 @@ class Executor:
     def sample(self, step: ExecutedStep, masks: MaskWrite | None = None) -> None:
         """Start to choose the tokens of the step that was executed last, after writing its masks."""
         self.table.write_masks(masks)
-        step.choice = self.ops.fetch(self.ops.sample(step.logits[: step.sequences], step.sampler))
+        chosen = self.ops.sample(step.logits[: step.sequences], step.sampler)
+        if self.reports:
+            step.choice = self.ops.fetch(chosen)
 
     def guess(self, tokens: np.ndarray, positions: np.ndarray, tables: Sequence[np.ndarray], count: int) -> np.ndarray:
         """The draft model's guesses, see :meth:`.DraftedNetwork.guess`, after what was started before."""

@@ -28,11 +28,12 @@ class LaunchedStep:
     """A step that the devices compute; :meth:`fetch` waits for it.
 
     ``executed`` has the step of each rank. ``start_sampling`` starts the samplers, and is None once that was done, or
-    if nothing samples.
+    if nothing samples. ``check`` raises an error if a rank did not hear from another.
     """
 
     executed: Sequence[ExecutedStep]
     start_sampling: Callable[[], None] | None
+    check: Callable[[], None]
 
     @property
     def waits_for_tokens(self) -> bool:
@@ -47,7 +48,9 @@ class LaunchedStep:
 
     def fetch(self) -> StepResult:
         """What the step chose and scored, without padding. All ranks have the same; this waits for the first."""
-        return self.executed[0].fetch()
+        found = self.executed[0].fetch()
+        self.check()
+        return found
 
 
 class ModelRunner:
@@ -63,22 +66,32 @@ class ModelRunner:
     def __init__(self, networks: Sequence[Network], config: EngineConfig, blocks: BlockManager):
         ops = networks[0].ops
         self.config = config
+        self.networks = networks
         self.max_steps_in_flight = ops.max_steps_in_flight
         self.builder = StepBuilder(ops, config, blocks)
         self.executors: list[Executor] = []
         backends = [network.ops for network in networks]
         self._ranks = RankThreads([ops.communicator for ops in backends], [ops.make_current for ops in backends])
+        made: list[Executor | None] = [None] * len(networks)
+
+        def make(rank: int) -> None:
+            made[rank] = Executor(networks[rank], config, self.builder.table_size, reports=rank == 0)
+
         try:
-            for network in networks:
-                self.executors.append(Executor(network, config, self.builder.table_size))
+            self._ranks.run(make)
         except BaseException:
+            self.executors = [executor for executor in made if executor is not None]
             self.close()
             raise
+        self.executors = [executor for executor in made if executor is not None]
 
     def close(self) -> None:
         """Give the memory of caches and captured steps back; nothing can be run afterwards."""
-        for executor in self.executors:
-            executor.close()
+        if len(self.executors) == len(self.networks):
+            self._on_ranks(lambda rank: self.executors[rank].close())
+        else:
+            for executor in self.executors:
+                executor.close()
         self._ranks.close()
 
     # -- rows of the sampler ------------------------------------------------------------------------------------------
@@ -108,14 +121,23 @@ class ModelRunner:
         (:meth:`LaunchedStep.sample`).
         """
         plan = self.builder.build(step)
-        executed = self._on_ranks(lambda rank: self.executors[rank].execute(plan))
         constrained = [r for r in step.sampled if r.matcher is not None]
+        samples_at_once = plan.samples and not constrained
+
+        def execute(rank: int) -> ExecutedStep:
+            executed = self.executors[rank].execute(plan)
+            if samples_at_once:
+                self.executors[rank].sample(executed)
+            return executed
+
+        executed = self._on_ranks(execute)
 
         def sample() -> None:
             masks = self.builder.masks(constrained)
             self._on_ranks(lambda rank: self.executors[rank].sample(executed[rank], masks))
 
-        launched = LaunchedStep(executed, sample if plan.samples else None)
+        check = self.executors[0].ops.communicator.check
+        launched = LaunchedStep(executed, sample if plan.samples and constrained else None, check)
         if all(r.num_pending_tokens == 1 for r in constrained):  # this step's
             launched.sample()
         first = 0

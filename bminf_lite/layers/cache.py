@@ -78,9 +78,13 @@ class KeyValues:
         """The same where a step checks up to ``num_draft_tokens`` drafts of a sequence."""
         return self
 
+    def shard(self, tp_size: int) -> KeyValues:
+        """What one of ``tp_size`` ranks keeps: its part of the heads."""
+        return replace(self, kv_heads=self.kv_heads // tp_size)
+
     def make(self, ops: Backend, num_blocks: int, max_blocks: int | None) -> LayerCache:
         """The layer's memory on a device, which can grow to ``max_blocks`` blocks. A rank has its part of the heads."""
-        heads = self.kv_heads // ops.communicator.tp_size
+        heads = self.shard(ops.communicator.tp_size).kv_heads
         return ops.layer_cache(num_blocks, heads, self.head_dim, int8=self.int8, max_blocks=max_blocks)
 
 
@@ -129,6 +133,10 @@ class Latent:
 
     def with_drafts(self, num_draft_tokens: int) -> Latent:
         """As :meth:`KeyValues.with_drafts`."""
+        return self
+
+    def shard(self, tp_size: int) -> Latent:
+        """As :meth:`KeyValues.shard`: whole rows."""
         return self
 
     def make(self, ops: Backend, num_blocks: int, max_blocks: int | None) -> LatentCache:
@@ -199,9 +207,13 @@ class State:
         arrays = tuple(replace(x, ring=x.ring + num_draft_tokens) if x.ring else x for x in self.arrays)
         return replace(self, arrays=arrays)
 
+    def shard(self, tp_size: int) -> State:
+        """As :meth:`KeyValues.shard`."""
+        return replace(self, arrays=tuple(array.shard(tp_size) for array in self.arrays))
+
     def make(self, ops: Backend, num_blocks: int, max_blocks: int | None) -> StateCache:
         """The layer's memory on a device, as :meth:`KeyValues.make`."""
-        arrays = [array.shard(ops.communicator.tp_size) for array in self.arrays]
+        arrays = self.shard(ops.communicator.tp_size).arrays
         return ops.state_cache(num_blocks, arrays, max_slots=max_blocks)
 
 
@@ -241,6 +253,10 @@ class CacheLayout:
     def with_int8(self, int8: bool = True) -> CacheLayout:
         """The same layers with keys and values in int8, or not."""
         return CacheLayout(tuple(layer.with_int8(int8) for layer in self.layers))
+
+    def shard(self, tp_size: int) -> CacheLayout:
+        """What one of ``tp_size`` ranks keeps."""
+        return CacheLayout(tuple(layer.shard(tp_size) for layer in self.layers))
 
     def with_drafts(self, num_draft_tokens: int) -> CacheLayout:
         """The same layers where a step checks up to ``num_draft_tokens`` drafts of a sequence."""

@@ -58,8 +58,8 @@ def device_arena(device: Device, memory_limit: int | str | None = None) -> Arena
 def page_bytes(device: Device) -> int:
     """The least memory that can be mapped, on a device with virtual memory management."""
     granularity = ctypes.c_size_t()
-    device.make_current()
-    driver.load().cuMemGetAllocationGranularity(granularity, _properties(device), _MINIMUM_GRANULARITY)
+    with device.current():
+        driver.load().cuMemGetAllocationGranularity(granularity, _properties(device), _MINIMUM_GRANULARITY)
     return granularity.value
 
 
@@ -73,38 +73,39 @@ class MappedPages:
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
         self._driver = driver.load()
-        device.make_current()
         self._properties = _properties(device)
         self._access = AccessDescription(location=self._properties.location, flags=_READ_AND_WRITE)
         self.granularity = page_bytes(device)
         self._nbytes = max(1, -(-nbytes // self.granularity)) * self.granularity
         self.chunk_bytes = min(CHUNK_BYTES, max(1, nbytes // CHUNKS // self.granularity) * self.granularity)
         base = ctypes.c_uint64()
-        self._driver.cuMemAddressReserve(base, self._nbytes, 0, 0, 0)
+        with device.current():
+            self._driver.cuMemAddressReserve(base, self._nbytes, 0, 0, 0)
         self.base = base.value
         self._chunks: dict[int, tuple[int, int]] = {}  # offset -> bytes, allocation handle
 
     def map(self, offset: int, nbytes: int) -> None:
-        self._device.make_current()
         done: list[int] = []
-        try:
-            for start in range(offset, offset + nbytes, self.chunk_bytes):
-                self._map_chunk(start, min(self.chunk_bytes, offset + nbytes - start))
-                done.append(start)
-        except LibraryError as error:
-            for start in done:
-                self._unmap_chunk(start)
-            if error.status != Status.OUT_OF_MEMORY:
-                raise
-            raise _refused(self._device, nbytes) from error
+        with self._device.current():
+            try:
+                for start in range(offset, offset + nbytes, self.chunk_bytes):
+                    self._map_chunk(start, min(self.chunk_bytes, offset + nbytes - start))
+                    done.append(start)
+            except LibraryError as error:
+                for start in done:
+                    self._unmap_chunk(start)
+                if error.status != Status.OUT_OF_MEMORY:
+                    raise
+                raise _refused(self._device, nbytes) from error
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         end = offset + nbytes
         inside = [(start, size) for start, (size, _) in self._chunks.items() if offset <= start and start + size <= end]
         if inside:
-            self._device.synchronize()
-            for start, _ in inside:
-                self._unmap_chunk(start)
+            with self._device.current():
+                self._device.synchronize()
+                for start, _ in inside:
+                    self._unmap_chunk(start)
         return inside
 
     def close(self) -> None:
@@ -234,11 +235,11 @@ class WholePages:
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
         self._driver = driver.load()
-        device.make_current()
         self.granularity = max(1, nbytes)
         base = ctypes.c_uint64()
         try:
-            self._driver.cuMemAlloc_v2(base, self.granularity)
+            with device.current():
+                self._driver.cuMemAlloc_v2(base, self.granularity)
         except LibraryError as error:
             if error.status != Status.OUT_OF_MEMORY:
                 raise
@@ -252,8 +253,8 @@ class WholePages:
 
     def close(self) -> None:
         if self.base:
-            self._device.make_current()
-            self._driver.cuMemFree_v2(self.base)
+            with self._device.current():
+                self._driver.cuMemFree_v2(self.base)
             self.base = 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -28,12 +30,17 @@ def test_codes_are_uniform_and_never_minus_128(shape):
     assert (codes != np.asarray(RandomMatrix(shape, seed=6))).any()
 
 
-def test_a_slice_of_rows_is_a_random_matrix_and_any_other_part_an_array():
+def test_slices_of_rows_and_of_columns_are_random_matrices_and_any_other_part_is_an_array():
     matrix = RandomMatrix((6, 21), seed=(1 << 64) - 5)
-    for index in (slice(2, 5), slice(3, None), slice(4, 2), slice(-2, None)):
+    for index in (
+        *(slice(2, 5), slice(3, None), slice(4, 2), slice(-2, None)),
+        *((slice(None), slice(8, 21)), (slice(None), slice(8, 16)), (slice(None), slice(0, 13))),
+    ):
         part = matrix[index]
         assert isinstance(part, RandomMatrix) and (np.asarray(part) == np.asarray(matrix)[index]).all()
-    assert (matrix[2:5, [1, 3]] == np.asarray(matrix)[2:5, [1, 3]]).all()
+    assert (np.asarray(matrix[:, 8:][2:4]) == np.asarray(matrix)[2:4, 8:]).all()
+    for index in ((slice(2, 5), [1, 3]), (slice(None), slice(3, 9))):
+        assert isinstance(matrix[index], np.ndarray) and (matrix[index] == np.asarray(matrix)[index]).all()
 
 
 def test_floats_are_codes_over_64():
@@ -44,7 +51,8 @@ def test_floats_are_codes_over_64():
 
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (33, 70), (70, 129)])
 def test_every_backend_makes_the_same(backend: Backend, n: int, k: int):
-    parts = [Int8Weight(RandomMatrix((n, k), np.int8, seed), np.full(n, 0.01, np.float16)) for seed in (1, 2)]
+    whole = [Int8Weight(RandomMatrix((n, 8 + k), np.int8, seed), np.full(n, 0.01, np.float16)) for seed in (1, 2)]
+    parts = [replace(whole[0], codes=RandomMatrix((n, k))), replace(whole[1], codes=whole[1].codes[:, 8:])]
     copies = [Int8Weight(np.asarray(p.codes), p.scale) for p in parts]
     x = np.random.default_rng(0).standard_normal((3, k)).astype(np.float32)
     x = backend.array(x.astype(backend.activation_dtype))

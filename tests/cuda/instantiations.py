@@ -12,6 +12,7 @@ from bminf_lite.cuda.kernels.attention.decode import AttentionDecode
 from bminf_lite.cuda.kernels.attention.latent import HeadProducts, LatentAttentionKernels, LatentRows
 from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
+from bminf_lite.cuda.kernels.collective.all_reduce import AllReduce
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels
 from bminf_lite.cuda.kernels.gemm.gemm_hopper import ScaledGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
@@ -35,7 +36,7 @@ LAUNCHERS = (
     Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, AdapterKernels, CalibrationKernels, GPTQKernels,
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
     TensorRows, ExpertKernels, ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels,
-    DeltaNetKernels, PoolingKernels,
+    DeltaNetKernels, PoolingKernels, AllReduce,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -10,7 +10,7 @@ instead (``ptx.py``), slowly, and are checked for races (``races.py``). Neither 
 on several streams at once: work runs when it is put on a stream, or when the graph that recorded it is launched.
 
 ``pytest --fake-gpu=h200 -m gpu tests/models`` runs tests that need a GPU on it, with ``--fake-gpu-ptx`` by the kernels'
-own code where it can. ``--fake-gpu=h200:2`` has two SMs, whose blocks have more to do.
+own code where it can. ``--fake-gpu=h200:2`` has two SMs, whose blocks have more to do; ``h200*2`` are two GPUs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from . import (  # noqa: F401 - models and instructions register themselves
     models_adapters,
     models_attention,
     models_calibration,
+    models_collective,
     models_experts,
     models_latent,
     models_recurrent,
@@ -52,9 +53,10 @@ def install(profile: str, runs_ptx: bool = False) -> Machine:
     """Put a fake GPU in place for the rest of this process, before anything has imported CuPy."""
     if any(name == "cupy" or name.startswith("cupy.") for name in sys.modules):
         raise RuntimeError("CuPy is imported already: a fake GPU needs a process of its own")
+    profile, _, gpus = profile.partition("*")
     name, _, sms = profile.partition(":")
     described = replace(PROFILES[name], multiprocessors=int(sms)) if sms else PROFILES[name]
-    machine = Machine.current = Machine(described, runs_ptx=runs_ptx)
+    machine = Machine.current = Machine(described, runs_ptx=runs_ptx, devices=int(gpus or 1))
     machine.memory.watch_arenas()
     sys.modules.update(fake_cupy.modules(machine))
     real = libraries.load

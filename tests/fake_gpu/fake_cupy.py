@@ -174,13 +174,17 @@ class Device:
     """Entered, it is the current one."""
 
     def __init__(self, device: int = 0) -> None:
-        assert device == 0, "the fake GPU is number 0"
+        assert 0 <= device < Machine.current.devices, f"there is no fake GPU {device}"
         self.id = device
+        self._before: list[int] = []
 
     def __enter__(self) -> Device:
+        self._before.append(Machine.current.device)
+        Machine.current.device = self.id
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        Machine.current.device = self._before.pop()
 
     def synchronize(self) -> None:
         Machine.current.refuse_in_recording("cudaDeviceSynchronize")
@@ -536,7 +540,9 @@ def _runtime(machine: Machine) -> types.ModuleType:
         eventRecord=lambda event, stream: machine.stream(stream) and None,
         eventSynchronize=lambda event: machine.refuse_in_recording("waiting for an event"),
         eventElapsedTime=lambda start, end: 1.0,
-        getDeviceCount=lambda: 1,
+        getDeviceCount=lambda: machine.devices,
+        deviceCanAccessPeer=lambda device, peer: int(device != peer and machine.has_peer_access),
+        deviceEnablePeerAccess=lambda peer: machine.peers.add((machine.device, peer)),
         hostRegister=lambda address, nbytes, flags: machine.memory.add(address, nbytes) and None,
         hostUnregister=machine.memory.remove,
     )

@@ -15,6 +15,7 @@ from .machine import MAX_CLUSTER, MAX_GRID_YZ, MAX_THREADS, TENSOR_MAP, FakeKern
 from .memory import FakeGpuError
 
 GRANULARITY = 2 << 20
+FIRST_CONTEXT = 0xC0
 OUT_OF_MEMORY, INVALID_VALUE = 2, 1
 _SHARED_WITHOUT_ASKING = 48 << 10
 
@@ -48,7 +49,7 @@ class FakeDriver:
     def cuInit(self, flags: int) -> None: ...
 
     def cuDeviceGetCount(self, count: Any) -> None:
-        set_number(count, 1)
+        set_number(count, self.machine.devices)
 
     def cuDeviceGet(self, handle: Any, index: int) -> None:
         set_number(handle, index)
@@ -72,10 +73,16 @@ class FakeDriver:
         set_number(total, self.machine.memory.nbytes)
 
     def cuDevicePrimaryCtxRetain(self, context: Any, handle: int) -> None:
-        set_number(context, 0xC0)
+        set_number(context, FIRST_CONTEXT + handle)
 
     def cuCtxSetCurrent(self, context: int) -> int:
-        return 0 if context == 0xC0 else INVALID_VALUE
+        if not FIRST_CONTEXT <= context < FIRST_CONTEXT + self.machine.devices:
+            return INVALID_VALUE
+        self.machine.device = context - FIRST_CONTEXT
+        return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> None:
+        set_number(context, FIRST_CONTEXT + self.machine.device)
 
     def cuCtxSynchronize(self) -> None:
         self.machine.refuse_in_recording("cuCtxSynchronize")

@@ -43,6 +43,7 @@ class FakeStream:
     ptr: int
     recording: list[Work] | None = None
     recorder: int = 0
+    device: int = 0
 
     def record(self) -> None:
         """Begin a recording by this thread."""
@@ -98,8 +99,14 @@ class Machine:
     requested: dict[tuple[str, str, tuple[str, ...]], Requested] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x1000, 16))
     turn: threading.RLock = field(default_factory=threading.RLock)
-    order: LaunchOrder = field(default_factory=LaunchOrder)
-    """The order of the launches of all streams, as if they were one stream."""
+    devices: int = 1
+    """How many GPUs there are, all of this profile. They share the memory, so each can reach what others hold."""
+    has_peer_access: bool = True
+    """Whether the GPUs say that they can reach each other's memory."""
+    peers: set[tuple[int, int]] = field(default_factory=set)
+    """Pairs of GPUs of which the first may reach the memory of the second."""
+    orders: list[LaunchOrder] = field(default_factory=list)
+    """For each GPU, the order of the launches of all streams, as if they were one stream."""
     kernels_of_cupy: set[str] = field(default_factory=set)
     """The package's functions that called an operation for which CuPy compiles a kernel, as ``module.function``."""
     runs_ptx: bool = False
@@ -108,6 +115,25 @@ class Machine:
     def __post_init__(self) -> None:
         self.streams[0] = FakeStream(0)
         self.memory.is_recording = lambda: self.recording
+        self.orders = [LaunchOrder() for _ in range(self.devices)]
+        self.arrived = threading.Condition(self.turn)
+        """What a kernel waits for that needs something from another GPU. It gives up its turn meanwhile."""
+        self._thread = threading.local()
+
+    @property
+    def device(self) -> int:
+        """The GPU that is current in this thread."""
+        return getattr(self._thread, "device", 0)
+
+    @device.setter
+    def device(self, index: int) -> None:
+        assert 0 <= index < self.devices, f"the fake GPUs are numbered from 0 to {self.devices - 1}"
+        self._thread.device = index
+
+    @property
+    def order(self) -> LaunchOrder:
+        """The order of the launches of the current GPU."""
+        return self.orders[self.device]
 
     def note_kernel_of_cupy(self) -> None:
         """Remember the function of the package that calls."""
@@ -118,7 +144,7 @@ class Machine:
             self.kernels_of_cupy.add(f"{frame.f_globals['__name__']}.{frame.f_code.co_name}")
 
     def new_stream(self) -> FakeStream:
-        stream = FakeStream(next(self.numbers))
+        stream = FakeStream(next(self.numbers), device=self.device)
         self.streams[stream.ptr] = stream
         return stream
 
@@ -136,6 +162,8 @@ class Machine:
     def put(self, stream: int, work: Work, is_launch: bool = False) -> None:
         """Put work on a stream. Launches may be dependent; any other work begins and ends alone."""
         target = self.stream(stream)
+        if stream and target.device != self.device:
+            raise FakeGpuError(f"work on a stream of GPU {target.device} while GPU {self.device} is current")
         if not is_launch:
             work = self._alone(work)
         if target.recording is not None:

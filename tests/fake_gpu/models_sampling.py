@@ -49,8 +49,8 @@ def state_of(call: Call) -> SamplerState:
         state.bias = call.tensor("bias", (size, 2, MAX_LOGIT_BIAS), np.int32)
     if (count_rows := int(own["count_row"].max()) + 1) > 0:
         state.counts = call.vector("counts", count_rows * vocab, np.int32).reshape(-1, vocab)
-    if (mask_rows := int(own["mask_row"].max()) + 1 + (0 if offsets is None else int(offsets.max()))) > 0:
-        words = -(-vocab // 32)
+    if (mask_rows := int(own["mask_row"].max()) + 1) > 0:
+        mask_rows, words = mask_rows + (0 if offsets is None else int(offsets.max())), -(-vocab // 32)
         state.masks = call.vector("masks", mask_rows * words, np.uint32).reshape(-1, words)
     return state
 

@@ -67,6 +67,7 @@ from .latent import LatentLaunches, LatentMatrices, load_latent_matrices
 from .layer_caches import LayerCaches, copies_of_blocks
 from .materialize import Materializer
 from .mixtures import MixtureLayers, MixtureLoader
+from .peers import PeerRank
 from .products import Product, ProductResults, Products
 from .weight_loader import Loader
 
@@ -134,7 +135,8 @@ class CudaBackend(Backend):
         self.caches = LayerCaches(self.device, self.arena, self.arrays)
         self.launches = AttentionLaunches(self.arrays, self.kernels, self.materializer, self.scratch, self.arena.limit)
         self.latents = LatentLaunches(self.arrays, self.kernels, self.materializer, self.launches.max_record_bytes)
-        self._copies = cp.cuda.Stream(non_blocking=True)  # of write_for_sampler, beside a model that computes
+        self.copies = cp.cuda.Stream(non_blocking=True)
+        """Copies to the sampler, and to kernels that wait, beside a model that computes."""
         self._sampled = cp.cuda.Event(disable_timing=True)  # behind the last sampler, which may read what is copied
 
     def _products(self) -> Products:
@@ -178,8 +180,8 @@ class CudaBackend(Backend):
         self.kernels.pointwise.write_words(source, target, nbytes // 4)
 
     def write_for_sampler(self, target: Array, values: np.ndarray) -> None:
-        self._copies.wait_event(self._sampled)
-        self.stream.wait_event(self.arrays.write(target, values, self._copies))
+        self.copies.wait_event(self._sampled)
+        self.stream.wait_event(self.arrays.write(target, values, self.copies))
 
     def host(self, x: Array) -> np.ndarray:
         values = self.materializer.materialize(x)
@@ -204,6 +206,8 @@ class CudaBackend(Backend):
     def step(self, batch: ForwardBatch) -> Iterator[None]:
         with self.kernels.in_step(), super().step(batch):
             yield
+            if isinstance(self.communicator, PeerRank):
+                self.communicator.end_step()
 
     def make_current(self) -> None:
         self.device.make_current()
@@ -219,6 +223,7 @@ class CudaBackend(Backend):
         return numbers
 
     def close(self) -> None:
+        self.communicator.close()
         self.stream.synchronize()
         self.arrays.close()
         self.loader.close()
@@ -334,10 +339,26 @@ class CudaBackend(Backend):
         return ResidualStream(target.values)
 
     def all_reduce_add(self, partial: Array, bias: Array = None, residual: Array = None) -> Array:
+        if not isinstance(self.communicator, PeerRank):
+            return self._add_to_stream(self.communicator.all_reduce_add(self._rows(partial)), bias, residual)
+        values = self._rows(partial)
+        if residual is None:
+            out = self.arrays.rows(values.shape[0], values.shape[1], np.float32)
+            self.communicator.add(values, bias, out, add=False)
+            return out
+        target = self.materializer.as_residual(residual)
+        self.materializer.flush_residual(target)
+        self.kernels.step.reads(None)
+        self.communicator.add(values, bias, target.values, add=True)
+        return ResidualStream(target.values)
+
+    def _rows(self, partial: Array) -> cp.ndarray:
+        return self.arrays.padded(self.materializer.materialize(partial))
+
+    def _add_to_stream(self, y: cp.ndarray, bias: Array, residual: Array) -> Array:
+        """What ranks that are not GPUs' have added, and the bias, as it is or added to the residual stream."""
         with self.arrays.current():
-            y = self.communicator.all_reduce_add(self.materializer.materialize(partial))
-            if bias is not None:
-                y = y + bias
+            y = y if bias is None else y + bias
             if residual is None:
                 return y
         target = self.materializer.as_residual(residual)

@@ -12,6 +12,7 @@ from ...cuda.kernels.attention.decode import AttentionDecode
 from ...cuda.kernels.attention.latent import HeadProducts, LatentAttentionKernels, LatentRows
 from ...cuda.kernels.attention.prefill import PrefillAttention
 from ...cuda.kernels.attention.prepare_heads import PrepareHeads
+from ...cuda.kernels.collective.all_reduce import AllReduce
 from ...cuda.kernels.experts.layer import ExpertKernels
 from ...cuda.kernels.gemv.gemv import Gemv, GemvFloat
 from ...cuda.kernels.launcher import Launcher, StepContext
@@ -53,6 +54,7 @@ class Kernels:
         self.latent_rows = LatentRows(launcher)
         self.head_products = HeadProducts(launcher)
         self.latent_attention = LatentAttentionKernels(launcher)
+        self.all_reduce = AllReduce(launcher)
         self.sampler = Sampler(device)
         self.calibration = CalibrationKernels(launcher)
         self.gptq = GPTQKernels(launcher)

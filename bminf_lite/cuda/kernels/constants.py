@@ -237,6 +237,11 @@ GPTQ_ROOT_BLOCK = 64
 GPTQ_THREADS = 256
 UNALIGNED_NORM_THREADS = 512
 SHORT_CONVOLUTION_THREADS = 128
+ALL_REDUCE_THREADS = 256
+ALL_REDUCE_MAX_BLOCKS = 264
+"""Blocks of a sum over GPUs: two on each SM of an H200. All of them must be resident, because they wait for peers."""
+ALL_REDUCE_POLLS = 64
+"""How often a thread polls before it looks at the clock."""
 DELTA_NET_THREADS = 256
 DELTA_NET_MAX_KEY_DIM = 128
 SAMPLING_CHUNK = 2048
@@ -302,6 +307,9 @@ def render_header(*enumerations: type[IntEnum], **numbers: int) -> str:
 
 HEADERS = {
     "constants/activation.cuh": render_header(Activation),
+    "constants/all_reduce.cuh": render_header(
+        THREADS=ALL_REDUCE_THREADS, MAX_BLOCKS=ALL_REDUCE_MAX_BLOCKS, POLLS=ALL_REDUCE_POLLS
+    ),
     "constants/epilogue.cuh": render_header(Epilogue),
     "constants/order.cuh": render_header(Order),
     "constants/gemv.cuh": render_header(GemvInput, THREADS=GEMV_THREADS, CHUNK=GEMV_CHUNK),

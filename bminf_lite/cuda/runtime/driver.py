@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from enum import IntEnum
 from types import SimpleNamespace
@@ -152,6 +152,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(Context), c_int),
     "cuCtxSetCurrent": (Context,),
+    "cuCtxGetCurrent": (POINTER(Context),),
     "cuCtxSynchronize": (),
     "cuModuleLoadData": (POINTER(Module), c_char_p),
     "cuModuleUnload": (Module,),
@@ -235,6 +236,18 @@ class Device:
         """Make this GPU's context the calling thread's, which each thread needs once before it uses the GPU."""
         self._driver.cuCtxSetCurrent(self._context)
 
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Within it, this GPU's context is the calling thread's; then the one that was before, if there was one."""
+        before = Context()
+        self._driver.cuCtxGetCurrent(before)
+        self.make_current()
+        try:
+            yield
+        finally:
+            if before.value is not None and before.value != self._context.value:
+                self._driver.cuCtxSetCurrent(before)
+
     def attribute(self, attribute: DeviceAttribute) -> int:
         value = c_int()
         self._driver.cuDeviceGetAttribute(value, attribute, self._handle)
@@ -261,12 +274,12 @@ class Device:
 
     def memory(self) -> tuple[int, int]:
         """The GPU's free and total memory in bytes; memory of other processes is not free."""
-        self.make_current()
         free, total = c_size_t(), c_size_t()
-        self._driver.cuMemGetInfo_v2(free, total)
+        with self.current():
+            self._driver.cuMemGetInfo_v2(free, total)
         return free.value, total.value
 
     def synchronize(self) -> None:
         """Wait for all work in this context."""
-        self.make_current()
-        self._driver.cuCtxSynchronize()
+        with self.current():
+            self._driver.cuCtxSynchronize()

@@ -7,6 +7,7 @@ outlive the graph. The function must allocate from memory that belongs to the gr
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,16 +66,29 @@ class CudaGraph(Generic[Result]):
         self._finalizer()
 
 
+class _Captures:
+    """The captures under way in all threads, and whether garbage was collected before the first of them."""
+
+    lock = threading.Lock()
+    count = 0
+    was_enabled = False
+
+
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
     """Run no finalizers during a capture: one that frees GPU memory or destroys an event would invalidate it."""
-    enabled = gc.isenabled()
-    gc.disable()
+    with _Captures.lock:
+        if _Captures.count == 0:
+            _Captures.was_enabled = gc.isenabled()
+            gc.disable()
+        _Captures.count += 1
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _Captures.lock:
+            _Captures.count -= 1
+            if _Captures.count == 0 and _Captures.was_enabled:
+                gc.enable()
 
 
 def _abandon(stream: int) -> None:

@@ -171,8 +171,8 @@ class PointwiseKernels:
             bytes_moved=nbytes_of(sums, inputs, weight, out),
         )
 
-    def fill_random(self, out: cp.ndarray, seed: int) -> None:
-        """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16."""
+    def fill_random(self, out: cp.ndarray, seed: int, row_words: int = 0) -> None:
+        """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16; see there for ``row_words``."""
         (rows, columns), kind = out.shape, "bminf::int8" if out.itemsize == 1 else "__half"
         self._launcher.launch(
             None,
@@ -180,6 +180,6 @@ class PointwiseKernels:
             f"fill_random<{kind}>",
             ceil_div(rows * ceil_div(columns, 8), 256),
             256,
-            (out.data.ptr, pitch_of(out), rows, columns, seed),
+            (out.data.ptr, pitch_of(out), rows, columns, seed, row_words or ceil_div(columns, 8)),
             bytes_moved=nbytes_of(out),
         )

@@ -1,0 +1,238 @@
+"""The ranks of a model that are GPUs of this host, and the memory in which each gets what the others send.
+
+Kernels exchange the values (``cuda/kernels/collective/all_reduce.cu``): a rank stores into the memory of its peers, and
+reads its own. If GPUs cannot reach each other's memory, that memory is the host's, which all of them can reach: slow,
+and with the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import cupy as cp
+import numpy as np
+
+from ...cuda.kernels.collective.all_reduce import AllReduce, Exchange, ExchangeSizes
+from ...cuda.runtime.driver import Device
+from ...errors import DeviceError
+from ...memory.arena import Arena
+from ..communicator import Communicator
+from .arrays import Arrays
+from .kernels import Kernels
+
+PATIENCE, FIRST_PATIENCE = 10 * 10**9, 120 * 10**9
+"""Nanoseconds after which a kernel gives a peer up: in a captured step, and in one whose kernels a peer may compile."""
+PEER_ACCESS_ALREADY_ENABLED = 704
+
+
+class PeerDevice(Protocol):
+    """What a rank needs of its backend."""
+
+    name: str
+    device: Device
+    arena: Arena
+    arrays: Arrays
+    kernels: Kernels
+    stream: cp.cuda.Stream
+    copies: cp.cuda.Stream
+    communicator: Communicator
+
+
+class PeerGroup:
+    """What the ranks of a model share. ``connect`` makes it, from one thread, before any rank computes.
+
+    ``most`` is the largest number of values of a sum. ``through_host`` lets peers meet in the host's memory even if
+    they could reach each other's.
+    """
+
+    def __init__(self, backends: Sequence[PeerDevice], most: int, through_host: bool = False):
+        self.backends = backends
+        self.failure: DeviceError | None = None
+        indices = [ops.device.index for ops in backends]
+        self.is_direct = not through_host and all(itertools.starmap(_can_reach, itertools.permutations(indices, 2)))
+        if not self.is_direct and not through_host:
+            logging.getLogger("bminf_lite").warning(
+                "the GPUs %s cannot reach each other's memory, so sums over them go through the host's memory, which "
+                "is slow; bminf-lite doctor says more",
+                ", ".join(map(str, indices)),
+            )
+        if self.is_direct:
+            for ops in backends:
+                _enable(ops.device.index, [index for index in indices if index != ops.device.index])
+        self.sizes = ExchangeSizes.for_sums(len(backends), most)
+        self._memory: list[Any] = []
+        for ops in backends:
+            ops.arena.charge(self.nbytes)
+            with cp.cuda.Device(ops.device.index):
+                make = cp.cuda.Memory if self.is_direct else cp.cuda.alloc_pinned_memory
+                self._memory.append(make(self.sizes.nbytes))
+        self.failures = [cp.cuda.alloc_pinned_memory(4) for _ in backends]
+        max_blocks = min(ops.kernels.all_reduce.max_blocks for ops in backends)
+        if len(set(indices)) < len(indices):  # ranks on one GPU, as in tests: all of their blocks must be resident
+            max_blocks = max(1, max_blocks // (2 * len(indices)))
+        bases = np.array([memory.ptr for memory in self._memory], np.uint64)
+        self.ranks = []
+        for rank, ops in enumerate(backends):
+            with self._of(ops):
+                calls = ops.arrays.upload(np.array([1, 1, 0], np.int32))
+                on_device = ops.arrays.upload(bases)
+            exchange = Exchange(rank, self.sizes, on_device, calls, self.failures[rank].ptr, max_blocks)
+            self.ranks.append(PeerRank(self, ops, exchange))
+        self.reset()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of each GPU's memory."""
+        return self.sizes.nbytes if self.is_direct else 0
+
+    @contextmanager
+    def _of(self, ops: PeerDevice) -> Iterator[None]:
+        """Work on the GPU of a rank, from any thread."""
+        with cp.cuda.Device(ops.device.index), ops.arrays.current():
+            yield
+
+    def check(self) -> None:
+        """Raise ``DeviceError``, which names the GPU, if a kernel has given a peer up. The model is lost then."""
+        for rank, memory in enumerate(self.failures):
+            peer = int(np.frombuffer(memory, np.int32, 1)[0]) - 1
+            if peer >= 0 and self.failure is None:
+                silent, waiting = (f"{self.backends[r].name} (rank {r})" for r in (peer, rank))
+                self.failure = DeviceError(
+                    f"{silent} sent nothing to {waiting} for {PATIENCE // 10**9} seconds or more: it has failed or "
+                    "hangs, and the model cannot go on. Load the model again; bminf-lite doctor and nvidia-smi say how "
+                    "the GPUs are"
+                )
+        if self.failure is not None:
+            raise self.failure
+
+    def abort(self) -> None:
+        """Let no kernel wait for a peer any more."""
+        for ops, rank in zip(self.backends, self.ranks, strict=True):
+            with cp.cuda.Device(ops.device.index):
+                rank.exchange.calls[2:].data.memset_async(1, 1, ops.copies)  # beside the kernel that waits
+
+    def reset(self) -> None:
+        """Begin anew. No rank may be at work."""
+        for ops in self.backends:
+            with cp.cuda.Device(ops.device.index):
+                ops.stream.synchronize()
+        for memory in self.failures:
+            np.frombuffer(memory, np.int32, 1)[:] = 0
+        for ops, memory, rank in zip(self.backends, self._memory, self.ranks, strict=True):
+            with self._of(ops):
+                if self.is_direct:
+                    cp.cuda.MemoryPointer(memory, 0).memset_async(0, self.sizes.nbytes, ops.stream)
+                else:
+                    np.frombuffer(memory, np.uint8, self.sizes.nbytes)[:] = 0
+                rank.exchange.calls.set(np.array([1, 1, 0], np.int32), ops.stream)
+            rank.parity = 0
+        for ops in self.backends:
+            with cp.cuda.Device(ops.device.index):
+                ops.stream.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back, once; no rank may compute afterwards."""
+        if not self._memory:
+            return
+        if self.failure is None:
+            for ops in self.backends:
+                with cp.cuda.Device(ops.device.index):
+                    ops.stream.synchronize()
+        for ops, memory in zip(self.backends, self._memory, strict=True):
+            ops.arena.charge(-self.nbytes)
+            del memory
+        self._memory.clear()
+        for rank in self.ranks:
+            rank.forget()
+
+
+class PeerRank:
+    """One rank's connection to the others, a :class:`~bminf_lite.backend.communicator.Communicator`."""
+
+    def __init__(self, group: PeerGroup, ops: PeerDevice, exchange: Exchange):
+        self.group = group
+        self.tp_rank = exchange.rank
+        self.tp_size = exchange.sizes.ranks
+        self.exchange = exchange
+        self.parity = 0
+        self._ops: PeerDevice | None = ops
+
+    @property
+    def nbytes(self) -> int:
+        return self.group.nbytes
+
+    def all_reduce_add(self, x: cp.ndarray) -> cp.ndarray:
+        ops = self._own()
+        out = ops.arrays.rows(x.shape[0], x.shape[1], np.float32)
+        self.add(x, None, out, add=False)
+        return out
+
+    def add(self, partial: cp.ndarray, bias: cp.ndarray | None, out: cp.ndarray, add: bool) -> None:
+        """See :meth:`.AllReduce.launch`; for any number of rows."""
+        ops = self._own()
+        patience = PATIENCE if cp.cuda.runtime.streamIsCapturing(ops.stream.ptr) else FIRST_PATIENCE
+        at_once = AllReduce.rows_at_once(self.exchange.sizes, partial.shape[1])
+        for first in range(0, len(partial), at_once):
+            rows = slice(first, first + at_once)
+            ops.kernels.all_reduce.launch(
+                ops.kernels.step, self.exchange, partial[rows], bias, out[rows], add, self.parity, patience
+            )
+            self.parity = 1 - self.parity
+
+    def end_step(self) -> None:
+        """After the last sum of a step, which may be replayed: the next one finds its number where this one did."""
+        if self.parity:
+            ops = self._own()
+            ops.kernels.all_reduce.end_odd_step(ops.kernels.step, self.exchange)
+            self.parity = 0
+
+    def check(self) -> None:
+        self.group.check()
+
+    def abort(self) -> None:
+        self.group.abort()
+
+    def reset(self) -> None:
+        if self.group.failure is None:
+            self.group.reset()
+
+    def close(self) -> None:
+        """Close the group."""
+        self.group.close()
+
+    def forget(self) -> None:
+        """Refer to no device any more."""
+        self._ops = None
+
+    def _own(self) -> PeerDevice:
+        assert self._ops is not None, "the ranks are closed"
+        return self._ops
+
+
+def connect(backends: Sequence[PeerDevice], most: int, through_host: bool = False) -> None:
+    """Make GPUs the ranks of one model; see :class:`PeerGroup`. Raises ``OutOfMemory``."""
+    for ops, rank in zip(backends, PeerGroup(backends, most, through_host).ranks, strict=True):
+        ops.communicator = rank
+
+
+def _can_reach(index: int, other: int) -> bool:
+    return index == other or bool(cp.cuda.runtime.deviceCanAccessPeer(index, other))
+
+
+def _enable(index: int, others: Sequence[int]) -> None:
+    """Let kernels of GPU ``index`` reach the memory of ``others``."""
+    with cp.cuda.Device(index):
+        for other in sorted(set(others)):
+            _enable_one(other)
+
+
+def _enable_one(other: int) -> None:
+    try:
+        cp.cuda.runtime.deviceEnablePeerAccess(other)
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        if error.status != PEER_ACCESS_ALREADY_ENABLED:
+            raise

@@ -1,0 +1,258 @@
+// Sums over the GPUs of a host, in the order of the ranks, by stores to the memory of the others.
+//
+// Each rank has memory that the others write (`bases`, an address for each rank), and reads nothing but its own. All
+// ranks launch the same calls in the same order. A call has a number, the same on every rank, which counts from 1:
+// `calls[parity]`; the kernel writes the next one to `calls[1 - parity]`, and the host alternates the parity. Two calls
+// in turn use two slots. That is enough: a rank ends a call once it has heard from all others, which therefore have
+// ended the call before, and have read what the slot held.
+//
+// A kernel that waits for a peer gives up after `patience` nanoseconds: it writes 1 + the peer's rank to `failure`, in
+// memory of the host, and sets calls[2], after which no later call waits. No kernel hangs.
+#include "common/common.cuh"
+#include "constants/all_reduce.cuh"
+
+using namespace bminf;
+
+namespace {
+
+// The memory of a rank that others write: for small sums [2 slots][ranks][small] values with call numbers; then for
+// large ones [2][ranks][share] and [2][large] vectors of four values; then flags [2 phases][ranks][MAX_BLOCKS].
+struct Layout {
+    long long small, share, large;  // values, vectors of four, vectors of four
+    int ranks;
+
+    __device__ uint4* values(unsigned long long base, int slot, int source) const {
+        return reinterpret_cast<uint4*>(base) + (static_cast<long long>(slot) * ranks + source) * (small / 2);
+    }
+    __device__ float4* parts(unsigned long long base, int slot, int source) const {
+        float4* first = reinterpret_cast<float4*>(base) + ranks * small;
+        return first + (static_cast<long long>(slot) * ranks + source) * share;
+    }
+    __device__ float4* sums(unsigned long long base, int slot) const {
+        return parts(base, 2, 0) + static_cast<long long>(slot) * large;
+    }
+    __device__ unsigned* flag(unsigned long long base, int phase, int source, int block) const {
+        unsigned* first = reinterpret_cast<unsigned*>(sums(base, 2));
+        return first + (phase * ranks + source) * MAX_BLOCKS + block;
+    }
+};
+
+__device__ __forceinline__ unsigned long long nanoseconds() {
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Two values, each with the call's number in the same eight bytes, which arrive together.
+__device__ __forceinline__ void push_pairs(uint4* to, float a, float b, unsigned call) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(__float_as_uint(a)), "r"(call),
+                 "r"(__float_as_uint(b)), "r"(call)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 read_pairs(const uint4* from) {
+    uint4 x;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from)
+                 : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_release(unsigned* to, unsigned value) {
+#if __CUDA_ARCH__ >= 700
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+#endif
+}
+
+__device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
+    unsigned value = 0;
+#if __CUDA_ARCH__ >= 700
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+#endif
+    return value;
+}
+
+// How long a thread goes on polling.
+struct Patience {
+    unsigned* calls;
+    int* failure;
+    unsigned long long nanoseconds_each;
+    unsigned long long since = 0;
+    unsigned polls = 0;
+
+    // Whether to poll once more for what `peer` sends; else the failure is noted.
+    __device__ bool goes_on(int peer) {
+        if (++polls % POLLS != 0) return true;
+        const unsigned long long now = nanoseconds();
+        if (since == 0) since = now;
+        const bool given_up = *static_cast<volatile unsigned*>(calls + 2) != 0;
+        if (!given_up && now - since < nanoseconds_each) return true;
+        if (!given_up) {
+            *static_cast<volatile unsigned*>(calls + 2) = 1;
+            *static_cast<volatile int*>(failure) = 1 + peer;
+            __threadfence_system();
+        }
+        return false;
+    }
+};
+
+// The number of this call. The next one is written for the next call, which waits for this kernel.
+__device__ __forceinline__ unsigned begin_call(unsigned* calls, int parity) {
+    const unsigned call = *static_cast<volatile unsigned*>(calls + parity);
+    if (blockIdx.x == 0 && threadIdx.x == 0) calls[1 - parity] = call == 0xffffffffu ? 2 : call + 1;
+    return call;
+}
+
+__device__ __forceinline__ float4 vector_at(const float* rows, long long pitch, long long width, long long i) {
+    return *reinterpret_cast<const float4*>(rows + i / width * pitch + i % width * 4);
+}
+
+__device__ __forceinline__ float4 add4(float4 a, float4 b) {
+    return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+
+__device__ __forceinline__ float4 rounded4(float4 a) {
+    return make_float4(rounded(a.x), rounded(a.y), rounded(a.z), rounded(a.w));
+}
+
+// Stores the sum of a vector, or adds the sum rounded to fp16 to what is there.
+template <bool ADD>
+__device__ __forceinline__ void put(float* out, long long pitch, long long width, long long i, float4 sum) {
+    float4* place = reinterpret_cast<float4*>(out + i / width * pitch + i % width * 4);
+    *place = ADD ? add4(*place, rounded4(sum)) : sum;
+}
+
+}  // namespace
+
+// out = sum over the ranks of partial, plus the bias; or with ADD, out += fp16(that). fp32 [rows, n] of pitches that
+// are multiples of 4. Each value is pushed to every peer beside the call's number, and polled for. For few values.
+template <bool ADD>
+__global__ void __launch_bounds__(THREADS) all_reduce_values(
+    const float* partial, long long pitch, const float* bias, float* out, long long out_pitch, int rows, int n,
+    const unsigned long long* bases, unsigned* calls, int* failure, int rank, int ranks, int parity, long long small,
+    long long share, long long large, unsigned long long patience) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const Layout layout = {small, share, large, ranks};
+    const unsigned call = begin_call(calls, parity);
+    const int slot = call % 2;
+    const long long width = (n + 3) / 4, total = rows * width, stride = static_cast<long long>(gridDim.x) * THREADS;
+    const long long first = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+    for (long long i = first; i < total; i += stride) {
+        const float4 x = vector_at(partial, pitch, width, i);
+        for (int peer = 0; peer < ranks; ++peer) {
+            if (peer == rank) continue;
+            uint4* to = layout.values(bases[peer], slot, rank) + 2 * i;
+            push_pairs(to, x.x, x.y, call);
+            push_pairs(to + 1, x.z, x.w, call);
+        }
+    }
+    Patience waiting = {calls, failure, patience};
+    for (long long i = first; i < total; i += stride) {
+        float4 sum = make_float4(0, 0, 0, 0);
+        for (int source = 0; source < ranks; ++source) {
+            float4 x;
+            if (source == rank) {
+                x = vector_at(partial, pitch, width, i);
+            } else {
+                const uint4* from = layout.values(bases[rank], slot, source) + 2 * i;
+                uint4 a, b;
+                do {
+                    a = read_pairs(from);
+                    b = read_pairs(from + 1);
+                } while ((a.y != call || a.w != call || b.y != call || b.w != call) && waiting.goes_on(source));
+                x = make_float4(__uint_as_float(a.x), __uint_as_float(a.z), __uint_as_float(b.x), __uint_as_float(b.z));
+            }
+            sum = source == 0 ? x : add4(sum, x);
+        }
+        if (bias != nullptr) sum = add4(sum, reinterpret_cast<const float4*>(bias)[i % width]);
+        put<ADD>(out, out_pitch, width, i, sum);
+    }
+}
+
+// The same in two shots, for many values: a rank gets everybody's part of its share of the vectors, and sends the sums
+// to all, as fp16 where they are rounded anyhow. A block waits for the blocks of its number alone. All blocks must be
+// resident at once.
+template <bool ADD>
+__global__ void __launch_bounds__(THREADS) all_reduce_shares(
+    const float* partial, long long pitch, const float* bias, float* out, long long out_pitch, int rows, int n,
+    const unsigned long long* bases, unsigned* calls, int* failure, int rank, int ranks, int parity, long long small,
+    long long share, long long large, unsigned long long patience) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const Layout layout = {small, share, large, ranks};
+    const unsigned call = begin_call(calls, parity);
+    const int slot = call % 2, peer = threadIdx.x;
+    const bool has_peer = peer < ranks && peer != rank;  // this thread signals to a peer, and waits for it
+    const long long width = (n + 3) / 4, total = rows * width, stride = static_cast<long long>(gridDim.x) * THREADS;
+    const long long first = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+    const long long each = (total + ranks - 1) / ranks;
+    Patience waiting = {calls, failure, patience};
+
+    for (int hop = 1; hop < ranks; ++hop) {
+        const int owner = (rank + hop) % ranks;
+        const long long begin = owner * each, end = min(total, begin + each);
+        float4* to = layout.parts(bases[owner], slot, rank);
+#pragma unroll 4
+        for (long long i = begin + first; i < end; i += stride) to[i - begin] = vector_at(partial, pitch, width, i);
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (has_peer) {
+        store_release(layout.flag(bases[peer], 0, rank, blockIdx.x), call);
+        while (load_acquire(layout.flag(bases[rank], 0, peer, blockIdx.x)) != call && waiting.goes_on(peer));
+    }
+    __syncthreads();
+
+    const long long begin = rank * each, end = min(total, begin + each);
+    for (long long i = begin + first; i < end; i += stride) {
+        float4 sum = make_float4(0, 0, 0, 0);
+        for (int source = 0; source < ranks; ++source) {
+            const float4 x = source == rank ? vector_at(partial, pitch, width, i)
+                                            : __ldcg(layout.parts(bases[rank], slot, source) + (i - begin));
+            sum = source == 0 ? x : add4(sum, x);
+        }
+        if (bias != nullptr) sum = add4(sum, reinterpret_cast<const float4*>(bias)[i % width]);
+        for (int hop = 1; hop < ranks; ++hop) {
+            float4* to = layout.sums(bases[(rank + hop) % ranks], slot);
+            if (ADD)
+                reinterpret_cast<uint2*>(to)[i] = make_uint2(pack_half2(sum.x, sum.y), pack_half2(sum.z, sum.w));
+            else
+                to[i] = sum;
+        }
+        put<ADD>(out, out_pitch, width, i, sum);
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (has_peer) {
+        store_release(layout.flag(bases[peer], 1, rank, blockIdx.x), call);
+        while (load_acquire(layout.flag(bases[rank], 1, peer, blockIdx.x)) != call && waiting.goes_on(peer));
+    }
+    __syncthreads();
+
+    const float4* sums = layout.sums(bases[rank], slot);
+    for (int hop = 1; hop < ranks; ++hop) {
+        const int owner = (rank + hop) % ranks;
+        const long long begin = owner * each, end = min(total, begin + each);
+#pragma unroll 4
+        for (long long i = begin + first; i < end; i += stride) {
+            float4 sum;
+            if (ADD) {
+                const uint2 packed = __ldcg(reinterpret_cast<const uint2*>(sums) + i);
+                const float2 low = unpack_half2(packed.x), high = unpack_half2(packed.y);
+                sum = make_float4(low.x, low.y, high.x, high.y);
+            } else {
+                sum = __ldcg(sums + i);
+            }
+            put<ADD>(out, out_pitch, width, i, sum);
+        }
+    }
+}
+
+// Behind a step with an odd number of calls: the number of the next call, where a step looks for it.
+__global__ void __launch_bounds__(1) end_odd_step(unsigned* calls) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    calls[0] = calls[1];
+}

@@ -1,0 +1,142 @@
+"""Sums over the GPUs of a host: the launcher of ``all_reduce.cu``, and the memory that its kernels exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..arrays import address, ceil_div, nbytes_of, pitch_of, round_up
+from ..constants import ALL_REDUCE_MAX_BLOCKS as MAX_BLOCKS
+from ..constants import ALL_REDUCE_THREADS as THREADS
+from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..launcher import Launcher, StepContext
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+SMALL = 1 << 18
+"""Values that are pushed to the peers of a rank in one shot, each beside the call's number; more go in two shots."""
+LARGE = 1 << 22
+"""Values of one launch in two shots; more take several launches. The memory of a rank is 8 bytes for each, or less."""
+BLOCKS_PER_SM = 2
+
+
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """How much the memory has room for that the peers of a rank write: values of a sum in one shot, and in two.
+
+    ``for_sums`` gives sizes for sums of up to ``most`` values at a time.
+    """
+
+    ranks: int
+    small: int
+    large: int
+
+    @classmethod
+    def for_sums(cls, ranks: int, most: int) -> ExchangeSizes:
+        small = min(round_up(most, 4), SMALL // max(ranks - 1, 1))
+        return cls(ranks, small, min(round_up(most, 4), LARGE))
+
+    @property
+    def share(self) -> int:
+        """Vectors of four values that a rank sums in two shots."""
+        return ceil_div(self.large // 4, self.ranks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a rank's memory; its layout is stated in ``all_reduce.cu``."""
+        vectors = self.ranks * self.small + 2 * self.ranks * self.share + 2 * (self.large // 4)
+        return 16 * vectors + 4 * 2 * self.ranks * MAX_BLOCKS
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the kernels of one rank work with.
+
+    ``bases`` is uint64 ``[ranks]`` on the rank's GPU: the addresses of all ranks' memory, which is zeroed at first.
+    ``calls`` is int32 ``[3]`` there: the numbers of calls, 1 at first, and whether a peer was given up. ``failure`` is
+    the address of an int32 in pinned memory of the host. ``max_blocks`` is the same on all ranks.
+    """
+
+    rank: int
+    sizes: ExchangeSizes
+    bases: cp.ndarray
+    calls: cp.ndarray
+    failure: int
+    max_blocks: int
+
+
+class AllReduce:
+    """:meth:`.Backend.all_reduce_add` of fp32 rows."""
+
+    source = "collective/all_reduce.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self.max_blocks = min(MAX_BLOCKS, BLOCKS_PER_SM * launcher.num_sms)
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        yield KernelFamily(cls.source, "all_reduce_values", (BOOLEANS,))
+        yield KernelFamily(cls.source, "all_reduce_shares", (BOOLEANS,))
+        yield KernelFamily(cls.source, "end_odd_step")
+
+    def launch(
+        self,
+        step: StepContext,
+        exchange: Exchange,
+        partial: cp.ndarray,
+        bias: cp.ndarray | None,
+        out: cp.ndarray,
+        add: bool,
+        parity: int,
+        patience: int,
+    ) -> None:
+        """``out`` = the sum of all ranks' ``partial``, plus ``bias``; or with ``add``, that rounded to fp16 is added.
+
+        Both are fp32 ``[rows, n]`` with padded rows, of at most :meth:`rows_at_once` rows, and ``bias`` is fp32
+        ``[n]``, padded. ``parity`` counts the calls of a step modulo 2, from 0. A kernel that has waited for a peer for
+        ``patience`` nanoseconds gives it up.
+        """
+        (rows, n), sizes = partial.shape, exchange.sizes
+        width = ceil_div(n, 4)
+        one_shot = 4 * rows * width <= sizes.small
+        vectors = rows * width if one_shot else ceil_div(rows * width, sizes.ranks)
+        assert one_shot or rows * width <= sizes.large // 4, (rows, n, sizes)
+        self._launcher.launch(
+            step,
+            self.source,
+            f"all_reduce_{'values' if one_shot else 'shares'}<{'true' if add else 'false'}>",
+            min(exchange.max_blocks, ceil_div(vectors, THREADS)),
+            THREADS,
+            (
+                partial.data.ptr,
+                pitch_of(partial),
+                address(bias),
+                out.data.ptr,
+                pitch_of(out),
+                rows,
+                n,
+                exchange.bases.data.ptr,
+                exchange.calls.data.ptr,
+                exchange.failure,
+                exchange.rank,
+                sizes.ranks,
+                parity,
+                sizes.small,
+                sizes.share,
+                sizes.large // 4,
+                patience,
+            ),
+            bytes_moved=nbytes_of(partial, out),
+        )
+
+    @staticmethod
+    def rows_at_once(sizes: ExchangeSizes, n: int) -> int:
+        """How many rows of ``n`` values one launch takes."""
+        return max(sizes.large // 4, sizes.small // 4) // ceil_div(n, 4)
+
+    def end_odd_step(self, step: StepContext, exchange: Exchange) -> None:
+        """After an odd number of calls: the next call has parity 0 again."""
+        self._launcher.launch(step, self.source, "end_odd_step", 1, 1, (exchange.calls.data.ptr,))

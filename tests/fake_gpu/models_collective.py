@@ -1,0 +1,145 @@
+"""What the kernels of several GPUs do: each waits for the others', which other threads run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from bminf_lite.cuda.kernels.constants import ALL_REDUCE_MAX_BLOCKS as MAX_BLOCKS
+
+from .launching import Call, model
+
+F32, F16 = np.float32, np.float16
+
+
+class Exchange:
+    """One call of a rank: the memory of all ranks, as ``all_reduce.cu`` lays it out."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.rank, self.ranks = call, call.rank, call.ranks
+        self.calls = call.vector("calls", 3, np.uint32)
+        self.number = int(self.calls[call.parity])
+        self.calls[1 - call.parity] = self.number + 1
+        self.bases = call.vector("bases", self.ranks, np.uint64, 8)
+        self.width = -(-call.n // 4)
+        self.partial = call.rows("partial", call.arguments["rows"], call.pitch, 4 * self.width, F32)
+        self.out = call.rows("out", call.arguments["rows"], call.out_pitch, 4 * self.width, F32)
+        self.bias = call.vector("bias", 4 * self.width, F32, 16) if call.bias else None
+
+    def view(self, rank: int, offset: int, count: int, dtype: type) -> np.ndarray:
+        """``count`` elements of a rank's memory from a byte on."""
+        address, nbytes = int(self.bases[rank]) + offset, count * np.dtype(dtype).itemsize
+        self.call.machine.check(address, nbytes, f"the memory of rank {rank}")
+        return self.call.machine.memory.raw(address, nbytes).view(dtype)
+
+    def values(self, rank: int, source: int) -> np.ndarray:
+        """Pairs of a value and a call's number, uint32 ``[vectors * 4, 2]``, that ``source`` sends to ``rank``."""
+        offset = 8 * (self.number % 2 * self.ranks + source) * self.call.small
+        count = self.partial.size
+        self.call.require(count <= self.call.small, "more values than there is room for")
+        return self.view(rank, offset, 2 * count, np.uint32).reshape(-1, 2)
+
+    def parts(self, rank: int, source: int, count: int) -> np.ndarray:
+        offset = 16 * self.ranks * self.call.small
+        offset += 16 * (self.number % 2 * self.ranks + source) * self.call.share
+        self.call.require(count <= 4 * self.call.share, "more vectors than there is room for")
+        return self.view(rank, offset, count, F32)
+
+    def sums(self, rank: int, dtype: type) -> np.ndarray:
+        offset = 16 * (self.ranks * self.call.small + 2 * self.ranks * self.call.share)
+        offset += 16 * (self.number % 2) * self.call.large
+        self.call.require(self.partial.size <= 4 * self.call.large, "more vectors than there is room for")
+        return self.view(rank, offset, self.partial.size, dtype)
+
+    def flags(self, rank: int, phase: int, source: int) -> np.ndarray:
+        """The flags of the blocks of a launch."""
+        offset = 16 * (self.ranks * self.call.small + 2 * self.ranks * self.call.share + 2 * self.call.large)
+        offset += 4 * (phase * self.ranks + source) * MAX_BLOCKS
+        return self.view(rank, offset, self.call.launch.grid[0], np.uint32)
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.ranks) if rank != self.rank]
+
+    def wait(self, peer: int, has_come: Callable[[], bool]) -> None:
+        """Until something has come from a peer, or that takes too long."""
+        machine, end = self.call.machine, time.monotonic() + self.call.patience / 1e9
+        machine.arrived.notify_all()
+        while not has_come() and not self.calls[2]:
+            if not machine.arrived.wait(0.02) and time.monotonic() > end and not has_come():
+                self.calls[2] = 1
+                self.call.vector("failure", 1, np.int32)[0] = 1 + peer
+
+    def put(self, place: slice, sums: np.ndarray) -> None:
+        """Sums of flat elements, or what is added of them."""
+        where = np.unravel_index(np.arange(self.out.size)[place], self.out.shape)
+        if self.call.number("ADD"):
+            self.out[where] += sums.astype(F16).astype(F32)
+        else:
+            self.out[where] = sums
+
+    def total(self, parts: list[np.ndarray], place: slice) -> np.ndarray:
+        found = parts[0].copy()
+        for part in parts[1:]:
+            found += part
+        if self.bias is not None:
+            found += np.tile(self.bias, len(self.partial))[place]
+        return found
+
+
+@model
+def all_reduce_values(call: Call) -> None:
+    exchange = Exchange(call)
+    own, number = np.ascontiguousarray(exchange.partial).reshape(-1), exchange.number
+    for peer in exchange.others:
+        pairs = exchange.values(peer, exchange.rank)
+        pairs[:, 0], pairs[:, 1] = own.view(np.uint32), number
+    parts = []
+    for source in range(exchange.ranks):
+        if source == exchange.rank:
+            parts.append(own)
+            continue
+        pairs = exchange.values(exchange.rank, source)
+        exchange.wait(source, lambda pairs=pairs: bool((pairs[:, 1] == number).all()))
+        parts.append(pairs[:, 0].copy().view(F32))
+    whole = slice(0, own.size)
+    exchange.put(whole, exchange.total(parts, whole))
+
+
+@model
+def all_reduce_shares(call: Call) -> None:
+    exchange = Exchange(call)
+    own, number = np.ascontiguousarray(exchange.partial).reshape(-1), exchange.number
+    each = 4 * -(-(own.size // 4) // exchange.ranks)
+    places = [slice(min(r * each, own.size), min((r + 1) * each, own.size)) for r in range(exchange.ranks)]
+    call.require(call.launch.grid[0] <= MAX_BLOCKS, "more blocks than flags")
+    for owner in exchange.others:
+        part = own[places[owner]]
+        exchange.parts(owner, exchange.rank, part.size)[...] = part
+        exchange.flags(owner, 0, exchange.rank)[...] = number
+    mine = places[exchange.rank]
+    parts = []
+    for source in range(exchange.ranks):
+        if source == exchange.rank:
+            parts.append(own[mine])
+            continue
+        flags = exchange.flags(exchange.rank, 0, source)
+        exchange.wait(source, lambda flags=flags: bool((flags == number).all()))
+        parts.append(exchange.parts(exchange.rank, source, mine.stop - mine.start).copy())
+    total, sent = exchange.total(parts, mine), F16 if call.number("ADD") else F32
+    for peer in exchange.others:
+        exchange.sums(peer, sent)[mine] = total.astype(sent)
+        exchange.flags(peer, 1, exchange.rank)[...] = number
+    exchange.put(mine, total)
+    for owner in exchange.others:
+        flags = exchange.flags(exchange.rank, 1, owner)
+        exchange.wait(owner, lambda flags=flags: bool((flags == number).all()))
+        exchange.put(places[owner], exchange.sums(exchange.rank, sent)[places[owner]].astype(F32))
+
+
+@model
+def end_odd_step(call: Call) -> None:
+    calls = call.vector("calls", 3, np.uint32)
+    calls[0] = calls[1]
