@@ -280,15 +280,20 @@ def test_grouped_products_of_any_shape(
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("unused", [0, 30])
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize(
     ("activation", "bias"), [(RELU, False), (ExpertActivation("relu", gated=False), True), (None, True)], ids=str
 )
 def test_a_float_product_has_one_order_of_sums(
-    kernels: ExpertKernels, is_int8: bool, activation: ExpertActivation | None, bias: bool
+    kernels: ExpertKernels, is_int8: bool, activation: ExpertActivation | None, bias: bool, unused: int
 ) -> None:
-    """Near the definition; a row has the same bits among others and alone, whether it is found by a pair's number."""
-    random, (experts, features, n, top_k) = np.random.default_rng(2), (3, 44, 48, 2)
+    """Near the definition; a row has the same bits among others and alone, whether it is found by a pair's number.
+
+    Experts that no token chose make the experts more than the pairs, of which most then have one row.
+    """
+    random, (used, features, n, top_k) = np.random.default_rng(2), (3, 44, 48, 2)
+    experts = used + unused
     kind = np.int8 if is_int8 else np.float16
     values = (
         random.integers(-127, 128, (experts, n, features)) if is_int8 else random.normal(size=(experts, n, features))
@@ -302,7 +307,7 @@ def test_a_float_product_has_one_order_of_sums(
     vectors = [None if v is None else cp.asarray(order(v)) for v in (made.scale, made.bias)]
     weight = ExpertMatrices(cp.asarray(padded(order(made.values))), *vectors, features, dynamic=False)
     x = random.normal(size=(14, features)).astype(np.float16)
-    ids = np.stack([random.permutation(experts)[:top_k] for _ in x]).astype(np.int32)
+    ids = np.stack([random.permutation(used)[:top_k] for _ in x]).astype(np.int32)
 
     def product(tokens: np.ndarray) -> np.ndarray:
         """The products of the pairs of some tokens, by pair."""

@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_elements(const __half* row, int column, int
     }
 }
 
-// ROWS: rows of a tile, at most 8. F: see expert_activation. n: rows of an expert's weight.
+// ROWS: rows of a tile at most, 1 or 8. F: see expert_activation. n: rows of an expert's weight.
 template <class W, int ROWS, int EPILOGUE, int F>
 __global__ void __launch_bounds__(FLOAT_THREADS) float_products(
     const __half* x, long long x_pitch, const int* order, int top_k, const int* offsets, const W* __restrict__ weight,
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS) float_products(
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int outputs = n / MATRICES, weight_tiles = (outputs + WARPS - 1) / WARPS;
     for (int index = blockIdx.x; index < tiles.starts[experts] * weight_tiles; index += gridDim.x) {
-        const ExpertTile tile = tiles.find(index, experts, weight_tiles);
+        const ExpertTile tile = tiles.find<ROWS>(index, experts, weight_tiles);
         const int output = tile.weight_tile * WARPS + warp;
         if (output >= outputs) continue;
         size_t channels[MATRICES];

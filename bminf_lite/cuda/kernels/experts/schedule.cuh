@@ -1,5 +1,5 @@
 // How the tiles of a product with sorted pairs are numbered. Tiles of rows belong to one expert each, and those of an
-// expert have the same number of rows, give or take eight: nothing is padded to the largest expert.
+// expert have the same number of rows, give or take GRANULE: nothing is padded to the largest expert.
 #pragma once
 #include "common/common.cuh"
 #include "constants/experts.cuh"
@@ -15,7 +15,7 @@ struct ExpertTile {
 struct ExpertTiles {
     int offsets[MAX_EXPERTS + 1], starts[MAX_EXPERTS + 1];
 
-    // Called by all threads of a block. ROWS: rows of a tile at most, a multiple of 8.
+    // Called by all threads of a block. ROWS: rows of a tile at most.
     template <int ROWS>
     __device__ __forceinline__ void load(const int* expert_offsets, int experts) {
         for (int i = threadIdx.x; i <= experts; i += blockDim.x) offsets[i] = __ldcg(expert_offsets + i);
@@ -38,7 +38,9 @@ struct ExpertTiles {
     }
 
     // Tile `index` of those of all experts, the tiles of the weight one after another for each tile of rows. ROWS: as
-    // above. Indices are below starts[experts] * weight_tiles.
+    // above, a multiple of GRANULE, as is the height of a tile but the last. Indices are below starts[experts] *
+    // weight_tiles.
+    template <int GRANULE = 8>
     __device__ __forceinline__ ExpertTile find(int index, int experts, int weight_tiles) const {
         const int row_tile = index / weight_tiles;
         int expert = 0, end = experts;  // starts[expert] <= row_tile < starts[end]
@@ -50,7 +52,8 @@ struct ExpertTiles {
                 end = middle;
         }
         const int tiles = starts[expert + 1] - starts[expert], rows = offsets[expert + 1] - offsets[expert];
-        const int height = ((rows + tiles - 1) / tiles + 7) / 8 * 8, first = (row_tile - starts[expert]) * height;
+        const int height = ((rows + tiles - 1) / tiles + GRANULE - 1) / GRANULE * GRANULE,
+                  first = (row_tile - starts[expert]) * height;
         return {expert, offsets[expert] + first, min(height, rows - first), index % weight_tiles};
     }
 
