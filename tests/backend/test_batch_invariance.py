@@ -1,7 +1,7 @@
 """A row's result on a GPU is a function of that row: the same bits in every batch, at every place of it.
 
-Everything but attention, for w8a8 weights: docs/numerics.md, "One order of sums". Float values are compared as the
-integers that their bits are.
+Everything but attention: docs/numerics.md, "One order of sums". Float values are compared as the integers that their
+bits are.
 """
 
 from __future__ import annotations
@@ -152,10 +152,11 @@ def test_quantized_norms(cuda_backend, kind, width):
 
 @pytest.mark.parametrize("width", [40, *repeats(1024, 4096)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_norms_and_products(cuda_backend, kind, width):
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16", "float"])
+def test_norms_and_products(cuda_backend, recipe, kind, width):
     rng = np.random.default_rng(width)
     bias = rng.standard_normal(width).astype(np.float32) if kind == "layer" else None
-    weight = cuda_backend.weight([random_int8(rng, width, width, True)], [bias])
+    weight = cuda_backend.weight([random_weight(rng, recipe, width, width)], [bias])
     check(cuda_backend, norm_case(cuda_backend, kind, width, norm_and_products, weight))
 
 
@@ -226,12 +227,20 @@ def products(ops: Backend, weight: Any, x: np.ndarray) -> list[Any]:
     ]
 
 
+def random_weight(rng: np.random.Generator, recipe: str, outputs: int, width: int) -> Any:
+    """A host's weight: ``w8a8``, ``w8a16`` or ``float``."""
+    if recipe == "float":
+        return (rng.standard_normal((outputs, width)) * 0.1).astype(np.float16)
+    return random_int8(rng, outputs, width, recipe == "w8a8")
+
+
 @pytest.mark.parametrize("with_bias", [True, *repeats(False)])
 @pytest.mark.parametrize(("outputs", "width"), [(64, 96), *repeats((512, 1000), (270, 256), (1056, 4096))])
-def test_products(cuda_backend, outputs, width, with_bias):
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16", "float"])
+def test_products(cuda_backend, recipe, outputs, width, with_bias):
     rng = np.random.default_rng(outputs)
     bias = rng.standard_normal(outputs).astype(np.float32) if with_bias else None
-    weight = cuda_backend.weight([random_int8(rng, outputs, width, True)], [bias])
+    weight = cuda_backend.weight([random_weight(rng, recipe, outputs, width)], [bias])
     check(cuda_backend, Case(random_rows(rng, ROWS, width, np.float16), weight, products), (1, 2, 8, 17, 64, 256))
 
 
@@ -252,9 +261,7 @@ def test_products_with_outlier_columns(cuda_backend, dtype):
     check(cuda_backend, Case(random_rows(rng, ROWS, width, dtype), weight, run))
 
 
-def test_products_with_an_adapter(cuda_backend, request):
-    if request.config.getoption("--fake-gpu"):
-        pytest.skip("BLAS has its own order for each shape")
+def test_products_with_an_adapter(cuda_backend):
     rng, width = np.random.default_rng(4), 1024
     a, b = rng.standard_normal((8, width)).astype(np.float16), rng.standard_normal((256, 8)).astype(np.float16)
     weight = cuda_backend.adapted(cuda_backend.weight([random_int8(rng, 256, width, True)]), Adapter(a, b, 0.25))
@@ -296,13 +303,12 @@ def test_products_that_round_to_zero_keep_its_sign(cuda_backend, rows):
 @pytest.mark.repeats
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("outputs", [5003, 8192])
-def test_logits_of_an_fp16_weight(cuda_backend, request, outputs, with_bias):
-    """A weight of int8 layers' head may be fp16: cublasLt computes its product for any number of rows."""
-    if request.config.getoption("--fake-gpu"):
-        pytest.skip("BLAS has its own order for each shape")
+@pytest.mark.parametrize("recipe", ["w8a16", "float"])
+def test_logits(cuda_backend, recipe, outputs, with_bias):
+    """The head of a model in int8 may be float."""
     rng, width = np.random.default_rng(outputs), 1024
     bias = rng.standard_normal(outputs).astype(np.float32) if with_bias else None
-    weight = cuda_backend.weight([rng.standard_normal((outputs, width)).astype(np.float16)], [bias])
+    weight = cuda_backend.weight([random_weight(rng, recipe, outputs, width)], [bias])
 
     def run(ops: Backend, weights: Any, x: np.ndarray) -> list[Any]:
         return [ops.linear(ops.norm(ops.array(x), weights[0]), weights[1], fp32=True)]

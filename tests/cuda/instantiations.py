@@ -14,10 +14,13 @@ from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
 from bminf_lite.cuda.kernels.collective.all_reduce import AllReduce
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels
+from bminf_lite.cuda.kernels.gemm.float_gemm import FloatGemmSync
+from bminf_lite.cuda.kernels.gemm.float_gemm_hopper import FloatGemmHopper
 from bminf_lite.cuda.kernels.gemm.gemm_hopper import ScaledGemm
+from bminf_lite.cuda.kernels.gemm.skinny_float_gemm_hopper import SkinnyFloatGemmHopper
 from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
-from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvCodes, GemvFloat
+from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvCodes
 from bminf_lite.cuda.kernels.instantiations import Capability, KernelFamily
 from bminf_lite.cuda.kernels.recurrent.delta_net import DeltaNetKernels
 from bminf_lite.cuda.kernels.rowwise.adapters import AdapterKernels
@@ -33,10 +36,11 @@ from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 
 T = TypeVar("T")
 LAUNCHERS = (
-    Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, AdapterKernels, CalibrationKernels, GPTQKernels,
-    PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
-    TensorRows, ExpertKernels, ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels,
-    DeltaNetKernels, PoolingKernels, AllReduce,
+    Gemv, GemvCodes, RowKernels, Softmax, PointwiseKernels, AdapterKernels, CalibrationKernels, GPTQKernels,
+    PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm,
+    FloatGemmSync, SkinnyFloatGemmHopper, FloatGemmHopper, Sampler, TensorRows, ExpertKernels,
+    ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels, DeltaNetKernels, PoolingKernels,
+    AllReduce,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -65,8 +65,6 @@ ROTATED_SPILL = 48
 
 NVRTC 12.9 and 13.0 spill up to 32, 13.5 up to 36.
 """
-GROUPED_SPILL = 104
-"""Bytes that ``gemv_float`` may spill, once a launch, beside scales of groups: NVRTC 12.9 spills up to 100."""
 
 
 def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Usage) -> float:
@@ -79,8 +77,6 @@ def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Us
         return float("inf")
     if family.name == "gemv" and arguments[:2] == (GemvInput.ROTATED, (GEMV_THREADS, 8)):
         return ROTATED_SPILL
-    if family.name == "gemv_float" and arguments[-1] == "true":
-        return GROUPED_SPILL
     if usage.registers >= MAY_USE.get(kernel_name(family.name), 128):
         return 0
     return DECODE_SPILL if family.source == "attention/decode.cu" else OCCUPANCY_SPILL

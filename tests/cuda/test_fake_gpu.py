@@ -31,38 +31,38 @@ def place(machine: Machine, values: np.ndarray) -> int:
     return address
 
 
-def int8_to_half(machine: Machine, codes: int, out: int, count: int, blocks: int = 1) -> None:
-    """A launch of the kernel ``int8_to_half``."""
-    kernel = FakeKernel("rowwise/rows.cu", "int8_to_half", ())
-    machine.requested["rowwise/rows.cu", "int8_to_half", ()] = Requested("sm_90a")
-    parameters = np.array([codes, out, count], np.uint64).tobytes()
+def write_words(machine: Machine, source: int, target: int, count: int, blocks: int = 1) -> None:
+    """A launch of the kernel ``write_words``."""
+    kernel = FakeKernel("rowwise/pointwise.cu", "write_words", ())
+    machine.requested["rowwise/pointwise.cu", "write_words", ()] = Requested("sm_90a")
+    parameters = np.array([source, target, count], np.uint64).tobytes()
     launch = Launch(kernel, (blocks, 1, 1), 256, 0, 1, parameters)
     check(machine, launch)
     run(machine, launch)
 
 
 def test_a_launch_computes(machine: Machine):
-    codes, out = place(machine, np.arange(32, dtype=np.int8)), place(machine, np.zeros(32, np.float16))
-    int8_to_half(machine, codes, out, 32)
-    assert np.array_equal(machine.memory.raw(out, 64).view(np.float16), np.arange(32))
+    source, target = place(machine, np.arange(32, dtype=np.int32)), place(machine, np.zeros(32, np.int32))
+    write_words(machine, source, target, 32)
+    assert np.array_equal(machine.memory.raw(target, 128).view(np.int32), np.arange(32))
 
 
 def test_a_freed_pointer_is_an_error_at_the_launch(machine: Machine):
-    codes, out = place(machine, np.zeros(32, np.int8)), place(machine, np.zeros(32, np.float16))
-    machine.memory.remove(codes)
-    assert (machine.memory.raw(codes, 32) == POISON).all()
-    with pytest.raises(FakeGpuError, match=r"codes: .* not in memory that is in use"):
-        int8_to_half(machine, codes, out, 32)
+    source, target = place(machine, np.zeros(32, np.int32)), place(machine, np.zeros(32, np.int32))
+    machine.memory.remove(source)
+    assert (machine.memory.raw(source, 128) == POISON).all()
+    with pytest.raises(FakeGpuError, match=r"from: .* not in memory that is in use"):
+        write_words(machine, source, target, 32)
 
 
 def test_reading_past_a_block_too_few_blocks_and_odd_addresses_are_errors(machine: Machine):
-    codes, out = place(machine, np.zeros(8192, np.int8)), place(machine, np.zeros(32, np.float16))
-    with pytest.raises(FakeGpuError, match=r"out: 96 bytes .* end 32 bytes past"):
-        int8_to_half(machine, codes, out, 48)
+    source, target = place(machine, np.zeros(8192, np.int32)), place(machine, np.zeros(16, np.int32))
+    with pytest.raises(FakeGpuError, match=r"to: 96 bytes .* end 32 bytes past"):
+        write_words(machine, source, target, 24)
     with pytest.raises(FakeGpuError, match="blocks are missing"):
-        int8_to_half(machine, codes, out, 8192)
-    with pytest.raises(FakeGpuError, match="not aligned to 16 bytes"):
-        int8_to_half(machine, codes + 8, out, 16)
+        write_words(machine, source, target, 8192)
+    with pytest.raises(FakeGpuError, match="not aligned to 4 bytes"):
+        write_words(machine, source + 2, target, 16)
 
 
 def test_what_is_free_in_a_scratch_is_not_in_use(machine: Machine):

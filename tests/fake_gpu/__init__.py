@@ -34,6 +34,7 @@ from . import (  # noqa: F401 - models and instructions register themselves
     models_calibration,
     models_collective,
     models_experts,
+    models_float,
     models_latent,
     models_recurrent,
     models_rows,

@@ -237,11 +237,16 @@ class FakeDriver:
         fill: int,
     ) -> int:
         itemsize = tensor_maps.TensorMapDataType(element).itemsize
-        aligned = target % 64 == 0 and address % 16 == 0 and strides[0] % 16 == 0
-        swizzled = (swizzle, box[0] * itemsize) in ((1, 32), (2, 64), (3, 128))
-        if not aligned or not swizzled or rank != 2 or not 0 < box[1] <= 256 or (steps[0], steps[1]) != (1, 1):
+        pitches, boxes = list(strides[: rank - 1]), list(box[:rank])
+        aligned = target % 64 == 0 and address % 16 == 0 and all(pitch % 16 == 0 for pitch in pitches)
+        row = boxes[0] * itemsize
+        swizzled = (swizzle, row) in ((1, 32), (2, 64), (3, 128)) or (swizzle == 0 and row % 16 == 0)
+        if not aligned or not swizzled or not all(0 < size <= 256 for size in boxes) or set(steps[:rank]) != {1}:
             return INVALID_VALUE
-        described = struct.pack(TENSOR_MAP, address, sizes[0], sizes[1], strides[0], element, box[1])
+        sizes = [*sizes[:rank], *[1] * (5 - rank)]
+        described = struct.pack(
+            TENSOR_MAP, address, element, rank, *sizes, *pitches, *[0] * (5 - rank), *boxes, *[1] * (5 - rank)
+        )
         ctypes.memmove(target, described, len(described))
         return 0
 

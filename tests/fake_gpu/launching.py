@@ -120,18 +120,24 @@ class Call:
         changed = ((at, np.flatnonzero(raw != np.frombuffer(old, np.uint8))) for at, raw, old in self.taken)
         return [words(address + bytes_, 1).ravel() for address, bytes_ in changed]
 
-    def mapped(self, name: str, box_rows: int) -> np.ndarray:
-        """The matrix that a tensor map describes, whose boxes have ``box_rows`` rows."""
+    def mapped(self, name: str, *box: int) -> np.ndarray:
+        """What a tensor map describes, the innermost dimension last; ``box``: the sizes of its boxes but the last."""
         described = self.arguments[name][: struct.calcsize(TENSOR_MAP)]
-        address, columns, rows, pitch, element, box = struct.unpack(TENSOR_MAP, described)
-        self.require(box == box_rows, f"{name} has boxes of {box} rows")
-        dtype = {
-            TensorMapDataType.INT8: np.int8,
-            TensorMapDataType.FLOAT16: np.float16,
-            TensorMapDataType.FLOAT32: np.float32,
-        }[TensorMapDataType(element)]
+        address, element, rank, *numbers = struct.unpack(TENSOR_MAP, described)
+        sizes, pitches, boxes = numbers[:rank], numbers[5 : 4 + rank], numbers[9 : 9 + rank]
+        self.require(tuple(boxes[:0:-1]) == box, f"{name} has boxes of {boxes[::-1]}")
+        dtype = np.dtype(
+            {
+                TensorMapDataType.INT8: np.int8,
+                TensorMapDataType.FLOAT16: np.float16,
+                TensorMapDataType.FLOAT32: np.float32,
+            }[TensorMapDataType(element)]
+        )
+        strides = (*pitches[::-1], dtype.itemsize)
+        extent = sum((size - 1) * stride for size, stride in zip(sizes[::-1], strides, strict=True)) + dtype.itemsize
         self.arguments[f"{name}'s address"] = address
-        return self.rows(f"{name}'s address", rows, pitch // np.dtype(dtype).itemsize, columns, dtype)
+        flat = self.vector(f"{name}'s address", extent // dtype.itemsize, dtype, 16)
+        return np.lib.stride_tricks.as_strided(flat, sizes[::-1], strides)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A dense array from a pointer on."""

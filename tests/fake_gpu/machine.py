@@ -30,8 +30,8 @@ PROFILES = {
 }
 TOTAL_MEMORY = 12 << 30
 MAX_THREADS, MAX_GRID_YZ, MAX_CLUSTER = 1024, 65535, 8
-TENSOR_MAP = "QQQQII"
-"""What this driver's ``CUtensorMap`` says: address, columns, rows, bytes from row to row, element, rows of a box."""
+TENSOR_MAP = "QII5Q4Q5I"
+"""What this driver's ``CUtensorMap`` says: address, element, rank; five sizes, four strides in bytes, a box of five."""
 
 Work = Callable[[], None]
 

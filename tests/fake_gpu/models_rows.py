@@ -69,12 +69,13 @@ def offsets(order: int, rows: int, columns: int, ld: int) -> np.ndarray:
 
 
 def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
-    """The activations of ``gemv`` and ``gemv_float``, normalised, rotated or added, fp32 ``[rows, k]``."""
+    """The activations of ``gemv``, normalised, rotated or added, fp32 ``[rows, k]``."""
     kind, rotation = call.number("INPUT"), 1
     if kind in ROTATED_KINDS:
         kind, rotation = ROTATED_KINDS[kind], call.rotation
-    threads = call.number("ROW_THREADS") if "ROW_THREADS" in call.template else THREADS
-    call.require(call.number("VECTORS") * threads * 8 >= call.pitch, "the threads do not cover a row")
+    call.require(
+        call.number("VECTORS") * call.number("ROW_THREADS") * 8 >= call.pitch, "the threads do not cover a row"
+    )
     x = call.rows("x", rows, pitch, call.pitch, F16 if kind == GemvInput.HALF else F32)[:, : call.k].astype(F32)
     if kind in (GemvInput.SUM, GemvInput.RMS_NORM_OF_SUM):
         call.require(call.sum != call.x, "the sum lies where the input does")
@@ -87,9 +88,11 @@ def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
     return rotated(normalise(x, norm_of(call, kind, call.k, call.pitch)) if is_normed else x, rotation)
 
 
-def write_outputs(call: Call, y: np.ndarray, pitch: int) -> None:
+def write_outputs(call: Call, y: np.ndarray, pitch: int, out: np.ndarray | None = None) -> None:
+    """The epilogue of ``y``, written to ``out`` or to rows of ``pitch`` elements."""
     epilogue, outputs = call.number("EPILOGUE"), y.shape[1] // (2 if call.number("EPILOGUE") == GATED else 1)
-    out = call.rows("out", len(y), pitch, outputs, F32 if epilogue in (TO_FLOAT, ADD) else F16, align=0)
+    if out is None:
+        out = call.rows("out", len(y), pitch, outputs, F32 if epilogue in (TO_FLOAT, ADD) else F16, align=0)
     if epilogue == ACTIVATED:
         y = FUNCTIONS[call.number("F")](rounded(y))
     if epilogue == GATED:
@@ -123,30 +126,6 @@ def gemv(call: Call) -> None:
     acc = (codes.astype(np.float64) @ weight[:, :k].T.astype(np.float64)).astype(F32)
     y = scale[:, None] * (call.vector("w_scale", n, F32) * acc)
     write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, 0)
-
-
-@model
-def gemv_float(call: Call) -> None:
-    n, k, pitch, rows = call.n, call.k, call.pitch, call.launch.grid[1]
-    call.require(call.launch.block == THREADS and call.launch.shared >= 2 * pitch, "threads or shared memory")
-    x = rounded(input_rows(call, rows, call.x_pitch))
-    weight = call.rows("weight", n, pitch, pitch, np.int8 if call.template["W"] == "bminf::int8" else F16)
-    call.require(bool(call.w_scale or call.group_scale) == (weight.dtype == np.int8), "scales belong to int8")
-    weight = weight[:, :k].astype(F32)
-    call.require(bool(call.group_scale) == bool(call.number("GROUPED")), "the kernel has groups, or none")
-    if call.group_scale:
-        call.require(not call.w_scale, "a weight has scales of rows, or of groups")
-        weight = weight * group_scales(call, "group_scale", n, k, pitch, call.group_shift)
-    y = x @ weight.T
-    y = y * call.vector("w_scale", n, F32) if call.w_scale else y
-    write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, call.out_pitch)
-
-
-def group_scales(call: Call, name: str, rows: int, columns: int, pitch: int, shift: int) -> np.ndarray:
-    """The scale of each code, fp32 ``[rows, columns]``."""
-    call.require(1 << shift >= 16 and call.groups << shift >= pitch, "groups are narrow, or do not cover a row")
-    scales = call.rows(name, rows, call.groups, call.groups, F16 if call.half_scales else F32, align=0)
-    return np.repeat(scales.astype(F32), 1 << shift, axis=1)[:, :columns]
 
 
 @model
@@ -470,21 +449,6 @@ def gather_rows(call: Call) -> None:
 
 
 @model
-def int8_to_half(call: Call) -> None:
-    call.require(call.count % 16 == 0 and call.threads * 16 >= call.count, "blocks are missing")
-    call.vector("out", call.count, F16, 16)[...] = call.vector("codes", call.count, np.int8, 16)
-
-
-@model
-def grouped_to_half(call: Call) -> None:
-    call.require(call.pitch % 16 == 0 and call.threads * 16 >= call.count, "blocks are missing")
-    rows, pitch = call.count // call.pitch, call.pitch
-    scales = group_scales(call, "scale", rows, pitch, pitch, call.shift)
-    codes = call.rows("codes", rows, pitch, pitch, np.int8)
-    call.rows("out", rows, pitch, pitch, F16)[...] = scales * codes
-
-
-@model
 def fill_random(call: Call) -> None:
     shape = call.arguments["rows"], call.columns
     dtype = np.int8 if call.template["T"] == "bminf::int8" else F16
@@ -507,5 +471,5 @@ def to_half(call: Call) -> None:
 @model
 def write_words(call: Call) -> None:
     call.require(call.threads >= call.count, "blocks are missing")
-    source, target = (call.vector(name, call.count, np.int32) for name in ("from", "to"))
+    source, target = (call.vector(name, call.count, np.int32, 4) for name in ("from", "to"))
     target[...] = source

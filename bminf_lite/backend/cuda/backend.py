@@ -58,7 +58,7 @@ from .arrays import Arrays, ZeroedScratch
 from .attention import AttentionLaunches
 from .calibration import CudaCalibrationOps
 from .deferred import DeferredNorm, NormAddend, QuantizedActivations, ResidualStream, Weight
-from .float_products import FloatGemmProducts, GemvFloatProducts
+from .float_products import FloatProducts
 from .fused import FusedGemms
 from .graph_capture import CapturedGraph, GraphMemory
 from .int8_products import FusedProducts, GemvProducts, InputCodes, SumProducts
@@ -147,8 +147,7 @@ class CudaBackend(Backend):
             GemvProducts(results),
             FusedProducts(results, codes, self.fused),
             SumProducts(results, codes),
-            GemvFloatProducts(results),
-            FloatGemmProducts(results, self.float_gemm),
+            FloatProducts(results),
         )
         return Products(results, kernels)
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import cupy as cp
 
-from ...cuda.kernels.arrays import GroupScales, address
+from ...cuda.kernels.arrays import address
 from ...cuda.kernels.constants import Source, Target
 from ...cuda.kernels.gemm.igemm import GemmPlan
 from ...cuda.kernels.gemm.layouts import Layout
@@ -77,10 +77,10 @@ class Weight:
     """A weight matrix on the GPU, ``[out_features, in_features]``.
 
     ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
-    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``side_products`` are added to the
-    product. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`. Codes without a
-    ``plan`` may have ``group_scales``, scales of groups of columns, in place of ``scale``. ``adapters`` are those that
-    the rows of a step choose among.
+    ``[out]`` is None for fp16; if ``group_size`` columns share a scale, it is fp16 or fp32 ``[groups, out]`` in padded
+    rows. With a ``plan``, activations are quantized per token. ``side_products`` are added to the product. ``rotation``
+    is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`. ``adapters`` are those that the rows of
+    a step choose among.
     """
 
     matrix: cp.ndarray
@@ -92,7 +92,7 @@ class Weight:
     plan: GemmPlan | None = None
     side_products: tuple[SideProduct, ...] = ()
     rotation: int = 1
-    group_scales: GroupScales | None = None
+    group_size: int = 0
     adapters: AdapterBank | None = None
 
     @property
@@ -102,7 +102,7 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
-        parts = (self.matrix, self.scale, self.group_scales, self.bias, *self.side_products)
+        parts = (self.matrix, self.scale, self.bias, *self.side_products)
         return sum(int(part.nbytes) for part in parts if part is not None)
 
     @cached_property
@@ -114,11 +114,6 @@ class Weight:
     def without_adapters(self) -> Weight:
         """The weight for a step whose rows have no adapter."""
         return replace(self, adapters=None)
-
-    @property
-    def is_half(self) -> bool:
-        """Whether ``matrix`` holds fp16 numbers."""
-        return self.scale is None and self.group_scales is None
 
     @property
     def is_row_major(self) -> bool:

@@ -14,7 +14,8 @@ from ...cuda.kernels.attention.prefill import PrefillAttention
 from ...cuda.kernels.attention.prepare_heads import PrepareHeads
 from ...cuda.kernels.collective.all_reduce import AllReduce
 from ...cuda.kernels.experts.layer import ExpertKernels
-from ...cuda.kernels.gemv.gemv import Gemv, GemvFloat
+from ...cuda.kernels.gemm.float_gemm import FloatProductKernels
+from ...cuda.kernels.gemv.gemv import Gemv
 from ...cuda.kernels.launcher import Launcher, StepContext
 from ...cuda.kernels.recurrent.delta_net import DeltaNetKernels
 from ...cuda.kernels.rowwise.adapters import AdapterKernels
@@ -38,7 +39,7 @@ class Kernels:
         self.device = device
         self.num_sms = launcher.num_sms
         self.gemv = Gemv(launcher)
-        self.gemv_float = GemvFloat(launcher)
+        self.float_products = FloatProductKernels(launcher)
         self.rows = RowKernels(launcher)
         self.experts = ExpertKernels(launcher, self.rows)
         self.pointwise = PointwiseKernels(launcher)

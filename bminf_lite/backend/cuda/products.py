@@ -36,9 +36,8 @@ from .materialize import Materializer
 class Product:
     """A product to be computed, see :meth:`Backend.product`.
 
-    ``target`` is the residual stream of ``ADD``, or an array for a stored product, which may be ``x``, or None. If this
-    is the part of another product that comes from its matrix, ``base_of`` is the epilogue of that product, whose bits
-    it must have. ``codes`` is ``x`` quantized, once a kernel has asked for it.
+    ``target`` is the residual stream of ``ADD``, or an array for a stored product, which may be ``x``, or None.
+    ``codes`` is ``x`` quantized, once a kernel has asked for it.
     """
 
     x: Array
@@ -46,7 +45,6 @@ class Product:
     epilogue: Epilogue
     activation: str | None = None
     target: Any = None
-    base_of: Epilogue | None = None
     codes: QuantizedActivations | None = None
 
     @property
@@ -63,11 +61,6 @@ class Product:
     def dtype(self) -> type:
         """The type of the product if it is stored."""
         return np.float32 if self.epilogue is Epilogue.TO_FLOAT else np.float16
-
-    @property
-    def is_logits(self) -> bool:
-        """Whether an fp32 result was asked for, not only the fp32 sums of a part."""
-        return (self.epilogue if self.base_of is None else self.base_of) is Epilogue.TO_FLOAT
 
     @property
     def stream(self) -> ResidualStream | None:
@@ -181,8 +174,7 @@ class Products:
         for side in weight.side_products:
             if isinstance(side, Outliers):
                 rest, kept = self._split(x, side)
-        base_of = product.epilogue if product.base_of is None else product.base_of
-        sums = self.run(Product(rest, weight.alone, Epilogue.TO_FLOAT, base_of=base_of))
+        sums = self.run(Product(rest, weight.alone, Epilogue.TO_FLOAT))
         out = sums if product.dtype is np.float32 else results.arrays.rows(*product.shape, np.float16)
         sides = list(weight.side_products)
         while sides:

@@ -11,7 +11,8 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 
-from ...cuda.kernels.arrays import MIN_GROUP, PAD, GroupScales, round_up
+from ...cuda.kernels.arrays import PAD, round_up
+from ...cuda.kernels.gemm.float_operands import GROUPS
 from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
 from ...errors import DeviceError
@@ -74,7 +75,7 @@ class Loader:
             if quantized and not _has_kernel(quantized[0]):
                 raise DeviceError(
                     "a GPU has no kernel for scales of groups of columns in w8a8, and in w8a16 only for groups whose "
-                    f"size is a power of two, {MIN_GROUP} or more: load the model on the CPU (device='cpu'), or "
+                    f"size is a power of two, {GROUPS[0]} or more: load the model on the CPU (device='cpu'), or "
                     "migrate its float source with another recipe"
                 )
             padded = round_up(n, PAD), round_up(k, PAD)
@@ -82,9 +83,11 @@ class Loader:
                 values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
                 return Weight(self._stack(values, padded, np.float16, self._matrices), None, bias, n, k, padded[1])
             side_products = self._outliers(quantized)
-            grouped = self._group_scales(quantized, padded) if quantized[0].group_size else None
-            scales = [p.scale.astype(np.float32) for p in quantized]
-            scale = self.arrays.vector(np.concatenate(scales)) if grouped is None else None
+            size = min(quantized[0].group_size, GROUPS[-1])
+            if size:
+                scale = self._group_scales(quantized, size)
+            else:
+                scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
             codes = [p.codes for p in quantized]
             plan = self.int8_gemm.plan(n, k) if quantized[0].dynamic else None
             if plan is not None:
@@ -100,7 +103,7 @@ class Loader:
                         data = self.arrays.empty(packed.shape, np.int8)
                     data[...] = packed
             rotation = quantized[0].rotation
-            return Weight(data, scale, bias, n, k, padded[1], plan, side_products, rotation, grouped)
+            return Weight(data, scale, bias, n, k, padded[1], plan, side_products, rotation, size)
 
     def adapted(self, base: Weight, adapter: Adapter) -> Weight:
         """See :meth:`Backend.adapted`."""
@@ -113,14 +116,17 @@ class Loader:
             low_rank = LowRank(down, scale, self._padded_rows(_transposed_half(adapter.b)))
         return replace(base, side_products=(*base.side_products, low_rank))
 
-    def _group_scales(self, parts: Sequence[Int8Weight], padded: tuple[int, int]) -> GroupScales:
-        """Scales of groups of columns: fp16 if the host has them so, with ones for padded rows and columns."""
-        size = parts[0].group_size
+    def _group_scales(self, parts: Sequence[Int8Weight], size: int) -> cp.ndarray:
+        """Scales of groups of ``size`` columns, ``[groups, out]`` in padded rows: fp16 if the host has them so.
+
+        Wider groups have their scale several times.
+        """
         dtype = np.float16 if all(part.scale.dtype == np.float16 for part in parts) else np.float32
-        values = np.ones((padded[0], -(-padded[1] // size)), dtype)
         stacked = np.concatenate([part.scale.astype(dtype) for part in parts])
-        values[: stacked.shape[0], : stacked.shape[1]] = stacked
-        return GroupScales(self.arrays.upload(values), size.bit_length() - 1)
+        each = np.repeat(stacked, parts[0].group_size // size, axis=1)[:, : -(-parts[0].shape[1] // size)]
+        values = np.zeros((each.shape[1], round_up(len(each), PAD)), dtype)
+        values[:, : len(each)] = each.T
+        return self.arrays.upload(values)[:, : len(each)]
 
     def _outliers(self, parts: Sequence[Int8Weight]) -> tuple[Outliers, ...]:
         stacked = stack_outliers(parts)
@@ -269,7 +275,7 @@ def _has_kernel(part: Int8Weight) -> bool:
     """Whether a GPU computes products with the scales of a weight: of rows, or in w8a16 of groups."""
     size = part.group_size
     return not (size or part.input_group_size) or (
-        not part.dynamic and not part.input_group_size and size >= MIN_GROUP and size & (size - 1) == 0
+        not part.dynamic and not part.input_group_size and size >= GROUPS[0] and size & (size - 1) == 0
     )
 
 

@@ -5,49 +5,22 @@ This module does not import CuPy, so that kernels can be compiled without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 if TYPE_CHECKING:
     import cupy as cp
 
 PAD = 32
 """Rows of matrices, and vectors, are padded to a multiple of this many elements: whole column groups of COL32."""
-MIN_GROUP = 16
-"""The fewest columns that share a scale in a product with float activations: a thread reads so wide a vector of codes.
-Their number is a power of two.
-"""
 HEAD_PAD = 16
 """Heads in the key-value cache are padded to a multiple of this many elements, with zeros, for the tensor cores."""
 
 
-@dataclass(frozen=True)
-class GroupScales:
-    """Scales of ``1 << shift`` neighbouring columns each, of padded rows of codes: fp16 or fp32 ``[rows, groups]``."""
-
-    values: cp.ndarray
-    shift: int
-
-    @property
-    def is_half(self) -> int:
-        """1 for fp16, as kernels take it."""
-        return int(self.values.dtype == np.float16)
-
-    @property
-    def groups(self) -> int:
-        return int(self.values.shape[1])
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.values.nbytes)
-
-
 class WeightRows(Protocol):
-    """A weight ``[out_features, in_features]`` in rows of ``pitch`` int8 or fp16 numbers, scales and bias fp32.
+    """A weight ``[out_features, in_features]`` in rows of ``pitch`` int8 or fp16 numbers, its scales, and a bias fp32.
 
-    An int8 weight has either scales of rows, or of groups of columns.
+    Scales are fp32 ``[out_features]``. If ``group_size`` columns share one, they are fp16 or fp32 ``[groups,
+    out_features]`` in padded rows. ``group_size`` is 0 or a size that the kernels support.
     """
 
     @property
@@ -55,9 +28,9 @@ class WeightRows(Protocol):
     @property
     def scale(self) -> cp.ndarray | None: ...
     @property
-    def group_scales(self) -> GroupScales | None: ...
-    @property
     def bias(self) -> cp.ndarray | None: ...
+    @property
+    def group_size(self) -> int: ...
     @property
     def out_features(self) -> int: ...
     @property

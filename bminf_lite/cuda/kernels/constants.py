@@ -221,6 +221,12 @@ SKINNY_HOPPER_WINDOW = 4
 """Stages in flight at the same time. More of them delay the loads of other blocks."""
 SKINNY_HOPPER_TILES = (1, 2, 4, 6, 8)
 """Numbers of tiles of 8 rows of activations that the kernel is compiled for."""
+SKINNY_FLOAT_BOXES = 2
+"""Boxes of ``ROW_BYTES`` of each channel in a stage of a product with float activations."""
+FLOAT_GEMM_CHANNELS = 128
+"""Rows of the weight in a tile of a product with float activations of many rows."""
+FLOAT_GEMM_CHUNK = 32
+"""Rows of the result that a warpgroup writes at a time."""
 GEMM_ROWS = 128
 """Rows of a tile of the result."""
 GEMM_STAGE_COLUMNS = 128
@@ -343,6 +349,8 @@ HEADERS = {
         BOXES=SKINNY_HOPPER_BOXES,
         WINDOW=SKINNY_HOPPER_WINDOW,
     ),
+    "constants/float_gemm_hopper.cuh": render_header(CHANNELS=FLOAT_GEMM_CHANNELS, CHUNK=FLOAT_GEMM_CHUNK),
+    "constants/skinny_float_gemm_hopper.cuh": render_header(BOXES=SKINNY_FLOAT_BOXES),
     "constants/gemm_hopper.cuh": render_header(
         BLOCK_M=GEMM_ROWS,
         BLOCK_K=GEMM_STAGE_COLUMNS,

@@ -72,22 +72,34 @@ def tensor_map_2d(
     shared memory the box has the swizzle of that width. ``promote_256b`` is the L2 promotion: 256 bytes rather than
     128. It is faster if the neighbouring bytes are needed much later, and slower if they are needed soon.
     """
+    box = row_bytes // element.itemsize, box_rows
+    return tensor_map(address, element, (columns, rows), (pitch,), box, promote_256b)
+
+
+@functools.lru_cache(4096)
+def tensor_map(
+    address: int,
+    element: TensorMapDataType,
+    sizes: tuple[int, ...],
+    pitches: tuple[int, ...],
+    box: tuple[int, ...],
+    promote_256b: bool = False,
+    swizzled: bool = True,
+) -> bytes:
+    """A ``CUtensorMap`` of up to five dimensions of ``sizes``, the innermost first, and the sizes of its ``box``.
+
+    ``pitches`` are the elements from one index to the next in each dimension but the first, whose elements follow each
+    other. The address and the bytes of a pitch are multiples of 16, a box has at most 256 elements in each dimension.
+    With ``swizzled`` the box's rows have 32, 64 or 128 bytes, and in shared memory the swizzle of that width. The rest
+    as in :func:`tensor_map_2d`.
+    """
     buffer = ctypes.create_string_buffer(NBYTES + _ALIGNMENT)
-    place = -ctypes.addressof(buffer) % _ALIGNMENT
-    sizes, strides = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(pitch * element.itemsize)
-    box, steps = (c_uint32 * 2)(row_bytes // element.itemsize, box_rows), (c_uint32 * 2)(1, 1)
+    place, rank = -ctypes.addressof(buffer) % _ALIGNMENT, len(sizes)
+    strides = [pitch * element.itemsize for pitch in pitches]
     functions().cuTensorMapEncodeTiled(
-        ctypes.addressof(buffer) + place,
-        element,
-        2,
-        address,
-        sizes,
-        strides,
-        box,
-        steps,
-        _NO_INTERLEAVE,
-        _SWIZZLES[row_bytes],
-        _PROMOTE_256B if promote_256b else _PROMOTE_128B,
+        ctypes.addressof(buffer) + place, element, rank, address, (c_uint64 * rank)(*sizes),
+        (c_uint64 * (rank - 1))(*strides), (c_uint32 * rank)(*box), (c_uint32 * rank)(*[1] * rank), _NO_INTERLEAVE,
+        _SWIZZLES[box[0] * element.itemsize] if swizzled else 0, _PROMOTE_256B if promote_256b else _PROMOTE_128B,
         _ZEROS_OUTSIDE,
-    )
+    )  # fmt: skip
     return buffer.raw[place : place + NBYTES]

@@ -22,6 +22,13 @@ __device__ __forceinline__ unsigned short ld_shared_u16(unsigned address) {
     return x;
 }
 
+// The same in a whole register.
+__device__ __forceinline__ unsigned ld_shared_u16_wide(unsigned address) {
+    unsigned x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ int4 ld_shared_v4(unsigned address) {
     int4 x;
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
@@ -49,6 +56,10 @@ __device__ __forceinline__ float2 ld_shared_float2(unsigned address) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
     return x;
+}
+
+__device__ __forceinline__ void ld_shared_v2(unsigned (&x)[2], unsigned address) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address) : "memory");
 }
 
 __device__ __forceinline__ void st_shared_float(unsigned address, float x) {

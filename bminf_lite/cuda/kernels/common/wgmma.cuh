@@ -121,4 +121,34 @@ DEFINE_WGMMA_F16(128, UP_TO_63, ACC_16, "%64", "%65", "%66")
 DEFINE_WGMMA_F16_REGISTERS(64, UP_TO_31, ACC_8, "%32,%33,%34,%35", "%36", "%37")
 DEFINE_WGMMA_F16_REGISTERS(128, UP_TO_63, ACC_16, "%64,%65,%66,%67", "%68", "%69")
 
+// wgmma_nt(c, a, b, add): c = a @ b.T + (add ? c : 0) of fp16, a [64, 16] in registers or in shared memory, and b [N,
+// 16] in shared memory.
+#define DEFINE_WGMMA_NT(N, REGISTERS, ACCUMULATOR, A, B, ADD, A_SHARED, B_SHARED, ADD_SHARED)                          \
+    __device__ __forceinline__ void wgmma_nt(                                                                          \
+        float (&c)[N / 8][4], const unsigned (&a)[4], unsigned long long b, bool add) {                                \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD                                                       \
+                     ", 0;\n"                                                                                          \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" REGISTERS "}, {" A "}, " B             \
+                     ", add, 1, 1, 0;\n}"                                                                              \
+                     : ACCUMULATOR("+f", 0)                                                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                \
+    }                                                                                                                  \
+    __device__ __forceinline__ void wgmma_nt(                                                                          \
+        float (&c)[N / 8][4], unsigned long long a, unsigned long long b, bool add) {                                  \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD_SHARED                                                \
+                     ", 0;\n"                                                                                          \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" REGISTERS "}, " A_SHARED ", " B_SHARED \
+                     ", add, 1, 1, 0, 0;\n}"                                                                           \
+                     : ACCUMULATOR("+f", 0)                                                                            \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                    \
+    }
+DEFINE_WGMMA_NT(8, UP_TO_3, ACC_1, "%4,%5,%6,%7", "%8", "%9", "%4", "%5", "%6")
+DEFINE_WGMMA_NT(16, UP_TO_7, ACC_2, "%8,%9,%10,%11", "%12", "%13", "%8", "%9", "%10")
+DEFINE_WGMMA_NT(32, UP_TO_15, ACC_4, "%16,%17,%18,%19", "%20", "%21", "%16", "%17", "%18")
+DEFINE_WGMMA_NT(64, UP_TO_31, ACC_8, "%32,%33,%34,%35", "%36", "%37", "%32", "%33", "%34")
+DEFINE_WGMMA_NT(96, UP_TO_47, ACC_12, "%48,%49,%50,%51", "%52", "%53", "%48", "%49", "%50")
+DEFINE_WGMMA_NT(128, UP_TO_63, ACC_16, "%64,%65,%66,%67", "%68", "%69", "%64", "%65", "%66")
+DEFINE_WGMMA_NT(192, UP_TO_95, ACC_24, "%96,%97,%98,%99", "%100", "%101", "%96", "%97", "%98")
+DEFINE_WGMMA_NT(256, UP_TO_127, ACC_32, "%128,%129,%130,%131", "%132", "%133", "%128", "%129", "%130")
+
 }  // namespace bminf

@@ -31,28 +31,6 @@ class FloatGemm:
         self._matmul_context = matmul_context
         self._prepare = functools.lru_cache(PREPARED_LIMIT)(self._prepare_uncached)
 
-    def linear(
-        self,
-        out: int,
-        w: int,
-        x: int,
-        rows: int,
-        out_features: int,
-        in_features: int,
-        stream: int,
-        dtype: np.dtype | type = np.float16,
-        out_dtype: np.dtype | type = np.float16,
-        split_k: bool = True,
-    ) -> None:
-        """``out = x @ w.T`` on ``stream``, from addresses of dense row-major matrices.
-
-        ``x`` ``[rows, in_features]`` and ``w`` ``[out_features, in_features]`` have ``dtype``, ``out``
-        ``[rows, out_features]`` has ``out_dtype``; see :meth:`matmul` for the combinations. Without ``split_k``, each
-        sum is made by one block, which is slow where outputs are few.
-        """
-        key = (rows, out_features, in_features, np.dtype(dtype).name, np.dtype(out_dtype).name)
-        self._run((*key, 1, 0, 0, False, True), out, w, x, stream, split_k)
-
     def matmul(
         self,
         x: cp.ndarray,
@@ -80,14 +58,12 @@ class FloatGemm:
         xs, ws = _operand(x, batch), _operand(w, batch)
         strides = [v.shape[-1] * v.shape[-2] if len(v) > 1 else 0 for v in (xs, ws)]
         key = (m, n, k, x.dtype.name, out_dtype.name, count, *strides, transpose_x, transpose_w)
-        self._run(key, out.data.ptr, ws.data.ptr, xs.data.ptr, cp.cuda.get_current_stream().ptr)
+        addresses = ws.data.ptr, xs.data.ptr, out.data.ptr
+        self._prepare(common_alignment(*addresses), *key).run(*addresses, cp.cuda.get_current_stream().ptr)
         return out
 
-    def _run(self, key: tuple[Any, ...], out: int, w: int, x: int, stream: int, split_k: bool = True) -> None:
-        self._prepare(common_alignment(out, w, x), split_k, *key).run(w, x, out, stream)
-
-    def _prepare_uncached(self, alignment: int, split_k: bool, *key: Any) -> PreparedMatmul:
-        return self._matmul_context.prepare(_product(*key), alignment, split_k=split_k)
+    def _prepare_uncached(self, alignment: int, *key: Any) -> PreparedMatmul:
+        return self._matmul_context.prepare(_product(*key), alignment)
 
     @staticmethod
     def _check(x: cp.ndarray, w: cp.ndarray, out_dtype: np.dtype, transpose_x: bool, transpose_w: bool) -> None:

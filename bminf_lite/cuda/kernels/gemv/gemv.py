@@ -1,4 +1,4 @@
-"""One row, or a few float rows, times a weight: the launchers of ``gemv.cu`` and ``gemv_float.cu``."""
+"""One row, or a few rows of tensors, times an int8 weight: the launchers of ``gemv.cu`` and ``gemv_codes.cu``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 from ....backend.values import Norm
 from ...runtime.driver import shared_memory_per_block
 from ...runtime.kernel import Kernel
-from ..arrays import GroupScales, WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
+from ..arrays import WeightRows, address, ceil_div, nbytes_of, round_up
 from ..constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
-from ..rowwise.rows import KERNEL_CACHE_SIZE, norm_arguments, vectors_for
+from ..rowwise.rows import KERNEL_CACHE_SIZE, norm_arguments
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -159,42 +159,6 @@ class Gemv:
         return kernel, min(num_sms, n // matrices), pipelines + codes + 4 * rows
 
 
-class GemvFloat:
-    """A few rows, fp16 or normalised fp32, times a weight in fp16, or in int8 with float activations."""
-
-    source = "gemv/gemv_float.cu"
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-
-    @classmethod
-    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        values = (FLOAT_INPUTS, VECTORS, ("bminf::int8", "__half"), NUMBERS, ACTIVATION_NUMBERS, BOOLEANS)
-        yield KernelFamily(cls.source, "gemv_float", values, _possible_float)
-
-    def launch(
-        self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
-        epilogue: int, activation: int = 0, rotation: int = 1,
-    ) -> None:  # fmt: skip
-        """``out`` from the rows of ``x``; ``activation`` for a gated or activated epilogue; ``rotation`` as above."""
-        outputs = weight.out_features // (2 if epilogue == Epilogue.GATED else 1)
-        vectors = vectors_for(weight.pitch, GEMV_THREADS)
-        grouped = weight.group_scales
-        kind = "__half" if weight.scale is None and grouped is None else "bminf::int8"
-        source = ROTATED_KINDS[input_of(norm)] if rotation > 1 else input_of(norm)
-        template = source, vectors, kind, int(epilogue), int(activation), BOOLEANS[grouped is not None]
-        expression = f"gemv_float<{', '.join(map(str, template))}>"
-        norm_weight, norm_bias, eps = norm_arguments(norm)
-        grid = min(2 * self._launcher.num_sms, ceil_div(outputs, WARPS))
-        self._launcher.launch(
-            step, self.source, expression, (grid, x.shape[0]), GEMV_THREADS,
-            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, rotation, rotation**-0.5, weight.matrix.data.ptr,
-             address(weight.scale), address(weight.bias), out.data.ptr, pitch_of(out), weight.out_features,
-             weight.in_features, weight.pitch, *group_arguments(grouped)),
-            shared=2 * weight.pitch, bytes_moved=x.shape[0] * weight.nbytes + nbytes_of(x, out),
-        )  # fmt: skip
-
-
 class GemvCodes:
     """A few rows of another library's tensor times an int8 weight, without quantizing the rows."""
 
@@ -238,11 +202,6 @@ def addend_arguments(addend: Addend | None) -> tuple[int, int, float, int]:
     return addend.x.data.ptr, address(addend.norm.weight), addend.norm.eps, addend.out.data.ptr
 
 
-def group_arguments(scales: GroupScales | None) -> tuple[int, int, int, int]:
-    """The address of the scales of groups of columns, whether they are fp16, their number of a row, and the shift."""
-    return (0, 0, 0, 0) if scales is None else (scales.values.data.ptr, scales.is_half, scales.groups, scales.shift)
-
-
 def best_unit(rows: int, pitch: int) -> int:
     """Chunks in a unit of ``gemv``: small units leave fewer warps idle at the end, large ones have less overhead."""
 
@@ -258,7 +217,6 @@ ROTATED_KINDS = dict(zip((HALF, RMS_NORM, LAYER_NORM, RMS_NORM_OF_SUM), (ROTATED
 """The rotated kind of each kind of input that can be rotated."""
 INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(ENGINE_INPUTS), numbers(EPILOGUES), numbers(Activation)
 EARLY_INPUTS = (RMS_NORM, LAYER_NORM, *ROTATED_NORMS[:2])
-FLOAT_INPUTS = (HALF, ROTATED, *EARLY_INPUTS)
 ACTIVATED_EPILOGUES = (Epilogue.GATED, Epilogue.ACTIVATED)
 
 
@@ -276,7 +234,3 @@ def _possible(
 
 def _possible_row(source: int, row: tuple[int, int], epilogue: int, activation: int, unit: int, early: str) -> bool:
     return _possible(source, row[1], epilogue, activation, unit, early)
-
-
-def _possible_float(source: int, vectors: int, kind: str, epilogue: int, activation: int, grouped: str) -> bool:
-    return _possible(source, vectors, epilogue, activation) and (grouped == BOOLEANS[0] or kind == "bminf::int8")

@@ -15,7 +15,7 @@ from ....backend.values import Norm
 from ....errors import DeviceError
 from ...runtime.cublaslt import Order
 from ...runtime.kernel import Kernel
-from ..arrays import PAD, GroupScales, address, ceil_div, is_padded, nbytes_of, pitch_of, pointer_and_pitch, round_up
+from ..arrays import PAD, address, ceil_div, is_padded, nbytes_of, pitch_of, pointer_and_pitch, round_up
 from ..constants import UNALIGNED_NORM_THREADS, RowOp, Source, Target
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
@@ -92,7 +92,7 @@ class RowKernels:
             _possible_transform,
         )
         yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
-        yield from (KernelFamily(cls.source, name) for name in ("gather_rows", "int8_to_half", "grouped_to_half"))
+        yield KernelFamily(cls.source, "gather_rows")
         yield KernelFamily(cls.source, "embed", (BOOLEANS,))
         yield KernelFamily(cls.source, "norm_qk", (QK_VECTORS,))
         yield KernelFamily(cls.unaligned_source, "norm_multi_pass", (BOOLEANS[::-1],))
@@ -241,21 +241,6 @@ class RowKernels:
         self._launcher.launch(
             step, self.source, "gather_rows", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out)
         )
-
-    def int8_to_half(self, step: StepContext, codes: cp.ndarray, out: cp.ndarray) -> None:
-        """int8 codes as fp16 numbers, a multiple of 16 of them."""
-        self._launcher.launch(
-            step, self.source, "int8_to_half", ceil_div(codes.size, 16 * 256), 256,
-            (codes.data.ptr, out.data.ptr, codes.size), bytes_moved=nbytes_of(codes, out), cache=True,
-        )  # fmt: skip
-
-    def grouped_to_half(self, step: StepContext, codes: cp.ndarray, scales: GroupScales, out: cp.ndarray) -> None:
-        """Rows of int8 codes, a multiple of 16 each, times the scales of their groups, as fp16 numbers."""
-        self._launcher.launch(
-            step, self.source, "grouped_to_half", ceil_div(codes.size, 16 * 256), 256,
-            (codes.data.ptr, scales.values.data.ptr, scales.is_half, out.data.ptr, codes.size, codes.shape[1],
-             scales.groups, scales.shift), bytes_moved=nbytes_of(codes, scales.values, out), cache=True,
-        )  # fmt: skip
 
 
 def orders_for(capability: Capability) -> tuple[int, ...]:
