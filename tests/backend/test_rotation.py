@@ -227,7 +227,10 @@ def test_a_rotation_behind_a_norm_takes_no_kernel_of_its_own(
 
     kernels(1)  # loads what is loaded once
     monkeypatch.setattr(Kernel, "__call__", count)
-    assert kernels(64) == kernels(1)
+    plain = kernels(1)
+    # one row with float activations: the product's kernel computes a norm, where there is one for that, but no rotation
+    alone = rows == 1 and not dynamic and "transform" not in plain
+    assert kernels(64) == (["transform", *plain] if alone else plain)
 
 
 def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
