@@ -37,13 +37,15 @@ AT_ONCE = 24
 """Instantiations in one call of the compiler; two calls run at the same time."""
 OCCUPANCY_SPILL = 96
 """Bytes that ptxas may spill on its own account: it uses fewer registers than it may, to fit another block."""
-MAY_USE = {"attention_decode": 255, "gemm_hopper": 240, "latent_attention": 255}
+MAY_USE = {
+    "attention_decode": 255, "gemm_hopper": 240, "latent_attention": 255, "float_gemm_hopper": 240, "float_gemm": 255,
+}  # fmt: skip
 """Registers of a thread, in the largest blocks that are launched or as the kernel itself hands them out; 128 where
 nothing is said.
 """
 TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/prefill_merge.cu")
 """Each tiling is a family of its own, and the selection is one of tilings."""
-SHARED = ("attention/decode.cu", "attention/latent.cu")
+SHARED = ("attention/decode.cu", "attention/latent.cu", "gemm/float_gemm.cu")
 """Each architecture compiles a share of the families."""
 NEVER_SPILL = ("sampling/sample.cu", "gemm/dp4a.cu")
 SAMPLING_SPILL = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def write_words(machine: Machine, source: int, target: int, count: int, blocks: 
     """A launch of the kernel ``write_words``."""
     kernel = FakeKernel("rowwise/pointwise.cu", "write_words", ())
     machine.requested["rowwise/pointwise.cu", "write_words", ()] = Requested("sm_90a")
-    parameters = np.array([source, target, count], np.uint64).tobytes()
+    parameters = struct.pack("PPi", source, target, count)
     launch = Launch(kernel, (blocks, 1, 1), 256, 0, 1, parameters)
     check(machine, launch)
     run(machine, launch)
