@@ -55,11 +55,13 @@ class Session:
         self._inputs: StepInputs
         self._sampler: SamplerState
         self._prefills: dict[int, CapturedStep] = {}
+        self._states: list[tuple[Array, Array]] = []
 
     def close(self) -> None:
         """Free the memory; nothing can be run afterwards."""
         self._decoding = None
         self._prefills.clear()
+        self._states.clear()
         if self.encoder is not None:
             self.encoder.close()
         self.cache.close()
@@ -80,7 +82,19 @@ class Session:
             return len(self.start)
         if depth:
             self.prepare_prefill(depth)()
+            self._states = [(array, self.ops.array(self.ops.host(array))) for array in self._state_arrays()]
         return depth
+
+    def _state_arrays(self) -> Iterator[Array]:
+        """What layers keep for each sequence, whatever its length."""
+        for layer, layout in zip(self.cache.layers, self.cache.layout.layers, strict=True):
+            if layout.retention.per_sequence:
+                yield from layer.arrays
+
+    def _go_back(self) -> None:
+        """Restore the states behind the context, of which steps repeat the next tokens."""
+        for array, kept in self._states:
+            self.ops.assign(array, kept)
 
     @property
     def _widths(self) -> list[int]:
@@ -121,6 +135,7 @@ class Session:
         The returned function processes them, and returns the tokens chosen after each chunk. If the engine captures
         steps with ``count`` prompt tokens, the first such functions run theirs without a graph.
         """
+        self._go_back()
         tokens = self.tokens((self.batch, count))
         if self.captures_prefill(count):
             return self._captured_prefill(tokens, past)
@@ -205,6 +220,7 @@ class Session:
 
     def prepare_decode(self, past: int) -> None:
         """Make random tokens at position ``past`` the next step's input. A captured graph stays valid."""
+        self._go_back()
         if self._decoding is None:
             self._inputs = inputs = self._decode_inputs()
             self._decoding = CapturedStep(self.ops, inputs, lambda b: self.bench_model.network(b, self.cache))

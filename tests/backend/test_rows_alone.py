@@ -173,7 +173,7 @@ def test_nothing_is_allocated_in_place(cuda_backend, width):
 @pytest.mark.parametrize("kind", ["w8a8", "w8a16", "float"])
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_a_square_projection_in_place_takes_less(cuda_backend, rows, kind):
-    """No more than out of place at any rate, and where there are several rows, less by the result."""
+    """No more than out of place at any rate; of many rows in w8a8, which are quantized first, less by the result."""
     rng = np.random.default_rng(0)
     part = rng.standard_normal((256, 256)).astype(np.float16)
     weight = cuda_backend.weight([part if kind == "float" else random_int8(rng, 256, 256, kind == "w8a8")])
@@ -188,5 +188,5 @@ def test_a_square_projection_in_place_takes_less(cuda_backend, rows, kind):
         with cuda_backend.arena.measure() as meter:
             work()
         peaks[name] = meter.peak
-    assert peaks["in place"] <= peaks["apart"] - (rows * 512 if rows == 64 else 0)
+    assert peaks["in place"] <= peaks["apart"] - (rows * 512 if rows == 64 and kind == "w8a8" else 0)
     assert peaks["added"] <= peaks["in place"] or kind == "w8a8" or rows < 64

@@ -19,7 +19,7 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.functions import normalise, softmax
 from bminf_lite.backend.quantization import Int8Weight
-from bminf_lite.backend.values import Norm
+from bminf_lite.backend.values import DELTA_NET_CHUNK, Norm
 from bminf_lite.bench import cases as plain
 from bminf_lite.bench.model import BenchModel, RandomWeights, random_model, read_shape
 from bminf_lite.bench.profiler import Profiler
@@ -269,6 +269,22 @@ def test_reading_an_unwritten_place_of_another_cache_shows(family: str, kv_cache
     session.prepare_decode(5)
     with pytest.raises(BminfError, match="NaN"):
         check_results(session.decode(2), vocab, "here")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_states_go_back_to_the_context_before_each_repetition(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt and of decoding, which begin a chunk of the state earlier than the repetition before has ended."""
+    model = random_model("small", next(goldens(family)).config, CpuBackend())
+    monkeypatch.setattr(Session, "tokens", lambda self, shape: np.full(shape, 7, np.int32))
+    session = Session(model, 1, 3 * DELTA_NET_CHUNK)
+    position = session.fill_context(DELTA_NET_CHUNK + 3)
+    prompts = [session.prepare_prefill(DELTA_NET_CHUNK + 1, position)() for _ in range(2)]
+    np.testing.assert_array_equal(*prompts)
+    decoded = []
+    for _ in range(2):
+        session.prepare_decode(position)
+        decoded.append(session.decode(DELTA_NET_CHUNK + 1))
+    np.testing.assert_array_equal(*decoded)
 
 
 def test_a_trace_names_every_operation_in_order(bench_model: BenchModel, profiler: Profiler):

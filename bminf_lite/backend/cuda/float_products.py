@@ -40,5 +40,6 @@ class FloatProducts:
         x, stream = product.x, product.stream
         if not isinstance(x, DeferredNorm) or stream is None or stream is product.target:
             return False
-        fits = self.results.kernels.float_products.normalises(*x.shape) and product.weight.rotation == 1
+        fits = self.results.kernels.float_products.normalises(x.shape[0], product.weight, product.epilogue)
+        fits = fits and product.weight.rotation == 1
         return fits and not isinstance(stream.pending, DeferredMatmul)

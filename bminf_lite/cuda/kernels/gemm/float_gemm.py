@@ -14,6 +14,7 @@ from ....backend.values import Norm
 from ...runtime.driver import shared_memory_per_block
 from ...runtime.kernel import Kernel
 from ..arrays import WeightRows, address, ceil_div, nbytes_of, pitch_of
+from ..constants import Epilogue
 from ..instantiations import Capability, KernelFamily, Together
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import KERNEL_CACHE_SIZE
@@ -24,6 +25,7 @@ from .float_operands import (
     EPILOGUE_NUMBERS,
     KINDS,
     WeightKind,
+    has_scales_for_tma,
     kind_of,
     possible_epilogue,
     scale_pitch,
@@ -135,9 +137,10 @@ class FloatProductKernels:
         self.is_hopper = launcher.device.compute_capability == (9, 0)
         self.skinny, self.many = SkinnyFloatGemmHopper(launcher), FloatGemmHopper(launcher)
 
-    def normalises(self, rows: int, in_features: int) -> bool:
-        """Whether :meth:`launch` takes a norm of so many rows."""
-        return self.is_hopper and rows == 1 and in_features <= MAX_NORM_WIDTH
+    def normalises(self, rows: int, weight: WeightRows, epilogue: int) -> bool:
+        """Whether :meth:`launch` takes a norm of ``rows`` rows."""
+        fits = self.is_hopper and rows == 1 and weight.in_features <= MAX_NORM_WIDTH
+        return fits and has_scales_for_tma(weight, epilogue == Epilogue.GATED)
 
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
@@ -149,7 +152,8 @@ class FloatProductKernels:
         (:meth:`normalises`). ``out`` has padded rows: fp16 or fp32 ``[rows, out_features]``, to which ``ADD`` adds, or
         fp16 ``[rows, out_features / 2]`` if gated.
         """
-        if not self.is_hopper:
+        if not (self.is_hopper and has_scales_for_tma(weight, epilogue == Epilogue.GATED)):
+            assert norm is None
             self.sync.launch(step, x, weight, out, epilogue, activation)
         elif x.shape[0] <= self.skinny.max_rows:
             self.skinny.launch(step, x, norm, weight, out, epilogue, activation)

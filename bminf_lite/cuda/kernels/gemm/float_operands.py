@@ -97,6 +97,11 @@ def scale_map(weight: WeightRows, channels: int, groups: int) -> bytes:
     return tensor_map(scale.data.ptr, element, sizes, (pitch_of(scale),), (channels, groups), swizzled=False)
 
 
+def has_scales_for_tma(weight: WeightRows, gated: bool) -> bool:
+    """Whether TMA reads the scales: those of up begin at a multiple of 16 bytes."""
+    return not gated or weight.scale is None or weight.out_features // 2 * kind_of(weight).scale_bytes % 16 == 0
+
+
 def scale_pitch(weight: WeightRows) -> int:
     """Scales from one group to the next; 0 if a scale is that of a channel."""
     return 0 if weight.group_size == 0 or weight.scale is None else pitch_of(weight.scale)
