@@ -79,8 +79,8 @@ class Weight:
     ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
     ``[out]`` is None for fp16; if ``group_size`` columns share a scale, it is fp16 or fp32 ``[groups, out]`` in padded
     rows. With a ``plan``, activations are quantized per token. ``side_products`` are added to the product. ``rotation``
-    is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`. ``adapters`` are those that the rows of
-    a step choose among.
+    is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`. ``adapters`` are those that the rows
+    of a step choose among.
     """
 
     matrix: cp.ndarray
