@@ -49,10 +49,11 @@ from .placement import (
     with_draft,
     with_draft_model,
 )
-from .pooling.pooler import Pooler, PoolingModel
-from .pooling.scores import ClassifierSettings, Ranked
+from .pooling.pooler import Pooler, PoolingModel, checked_texts
+from .pooling.scores import ClassifierSettings, Ranked, ranked
 from .pooling.settings import read_settings
 from .pooling.texts import Text
+from .pooling.yes_no import YesNoReranker
 from .request_builder import GenerationRequest, RequestBuilder, build_logits_request, decoder_and_source
 from .text.chat_template import Message
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
@@ -204,7 +205,8 @@ def load(
 def pooling_model(opened: OpenedModel, network: Any, engine_config: EngineConfig) -> PoolingModel:
     """What the folder of an open model says of its vectors."""
     config = opened.config
-    settings = read_settings(opened.path, Pooling.MEAN, config.hidden_size)
+    default = Pooling.LAST if network.config.is_causal else Pooling.MEAN
+    settings = read_settings(opened.path, default, config.hidden_size)
     classifier = network.classifier
     scores = None
     if classifier is not None:
@@ -567,14 +569,29 @@ class Model:
         return self._pooler().embedded(texts, **options)
 
     def rerank(
-        self, query: str, texts: Sequence[str], *, top_n: int | None = None, truncate: bool = True
+        self,
+        query: str,
+        texts: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = True,
     ) -> list[Ranked]:
         """The texts by falling relevance for ``query``: the place, the score and the text of each, ``top_n`` at most.
 
         A reranker (a cross encoder) reads the query with each text. Of a model that embeds, the score is the cosine of
-        both vectors, with the prompts that it has for queries and documents.
+        both vectors, with the prompts that it has for queries and documents. A model that generates text is asked
+        whether the text meets the ``instruction`` for the query, as Qwen3-Reranker was trained: the score is the
+        probability of "yes" beside "no". Others have no ``instruction``.
         """
-        return self._pooler().rerank(query, texts, top_n, truncate)
+        self._require_open()
+        if self.pooler is None:
+            texts = checked_texts(query, texts, top_n)
+            asked = YesNoReranker(self._prompts, self._engine, self.ops)
+            return ranked(asked.scores(query, texts, instruction), texts, top_n)
+        if instruction is not None:
+            raise UsageError("instruction is for models that generate text, such as Qwen3-Reranker; leave it out")
+        return self.pooler.rerank(query, texts, top_n, truncate)
 
     def classify(self, texts: Any, *, truncate: bool = True) -> Any:
         """The label of each text, with the scores of all labels; of a list a list, of one text one.

@@ -49,7 +49,7 @@ MAY_IMPORT = {
         "files",
     },
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
-    "pooling": {"models", "text", "engine", "checkpoint", "backend", "errors", "files"},
+    "pooling": {"request_builder", "models", "text", "engine", "checkpoint", "backend", "errors", "files"},
     "request_builder": {"engine", "grammar", "text", "errors"},
     "completions": {"engine", "text"},
     "grammar": {"text", "worker_process", "errors", "files"},

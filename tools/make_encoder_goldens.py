@@ -19,9 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
-from tiny_models import GOLDENS, digest, random_tensors, random_tokens
-
-from bminf_lite import models
+from tiny_models import GOLDENS, digest, random_tensors, random_tokens, reading_architecture
 
 BASE = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 BASE |= {"vocab_size": 97, "max_position_embeddings": 80}
@@ -29,6 +27,11 @@ DISTILBERT = {"dim": 48, "hidden_dim": 64, "n_layers": 2, "n_heads": 4, "vocab_s
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 MODERNBERT = BASE | TOKENS | {"num_hidden_layers": 4, "local_attention": 10}
 TYPES = ["full_attention", "sliding_attention"]
+DECODER = BASE | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": 0}
+GEMMA = DECODER | {"sliding_window": 8, "num_hidden_layers": 3, "use_bidirectional_attention": True}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 9}
+LFM2 = BASE | {"num_key_value_heads": 2, "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False}
+LFM2 |= {"layer_types": ["conv", "full_attention", "conv"], "pad_token_id": 0}
 LENGTHS = (3, 40, 1, 61)
 """Tokens of a case's texts."""
 AUTO = {"": AutoModel, "sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
@@ -84,6 +87,14 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
         "tokens": ("token", MODERNBERT | {"num_labels": 3}),
     },
+    "qwen3": {
+        "vectors": ("", DECODER),
+        "texts": ("sequence", DECODER | {"num_labels": 1}),
+        "tokens": ("token", DECODER | {"num_labels": 3}),
+    },
+    "mistral": {"vectors": ("", DECODER | {"sliding_window": 7})},
+    "gemma3_text": {"vectors": ("", GEMMA)},
+    "lfm2": {"vectors": ("", LFM2)},
     "nomic_bert": {
         "vectors": ("", BASE),
         "own head size, base": (
@@ -124,7 +135,7 @@ def build(kind: str, config: dict[str, Any], seed: int) -> tuple[Any, dict[str, 
     keys = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     hf_config = AutoConfig.for_model(config["model_type"], **json.loads(json.dumps(keys)))
     model = AUTO[kind].from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
-    architecture = models.find(config)
+    architecture = reading_architecture(config)
     spec = architecture.spec(architecture.parse(config))
     weights = random_tensors(seed, {name: p.shape for name, p in spec.parameters.items()}, config["model_type"])
     used = set()

@@ -42,7 +42,7 @@ from .conversion import ConversionTask, Converter, Progress, tensor_report
 from .fp16_range import limit_gated_products, range_factors, within_fp16
 from .manifest import MANIFEST_FILE, MigrationReport, TensorReport
 from .offline_rotation import rotate_offline, rotated_norms, rotates_offline
-from .opened_model import OpenedModel, open_model
+from .opened_model import MODULES_FILE, OpenedModel, open_model
 from .output_folder import check_space, check_target, output_folder
 from .reader import Checkpoint
 from .recipe import Recipe, Scheme, load_recipe
@@ -70,8 +70,6 @@ NO_OFFLINE_ROTATION = (
     "and its values are part of a fused matrix. Choose w8a8-rotate without offline_only, or w8a8"
 )
 COPIED_FOLDER = "additional_chat_templates"
-MODULES_FILE = "modules.json"
-"""The list of modules in a folder of sentence-transformers."""
 
 CalibrateFn = Callable[[OpenedModel, Recipe], CalibrationResult]
 """Decides the settings that the recipe leaves open, by running a valid model."""

@@ -20,6 +20,7 @@ from .. import models
 from ..backend.quantization import HostWeight, quantize_weight
 from ..backend.rotation import is_rotation, rotated
 from ..errors import CheckpointError, checkpoint_error, is_whole
+from ..files import parse_json, read_small_file
 from ..generation_config import normalized
 from ..models import Architecture, ModelConfig
 from ..models.spec import Parameter, Role, Spec
@@ -30,6 +31,8 @@ from .reader import Checkpoint, open_checkpoint
 from .recipe import Scheme
 from .tensor_file import FLOAT_DTYPES, TensorInfo
 
+MODULES_FILE = "modules.json"
+"""The list of modules in a folder of sentence-transformers."""
 UNFIT = "the files do not fit config.json: get both anew from the same place, or export the model again"
 MAX_TOKEN_ID = (1 << 24) - 1
 """The largest token id that is accepted; published vocabularies have 262,144 tokens at most."""
@@ -59,10 +62,25 @@ def describe_model(config: Mapping[str, Any], folder: Path | None = None) -> Mod
         text_config = models.text_config(config)
         architecture = models.find(text_config)
         parsed = architecture.parse(text_config)
+        if isinstance(parsed, models.DecoderConfig) and (models.makes_vectors(text_config) or _embeds(folder)):
+            architecture = models.embedder(architecture)
+            parsed = architecture.parse(text_config)
     spec = architecture.spec(parsed)
     if text_config is not config:
         spec = models.text_spec(spec, config)
     return ModelDescription(architecture, parsed, spec, text_config)
+
+
+def _embeds(folder: Path | None) -> bool:
+    """Whether a folder of sentence-transformers pools what its model computes."""
+    if folder is None:
+        return False
+    try:
+        modules = parse_json(read_small_file(folder / MODULES_FILE))
+    except (OSError, ValueError):
+        return False
+    listed = modules if isinstance(modules, list) else []
+    return any(isinstance(module, dict) and str(module.get("type")).endswith(".Pooling") for module in listed)
 
 
 @contextmanager

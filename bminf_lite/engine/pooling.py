@@ -24,7 +24,11 @@ class TextNetwork(Protocol):
     ops: Backend
 
     def __call__(self, batch: ForwardBatch) -> Array:
-        """The vectors of all tokens, fp32 ``[T, features]``."""
+        """The vectors of all tokens, fp32 ``[T, features]``; ``batch`` has the block tables of :meth:`tables`."""
+        ...
+
+    def tables(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        """The block tables of a step of texts of these lengths."""
         ...
 
 
@@ -156,7 +160,9 @@ class PoolingQueue:
 
     def _compute(self, texts: Sequence[PoolingText], poolings: tuple[Pooling, ...]) -> list[Callable[[], np.ndarray]]:
         ops = self.ops
-        batch = ForwardBatch.packed(ops.array, [np.asarray(text.token_ids, np.int32) for text in texts])
+        tokens = [np.asarray(text.token_ids, np.int32) for text in texts]
+        tables = self.network.tables([len(own) for own in tokens])
+        batch = ForwardBatch.packed(ops.array, tokens, block_tables=tables)
         if any(text.token_types is not None for text in texts):
             types = [np.asarray(t.token_types or [0] * len(t.token_ids), np.int32) for t in texts]
             batch = replace(batch, token_types=ops.array(np.concatenate(types)))

@@ -25,12 +25,25 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import _multimodal
-from ._architecture import Architecture
+from ._architecture import Architecture, embedder
 from ._config import ModelConfig
+from ._decoder import DecoderConfig
+from ._encoder import head_kind
 from ._encoder_decoder import fill_source
 from ._multimodal import text_spec
 
-__all__ = ["Architecture", "ModelConfig", "fill_source", "find", "names", "text_config", "text_spec"]
+__all__ = [
+    "Architecture",
+    "DecoderConfig",
+    "ModelConfig",
+    "embedder",
+    "fill_source",
+    "find",
+    "makes_vectors",
+    "names",
+    "text_config",
+    "text_spec",
+]
 
 GUIDE = "docs/add_a_model.md"
 """How to add an architecture."""
@@ -41,6 +54,11 @@ def names() -> tuple[str, ...]:
     """The architectures that exist, sorted."""
     modules = (m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg)
     return tuple(sorted(name for name in modules if name != "spec" and not name.startswith("_")))
+
+
+def makes_vectors(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a decoder that cannot generate, but embeds texts or classifies them."""
+    return head_kind(config) is not None or config.get("use_bidirectional_attention") is True
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

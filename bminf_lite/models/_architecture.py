@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..layers.loading import Weights
 from ._config import ModelConfig
 from ._decoder import Decoder, DecoderConfig, ModelBuilder, spec
-from ._encoder import Encoder, EncoderBuilder, EncoderConfig
+from ._encoder import Encoder, EncoderBuilder, EncoderConfig, of_decoder
 from ._encoder import spec as encoder_spec
 from ._encoder_decoder import EncoderDecoder
 from .spec import Spec
@@ -48,6 +48,17 @@ class Architecture:
 def decoder(parse: Callable[[Mapping[str, Any]], DecoderConfig]) -> Architecture:
     """The architecture of a decoder whose ``config.json`` is read by ``parse``."""
     return Architecture(parse, spec, ModelBuilder, Decoder)
+
+
+def embedder(architecture: Architecture) -> Architecture:
+    """The architecture of a folder that embeds or classifies with a decoder of ``architecture``."""
+
+    def parse(config: Mapping[str, Any]) -> EncoderConfig:
+        found = architecture.parse(config)
+        assert isinstance(found, DecoderConfig)
+        return of_decoder(found, config)
+
+    return encoder_architecture(parse)
 
 
 def encoder_architecture(parse: Callable[[Mapping[str, Any]], EncoderConfig]) -> Architecture:

@@ -7,14 +7,17 @@ the tokens before their own: what such a layer keeps of a step is of no use behi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ..backend.base import Backend
-from ..backend.values import Array, ForwardBatch
-from ..layers.cache import CacheLayout, KVCache
+from ..backend.values import BLOCK_SIZE, NULL_BLOCK, Array, ForwardBatch, Pooling
+from ..layers.cache import CacheLayout, KVCache, Layout, blocks_for
 from ..layers.loading import Weights
 from ..layers.norm import NormLayer
 from ._config import (
@@ -28,6 +31,7 @@ from ._config import (
     integer,
     number,
 )
+from ._decoder import DecoderConfig
 from .parts.classifier import Classifier, ClassifierPart
 from .parts.cross_attention import EncoderAttentionPart
 from .parts.ends import InputLayer, InputPart, PositionsPart, TokenTypesPart
@@ -57,7 +61,8 @@ class EncoderConfig(ModelConfig):
     """An encoder: what lies before its layers, the parts of each layer, and the norm behind them.
 
     The tensors of layer ``i`` are named ``{prefix}.{i}.…``. ``relative`` is a bias by distance that all layers share.
-    ``classifier`` is the head of a model that classifies, whose ``labels`` have names. ``ignored`` and ``aliases`` are
+    ``classifier`` is the head of a model that classifies, whose ``labels`` have names. A model that ``is_causal`` was
+    made of a decoder. ``ignored`` and ``aliases`` are
     those of :class:`.spec.Spec`.
     """
 
@@ -70,6 +75,7 @@ class EncoderConfig(ModelConfig):
     relative: RelativeBiasTable | None = None
     classifier: ClassifierPart | None = None
     labels: tuple[str, ...] = ()
+    is_causal: bool = False
     ignored: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
 
@@ -81,6 +87,11 @@ class EncoderConfig(ModelConfig):
     def cache_layout(self) -> CacheLayout:
         """Nothing: a text is computed in one step."""
         return CacheLayout(())
+
+    @property
+    def layouts(self) -> tuple[Layout | None, ...]:
+        """What each layer keeps until its step has passed it; None for one that sees its whole text at once."""
+        return tuple(next(iter(layer.layouts), None) for layer in self.layer_parts)
 
     def layer_name(self, layer: int) -> str:
         """The prefix of the tensors of layer ``layer``."""
@@ -94,6 +105,37 @@ class EncoderConfig(ModelConfig):
     def undivided(self) -> str | None:
         reasons = (sub.part.undivided for layer in self.layer_parts for sub in layer.sublayers)
         return next((reason for reason in reasons if reason is not None), None)
+
+
+def of_decoder(decoder: DecoderConfig, config: Mapping[str, Any]) -> EncoderConfig:
+    """The encoder that a decoder is without its head, by the ``config.json`` of a folder that embeds or classifies.
+
+    Files of a model without a head leave out the prefix of its tensors, such as ``model.``.
+    """
+    read, kind = ConfigReader(config, {}), head_kind(config)
+    labels = label_names(read) if kind else ()
+    read.checked_fields()
+    classifier = None
+    if kind is not None:
+        pooling = Pooling.LAST if kind == "sequence" else None
+        classifier = ClassifierPart(decoder.hidden_size, len(labels), "score", pooling, out_bias=kind == "token")
+    found = EncoderConfig(
+        decoder.vocab_size,
+        decoder.hidden_size,
+        decoder.context_length,
+        decoder.input,
+        decoder.layer_parts,
+        decoder.output.norm,
+        decoder.prefix,
+        classifier=classifier,
+        labels=labels,
+        ignored=(*decoder.ignored, rf"{re.escape(decoder.output.name)}\..*"),
+        is_causal=True,
+    )
+    base = f"{decoder.input.name.partition('.')[0]}."
+    names = [name for name in spec(found).parameters if name.startswith(base)]
+    modules = {name.removeprefix(base).partition(".")[0] for name in names}
+    return replace(found, aliases=(*decoder.aliases, *base_names(base, map(re.escape, modules))))
 
 
 def spec(config: EncoderConfig) -> Spec:
@@ -169,26 +211,42 @@ class Encoder:
         self.norm = builder.norm()
         self.classifier = builder.classifier()
 
+    def tables(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        """The block tables of a step of texts of these lengths, as :meth:`__call__` wants them: of blocks and of slots.
+
+        There are none for a model whose layers keep nothing.
+        """
+        if not any(self.config.layouts):
+            return []
+        counts = np.array([blocks_for(length) for length in lengths])
+        firsts = 1 + np.cumsum(counts) - counts
+        places = np.arange(counts.max(initial=1))
+        blocks = np.where(places < counts[:, None], firsts[:, None] + places, NULL_BLOCK)
+        return [blocks.astype(np.int32), np.arange(1, 1 + len(counts), dtype=np.int32)[:, None]]
+
     def __call__(self, batch: ForwardBatch) -> Array:
-        """The vectors of the tokens of whole texts, packed: fp32 ``[T, features]``. Call it in a step of the batch."""
+        """The vectors of the tokens of whole texts, packed: fp32 ``[T, features]``. Call it in a step of the batch.
+
+        ``batch`` has the block tables of :meth:`tables`. Layers that keep the same share the memory, for no layer reads
+        what the one before it has kept.
+        """
         residual = self.embed(batch)
         with ExitStack() as caches:
-            made: dict[Any, KVCache] = {}
-            for block, parts in zip(self.blocks, self.config.layer_parts, strict=True):
-                if not parts.layouts:
+            made: dict[Layout, KVCache] = {}
+            for block, layout in zip(self.blocks, self.config.layouts, strict=True):
+                if layout is None:
                     residual = block(residual, None, batch)
                     continue
-                if (layout := parts.layouts[0]) not in made:
-                    cache = KVCache.for_sequences(self.ops, CacheLayout((layout,)), *_sizes(batch))
+                is_slot = layout.retention.per_sequence
+                if layout not in made:
+                    tokens, count = int(batch.tokens.shape[0]), batch.batch_size
+                    num_blocks = 1 + count + (0 if is_slot else tokens // BLOCK_SIZE)
+                    cache = KVCache(self.ops, CacheLayout((layout,)), [num_blocks])
                     made[layout] = caches.enter_context(closing(cache))
-                tables = tuple(map(self.ops.array, made[layout].tables(*_sizes(batch))))
-                residual = block(residual, made[layout].layers[0], replace(batch, block_tables=tables))
-            return residual if self.norm is None else self.norm(residual)
-
-
-def _sizes(batch: ForwardBatch) -> tuple[int, int]:
-    """The sequences of a step, and the tokens of the longest."""
-    return batch.batch_size, batch.max_context_len
+                step = replace(batch, block_tables=(batch.block_tables[is_slot],))
+                residual = block(residual, made[layout].layers[0], step)
+            found: Array = residual if self.norm is None else self.norm(residual)
+            return found
 
 
 # -- BERT and its relatives, from the fields of a configuration ------------------------------------------------------

@@ -31,6 +31,7 @@ from ._config import (
 from ._decoder import DecoderConfig
 from ._rotary import Rotary, parse_rotary
 from .parts.attention import QueryKeyNorm
+from .parts.cross_attention import in_both_directions
 from .parts.part import LayerParts, Sublayer
 
 KEYS = with_defaults(
@@ -74,8 +75,7 @@ def parse_gemma(
     qk_norm: QueryKeyNorm = QueryKeyNorm.NONE,
 ) -> DecoderConfig:
     """The configuration of a Gemma whose layers of each of the ``types`` have a rotation of their own."""
-    if read.value(flag("use_bidirectional_attention", False)):
-        read.problem("use_bidirectional_attention", "use_bidirectional_attention is true; only causal models are run")
+    is_bidirectional = read.value(flag("use_bidirectional_attention", False))
     window, attention_softcap, logits_softcap = map(read.value_or_none, (WINDOW, attention_cap, logits_cap))
     score_scale = read.value(QUERY_SCALE) ** -0.5
     fields = read.checked_fields()
@@ -91,6 +91,9 @@ def parse_gemma(
     layers = []
     for kind in types:
         own = replace(attention, rotary=rotary[kind], window=window if kind == SLIDING else None)
+        if is_bidirectional:
+            half = None if own.window is None else own.window // 2 + 1  # in each direction
+            own = in_both_directions(replace(own, window=half))
         layers.append(LayerParts((Sublayer(own, before, behind), mlp)))
     return llama.model(
         fields, layers, offset=1.0, input={"multiplier": embedding_multiplier(read)}, output={"softcap": logits_softcap}

@@ -115,10 +115,7 @@ class Pooler:
 
     def rerank(self, query: str, texts: Sequence[str], top_n: int | None = None, truncate: bool = True) -> list[Ranked]:
         """See :meth:`bminf_lite.Model.rerank`."""
-        texts = _list_of_texts(texts)
-        require_text(query, "query")
-        if top_n is not None:
-            require_whole("top_n", top_n)
+        texts = checked_texts(query, texts, top_n)
         return ranked(self.relevances(query, texts, truncate), texts, top_n)
 
     def relevances(self, query: str, texts: Sequence[str], truncate: bool = True) -> np.ndarray:
@@ -218,7 +215,11 @@ def _result(request: PoolingRequest, ended: SimpleQueue[PoolingRequest]) -> list
     return request.vectors
 
 
-def _list_of_texts(texts: Any) -> list[str]:
+def checked_texts(query: Any, texts: Any, top_n: int | None) -> list[str]:
+    """The texts to rank; ``UsageError`` if the arguments of a reranking are not what they must be."""
+    require_text(query, "query")
+    if top_n is not None:
+        require_whole("top_n", top_n)
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise UsageError(f"give a list of texts, not {type(texts).__name__}")
     for text in texts:

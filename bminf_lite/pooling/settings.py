@@ -152,11 +152,6 @@ def read_settings(folder: Path, default: Pooling, features: int) -> PoolingSetti
     )
 
 
-def is_embedder(folder: Path) -> bool:
-    """Whether ``folder`` says how its texts become vectors."""
-    return (folder / MODULES).is_file()
-
-
 def _read_modules(folder: Path, features: int) -> dict[str, Any]:
     path, problems = folder / MODULES, []
     modules = _parsed(path)

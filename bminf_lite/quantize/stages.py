@@ -65,7 +65,8 @@ class LayerwiseModel:
         self.builder = builder
         self.ops = ops
         self.output: Callable[[], Callable[[Array], Array]] = builder.output
-        self._layouts = [CacheLayout((x,)) for x in config.cache_layout.with_int8(int8_cache).layers]
+        layouts = config.cache_layout.with_int8(int8_cache).layers if config.generates else config.layouts
+        self._layouts = [CacheLayout(() if x is None else (x,)) for x in layouts]
         self._encoders: int = config.encoder_layers if config.is_encoder_decoder else 0
         kind = "decoder layer" if self._encoders else "layer"
         self.names = [f"encoder layer {i}" for i in range(self._encoders)]
@@ -117,7 +118,7 @@ class LayerwiseModel:
     def _decode(
         self, block: Any, layer: int, residual: Array, step: ForwardBatch, source: KVCache | None = None
     ) -> Array:
-        if not self._layouts:  # of an encoder
+        if not self._layouts[layer].layers:  # of an encoder
             found: Array = block(residual, None, step)
             return found
         count, longest = step.batch_size, step.max_query_len

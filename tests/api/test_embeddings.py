@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_checkpoint
 from click.testing import CliRunner
 from embedding_kit import cosine, write_encoder, write_modules
+from safetensors.numpy import load_file, save_file
 
 import bminf_lite
 from bminf_lite.api import Model, load
@@ -19,6 +22,7 @@ from bminf_lite.backend.values import Pooling
 from bminf_lite.cli import main
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.pooling import pooler
+from bminf_lite.pooling.yes_no import JUDGE
 from bminf_lite.text.json_tokenizer import kept_lengths
 
 TEXTS = ["a cat sits on the mat", "the dog runs", "now", "a red cat and a red dog sits on the mat and barks"]
@@ -234,3 +238,53 @@ def test_the_command_writes_files(folder: Path, model: Model, tmp_path: Path):
     assert [row["id"] for row in rows] == ["n0", "n1", "n2", "n3"] and len(rows[0]["embedding"]) == 8
     assert "suffix must be one of .npy" in embed("texts.txt", "out.csv")
     assert "cannot be read" in embed("missing.txt", "out.npy")
+
+
+def test_a_model_that_generates_ranks_by_yes_and_no(tmp_path: Path):
+    folder = tiny_checkpoint.write(tmp_path / "model", max_position_embeddings=1024)
+    tokenizer = tiny_checkpoint.byte_tokenizer()
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with load(folder, device="cpu") as model:
+        found = model.rerank("the cat", TEXTS, instruction="find cats")
+        assert sorted(hit.index for hit in found) == [0, 1, 2, 3]
+        asked = f"<Instruct>: find cats\n<Query>: the cat\n<Document>: {found[0].text}"
+        prompt = model.chat([{"role": "system", "content": JUDGE}, {"role": "user", "content": asked}])
+        logits = model.logits(model.encode(prompt, add_special_tokens=False))[-1]
+        yes, no = (logits[tokenizer.token_to_id(word)] for word in ("yes", "no"))
+        assert found[0].score == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-5)
+        with pytest.raises(UsageError, match="load an embedding model"):
+            model.embed(TEXTS)
+    with (
+        load(tiny_checkpoint.write(tmp_path / "other"), device="cpu") as model,
+        pytest.raises(UsageError, match="no token for 'yes'"),
+    ):
+        model.rerank("the cat", TEXTS)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_decoder_embeds_without_its_head(tmp_path: Path, prefix: bool):
+    """As Qwen3-Embedding: the last token's vector, of files without the prefix ``model.`` and without a head."""
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False, "num_key_value_heads": 2}
+    folder = write_encoder(tmp_path / "plain", **config)
+    tensors = load_file(folder / "model.safetensors")
+    if not prefix:
+        tensors = {name.removeprefix("model."): x for name, x in tensors.items() if name != "lm_head.weight"}
+    other = tmp_path / "embedder"
+    shutil.copytree(folder, other)
+    save_file(tensors, other / "model.safetensors")
+    write_modules(other, {"pooling_mode_lasttoken": True}, {}, **PROMPTS)
+    with load(other, device="cpu") as model:
+        found = model.embed(TEXTS)
+        query = model.embed(TEXTS[0], prompt_name="query")
+        rows = token_vectors(model, "query : " + TEXTS[0])
+        np.testing.assert_allclose(query, rows[-1] / np.linalg.norm(rows[-1]), atol=1e-5)
+        alone = np.stack([model.embed(text) for text in TEXTS])
+        np.testing.assert_allclose(found, alone, atol=1e-5)
+        with pytest.raises(UsageError, match="makes vectors"):
+            model.generate("a")
+    bminf_lite.migrate(other, tmp_path / "int8")
+    with load(tmp_path / "int8", device="cpu") as model:
+        assert cosine(model.embed(TEXTS), found).min() > 0.98
+    with load(folder, device="cpu") as model:
+        assert model.generate([5, 6], max_new_tokens=2).token_ids

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import GOLDENS, RandomWeights, digest
+from tiny_models import GOLDENS, RandomWeights, digest, reading_architecture
 from tolerances import assert_close
 
 from bminf_lite import models
@@ -35,8 +35,8 @@ class Case:
 
     def network(self, backend: Backend, kind: str = "float") -> Encoder:
         """The model, ``float`` or in ``w8a8`` or ``w8a16``."""
-        architecture = models.find(self.config)
-        weights = RandomWeights(self.config, self.seed, kind != "float", kind == "w8a8")
+        architecture = reading_architecture(self.config)
+        weights = RandomWeights(self.config, self.seed, kind != "float", kind == "w8a8", architecture=architecture)
         network = architecture.Model(architecture.parse(self.config), weights, backend)
         assert isinstance(network, Encoder)
         return network
@@ -64,7 +64,8 @@ def cases() -> tuple[Case, ...]:
 def vectors(network: Encoder, *texts: np.ndarray) -> np.ndarray:
     """The vectors of all tokens of packed texts, or a classifier's numbers of texts or tokens."""
     ops = network.ops
-    batch = ForwardBatch.packed(ops.array, texts)
+    tables = network.tables([len(text) for text in texts])
+    batch = ForwardBatch.packed(ops.array, texts, block_tables=tables)
     classifier = network.classifier
     with ops.step(batch):
         found = network(batch)
@@ -75,12 +76,14 @@ def vectors(network: Encoder, *texts: np.ndarray) -> np.ndarray:
 
 
 EACH = pytest.mark.parametrize("case", cases(), ids=str)
-VECTORS = pytest.mark.parametrize("case", [case for case in cases() if case.name.endswith(": vectors")], ids=str)
+PLAIN = [case for case in cases() if case.name.endswith(": vectors")]
+VECTORS = pytest.mark.parametrize("case", PLAIN, ids=str)
 
 
 @EACH
 def test_weights_are_those_that_the_results_were_made_with(case: Case):
-    assert digest(RandomWeights(case.config, case.seed).tensors) == case.weights
+    weights = RandomWeights(case.config, case.seed, architecture=reading_architecture(case.config))
+    assert digest(weights.tensors) == case.weights
 
 
 @EACH
@@ -120,7 +123,7 @@ def test_the_second_text_of_a_pair_has_vectors_of_its_own(name: str):
 
 @VECTORS
 def test_matrices_are_quantized_and_heads_are_not(case: Case):
-    architecture = models.find(case.config)
+    architecture = reading_architecture(case.config)
     spec = architecture.spec(architecture.parse(case.config))
     roles = {parameter.role for parameter in spec.parameters.values()}
     assert roles == {Role.LINEAR, Role.EMBEDDING, Role.VECTOR}

@@ -208,9 +208,15 @@ class RandomWeights:
     """
 
     def __init__(
-        self, config: dict[str, Any], seed: int, quantized: bool = False, dynamic: bool = True, rotation: int = 1
+        self,
+        config: dict[str, Any],
+        seed: int,
+        quantized: bool = False,
+        dynamic: bool = True,
+        rotation: int = 1,
+        architecture: models.Architecture | None = None,
     ):
-        architecture = models.find(config)
+        architecture = architecture or models.find(config)
         spec = architecture.spec(architecture.parse(config))
         self.tied = spec.tied
         self.transposed = {name for name, p in spec.parameters.items() if p.transposed}
@@ -229,6 +235,12 @@ class RandomWeights:
             return weight
         block = rotation_of(weight.shape[1], self.rotation)
         return replace(quantize_weight(rotated(weight, block), self.dynamic), rotation=block)
+
+
+def reading_architecture(config: dict[str, Any]) -> models.Architecture:
+    """The architecture of a model that makes vectors of texts: an encoder, or a decoder without its head."""
+    architecture = models.find(config)
+    return architecture if config["model_type"].replace("-", "_") in ENCODERS else models.embedder(architecture)
 
 
 def skip_what_no_gpu_computes(family: str, weights: RandomWeights | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ...backend.base import Backend
 from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache
@@ -24,6 +24,12 @@ class EncoderAttentionPart(AttentionPart):
     def build(self, source: LayerSource) -> EncoderAttention:
         attention = super().build(source)
         return EncoderAttention(attention.ops, attention.spec, attention.qkv, attention.out)
+
+
+def in_both_directions(part: AttentionPart) -> EncoderAttentionPart:
+    """The same attention over whole texts, whose tokens see those behind them too."""
+    assert part.softcap is None and part.sinks is None and not part.slopes and not part.output_gate
+    return EncoderAttentionPart(**{field.name: getattr(part, field.name) for field in fields(part)})
 
 
 @dataclass(frozen=True)
