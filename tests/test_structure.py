@@ -28,7 +28,7 @@ MAY_IMPORT = {
     },
     "batch": {"api", "server", "engine", "errors", "files"},
     "ray": {"api", "batch", "server", "errors"},
-    "server": {"api", "request_builder", "engine", "grammar", "text", "errors", "files"},
+    "server": {"api", "pooling", "request_builder", "engine", "grammar", "text", "errors", "files"},
     "torch": {"backend", "checkpoint", "models", "cuda", "errors", "files"},
     "bench": {
         "api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files",

@@ -157,6 +157,8 @@ class Engine:
         Raises ``UsageError`` for a request that could never fit in the cache, after :meth:`close`, and in a process
         that was forked from the one that made the engine; ``QueueFull`` for too many waiting requests.
         """
+        if not self.config.generates:
+            raise UsageError("this model makes vectors of texts, and generates none: ask for embeddings or scores")
         for request in requests:
             self._require_fit(request)
         self._open()

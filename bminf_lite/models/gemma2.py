@@ -73,9 +73,15 @@ def parse_gemma(
     attention_cap: Key,
     logits_cap: Key,
     qk_norm: QueryKeyNorm = QueryKeyNorm.NONE,
+    may_be_bidirectional: bool = False,
 ) -> DecoderConfig:
-    """The configuration of a Gemma whose layers of each of the ``types`` have a rotation of their own."""
+    """The configuration of a Gemma whose layers of each of the ``types`` have a rotation of their own.
+
+    One that ``may_be_bidirectional`` sees whole texts if its configuration says so.
+    """
     is_bidirectional = read.value(flag("use_bidirectional_attention", False))
+    if is_bidirectional and not may_be_bidirectional:
+        read.problem("use_bidirectional_attention", "use_bidirectional_attention is true; only causal models are run")
     window, attention_softcap, logits_softcap = map(read.value_or_none, (WINDOW, attention_cap, logits_cap))
     score_scale = read.value(QUERY_SCALE) ** -0.5
     fields = read.checked_fields()

@@ -32,7 +32,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     if not read.is_null(ATTENTION_CAP):
         text = f"attn_logit_softcapping is {read.config[ATTENTION_CAP.name]!r}; Gemma 3 has none for attention scores"
         read.problem(ATTENTION_CAP.name, text)
-    return gemma2.parse_gemma(read, types, rotary, ATTENTION_CAP, LOGITS_CAP, QueryKeyNorm.HEAD)
+    return gemma2.parse_gemma(read, types, rotary, ATTENTION_CAP, LOGITS_CAP, QueryKeyNorm.HEAD, True)
 
 
 def rotary_parameters(read: ConfigReader, kind: str) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Pooler:
         self.model = model
         self.folder = folder
         self.texts = TextEncoder(tokenizer, model.settings, model.vocab_size, model.longest)
-        self._submit = submit
+        self.submit = submit
 
     def embed(
         self,
@@ -192,7 +192,7 @@ class Pooler:
             for first in range(0, len(texts), SLICE):
                 ended: SimpleQueue[PoolingRequest] = SimpleQueue()
                 request = PoolingRequest(encoded(texts[first : first + SLICE]), poolings, ended.put)
-                self._submit(request)
+                self.submit(request)
                 waiting.append((request, ended))
                 if len(waiting) > 1:
                     yield _result(*waiting.pop(0))

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..errors import BminfError
-from . import adapters, anthropic, fill_blank, health, monitoring, page, tokens
+from . import adapters, anthropic, embeddings, fill_blank, health, monitoring, page, tokens
 from .client import EngineClient
 from .errors import ApiError, api_error
 from .openai import chat, completions, responses
@@ -26,7 +26,19 @@ def create_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
     server = ServerState(client, settings)
     server.warm_up()
     # The first route that fits is taken, so those that are used most come first.
-    modules = (completions, chat, responses, anthropic, tokens, fill_blank, page, health, monitoring, adapters)
+    modules = (
+        completions,
+        chat,
+        responses,
+        embeddings,
+        anthropic,
+        tokens,
+        fill_blank,
+        page,
+        health,
+        monitoring,
+        adapters,
+    )
     routes = [route for module in modules for route in module.routes(server)]
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
     by_key = bool(settings.security.key_digests)

@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
+from ..engine.pooling import PoolingText
 from ..errors import BminfError, QueueFull, UsageError
 from ..request_builder import GenerationRequest
 from ..text.text_stream import TokenScores
@@ -22,6 +24,7 @@ from .protocol import (
     Adapters,
     Admitted,
     Cancel,
+    CancelPool,
     ChangeAdapter,
     CompletionOutput,
     Failed,
@@ -29,6 +32,8 @@ from .protocol import (
     FromEngine,
     ModelInfo,
     Observed,
+    Pool,
+    Pooled,
     Ready,
     Refused,
     ShutDown,
@@ -276,6 +281,7 @@ class EngineClient:
         self._running: dict[int, _Completion] = {}
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._stats: dict[int, asyncio.Future[Stats]] = {}
+        self._pooled: dict[int, asyncio.Future[Pooled]] = {}
         self._changes: dict[int, asyncio.Future[str | None]] = {}
         self.adapters: dict[str, str] = {}
         self._next_id = 0
@@ -359,6 +365,33 @@ class EngineClient:
             for request in requests:
                 record.add_prompt(len(request.prompt.token_ids), request.n, request.params.max_new_tokens)
 
+    async def pool(
+        self, texts: Sequence[PoolingText], dimensions: int | None = None, normalize: bool | None = None
+    ) -> np.ndarray:
+        """What the engine makes of texts, fp32 ``[n, width]``: their vectors, or a classifier's numbers.
+
+        Raises ``QueueFull``, ``RequestRefused`` and ``EngineFailure``.
+        """
+        self.require_engine()
+        number = self._next_id
+        self._next_id += 1
+        answer: asyncio.Future[Pooled] = self.loop.create_future()
+        self._pooled[number] = answer
+        types = [None if text.token_types is None else list(text.token_types) for text in texts]
+        has_types, skipped = any(own is not None for own in types), max(text.num_skipped for text in texts)
+        tokens = [np.asarray(text.token_ids).tolist() for text in texts]
+        self.send(Pool(number, tokens, types if has_types else [], skipped, dimensions, normalize))
+        try:
+            found = await answer
+        except asyncio.CancelledError:
+            self.send(CancelPool(number))
+            raise
+        finally:
+            self._pooled.pop(number, None)
+        if found.error is not None:
+            raise (QueueFull if found.queue_full else RequestRefused)(found.error)
+        return np.frombuffer(found.rows, np.float32).reshape(-1, found.width)
+
     async def stats(self) -> Stats:
         """What the engine does now, and what all HTTP processes have counted. Raises ``EngineFailure``."""
         self.require_engine()
@@ -427,6 +460,10 @@ class EngineClient:
             elif isinstance(message, Refused):
                 kind = QueueFull if message.queue_full else RequestRefused
                 self._settle(message.first_id, kind(message.message))
+            elif isinstance(message, Pooled):
+                pooled = self._pooled.get(message.id)
+                if pooled is not None and not pooled.done():
+                    pooled.set_result(message)
             elif isinstance(message, Stats):
                 answer = self._stats.get(message.number)
                 if answer is not None and not answer.done():
@@ -480,7 +517,7 @@ class EngineClient:
         self.failure, self.is_ready = why, False
         self.has_ended.set_result(None)
         futures: list[asyncio.Future[Any]] = [self._has_info, *self._waiting.values(), *self._stats.values()]
-        futures += self._changes.values()
+        futures += [*self._changes.values(), *self._pooled.values()]
         for future in futures:
             if not future.done():
                 future.set_exception(EngineFailure(why))

@@ -11,7 +11,7 @@ from ..errors import BminfError
 from .client import EngineClient, EngineFailure
 from .engine_server import EngineServer
 from .errors import ApiError, api_error
-from .model_info import model_info
+from .model_info import model_info, pooling_service
 from .openai import chat, completions, responses
 from .settings import ServerSettings
 from .state import ServerState
@@ -43,7 +43,8 @@ class DirectServer:
     @classmethod
     async def start(cls, model: Model, settings: ServerSettings) -> DirectServer:
         """A server of a loaded model."""
-        server = EngineServer(model.engine, model_info(model), adapters=model.adapter_store)
+        adapters, pooling = model.adapter_store, pooling_service(model)
+        server = EngineServer(model.engine, model_info(model), adapters=adapters, pooling=pooling)
         try:
             client = await EngineClient.connect(server.connect(SECONDS_BETWEEN))
         except BaseException:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..engine.pooling import PoolingRequest
 from ..engine.request import Request
 from ..text.text_stream import TokenScores
 from .protocol import CompletionOutput, FrameReader, FromEngine, StepOutputs, ToEngine, frame
@@ -79,6 +80,7 @@ class Connection:
         self.socket = sock
         self.frames = FrameReader(ToEngine)
         self.completions: dict[int, ServedCompletion] = {}
+        self.pooled: dict[int, PoolingRequest] = {}  # texts that become vectors
         self.compiling: set[int] = set()  # the first ids of requests whose grammar is being compiled
         self.changed: dict[ServedCompletion, None] = {}
         self.is_open = True

@@ -30,15 +30,19 @@ from ..request_builder import RequestBuilder
 from ..text.prompts import PromptEncoder
 from .engine_connection import Connection, ServedCompletion
 from .fair_turns import FairTurns
+from .pooling_service import PoolingService
 from .protocol import (
     AdapterChanged,
     Adapters,
     Admitted,
     Cancel,
+    CancelPool,
     ChangeAdapter,
     Failed,
     FromEngine,
     ModelInfo,
+    Pool,
+    Pooled,
     Ready,
     Refused,
     ServedAdapter,
@@ -100,7 +104,7 @@ class EngineServer:
     """Serves an engine to HTTP processes, or to threads of this one, over sockets.
 
     ``on_failure`` is called in the engine's thread, once, when the engine has failed. ``adapters`` are those of the
-    model, if it has room for some.
+    model, if it has room for some. ``pooling`` makes vectors of texts, for a model that does.
     """
 
     def __init__(
@@ -109,9 +113,11 @@ class EngineServer:
         info: ModelInfo,
         on_failure: Callable[[BaseException], None] = lambda error: None,
         adapters: AdapterStore | None = None,
+        pooling: PoolingService | None = None,
     ):
         self._adapters = adapters
         self._engine = engine
+        self._pooling = pooling
         self._info = info
         self._prompts = prompts = PromptEncoder(None if info.folder is None else Path(info.folder), info)
         registry = None if adapters is None else adapters.registry
@@ -287,11 +293,15 @@ class EngineServer:
             return self._submit(connection, message)
         if isinstance(message, StatsWanted):
             return Stats(message.number, self._engine.stats(), self._observed)
+        if isinstance(message, Pool):
+            return self._pool(connection, message)
         if isinstance(message, Cancel):
             self._cancel(connection, message.ids)
         elif isinstance(message, ChangeAdapter):
             with suppress(RuntimeError):  # the server is closing
                 self._loader.submit(self._change_adapter, connection, message)
+        elif isinstance(message, CancelPool):
+            self._cancel_texts(connection, [message.id])
         else:
             self._observed = add_observations(self._observed, message.values)
         return None
@@ -328,6 +338,29 @@ class EngineServer:
         with self._admission:
             ids = [*connection.completions, *connection.compiling]
         self._cancel(connection, ids)
+        self._cancel_texts(connection, list(connection.pooled))
+
+    def _pool(self, connection: Connection, message: Pool) -> Pooled | None:
+        """Let texts wait for the engine; what it makes of them is sent in its thread."""
+        if self._pooling is None:
+            return Pooled(message.id, b"", 0, "this model makes no vectors of texts")
+
+        def send(answer: Pooled) -> None:
+            if connection.pooled.pop(answer.id, None) is not None:  # otherwise it was cancelled
+                connection.send(answer)
+
+        request = connection.pooled[message.id] = self._pooling.request(message, send)
+        try:
+            self._pooling.submit(request)
+        except BminfError as error:
+            del connection.pooled[message.id]
+            return Pooled(message.id, b"", 0, str(error), isinstance(error, QueueFull))
+        return None
+
+    def _cancel_texts(self, connection: Connection, ids: Sequence[int]) -> None:
+        for id in ids:
+            if (request := connection.pooled.pop(id, None)) is not None:
+                request.is_cancelled = True
 
     def _submit(self, connection: Connection, submit: Submit) -> Admitted | Refused | None:
         """Submit a request, and return the answer. None with a grammar: a thread that compiles it answers then."""

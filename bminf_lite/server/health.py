@@ -13,12 +13,21 @@ from starlette.routing import Route
 
 from ..version import __version__
 from .errors import ApiError
+from .protocol import ModelInfo
 from .state import ServerState
 
 
 def json_response(value: Any, status: int = 200) -> Response:
     """A value as JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def capabilities(info: ModelInfo) -> dict[str, bool]:
+    """What a model makes of texts; empty for one that only generates."""
+    if info.pooling is None:
+        return {}
+    labels = info.pooling.labels
+    return {"embeddings": not labels, "rerank": len(labels) < 2, "classify": bool(labels)}
 
 
 def routes(server: ServerState) -> list[Route]:
@@ -58,7 +67,7 @@ def routes(server: ServerState) -> list[Route]:
             "type": "model",
             "display_name": name,
             "created_at": started_text,
-            "capabilities": {"chat": server.has_chat},
+            "capabilities": {"chat": server.has_chat, **capabilities(server.client.info)},
             "default_sampling_params": server.default_sampling,
         }
 

@@ -28,7 +28,8 @@ from .engine_server import AdapterStore, EngineServer, ServedEngine
 from .http_process import LAST_WORDS_SECONDS
 from .limits import DEFAULT_LIMITS, Limits
 from .listener import Address, Listener
-from .model_info import model_info
+from .model_info import model_info, pooling_service
+from .pooling_service import PoolingService
 from .protocol import ModelInfo
 from .request_log import checked_path
 from .security import OPEN_PATHS, Security, digests, is_loopback
@@ -125,6 +126,7 @@ class Launcher:
     shutdown_seconds: float
     log: Callable[[str], None]
     adapters: AdapterStore | None = None
+    pooling: PoolingService | None = None
     _events: SimpleQueue[_Signalled | _Exited | _Failed] = field(default_factory=SimpleQueue, init=False)
     _workers: list[_HttpProcess] = field(default_factory=list, init=False)
     _exits: deque[float] = field(default_factory=deque, init=False)
@@ -138,7 +140,11 @@ class Launcher:
         processes keep ending.
         """
         server = EngineServer(
-            self.engine, self.info, lambda error: self._events.put(_Failed(error)), adapters=self.adapters
+            self.engine,
+            self.info,
+            lambda error: self._events.put(_Failed(error)),
+            adapters=self.adapters,
+            pooling=self.pooling,
         )
         self._server = server
         with closing(server), self._signals():
@@ -244,8 +250,8 @@ def launch(
 
     try:
         require_other_names(model, settings.served_model_names)
-        info, store = model_info(model), model.adapter_store
-        Launcher(model.engine, info, listener, settings, shutdown_seconds, log, store).run(warm_up)
+        info, store, pooling = model_info(model), model.adapter_store, pooling_service(model)
+        Launcher(model.engine, info, listener, settings, shutdown_seconds, log, store, pooling).run(warm_up)
     finally:
         gc.unfreeze()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..api import Model
 from ..engine.sampling_params import SamplingParams
+from .pooling_service import PoolingService
 from .protocol import ModelInfo
 
 
@@ -13,7 +14,7 @@ def model_info(model: Model) -> ModelInfo:
     Raises ``CheckpointError`` for a ``generation_config.json`` that no request could obey.
     """
     SamplingParams.from_checkpoint(model.generation_config)
-    config = model.engine_config
+    config, service = model.engine_config, pooling_service(model)
     return ModelInfo(
         folder=None if model.folder is None else str(model.folder.absolute()),
         vocab_size=config.vocab_size,
@@ -24,4 +25,11 @@ def model_info(model: Model) -> ModelInfo:
         eos_ids=sorted(model.eos_ids),
         generation_config=dict(model.generation_config),
         takes_adapters=model.adapter_store is not None,
+        generates=config.generates,
+        pooling=None if service is None else service.info,
     )
+
+
+def pooling_service(model: Model) -> PoolingService | None:
+    """What makes vectors of texts for a server; None for a model that makes none."""
+    return None if model.pooler is None else PoolingService(model.pooler)

@@ -14,7 +14,7 @@ from .client import EngineClient
 from .engine_server import EngineServer
 from .launcher import checked_format, model_names, require_other_names
 from .limits import DEFAULT_LIMITS, Limits
-from .model_info import model_info
+from .model_info import model_info, pooling_service
 from .request_log import checked_path
 from .security import OPEN_PATHS, Security, digests
 from .settings import ServerSettings
@@ -54,7 +54,8 @@ class _Mounted:
     def __init__(self, model: Model, settings: ServerSettings):
         self._model = model  # which would close its engine if it were dropped
         self._settings = settings
-        self._server = EngineServer(model.engine, model_info(model), adapters=model.adapter_store)
+        adapters, pooling = model.adapter_store, pooling_service(model)
+        self._server = EngineServer(model.engine, model_info(model), adapters=adapters, pooling=pooling)
         self._server.set_ready()
         self._apps: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[ASGIApp]]
         self._apps = weakref.WeakKeyDictionary()

@@ -42,6 +42,28 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
     ids: list[int]
 
 
+class Pool(msgspec.Struct, array_like=True, tag="pool"):
+    """Make vectors of whole texts, or a classifier's numbers of them, and answer with :class:`Pooled` of this ``id``.
+
+    ``texts`` are token ids; ``token_types`` is empty, or has those of each text, or None for zeros. The first
+    ``num_skipped`` tokens of each take no part in the pooling. ``dimensions`` and ``normalize`` are those of
+    :meth:`.PoolingSettings.finish`.
+    """
+
+    id: int
+    texts: list[list[int]]
+    token_types: list[list[int] | None]
+    num_skipped: int = 0
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+class CancelPool(msgspec.Struct, array_like=True, tag="cancel pool"):
+    """Nobody waits for the answer to the :class:`Pool` of this ``id``."""
+
+    id: int
+
+
 class StatsWanted(msgspec.Struct, array_like=True, tag="stats?"):
     """Answer with :class:`Stats` of the same number."""
 
@@ -67,10 +89,29 @@ class ChangeAdapter(msgspec.Struct, array_like=True, tag="adapter"):
     replace: bool = False
 
 
-ToEngine = Submit | Cancel | StatsWanted | Observed | ChangeAdapter
+ToEngine = Submit | Cancel | Pool | CancelPool | StatsWanted | Observed | ChangeAdapter
 
 
 # -- from the engine to an HTTP process -------------------------------------------------------------------------------
+
+
+class PoolingInfo(msgspec.Struct, array_like=True, frozen=True):
+    """What HTTP code has to know of a model that makes vectors of texts: of :class:`.PoolingSettings`, and the labels.
+
+    ``longest`` are the tokens that the model reads of a text. ``labels`` are empty for a model that embeds.
+    """
+
+    dimensions: int
+    longest: int
+    max_length: int | None
+    lower_case: bool
+    include_prompt: bool
+    prompts: dict[str, str]
+    default_prompt: str | None
+    labels: list[str]
+    function: str
+    relevance: str
+    classifies_tokens: bool
 
 
 class ModelInfo(msgspec.Struct, array_like=True, frozen=True, tag="model"):
@@ -89,6 +130,8 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True, tag="model"):
     eos_ids: list[int]
     generation_config: dict[str, Any]
     takes_adapters: bool = False
+    generates: bool = True
+    pooling: PoolingInfo | None = None
 
 
 class ServedAdapter(msgspec.Struct, array_like=True, frozen=True):
@@ -158,6 +201,16 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="outputs"):
     outputs: list[CompletionOutput]
 
 
+class Pooled(msgspec.Struct, array_like=True, tag="pooled"):
+    """The answer to a :class:`Pool`: ``rows`` are fp32 ``[n, width]``; or an ``error``."""
+
+    id: int
+    rows: bytes
+    width: int
+    error: str | None = None
+    queue_full: bool = False
+
+
 class Stats(msgspec.Struct, array_like=True, tag="stats"):
     """The answer to :class:`StatsWanted`. ``observed`` adds up what all HTTP processes have counted."""
 
@@ -179,7 +232,17 @@ class ShutDown(msgspec.Struct, array_like=True, tag="shutdown"):
 
 
 FromEngine = (
-    ModelInfo | Adapters | AdapterChanged | Ready | Admitted | Refused | StepOutputs | Stats | Failed | ShutDown
+    ModelInfo
+    | Adapters
+    | AdapterChanged
+    | Ready
+    | Admitted
+    | Refused
+    | StepOutputs
+    | Pooled
+    | Stats
+    | Failed
+    | ShutDown
 )
 
 

@@ -58,6 +58,8 @@ class ServerState:
     @cached_property
     def has_chat(self) -> bool:
         """Whether the model answers conversations: it has a chat template, or a tokenizer that needs none."""
+        if not self.client.info.generates:
+            return False
         try:
             tokenizer = self.prompts.tokenizer
         except BminfError:  # each request that needs it gets the reason

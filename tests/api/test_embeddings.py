@@ -265,7 +265,12 @@ def test_a_model_that_generates_ranks_by_yes_and_no(tmp_path: Path):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_decoder_embeds_without_its_head(tmp_path: Path, prefix: bool):
     """As Qwen3-Embedding: the last token's vector, of files without the prefix ``model.`` and without a head."""
-    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False, "num_key_value_heads": 2}
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 2,
+    }
     folder = write_encoder(tmp_path / "plain", **config)
     tensors = load_file(folder / "model.safetensors")
     if not prefix:

@@ -25,6 +25,8 @@ COUNT = 48
 QUERIES = ("How much memory does the key-value cache take?", "Which recipe rotates inputs?", "How is a server started?")
 FLOAT, INT8 = 0.9999, 0.995
 """The least cosine of a vector with the reference's; measured: 0.9999998 and 0.9994."""
+RANKS = 0.98
+"""The least rank correlation of a query's cosines with all paragraphs."""
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +94,10 @@ def test_int8_vectors_are_close_and_rank_alike(
         found = model.embed([*paragraphs, *QUERIES])
     assert cosines(found, vectors).min() > INT8
     before, after = (x[COUNT:] @ x[:COUNT].T for x in (vectors, found))
-    assert np.array_equal(before.argmax(axis=1), after.argmax(axis=1))
     for a, b in zip(before, after, strict=True):
-        first, second = (set(np.argsort(-x)[:5].tolist()) for x in (a, b))
-        assert len(first & second) >= 4
+        assert np.argmax(a) in np.argsort(-b)[:2]
+        ranks = [np.argsort(np.argsort(x)) for x in (a, b)]
+        assert np.corrcoef(*ranks)[0, 1] > RANKS
 
 
 @pytest.mark.gpu

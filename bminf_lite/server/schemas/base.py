@@ -25,7 +25,7 @@ MAX_VALUES = 1 << 17
 """Values in arrays and objects, which are checked one by one, and as many errors may be told of: some for each token
 of the longest contexts, and less than a second's work."""
 
-_LONG_LISTS = ("prompt", "tokens")
+_LONG_LISTS = ("prompt", "tokens", "input")
 """Fields of token ids or texts, which are checked without a step of Python for each."""
 
 MAX_LISTED = 8

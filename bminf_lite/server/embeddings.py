@@ -1,0 +1,221 @@
+"""``/v1/embeddings`` of OpenAI, ``/v1/rerank`` of Cohere and Jina, ``/score`` and ``/classify`` of vLLM."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..engine.pooling import PoolingText
+from ..errors import CheckpointError, UsageError
+from ..pooling.scores import ClassifierSettings, ranked
+from ..pooling.settings import PoolingSettings
+from ..pooling.texts import TextEncoder
+from .errors import bad_request
+from .event_stream import unless_in_vain
+from .generating import check_model, run_briefly
+from .health import json_response
+from .protocol import PoolingInfo
+from .schemas.base import parse
+from .schemas.embeddings import MAX_INPUTS, ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
+from .state import ServerState
+
+NO_VECTORS = "this model generates text: embeddings, scores and labels need a model that makes them"
+
+
+def routes(server: ServerState) -> list[Route]:
+    """The routes."""
+    texts = TextService(server)
+
+    async def embeddings(request: Request) -> Response:
+        body = parse(EmbeddingBody, await request.body())
+        check_model(server, body.model)
+        info, inputs = texts.info, body.inputs
+        if info.labels:
+            raise bad_request("this model classifies: it has no embeddings", "model")
+        if body.dimensions is not None and not 1 <= body.dimensions <= info.dimensions:
+            raise bad_request(f"dimensions is {body.dimensions}, but must be 1 to {info.dimensions:,}", "dimensions")
+        encoder = texts.encoder
+        prompt = _checked(lambda: encoder.prompt_text(body.prompt_name, body.prompt), "prompt_name")
+        truncate = body.truncate is not False
+        encoded = await texts.encoded(inputs, lambda: encoder.encode(inputs, prompt, truncate), "input")
+        rows = await texts.rows(request, encoded, body.dimensions, body.normalize)
+        as_text = body.encoding_format == "base64"
+        data = [
+            {"object": "embedding", "index": i, "embedding": _base64(row) if as_text else row.tolist()}
+            for i, row in enumerate(rows)
+        ]
+        return json_response(
+            {
+                "object": "list",
+                "data": data,
+                "model": body.model or server.model_name,
+                "usage": _usage(encoded),
+            }
+        )
+
+    async def rerank(request: Request) -> Response:
+        body = parse(RerankBody, await request.body())
+        check_model(server, body.model)
+        pairs = [(body.query, text) for text in body.texts]
+        scores, tokens = await texts.scores(request, pairs, body.truncate is not False, "documents")
+        results: list[dict[str, Any]] = []
+        for hit in ranked(scores, body.texts, body.top_n):
+            results.append({"index": hit.index, "relevance_score": hit.score})
+            if body.return_documents is not False:
+                results[-1]["document"] = {"text": hit.text}
+        name = body.model or server.model_name
+        return json_response(
+            {
+                "id": f"rerank-{secrets.token_hex(16)}",
+                "model": name,
+                "results": results,
+                "usage": tokens,
+            }
+        )
+
+    async def score(request: Request) -> Response:
+        body = parse(ScoreBody, await request.body())
+        check_model(server, body.model)
+        scores, tokens = await texts.scores(request, body.pairs, body.truncate is not False, "text_2")
+        data = [{"index": i, "object": "score", "score": float(value)} for i, value in enumerate(scores)]
+        return json_response(_listed("score", body.model or server.model_name, data, tokens))
+
+    async def classify(request: Request) -> Response:
+        body = parse(ClassifyBody, await request.body())
+        check_model(server, body.model)
+        info, inputs = texts.info, body.texts
+        if not info.labels or info.classifies_tokens:
+            raise bad_request("this model has no head that classifies texts", "model")
+        encode = texts.encoder.encode
+        encoded = await texts.encoded(inputs, lambda: encode(inputs, truncate=body.truncate is not False), "input")
+        found = texts.classes.scores(await texts.rows(request, encoded))
+        data = [
+            {
+                "index": i,
+                "label": info.labels[int(row.argmax())],
+                "probs": row.tolist(),
+                "num_classes": len(info.labels),
+            }
+            for i, row in enumerate(found)
+        ]
+        return json_response(_listed("classify", body.model or server.model_name, data, _usage(encoded)))
+
+    return [
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
+        *(Route(path, classify, methods=["POST"]) for path in ("/v1/classify", "/classify")),
+    ]
+
+
+class TextService:
+    """Makes tokens of a request's texts, and has the engine make numbers of them."""
+
+    def __init__(self, server: ServerState):
+        self._server = server
+
+    @property
+    def info(self) -> PoolingInfo:
+        """What the model makes of texts. Raises ``ApiError`` for one that generates alone."""
+        info = self._server.client.info.pooling
+        if info is None:
+            raise bad_request(NO_VECTORS, "model")
+        return info
+
+    @property
+    def encoder(self) -> TextEncoder:
+        """Makes tokens of texts as the model's folder says."""
+        info, prompts = self.info, self._server.prompts
+        settings = PoolingSettings(
+            include_prompt=info.include_prompt,
+            prompts=info.prompts,
+            default_prompt=info.default_prompt,
+            max_length=info.max_length,
+            lower_case=info.lower_case,
+        )
+        return TextEncoder(lambda: prompts.tokenizer, settings, self._server.client.info.vocab_size, info.longest)
+
+    @property
+    def classes(self) -> ClassifierSettings:
+        """How a classifier's numbers become scores."""
+        info = self.info
+        return ClassifierSettings(tuple(info.labels), info.function, info.relevance)
+
+    async def encoded(
+        self, inputs: Sequence[Any], encode: Callable[[], list[PoolingText]], field: str
+    ) -> list[PoolingText]:
+        """The tokens of a request's texts, which stand in ``field``."""
+        if len(inputs) > MAX_INPUTS:
+            raise bad_request(f"{field} has {len(inputs):,} texts, but may have {MAX_INPUTS:,} at most", field)
+        length = sum(len(text) for text in inputs)
+        try:
+            return await run_briefly(encode, length)
+        except (UsageError, CheckpointError) as error:
+            raise bad_request(f"{field}: {error}", field) from None
+
+    async def rows(
+        self, request: Request, texts: list[PoolingText], dimensions: int | None = None, normalize: bool | None = None
+    ) -> np.ndarray:
+        """The engine's rows for texts, fp32 ``[n, width]``; cancelled if the client goes."""
+        client = self._server.client
+        return await unless_in_vain(client, request, client.pool(texts, dimensions, normalize))
+
+    async def scores(
+        self, request: Request, pairs: list[tuple[str, str]], truncate: bool, field: str
+    ) -> tuple[np.ndarray, dict[str, int]]:
+        """The relevance of each pair's second text for the first, fp32 ``[n]``, and the usage."""
+        info, encoder = self.info, self.encoder
+        if info.labels:
+            both = [first + second for first, second in pairs]
+            encoded = await self.encoded(both, lambda: encoder.encode_pairs(pairs, truncate), field)
+            numbers = await self.rows(request, encoded)
+            return _checked(lambda: self.classes.relevances(numbers), "model"), _usage(encoded)
+        firsts = list(dict.fromkeys(first for first, _ in pairs))
+        seconds = [second for _, second in pairs]
+        query, document = (
+            _first_known(info.prompts, names) for names in (("query",), ("document", "passage", "corpus"))
+        )
+
+        def encode() -> list[PoolingText]:
+            queries = encoder.encode(firsts, encoder.prompt_text(query, None), truncate)
+            return queries + encoder.encode(seconds, encoder.prompt_text(document, None), truncate)
+
+        encoded = await self.encoded([*firsts, *seconds], encode, field)
+        rows = await self.rows(request, encoded, normalize=True)
+        queries = rows[[firsts.index(first) for first, _ in pairs]]
+        return (queries * rows[len(firsts) :]).sum(axis=1), _usage(encoded)
+
+
+def _first_known(prompts: dict[str, str], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in prompts), None)
+
+
+def _checked(work: Callable[[], Any], field: str) -> Any:
+    try:
+        return work()
+    except UsageError as error:
+        raise bad_request(str(error), field) from None
+
+
+def _listed(kind: str, model: str, data: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+    """vLLM's list of results."""
+    name = f"{kind}-{secrets.token_hex(16)}"
+    return {"id": name, "object": "list", "created": int(time.time()), "model": model, "data": data, "usage": usage}
+
+
+def _usage(texts: list[PoolingText]) -> dict[str, int]:
+    count = sum(len(text.token_ids) for text in texts)
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+def _base64(row: np.ndarray) -> str:
+    """The elements as little-endian fp32."""
+    return base64.b64encode(row.astype("<f4").tobytes()).decode("ascii")

@@ -1,0 +1,168 @@
+"""``/v1/embeddings``, ``/v1/rerank``, ``/score`` and ``/classify``, over the ASGI application and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tiny_checkpoint
+from embedding_kit import write_encoder, write_modules
+
+import bminf_lite
+from bminf_lite.server import application
+
+TEXTS = ["a cat sits on the mat", "the dog runs", "now"]
+PROMPTS = {"prompts": {"query": "query : ", "document": "passage : "}}
+
+
+class Served:
+    """A model behind its application, and requests to it."""
+
+    def __init__(self, folder: Path, **options: Any):
+        self.model = bminf_lite.load(folder, device="cpu", **options)
+        self.app = application(self.model, served_model_name="mine")
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        async def run() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.post(path, json=body)
+
+        return asyncio.run(run())
+
+    def json(self, path: str, body: Any) -> Any:
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def error(self, path: str, body: Any) -> str:
+        response = self.post(path, body)
+        assert response.status_code in (400, 404), response.text
+        return response.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_encoder(tmp_path_factory.mktemp("served") / "embedder")
+    write_modules(folder, {"pooling_mode_mean_tokens": True}, {}, **PROMPTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def embedder(folder: Path) -> Iterator[Served]:
+    served = Served(folder)
+    yield served
+    served.model.close()
+
+
+def served_classifier(folder: Path, kind: str, labels: int) -> Served:
+    names = {str(i): f"L{i}" for i in range(labels)}
+    return Served(write_encoder(folder, architectures=[f"BertFor{kind}Classification"], id2label=names))
+
+
+def test_vectors_as_numbers_and_in_base64(embedder: Served):
+    expected = embedder.model.embed(TEXTS)
+    found = embedder.json("/v1/embeddings", {"model": "mine", "input": TEXTS})
+    assert found["object"] == "list" and found["model"] == "mine"
+    assert [item["index"] for item in found["data"]] == [0, 1, 2]
+    np.testing.assert_allclose([item["embedding"] for item in found["data"]], expected, atol=1e-6)
+    assert found["usage"] == {"prompt_tokens": 8 + 5 + 3, "total_tokens": 16}
+    found = embedder.json("/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"})
+    row = np.frombuffer(base64.b64decode(found["data"][0]["embedding"]), "<f4")
+    np.testing.assert_allclose(row, expected[0], atol=1e-6)
+
+
+def test_token_ids_dimensions_and_prompts(embedder: Served):
+    ids = [embedder.model.tokenizer.encode(text) for text in TEXTS]
+    for given in (ids, ids[0]):
+        rows = [item["embedding"] for item in embedder.json("/v1/embeddings", {"input": given})["data"]]
+        np.testing.assert_allclose(rows, embedder.model.embed(TEXTS)[: len(rows)], atol=1e-6)
+    body = {"input": TEXTS, "dimensions": 8, "prompt_name": "query"}
+    rows = [item["embedding"] for item in embedder.json("/v1/embeddings", body)["data"]]
+    np.testing.assert_allclose(rows, embedder.model.embed(TEXTS, prompt_name="query", dimensions=8), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input": []}, "input: must be a text"),
+        ({"input": TEXTS, "dimensions": 33}, "dimensions is 33, but must be 1 to 32"),
+        ({"input": [[99]]}, "text 0: token 0 is 99"),
+        ({"input": "cat " * 40, "truncate": False}, "it has 42 tokens, but the model reads 24"),
+        ({"input": TEXTS, "prompt_name": "other"}, "the model's prompts are"),
+        ({"input": ["a"] * 2049}, "2,048 at most"),
+        ({"input": TEXTS, "model": "yours"}, "is not served here"),
+        ({"input": TEXTS, "encoding_format": "int8"}, "encoding_format"),
+    ],
+)
+def test_wrong_requests_name_the_field(embedder: Served, body: dict[str, Any], words: str):
+    assert words in embedder.error("/v1/embeddings", body)
+
+
+def test_an_embedder_ranks_and_does_not_generate(embedder: Served):
+    found = embedder.json("/v1/rerank", {"query": "a dog", "documents": TEXTS, "top_n": 2})
+    expected = embedder.model.rerank("a dog", TEXTS, top_n=2)
+    assert [hit["index"] for hit in found["results"]] == [hit.index for hit in expected]
+    assert found["results"][0]["document"] == {"text": expected[0].text}
+    np.testing.assert_allclose(found["results"][0]["relevance_score"], expected[0].score, atol=1e-5)
+    scores = embedder.json("/score", {"text_1": "a dog", "text_2": TEXTS})["data"]
+    assert {item["index"]: round(item["score"], 4) for item in scores}[expected[0].index] == round(expected[0].score, 4)
+    assert "makes vectors of texts" in embedder.error("/v1/completions", {"prompt": "a"})
+    assert "classifies" in embedder.error("/classify", {"input": TEXTS})
+    stats = embedder.model.stats()
+    assert stats.texts > 0 and stats.waiting == 0
+
+
+def test_requests_at_once_share_the_engine(embedder: Served):
+    async def run() -> list[Any]:
+        transport = httpx.ASGITransport(embedder.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            posts = (client.post("/v1/embeddings", json={"input": text}) for text in TEXTS * 8)
+            return [response.json()["data"][0]["embedding"] for response in await asyncio.gather(*posts)]
+
+    np.testing.assert_allclose(asyncio.run(run()), np.tile(embedder.model.embed(TEXTS), (8, 1)), atol=1e-6)
+
+
+def test_a_reranker(tmp_path: Path):
+    served = served_classifier(tmp_path / "model", "Sequence", 1)
+    expected = served.model.rerank("a dog", TEXTS)
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        body = {"query": "a dog", "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]], "return_documents": False}
+        found = served.json(path, body)["results"]
+        assert [hit["index"] for hit in found] == [hit.index for hit in expected] and "document" not in found[0]
+        np.testing.assert_allclose([hit["relevance_score"] for hit in found], [h.score for h in expected], atol=1e-5)
+    by_index = {hit.index: hit.score for hit in expected}
+    found = served.json("/v1/score", {"text_1": ["a dog"] * 3, "text_2": TEXTS})
+    np.testing.assert_allclose([item["score"] for item in found["data"]], [by_index[i] for i in range(3)], atol=1e-5)
+    assert "give one, or as many" in served.error("/score", {"text_1": TEXTS[:2], "text_2": TEXTS})
+    assert "it has no embeddings" in served.error("/v1/embeddings", {"input": "a"})
+    served.model.close()
+
+
+def test_a_classifier(tmp_path: Path):
+    served = served_classifier(tmp_path / "model", "Sequence", 3)
+    expected = served.model.classify(TEXTS)
+    found = served.json("/classify", {"input": TEXTS})["data"]
+    assert [item["label"] for item in found] == [one.label for one in expected]
+    np.testing.assert_allclose(found[0]["probs"], list(expected[0].scores.values()), atol=1e-6)
+    assert found[0]["num_classes"] == 3
+    assert "3 labels" in served.error("/v1/rerank", {"query": "a", "documents": TEXTS})
+    served.model.close()
+
+
+def test_a_model_that_generates_makes_no_vectors(tmp_path: Path):
+    served = Served(tiny_checkpoint.write(tmp_path / "model"))
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/classify", {"input": "a"}),
+    ):
+        assert "this model generates text" in served.error(path, body)
+    assert served.json("/v1/completions", {"prompt": "a", "max_tokens": 2})["usage"]["completion_tokens"] == 2
+    served.model.close()
