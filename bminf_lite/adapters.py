@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .backend.adapter_slots import AdapterSlots
+from .backend.adapter_slots import AdapterSlots, SavedMatrix
 from .backend.meta import MetaBackend
 from .checkpoint.adapter_folder import AdapterFolder, read_adapter
 from .checkpoint.opened_model import OpenedModel
 from .engine.adapters import AdapterRegistry, LoadedAdapter
 from .errors import UsageError, require_whole
+from .models.spec import Role
 from .placement import MetaWeights
 
 MAX_ADAPTERS = 8
@@ -25,20 +26,35 @@ LONGEST_NAME = 256
 
 def adaptable_matrices(model: OpenedModel) -> set[str]:
     """The matrices of an open model that adapters may change."""
+    return _sites(model).names()
+
+
+def replaceable_matrices(model: OpenedModel) -> set[str]:
+    """The matrices of an open model that adapters may replace: tables of tokens, and the output head."""
+    return _sites(model).names(SavedMatrix)
+
+
+def _sites(model: OpenedModel) -> AdapterSlots:
+    """The sites of a model, all matrices that can be replaced included."""
+    ends = frozenset(n for n, p in model.spec.parameters.items() if p.role in (Role.EMBEDDING, Role.HEAD))
     meta = MetaBackend()
-    meta.adapter_slots = AdapterSlots(0, 0)
+    meta.adapter_slots = AdapterSlots(0, 0, ends)
     model.architecture.Model(model.config, MetaWeights(model.spec, model.weights().scheme_of), meta)
-    return meta.adapter_slots.names()
+    return meta.adapter_slots
 
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """The adapters that a model is loaded with: ``folders`` by name, and slots for ``max_adapters`` of ``max_rank``."""
+    """The adapters that a model is loaded with: ``folders`` by name, and slots for ``max_adapters`` of ``max_rank``.
+
+    Each slot has room for copies of the matrices ``saved``.
+    """
 
     folders: Mapping[str, AdapterFolder]
     max_adapters: int
     max_rank: int
     read: Callable[[str | Path], AdapterFolder]
+    saved: frozenset[str] = frozenset()
 
     @classmethod
     def read_all(
@@ -51,29 +67,35 @@ class AdapterOptions:
         require_whole("max_adapter_rank", LEAST_RANK if max_rank is None else max_rank, MOST_RANK)
         for name in adapters:
             check_name(name)
-        names = adaptable_matrices(model)
+        names, replaceable = adaptable_matrices(model), replaceable_matrices(model)
 
         def read(folder: str | Path) -> AdapterFolder:
-            return read_adapter(folder, model, names)
+            return read_adapter(folder, model, names, replaceable)
 
         folders = {name: read(folder) for name, folder in adapters.items()}
         ranks = [folder.rank for folder in folders.values()]
-        options = cls(folders, max_adapters, max([LEAST_RANK, *ranks]) if max_rank is None else max_rank, read)
+        saved = frozenset[str]().union(*(folder.saved for folder in folders.values()))
+        options = cls(folders, max_adapters, max([LEAST_RANK, *ranks]) if max_rank is None else max_rank, read, saved)
         for name, folder in folders.items():
-            options.check_rank(name, folder)
+            options.check_room(name, folder)
         return options
 
     def slots(self) -> AdapterSlots:
         """Empty slots for one device, which the model is then built with."""
-        return AdapterSlots(self.max_adapters, self.max_rank)
+        return AdapterSlots(self.max_adapters, self.max_rank, self.saved)
 
-    def check_rank(self, name: str, folder: AdapterFolder) -> None:
+    def check_room(self, name: str, folder: AdapterFolder) -> None:
         """Raise ``UsageError`` for an adapter that the slots have no room for."""
         most = min(self.max_rank, MOST_RANK)
         if folder.rank > most:
             raise UsageError(
                 f"adapter {name!r} ({folder.path}) has a matrix of rank {folder.rank}, but there is room for "
                 f"{most}: load the model with max_adapter_rank={folder.rank} (at most {MOST_RANK})"
+            )
+        if missing := sorted(folder.saved - self.saved):
+            raise UsageError(
+                f"adapter {name!r} ({folder.path}) has a copy of {', '.join(missing)}, for which there is no room: "
+                "load the model with this adapter, or another that has such a copy"
             )
 
 
@@ -95,10 +117,10 @@ class ModelAdapters:
         return self._enter(name, self.options.read(folder), replace)
 
     def _enter(self, name: str, folder: AdapterFolder, replace: bool) -> LoadedAdapter:
-        self.options.check_rank(name, folder)
+        self.options.check_room(name, folder)
 
         def prepare() -> list[list[object]]:
-            return [slots.prepare(folder.adapters) for slots in self.slots]
+            return [slots.prepare(folder.parts) for slots in self.slots]
 
         return self.registry.add(name, str(folder.path), folder.rank, folder.nbytes, prepare, replace)
 

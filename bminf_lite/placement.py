@@ -385,7 +385,7 @@ def requirements(
     """
     config = model.config
     meta = MetaBackend()
-    meta.adapter_slots = None if slots is None else AdapterSlots(slots.count, slots.max_rank)
+    meta.adapter_slots = None if slots is None else AdapterSlots(slots.count, slots.max_rank, slots.saved)
     meta.communicator = OneRank(tp_size=tp_size)
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes

@@ -38,7 +38,7 @@ MAY_IMPORT = {
         "text",
         "models", "layers", "backend", "checkpoint", "memory", "errors", "files",
     },
-    "adapters": {"placement", "engine", "backend", "checkpoint", "errors"},
+    "adapters": {"placement", "engine", "models", "backend", "checkpoint", "errors"},
     "draft_training": {
         "api", "engine", "models", "layers", "backend", "checkpoint", "torch", "errors",
     },

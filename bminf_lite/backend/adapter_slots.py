@@ -7,11 +7,14 @@ and its adapter alone, and a row without an adapter keeps its bits.
 
 A weight may be stacked from several matrices, its *sections*, each with an adapter of its own: for query, key and value
 ``a`` is ``[rank, in]`` of each, and ``b`` ``[rows of the section, rank]``.
+
+An adapter may also have a copy of the embedding's table or of the output head that replaces the model's for its rows
+(:class:`SavedBank`), as PEFT's ``modules_to_save``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -22,10 +25,20 @@ from .functions import product_by_row
 from .side_products import Adapter, Rounding
 from .values import Array
 
-Sections = Sequence[Adapter | None]
-"""The adapters of a weight's sections; None where a section has none."""
-Fit = Callable[[str, Adapter], Adapter]
-"""Changes an adapter for the matrix with a name as the layer changed the matrix when it was read."""
+
+@dataclass(frozen=True)
+class SavedMatrix:
+    """A matrix ``[rows, columns]`` that replaces one of the model for the rows of an adapter."""
+
+    values: np.ndarray
+
+
+Part = Adapter | SavedMatrix
+"""What an adapter has for a matrix."""
+Sections = Sequence[Any]
+"""What an adapter has for the sections of a site, of the site's kind; None where a section has nothing."""
+Fit = Callable[[str, Any], Any]
+"""Changes a part for the matrix with a name as the layer changed the matrix when it was read."""
 
 
 class Bank(Protocol):
@@ -40,11 +53,12 @@ class Bank(Protocol):
 
 @dataclass(frozen=True)
 class AdapterSite:
-    """A weight that adapters may change, stacked from the matrices ``names``."""
+    """A weight that adapters may change by parts of one ``kind``, stacked from the matrices ``names``."""
 
     names: tuple[str, ...]
     fit: Fit
     bank: Bank
+    kind: type = Adapter
 
 
 @dataclass
@@ -52,23 +66,26 @@ class AdapterSlots:
     """Room for ``count`` adapters of up to ``max_rank`` on one device, and the sites of the model that is built on it.
 
     ``rows`` says which slot each row of the next product uses, int32 ``[T]`` on the device; None if no row has an
-    adapter. A backend sets it when a step begins, and when a step goes on with its last tokens alone.
+    adapter. A backend sets it when a step begins, and when a step goes on with its last tokens alone. Adapters may
+    replace the matrices ``saved``, for which there is room in each slot.
     """
 
     count: int
     max_rank: int
+    saved: frozenset[str] = frozenset()
     sites: list[AdapterSite] = field(default_factory=list)
     rows: Array = None
 
-    def names(self) -> set[str]:
-        """The matrices that adapters may change."""
-        return {name for site in self.sites for name in site.names}
+    def names(self, kind: type = Adapter) -> set[str]:
+        """The matrices that adapters may change by a kind of parts."""
+        return {name for site in self.sites if site.kind is kind for name in site.names}
 
-    def prepare(self, adapters: Mapping[str, Adapter]) -> list[Any]:
-        """Adapters by the names of matrices as each site takes them, for :meth:`put`; None where a site has none."""
+    def prepare(self, parts: Mapping[str, Part]) -> list[Any]:
+        """Parts by the names of matrices as each site takes them, for :meth:`put`; None where a site has none."""
         prepared: list[Any] = []
         for site in self.sites:
-            found = [site.fit(name, adapters[name]) if name in adapters else None for name in site.names]
+            own = [parts[name] if isinstance(parts.get(name), site.kind) else None for name in site.names]
+            found = [part and site.fit(name, part) for name, part in zip(site.names, own, strict=True)]
             prepared.append(None if all(part is None for part in found) else site.bank.prepare(found))
         return prepared
 
@@ -124,3 +141,29 @@ class AdapterBank:
                 if part is not None:
                     out[rows, section] = product_by_row(part.inputs(x[rows], rounded).astype(np.float32), part.b.T)
         return out
+
+
+class SavedBank:
+    """Room over NumPy for a matrix ``[rows, columns]`` in each slot, which replaces one of the model."""
+
+    def __init__(self, slots: AdapterSlots, rounded: Rounding):
+        self.slots = slots
+        self._rounded = rounded
+        self._matrices: list[np.ndarray | None] = [None] * (slots.count + 1)
+
+    def prepare(self, sections: Sections) -> np.ndarray:
+        """Rounded to the activation type."""
+        (matrix,) = sections
+        return self._rounded(np.asarray(matrix.values).astype(np.float32)).astype(np.float32)
+
+    def put(self, slot: int, prepared: np.ndarray | None) -> None:
+        self._matrices[slot] = prepared
+
+    def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each matrix that rows of the step have in place of the model's, and the numbers of these rows."""
+        if self.slots.rows is not None:
+            used = np.asarray(self.slots.rows)
+            for slot in np.unique(used[used > 0]).tolist():
+                matrix = self._matrices[slot]
+                if matrix is not None:
+                    yield matrix, np.flatnonzero(used == slot)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import delta_net
-from .adapter_slots import AdapterBank, AdapterSlots, Bank
+from .adapter_slots import AdapterBank, AdapterSlots, Bank, SavedBank
 from .attention import attend, cached
 from .blas_threads import blas_threads
 from .calibration import CalibrationOps
@@ -221,6 +221,27 @@ class Backend(HostDevice):
         assert self.adapter_slots is not None
         bank = AdapterBank(self.adapter_slots, widths, self._round)
         return replace(base, side_products=(*base.side_products, bank)), bank
+
+    def saved_bank(self, rows: int, columns: int) -> Any:
+        """Room for a matrix ``[rows, columns]`` in each of the ``adapter_slots``; two operations read it."""
+        assert self.adapter_slots is not None
+        return SavedBank(self.adapter_slots, self._round)
+
+    @silently
+    def saved_linear(self, x: Array, bank: Any, y: Array) -> Array:
+        """``y`` fp32 ``[T, rows]`` with ``x @ matrix.T`` in the rows whose slot has a matrix; ``y`` is overwritten.
+
+        ``x`` ``[T, columns]`` is rounded to the activation type; each row is computed by itself.
+        """
+        for matrix, rows in bank.rows():
+            y[rows] = product_by_row(self._round(x[rows]).astype(np.float32), matrix.T)
+        return y
+
+    def saved_embed(self, tokens: Array, bank: Any, residual: Array, scale: float = 1.0) -> Array:
+        """:meth:`embed` of the tables of the tokens' slots, where these have one; ``residual`` is overwritten."""
+        for table, rows in bank.rows():
+            residual[rows] = table[tokens[rows]] * np.float32(scale)
+        return residual
 
     @silently
     def table(self, values: np.ndarray) -> Array:

@@ -15,7 +15,7 @@ from ..cuda.kernels.arrays import HEAD_PAD, PAD, round_up
 from ..cuda.kernels.rowwise.adapters import RANKS
 from ..memory.arena import ALIGNMENT
 from ..memory.step_time import ExpertBytes
-from .adapter_slots import AdapterBank, AdapterSlots, Bank
+from .adapter_slots import AdapterBank, AdapterSlots, Bank, SavedBank
 from .base import Backend
 from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .quantization import HostWeight, int8_parts, stack_outliers
@@ -104,6 +104,13 @@ class MetaBackend(Backend):
             self._widest = max(self._widest, 6 * round_up(sum(widths), PAD) + 3 * pitch + 2 * ranks)
         return base, AdapterBank(self.adapter_slots, widths, self._round)
 
+    def saved_bank(self, rows: int, columns: int) -> Any:
+        assert self.adapter_slots is not None
+        nbytes = saved_bytes(self.adapter_slots, rows, columns)
+        self.adapter_bytes += nbytes
+        self.non_layer_bytes += nbytes
+        return SavedBank(self.adapter_slots, self._round)
+
     def mixture(
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
@@ -190,6 +197,11 @@ def bank_bytes(slots: AdapterSlots, widths: Sequence[int], features: int) -> int
     down = aligned(2 * slots.count * sections * rank * round_up(features, PAD))
     up = aligned(2 * slots.count * rank * round_up(sum(widths), PAD))
     return down + up + aligned(4 * slots.count * sections * rank) + aligned(4 * slots.count)
+
+
+def saved_bytes(slots: AdapterSlots, rows: int, columns: int) -> int:
+    """Room for a matrix in each slot, in fp16, and whether it is there."""
+    return aligned(2 * slots.count * rows * round_up(columns, PAD)) + aligned(4 * slots.count)
 
 
 def aligned(nbytes: int) -> int:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..backend.adapter_slots import Part, SavedMatrix
 from ..backend.side_products import Adapter
 from ..errors import CheckpointError
 from ..models.spec import Parameter
@@ -24,7 +25,8 @@ from .offline_rotation import ROTATED_STREAM, Change, changes_of
 from .opened_model import OpenedModel
 from .weight_rewrite import unpacked_factors, unpacked_vector
 
-Fit = Callable[[str, Adapter], Adapter]
+Fit = Callable[[str, Part], Part]
+_DAMAGE = ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, zlib.error
 
 
 def fitted_to_folder(model: OpenedModel) -> Fit:
@@ -43,12 +45,18 @@ def fitted_to_folder(model: OpenedModel) -> Fit:
             "because it was written by an earlier version; migrate the original again to use adapters"
         )
 
-    def fit(name: str, adapter: Adapter) -> Adapter:
+    def fit(name: str, part: Part) -> Part:
+        is_saved = isinstance(part, SavedMatrix)  # whose rows are read as those of ``a`` are
+        adapter = Adapter(part.values, np.eye(1, dtype=np.float32)) if isinstance(part, SavedMatrix) else part
+        factors = folded.get(name, {})
         try:
             if name in changes:
+                assert not (is_saved and changes[name].columns)
                 adapter = _turned(adapter, changes[name], norms)
-            return _scaled(adapter, folded.get(name, {}), spec.parameters[name])
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, zlib.error) as error:
+            assert not (is_saved and "rows" in factors)
+            fitted = _scaled(adapter, factors, spec.parameters[name])
+            return SavedMatrix(fitted.a) if is_saved else fitted
+        except _DAMAGE as error:
             problem = f"what was folded into {name!r} cannot be read ({error}); {DAMAGED_MANIFEST}"
             raise CheckpointError(f"{model.path / MANIFEST_FILE}: {problem}") from error
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backend.adapter_slots import Part, SavedMatrix
 from ..backend.side_products import Adapter
 from ..errors import CheckpointError, checkpoint_error
 from ..files import expand
@@ -59,28 +60,43 @@ MERGE = "merge the adapter into the float model (merge_and_unload of peft), and 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter in the coordinates of an open model: ``adapters`` by the names of its matrices.
+    """An adapter in the coordinates of an open model: ``parts`` by the names of its matrices.
 
     ``base`` is the model that it was trained on, as its configuration names it; it may be empty.
     """
 
     path: Path
-    adapters: Mapping[str, Adapter]
+    parts: Mapping[str, Part]
     base: str = ""
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The products that are added."""
+        return {name: part for name, part in self.parts.items() if isinstance(part, Adapter)}
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """The matrices that the adapter replaces."""
+        return frozenset(name for name, part in self.parts.items() if isinstance(part, SavedMatrix))
 
     @property
     def rank(self) -> int:
         """The largest rank of a matrix."""
-        return max(int(adapter.a.shape[0]) for adapter in self.adapters.values())
+        return max((int(adapter.a.shape[0]) for adapter in self.adapters.values()), default=0)
 
     @property
     def nbytes(self) -> int:
-        """The size of the factors in 16 bits."""
-        return 2 * sum(int(adapter.a.size + adapter.b.size) for adapter in self.adapters.values())
+        """The size of the parts in 16 bits."""
+        saved = sum(part.values.size for part in self.parts.values() if isinstance(part, SavedMatrix))
+        return 2 * (int(saved) + sum(int(adapter.a.size + adapter.b.size) for adapter in self.adapters.values()))
 
 
-def read_adapter(folder: str | Path, model: OpenedModel, adaptable: Collection[str]) -> AdapterFolder:
+def read_adapter(
+    folder: str | Path, model: OpenedModel, adaptable: Collection[str], replaceable: Collection[str] = ()
+) -> AdapterFolder:
     """The adapter in a folder that PEFT saved, for an open model whose matrices ``adaptable`` take adapters.
+
+    It may replace the matrices ``replaceable``.
 
     Raises :class:`CheckpointError` with everything that is wrong: for a folder that is no adapter, for what is not
     done (DoRA, trained tokens, ...), and for an adapter of another model.
@@ -88,9 +104,9 @@ def read_adapter(folder: str | Path, model: OpenedModel, adaptable: Collection[s
     path = expand(folder)
     config = _config(path)
     with _open_weights(path) as file:
-        adapters = _adapters(path, config, file, model.spec, adaptable)
+        parts = _parts(path, config, file, model.spec, adaptable, replaceable)
     fit = fitted_to_folder(model)
-    fitted = {name: fit(name, adapter) for name, adapter in adapters.items()}
+    fitted = {name: fit(name, part) for name, part in parts.items()}
     return AdapterFolder(path, fitted, str(config.get("base_model_name_or_path") or ""))
 
 
@@ -110,9 +126,8 @@ def _config(path: Path) -> dict[str, Any]:
     problems = [f"has {what}, which is not done here" for key, what in NOT_DONE.items() if config.get(key)]
     if config.get("bias", "none") != "none":
         problems.append(f"has trained biases (bias is {config['bias']!r}), which is not done here")
-    if saved := config.get("modules_to_save"):
-        names = ", ".join(map(str, saved if isinstance(saved, list) else [saved]))
-        problems.append(f"has trained copies of whole modules (modules_to_save: {names}), which is not done here")
+    if config.get("modules_to_save") and config.get("ensure_weight_tying"):
+        problems.append("has a trained table that is the head too (ensure_weight_tying), which is not done here")
     for key, kinds in (("r", int), ("lora_alpha", (int, float)), ("rank_pattern", dict), ("alpha_pattern", dict)):
         value = config.get(key, {} if kinds is dict else 8)
         is_bad = not isinstance(value, kinds) or isinstance(value, bool)  # type: ignore[arg-type]
@@ -144,23 +159,33 @@ class _Closing:
         self.file.close()
 
 
-def _adapters(
-    path: Path, config: Mapping[str, Any], file: TensorFile, spec: Spec, adaptable: Collection[str]
-) -> dict[str, Adapter]:
-    """The adapters of a file by the names of matrices. Raises :class:`CheckpointError` with all that is wrong."""
+def _parts(
+    path: Path,
+    config: Mapping[str, Any],
+    file: TensorFile,
+    spec: Spec,
+    adaptable: Collection[str],
+    replaceable: Collection[str],
+) -> dict[str, Part]:
+    """The parts of a file by the names of matrices. Raises :class:`CheckpointError` with all that is wrong."""
+    found: dict[str, Part] = {}
     problems: list[str] = []
     pairs: dict[str, list[str]] = {}
     for tensor, info in file.tensors.items():
         module, factor = _module(tensor)
         if tensor.endswith(BASE_COPY):
             problems += _copy_problems(tensor, info.shape, spec)
+        elif tensor.endswith(".weight") and module is None and (name := _saved_name(tensor, spec)) in replaceable:
+            problem = _saved_problem(tensor, info.shape, spec.parameters[name].shape)
+            problems += [problem] if problem else []
+            if not problems:
+                found[name] = SavedMatrix(np.asarray(file.read(tensor)).astype(np.float32))
         elif module is None:
             problems.append(f"holds {tensor!r}, which is no factor of a matrix: {_other_kind(tensor)}")
         elif info.dtype not in FLOAT_DTYPES:
             problems.append(f"tensor {tensor!r} is {info.dtype}, not one of {', '.join(FLOAT_DTYPES)}")
         else:
             pairs.setdefault(module, ["", ""])[factor] = tensor
-    found: dict[str, Adapter] = {}
     for module, (first, second) in pairs.items():
         name = module_tensor(module, spec)
         problem = _problem(module, name, spec, adaptable)
@@ -192,6 +217,17 @@ def _copy_problems(tensor: str, shape: tuple[int, ...], spec: Spec) -> list[str]
         return []
     wanted = list(parameter.shape)
     return [f"{tensor!r} is {list(shape)}, but that of this model is {wanted}: it was trained with other tokens"]
+
+
+def _saved_name(tensor: str, spec: Spec) -> str:
+    """The name of the matrix that a copy of a whole module replaces."""
+    return module_tensor(tensor.removeprefix(PREFIX).removesuffix(".weight"), spec)
+
+
+def _saved_problem(tensor: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str | None:
+    if shape == wanted:
+        return None
+    return f"{tensor!r} is {list(shape)}, but that of this model is {list(wanted)}: it was trained with other tokens"
 
 
 def _module(tensor: str) -> tuple[str | None, int]:

@@ -55,9 +55,9 @@ def merged(model: OpenedModel, adapter: Path, in_type_of_file: Collection[str] =
             "most of a small change. Merge into the float checkpoint that it was made from, or serve the adapter as it "
             "is (--adapter)"
         )
-    found = read_adapter(adapter, model, mergeable(spec))
+    read = read_adapter(adapter, model, mergeable(spec))
     changes = {
-        name: _derived(checkpoint, spec, name, of, name in in_type_of_file) for name, of in found.adapters.items()
+        name: _derived(checkpoint, spec, name, of, name in in_type_of_file) for name, of in read.adapters.items()
     }
     return OpenedModel(checkpoint.with_derived(changes), model.description, model.eos_ids)
 

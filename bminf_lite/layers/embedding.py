@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from ..backend.adapter_slots import AdapterSite, SavedMatrix
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch
 from .loading import Weights
@@ -18,11 +20,26 @@ class Embedding:
     def __init__(self, ops: Backend, weights: Weights, name: str, scale: float = 1.0):
         self.ops = ops
         self.scale = scale
-        self.table = ops.table(weights.vector(f"{name}.weight"))
+        values = weights.vector(f"{name}.weight")
+        self.table = ops.table(values)
+        self.saved = saved_site(ops, f"{name}.weight", *values.shape)
 
     def __call__(self, batch: ForwardBatch) -> Array:
         """A step's tokens to the residual stream, fp32 ``[T, features]``."""
-        return self.ops.embed(batch.tokens, self.table, self.scale)
+        residual = self.ops.embed(batch.tokens, self.table, self.scale)
+        if self.saved is not None:
+            residual = self.ops.saved_embed(batch.tokens, self.saved, residual, self.scale)
+        return residual
+
+
+def saved_site(ops: Backend, name: str, rows: int, columns: int) -> Any:
+    """Room for the matrices that adapters have in place of the matrix ``name``; None if there is none."""
+    slots = ops.adapter_slots
+    if slots is None or name not in slots.saved:
+        return None
+    bank = ops.saved_bank(rows, columns)
+    slots.sites.append(AdapterSite((name,), lambda name, part: part, bank, SavedMatrix))
+    return bank
 
 
 @dataclass(frozen=True)

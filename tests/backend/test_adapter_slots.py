@@ -10,7 +10,7 @@ import pytest
 from random_values import random_int8, random_rows
 from tolerances import assert_close
 
-from bminf_lite.backend.adapter_slots import AdapterSlots
+from bminf_lite.backend.adapter_slots import AdapterSlots, SavedMatrix
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.meta import bank_bytes
 from bminf_lite.backend.side_products import Adapter
@@ -134,10 +134,10 @@ def test_a_plan_counts_the_slots_to_the_byte(
     base = cuda_backend.weight([np.ones((width, features), np.float16) for width in widths])
     cuda_backend.adapter_slots, before = slots, cuda_backend.memory()["used"]
     try:
-        cuda_backend.with_adapters(base, widths, features)
+        kept = cuda_backend.with_adapters(base, widths, features)
     finally:
         cuda_backend.adapter_slots = None
-    assert bank_bytes(slots, widths, features) == cuda_backend.memory()["used"] - before
+    assert kept and bank_bytes(slots, widths, features) == cuda_backend.memory()["used"] - before
 
 
 @pytest.mark.parametrize("operation", ["add", "gate", "activate", "half"])
@@ -169,3 +169,36 @@ def test_behind_every_epilogue(backend: Backend, slots: AdapterSlots, operation:
         np.testing.assert_array_equal(found, rounded.astype(backend.activation_dtype))
     else:
         assert (found[[0, 2, 3]] != plain[[0, 2, 3]]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("ids", [[1], [0, 2, 1, 1, 3], [*range(4)] * 5])
+def test_rows_whose_slot_has_a_matrix_of_its_own(backend: Backend, slots: AdapterSlots, ids: list[int]) -> None:
+    """Slot 2 has none. A row gets what it gets alone, and the others keep theirs."""
+    rng, vocab, features = np.random.default_rng(4), 70, 100
+    matrices = rng.standard_normal((SLOTS, vocab, features)).astype(np.float32)
+    bank = backend.saved_bank(vocab, features)
+    for slot in (1, 3):
+        bank.put(slot, bank.prepare([SavedMatrix(matrices[slot - 1])]))
+    x = random_rows(rng, len(ids), features, backend.activation_dtype.type)
+    y, stream = (random_rows(rng, len(ids), width, np.float32) for width in (vocab, features))
+    tokens = rng.integers(0, vocab, len(ids)).astype(np.int32)
+
+    def found(rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        with backend.step(step_of(backend, ids[rows])):
+            logits = backend.saved_linear(backend.array(x[rows]), bank, backend.array(y[rows]))
+            residual = backend.saved_embed(backend.array(tokens[rows]), bank, backend.array(stream[rows]), 1.5)
+            return np.array(backend.host(logits)), np.array(backend.host(residual))
+
+    logits, residual = found(slice(len(ids)))
+    for row, slot in enumerate(ids):
+        alone = found(slice(row, row + 1))
+        np.testing.assert_array_equal(bits(alone[0][0]), bits(logits[row]))
+        np.testing.assert_array_equal(bits(alone[1][0]), bits(residual[row]))
+        if slot in (1, 3):
+            matrix = matrices[slot - 1].astype(backend.activation_dtype).astype(np.float64)
+            size = np.abs(matrix) @ np.abs(x[row].astype(np.float64))
+            assert_close(logits[row], matrix @ x[row].astype(np.float64), "adapter", backend.activation_dtype, size)
+            np.testing.assert_array_equal(residual[row], matrix[tokens[row]].astype(np.float32) * np.float32(1.5))
+        else:
+            np.testing.assert_array_equal(bits(logits[row]), bits(y[row]))
+            np.testing.assert_array_equal(bits(residual[row]), bits(stream[row]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from adapter_files import CONFIG, MODULES, factors, merged, modules_of, random_adapter, write_adapter
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import bminf_lite
-from bminf_lite.adapters import adaptable_matrices
+from bminf_lite.adapters import adaptable_matrices, replaceable_matrices
 from bminf_lite.checkpoint.adapter_folder import AdapterFolder, read_adapter, scale_of
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.weight_rewrite import packed_vector, unpacked_vector
@@ -24,7 +25,7 @@ TOKENS = np.random.default_rng(5).integers(0, 250, 40)
 
 def read(folder: Path, base: Path) -> AdapterFolder:
     with open_model(base) as model:
-        return read_adapter(folder, model, adaptable_matrices(model))
+        return read_adapter(folder, model, adaptable_matrices(model), replaceable_matrices(model))
 
 
 def error(logits: np.ndarray, expected: np.ndarray) -> float:
@@ -69,6 +70,39 @@ def test_on_a_migrated_model(source: Path, tmp_path: Path, recipe: str) -> None:
         loss = error(model.logits(TOKENS), expected)
     with bminf_lite.load(tmp_path / "source-int8", device="cpu", adapters={"a": adapter}) as model:
         assert error(model.logits(TOKENS, adapter="a"), expected) < 1.5 * loss < 0.1
+
+
+@pytest.mark.parametrize("recipe", [None, "w8a8", ROTATED], ids=["float", "w8a8", "rotated"])
+def test_saved_copies_of_head_and_table(source: Path, tmp_path: Path, recipe: str | None) -> None:
+    """As the model that has them in its files; another adapter and the model keep theirs in the same step."""
+    rng, weights = np.random.default_rng(9), load_file(source / "model.safetensors")
+    ends = {"lm_head": "lm_head.weight", "model.embed_tokens": "model.embed_tokens.weight"}
+    changed = {n: weights[w] + 0.2 * rng.standard_normal(weights[w].shape).astype(np.float32) for n, w in ends.items()}
+    tensors = factors(source, modules_of(source)[:4])
+    saved = {f"base_model.model.{name}.weight": values for name, values in changed.items()}
+    adapter = write_adapter(tmp_path / "saved", {**tensors, **saved}, r=4, modules_to_save=["lm_head", "embed_tokens"])
+    plain = random_adapter(tmp_path / "plain", source)
+    other = merged(source, write_adapter(tmp_path / "only", tensors, r=4), tmp_path / "merged", 2)
+    replaced = {ends[name]: values for name, values in changed.items()}
+    save_file({**load_file(other / "model.safetensors"), **replaced}, other / "model.safetensors")
+    base = source
+    if recipe is not None:
+        if "\n" in recipe:
+            (tmp_path / "recipe.toml").write_text(recipe)
+            recipe = str(tmp_path / "recipe.toml")
+        bminf_lite.migrate(source, base := tmp_path / "int8", recipe)
+    with bminf_lite.load(other, device="cpu") as model:
+        expected = model.logits(TOKENS)
+    with bminf_lite.load(base, device="cpu", adapters={"saved": adapter, "plain": plain}) as model:
+        assert error(model.logits(TOKENS, adapter="saved"), expected) < (1e-5 if recipe is None else 0.03)
+        names = ["saved", "plain", None]
+        alone = [model.generate("hello", max_new_tokens=6, adapter=name).text for name in names]
+        streams = [model.stream("hello", max_new_tokens=6, adapter=name) for name in names]
+        assert ["".join(piece.text for piece in stream) for stream in streams] == alone
+    with bminf_lite.load(base, device="cpu", adapters={"plain": plain}) as model:
+        no_room = "has a copy of lm_head.weight, model.embed_tokens.weight, for which there is no room"
+        with pytest.raises(UsageError, match=re.escape(no_room)):
+            model.load_adapter("saved", adapter)
 
 
 def test_scales_are_those_of_peft() -> None:
@@ -138,7 +172,7 @@ def test_bad_options_are_refused(source: Path, options: dict[str, Any], message:
         ),
         ({"use_dora": True}, "has DoRA, which scales the rows of each matrix, which is not done here"),
         ({"bias": "all"}, "has trained biases"),
-        ({"modules_to_save": ["lm_head"]}, "trained copies of whole modules .modules_to_save: lm_head."),
+        ({"modules_to_save": ["lm_head"], "ensure_weight_tying": True}, "a trained table that is the head too"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "adapters of parameters"),
         ({"trainable_token_indices": [1]}, "trained tokens"),
         ({"layer_replication": [[0, 1]]}, "replicated layers"),
@@ -186,7 +220,8 @@ EMBEDDING = "base_model.model.model.embed_tokens"
             put("base_model.model.lm_head.base_layer.weight", np.ones((264, 32), np.float32)),
             "trained with other tokens",
         ),
-        (put("base_model.model.lm_head.weight", np.ones((260, 32), np.float32)), "a trained copy of a module"),
+        (put("base_model.model.lm_head.weight", np.ones((261, 32), np.float32)), "trained with other tokens"),
+        (put("base_model.model.model.norm.weight", np.ones(32, np.float32)), "a trained copy of a module"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapter_files import random_adapter
+from adapter_files import random_adapter, write_adapter
 from model_kit import CONFIG, WatchedBackend, run
+from safetensors.numpy import load_file
 from stub_runner import Driver, adapter_named, make_config, make_request
 from tiny_models import RandomWeights
 
@@ -26,6 +27,8 @@ from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import UsageError
 from bminf_lite.placement import make_engine_config
+
+WEIGHTS = "adapter_model.safetensors"
 
 # -- names and slots --------------------------------------------------------------------------------------------------
 
@@ -190,6 +193,10 @@ def test_a_request_without_an_adapter_has_the_bits_of_a_model_without_room_for_t
 def test_on_a_gpu_in_any_company(source: Path, int8: Path, tmp_path: Path, kind: str) -> None:
     """Captured and not, with more adapters than slots: about the logits of a CPU, and for w8a8 the same bits."""
     folders = {str(i): random_adapter(tmp_path / str(i), source, rank, i) for i, rank in enumerate((4, 16, 3))}
+    weights, low_rank = (load_file(file) for file in (source / "model.safetensors", folders["2"] / WEIGHTS))
+    ends = {name: weights[f"{name}.weight"][::-1].copy() for name in ("lm_head", "model.embed_tokens")}
+    saved = {f"base_model.model.{name}.weight": values for name, values in ends.items()}
+    write_adapter(folders["2"], {**low_rank, **saved}, r=3)
     folder = int8 if kind == "w8a8" else source
     tokens = np.random.default_rng(3).integers(0, 250, 24)
     wanted = [*enumerate((None, "0", "1", "2", "0", None, "2", "1"), start=5)]

@@ -57,3 +57,32 @@ def expand_rows(call: Call) -> None:
     y = added(call.rows("sums", rows, call.sums_pitch, n, F32, align=0), products)
     y = y + call.vector("bias", n, F32) if call.bias else y
     call.rows("out", rows, call.out_pitch, n, TYPES[call.template["T"]], align=0)[...] = y
+
+
+@model
+def saved_products(call: Call) -> None:
+    rows, n, k, pitch = call.arguments["rows"], call.n, call.k, call.pitch
+    call.require(call.launch.grid[0] * 8 >= n and call.launch.grid[1] * 8 >= rows, "blocks are missing")
+    slots = call.vector("slots", rows, np.int32)
+    count = max(int(slots.max(initial=0)), 1)
+    present = call.vector("present", count, np.int32)
+    x = call.rows("x", rows, call.x_pitch, k, HALF).astype(F32)
+    matrices = call.rows("matrices", count * n, pitch, k, HALF).astype(F32).reshape(count, n, k)
+    y = call.rows("y", rows, call.y_pitch, n, F32, align=0)
+    for row in np.flatnonzero(slots > 0):
+        if present[slots[row] - 1]:
+            y[row] = product_by_row(x[row : row + 1], matrices[slots[row] - 1].T)[0]
+
+
+@model
+def saved_embed(call: Call) -> None:
+    rows, features = call.launch.grid[0], call.features
+    slots, tokens = (call.vector(name, rows, np.int32) for name in ("slots", "tokens"))
+    count = max(int(slots.max(initial=0)), 1)
+    present = call.vector("present", count, np.int32)
+    tables = call.rows("tables", count * call.vocab, call.pitch, features, HALF, align=0)
+    residual = call.rows("residual", rows, call.residual_pitch, features, F32, align=0)
+    for row in np.flatnonzero(slots > 0):
+        if present[slots[row] - 1]:
+            place = (slots[row] - 1) * call.vocab + tokens[row]
+            residual[row] = tables[place].astype(F32) * F32(call.scale)

@@ -102,6 +102,24 @@ def test_options_of_peft(options: dict[str, Any], tmp_path: Path) -> None:
         assert_close(mine.logits(tokens, adapter="a"), theirs, "logits", np.float32, np.abs(theirs).max())
 
 
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]], ids="+".join)
+def test_saved_modules(saved: list[str], tmp_path: Path) -> None:
+    """Of a model whose head is its table: each name has a copy of its own."""
+    hf = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model = peft.get_peft_model(hf, peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter += 0.2 * parameter.std() * torch.randn_like(parameter)
+    model.eval().save_pretrained(tmp_path / "adapter")
+    tokens = random_tokens(7, 20, hf.config.vocab_size)
+    theirs = logits_of(model, tokens)
+    with bminf_lite.load(DEMO, device="cpu", adapters={"a": tmp_path / "adapter"}) as mine:
+        assert error(mine.logits(tokens), theirs) > 0.01
+        assert_close(mine.logits(tokens, adapter="a"), theirs, "logits", np.float32, np.abs(theirs).max())
+
+
 RECIPES = {
     "rotated in the weights": 'linear = "w8a8"\nhead = "w8a8"\noffline_rotation = true\n',
     "rotated and smoothed": (

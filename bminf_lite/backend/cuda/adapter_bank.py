@@ -13,7 +13,7 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import PAD, round_up
-from ...cuda.kernels.rowwise.adapters import MAX_SECTIONS, RANKS, AdapterArrays
+from ...cuda.kernels.rowwise.adapters import MAX_SECTIONS, RANKS, AdapterArrays, SavedArrays
 from ...errors import UsageError
 from ..adapter_slots import AdapterSlots, Sections
 from .arrays import Arrays
@@ -97,9 +97,46 @@ class AdapterBank:
         self._copy(of.ranks[place : place + 1], prepared.used)
 
     def _copy(self, target: cp.ndarray, source: np.ndarray) -> None:
-        assert target.shape == source.shape and target.nbytes == source.nbytes
-        runtime, stream = cp.cuda.runtime, self._arrays.stream.ptr
-        runtime.memcpyAsync(target.data.ptr, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)
+        _copy(self._arrays, target, source)
+
+
+class SavedBank:
+    """Room for a matrix ``[rows, columns]`` in each slot."""
+
+    def __init__(self, arrays: Arrays, slots: AdapterSlots, rows: int, columns: int):
+        self.slots = slots
+        self._arrays = arrays
+        self.saved = SavedArrays(
+            arrays.zeros((slots.count, rows, round_up(columns, PAD)), np.float16),
+            arrays.zeros((slots.count,), np.int32),
+            columns,
+        )
+        self._one = _pinned((1,), np.int32)
+        self._one[0] = 1
+
+    def prepare(self, sections: Sections) -> np.ndarray:
+        """A copy in pinned memory; values beyond fp16 become infinities."""
+        (matrix,) = sections
+        values = _pinned(self.saved.matrices.shape[1:], np.float16)
+        with np.errstate(over="ignore"):
+            values[:, : self.saved.columns] = matrix.values
+        return values
+
+    def put(self, slot: int, prepared: np.ndarray | None) -> None:
+        """As :meth:`AdapterBank.put`."""
+        place = slot - 1
+        if prepared is None:
+            self.saved.present[place : place + 1].data.memset_async(0, 4, self._arrays.stream)
+            return
+        _copy(self._arrays, self.saved.matrices[place], prepared)
+        _copy(self._arrays, self.saved.present[place : place + 1], self._one)
+
+
+def _copy(arrays: Arrays, target: cp.ndarray, source: np.ndarray) -> None:
+    """Start a copy from pinned memory, as work of the stream."""
+    assert target.shape == source.shape and target.nbytes == source.nbytes
+    runtime, stream = cp.cuda.runtime, arrays.stream.ptr
+    runtime.memcpyAsync(target.data.ptr, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)
 
 
 def _pinned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

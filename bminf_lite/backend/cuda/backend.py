@@ -53,7 +53,7 @@ from ..values import (
     StateArray,
     StateCache,
 )
-from .adapter_bank import AdapterBank
+from .adapter_bank import AdapterBank, SavedBank
 from .arrays import Arrays, ZeroedScratch
 from .attention import AttentionLaunches
 from .calibration import CudaCalibrationOps
@@ -242,6 +242,29 @@ class CudaBackend(Backend):
         with self.arrays.within(self.arena):
             bank = AdapterBank(self.arrays, self.adapter_slots, widths, features)
         return replace(base, adapters=bank), bank
+
+    def saved_bank(self, rows: int, columns: int) -> SavedBank:
+        assert self.adapter_slots is not None
+        with self.arrays.within(self.arena):
+            return SavedBank(self.arrays, self.adapter_slots, rows, columns)
+
+    def saved_linear(self, x: Array, bank: SavedBank, y: Array) -> Array:
+        rows, values = bank.slots.rows, self.materializer.materialize(y)
+        if rows is not None:
+            assert len(rows) == len(values), "the rows of a product are not those of the step"
+            self.kernels.adapters.saved_products(
+                self.kernels.step, self.materializer.to_half(x), rows, bank.saved, values
+            )
+        return values
+
+    def saved_embed(self, tokens: Array, bank: SavedBank, residual: Array, scale: float = 1.0) -> Array:
+        rows = bank.slots.rows
+        if rows is None:
+            return residual
+        target = self.materializer.as_residual(residual)
+        self.materializer.flush_residual(target)
+        self.kernels.adapters.saved_embed(self.kernels.step, tokens, rows, bank.saved, target.values, scale)
+        return ResidualStream(target.values)
 
     def mixture(  # type: ignore[override]
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],

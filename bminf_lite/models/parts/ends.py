@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...backend.base import Backend
 from ...backend.values import Array, ForwardBatch
-from ...layers.embedding import Embedding, PositionEmbedding, TokenTypeEmbedding
+from ...layers.embedding import Embedding, PositionEmbedding, TokenTypeEmbedding, saved_site
 from ...layers.linear import Linear
 from ...layers.loading import Weights
 from ...layers.norm import NormLayer
@@ -149,6 +150,7 @@ class OutputPart:
             Linear(ops, weights, [self.project]) if self.project is not None else None,
             Linear(ops, weights, [self.name], self.bias),
             self.softcap,
+            None if self.bias else saved_site(ops, f"{self.name}.weight", self.vocab_size, self.features),
         )
 
 
@@ -160,8 +162,12 @@ class OutputLayer:
     project: Linear | None
     head: Linear
     softcap: float | None = None
+    saved: Any = None
 
     def __call__(self, residual: Array) -> Array:
         x = self.norm(residual) if self.norm else residual
-        logits = self.head.fp32(self.project(x) if self.project else x)
+        x = self.project(x) if self.project else x
+        logits = self.head.fp32(x)
+        if self.saved is not None:
+            logits = self.head.ops.saved_linear(x, self.saved, logits)
         return logits if self.softcap is None else self.head.ops.soft_cap(logits, self.softcap)

@@ -2,6 +2,7 @@
 //
 //     shrink_rows   inputs = fp16(scale * (x @ down[slot].T))
 //     expand_rows   out = sums + inputs @ up[slot] + bias; a row without a slot gets no product
+//     saved_products, saved_embed   a head, or a table of tokens, in place of the model's
 //
 // A weight that is stacked from several matrices has a section for each. down: fp16 [slots, columns, pitch] with zeros
 // behind column k, where columns = sections * rank_pitch; scales: fp32 [slots, columns]; up: fp16 [slots, rank_pitch,
@@ -119,4 +120,62 @@ __global__ void __launch_bounds__(128) expand_rows(
         if (bias) y = __fadd_rn(y, bias[column]);
         out[(first + r) * out_pitch + column] = static_cast<T>(y);
     }
+}
+
+// y[row] = x[row] @ matrices[slot].T in fp32 for the rows whose slot has a matrix. x: fp16 [rows, x_pitch]; matrices:
+// fp16 [slots, n, pitch] with zeros behind column k; present: [slots]; y: fp32 [rows, y_pitch]. The grid is (blocks of
+// 8 outputs, tiles of EXPAND_ROWS rows). A warp computes one output of the rows of a tile, so it reads a matrix once
+// for all of them. A lane adds by fma the elements of its vectors of 8, vector v of lane v % 32, and the lanes are
+// added in a tree, those 16 apart first.
+__global__ void __launch_bounds__(256) saved_products(
+    const __half* x, long long x_pitch, const int* slots, const __half* __restrict__ matrices, int pitch,
+    const int* present, float* y, long long y_pitch, int rows, int n, int k) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const int output = blockIdx.x * 8 + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int first = blockIdx.y * EXPAND_ROWS;
+    if (output >= n) return;
+#pragma unroll 1
+    for (int row = first; row < min(first + EXPAND_ROWS, rows); ++row) {
+        const int slot = slots[row];
+        if (slot <= 0 || !present[slot - 1] || !leads(slots, first, row, slot)) continue;
+        const __half* weight = matrices + (static_cast<size_t>(slot - 1) * n + output) * pitch;
+        float sums[EXPAND_ROWS] = {};
+        for (int column = lane * 8; column < k; column += WARP * 8) {
+            const uint4 raw = ld_global_v4(weight + column);
+            float w[8];
+            load8(reinterpret_cast<const __half*>(&raw), w);
+#pragma unroll
+            for (int r = 0; r < EXPAND_ROWS; ++r) {
+                if (first + r >= rows || slots[first + r] != slot) continue;
+                uint4 part = ld_global_cg_v4(x + (first + r) * x_pitch + column);
+                zero_tail(part, column, k);
+                float values[8];
+                load8(reinterpret_cast<const __half*>(&part), values);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sums[r] = fmaf(values[j], w[j], sums[r]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < EXPAND_ROWS; ++r) {
+            if (first + r >= rows || slots[first + r] != slot) continue;
+#pragma unroll
+            for (int d = WARP / 2; d; d /= 2) sums[r] = __fadd_rn(sums[r], __shfl_xor_sync(FULL, sums[r], d));
+            if (lane == 0) y[(first + r) * y_pitch + output] = sums[r];
+        }
+    }
+}
+
+// residual[row] = tables[slot][token] * scale for the tokens whose slot has a table. tokens: [rows]; tables: fp16
+// [slots, vocab, pitch]; residual: fp32 [rows, residual_pitch]. A block handles one row.
+__global__ void __launch_bounds__(256) saved_embed(
+    const int* tokens, const int* slots, const __half* __restrict__ tables, int pitch, const int* present, int vocab,
+    float* residual, long long residual_pitch, int features, float scale) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const int row = blockIdx.x, slot = slots[row];
+    if (slot <= 0 || !present[slot - 1]) return;
+    const __half* from = tables + (static_cast<size_t>(slot - 1) * vocab + tokens[row]) * pitch;
+    for (int i = threadIdx.x; i < features; i += blockDim.x)
+        residual[row * residual_pitch + i] = __fmul_rn(__half2float(from[i]), scale);
 }

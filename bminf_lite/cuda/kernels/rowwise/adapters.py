@@ -23,6 +23,15 @@ MAX_SECTIONS = 4
 
 
 @dataclass(frozen=True)
+class SavedArrays:
+    """Matrices fp16 ``[slots, rows, pitch]`` of ``columns``, and int32 ``[slots]``, which is 1 where there is one."""
+
+    matrices: cp.ndarray
+    present: cp.ndarray
+    columns: int
+
+
+@dataclass(frozen=True)
 class AdapterArrays:
     """The slots of one weight, as ``adapters.cu`` describes them; ``ends`` are the outputs at which sections end."""
 
@@ -55,6 +64,8 @@ class AdapterKernels:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         yield KernelFamily(cls.source, "shrink_rows", (TILES,))
         yield KernelFamily(cls.source, "expand_rows", (("__half", "float"),))
+        yield KernelFamily(cls.source, "saved_products")
+        yield KernelFamily(cls.source, "saved_embed")
 
     def shrink(
         self, step: StepContext, x: cp.ndarray, slots: cp.ndarray, adapters: AdapterArrays, inputs: cp.ndarray
@@ -125,4 +136,62 @@ class AdapterKernels:
                 *ends,
             ),
             bytes_moved=nbytes_of(sums, inputs, out) + adapters.up.nbytes // len(adapters.up),
+        )
+
+    def saved_products(
+        self, step: StepContext, x: cp.ndarray, slots: cp.ndarray, saved: SavedArrays, y: cp.ndarray
+    ) -> None:
+        """The rows of ``y`` fp32 ``[rows, n]`` whose slot has a matrix: ``x`` fp16, padded, times that matrix."""
+        rows, n = y.shape
+        self._launcher.launch(
+            step,
+            self.source,
+            "saved_products",
+            (ceil_div(n, 8), ceil_div(rows, EXPAND_ROWS)),
+            256,
+            (
+                x.data.ptr,
+                pitch_of(x),
+                slots.data.ptr,
+                saved.matrices.data.ptr,
+                saved.matrices.shape[2],
+                saved.present.data.ptr,
+                y.data.ptr,
+                pitch_of(y),
+                rows,
+                n,
+                saved.columns,
+            ),
+            bytes_moved=nbytes_of(x, y) + saved.matrices.nbytes // len(saved.matrices),
+        )
+
+    def saved_embed(
+        self,
+        step: StepContext,
+        tokens: cp.ndarray,
+        slots: cp.ndarray,
+        saved: SavedArrays,
+        residual: cp.ndarray,
+        scale: float,
+    ) -> None:
+        """The rows of ``residual`` fp32 ``[rows, features]`` whose slot has a table: that of their token."""
+        self._launcher.launch(
+            step,
+            self.source,
+            "saved_embed",
+            len(residual),
+            256,
+            (
+                tokens.data.ptr,
+                slots.data.ptr,
+                saved.matrices.data.ptr,
+                saved.matrices.shape[2],
+                saved.present.data.ptr,
+                saved.matrices.shape[1],
+                residual.data.ptr,
+                pitch_of(residual),
+                residual.shape[1],
+                scale,
+            ),
+            bytes_moved=2 * nbytes_of(residual),
         )
