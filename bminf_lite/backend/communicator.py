@@ -241,6 +241,17 @@ def _run_works(works: SimpleQueue[Any], start: Callable[[], None]) -> None:
         del item, work, ended  # nothing of a model is kept while the thread waits
 
 
+def shard_heads(count: int, ranks: Communicator) -> slice:
+    """This rank's part of ``count`` heads of keys and values: a run of them, or one that several ranks have.
+
+    ``tp_size`` divides ``count``, or is a multiple of it.
+    """
+    if count % ranks.tp_size == 0:
+        return shard(count, ranks)
+    first = ranks.tp_rank * count // ranks.tp_size
+    return slice(first, first + 1)
+
+
 def shard(count: int, ranks: Communicator) -> slice:
     """This rank's part of ``count`` heads, rows or columns, which ``tp_size`` divides: a run of them."""
     width, rest = divmod(count, ranks.tp_size)

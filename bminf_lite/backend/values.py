@@ -281,11 +281,11 @@ class AttentionSpec:
         assert sum(x is not None for x in (self.bias, self.softcap, self.sinks)) <= 1
 
     def shard(self, tp_size: int) -> AttentionSpec:
-        """The attention of one of ``tp_size`` ranks, which divide the heads.
+        """The attention of one of ``tp_size`` ranks, which divide the heads; with fewer heads of keys, each has one.
 
         ``bias`` and ``sinks`` already have the rank's heads.
         """
-        return replace(self, heads=self.heads // tp_size, kv_heads=self.kv_heads // tp_size)
+        return replace(self, heads=self.heads // tp_size, kv_heads=max(1, self.kv_heads // tp_size))
 
     @property
     def gate_features(self) -> int:

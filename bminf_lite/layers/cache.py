@@ -79,8 +79,8 @@ class KeyValues:
         return self
 
     def shard(self, tp_size: int) -> KeyValues:
-        """What one of ``tp_size`` ranks keeps: its part of the heads."""
-        return replace(self, kv_heads=self.kv_heads // tp_size)
+        """What one of ``tp_size`` ranks keeps: its part of the heads, or one that other ranks have too."""
+        return replace(self, kv_heads=max(1, self.kv_heads // tp_size))
 
     def make(self, ops: Backend, num_blocks: int, max_blocks: int | None) -> LayerCache:
         """The layer's memory on a device, which can grow to ``max_blocks`` blocks. A rank has its part of the heads."""

@@ -8,7 +8,7 @@ names are those of matrices ``[in, out]``, as the paper has them. Other layers a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,15 +16,26 @@ import numpy as np
 
 from ..backend.adapter_slots import AdapterSite
 from ..backend.base import Backend
-from ..backend.communicator import Communicator, shard
+from ..backend.communicator import Communicator, shard, shard_heads
 from ..backend.quantization import HostWeight, weight_columns
 from ..backend.side_products import Adapter
 from ..backend.values import Array
 from ..errors import CheckpointError, UsageError
 from .loading import RowTransform, TransformedWeights, Weights
 
-Sections = Sequence[int | tuple[int, ...]]
-"""Widths of parts of a product's outputs."""
+
+@dataclass(frozen=True)
+class KeyValueHeads:
+    """A part of a product's outputs that is ``count`` heads of keys or values, of ``size`` elements each."""
+
+    count: int
+    size: int
+
+
+Section = int | KeyValueHeads
+"""A part of a product's outputs, by its width."""
+Sections = Sequence[Section | tuple[Section, ...]]
+"""Parts of a product's outputs; those of one matrix may be together."""
 
 
 class Linear:
@@ -95,6 +106,11 @@ class RowParallelLinear:
         y = self.product.fp32(x)
         return self.ops.all_reduce_add(y, self.bias) if self.is_partial else y
 
+    def partial(self, x: Array) -> Array:
+        """What this rank adds to :meth:`fp32` of a layer without a bias: fp32 ``[T, out]``."""
+        assert self.bias is None
+        return self.product.fp32(x)
+
     def add_to(self, residual: Array, x: Array) -> Array:
         """``residual + self(x)``, fp32 ``[T, out]``; ``residual`` may be overwritten."""
         if not self.is_partial:
@@ -138,10 +154,22 @@ def rows_of_rank(names: Sequence[str], sections: Sections, ranks: Communicator) 
 
 
 def _own_rows(sections: Any, ranks: Communicator) -> np.ndarray | slice:
-    return shard(sections, ranks) if isinstance(sections, int) else rows_of_sections(sections, ranks)
+    is_one = isinstance(sections, (int, KeyValueHeads))
+    return _part(sections, ranks)[1] if is_one else rows_of_sections(sections, ranks)
 
 
-def rows_of_sections(sections: Sequence[int], ranks: Communicator) -> np.ndarray:
-    """The rows that a rank has of a matrix whose rows are ``sections`` of these widths, one behind another."""
-    parts = np.split(np.arange(sum(sections)), np.cumsum(sections)[:-1])
-    return np.concatenate([part[shard(len(part), ranks)] for part in parts])
+def _part(section: Section, ranks: Communicator) -> tuple[int, slice]:
+    """The width of a section, and the part of it that a rank has."""
+    if isinstance(section, int):
+        return section, shard(section, ranks)
+    heads = shard_heads(section.count, ranks)
+    return section.count * section.size, slice(heads.start * section.size, heads.stop * section.size)
+
+
+def rows_of_sections(sections: Sequence[Section], ranks: Communicator) -> np.ndarray:
+    """The rows that a rank has of a matrix whose rows are ``sections``, one behind another."""
+    first, found = 0, []
+    for width, own in (_part(section, ranks) for section in sections):
+        found.append(np.arange(first + own.start, first + own.stop))
+        first += width
+    return np.concatenate(found)

@@ -39,8 +39,8 @@ class Architecture:
         tp_size = ops.communicator.tp_size
         if problems := config.tp_problems(tp_size):
             raise UsageError(
-                f"the model cannot be divided among {tp_size} ranks: {'; '.join(problems)}. The number of ranks must "
-                f"divide {config.max_tp_size}"
+                f"the model cannot be divided among {tp_size} ranks: {'; '.join(problems)}. Numbers of ranks that "
+                f"would do: {', '.join(map(str, config.tp_sizes))}"
             )
         return self.network(self.ModelBuilder(config, weights, ops))
 

@@ -87,13 +87,24 @@ class ModelConfig(ABC):
         return None
 
     @property
-    def max_tp_size(self) -> int:
-        """The most ranks among which the model can be divided; other numbers of ranks divide this one."""
-        return math.gcd(*self.divided.values()) if self.undivided is None else 1
+    def shared_heads(self) -> frozenset[int]:
+        """Numbers of heads of keys and values; each divides the number of ranks, or is divided by it."""
+        return frozenset()
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """Among how many ranks the model can be divided."""
+        most = math.gcd(*self.divided.values()) if self.undivided is None else 1
+        return [size for size in range(1, most + 1) if not self.tp_problems(size)]
 
     def tp_problems(self, tp_size: int) -> list[str]:
         """Why the model cannot be divided among ``tp_size`` ranks; empty if it can."""
         found = [f"{count:,} {name} are not divisible by it" for name, count in self.divided.items() if count % tp_size]
+        found += [
+            f"{count:,} key-value heads are neither divisible by it, nor is it by them"
+            for count in sorted(self.shared_heads)
+            if count % tp_size and tp_size % count
+        ]
         return [*found, self.undivided] if tp_size > 1 and self.undivided is not None else found
 
     @property

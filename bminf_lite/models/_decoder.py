@@ -57,6 +57,10 @@ class DecoderConfig(ModelConfig):
         return common_divisors(layer.divided for layer in self.layer_parts)
 
     @property
+    def shared_heads(self) -> frozenset[int]:
+        return frozenset[int]().union(*(layer.shared_heads for layer in self.layer_parts))
+
+    @property
     def undivided(self) -> str | None:
         reasons = (sub.part.undivided for layer in self.layer_parts for sub in layer.sublayers)
         return next((reason for reason in reasons if reason is not None), None)

@@ -163,6 +163,10 @@ class Config(ModelConfig):
     def divided(self) -> dict[str, int]:
         return common_divisors(layer.divided for layer in (*self.encoder_parts, *self.decoder_parts))
 
+    @property
+    def shared_heads(self) -> frozenset[int]:
+        return frozenset[int]().union(*(layer.shared_heads for layer in (*self.encoder_parts, *self.decoder_parts)))
+
 
 def check_buckets(read: ConfigReader) -> None:
     """Record problems with the buckets of relative distances."""

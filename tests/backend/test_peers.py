@@ -12,10 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
+from tiny_models import case_without_golden, goldens
 
 import bminf_lite
+from bminf_lite import models
 from bminf_lite.backend import close_ranks
-from bminf_lite.backend.communicator import RankThreads
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.communicator import RankThreads, simulated_ranks
 from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.cuda.runtime.driver import device_count
 from bminf_lite.errors import DeviceError, UsageError
@@ -194,6 +198,36 @@ def test_a_model_on_two_gpus(source: Path, tmp_path: Path) -> None:
         alone = [model.generate([prompt], **options)[0].token_ids for prompt in prompts[:1]]
         assert together[:1] == alone
         assert [result.token_ids for result in model.generate(prompts, **options)] == together
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v2", "qwen3_next", "cpm2"])
+def test_every_kind_of_layer_gives_what_ranks_on_the_cpu_give(family: str) -> None:
+    """Float models, whose results differ by the rounding of fp16 alone."""
+    cases = [case_without_golden("cpm2", num_heads=4)] if family == "cpm2" else goldens(family)
+    golden = next(g for g in cases if not models.find(g.config).parse(g.config).tp_problems(2))
+    config, weights = golden.config, tiny_models.RandomWeights(golden.config, golden.seed)
+    tokens = tiny_models.random_tokens(5, 30, config["vocab_size"]).tolist()
+
+    def served(ops: Any) -> list[np.ndarray]:
+        model: Any = tiny_models.tiny_model(ops, config, weights, slots=2)
+        if models.find(config).parse(config).is_encoder_decoder:
+            model.read(tokens[:9], tokens[9:13])
+        return [model.run(tokens[:11], tokens[11:14]), *(model.run([tokens[20 + i]], [tokens[i]]) for i in range(3))]
+
+    cpus = simulated_ranks(2)
+
+    def on_cpu(rank: int) -> list[np.ndarray]:
+        ops = Backend(np.float16)
+        ops.communicator = cpus[rank]
+        return served(ops)
+
+    with closing(RankThreads(cpus, [lambda: None] * 2)) as threads:
+        expected = threads.run(on_cpu)[0]
+    with closing(Ranks((0, 0))) as ranks:
+        results = ranks.run(lambda ops, rank: served(ops))
+    for first, second, defined in zip(*results, expected, strict=True):
+        np.testing.assert_array_equal(first, second, "every rank has the same logits")
+        np.testing.assert_allclose(first, defined, rtol=0, atol=0.02 * np.abs(defined).max())
 
 
 def test_more_gpus_than_there_are(int8: Path) -> None:

@@ -35,6 +35,7 @@ from bminf_lite.backend.quantization import HostWeight, OutlierColumns, quantize
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.errors import UsageError
 from bminf_lite.layers.linear import RowParallelLinear
+from bminf_lite.models.parts.experts import Experts
 
 T = TypeVar("T")
 TP_SIZE = 2
@@ -48,7 +49,7 @@ LLAMA = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,
 }
-UNDIVIDED = ("olmo2", "olmo3", *MIXTURES)
+UNDIVIDED = ("olmo2", "olmo3", "olmoe", "minimax_m2")
 """Families that one rank alone runs: norms of queries and keys are over all heads."""
 
 
@@ -69,7 +70,7 @@ CASES = [
     case_without_golden("cpm1"),
     *(case_without_golden(name, num_heads=4) for name in ("cpm2", "eva")),
 ]
-IN_EVERY_RUN = ("llama", "gemma2", "gpt2", "phi3", "bloom", "mt5", "cpm2")
+IN_EVERY_RUN = ("llama", "gemma2", "gpt2", "phi3", "bloom", "mt5", "cpm2", "deepseek_v2", "gpt_oss")
 each_case = pytest.mark.parametrize(
     "golden",
     [pytest.param(g, marks=() if g.config["model_type"] in IN_EVERY_RUN else pytest.mark.slow) for g in CASES],
@@ -132,9 +133,14 @@ def undivided(
     """A model on one rank whose sums over what ranks would compute are made in groups of columns."""
     model = tiny_model(Backend(dtype or np.float32), config, weights, slots=2, int8_cache=int8_cache)
     found = list(row_parallel(model.network))
-    assert len(found) >= 2 * model.config.num_layers
+    assert len(found) >= model.config.num_layers
     for layer in found:
         layer.product.weight = replace(layer.product.weight, tp_size=groups)
+    for layer in getattr(model.network, "layers", ()):
+        for part in layer.parts:
+            if isinstance(part, Experts):
+                down = [replace(weight, tp_size=groups) for weight in part.mixture.down]
+                object.__setattr__(part.mixture, "down", down)
     return model
 
 
@@ -160,7 +166,10 @@ def test_w8a8_equals_its_definition_bit_for_bit(golden: Golden, int8_cache: bool
     found = served(Divided(golden.config, weights, **options), golden.config)
     for logits, defined, other in zip(found, expected, whole, strict=True):
         assert np.isfinite(logits).all() and not np.array_equal(defined, other), "groups have scales of their own"
-        np.testing.assert_array_equal(logits.view(np.int32), defined.view(np.int32))
+        if golden.config["model_type"] in MIXTURES:  # a rank adds its parts of experts before the ranks are added:
+            assert np.abs(logits - defined).mean() < 0.03 * np.abs(defined).max()  # codes and choices may change
+        else:
+            np.testing.assert_array_equal(logits.view(np.int32), defined.view(np.int32))
 
 
 @each_case
@@ -173,13 +182,18 @@ def test_float_is_near_the_undivided_model(golden: Golden) -> None:
         np.testing.assert_allclose(logits, whole, rtol=0, atol=2e-5 * np.abs(whole).max())
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_four_ranks(quantized: bool) -> None:
-    weights = RandomWeights(LLAMA, 3, quantized)
-    found = served(Divided(LLAMA, weights, tp_size=4), LLAMA)
-    expected = served(undivided(LLAMA, weights, 4), LLAMA)
+def test_four_ranks(quantized: bool, kv_heads: int) -> None:
+    """Several of them have the same head of keys and values where there are fewer."""
+    config = LLAMA | {"num_key_value_heads": kv_heads}
+    weights = RandomWeights(config, 3, quantized)
+    divided = Divided(config, weights, tp_size=4)
+    assert divided.models[0].cache.layers[0].keys.shape[1] == 1
+    found = served(divided, config)
+    expected = served(undivided(config, weights, 4), config)
     for logits, defined in zip(found, expected, strict=True):
-        if quantized:
+        if quantized and kv_heads == 4:  # else a rank's attention adds in another order, as fewer heads share keys
             np.testing.assert_array_equal(logits.view(np.int32), defined.view(np.int32))
         else:
             np.testing.assert_allclose(logits, defined, rtol=0, atol=2e-5 * np.abs(defined).max())
@@ -231,9 +245,9 @@ def test_the_ranks_must_divide_the_heads_and_the_width() -> None:
     with pytest.raises(UsageError) as error:
         Divided(LLAMA | {"intermediate_size": 98}, None, tp_size=3)
     assert str(error.value) == (
-        "the model cannot be divided among 3 ranks: 8 heads are not divisible by it; 4 key-value heads are not "
-        "divisible by it; 98 hidden units of a feed-forward layer are not divisible by it. The number of ranks must "
-        "divide 2"
+        "the model cannot be divided among 3 ranks: 8 heads are not divisible by it; 98 hidden units of a feed-forward "
+        "layer are not divisible by it; 4 key-value heads are neither divisible by it, nor is it by them. Numbers of "
+        "ranks that would do: 1, 2"
     )
 
 
@@ -242,7 +256,7 @@ def test_which_families_can_be_divided(family: str) -> None:
     golden = divisible(family)
     assert (golden is None) == (family in UNDIVIDED)
     if golden is None:
-        with pytest.raises(UsageError, match=r"The number of ranks must divide 1$"):
+        with pytest.raises(UsageError, match=r"Numbers of ranks that would do: 1$"):
             Divided(next(goldens(family)).config, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from ...backend.base import Backend
 from ...backend.communicator import shard
 from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
 from ...layers.cache import KeyValues
-from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from ...layers.linear import ColumnParallelLinear, KeyValueHeads, Linear, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights
 from ...layers.norm import rms_norm
 from .._rotary import Rotary, rotary_pairs
@@ -74,7 +75,11 @@ class AttentionPart(Part):
 
     @property
     def divided(self) -> Mapping[str, int]:
-        return {"heads": self.heads, "key-value heads": self.kv_heads}
+        return {"heads": self.heads}
+
+    @property
+    def shared_heads(self) -> int:
+        return self.kv_heads
 
     @property
     def undivided(self) -> str | None:
@@ -205,8 +210,8 @@ class AttentionPart(Part):
             output_gate=self.output_gate,
         ).shard(ops.communicator.tp_size)
         out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)
-        q, *kv = self.features
-        sections = [(q, q) if self.output_gate else q, *kv]
+        q, kv = self.features[0], KeyValueHeads(self.kv_heads, self.head_dim)
+        sections: list[Any] = [(q, q) if self.output_gate else q, kv, kv]
         qkv = ColumnParallelLinear(ops, weights, source.named(self.qkv), sections, self.qkv_bias)
         if norms and self.qk_norm is QueryKeyNorm.WHOLE:
             return AttentionWithWholeNorms(ops, spec, qkv, out, *norms)

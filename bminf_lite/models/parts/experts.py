@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from ...backend.base import Backend
+from ...backend.communicator import shard
 from ...backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ...backend.mixture import Mixture
 from ...backend.quantization import HostWeight
 from ...backend.values import Array, ForwardBatch, LayerCache
+from ...layers.linear import ColumnsOfRank
+from ...layers.loading import RowTransform
 from ..spec import Fold, FusedExperts, Parameter, Role, Tensors, linear, router, weights_of
-from .feed_forward import FeedForwardPart
+from .feed_forward import FeedForward, FeedForwardPart
 from .part import LayerSource, Part, PartLayer, PartTensors
 
 
@@ -56,8 +60,15 @@ class ExpertsPart(Part):
         return ExpertActivation(self.activation) if isinstance(self.activation, str) else self.activation
 
     @property
+    def divided(self) -> Mapping[str, int]:
+        own = {"hidden units of an expert": self.inner_size}
+        return own if self.shared is None else {**own, **self.shared.divided}
+
+    @property
     def undivided(self) -> str | None:
-        return "experts are not divided among ranks"
+        if self.shared is not None and self.shared.bias:
+            return "the layer beside the experts has a bias, which each rank would add"
+        return None
 
     def stated(self, layer: str) -> PartTensors:
         """Factors move from the ``up`` of an expert to its ``down``, unless the product is limited.
@@ -126,9 +137,16 @@ class ExpertsPart(Part):
 
     def build(self, source: LayerSource) -> PartLayer:
         weights, experts = source.weights, self._expert_names(source.name)
+        ranks = source.ops.communicator
+        rows, columns = RowTransform(shard(self.inner_size, ranks)), ColumnsOfRank(weights, ranks)
 
-        def matrices(*names: str) -> Sequence[HostWeight]:
-            return [weights.weight(name) for name in weights_of(*names)]
+        def before(*names: str) -> Sequence[HostWeight]:
+            found = [weights.weight(name) for name in weights_of(*names)]
+            return found if ranks.tp_size == 1 else [rows.apply_to_matrix(matrix) for matrix in found]
+
+        def behind(name: str) -> Sequence[HostWeight]:
+            (full,) = weights_of(name)
+            return [weights.weight(full) if ranks.tp_size == 1 else columns.weight(full)]
 
         def vector(name: str) -> np.ndarray:
             return np.asarray(weights.vector(f"{source.name}.{name}")).astype(np.float32)
@@ -136,16 +154,17 @@ class ExpertsPart(Part):
         mixture = source.ops.mixture(
             self.router,
             vector(f"{self.router_name}.weight"),
-            (matrices(gate, up) for gate, up, _ in experts),
-            (matrices(down) for _, _, down in experts),
+            (before(gate, up) for gate, up, _ in experts),
+            (behind(down) for _, _, down in experts),
             self.function,
             None if self.correction_bias is None else vector(self.correction_bias).ravel(),
             self._biases(source) if self.bias else None,
         )
+        is_partial = ranks.tp_size > 1
         if self.shared is None:
-            return Experts(source.ops, mixture)
+            return Experts(source.ops, mixture, is_partial)
         gate = None if self.shared_gate is None else source.ops.vector(vector(f"{self.shared_gate}.weight")[0])
-        return ExpertsWithShared(source.ops, mixture, self.shared.build(source), gate)
+        return ExpertsWithShared(source.ops, mixture, is_partial, self.shared.build(source), gate)
 
     def _biases(self, source: LayerSource) -> ExpertBiases:
         """The biases of the router and the experts."""
@@ -154,11 +173,12 @@ class ExpertsPart(Part):
             vectors = (np.asarray(source.weights.vector(f"{name}.bias")) for name in names)
             return np.concatenate([values.astype(np.float32) for values in vectors])
 
-        experts = self._expert_names(source.name)
+        experts, ranks = self._expert_names(source.name), source.ops.communicator
+        own, is_first = shard(self.inner_size, ranks), np.float32(ranks.tp_rank == 0)
         return ExpertBiases(
             vector(f"{source.name}.{self.router_name}"),
-            [vector(gate, up) for gate, up, _ in experts],
-            [vector(down) for _, _, down in experts],
+            [np.concatenate([vector(name)[own] for name in (gate, up)]) for gate, up, _ in experts],
+            [vector(down) * is_first for _, _, down in experts],  # which the sum over the ranks has once
         )
 
 
@@ -168,36 +188,37 @@ class Experts:
 
     ops: Backend
     mixture: Mixture
+    is_partial: bool
 
-    def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> Array:
+    def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> Any:
         """The input itself: the router and the experts are one operation."""
         return x
 
-    def fp32(self, hidden: Array) -> Array:
-        return self.ops.experts(hidden, self.mixture)
+    def fp32(self, hidden: Any) -> Array:
+        found = self._experts(hidden, None)
+        return self.ops.all_reduce_add(found) if self.is_partial else found
 
-    def add_to(self, residual: Array, hidden: Array) -> Array:
+    def add_to(self, residual: Array, hidden: Any) -> Array:
+        if self.is_partial:
+            return self.ops.all_reduce_add(self._experts(hidden, None), None, residual)
+        return self._experts(hidden, residual)
+
+    def _experts(self, hidden: Any, residual: Array) -> Array:
         return self.ops.experts(hidden, self.mixture, residual)
 
 
 @dataclass(frozen=True)
-class ExpertsWithShared:
+class ExpertsWithShared(Experts):
     """The same beside a ``shared`` feed-forward layer for every token, whose output is multiplied by a ``gate``."""
 
-    ops: Backend
-    mixture: Mixture
-    shared: PartLayer
+    shared: FeedForward
     gate: Array | None
 
     def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> tuple[Array, Array, Array]:
-        """The input itself; the output of the shared layer, fp32 ``[T, out]``; and the gate fp32 ``[T, 1]``."""
+        """The input itself; the rank's part of the shared layer, fp32 ``[T, out]``; and the gate fp32 ``[T, 1]``."""
         gate = None if self.gate is None else self.ops.scalar_gate(x, self.gate)
-        return x, self.shared.fp32(self.shared.hidden(x, cache, batch, False)), gate
+        return x, self.shared.partial(self.shared.hidden(x, cache, batch, False)), gate
 
-    def fp32(self, hidden: tuple[Array, Array, Array]) -> Array:
-        x, shared, gate = hidden
-        return self.ops.experts(x, self.mixture, None, shared, gate)
-
-    def add_to(self, residual: Array, hidden: tuple[Array, Array, Array]) -> Array:
+    def _experts(self, hidden: tuple[Array, Array, Array], residual: Array) -> Array:
         x, shared, gate = hidden
         return self.ops.experts(x, self.mixture, residual, shared, gate)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...backend.base import Backend
+from ...backend.communicator import shard
 from ...backend.values import AnyCache, Array, ForwardBatch, LatentCache, LatentSpec, PositionScale
 from ...layers.cache import Latent
-from ...layers.linear import Linear
+from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights
 from ...layers.norm import NormLayer, rms_norm
 from .._rotary import Rotary
@@ -48,8 +50,9 @@ class LatentAttentionPart(Part):
         return Latent(self.rank, self.rotary.size)
 
     @property
-    def undivided(self) -> str | None:
-        return "latent attention is not divided among ranks"
+    def divided(self) -> Mapping[str, int]:
+        """The heads. The latents, which all heads read, and the compressed queries are the same on every rank."""
+        return {"heads": self.heads}
 
     @property
     def query_features(self) -> int:
@@ -104,8 +107,10 @@ class LatentAttentionPart(Part):
         (q,), (q_norm, kv_norm) = self._named(layer, "q_proj"), self._named(layer, "q_a_layernorm", "kv_a_layernorm")
         rope = source.shared.rope(self.rotary, self.rotary.size)
         assert rope is not None
+        heads, width = self.heads // ops.communicator.tp_size, self.nope_dim + self.value_dim
+        own_heads = RowTransform(shard(self.heads * width, ops.communicator))
         spec = LatentSpec(
-            self.heads,
+            heads,
             self.nope_dim,
             self.rotary.size,
             self.value_dim,
@@ -116,17 +121,18 @@ class LatentAttentionPart(Part):
             position_scale=self.position_scale,
         )
         if self.q_rank is None:
-            queries = Queries(Linear(ops, weights, [q]))
+            queries = Queries(ColumnParallelLinear(ops, weights, [q], [self.query_features]))
         else:
             compress = Linear(ops, weights, [q_a], self.bias)
-            queries = Queries(Linear(ops, weights, [q_b]), compress, rms_norm(ops, weights, q_norm, NORM_EPS))
+            expand = ColumnParallelLinear(ops, weights, [q_b], [self.query_features])
+            queries = Queries(expand, compress, rms_norm(ops, weights, q_norm, NORM_EPS))
         return LatentAttention(
             ops,
             spec,
             queries,
             Linear(ops, weights, [kv_a], self.bias),
-            ops.latent_weight(weights.weight(f"{kv_b}.weight"), spec),
-            Linear(ops, weights, [out], self.bias),
+            ops.latent_weight(own_heads.apply_to_matrix(weights.weight(f"{kv_b}.weight")), spec),
+            RowParallelLinear(ops, weights, out, self.bias),
         )
 
 
@@ -154,7 +160,7 @@ class LatentAttention:
     queries: Queries
     rows: Linear
     expand: Any
-    out: Linear
+    out: RowParallelLinear
 
     def hidden(self, x: Array, cache: AnyCache, batch: ForwardBatch, only_last: bool) -> Array:
         """The heads' outputs ``[T, heads * value_dim]``, which ``out`` reads; with ``only_last`` of last tokens."""

@@ -152,6 +152,11 @@ class Part(ABC):
         return {}
 
     @property
+    def shared_heads(self) -> int:
+        """Heads of keys and values, of which ranks divide the number, or are a multiple of it; 0 without any."""
+        return 0
+
+    @property
     def undivided(self) -> str | None:
         """Why the part cannot be divided among ranks; None if it can."""
         return None
@@ -275,6 +280,11 @@ class LayerParts:
     def divided(self) -> dict[str, int]:
         """What the ranks of a model divide, by name."""
         return common_divisors(sub.part.divided for sub in self.sublayers)
+
+    @property
+    def shared_heads(self) -> frozenset[int]:
+        """Numbers of heads of keys and values, see :attr:`Part.shared_heads`."""
+        return frozenset(sub.part.shared_heads for sub in self.sublayers if sub.part.shared_heads)
 
 
 class Layer:
