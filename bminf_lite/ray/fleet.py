@@ -25,6 +25,8 @@ MAX_FAILED_STARTS = 3
 """A batch ends when this number of replicas in a row could not be started."""
 MAX_ATTEMPTS = 5
 """A batch ends when this number of replicas have ended while they had the same block."""
+MAX_REPORTS = 100
+"""Reports of progress per second, of all replicas. A replica reports at most every second."""
 RECRUIT_SECONDS = 2.0
 """How often the cluster is asked whether there is room for more replicas."""
 
@@ -103,10 +105,10 @@ class Fleet:
                 return
             member = min(takers, key=lambda member: member.blocks)
             member.blocks += 1
-            self._call(member, "answer", self._queue.popleft())
+            block = self._queue.popleft()
+            self._call(member, "answer", block, block=block)
 
-    def _call(self, member: _Member, method: str, block: Block | None = None) -> None:
-        arguments = () if block is None else (block,)
+    def _call(self, member: _Member, method: str, *arguments: object, block: Block | None = None) -> None:
         self._calls[getattr(member.actor, method).remote(*arguments)] = _Call(member, method, block)
 
     def _ended(self) -> list[Any]:
@@ -141,7 +143,7 @@ class Fleet:
             self._failed_starts, member.room = 0, value
         else:
             self.told(value)
-        self._call(member, "progress")
+        self._call(member, "progress", max(1.0, len(self._members) / MAX_REPORTS))
         return None
 
     def _lose(self, call: _Call, error: Exception) -> None:

@@ -15,8 +15,6 @@ from ..batch.rows import RowFormat
 from ..batch.runner import BlockFormat, BlockRunner, Counts
 from ..server.direct import DirectServer
 
-PROGRESS_SECONDS = 1.0
-
 
 @dataclass
 class Replica:
@@ -48,8 +46,8 @@ class Replica:
         """Answer the rows of a block that nothing has answered before, and commit the block."""
         return await self._runner.run(block)
 
-    async def progress(self) -> Counts:
-        """What was answered in the next :data:`PROGRESS_SECONDS`."""
-        await asyncio.sleep(PROGRESS_SECONDS)
+    async def progress(self, seconds: float) -> Counts:
+        """What was answered since the last call, after a pause."""
+        await asyncio.sleep(seconds)
         counts, self._counts = self._counts, Counts()
         return counts
