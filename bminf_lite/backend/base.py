@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from . import delta_net
+from . import chunked_state, delta_net, mamba2
 from .adapter_slots import AdapterBank, AdapterSlots, Bank, SavedBank
 from .attention import attend, cached
 from .blas_threads import blas_threads
@@ -67,6 +67,7 @@ from .values import (
     LatentCache,
     LatentSpec,
     LayerCache,
+    Mamba2Spec,
     Norm,
     Pooling,
     ProductEpilogue,
@@ -617,13 +618,39 @@ class Backend(HostDevice):
         slots = batch.block_tables[cache.group][:, 0]
         mixed = silu(convolved(qkvz[:, : spec.channels], spec.convolution, cache["inputs"], slots, batch))
         inputs = delta_net.token_inputs(mixed, gates, spec)
-        out = np.zeros((len(mixed), spec.value_heads, spec.value_dim), np.float32)
-        for b, rows in sequences(batch):
-            is_draft = batch.has_drafts and b > 0 and slots[b] == slots[b - 1] != NULL_BLOCK
-            start = int(batch.context_lens[b])
-            out[rows] = delta_net.outputs(inputs.of(rows), spec, cache, int(slots[b]), start, is_draft)
+        out = in_chunks(delta_net.DeltaChunk, inputs, cache, batch)
         gate = silu(qkvz[:, spec.channels :].astype(np.float32).reshape(out.shape))
         return self._round((normalise(out, spec.norm) * gate).reshape(len(mixed), -1))
+
+    def mamba2_spec(self, spec: Mamba2Spec) -> Mamba2Spec:
+        """``spec``, whose arrays are fp32 on the host, with them on the device."""
+        convolution, norm = spec.convolution, spec.norm
+        bias = None if convolution.bias is None else self.vector(convolution.bias)
+        if norm is not None:
+            norm = replace(norm, norm=replace(norm.norm, weight=self.vector(norm.norm.weight)))
+        return replace(
+            spec,
+            convolution=ShortConvolution(self.array(convolution.taps), bias),
+            decay_rates=self.vector(spec.decay_rates),
+            step_bias=self.vector(spec.step_bias),
+            skip=self.vector(spec.skip),
+            norm=norm,
+        )
+
+    @silently
+    def mamba2(self, inputs: Array, spec: Mamba2Spec, cache: StateCache, batch: ForwardBatch) -> Array:
+        """The state space of Mamba 2 of a step's tokens, as :mod:`.mamba2` defines it: -> ``[T, features]``.
+
+        ``inputs`` is ``[T, features + channels + heads]``: the output's gate, x, B, C, and what becomes the time steps.
+        The ``cache`` has the arrays of :func:`.chunked_state.state_arrays`.
+
+        x, B and C are convolved and activated by SiLU in fp32. The output is normalised and gated in fp32, and rounded.
+        """
+        slots, ends = batch.block_tables[cache.group][:, 0], (spec.features, spec.features + spec.channels)
+        gate, xbc, steps = inputs[:, : ends[0]], inputs[:, ends[0] : ends[1]], inputs[:, ends[1] :]
+        mixed = silu(convolved(xbc, spec.convolution, cache["inputs"], slots, batch))
+        out = in_chunks(mamba2.StateSpaceChunk, mamba2.token_inputs(mixed, steps, spec), cache, batch)
+        return self._round(mamba2.gated(out.reshape(len(mixed), -1), gate, spec.norm))
 
     @silently
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
@@ -809,6 +836,19 @@ def sequences(batch: ForwardBatch) -> Iterator[tuple[int, slice]]:
     for b in range(batch.batch_size):
         if ends[b] < ends[b + 1]:
             yield b, slice(int(ends[b]), int(ends[b + 1]))
+
+
+def in_chunks(kind: type[chunked_state.Chunk], tokens: Any, cache: StateCache, batch: ForwardBatch) -> np.ndarray:
+    """The results of a recurrence of a step's tokens: see :func:`.chunked_state.outputs`."""
+    slots, found = (
+        batch.block_tables[cache.group][:, 0],
+        np.zeros((len(tokens), *cache["deltas"].shape[2:]), np.float32),
+    )
+    for b, rows in sequences(batch):
+        is_draft = bool(batch.has_drafts and b > 0 and slots[b] == slots[b - 1] != NULL_BLOCK)
+        start = int(batch.context_lens[b])
+        found[rows] = chunked_state.outputs(kind, tokens.of(rows), cache, int(slots[b]), start, is_draft)
+    return found
 
 
 def convolved(

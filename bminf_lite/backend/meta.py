@@ -19,7 +19,7 @@ from .adapter_slots import AdapterBank, AdapterSlots, Bank, SavedBank
 from .base import Backend
 from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .quantization import HostWeight, int8_parts, stack_outliers
-from .values import Array, DeltaNetSpec, LatentSpec
+from .values import Array, DeltaNetSpec, LatentSpec, Mamba2Spec
 
 T = TypeVar("T")
 
@@ -166,6 +166,11 @@ class MetaBackend(Backend):
         inputs, outputs = spec.channels, spec.value_features
         self._widest = max(self._widest, 6 * inputs + 8 * outputs + 12 * spec.value_heads)
         return super().delta_net_spec(spec)
+
+    def mamba2_spec(self, spec: Mamba2Spec) -> Mamba2Spec:
+        """The product before it is still there in fp16; inputs and outputs of the recurrence are fp32."""
+        self._widest = max(self._widest, 6 * spec.channels + 8 * spec.features + 12 * spec.heads)
+        return super().mamba2_spec(spec)
 
     def table(self, values: np.ndarray) -> Array:
         rows, columns = values.shape

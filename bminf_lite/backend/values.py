@@ -24,9 +24,10 @@ BLOCK_SIZE = 64
 """Tokens of a block of the key-value cache."""
 GPTQ_BLOCK = 128
 """Columns of a weight whose rounding errors GPTQ compensates together."""
-DELTA_NET_CHUNK = 16
-"""Tokens of a chunk of a gated DeltaNet. Decoding reads a state and half a chunk's rows, and writes a state once per
-chunk; with heads of 128 elements and three value heads to a key head, 16 tokens make the fewest bytes."""
+STATE_CHUNK = 16
+"""Tokens of a chunk of a gated DeltaNet or of Mamba 2. Decoding reads a state and half a chunk's rows, and writes a
+state once per chunk. The fewest bytes are those of 16 tokens for a DeltaNet with heads of 128 elements and three value
+heads to a key head, and of 14 to 21 for the published sizes of Mamba 2."""
 SEGMENT = 1024
 """Keys of a segment, within which attention sums in one order; segments are merged in order of position."""
 LATENT_SEGMENT = 256
@@ -398,6 +399,50 @@ class DeltaNetSpec:
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_features + self.value_features
+
+
+@dataclass(frozen=True)
+class GatedNorm:
+    """An RMSNorm of each of ``groups`` equal parts of a row, beside a gate: ``norm(x * silu(gate))``.
+
+    With ``norm_first`` it is ``norm(x) * silu(gate)``. ``norm.weight`` is fp32 ``[features]``, of the whole row.
+    """
+
+    norm: Norm
+    groups: int = 1
+    norm_first: bool = False
+
+
+@dataclass(frozen=True)
+class Mamba2Spec:
+    """A state space of Mamba 2 (https://arxiv.org/abs/2405.21060), see :mod:`.mamba2`.
+
+    Head ``h`` reads B and C of group ``h // (heads // groups)``. The ``convolution`` has a channel for each element of
+    x, B and C, and a bias or none. ``decay_rates``, which are not positive, ``step_bias`` and ``skip`` are fp32
+    ``[heads]``. ``step_limits`` are the least and the largest time step. Without a ``norm`` the output is multiplied by
+    SiLU of the gate alone.
+    """
+
+    groups: int
+    heads: int
+    head_dim: int
+    state_dim: int
+    convolution: ShortConvolution
+    decay_rates: Array
+    step_bias: Array
+    skip: Array
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    norm: GatedNorm | None = None
+
+    @property
+    def features(self) -> int:
+        """Width of x, of the gate and of the result."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.features + 2 * self.groups * self.state_dim
 
 
 @dataclass(frozen=True)

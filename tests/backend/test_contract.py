@@ -47,8 +47,16 @@ def test_a_backend_adds_no_public_operation(subclass):
     assert methods <= set(public(Backend))
 
 
-SHARED: set[str] = {"blocks", "delta_net_spec", "linear", "linear_add", "gated_linear", "activated_linear"}
-"""Operations that need no kernel: the reference's code serves every device. The last four are names of ``product``."""
+SHARED: set[str] = {
+    "blocks",
+    "delta_net_spec",
+    "mamba2_spec",
+    "linear",
+    "linear_add",
+    "gated_linear",
+    "activated_linear",
+}
+"""Operations that need no kernel: the reference's code serves every device. Four are names of ``product``."""
 
 
 def test_the_gpu_overrides_every_operation_that_computes():

@@ -76,6 +76,10 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
         1e-5, 1e-5, "tens of fp32 sums, each of the last one's results, and heads divided by their lengths"
     ),
     ("gated DeltaNet", np.float16): Tolerance(1e-5, FP16 + 1e-5, "as in fp32; one rounding to fp16", FP16_FLOOR),
+    ("Mamba 2", np.float32): Tolerance(
+        1e-5, 1e-5, "tens of fp32 sums, each of the last one's results, and rows divided by their root mean squares"
+    ),
+    ("Mamba 2", np.float16): Tolerance(1e-5, FP16 + 1e-5, "as in fp32; one rounding to fp16", FP16_FLOOR),
     ("soft-cap", np.float32): Tolerance(0.0, 8 * FP32, "a quotient, tanh within two units, a product"),
     ("soft-cap", np.float16): Tolerance(0.0, 8 * FP32, "logits stay in fp32 whatever the activation type is"),
     ("softmax", np.float32): Tolerance(

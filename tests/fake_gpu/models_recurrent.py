@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from bminf_lite.backend import delta_net
-from bminf_lite.backend.delta_net import CHUNK, TokenInputs
+from bminf_lite.backend import chunked_state, delta_net
+from bminf_lite.backend.chunked_state import CHUNK
+from bminf_lite.backend.delta_net import DeltaChunk, TokenInputs
 from bminf_lite.backend.functions import normalise, silu
 from bminf_lite.backend.values import DeltaNetSpec, Norm, StateCache
 
@@ -65,7 +66,7 @@ def delta_rule(call: Call) -> None:
     call.require(grid[:2] == (call.count, call.value_heads) and 32 * grid[2] >= call.value_dim, "blocks are missing")
     arrays = slot_arrays(call, int(slots.max(initial=0)) + 1)
     kept = StateCache(arrays | {name: arrays[name].copy() for name in ("keys", "decays", "end")})
-    (inputs, spec), width = inputs_of(call, tokens), call.value_heads * call.value_dim
+    (inputs, _), width = inputs_of(call, tokens), call.value_heads * call.value_dim
     out = call.rows("out", tokens, call.out_pitch, width, F32, 4)
     sums = call.rows("sums", tokens, call.value_heads, call.value_heads, F32, 4)
     for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
@@ -77,7 +78,7 @@ def delta_rule(call: Call) -> None:
             own = inputs.log_decays[i]
             total = own if (start + i - first) % CHUNK == 0 else total + own
             sums[i] = total
-        y = delta_net.outputs(inputs.of(rows), spec, kept, slot, start, bool(is_draft[b]))
+        y = chunked_state.outputs(DeltaChunk, inputs.of(rows), kept, slot, start, bool(is_draft[b]))
         out[rows] = y.reshape(-1, width)
 
 

@@ -46,6 +46,7 @@ from ..values import (
     LatentCache,
     LatentSpec,
     LayerCache,
+    Mamba2Spec,
     Norm,
     Pooling,
     ProductEpilogue,
@@ -598,6 +599,9 @@ class CudaBackend(Backend):
             table, batch, sums, found, out,
         )  # fmt: skip
         return out
+
+    def mamba2(self, inputs: Array, spec: Mamba2Spec, cache: StateCache, batch: ForwardBatch) -> Array:
+        raise UsageError("layers of Mamba 2 are not computed on a GPU yet: load the model with device='cpu'")
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 

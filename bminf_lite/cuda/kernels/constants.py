@@ -9,11 +9,11 @@ from enum import IntEnum
 
 from ...backend.expert_values import GroupScore, MaskedScore, Score
 from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
-from ...backend.values import DELTA_NET_CHUNK as DELTA_NET_CHUNK
 from ...backend.values import GPTQ_BLOCK as GPTQ_BLOCK
 from ...backend.values import LATENT_SEGMENT as LATENT_SEGMENT
 from ...backend.values import POOLING_LANES as POOLING_LANES
 from ...backend.values import SEGMENT as SEGMENT
+from ...backend.values import STATE_CHUNK as STATE_CHUNK
 from ..runtime.cublaslt import Order
 from ..runtime.tensor_maps import ROW_BYTES
 
@@ -325,7 +325,7 @@ HEADERS = {
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
     "constants/short_convolution.cuh": render_header(THREADS=SHORT_CONVOLUTION_THREADS),
     "constants/delta_net.cuh": render_header(
-        THREADS=DELTA_NET_THREADS, CHUNK=DELTA_NET_CHUNK, MAX_KEY_DIM=DELTA_NET_MAX_KEY_DIM
+        THREADS=DELTA_NET_THREADS, CHUNK=STATE_CHUNK, MAX_KEY_DIM=DELTA_NET_MAX_KEY_DIM
     ),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, N=PREPARE_ELEMENTS),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...backend.base import Backend
+from ...backend.chunked_state import state_arrays
 from ...backend.communicator import shard
-from ...backend.delta_net import state_arrays
 from ...backend.values import AnyCache, Array, DeltaNetSpec, ForwardBatch, Norm, ShortConvolution, StateCache
 from ...layers.cache import State
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, rows_of_sections
