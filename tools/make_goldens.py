@@ -234,6 +234,10 @@ DELTA_NET: Case = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+MAMBA: Case = {
+    "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_head": "auto", "mamba_expand": 1,
+}  # fmt: skip
+"""Mamba 2 as the configurations of several families have it."""
 SHARED_EXPERT: Case = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
@@ -307,6 +311,7 @@ BASES |= {
     "qwen3_next": BASE | DELTA_NET,
     "qwen3_5_text": BASE | DELTA_NET,
     "qwen3_5_moe_text": BASE | DELTA_NET,
+    "falcon_h1": BASE | MAMBA | {"mamba_d_ssm": 32, "head_dim": 12, "pad_token_id": 0},
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97},
     "gptj": GPTJ,
     "codegen": GPTJ,
@@ -329,6 +334,48 @@ CASES |= {
         "tied, whole heads": SHARED_EXPERT
         | {"tie_word_embeddings": True, "partial_rotary_factor": 1.0, "decoder_sparse_step": 2}
         | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+    },
+    "falcon_h1": {
+        "multipliers": {
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 1.3,
+            "ssm_in_multiplier": 1.4,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.6],
+            "mlp_multipliers": [0.7, 1.3],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.4,
+        },
+        "norm behind the gate, expanded, no convolution bias": {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_d_ssm": None,
+            "mamba_expand": 2,
+            "mamba_conv_bias": False,
+            "mamba_n_groups": 4,
+            "mamba_d_conv": 3,
+        },
+        "norm before the gate, tied, one group": {
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 1,
+            "mamba_d_head": 8,
+            "tie_word_embeddings": True,
+            "time_step_limit": [0.3, 0.9],
+        },
+        "biases and multipliers": {
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "ssm_in_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.6],
+            "attention_in_multiplier": 1.4,
+            "attention_out_multiplier": 0.7,
+            "mlp_multipliers": [1.3, 0.7],
+            "key_multiplier": 1.2,
+            "rope_parameters": LINEAR,
+        },
     },
     "qwen3_5_text": {
         "two kinds": {},

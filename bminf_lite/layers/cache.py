@@ -372,6 +372,13 @@ class KVCache:
         self.ops.copy_blocks([(layer, NULL_BLOCK, NULL_BLOCK) for layer in self.layers])
 
 
+def caches_of_layers(layouts: Sequence[Sequence[Layout]], cache: KVCache) -> list[Any]:
+    """The cache of each layer of a model, whose ``layouts`` may be none, one or several: None, one, or a tuple."""
+    layers = iter(cache.layers)
+    own = [tuple(next(layers) for _ in of_layer) for of_layer in layouts]
+    return [caches[0] if len(caches) == 1 else caches or None for caches in own]
+
+
 def blocks_for(tokens: int) -> int:
     """Blocks that hold ``tokens`` tokens of one sequence."""
     return -(-tokens // BLOCK_SIZE)

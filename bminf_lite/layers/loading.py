@@ -69,7 +69,8 @@ def _is_one_number(values: np.ndarray) -> bool:
 class TransformedWeights:
     """``weights`` with the rows of some layers' tensors changed as they are read.
 
-    ``transforms`` maps a layer's name (``model.layers.0.self_attn.q_proj``) to the change of its weight and bias.
+    ``transforms`` maps a layer's name (``model.layers.0.self_attn.q_proj``) to the change of its weight and bias, or a
+    tensor's name to the change of that one alone.
     """
 
     def __init__(self, weights: Weights, transforms: Mapping[str, RowTransform]):
@@ -78,7 +79,7 @@ class TransformedWeights:
 
     def change_of(self, name: str) -> RowTransform | None:
         """The change of the tensor ``name``."""
-        return self.transforms.get(name.rpartition(".")[0])
+        return self.transforms.get(name) or self.transforms.get(name.rpartition(".")[0])
 
     def weight(self, name: str) -> HostWeight:
         weight, transform = self.weights.weight(name), self.change_of(name)

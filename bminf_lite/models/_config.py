@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from ..errors import CheckpointError, listed
-from ..layers.cache import CacheLayout
+from ..layers.cache import CacheLayout, Layout
 
 MAX_LAYERS = 4096
 MAX_HEAD_DIM = 1024
@@ -70,6 +70,11 @@ class ModelConfig(ABC):
     @abstractmethod
     def cache_layout(self) -> CacheLayout:
         """The keys and values of a token, and in an encoder-decoder of a token of its source."""
+
+    @property
+    def layer_layouts(self) -> tuple[tuple[Layout, ...], ...]:
+        """Those of :attr:`cache_layout` that each layer has, which may be none or several."""
+        return tuple((layout,) for layout in self.cache_layout.layers)
 
     @property
     def shared_norm_vectors(self) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..backend.base import Backend
-from ..backend.values import Array, ForwardBatch, LayerCache
-from ..layers.cache import CacheLayout, KVCache
+from ..backend.values import Array, ForwardBatch
+from ..layers.cache import CacheLayout, KVCache, Layout, caches_of_layers
 from ..layers.loading import Weights
 from ._config import ModelConfig, common_divisors
 from .parts.ends import InputLayer, InputPart, OutputLayer, OutputPart
@@ -42,7 +42,11 @@ class DecoderConfig(ModelConfig):
 
     @property
     def cache_layout(self) -> CacheLayout:
-        return CacheLayout(tuple(layout for layer in self.layer_parts for layout in layer.layouts))
+        return CacheLayout(tuple(layout for layouts in self.layer_layouts for layout in layouts))
+
+    @property
+    def layer_layouts(self) -> tuple[tuple[Layout, ...], ...]:
+        return tuple(layer.layouts for layer in self.layer_parts)
 
     @property
     def shared_norm_vectors(self) -> int:
@@ -116,7 +120,7 @@ Observer = Callable[[int, Array], None]
 class DecoderLayer(Protocol):
     """A layer of a decoder."""
 
-    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool = False) -> Array:
+    def __call__(self, residual: Array, cache: Any, batch: ForwardBatch, only_last: bool = False) -> Array:
         """Residual stream, cache and batch to the residual stream, fp32 ``[T, features]``.
 
         With ``only_last``, for a batch with ``last_positions``, the result has the rows of last tokens, ``[B,
@@ -172,7 +176,7 @@ class Decoder:
         with self.ops.step(batch):
             residual, last = self.embed(batch), self.config.num_layers - 1
             only_last = batch.last_positions is not None and not all_logits
-            for i, (block, layer_cache) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            for i, (block, layer_cache) in enumerate(zip(self.blocks, self._caches(cache), strict=True)):
                 if observe is not None:
                     observe(i, residual)
                 residual = block(residual, layer_cache, batch, only_last and i == last)
@@ -180,10 +184,13 @@ class Decoder:
                 residual = self.ops.last_tokens(residual, batch)
             return self.output(residual)
 
+    def _caches(self, cache: KVCache) -> list[Any]:
+        return caches_of_layers(self.config.layer_layouts, cache)
+
     def read(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Add a step's tokens to the cache, without logits."""
         with self.ops.step(batch):
             residual, last = self.embed(batch), self.config.num_layers - 1
             only_last = batch.last_positions is not None
-            for i, (block, layer_cache) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            for i, (block, layer_cache) in enumerate(zip(self.blocks, self._caches(cache), strict=True)):
                 residual = block(residual, layer_cache, batch, only_last and i == last)

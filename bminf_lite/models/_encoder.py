@@ -89,9 +89,9 @@ class EncoderConfig(ModelConfig):
         return CacheLayout(())
 
     @property
-    def layouts(self) -> tuple[Layout | None, ...]:
-        """What each layer keeps until its step has passed it; None for one that sees its whole text at once."""
-        return tuple(next(iter(layer.layouts), None) for layer in self.layer_parts)
+    def layer_layouts(self) -> tuple[tuple[Layout, ...], ...]:
+        """What each layer keeps until its step has passed it: nothing if it sees its whole text at once."""
+        return tuple(layer.layouts for layer in self.layer_parts)
 
     def layer_name(self, layer: int) -> str:
         """The prefix of the tensors of layer ``layer``."""
@@ -216,7 +216,7 @@ class Encoder:
 
         There are none for a model whose layers keep nothing.
         """
-        if not any(self.config.layouts):
+        if not any(self.config.layer_layouts):
             return []
         counts = np.array([blocks_for(length) for length in lengths])
         firsts = 1 + np.cumsum(counts) - counts
@@ -233,10 +233,11 @@ class Encoder:
         residual = self.embed(batch)
         with ExitStack() as caches:
             made: dict[Layout, KVCache] = {}
-            for block, layout in zip(self.blocks, self.config.layouts, strict=True):
-                if layout is None:
+            for block, layouts in zip(self.blocks, self.config.layer_layouts, strict=True):
+                if not layouts:
                     residual = block(residual, None, batch)
                     continue
+                (layout,) = layouts
                 is_slot = layout.retention.per_sequence
                 if layout not in made:
                     tokens, count = int(batch.tokens.shape[0]), batch.batch_size

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch, sequential_tables
-from ..layers.cache import CacheLayout, KVCache
+from ..layers.cache import CacheLayout, KVCache, caches_of_layers
 from ..models import fill_source
 
 
@@ -65,8 +65,7 @@ class LayerwiseModel:
         self.builder = builder
         self.ops = ops
         self.output: Callable[[], Callable[[Array], Array]] = builder.output
-        layouts = config.cache_layout.with_int8(int8_cache).layers if config.generates else config.layouts
-        self._layouts = [CacheLayout(() if x is None else (x,)) for x in layouts]
+        self._layouts = [CacheLayout(layouts).with_int8(int8_cache) for layouts in config.layer_layouts]
         self._encoders: int = config.encoder_layers if config.is_encoder_decoder else 0
         kind = "decoder layer" if self._encoders else "layer"
         self.names = [f"encoder layer {i}" for i in range(self._encoders)]
@@ -118,7 +117,7 @@ class LayerwiseModel:
     def _decode(
         self, block: Any, layer: int, residual: Array, step: ForwardBatch, source: KVCache | None = None
     ) -> Array:
-        if not self._layouts[layer].layers:  # of an encoder
+        if not self._layouts[layer].layers:
             found: Array = block(residual, None, step)
             return found
         count, longest = step.batch_size, step.max_query_len
@@ -126,7 +125,8 @@ class LayerwiseModel:
             if source is not None:
                 cache.source = source
             tables = tuple(map(self.ops.array, cache.tables(count, longest)))
-            return block(residual, cache.layers[0], replace(step, block_tables=tables))
+            (own,) = caches_of_layers([self._layouts[layer].layers], cache)
+            return block(residual, own, replace(step, block_tables=tables))
 
     def _table(self, sequences: int, tokens: int) -> Array:
         return self.ops.array(sequential_tables(sequences, tokens))

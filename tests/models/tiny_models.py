@@ -39,7 +39,8 @@ DECODERS = (
 )  # fmt: skip
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-STATES = ("lfm2", *DELTA_NETS)
+MAMBAS = ("falcon_h1",)
+STATES = ("lfm2", *DELTA_NETS, *MAMBAS)
 """Families with layers that keep a state."""
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 """Families with latent attention. They have experts, too."""
@@ -245,13 +246,15 @@ def reading_architecture(config: dict[str, Any]) -> models.Architecture:
 
 def skip_what_no_gpu_computes(family: str, weights: RandomWeights | None = None) -> None:
     """Skip the test for what a GPU refuses."""
+    if family in MAMBAS:
+        pytest.skip("a GPU does not compute Mamba 2 yet")
     if family in SCALED_INPUTS and weights is not None and not (weights.quantized and weights.dynamic):
         pytest.skip("a GPU computes experts with scaled inputs in w8a8")
 
 
 def mixers(config: Any) -> list[Any]:
     """The mixer of each layer of a decoder's configuration."""
-    return [sub.part for layer in config.layer_parts for sub in layer.sublayers if sub.part.layout is not None]
+    return [sub.part for layer in config.layer_parts for sub in layer.sublayers if sub.part.layouts]
 
 
 def windows(config: Any) -> tuple[int | None, ...]:

@@ -334,6 +334,34 @@ def delta_net(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     return own | {"mlp_only_layers": dense, "norm_topk_prob": draw.flag(), "decoder_sparse_step": draw.up_to(3)}
 
 
+def mamba(draw: Draw, config: Config) -> Config:
+    """Mamba 2 as the configurations of several families have it; ``mamba_expand`` times ``hidden_size`` features."""
+    groups = draw.up_to(3)
+    heads = groups * draw.one_of(1, 2, 4)
+    return {
+        "mamba_n_groups": groups, "mamba_n_heads": heads, "mamba_d_state": draw.up_to(30), "mamba_d_head": "auto",
+        "mamba_d_conv": draw.up_to(5, 2), "mamba_conv_bias": draw.flag(), "mamba_proj_bias": draw.flag(),
+        "mamba_expand": heads, "time_step_limit": draw.one_of((0.0, float("inf")), (0.2, 1.5)),
+    }  # fmt: skip
+
+
+def falcon_h1(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    own = mamba(draw, config)
+
+    def multipliers(count: int) -> list[float]:
+        return [draw.one_of(0.6, 1.0, 1.5) for _ in range(count)]
+
+    names = ("key", "attention_in", "attention_out", "ssm_in", "ssm_out", "embedding", "lm_head")
+    own |= {f"{name}_multiplier": value for name, value in zip(names, multipliers(len(names)), strict=True)}
+    return own | {
+        "mamba_d_ssm": own["mamba_n_heads"] * draw.up_to(20), "mamba_rms_norm": draw.flag(),
+        "mamba_norm_before_gate": draw.flag(), "projectors_bias": draw.flag(), "attention_bias": draw.flag(),
+        "mlp_bias": draw.flag(), "rms_norm_eps": 1e-3, "ssm_multipliers": draw.one_of(None, multipliers(5)),
+        "mlp_multipliers": draw.one_of(None, multipliers(2)), "pad_token_id": 0,
+        "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
+    }  # fmt: skip
+
+
 OWN = {
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
@@ -345,5 +373,6 @@ OWN = {
     "gpt_oss": experts, "llama4_text": experts,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), latents),
     "lfm2": lfm2, "qwen3_next": delta_net, "qwen3_5_text": delta_net, "qwen3_5_moe_text": delta_net,
+    "falcon_h1": falcon_h1,
 }  # fmt: skip
 """What each family adds to the common keys."""

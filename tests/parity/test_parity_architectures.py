@@ -30,6 +30,8 @@ from bminf_lite import models
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.layers.alibi import alibi_slopes
 from bminf_lite.layers.relative_bias import relative_position_bucket
+from bminf_lite.models.parts.attention import AttentionPart
+from bminf_lite.models.parts.latent_attention import LatentAttentionPart
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
@@ -180,6 +182,12 @@ def test_committed_logits_are_what_transformers_computes(golden: Golden) -> None
         assert_same(golden.logits, logits)
 
 
+def attention_of(layer: Any) -> Any:
+    """The attention of a layer, also if it is beside another mixer; None without one."""
+    parts = (part for sub in layer.sublayers for part in getattr(sub.part, "parts", (sub.part,)))
+    return next((part for part in parts if isinstance(part, AttentionPart | LatentAttentionPart)), None)
+
+
 NO_DEFAULTS = ("glm4_moe", "deepseek_v2")
 """Classes whose default is no model: 96 heads do not divide 4,096, and a token chooses None experts."""
 
@@ -193,8 +201,8 @@ def test_absent_keys_mean_the_defaults_of_the_class(family: str) -> None:
         assert architecture.parse(config) == parsed, spelling
     if family in ENCODER_DECODERS:
         return
-    layer = next(layer for layer in parsed.layer_parts if hasattr(layer.sublayers[0].part, "heads"))
-    mixer, mlp = (sub.part for sub in layer.sublayers)
+    layer = next((layer for layer in parsed.layer_parts if attention_of(layer)), parsed.layer_parts[0])
+    mixer, mlp = attention_of(layer), layer.sublayers[-1].part
     if family in MIXTURES:
         mlp = parsed.layer_parts[-1].sublayers[1].part  # the first layers may have no experts
         size = getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size
@@ -206,13 +214,14 @@ def test_absent_keys_mean_the_defaults_of_the_class(family: str) -> None:
         )
     found = {
         "vocab_size": parsed.vocab_size, "hidden_size": parsed.hidden_size, "num_hidden_layers": parsed.num_layers,
-        "num_attention_heads": mixer.heads, "max_position_embeddings": parsed.context_length,
-        "tie_word_embeddings": parsed.tied_head,
+        "max_position_embeddings": parsed.context_length, "tie_word_embeddings": parsed.tied_head,
     }  # fmt: skip
+    if mixer is not None:
+        found["num_attention_heads"] = mixer.heads
     if family in ("ministral3", "bloom", "llama4_text"):
         # Ministral 3's and Llama 4's end where the queries would grow; BLOOM's class has none
         del found["max_position_embeddings"]
-    if family in FAMILIES:
+    if family in FAMILIES and mixer is not None:
         eps = layer.norms[0].eps
         found |= {"intermediate_size": mlp.inner_size, "num_key_value_heads": mixer.kv_heads, "rms_norm_eps": eps}
         default = hf_config.hidden_size // hf_config.num_attention_heads

@@ -14,7 +14,7 @@ from ...backend.communicator import shard
 from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
 from ...layers.cache import KeyValues
 from ...layers.linear import ColumnParallelLinear, KeyValueHeads, Linear, RowParallelLinear
-from ...layers.loading import RowTransform, TransformedWeights
+from ...layers.loading import RowTransform, TransformedWeights, Weights
 from ...layers.norm import rms_norm
 from .._rotary import Rotary, rotary_pairs
 from ..spec import Fold, KeyHeads, Parameter, Role, Tensors, linear, norm, weights_of
@@ -39,9 +39,10 @@ class AttentionPart(Part):
     stored ``[in, out]``. ``score_scale`` multiplies attention scores; None means one over the root of the head's size.
     ``softcap`` limits them. ``slopes`` has the slope of each head with ALiBi (see
     :class:`~bminf_lite.backend.values.LinearBias`), else it is empty; ``relative`` is another bias by distance.
-    ``multiplier`` multiplies the output. ``sinks`` names those of the heads, see :class:`.values.AttentionSpec`.
-    ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys. With an ``output_gate`` the matrix of
-    queries, of three, has for each head its query and behind that the gate of its output.
+    ``multiplier`` multiplies the output, and ``input_multiplier`` the input. ``sinks`` names those of the heads, see
+    :class:`.values.AttentionSpec`. ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys. With
+    an ``output_gate`` the matrix of queries, of three, has for each head its query and behind that the gate of its
+    output.
     """
 
     hidden_size: int
@@ -68,6 +69,7 @@ class AttentionPart(Part):
     relative: RelativeBiasTable | None = None
     sinks: str | None = None
     output_gate: bool = False
+    input_multiplier: float = 1.0
 
     @property
     def layout(self) -> KeyValues | None:
@@ -183,7 +185,11 @@ class AttentionPart(Part):
 
     def build(self, source: LayerSource) -> Attention:
         ops = source.ops
-        weights = TransformedWeights(source.weights, self._row_transforms(source.name))
+        weights: Weights = source.weights
+        if self.input_multiplier != 1:
+            factor = RowTransform(factors=self.input_multiplier)
+            weights = TransformedWeights(weights, dict.fromkeys(weights_of(*source.named(self.qkv)), factor))
+        weights = TransformedWeights(weights, self._row_transforms(source.name))
         norms = None
         if self.qk_norm is QueryKeyNorm.PLAIN_HEAD:
             weight = np.ones(self.head_dim, np.float32) * self._norm_scale(1)

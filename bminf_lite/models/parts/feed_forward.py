@@ -19,7 +19,7 @@ class FeedForwardPart(Part):
 
     ``inner`` has the names of gate and up, one name for both where they are one matrix, or that of the only matrix of a
     layer that is not ``gated``. ``transposed``: matrices are stored ``[in, out]``. ``multiplier`` multiplies the
-    output.
+    output, and ``gate_multiplier`` that of a gate with a matrix of its own.
     """
 
     hidden_size: int
@@ -31,6 +31,7 @@ class FeedForwardPart(Part):
     bias: bool = False
     transposed: bool = False
     multiplier: float = 1.0
+    gate_multiplier: float = 1.0
 
     @property
     def divided(self) -> Mapping[str, int]:
@@ -65,14 +66,15 @@ class FeedForwardPart(Part):
 
     @property
     def _is_bounded(self) -> bool:
-        return self.gated and self.activation != "relu_squared" and not self.bias
+        return self.gated and self.activation != "relu_squared" and not self.bias and self.gate_multiplier <= 1
 
     def build(self, source: LayerSource) -> FeedForward:
         down, ops, weights = f"{source.name}.{self.down}", source.ops, source.weights
-        changed = weights
-        if self.multiplier != 1:
-            changed = TransformedWeights(weights, {down: RowTransform(factors=self.multiplier)})
-        inner = ColumnParallelLinear(ops, weights, source.named(self.inner), self.widths, self.bias)
+        names = source.named(self.inner)
+        changes = {down: self.multiplier, names[0]: self.gate_multiplier}
+        assert self.gate_multiplier == 1 or len(names) == 2
+        changed = TransformedWeights(weights, {name: RowTransform(factors=x) for name, x in changes.items() if x != 1})
+        inner = ColumnParallelLinear(ops, changed, names, self.widths, self.bias)
         kind = GatedFeedForward if self.gated else FeedForward
         return kind(ops, self.activation, inner, RowParallelLinear(ops, changed, down, self.bias))
 

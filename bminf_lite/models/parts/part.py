@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,6 +52,14 @@ class PartTensors:
     source_readers: tuple[str, ...] = ()
     fused: Mapping[str, FusedExperts] = field(default_factory=dict)
     bounded: tuple[tuple[str, str, str], ...] = ()
+
+    def beside(self, other: PartTensors) -> PartTensors:
+        """Those of two parts of a layer that read the same input."""
+        both = {x.name: (getattr(self, x.name), getattr(other, x.name)) for x in fields(self) if x.name != "foldable"}
+        merged: dict[str, Any] = {
+            name: {**a, **b} if isinstance(a, Mapping) else (*a, *b) for name, (a, b) in both.items()
+        }
+        return PartTensors(**merged, foldable=self.foldable and other.foldable)
 
 
 class PartLayer(Protocol):
@@ -147,6 +155,16 @@ class Part(ABC):
         return None
 
     @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The same of a part that may be several mixers."""
+        return () if self.layout is None else (self.layout,)
+
+    @property
+    def num_readers(self) -> int:
+        """Products that read the part's input, of those that a step computes one after another."""
+        return 1
+
+    @property
     def divided(self) -> Mapping[str, int]:
         """What the ranks of a model divide, by name."""
         return {}
@@ -211,15 +229,15 @@ class LayerParts:
     parallel: bool = False
 
     def __post_init__(self) -> None:
-        assert len(self.layouts) <= 1, "a layer has one mixer"
+        assert sum(bool(sub.part.layouts) for sub in self.sublayers) <= 1, "mixers of a layer are side by side"
         if self.parallel:
-            assert self.sublayers[0].norm and self.sublayers[0].part.layout
+            assert self.sublayers[0].norm and self.sublayers[0].part.layouts
             assert not any(sub.post_norm or sub.stream_norm for sub in self.sublayers)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """What the mixer keeps in the cache, if there is one."""
-        return tuple(sub.part.layout for sub in self.sublayers if sub.part.layout is not None)
+        """What the mixer keeps in the cache: one layout, several if mixers are side by side, or none."""
+        return tuple(layout for sub in self.sublayers for layout in sub.part.layouts)
 
     @property
     def norms(self) -> tuple[NormPart, ...]:
@@ -230,7 +248,8 @@ class LayerParts:
     def shared_norm_vectors(self) -> int:
         """Vectors of the norms that the products of several parts apply, counted once for each part but the first."""
         shared = sum(sub.norm is None for sub in self.sublayers[1:]) if self.parallel else 0
-        return shared * self.sublayers[0].norm.num_vectors if shared and self.sublayers[0].norm else 0
+        found = shared * self.sublayers[0].norm.num_vectors if shared and self.sublayers[0].norm else 0
+        return found + sum(sub.norm.num_vectors * (sub.part.num_readers - 1) for sub in self.sublayers if sub.norm)
 
     @property
     def reads_rms_norms(self) -> bool:
@@ -293,7 +312,7 @@ class Layer:
     def __init__(self, parts: LayerParts, source: LayerSource):
         self.ops = source.ops
         self.parallel = parts.parallel
-        mixers = (place for place, sub in enumerate(parts.sublayers) if sub.part.layout is not None)
+        mixers = (place for place, sub in enumerate(parts.sublayers) if sub.part.layouts)
         self.mixer = next(mixers, -1)
         """The number of the mixer; -1 without one."""
 
@@ -306,7 +325,9 @@ class Layer:
         self.parts = [sub.part.build(source) for sub in parts.sublayers]
 
     def __call__(self, residual: Array, cache: Any, batch: ForwardBatch, only_last: bool = False) -> Array:
-        """See :class:`.._decoder.DecoderLayer`. ``cache`` is what the mixer's layout makes; None for an encoder."""
+        """See :class:`.._decoder.DecoderLayer`. ``cache`` is what the mixer's layouts make (see
+        :func:`bminf_lite.layers.cache.caches_of_layers`); None for an encoder.
+        """
         if self.parallel:
             return self._parallel(residual, cache, batch, only_last)
         if only_last and self.mixer < 0:
