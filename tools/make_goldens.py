@@ -238,6 +238,12 @@ MAMBA: Case = {
     "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_head": "auto", "mamba_expand": 1,
 }  # fmt: skip
 """Mamba 2 as the configurations of several families have it."""
+NEMOTRON_H: Case = {
+    "num_hidden_layers": ABSENT, "head_dim": 12, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 12,
+    "n_groups": 2, "n_routed_experts": 5, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
+    "time_step_min": 1e-30,
+}  # fmt: skip
+"""transformers bounds the time steps of prompts by ``time_step_min``, see ``models/nemotron_h.py``."""
 SHARED_EXPERT: Case = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
@@ -311,6 +317,11 @@ BASES |= {
     "qwen3_next": BASE | DELTA_NET,
     "qwen3_5_text": BASE | DELTA_NET,
     "qwen3_5_moe_text": BASE | DELTA_NET,
+    "nemotron_h": BASE | NEMOTRON_H,
+    "granitemoehybrid": BASE
+    | MAMBA
+    | {"num_hidden_layers": 3, "attention_multiplier": 0.25, "mamba_n_heads": 6, "num_local_experts": 5}
+    | {"intermediate_size": 40, "shared_intermediate_size": 56},
     "falcon_h1": BASE | MAMBA | {"mamba_d_ssm": 32, "head_dim": 12, "pad_token_id": 0},
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97},
     "gptj": GPTJ,
@@ -334,6 +345,59 @@ CASES |= {
         "tied, whole heads": SHARED_EXPERT
         | {"tie_word_embeddings": True, "partial_rotary_factor": 1.0, "decoder_sparse_step": 2}
         | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+    },
+    "nemotron_h": {
+        "a layer of each kind": {"hybrid_override_pattern": "M*E-"},
+        "experts last, groups, latent width": {
+            "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention", "moe"],
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_latent_size": 20,
+            "routed_scaling_factor": 2.5,
+        },
+        "biases": {
+            "layers_block_type": ["mlp", "moe", "linear_attention", "full_attention"],
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "norm_topk_prob": False,
+            "n_groups": 1,
+            "num_experts_per_tok": 3,
+            "moe_latent_size": 24,
+            "mlp_hidden_act": "relu",
+            "conv_kernel": 3,
+        },
+    },
+    "granitemoehybrid": {
+        "two kinds, multipliers, no rotation": {
+            "layer_types": ["mamba", "attention", "mamba"],
+            "residual_multiplier": 0.7,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "position_embedding_type": "nope",
+            "mamba_expand": 2,
+            "mamba_d_head": 16,
+        },
+        "rotation, biases, tied, no experts": {
+            "layers_block_type": ["linear_attention", "linear_attention", "full_attention"],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+            "residual_multiplier": 1.4,
+            "rms_norm_eps": 1e-3,
+        },
+        "three experts of five, one group": {
+            "layer_types": ["attention", "mamba", "attention"],
+            "num_experts_per_tok": 3,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 2,
+            "time_step_limit": [0.3, 0.9],
+            "residual_multiplier": 0.6,
+        },
     },
     "falcon_h1": {
         "multipliers": {

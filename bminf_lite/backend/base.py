@@ -372,18 +372,20 @@ class Backend(HostDevice):
 
     @silently
     def experts(
-        self, x: Array, mixture: Mixture, residual: Array = None, addend: Array = None, gate: Array = None
-    ) -> Array:
+        self, x: Array, mixture: Mixture, residual: Array = None, addend: Array = None, gate: Array = None,
+        routed: Array = None,
+    ) -> Array:  # fmt: skip
         """The sum of what each token's experts make of it: ``[T, in]`` -> fp32 ``[T, out]``; see :mod:`.mixture`.
 
-        An ``addend`` fp32 ``[T, out]``, times the ``gate`` fp32 ``[T, 1]`` if there is one, is added to the sum. With a
-        ``residual`` fp32 ``[T, out]``, which may be overwritten, the result is added to that. ``x`` is a :meth:`norm`.
+        The router reads ``routed``, by default ``x``. An ``addend`` fp32 ``[T, out]``, times the ``gate`` fp32 ``[T, 1]`` if there is one, is added to the sum. With a
+        ``residual`` fp32 ``[T, out]``, which may be overwritten, the result is added to that. What the router reads is
+        a :meth:`norm`.
 
-        An expert computes :meth:`linear` of :meth:`gated_linear`, each rounded to the activation type. The results of a
-        token are multiplied by the router's weights, unless these multiply the inputs, and added in fp32 in the order
-        of the experts' ranks.
+        An expert computes :meth:`linear` of :meth:`gated_linear` or :meth:`activated_linear`, each rounded to the
+        activation type. The results of a token are multiplied by the router's weights, unless these multiply the
+        inputs, and added in fp32 in the order of the experts' ranks.
         """
-        topk_ids, topk_weights = choose_experts(x, mixture)
+        topk_ids, topk_weights = choose_experts(x if routed is None else routed, mixture)
 
         def result_of(expert: int, tokens: np.ndarray) -> Array:
             factors = input_factors(topk_ids, topk_weights, mixture, expert, tokens)

@@ -127,7 +127,8 @@ class MetaBackend(Backend):
         before, products = sum(self.layer_bytes[-1]) + self.non_layer_bytes, self.layer_products[-1]
         inner, out = (self._weights_of_experts(matrices) for matrices in (hidden, down))
         self.layer_products[-1] = products + 3
-        self._widest = max(self._widest, _bytes_of_experts(spec, features, inner // 2, out))
+        hidden_units = inner // 2 if activation.gated else inner
+        self._widest = max(self._widest, _bytes_of_experts(spec, features, hidden_units, out))
         nbytes = sum(self.layer_bytes[-1]) + self.non_layer_bytes - before
         self.expert_bytes.append(ExpertBytes(nbytes, spec.num_experts, spec.top_k))
 

@@ -118,16 +118,20 @@ class _HookedBackend:
         return make_mixture(self.weight, spec, router, hidden, down, activation, correction_bias, biases)
 
     def experts(
-        self, x: Array, mixture: Mixture, residual: Array = None, addend: Array = None, gate: Array = None
-    ) -> Array:
+        self, x: Array, mixture: Mixture, residual: Array = None, addend: Array = None, gate: Array = None,
+        routed: Array = None,
+    ) -> Array:  # fmt: skip
         """The backend's operation, in which every expert is observed, in order of their numbers."""
         rows = np.asarray(self._ops.host(x))
-        routed = topk_ids, topk_weights = choose_experts(rows, mixture)
+        chooser = rows if routed is None else np.asarray(self._ops.host(routed))
+        choices = topk_ids, topk_weights = choose_experts(chooser, mixture)
         results: dict[int, np.ndarray] = {}
         for expert in range(mixture.spec.num_experts):
             chosen = np.flatnonzero((topk_ids == expert).any(axis=1))
             self._rows = shown = _with_others(chosen, len(rows))
-            found = expert_result(self, self._ops.array(_inputs(rows, shown, mixture, expert, routed)), mixture, expert)
+            found = expert_result(
+                self, self._ops.array(_inputs(rows, shown, mixture, expert, choices)), mixture, expert
+            )
             results[expert] = np.asarray(self._ops.host(found))[np.searchsorted(shown, chosen)]
         self._rows = None
         found = self._ops.array(mix(topk_ids, result_weights(topk_weights, mixture), lambda expert, _: results[expert]))

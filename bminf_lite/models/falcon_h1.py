@@ -61,8 +61,7 @@ KEYS = (
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
-    text = f"hidden_act is {config.get('hidden_act')!r}; Mamba 2 is run with 'silu' only"
-    read.require(read.fields["activation"] == "silu", text, "hidden_act")
+    check_activation(read)
     of_sections, of_mlp = multipliers(read, "ssm_multipliers", 5), multipliers(read, "mlp_multipliers", 2)
     limits, head_dim = step_limits(read), state_head_dim(read)
     rotary = parse_rotary(read)
@@ -96,6 +95,12 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         input={"multiplier": fields["embedding_multiplier"]},
         output={"multiplier": fields["head_multiplier"]},
     )
+
+
+def check_activation(read: ConfigReader) -> None:
+    """Record a problem with an activation that layers of Mamba 2 are not run with."""
+    text = f"hidden_act is {read.config.get('hidden_act')!r}; Mamba 2 is run with 'silu' only"
+    read.require(read.fields["activation"] == "silu", text, "hidden_act")
 
 
 def mamba2(fields: Fields, head_dim: int, **others: Any) -> Mamba2Part:

@@ -8,7 +8,7 @@ from typing import Any
 from ..backend.expert_values import RouterSpec, Score
 from . import granite, llama
 from ._architecture import decoder
-from ._config import ConfigReader, integer, number
+from ._config import ConfigReader, Fields, integer, number
 from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
 from .mixtral import check_top_k
@@ -35,21 +35,27 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     fields = read.checked_fields()
     multiplier = fields["residual_multiplier"]
     attention = llama.attention(fields, rotary=rotary, score_scale=fields["score_scale"], multiplier=multiplier)
-    experts = ExpertsPart(
-        fields["hidden_size"],
-        fields["intermediate_size"],
-        fields["activation"],
-        RouterSpec(fields["experts"], fields["top_k"], Score.SOFTMAX_OF_CHOSEN, scale=multiplier),
-        router_name="block_sparse_moe.router.layer",
-        experts="block_sparse_moe.experts",
-        fused=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-    )
+    router = RouterSpec(fields["experts"], fields["top_k"], Score.SOFTMAX_OF_CHOSEN, scale=multiplier)
     return llama.model(
         fields,
-        [llama.pre_norm(fields, attention, experts)] * fields["layers"],
+        [llama.pre_norm(fields, attention, experts(fields, router))] * fields["layers"],
         input={"multiplier": fields["embedding_multiplier"]},
         output={"multiplier": 1 / divisor},
         aliases=ALIASES,
+    )
+
+
+def experts(fields: Fields, router: RouterSpec, **others: Any) -> ExpertsPart:
+    """Experts of ``intermediate_size`` under the names of the family, and the ``others`` of their options."""
+    return ExpertsPart(
+        fields["hidden_size"],
+        fields["intermediate_size"],
+        fields["activation"],
+        router,
+        router_name="block_sparse_moe.router.layer",
+        experts="block_sparse_moe.experts",
+        fused=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        **others,
     )
 
 

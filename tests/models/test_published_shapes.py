@@ -53,6 +53,8 @@ PARAMETERS = {
     "umt5-xl": 3.768e9,
     "lfm2-1.2b": 1.170e9,
     "falcon-h1-7b": 7.5857e9,
+    "granite-4.0-h-small": 32.207e9,
+    "nemotron-3-nano-30b-a3b": 31.58e9,
     "mixtral-8x7b": 46.70e9,
     "qwen3-30b-a3b": 30.53e9,
     "olmoe-1b-7b": 6.919e9,

@@ -39,7 +39,7 @@ DECODERS = (
 )  # fmt: skip
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-MAMBAS = ("falcon_h1",)
+MAMBAS = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 STATES = ("lfm2", *DELTA_NETS, *MAMBAS)
 """Families with layers that keep a state."""
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -49,6 +49,7 @@ RENAMED = {"kimi_k2": "deepseek_v3"}
 MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
+    "granitemoehybrid", "nemotron_h",
 )  # fmt: skip
 """Families with experts."""
 SCALED_INPUTS = ("llama4_text",)

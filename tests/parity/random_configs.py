@@ -362,6 +362,34 @@ def falcon_h1(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def granitemoehybrid(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    count, kinds = draw.up_to(9, 2), [draw.one_of("mamba", "attention") for _ in range(config["num_hidden_layers"] - 1)]
+    own = mamba(draw, config) | granite(draw, config, ropes) | {"mlp_bias": None, "rms_norm_eps": 1e-3}
+    return own | {
+        "layer_types": [*kinds, "attention"],  # transformers needs an attention layer
+        "num_local_experts": draw.one_of(0, count), "num_experts_per_tok": draw.up_to(count + 1),
+        "intermediate_size": draw.up_to(60, 8), "shared_intermediate_size": draw.up_to(60, 8),
+        "position_embedding_type": draw.one_of("rope", "nope"),
+    }  # fmt: skip
+
+
+def nemotron_h(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    groups, count, layers = draw.up_to(3), 6, draw.up_to(5)
+    of_experts = draw.one_of((1, 1), (2, 1), (3, 2))
+    kinds = [draw.one_of("linear_attention", "full_attention", "moe", "mlp") for _ in range(layers)]
+    return {
+        "layers_block_type": [*kinds, "full_attention"], "num_hidden_layers": None, "rope_parameters": None,
+        "head_dim": draw.up_to(20), "mamba_num_heads": groups * draw.up_to(4), "mamba_head_dim": draw.up_to(20),
+        "n_groups": groups, "ssm_state_size": draw.up_to(30), "conv_kernel": draw.up_to(5, 2),
+        "use_bias": draw.flag(), "use_conv_bias": draw.flag(), "mlp_bias": draw.flag(),
+        "n_routed_experts": count, "num_experts_per_tok": draw.up_to(3), "moe_intermediate_size": draw.up_to(60, 8),
+        "moe_shared_expert_intermediate_size": draw.up_to(60, 8), "n_group": of_experts[0], "topk_group": of_experts[1],
+        "norm_topk_prob": draw.flag(), "routed_scaling_factor": draw.one_of(1.0, 2.5), "layer_norm_epsilon": 1e-3,
+        "moe_latent_size": draw.one_of(None, draw.up_to(40, 4)), "mlp_hidden_act": draw.one_of("relu2", "relu", "silu"),
+        "time_step_min": 1e-30, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
 OWN = {
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
@@ -373,6 +401,6 @@ OWN = {
     "gpt_oss": experts, "llama4_text": experts,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), latents),
     "lfm2": lfm2, "qwen3_next": delta_net, "qwen3_5_text": delta_net, "qwen3_5_moe_text": delta_net,
-    "falcon_h1": falcon_h1,
+    "falcon_h1": falcon_h1, "granitemoehybrid": granitemoehybrid, "nemotron_h": nemotron_h,
 }  # fmt: skip
 """What each family adds to the common keys."""

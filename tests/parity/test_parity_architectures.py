@@ -204,7 +204,8 @@ def test_absent_keys_mean_the_defaults_of_the_class(family: str) -> None:
     layer = next((layer for layer in parsed.layer_parts if attention_of(layer)), parsed.layer_parts[0])
     mixer, mlp = attention_of(layer), layer.sublayers[-1].part
     if family in MIXTURES:
-        mlp = parsed.layer_parts[-1].sublayers[1].part  # the first layers may have no experts
+        parts = (layer.sublayers[-1].part for layer in reversed(parsed.layer_parts))  # the first may have no experts
+        mlp = next(part for part in parts if hasattr(part, "router"))
         size = getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size
         count = getattr(hf_config, "num_local_experts", None) or hf_config.num_experts
         assert (mlp.inner_size, mlp.router.num_experts, mlp.router.top_k) == (

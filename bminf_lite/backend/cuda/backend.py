@@ -340,8 +340,10 @@ class CudaBackend(Backend):
         return self.products.run(Product(x, weight, kind, activation, target))
 
     def experts(  # type: ignore[override]
-        self, x: Array, mixture: ExpertLayerWeights, residual: Array = None, addend: Array = None, gate: Array = None
-    ) -> Array:
+        self, x: Array, mixture: ExpertLayerWeights, residual: Array = None, addend: Array = None, gate: Array = None,
+        routed: Array = None,
+    ) -> Array:  # fmt: skip
+        assert routed is None, "a mixture whose experts do not read what the router reads is refused when it is loaded"
         return self.mixtures.forward(x, mixture, residual, addend, gate)
 
     def add_experts(self, found: Array, residual: Array, addend: Array, gate: Array) -> Array:

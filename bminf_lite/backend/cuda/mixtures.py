@@ -61,6 +61,11 @@ class MixtureLoader:
             before = self._matrices(hidden, spec.num_experts, activation.gated, of_hidden)
             columns = _hidden_units(before, activation)
             behind = self._matrices(down, spec.num_experts, False, of_down, columns)
+        if before.in_features != features:
+            raise UsageError(
+                f"experts read rows of {before.in_features} elements, and their router of {features}, which a GPU does "
+                "not compute yet: load the model with device='cpu'"
+            )
         if spec.scales_input and not before.dynamic:
             raise UsageError(
                 "the router's weights multiply the inputs of these experts, which a GPU computes in w8a8 alone: "

@@ -14,7 +14,7 @@ from ...backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ...backend.mixture import Mixture
 from ...backend.quantization import HostWeight
 from ...backend.values import Array, ForwardBatch, LayerCache
-from ...layers.linear import ColumnsOfRank
+from ...layers.linear import ColumnsOfRank, Linear
 from ...layers.loading import RowTransform
 from ..spec import Fold, FusedExperts, Parameter, Role, Tensors, linear, router, weights_of
 from .feed_forward import FeedForward, FeedForwardPart
@@ -22,14 +22,25 @@ from .part import LayerSource, Part, PartLayer, PartTensors
 
 
 @dataclass(frozen=True)
-class ExpertsPart(Part):
-    """Gated feed-forward layers of ``inner_size`` hidden units, of which ``router`` chooses some for each token.
+class LatentWidth:
+    """The ``width`` of the rows that experts read and write, and the matrices ``before`` and ``behind`` them."""
 
-    The matrices of expert ``e`` are ``{experts}.{e}.{gate}`` and so on. ``fused`` are the names of tensors that hold
-    gate and up of all experts ``[experts, 2 * inner_size, in]``, and all ``down``. ``correction_bias`` names the
+    width: int
+    before: str
+    behind: str
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsPart(Part):
+    """Feed-forward layers of ``inner_size`` hidden units, of which ``router`` chooses some for each token.
+
+    The matrices of expert ``e`` are ``{experts}.{e}.{gate}`` and so on; experts without a gate have none. ``fused`` are
+    the names of tensors that hold gate and up of all experts ``[experts, 2 * inner_size, in]``, and all ``down``. ``correction_bias`` names the
     router's, if it has one, stored ``[experts]``, or ``[1, experts]`` with ``correction_bias_is_row``. ``shared`` is a
     feed-forward layer for every token, whose output is added; with a ``shared_gate``, multiplied by the sigmoid of that
-    matrix ``[1, in]`` times the input.
+    matrix ``[1, in]`` times the input. With a ``latent`` the experts read and write rows of that width, which two
+    matrices for all experts bring the input to, and the sum of the experts back.
 
     ``activation`` may have options. ``bias``: the router and all matrices of experts have one; those of all experts are
     ``{fused}_bias``. ``fused_transposed``: the matrices of fused tensors are ``[in, out]``; ``fused_alternate``: the
@@ -42,7 +53,7 @@ class ExpertsPart(Part):
     router: RouterSpec
     router_name: str = "mlp.gate"
     experts: str = "mlp.experts"
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -53,11 +64,19 @@ class ExpertsPart(Part):
     correction_bias_is_row: bool = False
     shared: FeedForwardPart | None = None
     shared_gate: str | None = None
+    latent: LatentWidth | None = None
 
     @property
     def function(self) -> ExpertActivation:
         """What stands between the two products of an expert."""
-        return ExpertActivation(self.activation) if isinstance(self.activation, str) else self.activation
+        if isinstance(self.activation, str):
+            return ExpertActivation(self.activation, gated=self.gate is not None)
+        return self.activation
+
+    @property
+    def expert_features(self) -> int:
+        """Elements that an expert reads and writes."""
+        return self.hidden_size if self.latent is None else self.latent.width
 
     @property
     def divided(self) -> Mapping[str, int]:
@@ -68,34 +87,41 @@ class ExpertsPart(Part):
     def undivided(self) -> str | None:
         if self.shared is not None and self.shared.bias:
             return "the layer beside the experts has a bias, which each rank would add"
-        return None
+        return None if self.latent is None else "experts in a latent width are not divided among ranks"
 
     def stated(self, layer: str) -> PartTensors:
         """Factors move from the ``up`` of an expert to its ``down``, unless the product is limited.
 
-        None move from the norm before the router: they would be the same for all experts.
+        They move if a gate or a ReLU lies between. None move from the norm before the router: they would be the same for all experts.
         """
         chooser, experts = f"{layer}.{self.router_name}", self._expert_names(layer)
         tensors: Tensors = router(chooser, (self.router.num_experts, self.hidden_size), self.bias)
         if self.correction_bias is not None:
             rows = (1,) if self.correction_bias_is_row else ()
             tensors[f"{layer}.{self.correction_bias}"] = Parameter((*rows, self.router.num_experts), Role.VECTOR)
-        for gate, up, down in experts:
-            tensors |= linear(gate, (self.inner_size, self.hidden_size), self.bias)
-            tensors |= linear(up, (self.inner_size, self.hidden_size), self.bias)
-            tensors |= linear(down, (self.hidden_size, self.inner_size), self.bias)
-        readers = (chooser, *(name for gate, up, _ in experts for name in (gate, up)))
-        kinds, is_plain = ("weight", "bias") if self.bias else ("weight",), self.function.limit is None
+        for *inner, down in experts:
+            for name in inner:
+                tensors |= linear(name, (self.inner_size, self.expert_features), self.bias)
+            tensors |= linear(down, (self.expert_features, self.inner_size), self.bias)
+        readers = [name for *inner, _ in experts for name in inner]
+        writers = {name: self.bias for *_, down in experts for name in (down,)}
+        if self.latent is not None:
+            before, behind = f"{layer}.{self.latent.before}", f"{layer}.{self.latent.behind}"
+            tensors |= linear(before, (self.latent.width, self.hidden_size), self.latent.bias)
+            tensors |= linear(behind, (self.hidden_size, self.latent.width), self.latent.bias)
+            readers, writers = [before], {behind: self.latent.bias}
+        is_plain, is_gated = self.function.limit is None, self.gate is not None
+        commutes = is_plain and (is_gated or self.function.function == "relu")
         own = PartTensors(
             tensors,
-            weights_of(*readers),
-            tuple(f"{down}.{kind}" for _, _, down in experts for kind in kinds),
-            tuple(Fold(weights_of(up), weights_of(down)) for _, up, down in experts) if is_plain else (),
-            rotatable=weights_of(*(down for _, _, down in experts)),
+            weights_of(chooser, *readers),
+            tuple(f"{name}.{kind}" for name, bias in writers.items() for kind in ("weight", "bias")[: 1 + bias]),
+            tuple(Fold(weights_of(up), weights_of(down)) for *_, up, down in experts) if commutes else (),
+            rotatable=weights_of(*(down for *_, down in experts)),
             foldable=False,
             fused=self._fused(layer),
             bounded=tuple((gate, up, down) for gate, up, down in (weights_of(*names) for names in experts))
-            if is_plain and not self.bias
+            if is_plain and is_gated and not self.bias
             else (),
         )
 
@@ -118,7 +144,7 @@ class ExpertsPart(Part):
     def _fused(self, layer: str) -> dict[str, FusedExperts]:
         """The tensors that may hold those of all experts."""
         found, experts = {}, self._expert_names(layer)
-        matrices: tuple[list[tuple[str, ...]], ...] = [e[:2] for e in experts], [e[2:] for e in experts]
+        matrices: tuple[list[tuple[str, ...]], ...] = [e[:-1] for e in experts], [e[-1:] for e in experts]
         for name, of_experts in zip(self.fused, matrices, strict=True):
             weights = tuple(weights_of(*names) for names in of_experts)
             rows_alternate = self.fused_alternate and len(weights[0]) > 1
@@ -130,10 +156,11 @@ class ExpertsPart(Part):
                 found[f"{layer}.{name}_bias"] = FusedExperts(biases, interleaved=rows_alternate)
         return found
 
-    def _expert_names(self, layer: str) -> list[tuple[str, str, str]]:
-        """Gate, up and down of each expert."""
+    def _expert_names(self, layer: str) -> list[tuple[str, ...]]:
+        """Gate, if there is one, up and down of each expert."""
+        names = [name for name in (self.gate, self.up, self.down) if name is not None]
         prefixes = (f"{layer}.{self.experts}.{expert}" for expert in range(self.router.num_experts))
-        return [(f"{prefix}.{self.gate}", f"{prefix}.{self.up}", f"{prefix}.{self.down}") for prefix in prefixes]
+        return [tuple(f"{prefix}.{name}" for name in names) for prefix in prefixes]
 
     def build(self, source: LayerSource) -> PartLayer:
         weights, experts = source.weights, self._expert_names(source.name)
@@ -154,12 +181,20 @@ class ExpertsPart(Part):
         mixture = source.ops.mixture(
             self.router,
             vector(f"{self.router_name}.weight"),
-            (before(gate, up) for gate, up, _ in experts),
-            (behind(down) for _, _, down in experts),
+            (before(*inner) for *inner, _ in experts),
+            (behind(down) for *_, down in experts),
             self.function,
             None if self.correction_bias is None else vector(self.correction_bias).ravel(),
             self._biases(source) if self.bias else None,
         )
+        if self.latent is not None:
+            assert self.shared_gate is None
+            narrow, wide = (
+                Linear(source.ops, weights, [f"{source.name}.{name}"], self.latent.bias)
+                for name in (self.latent.before, self.latent.behind)
+            )
+            shared = None if self.shared is None else self.shared.build(source)
+            return LatentExperts(source.ops, mixture, narrow, wide, shared)
         is_partial = ranks.tp_size > 1
         if self.shared is None:
             return Experts(source.ops, mixture, is_partial)
@@ -177,8 +212,8 @@ class ExpertsPart(Part):
         own, is_first = shard(self.inner_size, ranks), np.float32(ranks.tp_rank == 0)
         return ExpertBiases(
             vector(f"{source.name}.{self.router_name}"),
-            [np.concatenate([vector(name)[own] for name in (gate, up)]) for gate, up, _ in experts],
-            [vector(down) * is_first for _, _, down in experts],  # which the sum over the ranks has once
+            [np.concatenate([vector(name)[own] for name in inner]) for *inner, _ in experts],
+            [vector(down) * is_first for *_, down in experts],  # which the sum over the ranks has once
         )
 
 
@@ -222,3 +257,30 @@ class ExpertsWithShared(Experts):
     def _experts(self, hidden: tuple[Array, Array, Array], residual: Array) -> Array:
         x, shared, gate = hidden
         return self.ops.experts(x, self.mixture, residual, shared, gate)
+
+
+@dataclass(frozen=True)
+class LatentExperts:
+    """Experts of rows of another width, beside a ``shared`` feed-forward layer that reads the input itself, or none.
+
+    ``before`` brings the input to that width, and ``behind`` the sum of the experts back.
+    """
+
+    ops: Backend
+    mixture: Mixture
+    before: Linear
+    behind: Linear
+    shared: PartLayer | None
+
+    def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> tuple[Array, Array]:
+        """The sum of the experts, fp32 ``[T, width]``, and what the shared layer's last matrix reads."""
+        found = self.ops.experts(self.before(x), self.mixture, routed=x)
+        return found, None if self.shared is None else self.shared.hidden(x, cache, batch, False)
+
+    def fp32(self, hidden: tuple[Array, Array]) -> Array:
+        found = self.behind.fp32(hidden[0])
+        return found if self.shared is None else self.shared.add_to(found, hidden[1])
+
+    def add_to(self, residual: Array, hidden: tuple[Array, Array]) -> Array:
+        residual = self.behind.add_to(residual, hidden[0])
+        return residual if self.shared is None else self.shared.add_to(residual, hidden[1])
