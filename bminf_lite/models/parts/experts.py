@@ -36,10 +36,10 @@ class ExpertsPart(Part):
     """Feed-forward layers of ``inner_size`` hidden units, of which ``router`` chooses some for each token.
 
     The matrices of expert ``e`` are ``{experts}.{e}.{gate}`` and so on; experts without a gate have none. ``fused`` are
-    the names of tensors that hold gate and up of all experts ``[experts, 2 * inner_size, in]``, and all ``down``. ``correction_bias`` names the
-    router's, if it has one, stored ``[experts]``, or ``[1, experts]`` with ``correction_bias_is_row``. ``shared`` is a
-    feed-forward layer for every token, whose output is added; with a ``shared_gate``, multiplied by the sigmoid of that
-    matrix ``[1, in]`` times the input. With a ``latent`` the experts read and write rows of that width, which two
+    the names of tensors that hold gate and up of all experts ``[experts, 2 * inner_size, in]``, and all ``down``.
+    ``correction_bias`` names the router's, if it has one, stored ``[experts]``, or ``[1, experts]`` with
+    ``correction_bias_is_row``. ``shared`` is a feed-forward layer for every token, whose output is added; with a
+    ``shared_gate``, multiplied by the sigmoid of that matrix ``[1, in]`` times the input. With a ``latent`` the experts read and write rows of that width, which two
     matrices for all experts bring the input to, and the sum of the experts back.
 
     ``activation`` may have options. ``bias``: the router and all matrices of experts have one; those of all experts are
@@ -90,9 +90,9 @@ class ExpertsPart(Part):
         return None if self.latent is None else "experts in a latent width are not divided among ranks"
 
     def stated(self, layer: str) -> PartTensors:
-        """Factors move from the ``up`` of an expert to its ``down``, unless the product is limited.
+        """Factors move from the ``up`` of an expert to its ``down``, if a product without a limit, or a ReLU, is between.
 
-        They move if a gate or a ReLU lies between. None move from the norm before the router: they would be the same for all experts.
+        None move from the norm before the router: they would be the same for all experts.
         """
         chooser, experts = f"{layer}.{self.router_name}", self._expert_names(layer)
         tensors: Tensors = router(chooser, (self.router.num_experts, self.hidden_size), self.bias)
