@@ -44,6 +44,7 @@ CASES = {
         "engine/test_adapted_requests.py::test_on_a_gpu_in_any_company",
         "backend/test_latent_attention.py::test_segments_are_merged_in_one_order",
         "backend/test_delta_net.py::test_sequences_of_one_step",
+        "backend/test_mamba2.py::test_sequences_of_one_step",
         f"{GOLDENS}{REFERENCE}[w8a8-qwen3_next: two kinds]",
         f"{GOLDENS}{REFERENCE}[w8a8-mistral4: growing queries, a dense layer, groups]",
         "models/test_mixtures.py",

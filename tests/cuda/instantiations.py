@@ -23,6 +23,7 @@ from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
 from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvCodes
 from bminf_lite.cuda.kernels.instantiations import Capability, KernelFamily
 from bminf_lite.cuda.kernels.recurrent.delta_net import DeltaNetKernels
+from bminf_lite.cuda.kernels.recurrent.mamba2 import Mamba2Kernels
 from bminf_lite.cuda.kernels.rowwise.adapters import AdapterKernels
 from bminf_lite.cuda.kernels.rowwise.calibration import CalibrationKernels
 from bminf_lite.cuda.kernels.rowwise.gptq import GPTQKernels
@@ -39,8 +40,8 @@ LAUNCHERS = (
     Gemv, GemvCodes, RowKernels, Softmax, PointwiseKernels, AdapterKernels, CalibrationKernels, GPTQKernels,
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm,
     FloatGemmSync, SkinnyFloatGemmHopper, FloatGemmHopper, Sampler, TensorRows, ExpertKernels,
-    ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels, DeltaNetKernels, PoolingKernels,
-    AllReduce,
+    ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels, DeltaNetKernels, Mamba2Kernels,
+    PoolingKernels, AllReduce,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -28,6 +28,7 @@ from .races import words
 INTERPRETED = {
     "gemv/gemv.cu", "rowwise/rows.cu", "rowwise/pointwise.cu", "rowwise/layer_norm_many_rows.cu",
     "rowwise/norm_unaligned.cu", "rowwise/quantize.cu", "rowwise/short_convolution.cu", "recurrent/delta_net.cu",
+    "recurrent/mamba2.cu",
     "rowwise/adapters.cu", "experts/router.cu", "experts/pairs.cu", "experts/few_tokens.cu", "experts/grouped_gemm.cu",
     "experts/grouped_gemm_hopper.cu", "experts/float_products.cu", "attention/latent.cu", "attention/latent_rows.cu",
     "attention/head_products.cu", "attention/decode.cu", "attention/prefill.cu", "attention/prefill_merge.cu",

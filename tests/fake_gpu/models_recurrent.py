@@ -1,4 +1,4 @@
-"""What the kernels of recurrences do: gated DeltaNet, chunk by chunk, and the norm and the gate of its outputs."""
+"""What the kernels of recurrences do: gated DeltaNet and Mamba 2, chunk by chunk, and norms and gates of outputs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from bminf_lite.backend import chunked_state, delta_net
-from bminf_lite.backend.chunked_state import CHUNK
+from bminf_lite.backend import chunked_state, delta_net, mamba2
+from bminf_lite.backend.chunked_state import CHUNK, Chunk
 from bminf_lite.backend.delta_net import DeltaChunk, TokenInputs
 from bminf_lite.backend.functions import normalise, silu
-from bminf_lite.backend.values import DeltaNetSpec, Norm, StateCache
+from bminf_lite.backend.values import DeltaNetSpec, GatedNorm, Mamba2Spec, Norm, StateCache
 
 from .launching import Call, model
 
@@ -30,12 +30,12 @@ def sequences_of(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
     return cu_seqlens, context_lens, slots, is_draft
 
 
-def slot_arrays(call: Call, slots: int) -> dict[str, np.ndarray]:
-    """The arrays of the slots up to the last that a step has."""
-    heads, keys, values = call.value_heads, call.key_dim, call.value_dim
+def slot_arrays(call: Call, slots: int, sizes: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
+    """The arrays of the slots up to the last that a step has; ``sizes`` are heads and elements of keys and values."""
+    key_heads, heads, keys, values = sizes
     shapes: dict[str, tuple[str, Any, tuple[int, ...]]] = {
         "state": ("states", F32, (heads, keys, values)),
-        "keys": ("keys", F32, (call.ring_rows, call.key_heads, keys)),
+        "keys": ("keys", F32, (call.ring_rows, key_heads, keys)),
         "deltas": ("deltas", F32, (call.ring_rows, heads, values)),
         "decays": ("decays", F32, (call.ring_rows, heads)),
         "end": ("ends", np.int32, ()),
@@ -61,14 +61,20 @@ def inputs_of(call: Call, tokens: int) -> tuple[TokenInputs, DeltaNetSpec]:
 
 @model
 def delta_rule(call: Call) -> None:
+    inputs, _ = inputs_of(call, int(sequences_of(call)[0][-1]))
+    in_chunks(call, DeltaChunk, inputs, (call.key_heads, call.value_heads, call.key_dim, call.value_dim))
+
+
+def in_chunks(call: Call, kind: type[Chunk], inputs: Any, sizes: tuple[int, int, int, int]) -> None:
+    """The outputs of a recurrence and the sums of log-decays; states and deltas go to the slots."""
     cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
-    tokens, grid = int(cu_seqlens[-1]), call.launch.grid
-    call.require(grid[:2] == (call.count, call.value_heads) and 32 * grid[2] >= call.value_dim, "blocks are missing")
-    arrays = slot_arrays(call, int(slots.max(initial=0)) + 1)
+    (_, heads, _, dim), tokens, grid = sizes, int(cu_seqlens[-1]), call.launch.grid
+    call.require(grid[:2] == (call.count, heads) and 32 * grid[2] >= dim, "blocks are missing")
+    arrays = slot_arrays(call, int(slots.max(initial=0)) + 1, sizes)
     kept = StateCache(arrays | {name: arrays[name].copy() for name in ("keys", "decays", "end")})
-    (inputs, _), width = inputs_of(call, tokens), call.value_heads * call.value_dim
+    width = heads * dim
     out = call.rows("out", tokens, call.out_pitch, width, F32, 4)
-    sums = call.rows("sums", tokens, call.value_heads, call.value_heads, F32, 4)
+    sums = call.rows("sums", tokens, heads, heads, F32, 4)
     for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
         if first == end:
             continue
@@ -78,14 +84,13 @@ def delta_rule(call: Call) -> None:
             own = inputs.log_decays[i]
             total = own if (start + i - first) % CHUNK == 0 else total + own
             sums[i] = total
-        y = chunked_state.outputs(DeltaChunk, inputs.of(rows), kept, slot, start, bool(is_draft[b]))
+        y = chunked_state.outputs(kind, inputs.of(rows), kept, slot, start, bool(is_draft[b]))
         out[rows] = y.reshape(-1, width)
 
 
 @model
 def delta_output(call: Call) -> None:
-    cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
-    rows, tokens = call.launch.grid[0], int(cu_seqlens[-1])
+    rows, tokens = call.launch.grid[0], int(sequences_of(call)[0][-1])
     heads, dim = call.value_heads, call.value_dim
     x = call.rows("x", tokens, call.x_pitch, heads * dim, F32, 4).reshape(tokens, heads, dim)
     gate = call.rows("gate", rows, call.gate_pitch, heads * dim, F16, 2).astype(F32)
@@ -93,12 +98,57 @@ def delta_output(call: Call) -> None:
     norm = Norm(call.vector("norm_weight", dim, F32), call.eps)
     out[:tokens] = normalise(x, norm).reshape(tokens, -1) * silu(gate[:tokens])
     out[tokens:] = 0
-    arrays, (inputs, _) = slot_arrays(call, int(slots.max(initial=0)) + 1), inputs_of(call, tokens)
-    sums = call.rows("sums", tokens, heads, heads, F32, 4)
+    inputs, _ = inputs_of(call, tokens)
+    store_keys(call, inputs.keys, (call.key_heads, heads, call.key_dim, dim))
+
+
+def store_keys(call: Call, keys: np.ndarray, sizes: tuple[int, int, int, int]) -> None:
+    """What the second kernel of a recurrence leaves in the slots: keys, decays and the positions of states."""
+    cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
+    arrays = slot_arrays(call, int(slots.max(initial=0)) + 1, sizes)
+    sums = call.rows("sums", int(cu_seqlens[-1]), sizes[1], sizes[1], F32, 4)
     for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
         start, slot = int(context_lens[b]), slots[b]
         for i in range(first, end):
             place = (start + i - first) % call.ring_rows
-            arrays["keys"][slot, place], arrays["decays"][slot, place] = inputs.keys[i], sums[i]
+            arrays["keys"][slot, place], arrays["decays"][slot, place] = keys[i], sums[i]
         if first < end and not is_draft[b]:
             arrays["end"][slot] = (start + end - first - 1) // CHUNK * CHUNK
+
+
+def state_space_inputs(call: Call, tokens: int) -> mamba2.TokenInputs:
+    """What the state space of Mamba 2 reads of the tokens."""
+    none: Any = None
+    vectors = (call.vector(name, call.heads, F32) for name in ("decay_rates", "step_bias", "skip"))
+    limits = call.min_step, call.max_step
+    spec = Mamba2Spec(call.groups, call.heads, call.head_dim, call.state_dim, none, *vectors, limits)
+    mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
+    steps = call.rows("steps", tokens, call.steps_pitch, call.heads, F16, 2)
+    return mamba2.token_inputs(mixed, steps, spec)
+
+
+def state_sizes(call: Call) -> tuple[int, int, int, int]:
+    """Heads and elements of B and of x."""
+    return call.groups, call.heads, call.state_dim, call.head_dim
+
+
+@model
+def state_space(call: Call) -> None:
+    call.require(call.state_dim <= call.number("N"), "the state has more rows than the kernel")
+    inputs = state_space_inputs(call, int(sequences_of(call)[0][-1]))
+    in_chunks(call, mamba2.StateSpaceChunk, inputs, state_sizes(call))
+
+
+@model
+def state_output(call: Call) -> None:
+    rows, tokens, features = call.launch.grid[0], int(sequences_of(call)[0][-1]), call.heads * call.head_dim
+    x = call.rows("x", tokens, call.x_pitch, features, F32, 4)
+    gate = call.rows("gate", rows, call.gate_pitch, features, F16, 2).astype(F32)
+    out = call.rows("out", rows, call.out_pitch, features, F16, 2)
+    norm = None
+    if call.norm_weight:
+        weight = call.vector("norm_weight", features, F32)
+        norm = GatedNorm(Norm(weight, call.eps), call.norm_groups, bool(call.norm_first))
+    out[:tokens] = mamba2.gated(x, gate[:tokens], norm)
+    out[tokens:] = 0
+    store_keys(call, state_space_inputs(call, tokens).b, state_sizes(call))

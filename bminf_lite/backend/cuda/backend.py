@@ -18,7 +18,7 @@ import numpy as np
 
 from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, pitch_of, round_up
 from ...cuda.kernels.attention.heads import head_pitch_of
-from ...cuda.kernels.constants import DELTA_NET_MAX_KEY_DIM, AttentionMask, Epilogue
+from ...cuda.kernels.constants import DELTA_NET_MAX_KEY_DIM, MAMBA2_MAX_STATE_DIM, AttentionMask, Epilogue
 from ...cuda.kernels.experts.layer import ExpertLayerWeights
 from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
 from ...cuda.kernels.gemm.fgemm import FloatGemm
@@ -603,7 +603,23 @@ class CudaBackend(Backend):
         return out
 
     def mamba2(self, inputs: Array, spec: Mamba2Spec, cache: StateCache, batch: ForwardBatch) -> Array:
-        raise UsageError("layers of Mamba 2 are not computed on a GPU yet: load the model with device='cpu'")
+        if spec.state_dim > MAMBA2_MAX_STATE_DIM:
+            raise UsageError(
+                f"states of Mamba 2 have {spec.state_dim} rows; a GPU computes up to {MAMBA2_MAX_STATE_DIM}: "
+                "load the model with device='cpu'"
+            )
+        rows, table = self.materializer.to_half(inputs), batch.block_tables[cache.group]
+        tokens, features, channels = len(rows), spec.features, spec.channels
+        mixed, found = (self.arrays.rows(tokens, width, np.float32) for width in (channels, features))
+        self.kernels.short_convolution.launch(
+            self.kernels.step, rows[:, features:], spec.convolution, cache["inputs"], table, batch, mixed
+        )
+        out, sums = self.arrays.rows(tokens, features, np.float16), self.arrays.empty((tokens, spec.heads), np.float32)
+        self.kernels.mamba2.launch(
+            self.kernels.step, mixed, rows[:, features + channels :], rows[:, :features], spec, cache, table, batch,
+            sums, found, out,
+        )  # fmt: skip
+        return out
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from ...cuda.kernels.gemm.float_gemm import FloatProductKernels
 from ...cuda.kernels.gemv.gemv import Gemv
 from ...cuda.kernels.launcher import Launcher, StepContext
 from ...cuda.kernels.recurrent.delta_net import DeltaNetKernels
+from ...cuda.kernels.recurrent.mamba2 import Mamba2Kernels
 from ...cuda.kernels.rowwise.adapters import AdapterKernels
 from ...cuda.kernels.rowwise.calibration import CalibrationKernels
 from ...cuda.kernels.rowwise.gptq import GPTQKernels
@@ -48,6 +49,7 @@ class Kernels:
         self.softmax = Softmax(launcher)
         self.short_convolution = ShortConvolutionKernels(launcher)
         self.delta_net = DeltaNetKernels(launcher)
+        self.mamba2 = Mamba2Kernels(launcher)
         self.prepare_heads = PrepareHeads(launcher)
         self.copy_blocks = CopyBlocks(launcher)
         self.attention_decode = AttentionDecode(launcher)

@@ -250,6 +250,8 @@ ALL_REDUCE_POLLS = 64
 """How often a thread polls before it looks at the clock."""
 DELTA_NET_THREADS = 256
 DELTA_NET_MAX_KEY_DIM = 128
+MAMBA2_THREADS = 256
+MAMBA2_MAX_STATE_DIM = 256
 SAMPLING_CHUNK = 2048
 """Token ids per block."""
 SAMPLING_PART = 512
@@ -327,6 +329,7 @@ HEADERS = {
     "constants/delta_net.cuh": render_header(
         THREADS=DELTA_NET_THREADS, CHUNK=STATE_CHUNK, MAX_KEY_DIM=DELTA_NET_MAX_KEY_DIM
     ),
+    "constants/mamba2.cuh": render_header(THREADS=MAMBA2_THREADS, CHUNK=STATE_CHUNK),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, N=PREPARE_ELEMENTS),
     "constants/latent.cuh": render_header(THREADS=LATENT_THREADS, KEYS=LATENT_KEYS, LATENT_SEGMENT=LATENT_SEGMENT),

@@ -39,8 +39,8 @@ class ExpertsPart(Part):
     the names of tensors that hold gate and up of all experts ``[experts, 2 * inner_size, in]``, and all ``down``.
     ``correction_bias`` names the router's, if it has one, stored ``[experts]``, or ``[1, experts]`` with
     ``correction_bias_is_row``. ``shared`` is a feed-forward layer for every token, whose output is added; with a
-    ``shared_gate``, multiplied by the sigmoid of that matrix ``[1, in]`` times the input. With a ``latent`` the experts read and write rows of that width, which two
-    matrices for all experts bring the input to, and the sum of the experts back.
+    ``shared_gate``, multiplied by the sigmoid of that matrix ``[1, in]`` times the input. With a ``latent`` the experts
+    read and write rows of that width, which two matrices for all experts bring the input to, and their sum back.
 
     ``activation`` may have options. ``bias``: the router and all matrices of experts have one; those of all experts are
     ``{fused}_bias``. ``fused_transposed``: the matrices of fused tensors are ``[in, out]``; ``fused_alternate``: the
@@ -90,7 +90,7 @@ class ExpertsPart(Part):
         return None if self.latent is None else "experts in a latent width are not divided among ranks"
 
     def stated(self, layer: str) -> PartTensors:
-        """Factors move from the ``up`` of an expert to its ``down``, if a product without a limit, or a ReLU, is between.
+        """Factors move from the ``up`` of an expert to its ``down``, if a plain product or a ReLU is between.
 
         None move from the norm before the router: they would be the same for all experts.
         """

@@ -52,7 +52,8 @@ class ShortConvolutionKernels:
         more new tokens than the ring has rows beside those that the first one reads.
         """
         taps, (tokens, channels), ring_rows = convolution.taps, out.shape, ring.shape[1]
-        each, gated = EACH[channels % EACH[1] == 0], BOOLEANS[out.dtype == np.float16]
+        is_aligned = channels % EACH[1] == 0 and rows.data.ptr % (2 * EACH[1]) == 0
+        each, gated = EACH[is_aligned], BOOLEANS[out.dtype == np.float16]
         stores = batch.max_query_len <= ring_rows - len(taps) + 1
         grid, moved = (tokens, ceil_div(channels, THREADS * each)), nbytes_of(rows, out)
         inputs = rows.data.ptr, pitch_of(rows)
