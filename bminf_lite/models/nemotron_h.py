@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron 3 (https://arxiv.org/abs/2512.20856): one part a layer: Mamba 2, attention, or experts.
 
 Attention has no rotation. Feed-forward layers and experts square a ReLU and have no gate; experts may work in a latent
-width. ``time_step_limit`` bounds the time steps of Mamba 2, as in the code that NVIDIA publishes with the models;
+width. ``time_step_limit`` bounds the time steps of Mamba 2, as in the code that is published with the models;
 transformers bounds them by ``time_step_min`` instead, in prompts and not when it decodes.
 """
 
