@@ -96,8 +96,9 @@ def random_model(
 
     ``kv_cache``, ``max_batch`` and ``max_num_batched_tokens`` are those of ``load``. ``ops`` are the backends of all
     ranks, or one. ``recipe`` says how each matrix is quantized and rotated, without a calibration. Layers that do not
-    fit the memory limit are streamed, as those of a checkpoint are. With ``speculative``, which names no model, the
-    engine drafts. Raises ``UsageError`` for a recipe that leaves a matrix float.
+    fit the memory limit are streamed, as those of a checkpoint are. Adapters have the backends' slots. With
+    ``speculative``, which names no model, the engine drafts. Raises ``UsageError`` for a recipe that leaves a matrix
+    float.
     """
     num_draft_tokens = 0 if speculative is None else speculative.num_draft_tokens
     described, chosen = describe_model(config), load_recipe(recipe)
@@ -105,7 +106,9 @@ def random_model(
     plan = plan_placement(
         ranks,
         spec,
-        lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache, num_draft_tokens, tp_size=len(ranks)),
+        lambda: requirements(
+            described, recipe_schemes(spec, chosen), kv_cache, num_draft_tokens, ranks[0].adapter_slots, len(ranks)
+        ),
         max_chunk=max_num_batched_tokens,
     )
     name = name if chosen.name == "w8a8" else f"{name}, {chosen.name}"

@@ -1,0 +1,133 @@
+"""Measure what LoRA adapters cost on a model with random weights, beside the same steps without.
+
+    python benchmarks/measure_adapters.py [--shape llama-3-8b] [--device cuda] [--rank 16] [--slots 8] [--streams 32]
+
+Every matrix of the layers, and the output head, has an adapter. Each case prints a line of JSON: the speed with
+adapters relative to that without, of one sequence, of streams that have as many adapters as there are slots, and of a
+prompt; and the milliseconds that an adapter that lies in the host's memory adds to a first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from bminf_lite import backend, models
+from bminf_lite.api import Model
+from bminf_lite.backend.adapter_slots import AdapterSlots
+from bminf_lite.backend.side_products import Adapter
+from bminf_lite.bench.model import random_model, read_shape
+from bminf_lite.engine.adapters import AdapterRegistry, LoadedAdapter
+from bminf_lite.engine.request import Request
+from bminf_lite.engine.sampling_params import SamplingParams
+
+MORE = 64
+"""Tokens that a context has beside those that are measured."""
+REPEATS = 5
+SHORT_PROMPT = 16
+
+
+def random_adapter(slots: AdapterSlots, config: dict[str, Any], rank: int, seed: int) -> LoadedAdapter:
+    """An adapter of every site, which changes results little."""
+    architecture = models.find(config)
+    parameters = architecture.spec(architecture.parse(config)).parameters
+    rng, parts = np.random.default_rng(seed), {}
+    for name in slots.names():
+        out, features = parameters[name].shape[::-1] if parameters[name].transposed else parameters[name].shape
+        a, b = (rng.standard_normal(shape, np.float32) for shape in ((rank, features), (out, rank)))
+        parts[name] = Adapter(a / np.float32(features**0.5), b / np.float32(rank**0.5), 0.01)
+    prepared = [slots.prepare(parts)]
+    return AdapterRegistry().add(str(seed), "", rank, 0, lambda: prepared)
+
+
+class Measured:
+    """A model with adapters, and requests of random tokens."""
+
+    def __init__(self, model: Model, vocab_size: int):
+        self.model = model
+        self.vocab_size = vocab_size
+        self.rng = np.random.default_rng(1)
+
+    def seconds(self, adapters: Sequence[LoadedAdapter | None], prompt: int, new: int) -> tuple[float, float]:
+        """Seconds from the submission of requests to the last first token, and from there to the end."""
+        ended: SimpleQueue[Request] = SimpleQueue()
+
+        def told(request: Request) -> None:
+            if request.finish_reason is not None:
+                ended.put(request)
+
+        requests = [
+            Request(
+                i, self.rng.integers(0, self.vocab_size, prompt).tolist(),
+                SamplingParams(max_new_tokens=new, seed=0, ignore_eos=True), adapter=adapter, on_update=told,
+            )
+            for i, adapter in enumerate(adapters)
+        ]  # fmt: skip
+        start = time.perf_counter()
+        self.model.engine.submit(requests)
+        for _ in requests:
+            error = ended.get().error
+            if error is not None:
+                raise error
+        first = max(request.first_token_time for request in requests)
+        return first - start, time.perf_counter() - first
+
+    def median(self, adapters: Sequence[LoadedAdapter | None], prompt: int, new: int) -> tuple[float, float]:
+        """The medians of several runs, behind one that loads what is needed."""
+        self.seconds(adapters, prompt, new)
+        firsts, rests = zip(*(self.seconds(adapters, prompt, new) for _ in range(REPEATS)), strict=True)
+        return statistics.median(firsts), statistics.median(rests)
+
+
+def report(case: str, **values: float) -> None:
+    print(json.dumps({"case": case, **{name: round(value, 4) for name, value in values.items()}}), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3-8b", help="the name of a packaged shape, or a config.json")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=8, help="adapters that lie on the device")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the long prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens that are generated")
+    options = parser.parse_args(arguments)
+    config = dict(read_shape(options.shape))
+    config["max_position_embeddings"] = max(options.prompt, options.new) + MORE
+    with closing(backend.create(options.device)) as ops:
+        ops.adapter_slots = slots = AdapterSlots(options.slots, options.rank)
+        found = random_model(options.shape, config, ops, max_batch=options.streams)
+        engine_config = replace(found.engine_config, num_adapter_slots=options.slots, prefix_cache=False)
+        model = Model([found.network], engine_config)
+        with closing(model._engine):
+            adapters = [random_adapter(slots, config, options.rank, seed) for seed in range(options.slots + 1)]
+            measured = Measured(model, config["vocab_size"])
+            print(json.dumps({"device": ops.describe(), "shape": options.shape, "rank": options.rank}), flush=True)
+            for case, count in (("one sequence", 1), (f"{options.streams} streams", options.streams)):
+                plain = measured.median([None] * count, SHORT_PROMPT, options.new)[1]
+                own = [adapters[i % options.slots] for i in range(count)]
+                adapted = measured.median(own, SHORT_PROMPT, options.new)[1]
+                steps = options.new - 1
+                report(case, plain_ms=1e3 * plain / steps, adapted_ms=1e3 * adapted / steps, speed=plain / adapted)
+            plain = measured.median([None], options.prompt, 1)[0]
+            adapted = measured.median([adapters[0]], options.prompt, 1)[0]
+            report(f"prompt of {options.prompt}", plain_ms=1e3 * plain, adapted_ms=1e3 * adapted, speed=plain / adapted)
+            resident = measured.median([adapters[0]], SHORT_PROMPT, 1)[0]
+            turns = [adapter for _ in range(1 + REPEATS) for adapter in adapters]  # the least recently used comes next
+            moved = [measured.seconds([adapter], SHORT_PROMPT, 1)[0] for adapter in turns]
+            fetched = statistics.median(moved[len(adapters) :])
+            report("adapter on the host", resident_ms=1e3 * resident, added_ms=1e3 * (fetched - resident))
+
+
+if __name__ == "__main__":
+    main()
