@@ -151,7 +151,7 @@ def load(
             speculative = None if given is None else given
             if gpus != 1:
                 raise UsageError(f"gpus is {gpus!r}, but a model that gives vectors is not divided: give 1")
-        most = config.hidden_size * max_num_batched_tokens
+        most = max(config.hidden_size * max_num_batched_tokens, config.vocab_size)
         backends = backend.create_ranks(gpus, device, memory_limit, most)
         ops = backends[0]
         try:

@@ -356,6 +356,15 @@ class Backend(HostDevice):
         residual += self._round(y)
         return residual
 
+    def all_gather_columns(self, part: Array, columns: slice, count: int) -> Array:
+        """The columns of all ranks beside each other: fp32 ``[T, count]``.
+
+        ``part`` fp32 ``[T, n]`` are this rank's ``columns``. The others count as zeros, and are added.
+        """
+        whole = np.zeros((len(part), count), np.float32)
+        whole[:, columns] = part
+        return self.communicator.all_reduce_add(whole)
+
     def gated_linear(self, x: Array, weight: Any, activation: str) -> Array:
         """``f(gate) * up`` where ``[gate, up] = linear(x, weight)``: ``[T, in]`` -> ``[T, out / 2]``.
 

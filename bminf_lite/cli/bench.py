@@ -200,7 +200,8 @@ def bench(
             _run_load(load, loaded, f"{name}, int8 cache" if kv_cache == "int8" else name, output, plot)
         else:
             assert config is not None
-            most = describe_model(config).config.hidden_size * max_num_batched_tokens
+            parsed = describe_model(config).config
+            most = max(parsed.hidden_size * max_num_batched_tokens, parsed.vocab_size)
             ranks = backend.create_ranks(gpus, device, memory_limit, most)
             _run_load(load, *_random_model(load, ranks, make_model), output, plot)
         return

@@ -87,6 +87,26 @@ class ColumnParallelLinear(Linear):
         super().__init__(ops, weights, names, bias)
 
 
+class VocabularyLinear(Linear):
+    """The output head ``name``, whose ``rows`` are divided among the ranks: all ranks get all logits.
+
+    A rank has a run of the vocabulary. The runs of a size that ranks do not divide differ by one row.
+    """
+
+    def __init__(self, ops: Backend, weights: Weights, name: str, rows: int, bias: bool = False):
+        ranks = ops.communicator
+        self.rows = rows
+        self.own = slice(ranks.tp_rank * rows // ranks.tp_size, (ranks.tp_rank + 1) * rows // ranks.tp_size)
+        if ranks.tp_size > 1:
+            weights = TransformedWeights(weights, {name: RowTransform(self.own)})
+        super().__init__(ops, weights, [name], bias)
+
+    def fp32(self, x: Array) -> Array:
+        """``[T, in]`` -> fp32 ``[T, rows]``."""
+        y = super().fp32(x)
+        return y if self.ops.communicator.tp_size == 1 else self.ops.all_gather_columns(y, self.own, self.rows)
+
+
 class RowParallelLinear:
     """The layer ``name`` whose inputs are divided among the ranks: it adds their products, in the order of the ranks.
 

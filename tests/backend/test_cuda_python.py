@@ -53,6 +53,13 @@ CASES = {
         "backend/test_early_attention.py",
         "memory/test_streaming_gpu.py::test_streamed_and_resident_give_equal_results",
     ),
+    "h200*2": (
+        "backend/test_peers.py::test_a_model_on_two_gpus",
+        "backend/test_peers.py::test_every_kind_of_layer_gives_what_ranks_on_the_cpu_give",
+        "backend/test_peers.py::test_a_rank_that_fails_ends_the_wait_of_the_others_at_once",
+        "backend/test_peers.py::test_a_rank_that_hangs_is_named_within_seconds",
+        "backend/test_peers.py::test_captured_steps_are_replayed_beside_others",
+    ),
     "sm_86": (
         f"{GOLDENS}{REFERENCE}[w8a8-qwen2: grouped]",
         f"{GOLDENS}{REFERENCE}[w8a16-gpt2: plain]",

@@ -377,6 +377,14 @@ class CudaBackend(Backend):
         self.communicator.add(values, bias, target.values, add=True)
         return ResidualStream(target.values)
 
+    def all_gather_columns(self, part: Array, columns: slice, count: int) -> Array:
+        values = self.materializer.materialize(part)
+        pitch = round_up(count, PAD)
+        whole = self.arrays.zeros((len(values), pitch), np.float32)[:, :count]
+        with self.arrays.current():
+            whole[:, columns] = values
+        return self.communicator.all_reduce_add(whole)
+
     def _rows(self, partial: Array) -> cp.ndarray:
         return self.arrays.padded(self.materializer.materialize(partial))
 

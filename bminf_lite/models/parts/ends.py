@@ -8,7 +8,7 @@ from typing import Any
 from ...backend.base import Backend
 from ...backend.values import Array, ForwardBatch
 from ...layers.embedding import Embedding, PositionEmbedding, TokenTypeEmbedding, saved_site
-from ...layers.linear import Linear
+from ...layers.linear import Linear, VocabularyLinear
 from ...layers.loading import Weights
 from ...layers.norm import NormLayer
 from ..spec import Tensors, bias, embedding, head, linear
@@ -148,7 +148,7 @@ class OutputPart:
         return OutputLayer(
             self.norm.build(ops, weights, scale=self.multiplier) if self.norm else None,
             Linear(ops, weights, [self.project]) if self.project is not None else None,
-            Linear(ops, weights, [self.name], self.bias),
+            VocabularyLinear(ops, weights, self.name, self.vocab_size, self.bias),
             self.softcap,
             None if self.bias else saved_site(ops, f"{self.name}.weight", self.vocab_size, self.features),
         )

@@ -1,0 +1,60 @@
+"""A model divided among ranks on the CPU, as it is loaded, planned and given options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import bminf_lite
+from bminf_lite.bench.model import read_shape
+from bminf_lite.cli import main
+from bminf_lite.errors import UsageError
+
+PROMPTS = ["hello", "a longer one", "hello again and again"]
+
+
+def test_a_float_model_gives_the_same_tokens(source: Path) -> None:
+    with bminf_lite.load(source, device="cpu") as model:
+        expected, logits = model.generate(PROMPTS, max_new_tokens=12), model.logits(model.encode(PROMPTS[2]))
+    with bminf_lite.load(source, device="cpu", gpus=2) as model:
+        found = model.generate(PROMPTS, max_new_tokens=12)
+        np.testing.assert_allclose(model.logits(model.encode(PROMPTS[2])), logits, atol=1e-4 * np.abs(logits).max())
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+
+
+def test_drafts_grammars_and_penalties_work(source: Path) -> None:
+    options = {"max_new_tokens": 12, "temperature": 0.9, "seed": 5, "repetition_penalty": 1.2}
+    results = []
+    for speculative in ("none", "ngram"):
+        with bminf_lite.load(source, device="cpu", gpus=2, speculative=speculative) as model:
+            results.append([result.token_ids for result in model.generate(PROMPTS, **options)])  # type: ignore[arg-type]
+            assert model.generate("hello", choice=["yes", "no"]).text in ("yes", "no")
+    assert results[0] == results[1]
+
+
+def test_each_gpu_of_a_plan_has_its_part(tmp_path: Path) -> None:
+    shape = Path(bminf_lite.__file__).parent / "configs" / "llama-3-70b.json"
+    one, two = (bminf_lite.plan(shape, gpu_memory="141GB", link=5e10, bandwidth=4e12, gpus=n) for n in (1, 2))
+    assert 0.48 < two.resident_bytes / one.resident_bytes < 0.55
+    assert two.requirements.cache_per_token * 2 == one.requirements.cache_per_token
+    assert read_shape("llama-3-70b")["num_key_value_heads"] % 2 == 0
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 1.5, "two", 65])
+def test_a_number_of_gpus_is_checked(source: Path, gpus: object) -> None:
+    with pytest.raises(UsageError, match="gpus"):
+        bminf_lite.load(source, device="cpu", gpus=gpus)  # type: ignore[arg-type]
+
+
+def test_a_number_that_does_not_divide_the_model(source: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot be divided among 3 ranks: .* Numbers of ranks that would do: 1, 2"):
+        bminf_lite.load(source, device="cpu", gpus=3)
+
+
+def test_the_option_of_the_commands(source: Path) -> None:
+    arguments = ["generate", str(source), "hello", "--device", "cpu", "--max-new-tokens", "5"]
+    one, two = (CliRunner().invoke(main, [*arguments, *more]) for more in ((), ("--gpus", "2")))
+    assert (one.exit_code, two.exit_code) == (0, 0) and one.stdout == two.stdout
