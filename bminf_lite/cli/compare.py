@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import UsageError
 from ._options import (
     OUTPUT,
     PATH,
@@ -62,16 +63,27 @@ def compare(
     perplexities, the Kullback-Leibler divergence of their predictions, and the layers that lose most; --report and
     --json have every layer. --kv-cache is that of the int8 model.
 
+    Of models that make vectors of texts, FILE has a text per line (or JSONL): prints the cosine of each text's two
+    vectors, and how pairs of texts rank.
+
     \b
     Example:
       bminf-lite compare Llama-3.2-1B-int8 Llama-3.2-1B wiki.test.txt --tokens 16384
       bminf-lite compare MODEL REFERENCE texts.jsonl --report report.html
+      bminf-lite compare all-MiniLM-L6-v2-int8 all-MiniLM-L6-v2 texts.txt
     """
     from tqdm import tqdm
 
     from ..evaluation import measure
+    from ..evaluation.corpus import parse_config
     from ..evaluation.report import check_report_path, write_report
 
+    if not parse_config(model).generates:
+        given = {"--report": report, "--window": window, "--stride": stride, "--tokens": tokens}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise UsageError(f"{', '.join(wrong)}: for models that generate text; this one makes vectors")
+        _compare_vectors(model, reference, text, device, memory_limit, as_json)
+        return
     if report is not None:
         check_report_path(report)
     with tqdm(unit="part", desc="comparing", disable=None, leave=False) as bar:
@@ -93,6 +105,18 @@ def compare(
         click.echo(f"wrote {report}", err=True)
     for side in (result.divergence.reference, result.divergence.perplexity):
         require_number(side.value)
+
+
+def _compare_vectors(
+    model: Path, reference: Path, text: Path, device: str, memory_limit: int | None, as_json: bool
+) -> None:
+    """Compare models that make vectors of texts."""
+    from ..evaluation.vectors import compare_vectors
+    from ..text.text_lines import read_text_lines
+
+    texts = [line.text for line in read_text_lines(text)]
+    result = compare_vectors(model, reference, texts, device, memory_limit)
+    click.echo(json.dumps(result.to_dict()) if as_json else result.summary())
 
 
 def was_searched(model: Path) -> bool:

@@ -6,27 +6,18 @@ import io
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import UsageError
-from ..files import check_writable, read_file_or_pipe, save_result
-from ..text.jsonl import decode_utf8, parse_lines
+from ..files import check_writable, save_result
+from ..text.text_lines import TextLine, read_text_lines
 from ._options import OUTPUT, PATH, device_option, memory_limit_option, model_argument
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-@dataclass(frozen=True)
-class Line:
-    """A text and what names it in the output."""
-
-    id: str | int
-    text: str
 
 
 @click.command()
@@ -67,7 +58,7 @@ def embed(
     """
     write = writer_for(out)
     check_writable(out, "OUT")
-    lines = read_lines(texts)
+    lines = read_text_lines(texts)
     import numpy as np
     from tqdm import tqdm
 
@@ -89,36 +80,7 @@ def embed(
     click.echo(f"{tokens:,} tokens on {name}, {tokens / seconds:,.0f} per second", err=True)
 
 
-def read_lines(path: Path) -> list[Line]:
-    """The texts of a file: its lines that are not empty, or of ``.jsonl`` those of its objects.
-
-    Raises ``UsageError`` for a file that cannot be read, is not UTF-8 or holds no text, and lists bad lines.
-    """
-    try:
-        content = read_file_or_pipe(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    text = decode_utf8(content, path)
-    if path.suffix.lower() == ".jsonl":
-        found = parse_lines(text, path, _parse)
-    else:
-        numbered = ((number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1))
-        found = [Line(number, line) for number, line in numbered if line.strip()]
-    if not found:
-        raise UsageError(f"{path}: holds no text; give a text per line, or JSONL with a text per line")
-    return found
-
-
-def _parse(value: dict[str, Any], number: int) -> Line:
-    name, text = value.get("id", number), value.get("text")
-    if not isinstance(text, str):
-        raise ValueError(f'text is {text!r}; each line is an object such as {{"text": "Once upon a time"}}')
-    if not isinstance(name, (str, int)):
-        raise ValueError(f"id is {name!r}, but must be a string or a whole number")
-    return Line(name, text)
-
-
-def writer_for(out: Path) -> Callable[[Sequence[Line], np.ndarray], bytes]:
+def writer_for(out: Path) -> Callable[[Sequence[TextLine], np.ndarray], bytes]:
     """What makes the content of a file of this suffix; ``UsageError`` for another suffix or without pyarrow."""
     writers = {".npy": npy_bytes, ".jsonl": jsonl_bytes, ".parquet": parquet_bytes}
     writer = writers.get(out.suffix.lower())
@@ -132,7 +94,7 @@ def writer_for(out: Path) -> Callable[[Sequence[Line], np.ndarray], bytes]:
     return writer
 
 
-def npy_bytes(lines: Sequence[Line], vectors: np.ndarray) -> bytes:
+def npy_bytes(lines: Sequence[TextLine], vectors: np.ndarray) -> bytes:
     """The matrix fp32 ``[texts, elements]`` as a file of NumPy."""
     import numpy as np
 
@@ -141,7 +103,7 @@ def npy_bytes(lines: Sequence[Line], vectors: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def jsonl_bytes(lines: Sequence[Line], vectors: np.ndarray) -> bytes:
+def jsonl_bytes(lines: Sequence[TextLine], vectors: np.ndarray) -> bytes:
     """An object with ``id`` and ``embedding`` per line."""
     rows = (
         {"id": line.id, "embedding": [float(str(x)) for x in row]} for line, row in zip(lines, vectors, strict=True)
@@ -149,7 +111,7 @@ def jsonl_bytes(lines: Sequence[Line], vectors: np.ndarray) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def parquet_bytes(lines: Sequence[Line], vectors: np.ndarray) -> bytes:
+def parquet_bytes(lines: Sequence[TextLine], vectors: np.ndarray) -> bytes:
     """A table with the columns ``id``, ``text`` and ``embedding``."""
     import pyarrow
     import pyarrow.parquet

@@ -21,6 +21,7 @@ from bminf_lite.backend.base import pooled
 from bminf_lite.backend.values import Pooling
 from bminf_lite.cli import main
 from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.evaluation.vectors import LabelComparison, compare_vectors, compared, rank_correlation
 from bminf_lite.pooling import pooler
 from bminf_lite.pooling.yes_no import JUDGE
 from bminf_lite.text.json_tokenizer import kept_lengths
@@ -293,3 +294,36 @@ def test_a_decoder_embeds_without_its_head(tmp_path: Path, prefix: bool):
         assert cosine(model.embed(TEXTS), found).min() > 0.98
     with load(folder, device="cpu") as model:
         assert model.generate([5, 6], max_new_tokens=2).token_ids
+
+
+def test_compare_gives_cosines_and_how_pairs_rank(folder: Path, tmp_path: Path):
+    bminf_lite.migrate(folder, tmp_path / "int8")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    arguments = ["compare", str(tmp_path / "int8"), str(folder), str(tmp_path / "texts.txt"), "--device", "cpu"]
+    found = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).output)
+    assert found["texts"] == 4 and found["pairs"] == 6
+    assert 0.99 < found["least_cosine"] <= found["mean_cosine"] < 1 and found["rank_correlation"] > 0.7
+    assert "cosine of 4 texts' vectors" in CliRunner().invoke(main, arguments).output
+    refused = CliRunner().invoke(main, [*arguments, "--tokens", "9"])
+    assert "--tokens: for models that generate" in refused.output
+
+
+def test_compare_of_classifiers(tmp_path: Path):
+    changes = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "no", "1": "yes"}}
+    folder = write_encoder(tmp_path / "model", **changes)
+    bminf_lite.migrate(folder, tmp_path / "int8")
+    found = compare_vectors(tmp_path / "int8", folder, TEXTS, device="cpu")
+    assert isinstance(found, LabelComparison) and found.texts == 4
+    assert found.largest_difference < 0.1 and "first label of 4 texts" in found.summary()
+    with pytest.raises(UsageError, match="two at least"):
+        compare_vectors(folder, folder, TEXTS[:1], device="cpu")
+
+
+def test_rank_correlation():
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal(50)
+    assert rank_correlation(a, np.exp(a)) == pytest.approx(1)
+    assert rank_correlation(a, -a) == pytest.approx(-1)
+    assert rank_correlation(np.array([1, 2, 2, 3.0]), np.array([1, 3, 2, 4.0])) == pytest.approx(0.9486833)
+    found = compared(rng.standard_normal((700, 4)), rng.standard_normal((700, 4)))
+    assert abs(found.rank_correlation) < 0.1 and found.pairs > 190_000
