@@ -19,10 +19,14 @@ from pathlib import Path
 
 import httpx
 import lm_eval_kit
+import numpy as np
 import pytest
 import tool_templates
+from embedding_kit import write_encoder
 from lm_eval_kit import MULTIPLE_CHOICE, QUESTIONS, TOLERANCE, logprobs
 from server_process import DEMO, NAME, ServerProcess, demo_folder
+
+from bminf_lite.api import load
 
 pytest.importorskip("starlette", reason="the server needs the extra serve")
 
@@ -375,3 +379,51 @@ def test_a_client_that_leaves_within_its_request(server):
         time.sleep(0.2)
     time.sleep(0.3)
     assert httpx.get(f"{server.url}/health", timeout=300).status_code == 200 and server.log == before
+
+
+# -- embeddings -------------------------------------------------------------------------------------------------------
+
+SENTENCES = ["a cat sits on the mat", "the dog runs", "a red cat"]
+
+
+@pytest.fixture(scope="module")
+def embedding_server(tmp_path_factory):
+    folder = write_encoder(tmp_path_factory.mktemp("embedder") / "model")
+    process = ServerProcess(folder)
+    with load(folder, device="cpu") as model:
+        process.expected = model.embed(SENTENCES)
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log
+
+
+def test_openai_embeddings(embedding_server):
+    url = f"{embedding_server.url}/v1"
+    with pytest.importorskip("openai").OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for encoding in ({}, {"encoding_format": "float"}):  # by default the client asks for base64
+            found = client.embeddings.create(model=NAME, input=SENTENCES, **encoding)
+            rows = [item.embedding for item in found.data]
+            np.testing.assert_allclose(rows, embedding_server.expected, atol=1e-6)
+            assert found.usage.prompt_tokens == found.usage.total_tokens > 10
+        short = client.embeddings.create(model=NAME, input=SENTENCES[0], dimensions=8)
+        assert len(short.data[0].embedding) == 8
+        with pytest.raises(importlib.import_module("openai").BadRequestError, match="dimensions"):
+            client.embeddings.create(model=NAME, input="a", dimensions=1000)
+
+
+def test_langchain_embeddings(embedding_server):
+    langchain = pytest.importorskip("langchain_openai")
+    options = {"model": NAME, "base_url": f"{embedding_server.url}/v1", "api_key": "none"}
+    embeddings = langchain.OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
+    np.testing.assert_allclose(embeddings.embed_documents(SENTENCES), embedding_server.expected, atol=1e-6)
+    np.testing.assert_allclose(embeddings.embed_query(SENTENCES[1]), embedding_server.expected[1], atol=1e-6)
+    asked = asyncio.run(embeddings.aembed_documents(SENTENCES))
+    np.testing.assert_allclose(asked, embedding_server.expected, atol=1e-6)
+
+
+def test_llama_index_embeddings(embedding_server):
+    llama_index = pytest.importorskip("llama_index.embeddings.openai")
+    url = f"{embedding_server.url}/v1"
+    model = llama_index.OpenAIEmbedding(model_name=NAME, api_base=url, api_key="none", max_retries=0)
+    np.testing.assert_allclose(model.get_text_embedding_batch(SENTENCES), embedding_server.expected, atol=1e-6)
+    np.testing.assert_allclose(model.get_query_embedding(SENTENCES[2]), embedding_server.expected[2], atol=1e-6)
