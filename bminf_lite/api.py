@@ -70,6 +70,8 @@ MAX_BATCH = 1 << 16
 """The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
 MAX_BATCHED_TOKENS = 1 << 16
 """The bound of ``max_num_batched_tokens``."""
+TEXT_TOKENS = 8192
+"""The default of ``max_num_batched_tokens`` for a model that makes vectors of texts."""
 MAX_TEXTS = 1024
 """The most texts that become vectors in one batch."""
 FINALIZER_SECONDS = 5.0
@@ -114,7 +116,8 @@ def load(
     - ``max_queue``: the most requests that may wait; one more is an error.
     - ``max_num_batched_tokens``: the most tokens of a step, up to 65,536, or fewer where memory is short; a longer
       prompt takes several steps. With more, prompts are a few percent faster, and a request waits longer for the step
-      before it; see docs/scheduling.md.
+      before it; see docs/scheduling.md. A model that makes vectors of texts has 8,192 by default, and as many as its
+      longest text at least.
     - ``speculative``: where guesses of a request's next tokens come from, which a step checks all at once: ``"ngram"``,
       ``"suffix"``, a mapping with the fields of :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as
       ``{"model": "path", "num_speculative_tokens": 4}`` for a draft model or ``{"method": "eagle3", "model": "path"}``
@@ -147,6 +150,8 @@ def load(
         if not_obeyed := not_obeyed_text(opened.generation_config):
             warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
         if not config.generates:
+            if max_num_batched_tokens == EngineConfig.max_num_batched_tokens:
+                max_num_batched_tokens = TEXT_TOKENS
             max_num_batched_tokens = max(max_num_batched_tokens, config.context_length)  # a text is not cut in pieces
             speculative = None if given is None else given
             if gpus != 1:

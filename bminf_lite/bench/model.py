@@ -102,6 +102,7 @@ def random_model(
     """
     num_draft_tokens = 0 if speculative is None else speculative.num_draft_tokens
     described, chosen = describe_model(config), load_recipe(recipe)
+    _require_generating(described)
     spec, ranks = described.spec, _ranks(ops)
     plan = plan_placement(
         ranks,
@@ -124,6 +125,14 @@ def _ranks(ops: Backend | Sequence[Backend]) -> Sequence[Backend]:
     return ops if isinstance(ops, Sequence) else [ops]
 
 
+def _require_generating(model: ModelDescription) -> None:
+    if not model.config.generates:
+        raise UsageError(
+            "this model makes vectors of texts, and bench measures prompts and decoding; in the repository, "
+            "benchmarks/measure_embeddings.py measures vectors"
+        )
+
+
 def checkpoint_model(
     path: Path,
     ops: Backend | Sequence[Backend],
@@ -134,6 +143,7 @@ def checkpoint_model(
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
     ranks = _ranks(ops)
     with open_model(path) as model:
+        _require_generating(model.description)
         plan = plan_placement(
             ranks,
             model.spec,
