@@ -143,8 +143,11 @@ def test_captured_steps_are_replayed_beside_others(small_shots: None, ranks: Ran
             np.testing.assert_array_equal(results[2 * run + 1], in_order(5, n, size))
 
 
+@pytest.mark.parametrize("hangs", ["thread", "GPU"])
 @pytest.mark.parametrize("devices", [(0, 0), (0, 1)])
-def test_a_rank_that_hangs_is_named_within_seconds(devices: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_is_named_within_seconds(
+    devices: tuple[int, int], hangs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bminf_lite.backend.cuda import peers
 
     monkeypatch.setattr(peers, "FIRST_PATIENCE", 10**8)
@@ -154,7 +157,13 @@ def test_a_rank_that_hangs_is_named_within_seconds(devices: tuple[int, int], mon
             if rank == 0:
                 summed(ops, values(0, 2, 64), None, None)
 
-        ranks.run(work)
+        name = rf"cuda:{devices[1]} \(rank 1\) sent nothing to cuda:0 \(rank 0\)"
+        if hangs == "thread":
+            with pytest.raises(DeviceError, match=name):
+                ranks.run(work)
+        else:
+            monkeypatch.setattr(peers.PeerRank, "meet", lambda self: None)
+            ranks.run(work)
         for _ in range(2):
             with pytest.raises(DeviceError, match=rf"cuda:{devices[1]} \(rank 1\) sent nothing to cuda:0 \(rank 0\)"):
                 ranks.group.check()

@@ -200,7 +200,18 @@ class CudaBackend(Backend):
             return self.arrays.download(cp.ascontiguousarray(values))
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        return CapturedGraph(self.graph_memory, self.arrays, work, lambda: self.loader.streamed_bytes)
+        captured = CapturedGraph(self.graph_memory, self.arrays, work, lambda: self.loader.streamed_bytes)
+        rank = self.communicator
+        if not isinstance(rank, PeerRank):
+            return captured
+
+        def run() -> T:
+            rank.meet()
+            found: T = captured()
+            rank.meet()
+            return found
+
+        return run
 
     @contextmanager
     def step(self, batch: ForwardBatch) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,12 +21,14 @@ from ...cuda.kernels.collective.all_reduce import AllReduce, Exchange, ExchangeS
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
 from ...memory.arena import Arena
-from ..communicator import Communicator
+from ..communicator import Communicator, RankFailed
 from .arrays import Arrays
 from .kernels import Kernels
 
 PATIENCE, FIRST_PATIENCE = 10 * 10**9, 120 * 10**9
 """Nanoseconds after which a kernel gives a peer up: in a captured step, and in one whose kernels a peer may compile."""
+SPINS, SLEEP_SECONDS = 256, 1e-4
+"""How often a thread that waits for others lets them run before it sleeps, and for how long it sleeps then."""
 PEER_ACCESS_ALREADY_ENABLED = 704
 
 
@@ -95,28 +98,49 @@ class PeerGroup:
         with cp.cuda.Device(ops.device.index), ops.arrays.current():
             yield
 
+    def meet(self, rank: int) -> None:
+        """Wait until the threads of all ranks are here as often as that of ``rank``.
+
+        Raises ``RankFailed`` once a rank has failed, and ``DeviceError`` for one that does not come.
+        """
+        self._met[rank] += 1
+        wanted, turns, since = self._met[rank], 0, time.monotonic()
+        while min(self._met) < wanted:
+            if self._aborted:
+                raise RankFailed("another rank has failed")
+            turns += 1
+            time.sleep(0 if turns < SPINS else SLEEP_SECONDS)
+            if turns % SPINS == 0 and time.monotonic() - since > FIRST_PATIENCE / 10**9:
+                self._lose(self._met.index(min(self._met)), rank)
+
+    def _lose(self, peer: int, rank: int) -> None:
+        """Raise ``DeviceError`` for a peer that ``rank`` has waited for in vain."""
+        silent, waiting = (f"{self.backends[r].name} (rank {r})" for r in (peer, rank))
+        self.failure = DeviceError(
+            f"{silent} sent nothing to {waiting} for {PATIENCE // 10**9} seconds or more: it has failed or hangs, and "
+            "the model cannot go on. Load the model again; bminf-lite doctor and nvidia-smi say how the GPUs are"
+        )
+        raise self.failure
+
     def check(self) -> None:
         """Raise ``DeviceError``, which names the GPU, if a kernel has given a peer up. The model is lost then."""
         for rank, memory in enumerate(self.failures):
             peer = int(np.frombuffer(memory, np.int32, 1)[0]) - 1
             if peer >= 0 and self.failure is None:
-                silent, waiting = (f"{self.backends[r].name} (rank {r})" for r in (peer, rank))
-                self.failure = DeviceError(
-                    f"{silent} sent nothing to {waiting} for {PATIENCE // 10**9} seconds or more: it has failed or "
-                    "hangs, and the model cannot go on. Load the model again; bminf-lite doctor and nvidia-smi say how "
-                    "the GPUs are"
-                )
+                self._lose(peer, rank)
         if self.failure is not None:
             raise self.failure
 
     def abort(self) -> None:
-        """Let no kernel wait for a peer any more."""
+        """Let no thread and no kernel wait for a peer any more."""
+        self._aborted = True
         for ops, rank in zip(self.backends, self.ranks, strict=True):
             with cp.cuda.Device(ops.device.index):
                 rank.exchange.calls[2:].data.memset_async(1, 1, ops.copies)  # beside the kernel that waits
 
     def reset(self) -> None:
         """Begin anew. No rank may be at work."""
+        self._met, self._aborted = [0] * len(self.backends), False
         for ops in self.backends:
             with cp.cuda.Device(ops.device.index):
                 ops.stream.synchronize()
@@ -175,13 +199,26 @@ class PeerRank:
         """See :meth:`.AllReduce.launch`; for any number of rows."""
         ops = self._own()
         patience = PATIENCE if cp.cuda.runtime.streamIsCapturing(ops.stream.ptr) else FIRST_PATIENCE
+        is_captured = patience == PATIENCE
         at_once = AllReduce.rows_at_once(self.exchange.sizes, partial.shape[1])
         for first in range(0, len(partial), at_once):
             rows = slice(first, first + at_once)
+            if not is_captured:
+                self.meet()
             ops.kernels.all_reduce.launch(
                 ops.kernels.step, self.exchange, partial[rows], bias, out[rows], add, self.parity, patience
             )
             self.parity = 1 - self.parity
+            if not is_captured:
+                self.meet()
+
+    def meet(self) -> None:
+        """Wait for the threads of all ranks, around a launch of a kernel that waits for peers, or of a graph.
+
+        So no thread does anything between the launches of the first and the last rank. The driver may let it wait for
+        its GPU, to load a kernel for example, and hold what the last one needs for its launch.
+        """
+        self.group.meet(self.tp_rank)
 
     def end_step(self) -> None:
         """After the last sum of a step, which may be replayed: the next one finds its number where this one did."""
