@@ -156,6 +156,8 @@ def load(
             speculative = None if given is None else given
             if gpus != 1:
                 raise UsageError(f"gpus is {gpus!r}, but a model that gives vectors is not divided: give 1")
+            if adapters is not None:
+                raise UsageError("adapters are given, but a model that gives vectors takes none: merge one into it")
         most = max(config.hidden_size * max_num_batched_tokens, config.vocab_size)
         backends = backend.create_ranks(gpus, device, memory_limit, most)
         ops = backends[0]

@@ -30,6 +30,7 @@ class LoadOptions:
     max_batch: int | None = None
     kv_cache: str = "fp16"
     context: int | None = None
+    adapters: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class BatchJob:
     - ``is_openai``: rows are those of OpenAI's batch files.
     - ``sampling``: the parameters of plain rows that give none, under the engine's names.
     - ``seed``: rows without a seed have this one plus their number; None draws at random.
-    - ``served_model_names``: what a row may say as ``model``; by default the name of the folder.
+    - ``served_model_names``: what a row may say as ``model``; by default the name of the folder. A row may also name an
+      adapter of ``load``.
 
     Raises ``UsageError`` for sampling parameters that are out of range.
     """
@@ -91,6 +93,7 @@ class BatchJob:
             "sampling": dict(self.sampling),
             "seed": self.seed,
             "kv_cache": self.load.kv_cache,
+            **({"adapters": sorted(self.load.adapters)} if self.load.adapters else {}),
             **plan.describe(),
         }
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from ..errors import CheckpointError, checkpoint_error
 from ..files import expand
 from ..models.spec import Role, Spec
 from .adapter_coordinates import fitted_to_folder
-from .opened_model import OpenedModel
+from .opened_model import OpenedModel, open_model
 from .reader import open_file, read_json
 from .tensor_file import FLOAT_DTYPES, TensorFile
 
@@ -35,6 +35,8 @@ WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARTS = {"lora_A.weight": 0, "lora_B.weight": 1}
 """What PEFT adds to the name of a matrix, and which factor of the product that is."""
+TABLE_PARTS = {"lora_embedding_A": 0, "lora_embedding_B": 1}
+"""The same of a table of tokens: ``[rank, tokens]`` and ``[features, rank]``."""
 BASE_COPY = ".base_layer.weight", ".base_layer.bias"
 """The ends of names under which PEFT saves a head as it was, beside an adapter of the head."""
 
@@ -104,9 +106,14 @@ def read_adapter(
     path = expand(folder)
     config = _config(path)
     with _open_weights(path) as file:
-        parts = _parts(path, config, file, model.spec, adaptable, replaceable)
+        parts, changes = _parts(path, config, file, model.spec, adaptable, replaceable)
     fit = fitted_to_folder(model)
     fitted = {name: fit(name, part) for name, part in parts.items()}
+    if changes:
+        with open_model(model.path) as again:  # the given one may be closed
+            for name, change in changes.items():
+                table = np.asarray(again.weights().vector(name)).astype(np.float32)
+                fitted[name] = SavedMatrix(table + cast(SavedMatrix, fit(name, change)).values)
     return AdapterFolder(path, fitted, str(config.get("base_model_name_or_path") or ""))
 
 
@@ -166,15 +173,25 @@ def _parts(
     spec: Spec,
     adaptable: Collection[str],
     replaceable: Collection[str],
-) -> dict[str, Part]:
-    """The parts of a file by the names of matrices. Raises :class:`CheckpointError` with all that is wrong."""
+) -> tuple[dict[str, Part], dict[str, SavedMatrix]]:
+    """The parts of a file by the names of matrices, and what is added to tables of tokens.
+
+    Raises :class:`CheckpointError` with all that is wrong.
+    """
     found: dict[str, Part] = {}
+    tables: dict[str, list[str]] = {}
     problems: list[str] = []
     pairs: dict[str, list[str]] = {}
     for tensor, info in file.tensors.items():
         module, factor = _module(tensor)
         if tensor.endswith(BASE_COPY):
             problems += _copy_problems(tensor, info.shape, spec)
+        elif (ending := tensor.rpartition(".")[2]) in TABLE_PARTS:
+            name = module_tensor(tensor.removeprefix(PREFIX).removesuffix(f".{ending}"), spec)
+            if name in replaceable and spec.parameters[name].role is Role.EMBEDDING:
+                tables.setdefault(name, ["", ""])[TABLE_PARTS[ending]] = tensor
+            else:
+                problems.append(f"holds {tensor!r}, an adapter of an embedding that this model does not have")
         elif tensor.endswith(".weight") and module is None and (name := _saved_name(tensor, spec)) in replaceable:
             problem = _saved_problem(tensor, info.shape, spec.parameters[name].shape)
             problems += [problem] if problem else []
@@ -201,11 +218,29 @@ def _parts(
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
                 problems.append(f"a factor of {module!r} holds a NaN or an infinity; train or export it again")
             found[name] = Adapter(a, b, scale_of(module, a.shape[0], config))
+    changes = (
+        {} if problems else {name: _table_change(path, config, file, spec, name, *of) for name, of in tables.items()}
+    )
     if problems:
         raise checkpoint_error(path, problems, f"it is of another model or kind: give one for this model, or {MERGE}")
-    if not found:
+    if not found and not changes:
         raise CheckpointError(f"{path}: changes no matrix")
-    return found
+    return found, changes
+
+
+def _table_change(
+    path: Path, config: Mapping[str, Any], file: TensorFile, spec: Spec, name: str, first: str, second: str
+) -> SavedMatrix:
+    """What an adapter adds to a table of tokens ``[tokens, features]``."""
+    (tokens, features), ending = spec.parameters[name].shape, ".lora_embedding_A"
+    if not (first and second):
+        raise CheckpointError(f"{path}: has one factor of {name!r}, not both")
+    a, b = (np.asarray(file.read(tensor)).astype(np.float32) for tensor in (first, second))
+    if a.ndim != 2 or b.shape != (features, len(a)) or a.shape[1] != tokens:
+        problem = f"factors {list(a.shape)} and {list(b.shape)}, but the table here is [{tokens}, {features}]"
+        raise CheckpointError(f"{path}: {name!r} has {problem}: it was trained with other tokens")
+    module = first.removeprefix(PREFIX).removesuffix(ending)
+    return SavedMatrix(np.float32(scale_of(module, len(a), config)) * (a.T @ b.T))
 
 
 def _copy_problems(tensor: str, shape: tuple[int, ...], spec: Spec) -> list[str]:
@@ -241,7 +276,6 @@ def _module(tensor: str) -> tuple[str | None, int]:
 def _other_kind(tensor: str) -> str:
     kinds = {
         "lora_magnitude_vector": "DoRA, which is not done here",
-        "lora_embedding": "an adapter of an embedding, which is not done here",
         "trainable_tokens": "trained tokens, which is not done here",
         ".bias": "a trained bias, which is not done here",
     }

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ._options import UserPath, context_option, given_options, model_options, sampling_options, stop_option
+from ._options import (
+    UserPath,
+    adapters_option,
+    context_option,
+    given_options,
+    model_options,
+    sampling_options,
+    stop_option,
+)
 
 if TYPE_CHECKING:
     from ..batch.runner import Counts
@@ -31,6 +39,7 @@ def _parse_replicas(context: click.Context, param: click.Parameter, value: str |
 @click.argument("output", metavar="OUT", type=UserPath())
 @sampling_options
 @stop_option
+@adapters_option
 @click.option("--served-model-name", multiple=True, metavar="NAME",
               help="The model's name in rows, or several; by default that of its folder.")  # fmt: skip
 @context_option
@@ -62,6 +71,7 @@ def batch(
     memory_limit: int | None,
     kv_cache: str,
     stop: tuple[str, ...],
+    adapter: dict[str, str],
     served_model_name: tuple[str, ...],
     context: int | None,
     max_batch: int | None,
@@ -85,6 +95,7 @@ def batch(
     \b
     Example:
       bminf-lite batch MODEL questions.jsonl answers.jsonl --max-new-tokens 256
+      bminf-lite batch MODEL questions.jsonl answers.jsonl --adapter french=adapters/french
       bminf-lite batch MODEL s3://bucket/questions s3://bucket/answers --ray auto
     """
     from ..server import require_extra
@@ -98,7 +109,7 @@ def batch(
 
     job = BatchJob(
         str(model),
-        LoadOptions(device, memory_limit, max_batch, kv_cache, context),
+        LoadOptions(device, memory_limit, max_batch, kv_cache, context, adapter or None),
         sampling=given_options(sampling, stop),
         seed=seed,
         served_model_names=served_model_name,

@@ -34,9 +34,11 @@ def prompts(count: int, tokens: int = 4) -> list[dict[str, Any]]:
     return [{"id": i, "prompt": f"prompt {i}", "max_tokens": tokens + i % 5} for i in range(count)]
 
 
-def run(model: Path, rows: Path, out: Path, block_rows: int = 8, told: Any = None, **job: Any) -> Counts:
+def run(
+    model: Path, rows: Path, out: Path, block_rows: int = 8, told: Any = None, load: LoadOptions = CPU, **job: Any
+) -> Counts:
     """Run a batch on this machine."""
-    plan, wanted = plan_input(LocalStorage(), str(rows), BatchJob(str(model), CPU, **job), block_rows)
+    plan, wanted = plan_input(LocalStorage(), str(rows), BatchJob(str(model), load, **job), block_rows)
     return run_local(wanted, plan, out, told or (lambda result: None))
 
 

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from batch_kit import journal_rows, prompts, read_rows, run, write_rows
+from adapter_files import random_adapter
+from batch_kit import CPU, journal_rows, prompts, read_rows, run, write_rows
 from cli_kit import run as command
 
 import bminf_lite
@@ -92,6 +94,20 @@ def test_a_poison_row_fails_alone(int8, tmp_path):
 def read_rows_of(model: Path, rows: list, folder: Path) -> list:
     run(model, write_rows(folder / "alone.jsonl", rows), folder / "alone-out.jsonl")
     return read_rows(folder / "alone-out.jsonl")
+
+
+def test_a_row_names_an_adapter(source, tmp_path):
+    adapter = random_adapter(tmp_path / "adapter", source)
+    options = replace(CPU, adapters={"french": str(adapter)})
+    rows = write_rows(
+        tmp_path / "in.jsonl", [{"prompt": "a", "model": name, "max_tokens": 8} for name in ("french", "source", "sql")]
+    )
+    run(source, rows, tmp_path / "out.jsonl", load=options, served_model_names=("source",))
+    french, plain, unknown = read_rows(tmp_path / "out.jsonl")
+    with bminf_lite.load(source, device="cpu", adapters={"french": adapter}) as model:
+        texts = [model.generate("a", max_new_tokens=8, adapter=name).text for name in ("french", None)]
+    assert [row["generated_text"] for row in (french, plain)] == texts and texts[0] != texts[1]
+    assert "sql" in unknown["error"]["message"]
 
 
 def test_openai_s_batch_files(int8, tmp_path):

@@ -215,7 +215,11 @@ EMBEDDING = "base_model.model.model.embed_tokens"
         (put(f"{Q}.lora_A.weight", np.full((4, 32), np.nan, np.float32)), "holds a NaN or an infinity"),
         (put(f"{Q}.lora_A.weight", np.ones((4, 32), np.int8)), "is I8, not one of"),
         (put(f"{Q}.lora_magnitude_vector", np.ones(32, np.float32)), "DoRA, which is not done here"),
-        (put(f"{EMBEDDING}.lora_embedding_A", np.ones((4, 260), np.float32)), "an adapter of an embedding"),
+        (put(f"{EMBEDDING}.lora_embedding_A", np.ones((4, 260), np.float32)), "has one factor of 'model.embed_tokens"),
+        (
+            put("base_model.model.x.lora_embedding_A", np.ones((4, 260), np.float32)),
+            "an embedding that this model does",
+        ),
         (
             put("base_model.model.lm_head.base_layer.weight", np.ones((264, 32), np.float32)),
             "trained with other tokens",

@@ -120,6 +120,22 @@ def test_saved_modules(saved: list[str], tmp_path: Path) -> None:
         assert_close(mine.logits(tokens, adapter="a"), theirs, "logits", np.float32, np.abs(theirs).max())
 
 
+@pytest.mark.parametrize(
+    "recipe", [None, 'linear = "w8a8"\nhead = "w8a8"\noffline_rotation = true\n'], ids=["float", "R1"]
+)
+def test_an_adapter_of_the_table_of_tokens(recipe: str | None, tmp_path: Path) -> None:
+    hf = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model = with_adapter(hf, ["embed_tokens", "q_proj"], tmp_path / "adapter", lora_alpha=1)
+    tokens, folder = random_tokens(7, 20, hf.config.vocab_size), DEMO
+    theirs = logits_of(model, tokens)
+    if recipe is not None:
+        (tmp_path / "recipe.toml").write_text(recipe)
+        bminf_lite.migrate(DEMO, folder := tmp_path / "out", tmp_path / "recipe.toml")
+    with bminf_lite.load(folder, device="cpu", adapters={"a": tmp_path / "adapter"}) as mine:
+        assert error(mine.logits(tokens), theirs) > 0.05
+        assert error(mine.logits(tokens, adapter="a"), theirs) < (1e-5 if recipe is None else 0.03)
+
+
 RECIPES = {
     "rotated in the weights": 'linear = "w8a8"\nhead = "w8a8"\noffline_rotation = true\n',
     "rotated and smoothed": (
