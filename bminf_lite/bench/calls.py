@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ..backend.base import Backend, NumpyWeight
+from ..backend.expert_values import RouterSpec
 from ..backend.values import LayerCache
 
 OPERATIONS = (
@@ -20,6 +21,7 @@ OPERATIONS = (
     "linear_add",
     "gated_linear",
     "activated_linear",
+    "experts",
     "last_tokens",
     "attention",
     "last_token_attention",
@@ -84,7 +86,10 @@ def trace_calls(ops: Backend, callback: Callable[[OpCall], object]) -> Iterator[
 
 @dataclass
 class LinearCosts:
-    """The costs of products: bytes of weights read, and operations, two for each element of a weight and row."""
+    """The costs of products: bytes of weights read, and operations, two for each element of a weight and row.
+
+    Of a layer of experts those count that random tokens choose, on average.
+    """
 
     nbytes: int = 0
     operations: int = 0
@@ -95,6 +100,38 @@ class LinearCosts:
             x, weight = call.args[:2]
             self.nbytes += weight.nbytes
             self.operations += 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
+        elif call.name == "experts":
+            x, mixture = call.args[:2]
+            spec, nbytes, elements = router_of(mixture), 0, 0
+            for matrices in (mixture.hidden, mixture.down):
+                nbytes += bytes_of_all(matrices)
+                elements += elements_of_one(matrices)
+            self.nbytes += round(nbytes * share_of_chosen(spec, x.shape[0]))
+            self.operations += 2 * x.shape[0] * spec.top_k * elements
+
+
+def router_of(mixture: Any) -> RouterSpec:
+    """How a layer of experts chooses, as the reference or a GPU has it."""
+    spec: RouterSpec = mixture.spec if hasattr(mixture, "spec") else mixture.router.spec
+    return spec
+
+
+def bytes_of_all(matrices: Any) -> int:
+    """Bytes of a matrix of every expert."""
+    if isinstance(matrices, Sequence):
+        return sum(int(weight.nbytes) for weight in matrices)
+    return int(matrices.bytes_of(matrices.num_experts))
+
+
+def elements_of_one(matrices: Any) -> int:
+    """Elements of a matrix of one expert."""
+    rows, columns = matrices[0].shape if isinstance(matrices, Sequence) else matrices.shape
+    return int(rows * columns)
+
+
+def share_of_chosen(spec: RouterSpec, tokens: int) -> float:
+    """The share of the experts that any of some tokens chooses, on average, if each chooses at random."""
+    return float(1 - (1 - spec.top_k / spec.num_experts) ** tokens)
 
 
 def moved_bytes(call: OpCall) -> int:

@@ -99,7 +99,7 @@ def test_a_trace_has_every_launch_of_a_step(bench_model, profiler, cuda_backend)
     names = [span.name.split("<")[0] for span in trace.spans]
     assert names.count("attention_decode") == 2 and names.count("gemv") == 2 * 4 + 1
     assert names[:2] == ["write_step", "embed"] and names[-1] == "best_token"
-    assert all(0 < span.seconds < 1 and span.nbytes > 0 for span in trace.spans)
+    assert all(0 < span.seconds < 1 and span.nbytes > 0 for span in trace.spans[1:])
     assert 0 < trace.step_seconds < 0.1
     assert cuda_backend.device.observer is None
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.functions import normalise, softmax
 from bminf_lite.backend.quantization import Int8Weight
-from bminf_lite.backend.values import DELTA_NET_CHUNK, Norm
+from bminf_lite.backend.values import STATE_CHUNK, Norm
 from bminf_lite.bench import cases as plain
+from bminf_lite.bench.calls import LinearCosts, OpCall, trace_calls
 from bminf_lite.bench.model import BenchModel, RandomWeights, random_model, read_shape
 from bminf_lite.bench.profiler import Profiler
 from bminf_lite.bench.runner import Workload, run_tests, time_kernels, trace_step, workloads
@@ -276,15 +278,32 @@ def test_states_go_back_to_the_context_before_each_repetition(family: str, monke
     """Of a prompt and of decoding, which begin a chunk of the state earlier than the repetition before has ended."""
     model = random_model("small", next(goldens(family)).config, CpuBackend())
     monkeypatch.setattr(Session, "tokens", lambda self, shape: np.full(shape, 7, np.int32))
-    session = Session(model, 1, 3 * DELTA_NET_CHUNK)
-    position = session.fill_context(DELTA_NET_CHUNK + 3)
-    prompts = [session.prepare_prefill(DELTA_NET_CHUNK + 1, position)() for _ in range(2)]
+    session = Session(model, 1, 3 * STATE_CHUNK)
+    position = session.fill_context(STATE_CHUNK + 3)
+    prompts = [session.prepare_prefill(STATE_CHUNK + 1, position)() for _ in range(2)]
     np.testing.assert_array_equal(*prompts)
     decoded = []
     for _ in range(2):
         session.prepare_decode(position)
-        decoded.append(session.decode(DELTA_NET_CHUNK + 1))
+        decoded.append(session.decode(STATE_CHUNK + 1))
     np.testing.assert_array_equal(*decoded)
+
+
+def test_a_token_reads_the_experts_that_it_chooses() -> None:
+    """Of a mixture, beside all other matrices; many tokens choose nearly all of them."""
+    model = random_model("small", next(goldens("mixtral")).config, CpuBackend())
+    costs = {}
+    for tokens in (1, 64):
+        counted = costs[tokens] = LinearCosts()
+        with closing(Session(model, 1, tokens)) as session, trace_calls(model.ops, counted.add):
+            session.prepare_prefill(tokens)()
+    calls: list[OpCall] = []
+    with closing(Session(model, 1, 1)) as session, trace_calls(model.ops, calls.append):
+        session.prepare_prefill(1)()
+    mixture = next(call.args[1] for call in calls if call.name == "experts")  # the last layer has one token's alone
+    every = sum(int(weight.nbytes) for weight in (*mixture.hidden, *mixture.down))
+    share = mixture.spec.top_k / mixture.spec.num_experts
+    assert costs[64].nbytes - costs[1].nbytes == pytest.approx((1 - share) * every, rel=1e-6)
 
 
 def test_a_trace_names_every_operation_in_order(bench_model: BenchModel, profiler: Profiler):

@@ -54,6 +54,11 @@ class ExpertMatrices:
         return int(self.matrix.shape[1])
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """That of one expert's matrix."""
+        return self.out_features, self.in_features
+
+    @property
     def pitch(self) -> int:
         return int(self.matrix.shape[2])
 
