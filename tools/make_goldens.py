@@ -47,6 +47,10 @@ BASE: Case = {
     "vocab_size": 97,
     "max_position_embeddings": 128,
 }
+OWN_NAMES = (*MIXTURES, "olmo_hybrid")
+"""Families whose tensors in files are not those that transformers has in memory."""
+JOINED = "conv1d.weight"
+"""The end of the name of a tensor that transformers joins of those of queries, keys and values, if a file has these."""
 ABSENT = object()
 """Marks a key of BASE that a case leaves out, so that the class default counts."""
 
@@ -317,6 +321,15 @@ BASES |= {
     "qwen3_next": BASE | DELTA_NET,
     "qwen3_5_text": BASE | DELTA_NET,
     "qwen3_5_moe_text": BASE | DELTA_NET,
+    "olmo_hybrid": BASE
+    | {
+        "num_hidden_layers": 3,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 12,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-3,
+    }
+    | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "nemotron_h": BASE | NEMOTRON_H,
     "granitemoehybrid": BASE
     | MAMBA
@@ -345,6 +358,18 @@ CASES |= {
         "tied, whole heads": SHARED_EXPERT
         | {"tie_word_embeddings": True, "partial_rotary_factor": 1.0, "decoder_sparse_step": 2}
         | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+    },
+    "olmo_hybrid": {
+        "no rotation": {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        "rotation, positive eigenvalues, tied, biases": {
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "linear_allow_neg_eigval": False,
+            "tie_word_embeddings": True,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+        },
     },
     "nemotron_h": {
         "a layer of each kind": {"hybrid_override_pattern": "M*E-"},
@@ -801,7 +826,7 @@ def build(config: Case, seed: int) -> PreTrainedModel:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     parameters = parameters_of(model)
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    if config["model_type"] in MIXTURES:
+    if config["model_type"] in OWN_NAMES:
         shapes = {name: p.shape for name, p in spec_of(config).parameters.items() if name not in spec_of(config).tied}
     weights = random_tensors(seed, shapes, config["model_type"])
     with torch.no_grad():
@@ -817,11 +842,13 @@ def spec_of(config: Case) -> Spec:
 
 def values_of(config: Case, name: str, weights: Mapping[str, np.ndarray]) -> np.ndarray:
     """The values of transformers' parameter ``name``, which may hold the matrices of all experts."""
-    if config["model_type"] not in MIXTURES:
+    if config["model_type"] not in OWN_NAMES:
         return weights[name]
     spec = spec_of(config)
     for pattern, replacement in spec.aliases:
         name = re.sub(f"^{pattern}$", replacement, name)
+    if name not in weights and name.endswith(JOINED):
+        return np.concatenate([weights[part] for part in parts_of(name)])
     if name not in spec.fused:
         return weights[name]
     return spec.fused[name].joined(weights)
@@ -830,18 +857,27 @@ def values_of(config: Case, name: str, weights: Mapping[str, np.ndarray]) -> np.
 def tensors_of(config: Case, model: PreTrainedModel) -> dict[str, np.ndarray]:
     """The tensors of the model's checkpoint by name; experts have matrices of their own."""
     found = {name: parameter.detach().numpy() for name, parameter in parameters_of(model).items()}
-    if config["model_type"] not in MIXTURES:
+    if config["model_type"] not in OWN_NAMES:
         return found
     spec, split = spec_of(config), {}
     for name, values in found.items():
         for pattern, replacement in spec.aliases:
             name = re.sub(f"^{pattern}$", replacement, name)
+        if name not in spec.parameters and name.endswith(JOINED):
+            ends = np.cumsum([spec.parameters[part].shape[0] for part in parts_of(name)])[:-1]
+            split |= dict(zip(parts_of(name), np.split(values, ends), strict=True))
+            continue
         fused = spec.fused.get(name)
         for names, expert in zip(fused.experts if fused else (), values, strict=False):
             split |= dict(zip(names, fused.parts(expert), strict=True))
         if fused is None:
             split[name] = values
     return split
+
+
+def parts_of(name: str) -> list[str]:
+    """The tensors of a file that transformers joins to one."""
+    return [name.replace(JOINED, f"{part}_{JOINED}") for part in "qkv"]
 
 
 def parsed(config: Case) -> Any:

@@ -60,7 +60,8 @@ def token_inputs(mixed: np.ndarray, gates: np.ndarray, spec: DeltaNetSpec) -> To
     """The inputs of tokens with ``mixed`` queries, keys and values ``[T, channels]`` and ``gates`` ``[T, 2 * heads]``.
 
     Queries and keys are divided by their lengths, ``sqrt(sum(x * x) + NORM_EPS)``, and queries by the root of
-    ``key_dim``. A rate of learning is ``sigmoid(b)``, a log-decay ``decay_rates * softplus(a + decay_bias)``.
+    ``key_dim``. A rate of learning is ``max_rate * sigmoid(b)``, and a log-decay ``decay_rates *
+    softplus(a + decay_bias)``.
     """
     keys, tokens = spec.key_features, len(mixed)
     heads = (tokens, spec.key_heads, spec.key_dim)
@@ -68,7 +69,8 @@ def token_inputs(mixed: np.ndarray, gates: np.ndarray, spec: DeltaNetSpec) -> To
     values = mixed[:, 2 * keys :].reshape(tokens, spec.value_heads, spec.value_dim)
     b, a = np.split(gates.astype(np.float32), 2, axis=1)
     log_decays = spec.decay_rates * softplus(a + spec.decay_bias)
-    return TokenInputs(queries, _of_length_1(mixed[:, keys : 2 * keys].reshape(heads)), values, log_decays, sigmoid(b))
+    rates = np.float32(spec.max_rate) * sigmoid(b)
+    return TokenInputs(queries, _of_length_1(mixed[:, keys : 2 * keys].reshape(heads)), values, log_decays, rates)
 
 
 def _of_length_1(x: np.ndarray) -> np.ndarray:

@@ -373,7 +373,8 @@ class DeltaNetSpec:
 
     Value head ``h`` reads key head ``h // (value_heads // key_heads)``. The ``convolution`` has a channel for each
     element of queries, keys and values. ``decay_rates`` are fp32 ``[value_heads]``, not positive, and ``decay_bias``
-    too. ``norm`` is that of a head's output, whose weight fp32 ``[value_dim]`` all heads share.
+    too. ``norm`` is that of a head's output, whose weight fp32 ``[value_dim]`` all heads share. Rates of learning are
+    below ``max_rate``.
     """
 
     key_heads: int
@@ -384,6 +385,7 @@ class DeltaNetSpec:
     decay_rates: Array
     decay_bias: Array
     norm: Norm
+    max_rate: float = 1.0
 
     @property
     def key_features(self) -> int:

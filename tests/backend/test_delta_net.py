@@ -29,6 +29,7 @@ class Heads:
     value_heads: int = 4
     key_dim: int = 16
     value_dim: int = 8
+    max_rate: float = 1.0
 
     @property
     def channels(self) -> int:
@@ -54,7 +55,7 @@ class Layer:
         sizes = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
         self.spec = DeltaNetSpec(
             *sizes, ShortConvolution(ops.array(self.taps)), ops.vector(self.rates), ops.vector(self.bias),
-            Norm(ops.vector(self.norm_weight), 1e-6),
+            Norm(ops.vector(self.norm_weight), 1e-6), heads.max_rate,
         )  # fmt: skip
         layout = State(state_arrays(*sizes, heads.channels, TAPS)).with_drafts(drafts)
         self.cache: StateCache = layout.make(ops, sequences + 1, None)
@@ -107,7 +108,7 @@ def recurrence(layer: Layer, sequence: int = 0) -> np.ndarray:
     )
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     v = mixed[:, 2 * keys :].reshape(-1, heads.value_heads, heads.value_dim)
-    beta, a = 1 / (1 + np.exp(-gates[:, : heads.value_heads])), gates[:, heads.value_heads :]
+    beta, a = heads.max_rate / (1 + np.exp(-gates[:, : heads.value_heads])), gates[:, heads.value_heads :]
     decay = np.exp(layer.rates * np.log1p(np.exp(a + layer.bias)))
     state, out = np.zeros((heads.value_heads, heads.key_dim, heads.value_dim)), np.empty(v.shape)
     for t in range(len(v)):
@@ -121,7 +122,7 @@ def recurrence(layer: Layer, sequence: int = 0) -> np.ndarray:
 
 
 each_size = pytest.mark.parametrize(
-    "heads", [Heads(), Heads(1, 3, 8, 24), Heads(3, 3, 12, 12), Heads(1, 2, 128, 128)], ids=str
+    "heads", [Heads(), Heads(1, 3, 8, 24, 2.0), Heads(3, 3, 12, 12), Heads(1, 2, 128, 128)], ids=str
 )
 
 

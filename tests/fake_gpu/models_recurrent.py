@@ -53,7 +53,7 @@ def inputs_of(call: Call, tokens: int) -> tuple[TokenInputs, DeltaNetSpec]:
     sizes = call.key_heads, call.value_heads, call.key_dim, call.value_dim
     rates, bias = (call.vector(name, call.value_heads, F32) for name in ("decay_rates", "decay_bias"))
     none: Any = None
-    spec = DeltaNetSpec(*sizes, none, rates, bias, none)
+    spec = DeltaNetSpec(*sizes, none, rates, bias, none, call.max_rate)
     mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
     gates = call.rows("gates", tokens, call.gates_pitch, 2 * call.value_heads, F32, 4)
     return delta_net.token_inputs(mixed, gates, spec), spec

@@ -52,6 +52,7 @@ PARAMETERS = {
     "mt5-xl": 3.743e9,
     "umt5-xl": 3.768e9,
     "lfm2-1.2b": 1.170e9,
+    "olmo-hybrid-7b": 7.431e9,
     "falcon-h1-7b": 7.5857e9,
     "granite-4.0-h-small": 32.207e9,
     "nemotron-3-nano-30b-a3b": 31.58e9,

@@ -40,7 +40,7 @@ DECODERS = (
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MAMBAS = ("falcon_h1", "granitemoehybrid", "nemotron_h")
-STATES = ("lfm2", *DELTA_NETS, *MAMBAS)
+STATES = ("lfm2", *DELTA_NETS, *MAMBAS, "olmo_hybrid")
 """Families with layers that keep a state."""
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 """Families with latent attention. They have experts, too."""
@@ -81,7 +81,7 @@ def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]], model_type:
             values = np.float32(0.5) * uniform
         elif name.endswith("A_log"):
             values = np.float32(-2) + uniform
-        elif name.endswith("linear_attn.norm.weight"):
+        elif name.endswith(("linear_attn.norm.weight", "linear_attn.o_norm.weight")):
             values = 1 + np.float32(0.3) * uniform
         elif len(shape) == 1:
             values = gain_of_norms + np.float32(0.3) * uniform

@@ -390,6 +390,19 @@ def nemotron_h(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def olmo_hybrid(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, key_heads = config["num_hidden_layers"], draw.up_to(4)
+    kinds = [draw.one_of("linear_attention", FULL) for _ in range(layers - 1)]
+    return {
+        "layer_types": ["linear_attention", *kinds, FULL], "num_hidden_layers": layers + 1, "rms_norm_eps": 1e-3,
+        "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * draw.up_to(4),
+        "linear_key_head_dim": draw.up_to(30, 8), "linear_value_head_dim": draw.one_of(None, draw.up_to(30, 8)),
+        "linear_conv_kernel_dim": draw.up_to(6), "linear_allow_neg_eigval": draw.flag(),
+        "attention_bias": draw.flag(), "pad_token_id": 0,
+        "rope_parameters": draw.one_of({"rope_type": "default", "rope_theta": None}, config["rope_parameters"]),
+    }  # fmt: skip
+
+
 OWN = {
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
@@ -401,6 +414,6 @@ OWN = {
     "gpt_oss": experts, "llama4_text": experts,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), latents),
     "lfm2": lfm2, "qwen3_next": delta_net, "qwen3_5_text": delta_net, "qwen3_5_moe_text": delta_net,
-    "falcon_h1": falcon_h1, "granitemoehybrid": granitemoehybrid, "nemotron_h": nemotron_h,
+    "falcon_h1": falcon_h1, "granitemoehybrid": granitemoehybrid, "nemotron_h": nemotron_h, "olmo_hybrid": olmo_hybrid,
 }  # fmt: skip
 """What each family adds to the common keys."""

@@ -27,11 +27,20 @@ SECOND = (
     "DenseReluDense.wo.weight",
     "mlp.fc_out.weight",
     "ff.dense_relu_dense.wo.weight",
+    "shared_mlp.output_linear.weight",
 )
 """The names of these matrices in all architectures."""
 
 
-CHOICES_WEIGH_MORE = ("ernie4_5_moe", "lfm2_moe", "glm4_moe_lite", "gpt_oss", "llama4_text", "qwen3_5_moe_text")
+CHOICES_WEIGH_MORE = (
+    "ernie4_5_moe",
+    "lfm2_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "llama4_text",
+    "qwen3_5_moe_text",
+    "nemotron_h",
+)
 
 
 def looseness(golden: Golden) -> float:
@@ -39,10 +48,10 @@ def looseness(golden: Golden) -> float:
 
     Where a bias chooses between experts of similar weights, a changed choice replaces more of the result; gpt-oss's
     experts take no factors, and their limits are no smooth functions; of Llama 4 a token chooses one expert; states
-    of Qwen3.5 carry the change on to the tokens behind it.
+    of Qwen3.5 carry the change on to the tokens behind it. States of OLMo Hybrid may change their sign.
     """
     family = golden.config["model_type"]
-    return 5.0 if family in CHOICES_WEIGH_MORE else 2.0 if family in MIXTURES else 1.0
+    return 5.0 if family in CHOICES_WEIGH_MORE else 2.0 if family in (*MIXTURES, "olmo_hybrid") else 1.0
 
 
 def matrices(golden: Golden) -> set[str]:

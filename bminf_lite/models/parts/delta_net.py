@@ -23,11 +23,12 @@ from .part import LayerSource, Part, PartTensors
 class DeltaNetPart(Part):
     """``out(delta_net(qkvz(x), gates(x)))``: see :mod:`bminf_lite.backend.delta_net`.
 
-    ``qkvz`` has two names, of queries, keys and values, and of the output's gate; ``gates`` names the matrices of the
-    rates of learning and of the decays. With one name each, the matrix has for each key head its query and key, and
-    then the values and gates of its value heads; or their rates, and then their decays. ``taps`` are those of the
-    convolution of queries, keys and values, whose kernel the file holds as ``[channels, 1, taps]``, the oldest token
-    first. ``norm_eps`` is that of the norm of a head's output.
+    ``qkvz`` has two names, of queries, keys and values, and of the output's gate, or four; ``gates`` names the
+    matrices of the rates of learning, which are below ``max_rate``, and of the decays. With one name each, the matrix
+    has for each key head its query and key, and then the values and gates of its value heads; or their rates, and
+    then their decays. ``taps`` are those of the convolution of queries, keys and values, whose kernel the file holds
+    as ``[channels, 1, taps]``, the oldest token first, under one name or three. ``norm_eps`` is that of the norm of a
+    head's output.
     """
 
     hidden_size: int
@@ -39,11 +40,12 @@ class DeltaNetPart(Part):
     norm_eps: float
     qkvz: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
     gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    kernel: str = "linear_attn.conv1d"
+    kernel: tuple[str, ...] = ("linear_attn.conv1d",)
     decay_rates: str = "linear_attn.A_log"
     decay_bias: str = "linear_attn.dt_bias"
     norm: str = "linear_attn.norm"
     out: str = "linear_attn.out_proj"
+    max_rate: float = 1.0
 
     @property
     def sections(self) -> tuple[int, int, int]:
@@ -64,18 +66,20 @@ class DeltaNetPart(Part):
 
     def stated(self, layer: str) -> PartTensors:
         """Factors move from the norm of heads to ``out``; none from the norm before, which the float gates read too."""
-        qkvz, gates, (kernel, norm, out) = (
+        qkvz, gates, kernels, (norm, out) = (
             [f"{layer}.{name}" for name in names]
-            for names in (self.qkvz, self.gates, (self.kernel, self.norm, self.out))
+            for names in (self.qkvz, self.gates, self.kernel, (self.norm, self.out))
         )
         values, heads = self.sections[2], self.value_heads
-        widths = [sum(self.sections), values]
+        channels = sum(self.sections)
+        widths = {1: [channels + values], 2: [channels, values], 4: [*self.sections, values]}[len(qkvz)]
         tensors: Tensors = {}
-        for name, width in zip(qkvz, widths if len(qkvz) == 2 else [sum(widths)], strict=True):
+        for name, width in zip(qkvz, widths, strict=True):
             tensors |= linear(name, (width, self.hidden_size))
         for name in gates:
             tensors |= router(name, (2 * heads // len(gates), self.hidden_size))
-        tensors[f"{kernel}.weight"] = Parameter((sum(self.sections), 1, self.taps), Role.VECTOR)
+        for kernel, width in zip(kernels, self.sections if len(kernels) == 3 else [channels], strict=True):
+            tensors[f"{kernel}.weight"] = Parameter((width, 1, self.taps), Role.VECTOR)
         for name in (self.decay_rates, self.decay_bias):
             tensors[f"{layer}.{name}"] = Parameter((heads,), Role.VECTOR)
         tensors[f"{norm}.weight"] = Parameter((self.value_dim,), Role.VECTOR)
@@ -94,6 +98,8 @@ class DeltaNetPart(Part):
         ops, weights, name = source.ops, source.weights, source.name
         queries, keys, values = self.sections
         sections: list[Any] = [(queries, keys, values), values]
+        if len(self.qkvz) == 4:
+            sections = [queries, keys, values, values]
         if len(self.qkvz) == 1:
             of_values = values // self.key_heads
             order = self._by_key_head(self.key_dim, self.key_dim, of_values, of_values)
@@ -114,7 +120,8 @@ class DeltaNetPart(Part):
         def vector(name: str) -> np.ndarray:
             return np.asarray(source.weights.vector(f"{source.name}.{name}")).astype(np.float32)
 
-        taps = np.ascontiguousarray(vector(f"{self.kernel}.weight")[channels, 0, ::-1].T)
+        kernels = np.concatenate([vector(f"{name}.weight") for name in self.kernel])
+        taps = np.ascontiguousarray(kernels[channels, 0, ::-1].T)
         spec = DeltaNetSpec(
             self.key_heads // ranks.tp_size,
             self.value_heads // ranks.tp_size,
@@ -124,6 +131,7 @@ class DeltaNetPart(Part):
             -np.exp(vector(self.decay_rates)[heads]),
             vector(self.decay_bias)[heads],
             Norm(vector(f"{self.norm}.weight"), self.norm_eps),
+            self.max_rate,
         )
         return ops.delta_net_spec(spec)
 

@@ -24,7 +24,7 @@ constexpr int DOT_LANES = 8;
 
 // What the step reads of each token, fp32. mixed: [T, mixed_pitch] with queries, keys and values behind the
 // convolution; gates: [T, gates_pitch] with a rate and a decay for each value head, before their functions; decay_rates
-// and decay_bias: [value_heads].
+// and decay_bias: [value_heads]. Rates are below max_rate.
 //
 // What the sequences keep, in slots that are a pitch apart: states [value_heads, key_dim, value_dim], and rings of
 // ring_rows tokens: keys [key_heads, key_dim], deltas [value_heads, value_dim], decays [value_heads], fp32. ends: the
@@ -57,6 +57,7 @@ struct DeltaNet {
     int value_heads;
     int key_dim;
     int value_dim;
+    float max_rate;
 
     __device__ __forceinline__ Sequences sequences() const {
         return {cu_seqlens, context_lens, slots, slots_pitch, count};
@@ -124,7 +125,7 @@ __device__ __forceinline__ void load_gates(
         return;
     }
     const float* gates = net.gates + (token + row - known) * net.gates_pitch;
-    chunk.rates[row] = sigmoid(gates[head]);
+    chunk.rates[row] = __fmul_rn(net.max_rate, sigmoid(gates[head]));
     const float a = __fadd_rn(gates[net.value_heads + head], net.decay_bias[head]);
     chunk.decays[row] = __fmul_rn(net.decay_rates[head], softplus(a));
 }

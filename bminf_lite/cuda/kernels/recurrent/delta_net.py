@@ -59,6 +59,7 @@ class DeltaNetKernels:
             spec.decay_bias.data.ptr, *(number for array in kept for number in (array.data.ptr, pitch_of(array))),
             address(batch.cu_seqlens), address(batch.context_lens), slots.data.ptr, pitch_of(slots), batch.batch_size,
             cache["keys"].shape[1], batch.has_drafts, spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim,
+            spec.max_rate,
         )  # fmt: skip
         self._launcher.launch(
             step,
