@@ -49,7 +49,7 @@ LLAMA = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,
 }
-UNDIVIDED = ("olmo2", "olmo3", "olmoe", "minimax_m2")
+UNDIVIDED = ("olmo2", "olmo3", "olmo_hybrid", "olmoe", "minimax_m2")
 """Families that one rank alone runs: norms of queries and keys are over all heads."""
 
 
