@@ -121,9 +121,9 @@ def load(
     - ``speculative``: where guesses of a request's next tokens come from, which a step checks all at once: ``"ngram"``,
       ``"suffix"``, a mapping with the fields of :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as
       ``{"model": "path", "num_speculative_tokens": 4}`` for a draft model or ``{"method": "eagle3", "model": "path"}``
-      for an EAGLE-3 head, or an instance; None or ``"none"`` for no guesses. ``"auto"`` takes n-grams on a GPU for w8a8
-      models, whose results have the same bits with them, and else none (docs/guides/speculative.md). A draft model and
-      a head take memory of their own, and a context is at most as long as that of a draft model.
+      for an EAGLE-3 head, or an instance; None or ``"none"`` for no guesses. ``"auto"`` takes n-grams on a GPU, where
+      results have the same bits with them, for models without experts, and else none (docs/guides/speculative.md). A
+      draft model and a head take memory of their own, and a context is at most as long as that of a draft model.
     - ``adapters``: LoRA adapters for single requests, as a mapping from names to folders that PEFT saved
       (docs/guides/adapters.md). It may be empty: then :meth:`Model.load_adapter` adds some later. None for a model that
       takes none.
@@ -167,7 +167,7 @@ def load(
                 options = AdapterOptions.read_all(opened, adapters, max_adapters, max_adapter_rank)
                 for own in backends:
                     own.adapter_slots = options.slots()
-            drafts = chosen_drafts(speculative, opened.spec, opened.weights().scheme_of, ops.has_one_order)
+            drafts = chosen_drafts(speculative, opened.spec, ops.has_one_order)
             num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
             layout = config.cache_layout if draft is None else config.cache_layout.beside(draft.config.cache_layout)
             cache_layout = layout.with_int8(int8)

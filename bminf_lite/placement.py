@@ -84,23 +84,17 @@ def _zeros(shape: tuple[int, int], scheme: Scheme) -> HostWeight:
     return Int8Weight(codes, scale, scheme is Scheme.W8A8)
 
 
-def chosen_drafts(speculative: Any, spec: Spec, scheme_of: SchemeOf, has_one_order: bool) -> SpeculativeConfig | None:
+def chosen_drafts(speculative: Any, spec: Spec, has_one_order: bool) -> SpeculativeConfig | None:
     """How a model drafts; ``speculative`` is that of ``load``.
 
-    ``"auto"`` stands for n-grams where a step with drafts gives the bits of steps without them: on a device that
-    ``has_one_order``, for a decoder whose layers are w8a8 and whose head is w8a8 or float (docs/numerics.md), and which
-    has no experts: each draft would read its own. Else it stands for no drafts. Raises ``UsageError``.
+    ``"auto"`` stands for n-grams where a step with drafts gives the bits of steps without them, on a device that
+    ``has_one_order``, for a decoder that has no experts: each draft would read its own. Else it stands for no drafts.
+    Raises ``UsageError``.
     """
     if not isinstance(speculative, str) or speculative != AUTO:
         return SpeculativeConfig.from_value(speculative)
-    allowed = {Role.LINEAR: {Scheme.W8A8}, Role.HEAD: {Scheme.W8A8, Scheme.FLOAT}}
-    is_exact = all(
-        scheme_of(name) in allowed[parameter.role]
-        for name, parameter in spec.parameters.items()
-        if parameter.role in allowed
-    )
     has_experts = any(parameter.role is Role.ROUTER for parameter in spec.parameters.values())
-    return NGRAM if has_one_order and is_exact and not has_experts and not spec.source_readers else None
+    return NGRAM if has_one_order and not has_experts and not spec.source_readers else None
 
 
 def requirements_of(
@@ -117,7 +111,7 @@ def requirements_of(
     """
     with ExitStack() as opened:
         model, scheme_of = _described(path, recipe, opened)
-        drafts = chosen_drafts(speculative, model.spec, scheme_of, has_one_order=True)
+        drafts = chosen_drafts(speculative, model.spec, has_one_order=True)
         num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
         own = requirements(model, scheme_of, kv_cache, num_draft_tokens, slots, tp_size)
         if drafts is None or drafts.model is None:

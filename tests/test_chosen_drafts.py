@@ -10,30 +10,26 @@ import pytest
 
 import bminf_lite
 from bminf_lite.checkpoint.opened_model import describe_model
-from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.engine.speculative import AUTO, NGRAM, SpeculativeConfig
-from bminf_lite.placement import chosen_drafts, recipe_schemes
+from bminf_lite.placement import chosen_drafts
 
 
 @pytest.mark.parametrize(
-    ("shape", "recipe", "has_one_order", "drafts"),
+    ("shape", "has_one_order", "drafts"),
     [
-        ("llama-3-8b", "w8a8", True, NGRAM),
-        ("llama-3-8b", "w8a8-rotate-all", True, NGRAM),
-        ("lfm2-1.2b", "w8a8", True, NGRAM),
-        ("mixtral-8x7b", "w8a8", True, None),
-        ("llama-3-8b", "w8a8", False, None),
-        ("llama-3-8b", "w8a16", True, None),
-        ("cpm-2", "w8a8", True, None),
+        ("llama-3-8b", True, NGRAM),
+        ("lfm2-1.2b", True, NGRAM),
+        ("mixtral-8x7b", True, None),
+        ("llama-3-8b", False, None),
+        ("cpm-2", True, None),
     ],
 )
-def test_auto(shape: str, recipe: str, has_one_order: bool, drafts: SpeculativeConfig | None) -> None:
+def test_auto(shape: str, has_one_order: bool, drafts: SpeculativeConfig | None) -> None:
     config = json.loads(resources.files("bminf_lite").joinpath("configs", f"{shape}.json").read_text())
     described = describe_model(config)
-    schemes = recipe_schemes(described.spec, load_recipe(recipe))
-    assert chosen_drafts(AUTO, described.spec, schemes, has_one_order) == drafts
-    assert chosen_drafts("suffix", described.spec, schemes, has_one_order) == SpeculativeConfig("suffix")
-    assert chosen_drafts("none", described.spec, schemes, has_one_order) is None
+    assert chosen_drafts(AUTO, described.spec, has_one_order) == drafts
+    assert chosen_drafts("suffix", described.spec, has_one_order) == SpeculativeConfig("suffix")
+    assert chosen_drafts("none", described.spec, has_one_order) is None
 
 
 def test_a_cpu_does_not_draft_unless_asked() -> None:

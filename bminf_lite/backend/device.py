@@ -35,7 +35,7 @@ class HostDevice:
     max_steps_in_flight = 0
     """How many decode steps the host may launch before it reads the result of the first."""
     has_one_order = False
-    """Whether a row of a w8a8 model gets the same bits whatever the other rows of a step are, and however many."""
+    """Whether a row gets the same bits whatever the other rows of a step are, and however many (docs/numerics.md)."""
     decode_sizes: tuple[int, ...] = ()
     """Numbers of sequences, ascending, to which decode steps are padded so that few are captured; none: no padding."""
     mixed_sizes: tuple[tuple[int, int], ...] = ()
