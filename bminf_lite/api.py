@@ -38,6 +38,7 @@ from .grammar.matcher import GrammarCompiler
 from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
 from .memory.planner import MemoryRequirements
+from .models import DecoderConfig, TextVectors
 from .placement import (
     checkpoint_requirements,
     chosen_drafts,
@@ -51,7 +52,7 @@ from .placement import (
 )
 from .pooling.pooler import Pooler, PoolingModel, checked_texts
 from .pooling.scores import ClassifierSettings, Ranked, ranked
-from .pooling.settings import read_settings
+from .pooling.settings import PoolingSettings, read_settings
 from .pooling.texts import Text
 from .pooling.yes_no import YesNoReranker
 from .request_builder import GenerationRequest, RequestBuilder, build_logits_request, decoder_and_source
@@ -97,6 +98,7 @@ def load(
     max_adapters: int = MAX_ADAPTERS,
     max_adapter_rank: int | None = None,
     gpus: int = 1,
+    embeddings: bool = False,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
@@ -133,6 +135,8 @@ def load(
       16 if they have less.
     - ``gpus``: among how many GPUs the model is divided, from the one that ``device`` names on, ``memory_limit`` each;
       docs/guides/several_gpus.md. On a CPU, the parts are computed by threads, which helps to test.
+    - ``embeddings``: :meth:`Model.embed` works beside generation, for a decoder: a text's vector is that of its last
+      token. A model that makes vectors, and generates none, needs it not.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
@@ -142,6 +146,7 @@ def load(
     require_whole("max_num_batched_tokens", max_num_batched_tokens, MAX_BATCHED_TOKENS)
     require_bool("check", check)
     require_bool("prefix_cache", prefix_cache)
+    require_bool("embeddings", embeddings)
     int8 = is_int8_cache(kv_cache)
     given = None if isinstance(speculative, str) and speculative == AUTO else SpeculativeConfig.from_value(speculative)
     backend.check_device(device, memory_limit)
@@ -158,6 +163,9 @@ def load(
                 raise UsageError(f"gpus is {gpus!r}, but a model that gives vectors is not divided: give 1")
             if adapters is not None:
                 raise UsageError("adapters are given, but a model that gives vectors takes none: merge one into it")
+        settings = None
+        if embeddings or not config.generates:
+            settings = pooling_settings(opened, may_embed=gpus == 1 and draft is None)
         most = max(config.hidden_size * max_num_batched_tokens, config.vocab_size)
         backends = backend.create_ranks(gpus, device, memory_limit, most)
         ops = backends[0]
@@ -204,17 +212,31 @@ def load(
         if draft is not None and given is not None and given.method != EAGLE3:
             shorter = min(config.context_length, draft.config.context_length)
             engine_config = replace(engine_config, context_length=shorter)
-        pooling = None if config.generates else pooling_model(opened, networks[0], engine_config)
+        pooling = None if settings is None else pooling_model(opened, networks[0], engine_config, settings)
         found = checkpoint.path, opened.generation_config, opened.eos_ids, own_adapters, pooling
         return Model(networks, engine_config, *found)
 
 
-def pooling_model(opened: OpenedModel, network: Any, engine_config: EngineConfig) -> PoolingModel:
-    """What the folder of an open model says of its vectors."""
+def pooling_settings(opened: OpenedModel, may_embed: bool) -> PoolingSettings:
+    """What the folder of an open model says of its vectors. A model that generates gives the last token's.
+
+    Raises ``UsageError`` for one that generates, unless it ``may_embed`` beside that.
+    """
     config = opened.config
-    default = Pooling.LAST if network.config.is_causal else Pooling.MEAN
-    settings = read_settings(opened.path, default, config.hidden_size)
-    classifier = network.classifier
+    if config.generates and not (may_embed and isinstance(config, DecoderConfig)):
+        raise UsageError(
+            "embeddings is True, but of models that generate only a decoder on one GPU, without a draft model, embeds"
+        )
+    is_causal = config.generates or getattr(config, "is_causal", False)
+    return read_settings(opened.path, Pooling.LAST if is_causal else Pooling.MEAN, config.hidden_size)
+
+
+def pooling_model(
+    opened: OpenedModel, network: Any, engine_config: EngineConfig, settings: PoolingSettings
+) -> PoolingModel:
+    """What a model makes of texts."""
+    config = opened.config
+    classifier = None if config.generates else network.classifier
     scores = None
     if classifier is not None:
         scores = ClassifierSettings.of(opened.description.config_json, network.config.labels)
@@ -297,10 +319,14 @@ class Model:
         self.ops = ops
         self._backends = [network.ops for network in networks]
         self._configured_eos_ids = eos_ids
+
+        def text_network() -> TextVectors:
+            return TextVectors.of_decoder(networks[0]) if engine_config.generates else networks[0]
+
         max_tokens, max_texts = engine_config.max_num_batched_tokens, MAX_TEXTS
         self._engine = engine = Engine(
             engine_config, lambda blocks: ModelRunner(networks, engine_config, blocks), ops.make_current,
-            make_pooling=None if pooling is None else lambda: PoolingQueue(networks[0], max_tokens, max_texts),
+            make_pooling=None if pooling is None else lambda: PoolingQueue(text_network(), max_tokens, max_texts),
         )  # fmt: skip
         self._finalizer = weakref.finalize(self, engine.close, timeout=FINALIZER_SECONDS)
 
@@ -592,7 +618,7 @@ class Model:
         probability of "yes" beside "no". Others have no ``instruction``.
         """
         self._require_open()
-        if self.pooler is None:
+        if self.pooler is None or self.engine_config.generates:
             texts = checked_texts(query, texts, top_n)
             asked = YesNoReranker(self._prompts, self._engine, self.ops)
             return ranked(asked.scores(query, texts, instruction), texts, top_n)
@@ -611,7 +637,10 @@ class Model:
     def _pooler(self) -> Pooler:
         self._require_open()
         if self.pooler is None:
-            raise UsageError("this model generates text, and makes no vectors of texts: load an embedding model")
+            raise UsageError(
+                "this model generates text, and makes no vectors of texts: load an embedding model, or this one with "
+                "embeddings=True"
+            )
         return self.pooler
 
     def _require_generating(self) -> None:

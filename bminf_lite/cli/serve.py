@@ -30,6 +30,7 @@ ENGINE_FAILED = 70
 @click.command()
 @model_options
 @gpus_option
+@click.option("--embeddings", is_flag=True, help="Answer /v1/embeddings too, with a decoder that generates.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address or name to listen at.")
 @click.option("--port", default=8000, show_default=True, metavar="N", help="The port; 0 takes a free one.")
 @click.option("--api-key-file", metavar="FILE", help="A key on each line, one of which each request must send.")
@@ -119,6 +120,7 @@ def serve(
     memory_limit: int | None,
     kv_cache: str,
     gpus: int,
+    embeddings: bool,
     host: str,
     port: int,
     api_key_file: str | None,
@@ -198,6 +200,7 @@ def serve(
             max_adapters=max_adapters or MAX_ADAPTERS,
             max_adapter_rank=max_adapter_rank,
             gpus=gpus,
+            embeddings=embeddings,
         ) as loaded,
     ):
         try:

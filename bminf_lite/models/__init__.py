@@ -27,15 +27,17 @@ from ..errors import CheckpointError
 from . import _multimodal
 from ._architecture import Architecture, embedder
 from ._config import ModelConfig
-from ._decoder import DecoderConfig
-from ._encoder import head_kind
+from ._decoder import Decoder, DecoderConfig
+from ._encoder import TextVectors, head_kind
 from ._encoder_decoder import fill_source
 from ._multimodal import text_spec
 
 __all__ = [
     "Architecture",
+    "Decoder",
     "DecoderConfig",
     "ModelConfig",
+    "TextVectors",
     "embedder",
     "fill_source",
     "find",

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.values import BLOCK_SIZE, NULL_BLOCK, Array, ForwardBatch, Pooling
-from ..layers.cache import CacheLayout, KVCache, Layout, blocks_for
+from ..layers.cache import CacheLayout, KVCache, Layout, blocks_for, caches_of_layers
 from ..layers.loading import Weights
 from ..layers.norm import NormLayer
 from ._config import (
@@ -31,7 +31,7 @@ from ._config import (
     integer,
     number,
 )
-from ._decoder import DecoderConfig
+from ._decoder import Decoder, DecoderConfig
 from .parts.classifier import Classifier, ClassifierPart
 from .parts.cross_attention import EncoderAttentionPart
 from .parts.ends import InputLayer, InputPart, PositionsPart, TokenTypesPart
@@ -200,23 +200,35 @@ class EncoderBuilder:
         return None if self.config.classifier is None else self.config.classifier.build(self.weights)
 
 
-class Encoder:
-    """Texts in, a vector of each token out."""
+class TextVectors:
+    """Texts in, a vector of each token out. ``layouts`` has what each of ``blocks`` keeps, if anything."""
 
-    def __init__(self, builder: EncoderBuilder):
-        self.ops = builder.ops
-        self.config = builder.config
-        self.embed = builder.embed()
-        self.blocks = self.ops.blocks(builder.block, self.config.num_layers)
-        self.norm = builder.norm()
-        self.classifier = builder.classifier()
+    def __init__(
+        self,
+        ops: Backend,
+        embed: InputLayer,
+        blocks: Iterable[Layer],
+        layouts: Sequence[tuple[Layout, ...]],
+        norm: NormLayer | None,
+    ):
+        self.ops = ops
+        self.embed = embed
+        self.blocks = blocks
+        self.layouts = layouts
+        self.norm = norm
+
+    @classmethod
+    def of_decoder(cls, decoder: Decoder) -> TextVectors:
+        """The vectors behind the layers of a decoder, which generates beside it."""
+        layouts = [layer.layouts for layer in decoder.config.layer_parts]
+        return cls(decoder.ops, decoder.embed, decoder.blocks, layouts, decoder.output.norm)
 
     def tables(self, lengths: Sequence[int]) -> list[np.ndarray]:
         """The block tables of a step of texts of these lengths, as :meth:`__call__` wants them: of blocks and of slots.
 
         There are none for a model whose layers keep nothing.
         """
-        if not any(self.config.layer_layouts):
+        if not any(self.layouts):
             return []
         counts = np.array([blocks_for(length) for length in lengths])
         firsts = 1 + np.cumsum(counts) - counts
@@ -232,22 +244,34 @@ class Encoder:
         """
         residual = self.embed(batch)
         with ExitStack() as caches:
-            made: dict[Layout, KVCache] = {}
-            for block, layouts in zip(self.blocks, self.config.layer_layouts, strict=True):
+            made: dict[tuple[Layout, ...], KVCache] = {}
+            tokens, count = int(batch.tokens.shape[0]), batch.batch_size
+            for block, layouts in zip(self.blocks, self.layouts, strict=True):
                 if not layouts:
                     residual = block(residual, None, batch)
                     continue
-                (layout,) = layouts
-                is_slot = layout.retention.per_sequence
-                if layout not in made:
-                    tokens, count = int(batch.tokens.shape[0]), batch.batch_size
-                    num_blocks = 1 + count + (0 if is_slot else tokens // BLOCK_SIZE)
-                    cache = KVCache(self.ops, CacheLayout((layout,)), [num_blocks])
-                    made[layout] = caches.enter_context(closing(cache))
-                step = replace(batch, block_tables=(batch.block_tables[is_slot],))
-                residual = block(residual, made[layout].layers[0], step)
+                if layouts not in made:
+                    layout = CacheLayout(layouts)
+                    sizes = [1 + count + (0 if kept.per_sequence else tokens // BLOCK_SIZE) for kept in layout.groups]
+                    made[layouts] = caches.enter_context(closing(KVCache(self.ops, layout, sizes)))
+                cache = made[layouts]
+                tables = tuple(batch.block_tables[kept.per_sequence] for kept in cache.layout.groups)
+                (own,) = caches_of_layers([layouts], cache)
+                residual = block(residual, own, replace(batch, block_tables=tables))
             found: Array = residual if self.norm is None else self.norm(residual)
             return found
+
+
+class Encoder(TextVectors):
+    """The network of an encoder, and the head of one that classifies."""
+
+    def __init__(self, builder: EncoderBuilder):
+        self.config = config = builder.config
+        ops = builder.ops
+        super().__init__(
+            ops, builder.embed(), ops.blocks(builder.block, config.num_layers), config.layer_layouts, builder.norm()
+        )
+        self.classifier = builder.classifier()
 
 
 # -- BERT and its relatives, from the fields of a configuration ------------------------------------------------------

@@ -327,3 +327,24 @@ def test_rank_correlation():
     assert rank_correlation(np.array([1, 2, 2, 3.0]), np.array([1, 3, 2, 4.0])) == pytest.approx(0.9486833)
     found = compared(rng.standard_normal((700, 4)), rng.standard_normal((700, 4)))
     assert abs(found.rank_correlation) < 0.1 and found.pairs > 190_000
+
+
+def test_a_model_embeds_beside_generation(tmp_path: Path):
+    """One decoder, one engine: the vector of a text's last token, while other requests generate."""
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+    folder = write_encoder(tmp_path / "model", **config, max_position_embeddings=64)
+    other = tmp_path / "embedder"
+    shutil.copytree(folder, other)
+    write_modules(other, {"pooling_mode_lasttoken": True}, {})
+    with load(other, device="cpu") as model:
+        expected = model.embed(TEXTS)
+    with load(folder, device="cpu", embeddings=True) as model:
+        alone = model.generate([5, 6, 7], max_new_tokens=40, ignore_eos=True).token_ids
+        stream = model.stream([5, 6, 7], max_new_tokens=40, ignore_eos=True)
+        pieces = [next(stream)]
+        np.testing.assert_allclose(model.embed(TEXTS), expected, atol=1e-5)
+        pieces += stream
+        assert pieces[-1].result is not None and pieces[-1].result.token_ids == alone
+        assert model.stats().texts == len(TEXTS)
+    with pytest.raises(UsageError, match="embeddings is True, but of models that generate only a decoder"):
+        load(folder, device="cpu", embeddings=True, speculative={"model": str(folder), "num_speculative_tokens": 2})

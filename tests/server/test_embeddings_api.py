@@ -166,3 +166,24 @@ def test_a_model_that_generates_makes_no_vectors(tmp_path: Path):
         assert "this model generates text" in served.error(path, body)
     assert served.json("/v1/completions", {"prompt": "a", "max_tokens": 2})["usage"]["completion_tokens"] == 2
     served.model.close()
+
+
+def test_one_server_generates_and_embeds(tmp_path: Path):
+    served = Served(tiny_checkpoint.write(tmp_path / "model"), embeddings=True)
+    expected = served.model.embed("a cat")
+    found = served.json("/v1/embeddings", {"input": "a cat"})
+    np.testing.assert_allclose(found["data"][0]["embedding"], expected, atol=1e-6)
+    assert served.json("/v1/completions", {"prompt": "a", "max_tokens": 2})["usage"]["completion_tokens"] == 2
+
+    async def run() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(served.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            completion = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 40})
+            vectors = (client.post("/v1/embeddings", json={"input": "a cat"}) for _ in range(6))
+            return await asyncio.gather(completion, *vectors)
+
+    completion, *vectors = asyncio.run(run())
+    assert completion.status_code == 200
+    for response in vectors:
+        np.testing.assert_allclose(response.json()["data"][0]["embedding"], expected, atol=1e-6)
+    served.model.close()
