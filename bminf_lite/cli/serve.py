@@ -31,6 +31,14 @@ ENGINE_FAILED = 70
 @model_options
 @gpus_option
 @click.option("--embeddings", is_flag=True, help="Answer /v1/embeddings too, with a decoder that generates.")
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Serve N copies of the model, each on GPUs of its own, behind one address.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address or name to listen at.")
 @click.option("--port", default=8000, show_default=True, metavar="N", help="The port; 0 takes a free one.")
 @click.option("--api-key-file", metavar="FILE", help="A key on each line, one of which each request must send.")
@@ -121,6 +129,7 @@ def serve(
     kv_cache: str,
     gpus: int,
     embeddings: bool,
+    replicas: int,
     host: str,
     port: int,
     api_key_file: str | None,
@@ -184,6 +193,13 @@ def serve(
     )
     address, seconds = Address(host, port), checked_seconds(shutdown_timeout)
     require_safe(address, settings, allow_unauthenticated)
+    if replicas > 1:
+        from ..server.replicas import devices_of, replica_commands, serve_replicas
+
+        commands = replica_commands(sys.argv[1:], devices_of(device, replicas, gpus))
+        with closing(Listener(address, 1)) as front:
+            serve_replicas(commands, front, settings.limits, seconds, lambda message: click.echo(message, err=True))
+        return
     with (
         closing(Listener(address, http_workers or default_http_workers())) as listener,
         load(

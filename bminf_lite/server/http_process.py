@@ -36,7 +36,7 @@ LAST_WORDS_SECONDS = 2
 """How long streams that are ended have to say so to their clients."""
 
 
-class _Server(uvicorn.Server):
+class SilentServer(uvicorn.Server):
     """uvicorn's server without its signal handlers."""
 
     @contextmanager
@@ -61,7 +61,7 @@ async def serve_http(
         backlog=BACKLOG,
         timeout_keep_alive=math.ceil(settings.limits.idle_seconds),
     )
-    server = _Server(config)
+    server = SilentServer(config)
 
     def shut_down(seconds: float) -> None:
         config.timeout_graceful_shutdown = math.ceil(seconds) + LAST_WORDS_SECONDS

@@ -60,7 +60,7 @@ class PeerGroup:
         if not self.is_direct and not through_host:
             logging.getLogger("bminf_lite").warning(
                 "the GPUs %s cannot reach each other's memory, so sums over them go through the host's memory, which "
-                "is slow; bminf-lite doctor says more",
+                "is slow; nvidia-smi topo -p2p w says what the system allows",
                 ", ".join(map(str, indices)),
             )
         if self.is_direct:

@@ -1,0 +1,192 @@
+"""Several replicas of a model behind one address: where requests go, and what the end of a replica costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+
+import httpx
+import psutil
+from serve_kit import DEMO, until
+
+from bminf_lite.errors import UsageError
+from bminf_lite.server.limits import DEFAULT_LIMITS
+from bminf_lite.server.replicas import (
+    Replica,
+    ReplicaFailed,
+    Replicas,
+    beginning_of,
+    devices_of,
+    replica_commands,
+    summed,
+)
+
+
+def group(count: int) -> Replicas:
+    made = Replicas([[]] * count, DEFAULT_LIMITS, print)
+    for replica in made.replicas:
+        replica.is_ready = True
+    return made
+
+
+def test_requests_that_begin_alike_go_to_the_same_replica_unless_it_has_much_more_to_do() -> None:
+    replicas = group(4)
+    chosen = {number: replicas.choose(b"text %d" % number) for number in range(64)}
+    assert all(replicas.choose(b"text %d" % number) is replica for number, replica in chosen.items())
+    counts = [sum(replica is one for one in chosen.values()) for replica in replicas.replicas]
+    assert min(counts) > 4
+    chosen[0].active = 20
+    other = replicas.choose(b"text 0")
+    assert other is not chosen[0] and other.active == 0
+    chosen[0].active = 4
+    assert replicas.choose(b"text 0") is chosen[0]
+
+
+def test_a_replica_that_is_not_ready_gets_nothing_and_the_others_keep_theirs() -> None:
+    replicas = group(3)
+    before = {number: replicas.choose(b"%d" % number) for number in range(30)}
+    replicas.replicas[1].is_ready = False
+    for number, replica in before.items():
+        now = replicas.choose(b"%d" % number)
+        assert now is replica if replica is not replicas.replicas[1] else now is not replica
+    for replica in replicas.replicas:
+        replica.is_ready = False
+    with pytest.raises(ReplicaFailed, match="no replica is ready"):
+        replicas.choose(None)
+
+
+def test_without_a_beginning_the_least_busy_is_chosen() -> None:
+    replicas = group(3)
+    for replica, active in zip(replicas.replicas, (2, 1, 3), strict=True):
+        replica.active = active
+    assert replicas.choose(None) is replicas.replicas[1]
+
+
+def test_the_beginning_of_a_request() -> None:
+    long = "word " * 1000
+    one, two = ({"model": "m", "prompt": long + end, "max_tokens": len(end)} for end in ("a", "bc"))
+    assert beginning_of(json.dumps(one).encode()) == beginning_of(json.dumps(two).encode()) is not None
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in ("hello", "goodbye")]
+    assert len({beginning_of(json.dumps(chat).encode()) for chat in chats}) == 2
+    for other in (b"", b"{", b"[1]", b"{}", b'{"prompt": null}'):
+        assert beginning_of(other) is None
+
+
+def test_metrics_are_added() -> None:
+    texts = ['# HELP a Requests.\n# TYPE a counter\na{m="x y"} 2\nb 0.5\n', '# TYPE a counter\na{m="x y"} 3\nc 1\n']
+    assert summed(texts).splitlines() == ["# HELP a Requests.", "# TYPE a counter", 'a{m="x y"} 5', "b 0.5", "c 1"]
+
+
+def test_the_commands_of_replicas() -> None:
+    arguments = ["serve", "M", "--replicas", "2", "--host=0.0.0.0", "--port", "80", "--seed", "3", "--device", "cuda"]
+    first, second = replica_commands([*arguments, "--allow-unauthenticated"], devices_of("cuda:1", 2, 2))
+    assert first[:-1] == second[:-1] and (first[-1], second[-1]) == ("cuda:1", "cuda:3")
+    own = ["serve", "M", "--seed", "3", "--host", "127.0.0.1", "--port", "{port}", "--device", "cuda:1"]
+    assert first[1:] == ["-m", "bminf_lite", *own]
+    assert devices_of("cpu", 3, 1) == ["cpu"] * 3 and devices_of("auto", 2, 1) == ["cuda:0", "cuda:1"]
+    with pytest.raises(UsageError, match="device 'tpu'"):
+        devices_of("tpu", 2, 1)
+
+
+def test_replicas_that_keep_ending_end_the_server() -> None:
+    async def keep() -> Replicas:
+        made = Replicas([[sys.executable, "-c", "raise SystemExit(3)"]], DEFAULT_LIMITS, lines.append)
+        await asyncio.wait_for(made.keep(made.replicas[0]), 60)
+        return made
+
+    lines: list[str] = []
+    made = asyncio.run(keep())
+    assert made.failure is not None and "replicas have ended 6 times" in str(made.failure)
+    assert "replica 0 has ended with 3" in lines[0] and isinstance(made.replicas[0], Replica)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    command = [
+        sys.executable, "-m", "bminf_lite", "serve", str(DEMO), "--device", "cpu", "--port", "0", "--replicas", "2",
+        "--http-workers", "1",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    url, ready = "", 0
+    while ready < 2 or not url:
+        line = process.stderr.readline()
+        assert line, "the server has ended"
+        url = line.split(" served at ")[1].strip() if "replicas are served at" in line else url
+        ready += "is ready" in line
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    with httpx.Client(base_url=url, timeout=120) as client:
+        yield process, client
+    process.kill()
+
+
+def complete(client: httpx.Client, prompt: str, **fields: object) -> httpx.Response:
+    body = {"model": "demo_model", "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0, **fields}
+    return client.post("/v1/completions", json=body)
+
+
+def engines(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children()
+
+
+@pytest.mark.slow
+def test_it_answers_streams_and_adds_metrics(server) -> None:
+    _, client = server
+    texts = {complete(client, "Once upon a time").json()["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) == 1
+    body = {"model": "demo_model", "prompt": "Once", "max_tokens": 8, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        events = [line for line in response.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "data: [DONE]" and len(events) >= 8
+    assert client.get("/v1/models").json()["data"][0]["id"] == "demo_model"
+    headers = {"content-type": "application/json"}
+    assert client.post("/v1/completions", content=b"{", headers=headers).status_code == 400
+    lines = client.get("/metrics").text.splitlines()
+    total = sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+    assert total >= 3 * 4 + 8
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_costs_its_own_requests_and_is_started_again(server) -> None:
+    process, client = server
+    before = engines(process)
+    assert len(before) == 2
+    ended = []
+
+    def read(prompt: str) -> None:
+        with suppress(httpx.HTTPError):
+            ended.append((prompt, complete(client, prompt, max_tokens=400).status_code))
+
+    prompts = [f"{number} times upon a time" for number in range(8)]
+    threads = [threading.Thread(target=read, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    os.kill(before[0].pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    codes = [status for _, status in ended]
+    assert len(codes) == 8 and set(codes) <= {200, 503} and codes.count(200) >= 1
+    assert all(complete(client, prompt).status_code == 200 for prompt in prompts)
+    until(lambda: len(engines(process)) == 2)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_all_processes(server) -> None:
+    process, _ = server
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
