@@ -50,7 +50,7 @@ from .quantization import (
     stack_biases,
     stack_outliers,
 )
-from .rotation import rotated
+from .rotation import rotated, rotated_heads
 from .routing import sigmoid
 from .sampling import SamplerState, score
 from .sampling import sample as sample_tokens
@@ -526,14 +526,14 @@ class Backend(HostDevice):
         """Causal self-attention of a step's tokens over the cache, to which their keys and values are added.
 
         ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side, and before them the output's
-        gate if there is one. Query and key heads are normalised if the ``spec`` has norms, rotated to their position
-        and rounded. Keys and values are stored in the cache. Then each query attends to its own sequence, with scores
-        and softmax in fp32. The result ``[T, heads * head_dim]`` is rounded; if there is a gate it is multiplied by the
-        sigmoid of that in fp32, and rounded again.
+        gate if there is one. Query and key heads are normalised if the ``spec`` has norms, rotated to their position,
+        transformed by :func:`.rotation.rotated_heads` if the cache is int8, and rounded. Keys and values are stored in
+        the cache. Then each query attends to its own sequence, with scores and softmax in fp32. The result ``[T, heads
+        * head_dim]`` is rounded; if there is a gate it is multiplied by the sigmoid of that in fp32, and rounded again.
         """
         tokens = qkv.shape[0]
         gate, qkv = qkv[:, : spec.gate_features], qkv[:, spec.gate_features :]
-        q, k, v = self._prepared_heads(qkv, spec, positions_of(batch))
+        q, k, v = self._prepared_heads(qkv, spec, positions_of(batch), cache.key_scales is not None)
         out = np.zeros((tokens, spec.heads, spec.head_dim), np.float32)
         table = batch.block_tables[cache.group]
         for b, rows in sequences(batch):
@@ -742,12 +742,19 @@ class Backend(HostDevice):
         """``x`` in the activation type; too large numbers become infinities."""
         return x.astype(self.activation_dtype, copy=False)
 
-    def _prepared_heads(self, qkv: Array, spec: AttentionSpec, positions: Array) -> tuple[Array, Array, Array]:
-        """Query and key heads of ``qkv``, normalised, rotated and rounded, and value heads as they are."""
+    def _prepared_heads(
+        self, qkv: Array, spec: AttentionSpec, positions: Array, int8: bool = False
+    ) -> tuple[Array, Array, Array]:
+        """Query and key heads of ``qkv``, normalised, rotated and rounded, and value heads as they are.
+
+        Those for an ``int8`` cache are transformed before they are rounded.
+        """
         q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
-        q = self._round(rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope))
-        k = self._round(rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope))
-        return q, k, v
+        q = rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope)
+        k = rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope)
+        if int8:
+            q, k = rotated_heads(q), rotated_heads(k)
+        return self._round(q), self._round(k), v
 
     def _store(self, cache: LayerCache, table: np.ndarray, first: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store the keys and values ``[n, kv_heads, head_dim]`` of a sequence's tokens from ``first`` on."""

@@ -49,6 +49,30 @@ def rotated(x: np.ndarray, block: int) -> np.ndarray:
     return y
 
 
+def pairs_of_rotation(head_dim: int) -> int:
+    """Pairs of elements in a block of :func:`rotated_heads`: the largest power of two up to 128 that divides a half.
+
+    0 for heads of an odd size, which stay as they are.
+    """
+    return 0 if head_dim % 2 else rotation_of(head_dim // 2, MAX_ROTATION // 2)
+
+
+def rotated_heads(x: np.ndarray) -> np.ndarray:
+    """Heads for an int8 cache, float ``[..., head_dim]`` -> fp32, likewise, in new memory.
+
+    Queries and keys are transformed alike, so their scores stay the same, and an element that is large in every key is
+    spread over the head, whose one scale it would enlarge. Rotary embedding has pairs ``i`` and ``i + head_dim / 2``. A
+    block is :func:`pairs_of_rotation` neighbouring pairs, first elements before second ones, and is transformed as in
+    :func:`rotated`; it is the whole head if ``head_dim`` is a power of two.
+    """
+    head_dim, pairs = x.shape[-1], pairs_of_rotation(x.shape[-1])
+    if pairs == 0:
+        return np.array(x, np.float32)
+    blocks = x.reshape(*x.shape[:-1], 2, head_dim // 2 // pairs, pairs).swapaxes(-3, -2)
+    turned = rotated(blocks.reshape(*x.shape[:-1], head_dim), 2 * pairs).reshape(blocks.shape)
+    return turned.swapaxes(-3, -2).reshape(x.shape)
+
+
 def _transformed(columns: np.ndarray) -> np.ndarray:
     """The sums and differences of :func:`rotated` for blocks as columns, fp32 ``[block, n]`` -> likewise.
 

@@ -1,10 +1,11 @@
 """Static factors per channel for keys, for the sake of an int8 cache.
 
 The cache has one scale per token and head (``quantize_heads``), so an element that is always large costs the others
-their precision. A factor per element divides the keys and multiplies the queries, which leaves every score as it is. It
-is folded into the rows of the two matrices, so it costs nothing. Elements that rotary positions rotate against each
-other have the same factor. Factors are powers of two: the float model keeps every bit, and of int8 matrices only scales
-change. They are static because a token's codes must not depend on what else is in the cache.
+their precision, also behind the transform of heads (``rotated_heads``). A factor per element divides the keys and
+multiplies the queries, which leaves every score as it is. It is folded into the rows of the two matrices, so it costs
+nothing. Elements that rotary positions rotate against each other have the same factor. Factors are powers of two: the
+float model keeps every bit, and of int8 matrices only scales change. They are static because a token's codes must not
+depend on what else is in the cache.
 
 For each head, ``factor = (a / median(a))^e`` with ``a`` the largest magnitude of the element (of a pair, the root of
 the sum of squares), and ``e`` the one of :data:`EXPONENTS` with the smallest mean square error of scores.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..backend.quantization import quantize_heads
+from ..backend.rotation import rotated_heads
 from ..checkpoint.weight_rewrite import WeightRewrite
 from ..models.spec import KeyHeads, Spec
 from .smoothing import along
@@ -64,9 +66,9 @@ def _of_head(k: np.ndarray, size: np.ndarray, weight: np.ndarray, pairs: np.ndar
 
 def _score_error(k: np.ndarray, factors: np.ndarray, weight: np.ndarray) -> float:
     """The mean square error of scores, up to a constant, of keys divided by ``factors`` in int8."""
-    divided = k / factors
-    codes, scale = quantize_heads(divided)
-    error = (scale.astype(np.float32)[:, None] * codes - divided) * factors
+    turned = rotated_heads(k / factors)
+    codes, scale = quantize_heads(turned)
+    error = rotated_heads(scale.astype(np.float32)[:, None] * codes - turned) * factors
     return float(np.mean((error * error) @ weight))
 
 

@@ -135,10 +135,13 @@ class AttentionModel:
     """Attention of one sequence, a token at a time; it keeps every key and value it has seen.
 
     It attends to those that it keeps, or to ``held``, keys and values ``[tokens, kv_heads, head_dim]`` as a cache of
-    less precision holds them.
+    less precision holds them. If that is ``int8``, queries and keys are transformed.
     """
 
-    def __init__(self, spec: AttentionSpec, frequencies: np.ndarray | None, activation: np.dtype | type):
+    def __init__(
+        self, spec: AttentionSpec, frequencies: np.ndarray | None, activation: np.dtype | type, int8: bool = False
+    ):
+        self.transform = rotation_of_heads(spec.head_dim) if int8 else np.eye(spec.head_dim)
         self.spec = spec
         self.frequencies = frequencies
         self.activation = activation
@@ -167,4 +170,16 @@ class AttentionModel:
             heads = norm(heads, head_norm)
         if self.frequencies is not None:
             heads = rotate(heads, position, self.frequencies, self.spec.rope.scale)  # type: ignore[union-attr]
-        return rounded(heads, self.activation)
+        return rounded(heads @ self.transform, self.activation)
+
+
+def rotation_of_heads(head_dim: int) -> np.ndarray:
+    """The orthogonal matrix ``[head_dim, head_dim]`` of queries and keys of an int8 cache, which is symmetric."""
+    pairs = math.gcd(head_dim // 2, 128)
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < 2 * pairs:
+        hadamard = np.kron([[1, 1], [1, -1]], hadamard)
+    matrix = np.zeros((head_dim, head_dim))
+    for block in np.arange(head_dim).reshape(2, -1, pairs).swapaxes(0, 1).reshape(-1, 2 * pairs):
+        matrix[np.ix_(block, block)] = hadamard / math.sqrt(2 * pairs)
+    return matrix

@@ -74,7 +74,7 @@ class Case:
         if spec.sinks is not None:
             device_spec = dataclasses.replace(device_spec, sinks=backend.vector(np.asarray(spec.sinks)))
         self.device_spec = device_spec
-        self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype) for _ in range(slots)]
+        self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype, int8) for _ in range(slots)]
         self.table = scattered_table(slots, capacity)
         blocks = 1 + self.table.size
         self.cache: LayerCache = backend.layer_cache(

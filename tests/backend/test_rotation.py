@@ -6,13 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from float64_operations import rotation_of_heads
 from hypothesis import given
 from hypothesis import strategies as st
 from random_values import SEEDS, norm_on, random_int8, random_norm, random_rows
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, int8_parts
-from bminf_lite.backend.rotation import MAX_ROTATION, is_rotation, rotated, rotation_of
+from bminf_lite.backend.rotation import (
+    MAX_ROTATION,
+    is_rotation,
+    pairs_of_rotation,
+    rotated,
+    rotated_heads,
+    rotation_of,
+)
 from bminf_lite.backend.values import Array
 from bminf_lite.cuda.runtime.kernel import Kernel
 
@@ -29,6 +37,30 @@ def hadamard(block: int) -> np.ndarray:
 
 def rotated_weight(rng: np.random.Generator, rows: int, width: int, block: int, dynamic: bool = True) -> Int8Weight:
     return replace(random_int8(rng, rows, width, dynamic), rotation=block)
+
+
+@given(SEEDS, st.one_of(st.integers(1, 150).map(lambda half: 2 * half), st.sampled_from([32, 64, 80, 96, 128, 256])))
+def test_heads_of_an_int8_cache_keep_their_scores(seed: int, head_dim: int) -> None:
+    """An orthogonal matrix on queries and keys; a head of a power of two is one block."""
+    q, k = np.random.default_rng(seed).standard_normal((2, 3, 5, head_dim)).astype(np.float32)
+    matrix = rotation_of_heads(head_dim)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(head_dim), atol=1e-12)
+    np.testing.assert_allclose(rotated_heads(k), k.astype(np.float64) @ matrix, atol=3e-5)
+    np.testing.assert_allclose((rotated_heads(q) * rotated_heads(k)).sum(-1), (q * k).sum(-1), atol=1e-3)
+    if head_dim & (head_dim - 1) == 0:
+        np.testing.assert_array_equal(rotated_heads(k), rotated(k, head_dim))
+
+
+def test_heads_of_an_odd_size_stay_as_they_are() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 7)).astype(np.float16)
+    assert pairs_of_rotation(7) == 0
+    np.testing.assert_array_equal(rotated_heads(x), x.astype(np.float32))
+
+
+def test_an_element_that_is_large_in_every_key_is_spread_over_the_head() -> None:
+    k = np.random.default_rng(0).standard_normal((100, 64)).astype(np.float32)
+    k[:, 5] += 60
+    assert np.abs(rotated_heads(k)).max() < 15
 
 
 @given(SEEDS, st.sampled_from([1, *BLOCKS]), st.integers(1, 5))

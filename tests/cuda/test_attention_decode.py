@@ -12,6 +12,7 @@ import pytest
 from checked import repeats
 
 from bminf_lite.backend.attention import biases
+from bminf_lite.backend.rotation import pairs_of_rotation, rotated_heads
 from bminf_lite.backend.values import AttentionSpec, LayerCache, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.arrays import address
 from bminf_lite.cuda.kernels.attention.decode import (
@@ -261,6 +262,12 @@ class Problem:
         assert not arrival_counts.get().any()
         return out.get().view(np.uint16)  # type: ignore[no-any-return]
 
+    def queries(self) -> np.ndarray:
+        """Those that attention uses, without norm and rotation to a position: fp16 ``[B, heads, head_dim]``."""
+        shape = self.shape
+        heads = self.qkv.get()[:, : shape.heads * shape.head_dim].reshape(-1, shape.heads, shape.head_dim)
+        return rotated_heads(heads).astype(np.float16) if shape.int8 and not shape.cross else heads
+
     def expected(self) -> np.ndarray:
         """The output in float64, without norm and rotation, from the cache with the new tokens."""
         shape, group = self.shape, self.shape.heads // self.shape.kv_heads
@@ -268,7 +275,7 @@ class Problem:
         if shape.int8:
             scales = self.cache.key_scales.get(), self.cache.value_scales.get()
             pools = [pool.astype(np.float16) * scale[..., None] for pool, scale in zip(pools, scales, strict=True)]
-        queries = self.qkv.get()[:, : shape.heads * shape.head_dim].astype(np.float64)
+        queries = self.queries().astype(np.float64).reshape(len(self.context_lens), -1)
         outputs = []
         for q, context_len, table in zip(queries, self.context_lens, self.tables, strict=True):
             length = int(context_len) + (0 if shape.cross else 1)
@@ -405,7 +412,8 @@ def test_bits_are_those_of_the_kernels_for_many_tokens(device: Device, shape: Sh
     spec, cache, count = problem.spec, problem.cache, len(problem.context_lens)
     pitch, longest = cache.keys.shape[-1], problem.tables.shape[1] * BLOCK_SIZE
     q = cp.zeros((count, spec.heads, pitch), cp.float16)
-    q[..., : spec.head_dim] = problem.qkv[:, : spec.heads * spec.head_dim].reshape(count, spec.heads, spec.head_dim)
+    queries = problem.queries()
+    q[..., : spec.head_dim] = cp.asarray(queries)
     out = cp.zeros((count, -(-spec.heads * spec.head_dim // 8) * 8), cp.float16)
     prefill, scores = PrefillAttention(device), scores_of(spec)
     sizes: dict[str, Any] = {"heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim}
@@ -439,6 +447,7 @@ def test_prepared_heads_have_the_same_bits(device: Device, int8: bool) -> None:
         StepContext(in_step=False), array_source(problem.qkv),
         spec, prepared.cache, cp.arange(count + 1, dtype=cp.int32), cp.asarray(problem.context_lens),
         cp.asarray(problem.tables), q, count,
+        rotated_pairs=pairs_of_rotation(spec.head_dim) if int8 else 0,
     )  # fmt: skip
     arrays = [(c.keys, c.values, c.key_scales, c.value_scales) for c in (decoded.cache, prepared.cache)]
     for a, b in zip(*arrays, strict=True):

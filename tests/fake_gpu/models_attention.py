@@ -10,6 +10,7 @@ from bminf_lite.backend.attention import attend as attend_rows
 from bminf_lite.backend.attention import cached
 from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
+from bminf_lite.backend.rotation import pairs_of_rotation, rotated_heads
 from bminf_lite.backend.values import BLOCK_SIZE, LayerCache, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
 from bminf_lite.cuda.kernels.constants import (
@@ -27,20 +28,23 @@ from .models_rows import product_values, rounded
 F32, F16 = np.float32, np.float16
 
 
-def prepared(call: Call, x: np.ndarray, positions: np.ndarray, norm_weight: str | None) -> np.ndarray:
-    """Heads ``[T, heads, head_dim]`` fp32 normalised and rotated, if that is asked for, and rounded to fp16."""
+def prepared(call: Call, x: np.ndarray, positions: np.ndarray, norm_weight: str | None, rotates: bool) -> np.ndarray:
+    """Heads ``[T, heads, head_dim]`` fp32 normalised, rotated and transformed, if asked for, and rounded to fp16."""
     if norm_weight is not None and call.arguments[norm_weight]:
         x = normalise(x, Norm(call.vector(norm_weight, call.head_dim, F32), call.eps))
     if norm_weight is not None and call.frequencies:
         x = rotate(x, positions, Rope(call.vector("frequencies", call.head_dim // 2, F32), call.rope_scale))
-    return x.astype(F16)
+    return (rotated_heads(x) if rotates else x).astype(F16)
 
 
-def split(call: Call, qkv: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def split(
+    call: Call, qkv: np.ndarray, positions: np.ndarray, rotates: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values fp16 ``[T, heads, head_dim]`` of fp32 columns side by side."""
     heads = qkv.reshape(len(qkv), qkv.shape[1] // call.head_dim, call.head_dim)
     q, k, v = np.split(heads, [call.heads, call.heads + call.kv_heads], axis=1)
-    return prepared(call, q, positions, "q_norm_weight"), prepared(call, k, positions, "k_norm_weight"), v.astype(F16)
+    q, k = (prepared(call, x, positions, f"{name}_norm_weight", rotates) for name, x in (("q", q), ("k", k)))
+    return q, k, v.astype(F16)
 
 
 def cache_of(call: Call, tables: np.ndarray, head_pitch: int) -> LayerCache:
@@ -91,7 +95,9 @@ def prepare_heads(call: Call) -> None:
     else:
         align = 0 if call.head_dim % (2 * PREPARE_ELEMENTS) else 16
         qkv = call.rows("data", end, call.pitch, width, F16, align=align).astype(F32)[first:]
-    q, k, v = split(call, qkv, positions)
+    int8 = call.template["CACHE"] == "bminf::int8"
+    call.require(call.rotated_pairs in ((0, pairs_of_rotation(call.head_dim)) if int8 else (0,)), "the transform")
+    q, k, v = split(call, qkv, positions, call.rotated_pairs > 0)
     if call.first_head < call.heads:
         out = call.tensor("q", (end, call.heads, call.head_pitch), F16)[first:]
         out[..., : call.head_dim], out[..., call.head_dim :] = q, 0
@@ -147,7 +153,9 @@ def attention_decode(call: Call) -> None:
     call.require(work is DecodeWork.ITEMS or (positions // SEGMENT - firsts).max(initial=0) < max_segments,
                  "a context has too many segments")  # fmt: skip
     width = (call.heads + (0 if from_source else 2 * call.kv_heads)) * call.head_dim
-    q, k, v = split(call, call.rows("qkv", count, call.pitch, width, F16, align=0).astype(F32), positions)
+    q, k, v = split(
+        call, call.rows("qkv", count, call.pitch, width, F16, align=0).astype(F32), positions, int8 and not from_source
+    )
     out = call.rows("out", count, call.out_pitch, call.heads * call.head_dim, F16, align=0)
     tables = tables_of(call, positions + 1)
     cache = cache_of(call, tables, call.head_pitch)

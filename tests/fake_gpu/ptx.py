@@ -764,6 +764,15 @@ def _insert(a: np.ndarray, b: np.ndarray, start: np.ndarray, length: np.ndarray,
     return np.asarray(b & ~mask | a << start.astype(a.dtype) & mask)
 
 
+def _look_up(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray, op: Sequence[str]) -> np.ndarray:
+    """Each bit of the result is the bit of the constant ``table`` whose number the three bits are, ``a`` the first."""
+    result = np.zeros_like(a)
+    for number in range(8):
+        if int(np.max(table)) >> number & 1:
+            result = result | (a if number & 4 else ~a) & (b if number & 2 else ~b) & (c if number & 1 else ~c)
+    return np.asarray(result)
+
+
 def _rounded(function: Any) -> Any:
     """A function computed in double precision and rounded once."""
     return lambda a, op: function(a.astype(np.float64)).astype(a.dtype)
@@ -775,6 +784,7 @@ _ARITHMETIC: dict[str, Any] = {
     "abs": _bitwise(np.abs), "sqrt": _bitwise(np.sqrt), "shl": _shift_left, "shr": _shift_right, "mul": _multiply,
     "mad": _multiply_add, "fma": _multiply_add, "div": _divide, "rem": _remainder,
     "min": _extreme(np.fmin, np.minimum), "max": _extreme(np.fmax, np.maximum), "dp4a": _dp4a, "prmt": _permute,
+    "lop3": _look_up,
     "bfi": _insert, "rcp": lambda a, op: (1 / a).astype(a.dtype), "ex2": _rounded(np.exp2), "lg2": _rounded(np.log2),
     "rsqrt": _rounded(lambda a: 1 / np.sqrt(a)), "tanh": _rounded(np.tanh),
     "copysign": lambda a, b, op: np.copysign(b, a),

@@ -16,6 +16,7 @@ from ...cuda.kernels.attention.heads import scores_of
 from ...cuda.kernels.attention.prefill import COUNTERS, MAX_RECORD_BYTES
 from ...cuda.kernels.constants import AttentionMask
 from ...errors import OutOfMemory
+from ..rotation import pairs_of_rotation
 from ..values import Array, AttentionSpec, ForwardBatch, LayerCache
 from .arrays import Arrays, ZeroedScratch
 from .deferred import DeferredMatmul, row_source
@@ -104,17 +105,22 @@ class AttentionLaunches:
         return q
 
     def store_heads(
-        self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray
-    ) -> None:
-        """Keys, normalised and rotated, and values of the tokens of ``batch`` into the cache."""
-        self._prepare_heads(qkv, spec, cache, batch, table, None)
+        self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray,
+        is_source: bool = False,
+    ) -> None:  # fmt: skip
+        """Keys, normalised and rotated, and values of the tokens of ``batch`` into the cache.
+
+        Those of a source are not transformed for an int8 cache.
+        """
+        self._prepare_heads(qkv, spec, cache, batch, table, None, rotates=not is_source)
 
     def _prepare_heads(
         self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None,
-        q: cp.ndarray | None,
+        q: cp.ndarray | None, rotates: bool = True,
     ) -> None:  # fmt: skip
         heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
+        rotated_pairs = pairs_of_rotation(spec.head_dim) if rotates and cache.key_scales is not None else 0
         self.kernels.prepare_heads.launch(
             self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q,
-            len(batch.tokens), self.kernels.nbytes_moved(heads, q),
+            len(batch.tokens), self.kernels.nbytes_moved(heads, q), rotated_pairs,
         )  # fmt: skip

@@ -547,7 +547,7 @@ class CudaBackend(Backend):
         return out
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
-        self.launches.store_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables)
+        self.launches.store_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables, is_source=True)
 
     def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)

@@ -66,8 +66,8 @@ struct LayerShape {
 
 // Fills `new_token`, one warp a head at a time, from the token's row of the projection, which is complete when `wait`
 // returns. The key and the value only if `newest`; then they are written to the cache too, at `key` and `value` with
-// their scales, unless these are null.
-template <int D, class CACHE, int PAIRS, class WAIT>
+// their scales, unless these are null. With ROTATES queries and keys are transformed as for an int8 cache.
+template <int D, class CACHE, bool ROTATES, int PAIRS, class WAIT>
 __device__ __forceinline__ void prepare_new_token(
     const __half* projection, WAIT wait, const HeadParams& params, const LayerShape& layer, const HeadRange& at,
     const float (&cosine)[PAIRS], const float (&sine)[PAIRS], NewToken<D, CACHE>& new_token, bool newest, CACHE* key,
@@ -100,6 +100,7 @@ __device__ __forceinline__ void prepare_new_token(
             norm_and_rope(
                 low, high, params, which < 0 ? params.q_norm_weight : params.k_norm_weight, layer.head_dim, cosine,
                 sine);
+        if (ROTATES && which <= 0) rotate_head(low, high, layer.head_dim);
         if (IS_INT8<CACHE> && which >= 0) {
             if constexpr (IS_INT8<CACHE>) {
                 CACHE* const own = new_token.kv[which];
@@ -398,7 +399,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     launch_dependent_grids();
                 }
             };
-            prepare_new_token<D, CACHE>(
+            prepare_new_token<D, CACHE, IS_INT8<CACHE> && KIND != CROSS>(
                 qkv + task.sequence * pitch, wait, params, {heads, kv_heads, head_dim, head_pitch}, task.heads, cosine,
                 sine, own.new_token, task.newest, writes ? keys + token * head_pitch : nullptr,
                 writes ? values + token * head_pitch : nullptr, key_scales + token, value_scales + token);

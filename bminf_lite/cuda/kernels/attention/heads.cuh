@@ -72,4 +72,47 @@ __device__ __forceinline__ void norm_and_rope(
     }
 }
 
+// The root of 1 / (2 * pairs), rounded, for a power of two.
+__device__ __forceinline__ float rotation_root(int pairs) {
+    const int log2 = WARP - __clz(pairs);  // of 2 * pairs
+    return (log2 & 1 ? 0.70710678118654752f : 1.0f) * __int_as_float((127 - log2 / 2) << 23);
+}
+
+// The last step of rotated_heads (backend/rotation.py): sums and differences of pairs, times the root.
+__device__ __forceinline__ void rotate_last(float& low, float& high, float root) {
+    const float a = low, b = high;
+    low = __fmul_rn(__fadd_rn(a, b), root);
+    high = __fmul_rn(__fsub_rn(a, b), root);
+}
+
+// rotated_heads of a warp's head.
+template <int PAIRS>
+__device__ __forceinline__ void rotate_head(float (&low)[PAIRS], float (&high)[PAIRS], int head_dim) {
+    const int lane = threadIdx.x % WARP, half = head_dim / 2, pairs = min(half & -half, PAIRS * WARP);
+#pragma unroll
+    for (int h = 1; h < WARP; h *= 2) {
+        if (h >= pairs) break;
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            const float other_low = __shfl_xor_sync(FULL, low[i], h), other_high = __shfl_xor_sync(FULL, high[i], h);
+            low[i] = lane & h ? __fsub_rn(other_low, low[i]) : __fadd_rn(low[i], other_low);
+            high[i] = lane & h ? __fsub_rn(other_high, high[i]) : __fadd_rn(high[i], other_high);
+        }
+    }
+#pragma unroll
+    for (int h = 1; h < PAIRS; h *= 2) {
+        if (h * WARP >= pairs) break;
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            if (i & h) continue;
+            const float a = low[i], b = low[i | h], c = high[i], d = high[i | h];
+            low[i] = __fadd_rn(a, b), low[i | h] = __fsub_rn(a, b);
+            high[i] = __fadd_rn(c, d), high[i | h] = __fsub_rn(c, d);
+        }
+    }
+    const float root = rotation_root(pairs);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) rotate_last(low[i], high[i], root);
+}
+
 }  // namespace bminf

@@ -2,6 +2,9 @@
 //
 //     q = rope(norm(queries)); the cache at each token's position = rope(norm(keys)), values
 //
+// Queries and keys are transformed behind that (rotated_heads in backend/rotation.py) in blocks of `rotated_pairs`
+// pairs of elements, a power of two that divides head_dim / 2; 0: not at all.
+//
 // data: the fused projection [T, (heads + 2 * kv_heads) * head_dim], see Values, laid out by IN. q: fp16 [T, heads,
 // head_pitch]; heads before first_head are left out, so without queries (first_head = heads) it may be null. keys,
 // values: CACHE [num_blocks, kv_heads, BLOCK_SIZE, head_pitch], __half or int8; for int8 key_scales and value_scales:
@@ -82,13 +85,46 @@ __device__ __forceinline__ void norm_parts(
     }
 }
 
+// rotated_heads of the heads of a warp, but for values.
+__device__ __forceinline__ void rotate_parts(float (&low)[N], float (&high)[N], int pairs, int part, bool is_value) {
+    if (!is_value) {
+#pragma unroll
+        for (int h = 1; h < N; h *= 2) {
+            if (h >= pairs) break;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                if (i & h) continue;
+                const float a = low[i], b = low[i | h], c = high[i], d = high[i | h];
+                low[i] = __fadd_rn(a, b), low[i | h] = __fsub_rn(a, b);
+                high[i] = __fadd_rn(c, d), high[i | h] = __fsub_rn(c, d);
+            }
+        }
+    }
+#pragma unroll 1
+    for (int h = N; h < pairs; h *= 2) {
+        const int distance = h / N;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float other_low = __shfl_xor_sync(FULL, low[i], distance);
+            const float other_high = __shfl_xor_sync(FULL, high[i], distance);
+            if (is_value) continue;
+            low[i] = part & distance ? __fsub_rn(other_low, low[i]) : __fadd_rn(low[i], other_low);
+            high[i] = part & distance ? __fsub_rn(other_high, high[i]) : __fadd_rn(high[i], other_high);
+        }
+    }
+    if (is_value) return;
+    const float root = rotation_root(pairs);
+#pragma unroll
+    for (int i = 0; i < N; ++i) rotate_last(low[i], high[i], root);
+}
+
 template <bool FROM_INT32, int IN, class CACHE>
 __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
     const float* q_norm_weight, const float* k_norm_weight, const float* frequencies, float eps, float rope_scale,
     const int* cu_seqlens, const int* context_lens, const int* block_tables, int table_pitch, int sequences, __half* q,
     CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, __half* key_scales,
-    __half* value_scales, int first_head, int lanes) {
+    __half* value_scales, int first_head, int lanes, int rotated_pairs) {
     __shared__ alignas(16) float cosines[MAX_HALF], sines[MAX_HALF];  // of the token's position, for each pair
     launch_dependent_grids();
     const int half = head_dim / 2, part = threadIdx.x & (lanes - 1), all_heads = heads + 2 * kv_heads;
@@ -136,6 +172,7 @@ __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
 #pragma unroll
         for (int i = 0; i < N; ++i) rotate_pair(low[i], high[i], cosine[i], sine[i]);
     }
+    if (IS_INT8<CACHE> && rotated_pairs) rotate_parts(low, high, rotated_pairs, part, is_value);
     store8(reinterpret_cast<__half*>(&raw_low), low);
     store8(reinterpret_cast<__half*>(&raw_high), high);
     const long long row = cached + (is_value ? head - heads - kv_heads : head - heads) * head_stride;

@@ -41,6 +41,7 @@ class PrepareHeads:
         q: cp.ndarray | None,
         tokens: int,
         bytes_moved: int = 0,
+        rotated_pairs: int = 0,
     ) -> None:
         """Norm and rotation of the heads of ``tokens`` tokens; keys and values go to the cache.
 
@@ -49,6 +50,7 @@ class PrepareHeads:
         least ``cu_seqlens[B] - cu_seqlens[0]``. ``context_lens`` is int32 ``[B]``, the tokens in the cache before the
         step, ``block_table`` int32 ``[B, W]`` with rows that are contiguous. Without one, keys and values of the cache
         are ``[kv_heads, T, head_dim]``, and hold the step's tokens in order. Without ``q``, queries are left out.
+        For an int8 cache queries and keys may be transformed in blocks of ``rotated_pairs`` (``backend/rotation.py``).
         """
         read, kind, order = qkv
         expression = f"prepare_heads<{'true' if kind == FROM_INT32 else 'false'}, {order}, {element_of(cache)}>"
@@ -82,6 +84,7 @@ class PrepareHeads:
                 address(cache.value_scales),
                 first_head,
                 lanes,
+                rotated_pairs,
             ),
             bytes_moved=bytes_moved,
         )
