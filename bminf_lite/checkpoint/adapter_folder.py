@@ -26,6 +26,7 @@ from ..errors import CheckpointError, checkpoint_error
 from ..files import expand
 from ..models.spec import Role, Spec
 from .adapter_coordinates import fitted_to_folder
+from .expert_adapters import expert_adapters, fused_of, parameter_of, rank_of
 from .opened_model import OpenedModel, open_model
 from .reader import open_file, read_json
 from .tensor_file import FLOAT_DTYPES, TensorFile
@@ -45,7 +46,6 @@ NOT_DONE: Mapping[str, str] = {
     "use_qalora": "QALoRA, which pools the inputs of a matrix",
     "use_bdlora": "BD-LoRA, whose factors are block-diagonal",
     "lora_bias": "biases of lora_B",
-    "target_parameters": "adapters of parameters (target_parameters), such as those of experts",
     "trainable_token_indices": "trained tokens (trainable_token_indices)",
     "layer_replication": "replicated layers (layer_replication)",
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
@@ -58,6 +58,7 @@ NOT_DONE: Mapping[str, str] = {
 """Options of PEFT with which an adapter is more than a product of two matrices; empty values are none."""
 
 MERGE = "merge the adapter into the float model (merge_and_unload of peft), and migrate the result"
+EXPERTS = "which no request can have: merge it before quantizing (bminf-lite migrate --merge)"
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,12 @@ def _parts(
     tables: dict[str, list[str]] = {}
     problems: list[str] = []
     pairs: dict[str, list[str]] = {}
+    wrappers: dict[str, list[str]] = {}
     for tensor, info in file.tensors.items():
         module, factor = _module(tensor)
+        if module is not None and fused_of(_unwrapped(module), spec) and info.dtype in FLOAT_DTYPES:
+            wrappers.setdefault(tensor.rpartition(".lora_")[0], ["", ""])[factor] = tensor
+            continue
         if tensor.endswith(BASE_COPY):
             problems += _copy_problems(tensor, info.shape, spec)
         elif (ending := tensor.rpartition(".")[2]) in TABLE_PARTS:
@@ -218,6 +223,9 @@ def _parts(
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
                 problems.append(f"a factor of {module!r} holds a NaN or an infinity; train or export it again")
             found[name] = Adapter(a, b, scale_of(module, a.shape[0], config))
+    for wrapper, (first, second) in wrappers.items():
+        problem = _add_experts(wrapper, first, second, config, file, spec, adaptable, found)
+        problems += [problem] if problem else []
     changes = (
         {} if problems else {name: _table_change(path, config, file, spec, name, *of) for name, of in tables.items()}
     )
@@ -226,6 +234,38 @@ def _parts(
     if not found and not changes:
         raise CheckpointError(f"{path}: changes no matrix")
     return found, changes
+
+
+def _unwrapped(module: str) -> str:
+    """The module that PEFT has wrapped, once for each of its parameters."""
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    return module
+
+
+def _add_experts(
+    wrapper: str,
+    first: str,
+    second: str,
+    config: Mapping[str, Any],
+    file: TensorFile,
+    spec: Spec,
+    adaptable: Collection[str],
+    found: dict[str, Part],
+) -> str | None:
+    """Add the adapters of experts that a wrapper holds to ``found``; returns what is wrong, or None."""
+    module = _unwrapped(wrapper.removeprefix(PREFIX))
+    if not (first and second):
+        return f"has one factor of {module!r}, not both"
+    name = parameter_of(module, file.tensors[first].shape, file.tensors[second].shape, spec)
+    if name is None:
+        shapes = [list(file.tensors[tensor].shape) for tensor in (first, second)]
+        return f"{module!r} has factors {shapes[0]} and {shapes[1]}, which fit none of its parameters here"
+    if not {matrix for expert in spec.fused[name].experts for matrix in expert} <= set(adaptable):
+        return f"changes experts ({name!r}), {EXPERTS}"
+    a, b = (np.asarray(file.read(tensor)).astype(np.float32) for tensor in (first, second))
+    found.update(expert_adapters(name, a, b, scale_of(name, rank_of(name, a, spec), config), spec))
+    return None
 
 
 def _table_change(
@@ -294,7 +334,7 @@ def _problem(module: str, name: str, spec: Spec, adaptable: Collection[str]) -> 
     parameter = spec.parameters.get(name)
     if parameter is None:
         if re.search(r"\.experts?(\.|$)", name):
-            return f"changes experts ({module!r}), which is not done here"
+            return f"changes experts ({module!r}), which is not done for this architecture"
         close = get_close_matches(name, spec.parameters, 1)
         return f"changes {module!r}, but this model has no {name!r}" + (f"; it has {close[0]!r}" if close else "")
     if name in adaptable:
@@ -304,7 +344,9 @@ def _problem(module: str, name: str, spec: Spec, adaptable: Collection[str]) -> 
         Role.EMBEDDING: "an embedding",
         Role.ROUTER: "a router",
         Role.ABSORBED: "a matrix that attention absorbs",
-    }.get(parameter.role, "a matrix of an expert or a gate")
+    }.get(parameter.role)
+    if what is None:
+        return f"changes {module!r}, a matrix of an expert or a gate, {EXPERTS}"
     return f"changes {module!r}, {what}, which is not done here"
 
 

@@ -173,7 +173,6 @@ def test_bad_options_are_refused(source: Path, options: dict[str, Any], message:
         ({"use_dora": True}, "has DoRA, which scales the rows of each matrix, which is not done here"),
         ({"bias": "all"}, "has trained biases"),
         ({"modules_to_save": ["lm_head"], "ensure_weight_tying": True}, "a trained table that is the head too"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "adapters of parameters"),
         ({"trainable_token_indices": [1]}, "trained tokens"),
         ({"layer_replication": [[0, 1]]}, "replicated layers"),
         ({"r": 0}, "r is 0, but must be a number above 0"),
@@ -245,7 +244,7 @@ def test_an_adapter_of_another_model_lists_everything(source: Path, tmp_path: Pa
     assert f"{len(MODULES)} problems" in str(found.value)
     assert "this model has no 'model.layers.9.mlp.up_proj.weight'; it has 'model.layers" in str(found.value)
     experts = {name.replace("mlp.up_proj", "mlp.experts.3.up_proj"): values for name, values in tensors.items()}
-    with pytest.raises(CheckpointError, match=r"changes experts \('model.layers.0.mlp.experts.3.up_proj'\)"):
+    with pytest.raises(CheckpointError, match=r"changes experts .* is not done for this arch"):
         read(write_adapter(tmp_path / "adapter", experts), source)
 
 

@@ -15,9 +15,15 @@ from tiny_models import EVERY, MIXTURES, RENAMED, Golden, goldens, random_tokens
 from tolerances import assert_close
 
 import bminf_lite
+from bminf_lite import models
 from bminf_lite.adapters import adaptable_matrices
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.checkpoint.adapter_folder import module_tensor
+from bminf_lite.checkpoint.adapter_merge import MergedFolder
 from bminf_lite.checkpoint.opened_model import open_model
+from bminf_lite.errors import CheckpointError
+from bminf_lite.layers.cache import KVCache
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
@@ -134,6 +140,42 @@ def test_an_adapter_of_the_table_of_tokens(recipe: str | None, tmp_path: Path) -
     with bminf_lite.load(folder, device="cpu", adapters={"a": tmp_path / "adapter"}) as mine:
         assert error(mine.logits(tokens), theirs) > 0.05
         assert error(mine.logits(tokens, adapter="a"), theirs) < (1e-5 if recipe is None else 0.03)
+
+
+def has_fused_experts(golden: Golden) -> bool:
+    """Whether the experts have the names here that they have in transformers, where one parameter holds all of them."""
+    architecture = models.find(golden.config)
+    return any(".experts." in name for name in architecture.spec(architecture.parse(golden.config)).fused)
+
+
+@pytest.mark.parametrize("golden", filter(has_fused_experts, CASES), ids=str)
+def test_adapters_of_experts_are_merged(golden: Golden, tmp_path: Path) -> None:
+    hf = make_goldens.build(golden.config, golden.seed)
+    hf.save_pretrained(tmp_path / "base")
+    names = {
+        name.rpartition(".experts.")[2] for name, p in hf.named_parameters() if ".experts." in name and p.ndim == 3
+    }
+    assert len(names) == 2
+    config = peft.LoraConfig(
+        r=2, lora_alpha=3, target_modules=[], target_parameters=sorted(names), init_lora_weights=False,
+        alpha_pattern={r".*\.down_proj": 5},
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = peft.get_peft_model(hf, config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    tokens = random_tokens(7, 20, hf.config.vocab_size)
+    theirs = logits_of(model, tokens)
+    with bminf_lite.load(tmp_path / "base", device="cpu") as mine:
+        plain = mine.logits(tokens)
+    with open_model(MergedFolder(tmp_path / "base", tmp_path / "adapter")) as merged:
+        network = merged.architecture.Model(merged.config, merged.weights(), CpuBackend())
+        cache = KVCache.for_sequences(network.ops, merged.config.cache_layout, 1, 128)
+        batch = ForwardBatch.packed(network.ops.array, [tokens], block_tables=cache.tables(1, 128))
+        ours = np.array(network(batch, cache, True))
+    assert error(plain, theirs) > 0.003, "the adapter changes little"
+    assert np.median(np.abs(ours - theirs).max(axis=1)) < 1e-4 * np.abs(theirs).max()
+    with pytest.raises(CheckpointError, match=r"changes experts .* merge it before quantizing"):
+        bminf_lite.load(tmp_path / "base", device="cpu", adapters={"a": tmp_path / "adapter"})
 
 
 RECIPES = {

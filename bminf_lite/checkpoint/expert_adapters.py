@@ -1,0 +1,70 @@
+"""Adapters of the experts of a mixture, whose matrices lie in one parameter in transformers (``target_parameters``).
+
+PEFT wraps a module for each of its parameters, and each wrapper has ``lora_A`` ``[experts * rank, in]`` and ``lora_B``
+``[out, rank * experts]`` for all experts: expert ``e`` has ``A.reshape(experts, rank, in)[e]`` and
+``B.reshape(out, rank, experts)[:, :, e]``. The names in the file do not say which parameter a wrapper is of; its shapes
+do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ..backend.side_products import Adapter
+from ..models.spec import FusedExperts, Parameter, Spec
+
+
+def fused_of(module: str, spec: Spec) -> dict[str, FusedExperts]:
+    """The parameters of a module that hold the matrices of all experts, by their full names.
+
+    Modules around the experts may have other names in transformers than in files, such as ``mlp`` in Mixtral.
+    """
+    place = _place(module)
+    found = {name: fused for name, fused in spec.fused.items() if place and _place(name.rpartition(".")[0]) == place}
+    return {name: fused for name, fused in found.items() if len(_shape(fused, spec.parameters)) == 2}
+
+
+def parameter_of(module: str, first: tuple[int, ...], second: tuple[int, ...], spec: Spec) -> str | None:
+    """The parameter that factors of these shapes are of; None if they fit none."""
+    if len(first) != 2 or len(second) != 2 or first[0] != second[1]:
+        return None
+    found = {name: fused for name, fused in fused_of(module, spec).items() if first[0] % len(fused.experts) == 0}
+    shapes = {name: _shape(fused, spec.parameters) for name, fused in found.items()}
+    wanted = second[0], first[1]
+    as_it_is = [name for name, shape in shapes.items() if shape == wanted]
+    turned = [name for name, shape in shapes.items() if shape[::-1] == wanted]
+    return next(iter([*as_it_is, *turned]), None)
+
+
+def expert_adapters(name: str, a: np.ndarray, b: np.ndarray, scale: float, spec: Spec) -> Iterator[tuple[str, Adapter]]:
+    """The adapters of the experts' matrices in the parameter ``name``, by the names of the matrices."""
+    fused, (out, _) = spec.fused[name], _shape(spec.fused[name], spec.parameters)
+    count = len(fused.experts)
+    for expert, names in enumerate(fused.experts):
+        own_a = a.reshape(count, -1, a.shape[1])[expert]
+        own_b = b.reshape(b.shape[0], -1, count)[:, :, expert]
+        if own_b.shape[0] != out:  # the parameter is [experts, out, in], and PEFT takes it for [experts, in, out]
+            own_a, own_b = own_b.T, own_a.T
+        rows = [own_b[i :: len(names)] for i in range(len(names))] if fused.interleaved else np.split(own_b, len(names))
+        for matrix, part in zip(names, rows, strict=True):
+            yield matrix, Adapter(np.ascontiguousarray(own_a), np.ascontiguousarray(part), scale)
+
+
+def _place(module: str) -> tuple[str, str] | None:
+    """The number of a module's layer, and the last part of its name."""
+    match = re.search(r"\.(\d+)\.(?:.*\.)?([^.]+)$", module)
+    return None if match is None else (match[1], match[2])
+
+
+def rank_of(name: str, a: np.ndarray, spec: Spec) -> int:
+    """The rank of one expert's adapter."""
+    return int(a.shape[0]) // len(spec.fused[name].experts)
+
+
+def _shape(fused: FusedExperts, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:
+    """One expert's ``(out, in)``, all its matrices together; of biases ``(out,)``."""
+    shapes = [parameters[name].shape for name in fused.experts[0]]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
