@@ -437,7 +437,7 @@ def _shard_problems(files: list[TensorFile], index: str, weight_map: Mapping[str
 
 def _no_config(path: Path) -> str:
     if (path / "adapter_config.json").exists():
-        remedy = "merge it into its base model (merge_and_unload of peft), save that model, and give its folder"
+        remedy = "give its base model's folder, and this one as an adapter (adapters=, --adapter, migrate --merge)"
         return f"{path}: is an adapter, not a model; {remedy}"
     patterns = "*/config.json", "snapshots/*/config.json"  # the second in the cache of Hugging Face
     inside = sorted(str(file.parent) for pattern in patterns for file in path.glob(pattern))

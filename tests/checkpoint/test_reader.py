@@ -144,7 +144,7 @@ def test_a_folder_without_a_configuration_says_which_to_give(make_checkpoint: Ma
     folder.rename(snapshot)
     assert f"give the folder {snapshot}, which has one" in message(tmp_path / "models--a--b")
     (snapshot / "config.json").rename(snapshot / "adapter_config.json")
-    assert "is an adapter, not a model; merge it into its base model" in message(snapshot)
+    assert "is an adapter, not a model; give its base model's folder" in message(snapshot)
 
 
 def test_a_link_to_weights_that_were_not_copied(make_checkpoint: MakeCheckpoint) -> None:

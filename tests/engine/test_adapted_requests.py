@@ -185,6 +185,20 @@ def test_a_request_without_an_adapter_has_the_bits_of_a_model_without_room_for_t
                 assert (made.output_token_ids, made.logprobs.tolist()) == alone[0, seed]
 
 
+def test_a_draft_model_knows_no_adapter_and_changes_no_token(source: Path, int8: Path, tmp_path: Path) -> None:
+    """It guesses what the model says without one, which is right more often for a request that has none."""
+    adapters = {"a": random_adapter(tmp_path / "a", source, lora_alpha=1)}
+    drafts = {"model": str(source), "num_speculative_tokens": 3, "adaptive": False}
+    found = []
+    for speculative in (None, drafts):
+        with bminf_lite.load(int8, device="cpu", adapters=adapters, speculative=speculative) as model:
+            wanted = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+            found.append([model.generate("hello there", adapter=name, **wanted) for name in ("a", None)])
+    (adapted, plain), (drafted, plainly_drafted) = found
+    assert (drafted.token_ids, plainly_drafted.token_ids) == (adapted.token_ids, plain.token_ids)
+    assert plainly_drafted.accepted_tokens > drafted.accepted_tokens and drafted.drafts > 0
+
+
 # -- a GPU ------------------------------------------------------------------------------------------------------------
 
 
