@@ -411,7 +411,7 @@ class Model:
     def __repr__(self) -> str:
         config = self.engine_config
         name = "a model without a folder" if self.folder is None else str(self.folder)
-        layers = f"{len(config.cache_layout.layers)} layers"
+        layers = f"{config.num_layers} layers"
         kind = "encoder-decoder, " if config.is_encoder_decoder else ""
         if self.pooler is not None and not config.generates:
             layers = f"vectors of {self.pooler.model.dimensions:,} elements"

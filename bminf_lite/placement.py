@@ -330,6 +330,7 @@ def make_engine_config(
         generates=config.generates,
         max_source_length=config.max_source_length,
         decoder_start_token_ids=config.decoder_start_token_ids,
+        num_layers=config.num_layers,
     )
 
 
