@@ -35,6 +35,16 @@ def test_drafts_grammars_and_penalties_work(source: Path) -> None:
     assert results[0] == results[1]
 
 
+def test_a_draft_model_is_divided_too(source: Path) -> None:
+    drafts = {"model": str(source), "num_speculative_tokens": 3, "adaptive": False}
+    with bminf_lite.load(source, device="cpu") as model:
+        expected = [result.token_ids for result in model.generate(PROMPTS, max_new_tokens=12, temperature=0)]
+    with bminf_lite.load(source, device="cpu", gpus=2, speculative=drafts) as model:
+        found = [result.token_ids for result in model.generate(PROMPTS, max_new_tokens=12, temperature=0)]
+        assert model.stats().accepted_tokens > 0
+    assert found == expected
+
+
 def test_each_gpu_of_a_plan_has_its_part(tmp_path: Path) -> None:
     shape = Path(bminf_lite.__file__).parent / "configs" / "llama-3-70b.json"
     one, two = (bminf_lite.plan(shape, gpu_memory="141GB", link=5e10, bandwidth=4e12, gpus=n) for n in (1, 2))

@@ -138,6 +138,10 @@ def test_a_folder_is_loaded_with_a_head(tmp_path: Path, embedding: bool) -> None
         found = model.generate(tokens(30), max_new_tokens=20, temperature=0)
         assert model.stats().draft_tokens > 0
     assert found.token_ids == expected.token_ids
+    with bminf_lite.load(target, device="cpu", speculative=speculative, gpus=2) as model:
+        found = model.generate(tokens(30), max_new_tokens=20, temperature=0)
+        assert model.stats().draft_tokens > 0
+    assert found.token_ids == expected.token_ids
 
 
 @pytest.mark.slow

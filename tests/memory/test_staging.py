@@ -98,6 +98,28 @@ def test_what_reading_raises_is_raised_and_all_threads_have_ended() -> None:
     stage.close()
 
 
+def test_columns_of_a_stored_matrix() -> None:
+    """Also of some of its rows, and read in pieces of any size."""
+    values = np.random.default_rng(0).integers(0, 1 << 15, (50, 70)).astype(np.int16)
+    flat = values.view(np.uint8).reshape(-1)
+
+    def read(buffer: memoryview, offset: int) -> None:
+        np.frombuffer(buffer, np.uint8)[...] = flat[offset : offset + len(buffer)]
+
+    matrix = StoredMatrix(values.shape, values.dtype, read)
+    for index in ((slice(None), slice(8, 40)), (slice(3, 20), slice(35, None)), (slice(None), slice(5, 5))):
+        part = matrix[index]
+        assert isinstance(part, StoredMatrix)
+        np.testing.assert_array_equal(np.asarray(part), values[index])
+    part, expected = matrix[:, 8:40], np.ascontiguousarray(values[:, 8:40]).view(np.uint8).reshape(-1)
+    assert isinstance(part, StoredMatrix)
+    for offset, count in ((0, 64), (7, 300), (64 * 49, 64), (100, 1)):
+        piece = bytearray(count)
+        part.read(memoryview(piece), offset)
+        assert bytes(piece) == expected[offset : offset + count].tobytes()
+    np.testing.assert_array_equal(matrix[:, [3, 9]], values[:, [3, 9]])
+
+
 def test_rows_of_a_stored_matrix(tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(-127, 128, (300, 70)).astype(np.int8)
     save_file({"x": values}, str(tmp_path / "a.safetensors"))
