@@ -27,6 +27,7 @@ from .adapter_slots import AdapterBank, AdapterSlots, Bank, SavedBank
 from .attention import attend, cached
 from .blas_threads import blas_threads
 from .calibration import CalibrationOps
+from .communicator import Communicator
 from .device import HostDevice
 from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .functions import ACTIVATIONS, normalise, product_by_row, rotate, silently, silu, soft_capped, softmax, stored
@@ -130,6 +131,31 @@ class NumpyWeight:
     def nbytes(self) -> int:
         """Bytes that a product reads: values, scale and bias."""
         return sum(x.nbytes for x in (self.values, self.scale, self.bias) if x is not None)
+
+
+@dataclass(frozen=True)
+class HeadsOfRank:
+    """Where queries ``q`` and keys ``k`` of a rank lie among those of all ranks, in ``total`` columns.
+
+    ``own_q`` and ``own_k`` are their widths. Of ranks that share heads of keys, the first one ``adds_k``.
+    """
+
+    q: slice
+    k: slice
+    own_q: int
+    own_k: int
+    total: int
+    adds_k: bool
+
+    @classmethod
+    def of(cls, ranks: Communicator, width: int, q: int, k: int) -> HeadsOfRank:
+        """For a rank with ``width`` columns of queries, keys and values, and ``q`` and ``k`` columns of all ranks."""
+        own_q = q // ranks.tp_size
+        own_k = (width - own_q) // 2
+        sharing = ranks.tp_size * own_k // k
+        first_q, first_k = ranks.tp_rank * own_q, q + ranks.tp_rank // sharing * own_k
+        is_first = ranks.tp_rank % sharing == 0
+        return cls(slice(first_q, first_q + own_q), slice(first_k, first_k + own_k), own_q, own_k, q + k, is_first)
 
 
 class Backend(HostDevice):
@@ -479,6 +505,20 @@ class Backend(HostDevice):
         q, k = len(q_norm.weight), len(k_norm.weight)
         parts = normalise(qkv[:, :q], q_norm), normalise(qkv[:, q : q + k], k_norm), qkv[:, q + k :]
         return self._round(np.concatenate(parts, axis=1))
+
+    def norm_qk_of_rank(self, qkv: Array, q_norm: Norm, k_norm: Norm) -> Array:
+        """:meth:`norm_qk` where ``qkv`` has this rank's heads, and the norms are those of the heads of all ranks.
+
+        The ranks exchange queries and keys, so the bits are those of one rank.
+        """
+        places = HeadsOfRank.of(self.communicator, qkv.shape[1], len(q_norm.weight), len(k_norm.weight))
+        whole = np.zeros((len(qkv), places.total), np.float32)
+        whole[:, places.q] = qkv[:, : places.own_q]
+        if places.adds_k:
+            whole[:, places.k] = qkv[:, places.own_q : places.own_q + places.own_k]
+        whole, values = self.communicator.all_reduce_add(whole), qkv[:, places.own_q + places.own_k :]
+        normed = self.norm_qk(np.concatenate([whole, values], axis=1), q_norm, k_norm)
+        return np.concatenate([normed[:, places.q], normed[:, places.k], normed[:, places.total :]], axis=1)
 
     def soft_cap(self, x: Array, cap: float) -> Array:
         """``cap * tanh(x / cap)`` of fp32 ``[T, features]``, which may be overwritten with the result."""

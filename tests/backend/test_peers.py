@@ -209,7 +209,7 @@ def test_a_model_on_two_gpus(source: Path, tmp_path: Path) -> None:
         assert [result.token_ids for result in model.generate(prompts, **options)] == together
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v2", "qwen3_next", "cpm2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v2", "qwen3_next", "cpm2", "olmo2"])
 def test_every_kind_of_layer_gives_what_ranks_on_the_cpu_give(family: str) -> None:
     """Float models, whose results differ by the rounding of fp16 alone."""
     cases = [case_without_golden("cpm2", num_heads=4)] if family == "cpm2" else goldens(family)

@@ -31,7 +31,7 @@ from ...cuda.runtime.driver import Device
 from ...errors import UsageError
 from ...memory.device import MARGIN, device_arena
 from ..adapter_slots import Bank
-from ..base import Backend
+from ..base import Backend, HeadsOfRank
 from ..calibration import CalibrationOps
 from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ..quantization import HostWeight
@@ -453,6 +453,28 @@ class CudaBackend(Backend):
             normed = part if norm is None else self.materializer.materialize(self.norm(part, norm))
             with self.arrays.current():
                 out[:, begin:end] = normed
+        return out
+
+    def norm_qk_of_rank(self, qkv: Array, q_norm: Norm, k_norm: Norm) -> Array:
+        own = self.materializer.materialize(qkv)
+        rows, width = own.shape
+        places = HeadsOfRank.of(self.communicator, width, len(q_norm.weight), len(k_norm.weight))
+        before = places.own_q + places.own_k
+        part = self.arrays.zeros((rows, round_up(places.total, PAD)), np.float32)[:, : places.total]
+        with self.arrays.current():
+            part[:, places.q] = own[:, : places.own_q]
+            if places.adds_k:
+                part[:, places.k] = own[:, places.own_q : before]
+        whole = self.communicator.all_reduce_add(part)
+        joined = self.arrays.rows(rows, places.total + width - before, np.float32)
+        with self.arrays.current():
+            joined[:, : places.total] = whole
+            joined[:, places.total :] = own[:, before:]
+        normed, out = self.norm_qk(joined, q_norm, k_norm), self.arrays.rows(rows, width, np.float16)
+        with self.arrays.current():
+            out[:, : places.own_q] = normed[:, places.q]
+            out[:, places.own_q : before] = normed[:, places.k]
+            out[:, before:] = normed[:, places.total :]
         return out
 
     def soft_cap(self, x: Array, cap: float) -> Array:

@@ -84,12 +84,6 @@ class AttentionPart(Part):
         return self.kv_heads
 
     @property
-    def undivided(self) -> str | None:
-        if self.qk_norm is QueryKeyNorm.WHOLE:
-            return "queries and keys are normalised over all heads, of which a rank has a part"
-        return None
-
-    @property
     def features(self) -> tuple[int, int, int]:
         """Widths of query, key and value."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
@@ -271,4 +265,5 @@ class AttentionWithWholeNorms(Attention):
     k_norm: Norm
 
     def project(self, x: Array) -> Array:
-        return self.ops.norm_qk(self.qkv.fp32(x), self.q_norm, self.k_norm)
+        norm = self.ops.norm_qk if self.ops.communicator.tp_size == 1 else self.ops.norm_qk_of_rank
+        return norm(self.qkv.fp32(x), self.q_norm, self.k_norm)
