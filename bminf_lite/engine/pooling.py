@@ -113,11 +113,10 @@ class PoolingQueue:
 
     def fail(self, error: BaseException) -> None:
         """End all requests with an error."""
-        requests = {r: None for r, _ in (*self._waiting, *(pair for b in self._in_flight for pair in b.texts))}
+        texts = (*self._waiting, *(pair for batch in self._in_flight for pair in batch.texts))
         self._waiting.clear()
         self._in_flight.clear()
-        for request in requests:
-            _end(request, error)
+        _end_all(texts, error)
 
     def _next_texts(self) -> tuple[tuple[PoolingRequest, PoolingText], ...]:
         """The next texts that fit into a batch; those of requests that have ended are dropped."""
@@ -145,6 +144,9 @@ class PoolingQueue:
             self._waiting.extendleft(reversed(chosen))
             self.max_tokens = max(sum(len(text.token_ids) for text in texts) // 2, 1)
             return PoolingBatch((), list)
+        except BaseException as error:
+            _end_all(chosen, error)
+            raise
         self.num_batches += 1
         self.num_texts += len(texts)
         self.num_tokens += sum(len(text.token_ids) for text in texts)
@@ -178,7 +180,11 @@ class PoolingQueue:
     def _hand_over(self, batch: PoolingBatch) -> None:
         if not batch.texts:
             return
-        vectors = batch.fetch()
+        try:
+            vectors = batch.fetch()
+        except BaseException as error:
+            _end_all(batch.texts, error)
+            raise
         touched: dict[PoolingRequest, None] = {}
         for (request, _), vector in zip(batch.texts, vectors, strict=True):
             if not request.has_ended:
@@ -187,6 +193,12 @@ class PoolingQueue:
         for request in touched:
             if request.has_ended:
                 request.on_update(request)
+
+
+def _end_all(texts: Sequence[tuple[PoolingRequest, PoolingText]], error: BaseException) -> None:
+    """End the requests of some texts with an error."""
+    for request in dict.fromkeys(request for request, _ in texts):
+        _end(request, error)
 
 
 def _end(request: PoolingRequest, error: BaseException) -> None:

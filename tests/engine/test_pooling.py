@@ -1,0 +1,117 @@
+"""The queue of texts that become vectors: batches in order, too little memory, errors, and cancelled requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.values import ForwardBatch, Pooling
+from bminf_lite.engine.pooling import PoolingQueue, PoolingRequest, PoolingText
+from bminf_lite.errors import OutOfMemory
+
+
+class StubNetwork:
+    """A token's vector is its number and its position, and batches of more than ``room`` tokens do not fit."""
+
+    def __init__(self, room: int = 1 << 20):
+        self.ops = Backend(np.float32)
+        self.room = room
+        self.batches: list[list[int]] = []
+        self.error: BaseException | None = None
+
+    def tables(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        return []
+
+    def __call__(self, batch: ForwardBatch) -> Any:
+        if self.error is not None:
+            raise self.error
+        if len(batch.tokens) > self.room:
+            raise OutOfMemory("no room")
+        self.batches.append(np.diff(batch.cu_seqlens).tolist())
+        return np.stack([batch.tokens, np.arange(len(batch.tokens))], axis=1).astype(np.float32)
+
+
+def request_of(*lengths: int, poolings: tuple[Pooling, ...] = (Pooling.LAST,)) -> PoolingRequest:
+    texts = [PoolingText([10 * n + i for i in range(n)]) for n in lengths]
+    return PoolingRequest(texts, poolings, lambda request: ended.append(request))
+
+
+ended: list[PoolingRequest] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_ended() -> None:
+    ended.clear()
+
+
+def run(queue: PoolingQueue) -> None:
+    for _ in range(100):
+        if not queue.has_work:
+            return
+        queue.advance()
+    raise AssertionError("the queue does not end")
+
+
+def test_texts_are_batched_in_order_up_to_a_number_of_tokens():
+    network = StubNetwork()
+    queue = PoolingQueue(network, max_tokens=10, max_texts=3)
+    requests = [request_of(4, 5), request_of(3), request_of(12), request_of(1, 1, 1, 1)]
+    for request in requests:
+        queue.add(request)
+    run(queue)
+    assert network.batches == [[4, 5], [3], [12], [1, 1, 1], [1]]
+    assert ended == requests and queue.num_texts == 8 and queue.num_waiting == 0
+    for request in requests:
+        lasts = [text.token_ids[-1] for text in request.texts]
+        assert [vector[0] for vector in request.vectors] == lasts
+
+
+def test_requests_of_other_poolings_have_batches_of_their_own_and_tokens_have_vectors():
+    network = StubNetwork()
+    queue = PoolingQueue(network, 100, 100)
+    whole, joined = request_of(3, 2, poolings=()), request_of(4, poolings=(Pooling.FIRST, Pooling.LAST))
+    queue.add(whole)
+    queue.add(joined)
+    run(queue)
+    assert network.batches == [[3, 2], [4]]
+    assert [vectors.shape for vectors in whole.vectors] == [(3, 2), (2, 2)]
+    assert joined.vectors[0].tolist() == [40, 0, 43, 3]
+
+
+def test_too_little_memory_halves_batches_and_ends_what_never_fits():
+    network = StubNetwork(room=9)
+    queue = PoolingQueue(network, 100, 100)
+    fits, never = request_of(4, 4, 4, 4), request_of(10)
+    queue.add(fits)
+    queue.add(never)
+    run(queue)
+    assert len(fits.vectors) == 4 and fits.error is None
+    assert isinstance(never.error, OutOfMemory) and set(ended) == {fits, never}
+
+
+def test_another_error_ends_the_requests_and_is_raised():
+    network = StubNetwork()
+    queue = PoolingQueue(network, 5, 100)
+    first, second = request_of(4), request_of(4)
+    queue.add(first)
+    queue.add(second)
+    network.error = RuntimeError("the device is gone")
+    with pytest.raises(RuntimeError, match="is gone"):
+        queue.advance()
+    queue.fail(network.error)
+    assert first.error is second.error is network.error and ended == [first, second] and not queue.has_work
+
+
+def test_a_cancelled_request_is_left_out():
+    network = StubNetwork()
+    queue = PoolingQueue(network, 100, 100)
+    kept, dropped = request_of(2), request_of(3)
+    for request in (dropped, kept):
+        queue.add(request)
+    dropped.is_cancelled = True
+    run(queue)
+    assert network.batches == [[2]] and ended == [kept]
