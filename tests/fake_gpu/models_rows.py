@@ -203,7 +203,7 @@ def product_values(call: Call, rows: int, k: int, order: int, ld: int, vector: i
     """int32 sums scaled, with bias, fp32 ``[rows, k]``; vectors are read whole."""
     whole, align = up(k, vector), 16 if vector > 1 else 4
     at = offsets(order, rows, whole, ld)
-    acc = call.vector("data", int(at.max()) + 1, np.int32, align)[at][:, :k]
+    acc = call.vector("data", int(at.max(initial=-1)) + 1, np.int32, align)[at][:, :k]
     x_scale, w_scale = call.vector("x_scale", rows, F32), call.vector("w_scale", whole, F32, align)[:k]
     y = x_scale[:, None] * (w_scale * acc.astype(F32))
     return y + call.vector("bias", whole, F32, align)[:k] if call.bias else y
