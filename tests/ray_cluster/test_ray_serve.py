@@ -35,31 +35,31 @@ LONG = {
 }
 
 
-def config(port: int) -> dict[str, Any]:
-    """The example's file, for two replicas on CPUs."""
+def config(port: int, replicas: int, load: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+    """The example's file, for ``replicas`` on CPUs, or more if ``scaling`` says so."""
     found: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
     found["http_options"]["port"] = port
     [application] = found["applications"]
-    application["args"] |= {"model": str(DEMO), "load_options": {"device": "cpu", "max_batch": 16}}
+    application["args"] |= {"model": str(DEMO), "load_options": {"device": "cpu", **load}}
     [deployment] = application["deployments"]
     deployment["ray_actor_options"] = {"num_cpus": 1, "num_gpus": 0}
-    deployment["autoscaling_config"] |= {"min_replicas": 2, "max_replicas": 2}
+    deployment["autoscaling_config"] |= {"min_replicas": replicas, "max_replicas": replicas, **scaling}
     return found
 
 
 @contextmanager
-def served(folder: Path, cluster: Any) -> Iterator[str]:
-    """``serve run`` with the example; gives the address."""
+def served(folder: Path, cluster: Any, replicas: int, load: dict[str, Any], **scaling: Any) -> Iterator[str]:
+    """``serve run`` with the example; gives the address when all replicas have started."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    (folder / "serve.yaml").write_text(yaml.safe_dump(config(port)))
+    (folder / "serve.yaml").write_text(yaml.safe_dump(config(port, replicas, load, scaling)))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", cluster.address]
     with open(folder / "serve.log", "wb") as log:
         process = subprocess.Popen([*command, str(folder / "serve.yaml")], stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
     try:
         told = folder / "serve.log"  # the router says how many replicas it knows
-        wait_for(lambda: process.poll() is not None or ": 2 replicas" in told.read_text(), 120)
+        wait_for(lambda: process.poll() is not None or f": {replicas} replicas" in told.read_text(), 120)
         assert process.poll() is None, told.read_text()
         yield address
     finally:
@@ -96,7 +96,7 @@ def stream(address: str, session: str, begun: threading.Semaphore, **fields: Any
 
 def test_a_replica_that_is_killed_costs_its_running_requests(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "bminf_lite.ray.prefixes:middleware")
-    with ray_cluster(4) as cluster, served(tmp_path, cluster) as address:
+    with ray_cluster(4) as cluster, served(tmp_path, cluster, 2, {"max_batch": 16}) as address:
         assert len(serve_replicas(cluster)) == 2 and httpx.get(f"{address}/health/ready").status_code == 200
         short = complete(address, max_tokens=8)
         assert short["usage"]["completion_tokens"] == 8 and short["model"] == "qwen"
@@ -126,6 +126,31 @@ def test_a_replica_that_is_killed_costs_its_running_requests(tmp_path, monkeypat
         after = [complete(address, str(number), max_tokens=4) for number in range(6)]
         assert all("failure" not in answer for answer in after), after
         wait_for(lambda: len(serve_replicas(cluster)) == 2)
+
+
+def test_replicas_start_and_end_by_the_tokens_that_wait(tmp_path):
+    load = {"max_batch": 2, "max_num_batched_tokens": 32}  # which makes prompts slow
+    scaling = {
+        "max_replicas": 2,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 4,
+        "look_back_period_s": 3,
+        "metrics_interval_s": 1,
+        "policy": {"policy_function": "bminf_lite.ray:QueuedTokens", "policy_kwargs": {"tokens_per_replica": 1000}},
+    }
+
+    def ask(number: int) -> None:
+        complete(address, prompt=f"{number} " * 300, max_tokens=4)
+
+    with ray_cluster(4) as cluster, served(tmp_path, cluster, 1, load, **scaling) as address:
+        assert len(serve_replicas(cluster)) == 1
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(serve_replicas(cluster)) == 2)
+        for thread in threads:
+            thread.join()
+        wait_for(lambda: len(serve_replicas(cluster)) == 1)
 
 
 def serve_replicas(cluster: Any) -> list[Any]:
