@@ -25,8 +25,8 @@ import psutil
 COMMAND = "import sys; from bminf_lite.cli import main; main(sys.argv[1:])"
 
 
-def cpu_seconds(seen: dict[int, float], processes: list[subprocess.Popen[bytes]]) -> None:
-    """Note the CPU seconds of processes and what they have started."""
+def cpu_seconds(seen: dict[int, float], models: set[int], processes: list[subprocess.Popen[bytes]]) -> None:
+    """Note the CPU seconds of processes and what they have started, and which of them are replicas."""
     for process in processes:
         try:
             tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -34,10 +34,12 @@ def cpu_seconds(seen: dict[int, float], processes: list[subprocess.Popen[bytes]]
             continue
         for one in tree:
             try:
-                times = one.cpu_times()
+                times, command = one.cpu_times(), " ".join(one.cmdline()[:1])
             except psutil.Error:  # it has ended
                 continue
             seen[one.pid] = times.user + times.system
+            if "Replica" in command:
+                models.add(one.pid)
 
 
 def run(commands: list[list[str]], outs: list[Path], block_rows: int) -> tuple[float, float, float]:
@@ -49,18 +51,24 @@ def run(commands: list[list[str]], outs: list[Path], block_rows: int) -> tuple[f
         for c in commands
     ]
     seen: dict[int, float] = {}
-    samples: list[tuple[float, float]] = []
+    models: set[int] = set()
+    samples: list[tuple[float, float, float]] = []
     while any(process.poll() is None for process in processes):
-        cpu_seconds(seen, processes)
-        samples.append((time.time(), sum(seen.values())))
+        cpu_seconds(seen, models, processes)
+        samples.append((time.time(), sum(seen.values()), sum(seen[pid] for pid in models)))
         time.sleep(0.25)
     seconds = time.time() - began
     if any(process.returncode for process in processes):
         raise SystemExit(f"a command has failed: {commands}")
     times = sorted(path.stat().st_mtime for out in outs for path in out.glob("rows-*.jsonl"))
-    count = (len(times) - 1) * block_rows
-    cpu = np.diff(np.interp([times[0], times[-1]], *zip(*samples, strict=True)))[0]
-    return count / (times[-1] - times[0]), count / float(cpu), seconds
+    count, ends = (len(times) - 1) * block_rows, [times[0], times[-1]]
+    at, all_cpu, model_cpu = zip(*samples, strict=True)
+    cpu, of_models = (float(np.diff(np.interp(ends, at, values))[0]) for values in (all_cpu, model_cpu))
+    span = times[-1] - times[0]
+    if models:
+        print(f"  other processes than replicas: {(cpu - of_models) / span:.3f} CPU seconds per second", flush=True)
+        print(f"  replicas: {count / of_models:.1f} rows per CPU second", flush=True)
+    return count / span, count / cpu, seconds
 
 
 def main() -> None:

@@ -155,8 +155,10 @@ class Fleet:
         self._looked = float("-inf")
         ray.kill(member.actor)
         if not member.room:
+            if isinstance(error, UsageError):  # which others would raise too
+                raise error
             self._failed_starts += 1
-            if self._failed_starts >= MAX_FAILED_STARTS or isinstance(error, UsageError):
+            if self._failed_starts >= MAX_FAILED_STARTS:
                 text = str(error) if isinstance(error, BminfError) else f"{type(error).__name__}: {error}"
                 raise BminfError(f"{self._failed_starts} replicas in a row could not be started; the last: {text}")
         for block in sorted((block for block in blocks if block is not None), key=lambda b: b.first_row, reverse=True):

@@ -140,7 +140,8 @@ def test_what_cannot_be_done_is_said(cluster, tmp_path):
         (("--replicas", 0), "replicas is 0", 2),
         (("--gpus-per-replica", 2), "gpus_per_replica is 2.0, but must be 0 to 1", 2),
         (("--ray", "127.0.0.1:1"), "cannot be reached", 1),
-        (("--context", 10_000_000, "--memory-limit", "1KiB", "--device", "cuda:7"), "could not be started", 1),
+        (("--device", "cuda:7"), "3 replicas in a row could not be started", 1),
+        (("--context", 0), "context is 0", 2),
     ):
         process = start_batch(cluster, rows, tmp_path / "out", *options)
         _, error = process.communicate(timeout=100)
