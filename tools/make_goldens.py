@@ -378,7 +378,7 @@ CASES |= {
             "n_routed_experts": 6,
             "n_group": 3,
             "topk_group": 2,
-            "moe_latent_size": 20,
+            "moe_latent_size": 16,
             "routed_scaling_factor": 2.5,
         },
         "biases": {

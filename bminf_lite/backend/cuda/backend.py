@@ -354,8 +354,7 @@ class CudaBackend(Backend):
         self, x: Array, mixture: ExpertLayerWeights, residual: Array = None, addend: Array = None, gate: Array = None,
         routed: Array = None,
     ) -> Array:  # fmt: skip
-        assert routed is None, "a mixture whose experts do not read what the router reads is refused when it is loaded"
-        return self.mixtures.forward(x, mixture, residual, addend, gate)
+        return self.mixtures.forward(x, mixture, residual, addend, gate, routed)
 
     def add_experts(self, found: Array, residual: Array, addend: Array, gate: Array) -> Array:
         if addend is not None:

@@ -61,11 +61,6 @@ class MixtureLoader:
             before = self._matrices(hidden, spec.num_experts, activation.gated, of_hidden)
             columns = _hidden_units(before, activation)
             behind = self._matrices(down, spec.num_experts, False, of_down, columns)
-        if before.in_features != features:
-            raise UsageError(
-                f"experts read rows of {before.in_features} elements, and their router of {features}, which a GPU does "
-                "not compute yet: load the model with device='cpu'"
-            )
         if spec.scales_input and not before.dynamic:
             raise UsageError(
                 "the router's weights multiply the inputs of these experts, which a GPU computes in w8a8 alone: "
@@ -217,20 +212,23 @@ class MixtureLayers:
         self.materializer = materializer
 
     def forward(
-        self, x: Array, mixture: ExpertLayerWeights, residual: Array, addend: Array = None, gate: Array = None
-    ) -> Array:
-        """See :meth:`Backend.experts`. ``x`` is a norm of a residual stream that has not changed since."""
+        self, x: Array, mixture: ExpertLayerWeights, residual: Array, addend: Array = None, gate: Array = None,
+        routed: Array = None,
+    ) -> Array:  # fmt: skip
+        """See :meth:`Backend.experts`. What the router reads is a norm of a residual stream unchanged since."""
         added = None if addend is None else Addend(self.arrays.padded(self.materializer.materialize(addend)), gate)
-        values = self._stream_of(x)
-        rows = None if mixture.hidden.dynamic else self.materializer.to_half(x, mixture.hidden.rotation)
+        chooser, hidden = x if routed is None else routed, mixture.hidden
+        values = self._stream_of(chooser)
+        rows = None if hidden.dynamic else self.materializer.to_half(x, hidden.rotation)
+        latent = self.materializer.to_half(x) if hidden.dynamic and routed is not None else None
         self.kernels.step.reads(None)
         if residual is None:
             out = self.arrays.rows(x.shape[0], mixture.down.out_features, np.float32)
-            self._run(values, x, mixture, out, False, rows, added)
+            self._run(values, chooser, mixture, out, False, rows, added, latent)
             return out
         target = self.materializer.as_residual(residual)
         self.materializer.flush_residual(target)
-        self._run(values, x, mixture, target.values, True, rows, added)
+        self._run(values, chooser, mixture, target.values, True, rows, added, latent)
         return ResidualStream(target.values)
 
     def scalar_gate(self, x: Array, vector: cp.ndarray) -> cp.ndarray:
@@ -250,8 +248,8 @@ class MixtureLayers:
 
     def _run(
         self, values: cp.ndarray, x: DeferredNorm, mixture: ExpertLayerWeights, out: cp.ndarray, add: bool,
-        rows: cp.ndarray | None, addend: Addend | None,
+        rows: cp.ndarray | None, addend: Addend | None, latent: cp.ndarray | None,
     ) -> None:  # fmt: skip
         self.kernels.experts.forward(
-            self.kernels.step, values, x.norm, mixture, out, add, self.arrays.empty, rows, addend
+            self.kernels.step, values, x.norm, mixture, out, add, self.arrays.empty, rows, addend, latent
         )

@@ -83,20 +83,30 @@ class ExpertKernels:
         empty: Empty,
         rows: cp.ndarray | None = None,
         addend: Addend | None = None,
+        latent: cp.ndarray | None = None,
     ) -> Routing:
         """``experts(norm(x))``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, out]``, or added to it. ``out`` may be ``x``.
 
         Both have padded rows. The router and the experts read the same norm. Experts whose inputs are not quantized
         read ``rows``: the norm in fp16, transformed as they transform their input, with padded rows. An ``addend`` is
-        added to the sum of the experts. ``empty`` gives memory that must stay until the kernels have run.
+        added to their sum. Experts whose inputs are quantized read ``latent``, fp16 with padded rows, if it
+        is given, and not the norm. ``empty`` gives memory that must stay until the kernels have run.
         """
         tokens, router, hidden = len(x), layer.router, layer.hidden
         assert self.router.supports(router) and hidden.dynamic == (rows is None)
         logits = empty((tokens, router.spec.num_experts), np.float32)
         codes = empty((tokens, hidden.pitch), np.int8) if hidden.dynamic else None
         scales = empty((tokens,), np.float32) if hidden.dynamic else None
-        normed = empty((tokens, hidden.pitch), np.float32) if tokens > FEW_ROWS else None
-        self.router.logits(step, x, norm, router, logits, normed, codes, scales, hidden.rotation)
+        normed = empty((tokens, round_up(router.in_features, PAD)), np.float32) if tokens > FEW_ROWS else None
+        if latent is None:
+            self.router.logits(step, x, norm, router, logits, normed, codes, scales, hidden.rotation)
+        else:
+            self.router.logits(step, x, norm, router, logits, normed)
+            if codes is not None and scales is not None:
+                target: RowTarget = ((codes.data.ptr, scales.data.ptr, hidden.pitch), CODES, ROW)
+                moved, rotation = nbytes_of(latent, codes), hidden.rotation
+                source, features = array_source(latent), hidden.in_features
+                self._rows.transform(step, source, target, tokens, features, bytes_moved=moved, rotation=rotation)
         routing = Routing(*(empty((tokens, router.spec.top_k), kind) for kind in (np.int32, np.float32)))
         if self.few_tokens.supports(tokens, router.spec, hidden, layer.down):
             values = empty((tokens * router.spec.top_k, round_up(layer.features, PAD)), np.float16)
