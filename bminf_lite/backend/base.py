@@ -789,6 +789,7 @@ class Backend(HostDevice):
 
         Those for an ``int8`` cache are transformed before they are rounded.
         """
+        spec = spec.for_cache(int8)
         q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
         q = rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope)
         k = rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope)

@@ -262,7 +262,8 @@ class AttentionSpec:
     normalise each head before the rotation. With an ``output_gate``, the output is multiplied by the sigmoid of a gate
     for each of its elements. A ``softcap``, a ``LinearBias`` and an ``output_gate`` are for causal self-attention only.
     ``sinks`` fp32 ``[heads]`` is one more score of each head, whose value is zero: it takes a share of the softmax.
-    They are for causal self-attention without a ``bias`` or a ``softcap`` only.
+    They are for causal self-attention without a ``bias`` or a ``softcap`` only. ``int8_norms`` stand for ``q_norm`` and
+    ``k_norm`` where the cache is int8, and give the same scores.
     """
 
     heads: int
@@ -277,9 +278,16 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: Array | None = None
     output_gate: bool = False
+    int8_norms: tuple[Norm, Norm] | None = None
 
     def __post_init__(self) -> None:
         assert sum(x is not None for x in (self.bias, self.softcap, self.sinks)) <= 1
+
+    def for_cache(self, int8: bool) -> AttentionSpec:
+        """The attention over an int8 or another cache."""
+        if not int8 or self.int8_norms is None:
+            return self
+        return replace(self, q_norm=self.int8_norms[0], k_norm=self.int8_norms[1], int8_norms=None)
 
     def shard(self, tp_size: int) -> AttentionSpec:
         """The attention of one of ``tp_size`` ranks, which divide the heads; with fewer heads of keys, each has one.

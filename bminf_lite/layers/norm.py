@@ -30,10 +30,35 @@ def rms_norm(
 
     ``scale`` is one number, or fp32 ``[features]``.
     """
+    return NormLayer(ops, Norm(ops.vector(norm_gain(weights, name, scale, offset)), eps))
+
+
+def norm_gain(weights: Weights, name: str, scale: float | np.ndarray = 1.0, offset: float = 0.0) -> np.ndarray:
+    """``(weight + offset) * scale`` of :func:`rms_norm`, ``[features]``."""
     weight = weights.vector(f"{name}.weight")
     if offset != 0 or np.any(scale != 1.0):
         weight = (weight.astype(np.float32) + np.float32(offset)) * np.asarray(scale, np.float32)
-    return NormLayer(ops, Norm(ops.vector(weight), eps))
+    return weight
+
+
+def balanced_gains(query: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The gains ``[head_dim]`` of norms of query and key heads, fp32, with equal magnitudes for each rotary pair.
+
+    What one loses the other gets, so scores stay the same. An int8 cache has one step for a head's keys, and the error
+    of a score is that step times the query: both are then smallest together. Of pairs ``i`` and ``i + head_dim / 2``
+    the squares are added. A factor is within 16 times that of the median pair.
+    """
+    query, key = (np.asarray(gain).astype(np.float32) for gain in (query, key))
+    if len(query) % 2:
+        return query, key
+    squares = [np.square(gain).reshape(2, -1).sum(axis=0) for gain in (query, key)]
+    used = (squares[0] > 0) & (squares[1] > 0)
+    if not used.any():
+        return query, key
+    factors = np.ones(len(used), np.float32)
+    factors[used] = (squares[1][used] / squares[0][used]) ** 0.25
+    factors = np.tile(np.clip(factors / np.median(factors[used]), 1 / 16, 16).astype(np.float32), 2)
+    return query * factors, key / factors
 
 
 def layer_norm(

@@ -85,6 +85,7 @@ class AttentionLaunches:
         out: cp.ndarray, lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Attention of one token per sequence over its cache, or over a source of ``lengths``."""
+        spec = spec.for_cache(cache.key_scales is not None)
         decode, count = self.kernels.attention_decode, batch.batch_size
         longest = batch.max_context_len if lengths is None else batch.max_source_len
         records = self.arrays.empty((decode.record_elements(spec, count, longest),), np.float32)
@@ -121,6 +122,7 @@ class AttentionLaunches:
         heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
         rotated_pairs = pairs_of_rotation(spec.head_dim) if rotates and cache.key_scales is not None else 0
         self.kernels.prepare_heads.launch(
-            self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q,
-            len(batch.tokens), self.kernels.nbytes_moved(heads, q), rotated_pairs,
+            self.kernels.step, row_source(heads), spec.for_cache(cache.key_scales is not None), cache,
+            batch.cu_seqlens, batch.context_lens, table, q, len(batch.tokens), self.kernels.nbytes_moved(heads, q),
+            rotated_pairs,
         )  # fmt: skip

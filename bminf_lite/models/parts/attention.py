@@ -15,7 +15,7 @@ from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, No
 from ...layers.cache import KeyValues
 from ...layers.linear import ColumnParallelLinear, KeyValueHeads, Linear, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights, Weights
-from ...layers.norm import rms_norm
+from ...layers.norm import balanced_gains, norm_gain, rms_norm
 from .._rotary import Rotary, rotary_pairs
 from ..spec import Fold, KeyHeads, Parameter, Role, Tensors, linear, norm, weights_of
 from .part import LayerSource, Part, PartTensors, RelativeBiasTable, SharedValues
@@ -195,6 +195,14 @@ class AttentionPart(Part):
                 for name, heads in zip(names, (self.heads, self.kv_heads), strict=True)
             ]
         of_head = None if self.qk_norm is QueryKeyNorm.WHOLE else norms
+        int8_norms = None
+        if self.qk_norm is QueryKeyNorm.HEAD:
+            scale = self._norm_scale(1)
+            gains = (
+                norm_gain(weights, name, scale, self.norm_offset) for name in source.named((self.q_norm, self.k_norm))
+            )
+            query, key = (Norm(ops.array(gain), self.norm_eps) for gain in balanced_gains(*gains))
+            int8_norms = query, key
         spec = AttentionSpec(
             self.heads,
             self.kv_heads,
@@ -208,6 +216,7 @@ class AttentionPart(Part):
             softcap=self.softcap,
             sinks=self._sinks(source),
             output_gate=self.output_gate,
+            int8_norms=int8_norms,
         ).shard(ops.communicator.tp_size)
         out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)
         q, kv = self.features[0], KeyValueHeads(self.kv_heads, self.head_dim)
