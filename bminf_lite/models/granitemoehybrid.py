@@ -69,7 +69,8 @@ def kinds_of_layers(read: ConfigReader) -> list[str]:
     types = read.config.get("layer_types") or read.config.get("layers_block_type")
     if types is None:
         return [LINEAR] * layers
-    if isinstance(types, list) and len(types) == layers and all(kind in OLDER_KINDS for kind in types):
+    known = isinstance(types, list) and all(isinstance(kind, str) and kind in OLDER_KINDS for kind in types)
+    if known and len(types) == layers:
         return [OLDER_KINDS[kind] for kind in types]
     read.problem("layer_types", f"layer_types is {types!r}, not {layers} times one of {', '.join(OLDER_KINDS)}")
     return [LINEAR] * layers

@@ -166,7 +166,8 @@ def kinds_of_layers(read: ConfigReader) -> list[str]:
     default = [LINEAR, MOE, FULL, MLP]
     if name is not None:
         types = read.config[name]
-        if isinstance(types, list) and 0 < len(types) <= MAX_LAYERS and all(kind in KINDS for kind in types):
+        known = isinstance(types, list) and all(isinstance(kind, str) and kind in KINDS for kind in types)
+        if known and 0 < len(types) <= MAX_LAYERS:
             return [KINDS[kind] for kind in types]
         read.problem(name, f"{name} is {types!r}, not a list of {', '.join(KINDS)}")
     elif pattern is not None:

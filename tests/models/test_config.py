@@ -96,6 +96,8 @@ WINDOW = {"use_sliding_window": True}
         ("qwen3", {"layer_types": [FULL], **WINDOW}, "layer_types"),
         ("qwen3", {"layer_types": [FULL, "linear_attention", "x"], **WINDOW}, "layer_types"),
         ("qwen3", {"layer_types": FULL, **WINDOW}, "layer_types"),
+        ("granitemoehybrid", {"layer_types": [["mamba"]] * 3}, "layer_types is [['mamba'], "),
+        ("nemotron_h", {"layers_block_type": [["mamba"]]}, "layers_block_type is [['mamba']], not a list of mamba"),
         ("qwen3", {"attention_bias": 2}, "attention_bias"),
         ("gpt2", {"n_head": 5}, "n_embd (768) is not a multiple of n_head (5)"),
         ("gpt2", {"add_cross_attention": True}, "cross-attention of GPT-2 is not supported"),
