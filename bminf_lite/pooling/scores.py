@@ -78,12 +78,16 @@ class ClassifierSettings:
 
     def relevances(self, numbers: np.ndarray) -> np.ndarray:
         """The relevance of each text, fp32 ``[n]``; ``UsageError`` for a classifier of several labels."""
-        if numbers.shape[1] != 1:
+        self.require_one_label()
+        return self.scores(numbers, self.relevance)[:, 0]
+
+    def require_one_label(self) -> None:
+        """Raise ``UsageError`` for a classifier of several labels, which gives no relevance."""
+        if len(self.labels) != 1:
             raise UsageError(
-                f"this model has {numbers.shape[1]} labels ({', '.join(self.labels[:4])}), and a reranker has one: "
+                f"this model has {len(self.labels)} labels ({', '.join(self.labels[:4])}), and a reranker has one: "
                 "classify pairs of texts instead"
             )
-        return self.scores(numbers, self.relevance)[:, 0]
 
     def _best(self, scores: np.ndarray) -> Classification:
         best = int(np.argmax(scores))

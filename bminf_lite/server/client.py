@@ -377,10 +377,11 @@ class EngineClient:
         self._next_id += 1
         answer: asyncio.Future[Pooled] = self.loop.create_future()
         self._pooled[number] = answer
-        types = [None if text.token_types is None else list(text.token_types) for text in texts]
-        has_types, skipped = any(own is not None for own in types), max(text.num_skipped for text in texts)
         tokens = [np.asarray(text.token_ids).tolist() for text in texts]
-        self.send(Pool(number, tokens, types if has_types else [], skipped, dimensions, normalize))
+        types = [None if text.token_types is None else list(text.token_types) for text in texts]
+        skipped = [text.num_skipped for text in texts]
+        types = types if any(own is not None for own in types) else []
+        self.send(Pool(number, tokens, types, skipped if any(skipped) else [], dimensions, normalize))
         try:
             found = await answer
         except asyncio.CancelledError:

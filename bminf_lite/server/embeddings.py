@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
@@ -45,13 +46,11 @@ def routes(server: ServerState) -> list[Route]:
         encoder = texts.encoder
         prompt = _checked(lambda: encoder.prompt_text(body.prompt_name, body.prompt), "prompt_name")
         truncate = body.truncate is not False
-        encoded = await texts.encoded(inputs, lambda: encoder.encode(inputs, prompt, truncate), "input")
+        repeated = len(prompt) * len(inputs)
+        encoded = await texts.encoded(inputs, lambda: encoder.encode(inputs, prompt, truncate), "input", repeated)
         rows = await texts.rows(request, encoded, body.dimensions, body.normalize)
         as_text = body.encoding_format == "base64"
-        data = [
-            {"object": "embedding", "index": i, "embedding": _base64(row) if as_text else row.tolist()}
-            for i, row in enumerate(rows)
-        ]
+        data = await run_briefly(lambda: _embeddings(rows, as_text), rows.size)
         return json_response(
             {
                 "object": "list",
@@ -96,16 +95,8 @@ def routes(server: ServerState) -> list[Route]:
             raise bad_request("this model has no head that classifies texts", "model")
         encode = texts.encoder.encode
         encoded = await texts.encoded(inputs, lambda: encode(inputs, truncate=body.truncate is not False), "input")
-        found = texts.classes.scores(await texts.rows(request, encoded))
-        data = [
-            {
-                "index": i,
-                "label": info.labels[int(row.argmax())],
-                "probs": row.tolist(),
-                "num_classes": len(info.labels),
-            }
-            for i, row in enumerate(found)
-        ]
+        numbers, classes = await texts.rows(request, encoded), texts.classes
+        data = await run_briefly(lambda: _classifications(numbers, classes), numbers.size)
         return json_response(_listed("classify", body.model or server.model_name, data, _usage(encoded)))
 
     return [
@@ -150,12 +141,19 @@ class TextService:
         return ClassifierSettings(tuple(info.labels), info.function, info.relevance)
 
     async def encoded(
-        self, inputs: Sequence[Any], encode: Callable[[], list[PoolingText]], field: str
+        self, inputs: Sequence[Any], encode: Callable[[], list[PoolingText]], field: str, repeated: int = 0
     ) -> list[PoolingText]:
-        """The tokens of a request's texts, which stand in ``field``."""
+        """The tokens of a request's texts, which stand in ``field``.
+
+        ``repeated`` counts the characters that are read with each text again, of a prompt or a query.
+        """
         if len(inputs) > MAX_INPUTS:
             raise bad_request(f"{field} has {len(inputs):,} texts, but may have {MAX_INPUTS:,} at most", field)
-        length = sum(len(text) for text in inputs)
+        length, most = sum(map(len, inputs)) + repeated, self._server.settings.limits.body
+        if length > most:
+            problem = f"{len(inputs):,} texts have {length:,} characters, with the query or prompt before each"
+            remedy = f"{most:,} are the most (the limit body): send fewer texts at a time, or a shorter query or prompt"
+            raise bad_request(f"{field}: {problem}, and {remedy}", field)
         try:
             return await run_briefly(encode, length)
         except (UsageError, CheckpointError) as error:
@@ -173,24 +171,26 @@ class TextService:
     ) -> tuple[np.ndarray, dict[str, int]]:
         """The relevance of each pair's second text for the first, fp32 ``[n]``, and the usage."""
         info, encoder = self.info, self.encoder
-        if info.labels:
-            both = [first + second for first, second in pairs]
-            encoded = await self.encoded(both, lambda: encoder.encode_pairs(pairs, truncate), field)
-            numbers = await self.rows(request, encoded)
-            return _checked(lambda: self.classes.relevances(numbers), "model"), _usage(encoded)
-        firsts = list(dict.fromkeys(first for first, _ in pairs))
         seconds = [second for _, second in pairs]
+        if info.classifies_tokens:
+            raise bad_request("this model labels tokens: it ranks no texts", "model")
+        if info.labels:
+            _checked(self.classes.require_one_label, "model")
+            repeated = sum(len(first) for first, _ in pairs)
+            encoded = await self.encoded(seconds, lambda: encoder.encode_pairs(pairs, truncate), field, repeated)
+            return self.classes.relevances(await self.rows(request, encoded)), _usage(encoded)
+        firsts = {first: i for i, first in enumerate(dict.fromkeys(first for first, _ in pairs))}
         query, document = (
             _first_known(info.prompts, names) for names in (("query",), ("document", "passage", "corpus"))
         )
 
         def encode() -> list[PoolingText]:
-            queries = encoder.encode(firsts, encoder.prompt_text(query, None), truncate)
+            queries = encoder.encode(list(firsts), encoder.prompt_text(query, None), truncate)
             return queries + encoder.encode(seconds, encoder.prompt_text(document, None), truncate)
 
         encoded = await self.encoded([*firsts, *seconds], encode, field)
         rows = await self.rows(request, encoded, normalize=True)
-        queries = rows[[firsts.index(first) for first, _ in pairs]]
+        queries = rows[[firsts[first] for first, _ in pairs]]
         return (queries * rows[len(firsts) :]).sum(axis=1), _usage(encoded)
 
 
@@ -214,6 +214,26 @@ def _listed(kind: str, model: str, data: list[dict[str, Any]], usage: dict[str, 
 def _usage(texts: list[PoolingText]) -> dict[str, int]:
     count = sum(len(text.token_ids) for text in texts)
     return {"prompt_tokens": count, "total_tokens": count}
+
+
+def _embeddings(rows: np.ndarray, as_text: bool) -> list[dict[str, Any]]:
+    """OpenAI's list of vectors. Rows are encoded one by one, so that another thread may go on between two."""
+    encode = _base64 if as_text else _raw
+    return [{"object": "embedding", "index": i, "embedding": encode(row)} for i, row in enumerate(rows)]
+
+
+def _classifications(numbers: np.ndarray, classes: ClassifierSettings) -> list[dict[str, Any]]:
+    """vLLM's list of labels, of a classifier's numbers fp32 ``[n, labels]``."""
+    labels = classes.labels
+    return [
+        {"index": i, "label": labels[int(row.argmax())], "probs": _raw(row), "num_classes": len(labels)}
+        for i, row in enumerate(classes.scores(numbers))
+    ]
+
+
+def _raw(row: np.ndarray) -> msgspec.Raw:
+    """The elements as a JSON array."""
+    return msgspec.Raw(msgspec.json.encode(row.tolist()))
 
 
 def _base64(row: np.ndarray) -> str:

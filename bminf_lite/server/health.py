@@ -26,8 +26,12 @@ def capabilities(info: ModelInfo) -> dict[str, bool]:
     """What a model makes of texts; empty for one that only generates."""
     if info.pooling is None:
         return {}
-    labels = info.pooling.labels
-    return {"embeddings": not labels, "rerank": len(labels) < 2, "classify": bool(labels)}
+    labels, reads_whole = info.pooling.labels, not info.pooling.classifies_tokens
+    return {
+        "embeddings": not labels,
+        "rerank": len(labels) < 2 and reads_whole,
+        "classify": bool(labels) and reads_whole,
+    }
 
 
 def routes(server: ServerState) -> list[Route]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import zip_longest
 
 import numpy as np
@@ -39,11 +39,8 @@ class PoolingService:
 
     def request(self, message: Pool, send: Callable[[Pooled], None]) -> PoolingRequest:
         """The engine's request for a message; ``send`` is called, in the engine's thread, with the answer."""
-        types: Sequence[list[int] | None] = message.token_types or []
-        texts = [
-            PoolingText(np.array(ids, np.int32), own, message.num_skipped)
-            for ids, own in zip_longest(message.texts, types)
-        ]
+        columns = zip_longest(message.texts, message.token_types, message.num_skipped)
+        texts = [PoolingText(np.array(ids, np.int32), types, skipped or 0) for ids, types, skipped in columns]
 
         def on_update(request: PoolingRequest) -> None:
             try:

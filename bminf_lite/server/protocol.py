@@ -45,15 +45,15 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
 class Pool(msgspec.Struct, array_like=True, tag="pool"):
     """Make vectors of whole texts, or a classifier's numbers of them, and answer with :class:`Pooled` of this ``id``.
 
-    ``texts`` are token ids; ``token_types`` is empty, or has those of each text, or None for zeros. The first
-    ``num_skipped`` tokens of each take no part in the pooling. ``dimensions`` and ``normalize`` are those of
-    :meth:`.PoolingSettings.finish`.
+    ``texts`` are token ids; ``token_types`` is empty, or has those of each text, or None for zeros. ``num_skipped`` is
+    empty, or says how many of the first tokens of each text take no part in the pooling. ``dimensions`` and
+    ``normalize`` are those of :meth:`.PoolingSettings.finish`.
     """
 
     id: int
     texts: list[list[int]]
     token_types: list[list[int] | None]
-    num_skipped: int = 0
+    num_skipped: list[int] = []
     dimensions: int | None = None
     normalize: bool | None = None
 

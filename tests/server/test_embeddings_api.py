@@ -105,6 +105,28 @@ def test_wrong_requests_name_the_field(embedder: Served, body: dict[str, Any], w
     assert words in embedder.error("/v1/embeddings", body)
 
 
+def test_each_text_leaves_out_its_own_prompt(tmp_path: Path):
+    folder = write_encoder(tmp_path / "model")
+    prompts = {"query": "the red query on the mat : ", "document": "passage : "}
+    write_modules(folder, {"pooling_mode_mean_tokens": True, "include_prompt": False}, {}, prompts=prompts)
+    served = Served(folder)
+    expected = {hit.index: hit.score for hit in served.model.rerank("a dog", TEXTS)}
+    found = served.json("/v1/rerank", {"query": "a dog", "documents": TEXTS})["results"]
+    assert {hit["index"]: hit["relevance_score"] for hit in found} == pytest.approx(expected, abs=1e-5)
+    served.model.close()
+
+
+def test_what_is_read_with_each_text_counts(tmp_path: Path, embedder: Served):
+    prompt = "a" * (16 << 10)
+    assert len(embedder.json("/v1/embeddings", {"input": ["a"] * 4, "prompt": prompt})["data"]) == 4
+    body = {"input": ["a"] * 2000, "prompt": prompt}
+    assert "2,000 texts have 32,770,000 characters" in embedder.error("/v1/embeddings", body)
+    served = served_classifier(tmp_path / "model", "Sequence", 1)
+    body = {"query": prompt, "documents": ["a"] * 2000}
+    assert "(the limit body)" in served.error("/v1/rerank", body)
+    served.model.close()
+
+
 def test_an_embedder_ranks_and_does_not_generate(embedder: Served):
     found = embedder.json("/v1/rerank", {"query": "a dog", "documents": TEXTS, "top_n": 2})
     expected = embedder.model.rerank("a dog", TEXTS, top_n=2)
@@ -152,7 +174,16 @@ def test_a_classifier(tmp_path: Path):
     assert [item["label"] for item in found] == [one.label for one in expected]
     np.testing.assert_allclose(found[0]["probs"], list(expected[0].scores.values()), atol=1e-6)
     assert found[0]["num_classes"] == 3
+    steps = served.model.stats().texts
     assert "3 labels" in served.error("/v1/rerank", {"query": "a", "documents": TEXTS})
+    assert served.model.stats().texts == steps
+    served.model.close()
+
+
+def test_a_model_that_labels_tokens(tmp_path: Path):
+    served = served_classifier(tmp_path / "model", "Token", 1)
+    assert "labels tokens" in served.error("/v1/rerank", {"query": "a", "documents": TEXTS})
+    assert "no head that classifies texts" in served.error("/classify", {"input": TEXTS})
     served.model.close()
 
 
