@@ -620,8 +620,9 @@ class Model:
         self._require_open()
         if self.pooler is None or self.engine_config.generates:
             texts = checked_texts(query, texts, top_n)
+            require_bool("truncate", truncate)
             asked = YesNoReranker(self._prompts, self._engine, self.ops)
-            return ranked(asked.scores(query, texts, instruction), texts, top_n)
+            return ranked(asked.scores(query, texts, instruction, truncate), texts, top_n)
         if instruction is not None:
             raise UsageError("instruction is for models that generate text, such as Qwen3-Reranker; leave it out")
         return self.pooler.rerank(query, texts, top_n, truncate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -84,7 +84,7 @@ class Pooler:
     ) -> np.ndarray:
         """See :meth:`bminf_lite.Model.embed`."""
         one = is_text(texts)
-        wanted: list[Any] = [texts] if one else list(texts)
+        wanted: list[Any] = [texts] if one else _listed(texts)
         found = list(self.embedded(wanted, prompt_name, prompt, normalize, dimensions, truncate))
         joined = np.concatenate(found) if found else np.empty((0, dimensions or self.model.dimensions), np.float32)
         return joined[0] if one else joined
@@ -101,6 +101,8 @@ class Pooler:
         """As :meth:`embed` for a list, in slices of texts: fp32 ``[n, dimensions]`` each."""
         if self.model.classifier is not None:
             raise UsageError("this model classifies: embed texts with a model that has no such head")
+        if is_text(texts) or not isinstance(texts, (Sequence, np.ndarray)):
+            raise UsageError(f"give a list of texts, not {'one text' if is_text(texts) else type(texts).__name__}")
         if normalize is not None:
             require_bool("normalize", normalize)
         require_bool("truncate", truncate)
@@ -121,6 +123,8 @@ class Pooler:
     def relevances(self, query: str, texts: Sequence[str], truncate: bool = True) -> np.ndarray:
         """The score of each text for a query, fp32 ``[n]``: a reranker's, or the cosine of an embedder's vectors."""
         if self.model.scores is not None:
+            self._require_classes()
+            self.model.scores.require_one_label()
             numbers = self._numbers([(query, text) for text in texts], truncate)
             return self.model.scores.relevances(numbers)
         names = self.model.settings.prompts
@@ -133,10 +137,11 @@ class Pooler:
     def classify(self, texts: Any, truncate: bool = True) -> Any:
         """See :meth:`bminf_lite.Model.classify`."""
         one = isinstance(texts, (str, tuple))
-        wanted = [texts] if one else list(texts)
+        wanted = [texts] if one else _listed(texts)
+        require_bool("truncate", truncate)
         found: Sequence[Any]
         if self.model.classifier is not None and self.model.classifier.pooling is None:
-            found = self._token_labels(wanted)
+            found = self._token_labels(wanted, truncate)
         else:
             numbers = self._numbers(wanted, truncate)
             assert self.model.scores is not None
@@ -145,10 +150,9 @@ class Pooler:
 
     def _numbers(self, texts: Sequence[str | tuple[str, str]], truncate: bool) -> np.ndarray:
         """The numbers of the classifier, fp32 ``[n, labels]``."""
-        classifier = self.model.classifier
-        if classifier is None or classifier.pooling is None:
-            raise UsageError("this model has no head that classifies texts")
+        classifier = self._require_classes()
         require_bool("truncate", truncate)
+        assert classifier.pooling is not None
 
         def encoded(part: Sequence[str | tuple[str, str]]) -> list[PoolingText]:
             pairs = [text for text in part if isinstance(text, tuple)]
@@ -164,16 +168,21 @@ class Pooler:
         rows = [classifier(np.stack(v)) for v in self._vectors(texts, encoded, (classifier.pooling,))]
         return np.concatenate(rows) if rows else np.empty((0, len(classifier.out.weight)), np.float32)
 
-    def _token_labels(self, texts: Sequence[Any]) -> list[list[TokenLabel]]:
+    def _require_classes(self) -> Classifier:
+        """The head that classifies texts."""
+        if self.model.classifier is None or self.model.classifier.pooling is None:
+            raise UsageError("this model has no head that classifies texts")
+        return self.model.classifier
+
+    def _token_labels(self, texts: Sequence[Any], truncate: bool) -> list[list[TokenLabel]]:
         classifier, scores = self.model.classifier, self.model.scores
         assert classifier is not None and scores is not None
         for text in texts:
             require_text(text, "text")
-        whole = self.texts.whole_texts(texts)
-        tokens = [PoolingText(np.array(one.token_ids, np.int32), one.token_types) for one in whole]
-        vectors = [v for part in self._vectors(tokens, list, ()) for v in part]
+        encoded = self.texts.encode_with_places(texts, truncate)
+        vectors = [v for part in self._vectors([tokens for tokens, _ in encoded], list, ()) for v in part]
         found = []
-        for text, one, rows in zip(texts, whole, vectors, strict=True):
+        for text, (_, one), rows in zip(texts, encoded, vectors, strict=True):
             found.append(
                 [
                     TokenLabel(text[first:last], best.label, best.score, first, last)
@@ -201,6 +210,13 @@ class Pooler:
         finally:
             for request, _ in waiting:
                 request.is_cancelled = True
+
+
+def _listed(texts: Any) -> list[Any]:
+    """Several texts as a list; ``UsageError`` for what holds none."""
+    if not isinstance(texts, Iterable):
+        raise UsageError(f"give a text or a list of texts, not {type(texts).__name__}")
+    return list(texts)
 
 
 def _result(request: PoolingRequest, ended: SimpleQueue[PoolingRequest]) -> list[np.ndarray]:

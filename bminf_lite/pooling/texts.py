@@ -59,27 +59,25 @@ class TextEncoder:
         skipped = self._prompt_tokens(prompt) if prompt and not self.settings.include_prompt else 0
         lowered = {i: self._lowered(prompt + text) for i, text in enumerate(texts) if is_utf8(text)}
         whole = dict(zip(lowered, self._whole([(text,) for text in lowered.values()]), strict=True))
-        found, problems = [], []
-        for i, text in enumerate(texts):
-            try:
-                if isinstance(text, str):
-                    require_text(text, "text")
-                encoded = whole[i] if i in whole else self._of_tokens(text)
-                found.append(self._checked(encoded, truncate, skipped if i in whole else 0))
-            except UsageError as error:  # noqa: PERF203, the other texts' problems are wanted too
-                problems.append(f"text {i}: {error}")
-        if problems:
-            raise UsageError(problems[0] if len(problems) == 1 else listed(f"{len(texts)} texts", problems))
-        return found
+
+        def one(i: int) -> PoolingText:
+            if i in whole:
+                return self._checked(whole[i], truncate, skipped)
+            if isinstance(texts[i], str):
+                require_text(texts[i], "text")  # which raises
+            return self._checked(self._of_tokens(texts[i]), truncate)
+
+        return _of_each(len(texts), one)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], truncate: bool = True) -> list[PoolingText]:
-        """The tokens of pairs of texts, which the model reads together."""
+        """The tokens of pairs of texts, which the model reads together. Raises ``UsageError`` as :meth:`encode`."""
         whole = self._whole([(self._lowered(first), self._lowered(second)) for first, second in pairs])
-        return [self._checked(encoded, truncate) for encoded in whole]
+        return _of_each(len(pairs), lambda i: self._checked(whole[i], truncate))
 
-    def whole_texts(self, texts: Sequence[str]) -> list[WholeText]:
-        """Texts in tokens, with the places of these in the texts."""
-        return self._whole([(self._lowered(text),) for text in texts])
+    def encode_with_places(self, texts: Sequence[str], truncate: bool = True) -> list[tuple[PoolingText, WholeText]]:
+        """The tokens of texts as :meth:`encode` gives them, and beside them their places in the texts."""
+        whole = self._whole([(self._lowered(text),) for text in texts])
+        return list(zip(_of_each(len(whole), lambda i: self._checked(whole[i], truncate)), whole, strict=True))
 
     def _whole(self, texts: Sequence[tuple[str, ...]]) -> list[WholeText]:
         return self.tokenizer().encode_whole(texts, self.max_length) if texts else []
@@ -114,9 +112,25 @@ class TextEncoder:
         return PoolingText(np.array(text.token_ids, np.int32), text.token_types, skipped)
 
 
+def _of_each(count: int, work: Callable[[int], PoolingText]) -> list[PoolingText]:
+    """What ``work`` gives for each of ``count`` texts. The ``UsageError`` lists the problems of all."""
+    found, problems = [], []
+    for i in range(count):
+        try:
+            found.append(work(i))
+        except UsageError as error:  # noqa: PERF203, the other texts' problems are wanted too
+            problems.append(f"text {i}: {error}")
+    if problems:
+        raise UsageError(problems[0] if len(problems) == 1 else listed(f"{count} texts", problems))
+    return found
+
+
 def is_utf8(value: object) -> TypeGuard[str]:
     """Whether a value is a text that can be written as UTF-8."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    try:
+        return isinstance(value, str) and (value.isascii() or bool(value.encode()))
+    except UnicodeEncodeError:
+        return False
 
 
 def is_text(value: object) -> bool:

@@ -36,10 +36,13 @@ class YesNoReranker:
     engine: Engine
     ops: Backend
 
-    def scores(self, query: str, texts: Sequence[str], instruction: str | None = None) -> np.ndarray:
-        """``p(yes) / (p(yes) + p(no))`` of each text, fp32 ``[n]``.
+    def scores(
+        self, query: str, texts: Sequence[str], instruction: str | None = None, truncate: bool = True
+    ) -> np.ndarray:
+        """``p(yes) / (p(yes) + p(no))`` of each text, fp32 ``[n]``. With ``truncate`` texts are cut to fit the context.
 
-        Raises ``UsageError`` for a model without a chat template, or whose tokens lack the two words.
+        Raises ``UsageError`` for a model without a chat template, or whose tokens lack the two words, and for a
+        question that does not fit the context.
         """
         tokenizer = self.prompts.tokenizer
         answers = [tokenizer.piece_to_id(word) for word in (YES, NO)]
@@ -58,7 +61,7 @@ class YesNoReranker:
 
             return take
 
-        prompts = [self._prompt(query, text, instruction or INSTRUCTION) for text in texts]
+        prompts = [self._prompt(query, text, instruction or INSTRUCTION, truncate) for text in texts]
         requests = [
             build_logits_request(ids, (), taker(number), ended.put, start=len(ids) - 1)
             for number, ids in enumerate(prompts)
@@ -74,8 +77,19 @@ class YesNoReranker:
                 raise error
         return sigmoid(np.array([rows[n][0] - rows[n][1] for n in range(len(texts))], np.float32))
 
-    def _prompt(self, query: str, text: str, instruction: str) -> Sequence[int]:
+    def _prompt(self, query: str, text: str, instruction: str, truncate: bool) -> Sequence[int]:
+        """The tokens of the question about a text, whose end is cut off if it must be."""
+        tokenizer, longest = self.prompts.tokenizer, self.prompts.limits.context_length - 1
+        ids = self._question(query, text, instruction)
+        while truncate and text and (excess := len(ids) - longest) > 0:
+            own = tokenizer.encode(text, add_special_tokens=False)
+            kept = tokenizer.decode(own[: max(len(own) - excess, 0)]).rstrip("\ufffd")  # a part of a character
+            text = kept[: len(text) - 1]
+            ids = self._question(query, text, instruction)
+        return self.prompts.encode(ids).token_ids
+
+    def _question(self, query: str, text: str, instruction: str) -> list[int]:
         question = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {text}"
         messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": question}]
         rendered = self.prompts.render(messages, enable_thinking=False)
-        return self.prompts.encode(rendered, add_special_tokens=False).token_ids
+        return self.prompts.tokenizer.encode(rendered, add_special_tokens=False)

@@ -187,6 +187,11 @@ def test_labels_of_texts_pairs_and_tokens(tmp_path: Path):
         assert [token.text for token in found] == ["the", "dog", "runs"]
         assert [(token.start, token.end) for token in found] == [(0, 3), (4, 7), (8, 12)]
         assert {token.label for token in found} <= set(names.values())
+        assert len(model.classify("cat " * 40)) == 22
+        with pytest.raises(UsageError, match="text 1: it has 42 tokens, but the model reads 24"):
+            model.classify(["a", "cat " * 40], truncate=False)
+        with pytest.raises(UsageError, match="no head that classifies texts"):
+            model.rerank("a", TEXTS)
 
 
 def test_what_a_model_does_not_do_is_an_error(model: Model, tmp_path: Path):
@@ -197,6 +202,11 @@ def test_what_a_model_does_not_do_is_an_error(model: Model, tmp_path: Path):
         model.classify(TEXTS)
     with pytest.raises(UsageError, match=r"2 problems|text 0"):
         model.embed(["\ud800", "a"])
+    with pytest.raises(UsageError, match="give a text or a list of texts, not int"):
+        model.embed(5)  # type: ignore[arg-type]
+    for texts, words in ((TEXTS[0], "not one text"), (iter(TEXTS), "not list_iterator")):
+        with pytest.raises(UsageError, match=words):
+            next(model.embed_slices(texts))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="text 1: token 0 is 99"):
         model.embed(["a", [99]])
     write_modules(folder := write_encoder(tmp_path / "model"), {"pooling_mode": "median"})
@@ -254,6 +264,13 @@ def test_a_model_that_generates_ranks_by_yes_and_no(tmp_path: Path):
         logits = model.logits(model.encode(prompt, add_special_tokens=False))[-1]
         yes, no = (logits[tokenizer.token_to_id(word)] for word in ("yes", "no"))
         assert found[0].score == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-5)
+        long = "a cat sits on the mat " * 60
+        [cut] = model.rerank("the cat", [long])
+        assert 0 < cut.score < 1 and cut.text == long
+        with pytest.raises(UsageError, match="prompt is too long"):
+            model.rerank("the cat", [long], truncate=False)
+        with pytest.raises(UsageError, match="prompt is too long"):
+            model.rerank(long, TEXTS)
         with pytest.raises(UsageError, match="load an embedding model"):
             model.embed(TEXTS)
     with (
