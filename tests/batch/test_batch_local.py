@@ -17,6 +17,7 @@ import pytest
 from adapter_files import random_adapter
 from batch_kit import CPU, journal_rows, prompts, read_rows, run, write_rows
 from cli_kit import run as command
+from embedding_kit import write_encoder
 
 import bminf_lite
 from bminf_lite.batch import job as jobs
@@ -189,6 +190,11 @@ def test_the_command(int8, rows, tmp_path, expected):
         assert result.exit_code == 2 and words in result.stderr
     result = command("batch", int8, tmp_path, tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 0, result.stderr  # a folder: in.jsonl, and out.jsonl as an input
+
+
+def test_a_model_of_vectors_answers_no_rows(rows, tmp_path):
+    with pytest.raises(UsageError, match="bminf-lite embed reads files of texts"):
+        run(write_encoder(tmp_path / "model"), rows, tmp_path / "out")
 
 
 def test_another_input_or_other_options_do_not_go_on_with_a_batch(int8, rows, tmp_path):
