@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,12 +32,13 @@ Part = Library | Headers | DeviceError
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; ``memory`` in bytes."""
+    """One GPU; ``memory`` in bytes. ``peers`` are the other GPUs whose memory its kernels reach."""
 
     index: int
     name: str
     compute_capability: tuple[int, int]
     memory: int
+    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,12 @@ def _line(name: str, value: str) -> str:
 
 
 def _gpu_text(gpu: Gpu) -> str:
-    return f"{gpu.name}, compute capability {text(gpu.compute_capability)}, {gpu.memory / 2**30:.1f} GiB"
+    facts = f"{gpu.name}, compute capability {text(gpu.compute_capability)}, {gpu.memory / 2**30:.1f} GiB"
+    return facts + (f", reaches the memory of {_numbered(gpu.peers)}" if gpu.peers else "")
+
+
+def _numbered(gpus: Sequence[int]) -> str:
+    return f"GPU{'s' if len(gpus) > 1 else ''} {', '.join(map(str, gpus))}"
 
 
 def _plan_text(plan: GemmReport) -> str:
@@ -129,10 +135,11 @@ def _plan_text(plan: GemmReport) -> str:
 
 
 def _find_gpus() -> list[Gpu]:
-    return [_describe(driver.load(), index) for index in range(driver.device_count())]
+    count = driver.device_count()
+    return [_describe(driver.load(), index, count) for index in range(count)]
 
 
-def _describe(functions: Any, index: int) -> Gpu:
+def _describe(functions: Any, index: int, count: int) -> Gpu:
     # Without a context, which would take seconds and memory on each GPU.
     handle, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
     functions.cuDeviceGet(handle, index)
@@ -143,7 +150,16 @@ def _describe(functions: Any, index: int) -> Gpu:
         value = ctypes.c_int()
         functions.cuDeviceGetAttribute(value, attribute, handle)
         capability.append(value.value)
-    return Gpu(index, name.value.decode(), (capability[0], capability[1]), memory.value)
+    peers = tuple(other for other in range(count) if other != index and _reaches(functions, handle, other))
+    return Gpu(index, name.value.decode(), (capability[0], capability[1]), memory.value, peers)
+
+
+def _reaches(functions: Any, handle: ctypes.c_int, other: int) -> bool:
+    """Whether kernels of a GPU may reach the memory of another."""
+    found, peer = ctypes.c_int(), ctypes.c_int()
+    functions.cuDeviceGet(peer, other)
+    functions.cuDeviceCanAccessPeer(found, handle, peer)
+    return bool(found.value)
 
 
 def _measure_plans() -> list[GemmReport]:
@@ -213,7 +229,7 @@ def diagnose(probes: Probes | None = None) -> Report:
         ),
         plans=tuple(plans),
         problems=tuple(problems),
-        notes=tuple(_mixed_headers(probes, cupy)),
+        notes=(*_apart(gpus), *_mixed_headers(probes, cupy)),
     )
 
 
@@ -270,6 +286,17 @@ def _gpus(probes: Probes, problems: list[Problem]) -> list[Gpu]:
     if not gpus:
         problems.append(Problem("The driver offers no GPU.", remedy))
     return gpus
+
+
+def _apart(gpus: Sequence[Gpu]) -> list[Problem]:
+    """A note on GPUs that cannot exchange values directly; it says nothing of a single GPU."""
+    every = {gpu.index for gpu in gpus}
+    found = {gpu.index: sorted(every - {gpu.index, *gpu.peers}) for gpu in gpus}
+    details = tuple(f"GPU {index} does not reach the memory of {_numbered(far)}" for index, far in found.items() if far)
+    if not details:
+        return []
+    what = "A model that is divided among these GPUs adds through the host's memory, which is slow."
+    return [Problem(what, "see nvidia-smi topo -p2p w for what the system allows, or use one GPU", details)]
 
 
 def _missing(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> list[Problem]:

@@ -56,6 +56,17 @@ def must_not_run(*_):
     raise AssertionError("a GPU was used though something is missing")
 
 
+def test_gpus_that_reach_each_other_are_said_and_others_are_noted():
+    beside = [replace(GPU, peers=(1,)), replace(GPU, index=1, peers=(0,)), replace(GPU, index=2)]
+    report = diagnose(replace(complete(), gpus=lambda: beside[:2]))
+    assert report.usable and not report.notes
+    assert "80.0 GiB, reaches the memory of GPU 1\n" in report.text()
+    report = diagnose(replace(complete(), gpus=lambda: beside))
+    (note,) = report.notes
+    assert report.usable and note.details[-1] == "GPU 2 does not reach the memory of GPUs 0, 1"
+    assert "through the host's memory" in report.text()
+
+
 def test_a_complete_machine_is_usable_and_says_what_it_has():
     report = diagnose(complete())
     assert report.usable and not report.problems

@@ -72,6 +72,9 @@ class FakeDriver:
     def cuDeviceTotalMem_v2(self, total: Any, handle: int) -> None:
         set_number(total, self.machine.memory.nbytes)
 
+    def cuDeviceCanAccessPeer(self, found: Any, handle: int, peer: int) -> None:
+        set_number(found, int(handle != peer))
+
     def cuDevicePrimaryCtxRetain(self, context: Any, handle: int) -> None:
         set_number(context, FIRST_CONTEXT + handle)
 

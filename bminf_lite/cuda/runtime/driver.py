@@ -150,6 +150,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(Context), c_int),
     "cuCtxSetCurrent": (Context,),
     "cuCtxGetCurrent": (POINTER(Context),),
