@@ -12,12 +12,12 @@ import numpy as np
 
 from ..backend.values import Pooling
 from ..engine.pooling import PoolingRequest, PoolingText
-from ..errors import UsageError, require_bool, require_whole
+from ..errors import QueueFull, UsageError, require_bool, require_whole
 from ..models.parts.classifier import Classifier
 from ..text.tokenizer import Tokenizer, require_text
 from .scores import ClassifierSettings, Ranked, TokenLabel, ranked
 from .settings import PoolingSettings
-from .texts import Text, TextEncoder, is_text
+from .texts import QUERY_PROMPTS, TEXT_PROMPTS, Text, TextEncoder, first_prompt, is_text
 
 SLICE = 512
 """Texts that are made to tokens at once; the device computes one slice while the next one is made."""
@@ -128,8 +128,7 @@ class Pooler:
             numbers = self._numbers([(query, text) for text in texts], truncate)
             return self.model.scores.relevances(numbers)
         names = self.model.settings.prompts
-        of_query = "query" if "query" in names else None
-        of_texts = next((name for name in ("document", "passage", "corpus") if name in names), None)
+        of_query, of_texts = first_prompt(names, QUERY_PROMPTS), first_prompt(names, TEXT_PROMPTS)
         rows = self.embed(texts, of_texts, normalize=True, truncate=truncate)
         found: np.ndarray = (rows * self.embed(query, of_query, normalize=True, truncate=truncate)).sum(axis=1)
         return found
@@ -201,7 +200,13 @@ class Pooler:
             for first in range(0, len(texts), SLICE):
                 ended: SimpleQueue[PoolingRequest] = SimpleQueue()
                 request = PoolingRequest(encoded(texts[first : first + SLICE]), poolings, ended.put)
-                self.submit(request)
+                try:
+                    self.submit(request)
+                except QueueFull:
+                    if not waiting:
+                        raise
+                    yield _result(*waiting.pop(0))
+                    self.submit(request)
                 waiting.append((request, ended))
                 if len(waiting) > 1:
                     yield _result(*waiting.pop(0))

@@ -39,6 +39,8 @@ FUNCTIONS = {
     "Sigmoid": "sigmoid",
 }
 """Classes of PyTorch -> functions of a linear layer."""
+ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+"""The modules that are run. There may be several linear layers."""
 LEFT_OUT = ("Dropout",)
 """Modules that only a training uses."""
 
@@ -86,8 +88,8 @@ class PoolingSettings:
     - ``poolings``: the vectors of several are joined, in this order.
     - ``include_prompt``: whether the tokens of a prompt take part in the pooling.
     - ``steps``: linear layers behind it. ``normalize``: the result has length 1.
-    - ``prompts``: texts that are put before a text, by name; ``default_prompt`` is the name of the one that is used
-      where none is named.
+    - ``prompts``: texts that are put before a text, by name; they may be empty. ``default_prompt`` is the name of the
+      one that is used where none is named.
     - ``max_length``: tokens of a text at most; what is more is cut off. None leaves it to the model.
     - ``lower_case``: texts are lowered first.
     """
@@ -145,7 +147,7 @@ def read_settings(folder: Path, default: Pooling, features: int) -> PoolingSetti
         raise CheckpointError(f"{folder / PROMPTS}: default_prompt_name is {name!r}, which is none of {list(texts)}")
     return PoolingSettings(
         **found,
-        prompts={key: text for key, text in texts.items() if text},
+        prompts=texts,
         default_prompt=name,
         max_length=longest,
         lower_case=limits.get("do_lower_case") is True,
@@ -159,8 +161,13 @@ def _read_modules(folder: Path, features: int) -> dict[str, Any]:
         raise CheckpointError(f"{path} must hold a list of modules")
     poolings: tuple[Pooling, ...] | None = None
     include_prompt, normalize, steps, width = True, False, [], features
+    last = -1
     for module in modules:
         kind, where = str(module.get("type")).rpartition(".")[2], module.get("path") or ""
+        place = ORDER.index(kind) if kind in ORDER else last
+        if place < last or (place == last and kind in ORDER[:2]):
+            problems.append(f"{kind} is behind {ORDER[last]}; modules are run in the order {', '.join(ORDER)}")
+        last = max(last, place)
         if not isinstance(where, str) or (where and not is_within(where)):
             raise CheckpointError(f"{path}: {where!r} is no folder inside of this one")
         if kind == "Transformer":
@@ -175,7 +182,7 @@ def _read_modules(folder: Path, features: int) -> dict[str, Any]:
         elif kind == "Normalize":
             normalize = True
         elif kind not in LEFT_OUT:
-            problems.append(f"a module is {module.get('type')!r}; Transformer, Pooling, Dense and Normalize are run")
+            problems.append(f"a module is {module.get('type')!r}, but must be one of {', '.join(ORDER)}")
     if poolings is None:
         problems.append("there is no module Pooling")
     if problems:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -16,6 +16,10 @@ from .settings import PoolingSettings
 
 Text = str | Sequence[int] | np.ndarray
 """A text, or its tokens."""
+
+
+QUERY_PROMPTS, TEXT_PROMPTS = ("query",), ("document", "passage", "corpus")
+"""The names of the prompts of queries, and of the texts that are ranked for them."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,11 @@ def _of_each(count: int, work: Callable[[int], PoolingText]) -> list[PoolingText
     if problems:
         raise UsageError(problems[0] if len(problems) == 1 else listed(f"{count} texts", problems))
     return found
+
+
+def first_prompt(prompts: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """The first of ``names`` whose prompt has a text."""
+    return next((name for name in names if prompts.get(name)), None)
 
 
 def is_utf8(value: object) -> TypeGuard[str]:

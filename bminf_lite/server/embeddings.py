@@ -18,7 +18,7 @@ from ..engine.pooling import PoolingText
 from ..errors import CheckpointError, UsageError
 from ..pooling.scores import ClassifierSettings, ranked
 from ..pooling.settings import PoolingSettings
-from ..pooling.texts import TextEncoder
+from ..pooling.texts import QUERY_PROMPTS, TEXT_PROMPTS, TextEncoder, first_prompt
 from .errors import bad_request
 from .event_stream import unless_in_vain
 from .generating import check_model, run_briefly
@@ -35,9 +35,14 @@ def routes(server: ServerState) -> list[Route]:
     """The routes."""
     texts = TextService(server)
 
+    def check_name(name: str | None) -> None:
+        check_model(server, name)
+        if server.has_adapter(name):
+            raise bad_request(f"{name} is an adapter, and adapters make no vectors: name {server.model_name}", "model")
+
     async def embeddings(request: Request) -> Response:
         body = parse(EmbeddingBody, await request.body())
-        check_model(server, body.model)
+        check_name(body.model)
         info, inputs = texts.info, body.inputs
         if info.labels:
             raise bad_request("this model classifies: it has no embeddings", "model")
@@ -62,7 +67,7 @@ def routes(server: ServerState) -> list[Route]:
 
     async def rerank(request: Request) -> Response:
         body = parse(RerankBody, await request.body())
-        check_model(server, body.model)
+        check_name(body.model)
         pairs = [(body.query, text) for text in body.texts]
         scores, tokens = await texts.scores(request, pairs, body.truncate is not False, "documents")
         results: list[dict[str, Any]] = []
@@ -82,14 +87,14 @@ def routes(server: ServerState) -> list[Route]:
 
     async def score(request: Request) -> Response:
         body = parse(ScoreBody, await request.body())
-        check_model(server, body.model)
+        check_name(body.model)
         scores, tokens = await texts.scores(request, body.pairs, body.truncate is not False, "text_2")
         data = [{"index": i, "object": "score", "score": float(value)} for i, value in enumerate(scores)]
         return json_response(_listed("score", body.model or server.model_name, data, tokens))
 
     async def classify(request: Request) -> Response:
         body = parse(ClassifyBody, await request.body())
-        check_model(server, body.model)
+        check_name(body.model)
         info, inputs = texts.info, body.texts
         if not info.labels or info.classifies_tokens:
             raise bad_request("this model has no head that classifies texts", "model")
@@ -180,9 +185,7 @@ class TextService:
             encoded = await self.encoded(seconds, lambda: encoder.encode_pairs(pairs, truncate), field, repeated)
             return self.classes.relevances(await self.rows(request, encoded)), _usage(encoded)
         firsts = {first: i for i, first in enumerate(dict.fromkeys(first for first, _ in pairs))}
-        query, document = (
-            _first_known(info.prompts, names) for names in (("query",), ("document", "passage", "corpus"))
-        )
+        query, document = (first_prompt(info.prompts, names) for names in (QUERY_PROMPTS, TEXT_PROMPTS))
 
         def encode() -> list[PoolingText]:
             queries = encoder.encode(list(firsts), encoder.prompt_text(query, None), truncate)
@@ -192,10 +195,6 @@ class TextService:
         rows = await self.rows(request, encoded, normalize=True)
         queries = rows[[firsts[first] for first, _ in pairs]]
         return (queries * rows[len(firsts) :]).sum(axis=1), _usage(encoded)
-
-
-def _first_known(prompts: dict[str, str], names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in prompts), None)
 
 
 def _checked(work: Callable[[], Any], field: str) -> Any:

@@ -209,12 +209,34 @@ def test_what_a_model_does_not_do_is_an_error(model: Model, tmp_path: Path):
             next(model.embed_slices(texts))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="text 1: token 0 is 99"):
         model.embed(["a", [99]])
+    write_modules(folder := write_encoder(tmp_path / "order"), {"pooling_mode": "mean"}, {})
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([modules[0], modules[2], modules[1]]))
+    with pytest.raises(CheckpointError, match="Pooling is behind Normalize; modules are run in the order Transformer"):
+        load(folder, device="cpu")
     write_modules(folder := write_encoder(tmp_path / "model"), {"pooling_mode": "median"})
     with pytest.raises(CheckpointError, match="the pooling is"):
         load(folder, device="cpu")
     (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.CNN", "path": ""}]))
     with pytest.raises(CheckpointError, match="CNN"):
         load(folder, device="cpu")
+
+
+def test_a_short_queue_takes_a_long_list(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pooler, "SLICE", 4)
+    with load(folder, device="cpu", max_queue=1) as model:
+        assert model.embed(TEXTS * 8).shape == (32, 32)
+
+
+def test_a_prompt_may_be_empty(tmp_path: Path):
+    folder = write_encoder(tmp_path / "model")
+    prompts = {"query": "query : ", "document": "", "passage": "passage : "}
+    write_modules(folder, {"pooling_mode_mean_tokens": True}, {}, prompts=prompts)
+    with load(folder, device="cpu") as model:
+        np.testing.assert_allclose(model.embed(TEXTS[0], prompt_name="document"), model.embed(TEXTS[0]), atol=1e-6)
+        expected = model.embed(TEXTS, prompt_name="passage") @ model.embed("a", prompt_name="query")
+        scores = {hit.index: hit.score for hit in model.rerank("a", TEXTS)}
+        np.testing.assert_allclose([scores[i] for i in range(4)], expected, atol=1e-5)
 
 
 def test_threads_share_a_model(model: Model):

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import tiny_checkpoint
+from adapter_files import random_adapter
 from embedding_kit import write_encoder, write_modules
 
 import bminf_lite
@@ -200,7 +201,10 @@ def test_a_model_that_generates_makes_no_vectors(tmp_path: Path):
 
 
 def test_one_server_generates_and_embeds(tmp_path: Path):
-    served = Served(tiny_checkpoint.write(tmp_path / "model"), embeddings=True)
+    source = tiny_checkpoint.write(tmp_path / "model")
+    adapters = {"french": random_adapter(tmp_path / "french", source)}
+    served = Served(source, embeddings=True, adapters=adapters)
+    assert "adapters make no vectors" in served.error("/v1/embeddings", {"input": "a cat", "model": "french"})
     expected = served.model.embed("a cat")
     found = served.json("/v1/embeddings", {"input": "a cat"})
     np.testing.assert_allclose(found["data"][0]["embedding"], expected, atol=1e-6)
