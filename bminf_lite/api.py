@@ -136,7 +136,7 @@ def load(
     - ``gpus``: among how many GPUs the model is divided, from the one that ``device`` names on, ``memory_limit`` each;
       docs/guides/several_gpus.md. On a CPU, the parts are computed by threads, which helps to test.
     - ``embeddings``: :meth:`Model.embed` works beside generation, for a decoder: a text's vector is that of its last
-      token. A model that makes vectors, and generates none, needs it not.
+      token. Without effect on a model that makes vectors alone.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """

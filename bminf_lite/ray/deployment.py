@@ -60,7 +60,7 @@ class Deployment:
         **http_options: Any,
     ):
         if unknown := sorted(http_options.keys() - set(HTTP_OPTIONS)):
-            problems = [f"{name} is none; there are {', '.join(HTTP_OPTIONS)}" for name in unknown]
+            problems = [f"there is no option {name}; there are {', '.join(HTTP_OPTIONS)}" for name in unknown]
             raise UsageError(listed("options of the server", problems))
         keys = [] if api_key_file is None else read_keys(api_key_file)
         self._model = load(model, **(load_options or {}))

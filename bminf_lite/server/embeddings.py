@@ -191,7 +191,7 @@ class TextService:
             queries = encoder.encode(list(firsts), encoder.prompt_text(query, None), truncate)
             return queries + encoder.encode(seconds, encoder.prompt_text(document, None), truncate)
 
-        encoded = await self.encoded([*firsts, *seconds], encode, field)
+        encoded = await self.encoded(seconds, encode, field, sum(map(len, firsts)))
         rows = await self.rows(request, encoded, normalize=True)
         queries = rows[[firsts[first] for first, _ in pairs]]
         return (queries * rows[len(firsts) :]).sum(axis=1), _usage(encoded)

@@ -215,5 +215,5 @@ def test_wrong_options_are_named():
     with pytest.raises(UsageError, match="args has no model"):
         app({"load_options": {}})
     build = Deployment.func_or_class.__mro__[1].__init__
-    with pytest.raises(UsageError, match="served_model is none; there are served_model_name"):
+    with pytest.raises(UsageError, match="there is no option served_model; there are served_model_name"):
         build(SimpleNamespace(), str(DEMO), served_model="x")

@@ -136,6 +136,9 @@ def test_an_embedder_ranks_and_does_not_generate(embedder: Served):
     np.testing.assert_allclose(found["results"][0]["relevance_score"], expected[0].score, atol=1e-5)
     scores = embedder.json("/score", {"text_1": "a dog", "text_2": TEXTS})["data"]
     assert {item["index"]: round(item["score"], 4) for item in scores}[expected[0].index] == round(expected[0].score, 4)
+    assert len(embedder.json("/v1/rerank", {"query": "a dog", "documents": ["a"] * 2048})["results"]) == 2048
+    body = {"query": "a dog", "documents": ["a"] * 2049}
+    assert "documents has 2,049 texts, but may have 2,048" in embedder.error("/v1/rerank", body)
     assert "makes vectors of texts" in embedder.error("/v1/completions", {"prompt": "a"})
     assert "classifies" in embedder.error("/classify", {"input": TEXTS})
     stats = embedder.model.stats()
