@@ -85,7 +85,10 @@ class HostDevice:
         self.write(target, values)
 
     def host(self, x: Array) -> np.ndarray:
-        """A NumPy array of the values. Waits for the device."""
+        """A NumPy array of the values. Waits for the device.
+
+        As :meth:`complete` and :meth:`fetch`, it raises ``DeviceError`` if a rank was given up, so that sums are wrong.
+        """
         return np.asarray(x)
 
     def complete(self, x: Array) -> Array:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..backend.communicator import RankThreads
+from ..errors import BminfError
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .draft_model import DraftedNetwork, ModelDrafter
@@ -28,7 +29,7 @@ class LaunchedStep:
     """A step that the devices compute; :meth:`fetch` waits for it.
 
     ``executed`` has the step of each rank. ``start_sampling`` starts the samplers, and is None once that was done, or
-    if nothing samples. ``check`` raises an error if a rank did not hear from another.
+    if nothing samples. ``check`` raises an error if the ranks' sums may be wrong.
     """
 
     executed: Sequence[ExecutedStep]
@@ -71,6 +72,7 @@ class ModelRunner:
         self.builder = StepBuilder(ops, config, blocks)
         self.executors: list[Executor] = []
         backends = [network.ops for network in networks]
+        self._num_failures = 0  # how often a rank has failed, so that sums under way were given up
         self._ranks = RankThreads([ops.communicator for ops in backends], [ops.make_current for ops in backends])
         made: list[Executor | None] = [None] * len(networks)
 
@@ -136,7 +138,13 @@ class ModelRunner:
             masks = self.builder.masks(constrained)
             self._on_ranks(lambda rank: self.executors[rank].sample(executed[rank], masks))
 
-        check = self.executors[0].ops.communicator.check
+        failures = self._num_failures
+
+        def check() -> None:
+            if self._num_failures != failures:
+                raise BminfError("a GPU of the model failed beside this step, whose sums were given up: ask again")
+            self.executors[0].ops.communicator.check()
+
         launched = LaunchedStep(executed, sample if plan.samples and constrained else None, check)
         if all(r.num_pending_tokens == 1 for r in constrained):  # this step's
             launched.sample()
@@ -169,4 +177,10 @@ class ModelRunner:
 
     def _on_ranks(self, work: Callable[[int], T]) -> list[T]:
         """``work`` of the number of every rank, all at once."""
-        return [work(0)] if len(self.executors) == 1 else self._ranks.run(work)
+        if len(self.executors) == 1:
+            return [work(0)]
+        try:
+            return self._ranks.run(work)
+        except BaseException:
+            self._num_failures += 1
+            raise

@@ -157,16 +157,33 @@ def test_a_rank_that_hangs_is_named_within_seconds(
             if rank == 0:
                 summed(ops, values(0, 2, 64), None, None)
 
+        if hangs == "GPU":  # the thread goes on: its kernels give the peer up
+            monkeypatch.setattr(peers.PeerRank, "meet", lambda self: None)
         name = rf"cuda:{devices[1]} \(rank 1\) sent nothing to cuda:0 \(rank 0\)"
-        if hangs == "thread":
+        for _ in range(2):
             with pytest.raises(DeviceError, match=name):
                 ranks.run(work)
-        else:
-            monkeypatch.setattr(peers.PeerRank, "meet", lambda self: None)
-            ranks.run(work)
-        for _ in range(2):
-            with pytest.raises(DeviceError, match=rf"cuda:{devices[1]} \(rank 1\) sent nothing to cuda:0 \(rank 0\)"):
+            with pytest.raises(DeviceError, match=name):
                 ranks.group.check()
+
+
+@pytest.mark.parametrize("wait", ["host", "fetch", "complete"])
+def test_no_result_is_taken_from_the_gpu_after_a_peer_was_given_up(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bminf_lite.backend.cuda import peers
+
+    monkeypatch.setattr(peers, "FIRST_PATIENCE", 10**8)
+    monkeypatch.setattr(peers.PeerRank, "meet", lambda self: None)
+    with closing(Ranks((0, 0))) as ranks:
+
+        def work(ops: Any, rank: int) -> Any:
+            if rank == 1:
+                return None
+            with ops.step(batch(2)):
+                total = ops.all_reduce_add(ops.array(values(0, 2, 64)))
+            return ops.fetch(total)() if wait == "fetch" else getattr(ops, wait)(total)
+
+        with pytest.raises(DeviceError, match=r"\(rank 1\) sent nothing to cuda:0 \(rank 0\)"):
+            ranks.run(work)
 
 
 def test_a_rank_that_fails_ends_the_wait_of_the_others_at_once(ranks: Ranks) -> None:

@@ -124,6 +124,30 @@ def test_an_error_of_one_rank_ends_the_requests_and_the_next_ones_run(divided):
     assert run(model, requests()[:1])[0].output_token_ids == first.output_token_ids
 
 
+def test_a_step_under_way_when_other_work_of_a_rank_fails_gives_no_tokens(divided):
+    """As when ``warm_up`` finds too little memory: the ranks' sums were given up, so the step's may be wrong."""
+    model = divided(False)
+    first = run(model, requests()[:1])[0]
+    runner = model._engine._runner
+    launch = runner.launch
+
+    def launched_beside_a_failure(step: Any) -> Any:
+        launched = launch(step)
+        with pytest.raises(MemoryError, match="no room"):
+            runner._on_ranks(fail_on_rank_1)
+        return launched
+
+    def fail_on_rank_1(rank: int) -> None:
+        if rank == 1:
+            raise MemoryError("no room")
+
+    runner.launch = launched_beside_a_failure
+    with pytest.raises(BminfError, match="failed beside this step"):
+        run(model, requests()[:1])
+    runner.launch = launch
+    assert run(model, requests()[:1])[0].output_token_ids == first.output_token_ids
+
+
 def test_a_model_of_one_rank_has_no_threads():
     with make_model(RowwiseBackend(), **LLAMA) as model:
         run(model, requests()[:1])

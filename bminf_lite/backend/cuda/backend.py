@@ -187,17 +187,26 @@ class CudaBackend(Backend):
         values = self.materializer.materialize(x)
         with self.arrays.current():
             found: np.ndarray = cp.asnumpy(values, stream=self.stream)
-            return found
+        self.communicator.check()
+        return found
 
     def complete(self, x: Array) -> cp.ndarray:
         values = self.materializer.materialize(x)
         self.stream.synchronize()
+        self.communicator.check()
         return values
 
     def fetch(self, x: Array) -> Callable[[], np.ndarray]:
-        values = self.materializer.materialize(x)
+        values, check = self.materializer.materialize(x), self.communicator.check
         with self.arrays.current():
-            return self.arrays.download(cp.ascontiguousarray(values))
+            download = self.arrays.download(cp.ascontiguousarray(values))
+
+        def wait() -> np.ndarray:
+            found = download()
+            check()
+            return found
+
+        return wait
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         captured = CapturedGraph(self.graph_memory, self.arrays, work, lambda: self.loader.streamed_bytes)

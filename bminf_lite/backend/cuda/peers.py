@@ -101,8 +101,10 @@ class PeerGroup:
     def meet(self, rank: int) -> None:
         """Wait until the threads of all ranks are here as often as that of ``rank``.
 
-        Raises ``RankFailed`` once a rank has failed, and ``DeviceError`` for one that does not come.
+        Raises ``RankFailed`` once a rank has failed, and ``DeviceError`` for one that does not come or was given up.
         """
+        if self.failure is not None:
+            raise self.failure
         self._met[rank] += 1
         wanted, turns, since = self._met[rank], 0, time.monotonic()
         while min(self._met) < wanted:
