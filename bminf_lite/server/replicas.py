@@ -2,7 +2,8 @@
 
 The front process parses HTTP and passes requests on. Requests that begin alike go to the same replica, which has the
 beginning in its cache, unless that replica has much more to do than the others. A replica that ends costs the requests
-that it was answering, and is started again. Whether a request may be made, and what it may ask, each replica decides.
+that it was answering, and is started again; it gets the adapters that were loaded meanwhile before it is asked anything
+else. Whether a request may be made, and what it may ask, each replica decides.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from ..errors import BminfError, UsageError
+from ..backend import check_device
+from ..errors import BminfError
 from .errors import ApiError
 from .http_process import BACKLOG, SilentServer
 from .http_protocol import bounded_protocol
@@ -42,11 +44,16 @@ MAX_RESTARTS, RESTART_SECONDS = 5, 120.0
 """A server whose replicas end more than ``MAX_RESTARTS`` times within ``RESTART_SECONDS`` ends too."""
 READY_SECONDS = 0.2
 """From one question whether a replica is ready to the next."""
-TO_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+TO_ALL = (LOAD_ADAPTER, UNLOAD_ADAPTER)
 """Paths of requests that every replica must get."""
 PROMPT_FIELDS = ("messages", "prompt", "input", "query", "text", "texts")
 HOP_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"content-length", b"expect"}
 PIECE = 1 << 16
+
+
+Answer = tuple[int, Sequence[tuple[bytes, bytes]], bytes]
+"""A status, headers and a body."""
 
 
 @dataclass(eq=False)
@@ -60,6 +67,16 @@ class Replica:
     is_ready: bool = False
     active: int = 0
     """Requests that it is answering."""
+
+
+@dataclass(eq=False)
+class AdapterChange:
+    """A request that the replicas with the numbers ``given`` have answered with success."""
+
+    path: str
+    headers: Sequence[tuple[bytes, bytes]]
+    body: bytes
+    given: set[int]
 
 
 class ReplicaFailed(BminfError):
@@ -80,6 +97,8 @@ class Replicas:
     failure: BminfError | None = field(default=None, init=False)
     _exits: deque[float] = field(default_factory=deque, init=False)
     _ends: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # of adapters, and of who is ready
+    _changes: dict[str, list[AdapterChange]] = field(default_factory=dict, init=False)  # by the adapter's name
 
     def __post_init__(self) -> None:
         self.replicas = [Replica(number, command) for number, command in enumerate(self.commands)]
@@ -89,10 +108,15 @@ class Replicas:
     async def keep(self, replica: Replica) -> None:
         """Run a replica, and start it again whenever it ends, until the server ends."""
         while not self._ends.is_set():
+            for changes in self._changes.values():
+                for change in changes:
+                    change.given.discard(replica.number)
             replica.port = _free_port()
             command = [argument.replace("{port}", str(replica.port)) for argument in replica.command]
             replica.process = await asyncio.create_subprocess_exec(*command)
-            asked = asyncio.create_task(self._wait_until_ready(replica))
+            if self._ends.is_set():  # after ``stop``, which has not seen this process
+                replica.process.terminate()
+            asked = asyncio.create_task(self._watch(replica))
             code = await replica.process.wait()
             asked.cancel()
             replica.is_ready = False
@@ -110,12 +134,27 @@ class Replicas:
                 )
                 self._ends.set()
 
-    async def _wait_until_ready(self, replica: Replica) -> None:
-        while not replica.is_ready:
+    async def _watch(self, replica: Replica) -> None:
+        """Note when a replica is ready, also one that has refused a connection, as long as its process lives."""
+        while True:
             await asyncio.sleep(READY_SECONDS)
-            with suppress(ReplicaFailed, OSError):
-                status, *_ = await ask(replica.port, "/health/ready")
-                replica.is_ready = status == 200
+            if not replica.is_ready:
+                with suppress(ReplicaFailed, OSError):
+                    status, *_ = await ask(replica.port, "/health/ready")
+                    if status == 200:
+                        await self._begin(replica)
+
+    async def _begin(self, replica: Replica) -> None:
+        """Give a replica the adapters that the others have, and let requests come to it."""
+        async with self._changing:
+            for name, changes in self._changes.items():
+                for change in [change for change in changes if replica.number not in change.given]:
+                    status, _, answer = await ask(replica.port, change.path, "POST", change.headers, change.body)
+                    if status >= 300 and change.path == LOAD_ADAPTER:
+                        problem = answer.decode(errors="replace")
+                        self.log(f"replica {replica.number} does not load the adapter {name!r}: {problem}")
+                    change.given.add(replica.number)
+            replica.is_ready = True
         self.log(f"replica {replica.number} is ready")
 
     async def stop(self, seconds: float) -> None:
@@ -142,7 +181,7 @@ class Replicas:
         least = min(ready, key=lambda replica: replica.active)
         if beginning is None:
             return least
-        preferred = max(ready, key=lambda r: blake2b(beginning, digest_size=8, salt=r.number.to_bytes(8)).digest())
+        preferred = max(ready, key=lambda r: blake2b(beginning, digest_size=8, salt=r.number.to_bytes(8, "big")).digest())
         mean = sum(replica.active for replica in ready) / len(ready)
         return preferred if preferred.active <= SPARE_SHARE * mean + SPARE_REQUESTS else least
 
@@ -154,25 +193,23 @@ class Replicas:
             error = ApiError(413, f"the body has more than {self.limits.body:,} bytes", code="body_too_large")
             await error.response(scope)(scope, receive, send)
             return
-        if scope["path"] == "/metrics":
-            await self._metrics(scope, receive, send)
-            return
         while not await self._answered(scope, body, receive, send):
             pass
 
     async def _answered(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
         """Whether the request was answered; not so if the chosen replica had just ended, so that nothing was asked."""
-        is_for_all = scope["path"] in TO_ALL
         try:
-            replica = self.choose(beginning_of(body) if body and not is_for_all else None)
-            try:
-                if is_for_all:
-                    await self._to_all(body, scope, send)
-                else:
+            if scope["path"] in TO_ALL:
+                await self._to_all(body, scope, send)
+            elif scope["path"] == "/metrics":
+                await self._metrics(scope, send)
+            else:
+                replica = self.choose(beginning_of(body) if body else None)
+                try:
                     await self._forward(replica, scope, body, receive, send)
-            except ConnectionRefusedError:
-                replica.is_ready = False
-                return False
+                except ConnectionRefusedError:
+                    replica.is_ready = False
+                    return False
         except ReplicaFailed as error:
             await ApiError(503, str(error), code="replica_failed").response(scope)(scope, receive, send)
         return True
@@ -203,21 +240,42 @@ class Replicas:
 
     async def _to_all(self, body: bytes, scope: Scope, send: Send) -> None:
         """Ask every ready replica, and answer as the first that refuses does, or the first."""
-        ready = [replica for replica in self.replicas if replica.is_ready]
-        found = [await ask(replica.port, _target(scope), scope["method"], scope["headers"], body) for replica in ready]
-        status, headers, answer = next((one for one in found if one[0] >= 300), found[0])
+        async with self._changing:
+            found = await self._ask_all(_target(scope), scope["method"], scope["headers"], body)
+            status, headers, answer = next((one for one in found if one[0] >= 300), found[0])
+            if status < 300:
+                given = {replica.number for replica in self.replicas if replica.is_ready}
+                self._note(AdapterChange(scope["path"], scope["headers"], body, given))
         await _answer(send, status, headers, answer)
 
-    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _note(self, change: AdapterChange) -> None:
+        """Keep a change for replicas that start later. A new adapter may need the removal of one of its name."""
+        fields = json.loads(change.body)
+        replaces = change.path == UNLOAD_ADAPTER or fields.get("load_inplace")
+        before = [] if replaces else self._changes.get(fields["lora_name"], [])
+        self._changes[fields["lora_name"]] = [*before, change]
+
+    async def _metrics(self, scope: Scope, send: Send) -> None:
         """The sums of the replicas' metrics."""
-        ready = [replica for replica in self.replicas if replica.is_ready]
-        found = [await ask(replica.port, _target(scope), "GET", scope["headers"]) for replica in ready]
-        if not found:
-            await ApiError(503, "no replica is ready", code="replica_failed").response(scope)(scope, receive, send)
-            return
+        found = await self._ask_all(_target(scope), "GET", scope["headers"])
         status, headers, _ = found[0]
         texts = [body.decode() for _, _, body in found]
         await _answer(send, status, headers, (summed(texts) if status == 200 else texts[0]).encode())
+
+    async def _ask_all(
+        self, target: bytes, method: str, headers: Sequence[tuple[bytes, bytes]], body: bytes = b""
+    ) -> list[Answer]:
+        """What all ready replicas answer, without those that have just ended. Raises ``ReplicaFailed`` for none."""
+        found = []
+        for replica in self.replicas:
+            if replica.is_ready:
+                try:
+                    found.append(await ask(replica.port, target, method, headers, body))
+                except (ReplicaFailed, OSError):
+                    replica.is_ready = False
+        if not found:
+            raise ReplicaFailed("no replica is ready")
+        return found
 
 
 KEPT = {b"content-length"}
@@ -235,12 +293,10 @@ def beginning_of(body: bytes) -> bytes | None:
     """What requests have in common whose prompts begin alike; None for a body without a prompt."""
     try:
         value = json.loads(body)
-    except ValueError:
+        prompt = next((value[name] for name in PROMPT_FIELDS if value.get(name)), None)
+        return None if prompt is None else json.dumps(prompt)[:BEGINNING].encode()
+    except (AttributeError, ValueError, RecursionError):  # no object, no JSON, or too deep: the replica says so
         return None
-    if not isinstance(value, dict):
-        return None
-    prompt = next((value[name] for name in PROMPT_FIELDS if value.get(name)), None)
-    return None if prompt is None else json.dumps(prompt)[:BEGINNING].encode()
 
 
 def summed(texts: Sequence[str]) -> str:
@@ -293,7 +349,7 @@ async def exchange(
 
 async def ask(
     port: int, target: str | bytes, method: str = "GET", headers: Sequence[tuple[bytes, bytes]] = (), body: bytes = b""
-) -> tuple[int, Sequence[tuple[bytes, bytes]], bytes]:
+) -> Answer:
     """The status, headers and body of a replica's answer."""
     status, found, pieces = 0, [], []
     path = target.encode() if isinstance(target, str) else target
@@ -307,19 +363,20 @@ async def ask(
 
 async def _until(events: AsyncIterator[Any], gone: asyncio.Task[None]) -> AsyncIterator[Any]:
     """Events until there are no more, or the client is gone: the connection to the replica is closed then."""
-    iterator = aiter(events)
+    iterator, following = aiter(events), None
     try:
         while True:
             following = asyncio.ensure_future(anext(iterator, None))
             await asyncio.wait((following, gone), return_when=asyncio.FIRST_COMPLETED)
             if not following.done():
-                following.cancel()
                 return
             event = following.result()
             if event is None:
                 return
             yield event
     finally:
+        if following is not None:
+            following.cancel()  # unless it is done
         with suppress(RuntimeError):
             await iterator.aclose()  # type: ignore[attr-defined]
 
@@ -375,10 +432,9 @@ def replica_commands(arguments: Sequence[str], devices: Sequence[str]) -> list[l
 
 def devices_of(device: str, replicas: int, gpus: int) -> list[str]:
     """The device of each replica, of ``gpus`` GPUs each, from the one that ``device`` names on."""
+    check_device(device)
     if device == "cpu":
         return ["cpu"] * replicas
-    if device not in ("auto", "cuda") and not device.startswith("cuda:"):
-        raise UsageError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
     first = int(device.partition(":")[2] or 0)
     return [f"cuda:{first + number * gpus}" for number in range(replicas)]
 

@@ -20,6 +20,7 @@ pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 import httpx
 import psutil
 from serve_kit import DEMO, until
+from starlette.types import Message
 
 from bminf_lite.errors import UsageError
 from bminf_lite.server.limits import DEFAULT_LIMITS
@@ -80,7 +81,7 @@ def test_the_beginning_of_a_request() -> None:
     assert beginning_of(json.dumps(one).encode()) == beginning_of(json.dumps(two).encode()) is not None
     chats = [{"messages": [{"role": "user", "content": text}]} for text in ("hello", "goodbye")]
     assert len({beginning_of(json.dumps(chat).encode()) for chat in chats}) == 2
-    for other in (b"", b"{", b"[1]", b"{}", b'{"prompt": null}'):
+    for other in (b"", b"{", b"[1]", b"{}", b'{"prompt": null}', b"[" * 100_000):
         assert beginning_of(other) is None
 
 
@@ -96,8 +97,9 @@ def test_the_commands_of_replicas() -> None:
     own = ["serve", "M", "--seed", "3", "--host", "127.0.0.1", "--port", "{port}", "--device", "cuda:1"]
     assert first[1:] == ["-m", "bminf_lite", *own]
     assert devices_of("cpu", 3, 1) == ["cpu"] * 3 and devices_of("auto", 2, 1) == ["cuda:0", "cuda:1"]
-    with pytest.raises(UsageError, match="device 'tpu'"):
-        devices_of("tpu", 2, 1)
+    for device in ("tpu", "cuda:x", "cuda:-1"):
+        with pytest.raises(UsageError, match=f"device '{device}' is not one of"):
+            devices_of(device, 2, 1)
 
 
 def test_replicas_that_keep_ending_end_the_server() -> None:
@@ -110,6 +112,105 @@ def test_replicas_that_keep_ending_end_the_server() -> None:
     made = asyncio.run(keep())
     assert made.failure is not None and "replicas have ended 6 times" in str(made.failure)
     assert "replica 0 has ended with 3" in lines[0] and isinstance(made.replicas[0], Replica)
+
+
+class Stand:
+    """A stand-in for a replica: it answers with ``status`` and keeps the requests; one that was closed refuses."""
+
+    def __init__(self, replica: Replica, status: int = 200):
+        self.replica = replica
+        self.status = status
+        self.asked: list[tuple[str, bytes]] = []
+
+    async def __aenter__(self) -> Stand:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.replica.port)
+        self.replica.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        size = int(head.split("content-length: ")[1].split("\r\n")[0])
+        path, body = head.split()[1], await reader.readexactly(size)
+        if path != "/health/ready":
+            self.asked.append((path, body))
+        writer.write(f"HTTP/1.1 {self.status} x\r\nConnection: close\r\nContent-Length: 4\r\n\r\na 1\n".encode())
+        await writer.drain()
+        writer.close()
+
+
+async def status_of(replicas: Replicas, path: str, method: str = "GET", body: bytes = b"") -> int:
+    """The status of the answer to a request."""
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if sent or asked:
+            await asyncio.Event().wait()
+        asked.append(1)
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asked: list[int] = []
+    scope = {"type": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
+    await asyncio.wait_for(replicas(scope | {"method": method}, receive, send), 20)
+    return int(sent[0]["status"])
+
+
+def test_what_all_replicas_are_asked_goes_on_without_one_that_has_ended() -> None:
+    async def ask() -> None:
+        made = group(2)
+        async with Stand(made.replicas[1]):
+            pass
+        assert await status_of(made, "/metrics") == 503
+        made.replicas[0].is_ready = made.replicas[1].is_ready = True
+        async with Stand(made.replicas[0]) as alive:
+            for path in ("/metrics", "/v1/load_lora_adapter"):
+                made.replicas[1].is_ready = True
+                body = b'{"lora_name": "a", "lora_path": "f"}'
+                assert await status_of(made, path, "POST", body) == 200
+                assert [replica.is_ready for replica in made.replicas] == [True, False]
+            assert [path for path, _ in alive.asked] == ["/metrics", "/v1/load_lora_adapter"]
+
+    asyncio.run(ask())
+
+
+def test_a_replica_that_starts_later_gets_the_adapters_that_the_others_have() -> None:
+    async def change(made: Replicas, kind: str, name: str, **more: object) -> None:
+        body = {"lora_name": name, **more}
+        assert await status_of(made, f"/v1/{kind}_lora_adapter", "POST", json.dumps(body).encode()) < 500
+
+    async def until_ready(replica: Replica) -> None:
+        while not replica.is_ready:
+            await asyncio.sleep(0.01)
+
+    async def start() -> list[tuple[str, str]]:
+        made = group(2)
+        made.replicas[1].is_ready = False
+        async with Stand(made.replicas[0]) as first, Stand(made.replicas[1]) as later:
+            await change(made, "load", "a", lora_path="1")
+            await change(made, "load", "a", lora_path="2", load_inplace=True)
+            await change(made, "unload", "b")
+            await change(made, "load", "b", lora_path="3")
+            await change(made, "load", "c", lora_path="4")
+            await change(made, "unload", "c")
+            first.status = 400
+            await change(made, "load", "refused", lora_path="5")
+            watch = asyncio.create_task(made._watch(made.replicas[1]))
+            await until_ready(made.replicas[1])
+            made.replicas[1].is_ready = False  # as after a refused connection: it is found ready again
+            later.asked, again = [], later.asked
+            await until_ready(made.replicas[1])
+            watch.cancel()
+            assert later.asked == [] and [path for path, _ in first.asked].count("/v1/load_lora_adapter") == 5
+        bodies = [(path.split("/")[2].split("_")[0], json.loads(body)) for path, body in again]
+        return [(kind, body["lora_name"] + body.get("lora_path", "")) for kind, body in bodies]
+
+    assert asyncio.run(asyncio.wait_for(start(), 60)) == [("load", "a2"), ("unload", "b"), ("load", "b3"), ("unload", "c")]
 
 
 @pytest.fixture(scope="module")
