@@ -181,7 +181,9 @@ class Replicas:
         least = min(ready, key=lambda replica: replica.active)
         if beginning is None:
             return least
-        preferred = max(ready, key=lambda r: blake2b(beginning, digest_size=8, salt=r.number.to_bytes(8, "big")).digest())
+        preferred = max(
+            ready, key=lambda r: blake2b(beginning, digest_size=8, salt=r.number.to_bytes(8, "big")).digest()
+        )
         mean = sum(replica.active for replica in ready) / len(ready)
         return preferred if preferred.active <= SPARE_SHARE * mean + SPARE_REQUESTS else least
 

@@ -132,7 +132,6 @@ class SkinnyFloatGemmHopper:
         sync = uses_sync(kind, rows)
         compiled = next(count for count in (SYNC_ROWS if sync else WGMMA_ROWS) if rows <= count)
         vectors = 1 if source == GemvInput.HALF else next(v for v in NORM_VECTORS if k <= 8 * 32 * NORM_WARPS * v)
-        channels = best_channels(SYNC_CHANNELS if sync else WGMMA_CHANNELS, n, rows, kind, launcher.num_sms)
         columns = columns_of_stage(kind)
         steps, blocks_of_stage = ceil_div(k, columns), columns // BLOCK
         blocks, two = steps * blocks_of_stage, compiled <= 16
@@ -141,20 +140,30 @@ class SkinnyFloatGemmHopper:
         in_copy = 1 if k % BLOCK else min(blocks, MAX_BLOCKS_IN_COPY) if resident else blocks_of_stage
         resident_bytes = round_up(blocks, in_copy) * rows * ROW_BYTES if resident else 0
         groups = columns // kind.group_size if kind.group_size else 0
-        scales = 2 * round_up(groups * channels // (1 + gated) * kind.scale_bytes, SCALES_ALIGNMENT)
-        stage = round_up(BOXES * channels * ROW_BYTES + scales, 1024)
-        stage += 0 if resident else round_up(blocks_of_stage * rows * ROW_BYTES, 1024)
-        behind = compiled * ROW_BYTES + (0 if sync else (WGMMA_CHANNELS[0] - channels) * ROW_BYTES)
-        room = (ROOM_OF_TWO if two else launcher.max_shared - STATIC_BYTES) - resident_bytes - behind - BARRIER_BYTES
-        stages = min(room // stage, MAX_STAGES)
-        assert stages >= 2, (rows, n, k, kind)
+        room = (ROOM_OF_TWO if two else launcher.max_shared - STATIC_BYTES) - resident_bytes - BARRIER_BYTES
+
+        def stage_bytes(channels: int) -> int:
+            scales = 2 * round_up(groups * channels // (1 + gated) * kind.scale_bytes, SCALES_ALIGNMENT)
+            activations = 0 if resident else round_up(blocks_of_stage * rows * ROW_BYTES, 1024)
+            return round_up(BOXES * channels * ROW_BYTES + scales, 1024) + activations
+
+        def behind_bytes(channels: int) -> int:
+            return compiled * ROW_BYTES + (0 if sync else (WGMMA_CHANNELS[0] - channels) * ROW_BYTES)
+
+        def num_stages(channels: int) -> int:
+            return min((room - behind_bytes(channels)) // stage_bytes(channels), MAX_STAGES)
+
+        fitting = tuple(c for c in (SYNC_CHANNELS if sync else WGMMA_CHANNELS) if num_stages(c) >= 2)
+        channels = best_channels(fitting, n, rows, kind, launcher.num_sms)
+        stages = num_stages(channels)
+        shared = BARRIER_BYTES + stages * stage_bytes(channels) + resident_bytes + behind_bytes(channels)
         window = max(1, min(stages, WINDOW_BYTES // (BOXES * channels * ROW_BYTES)))
         template = f"{kind}, {str(sync).lower()}, {compiled}, {source}, {vectors}, {epilogue}, {activation}"
         kernel = launcher.kernel(self.source, f"bminf::skinny_float_gemm_hopper<{template}>")
         warps = NORM_WARPS if source != GemvInput.HALF else channels // WARP_CHANNELS if sync else WGMMA_WARPS
         tiles = ceil_div(n // (1 + gated), channels // (1 + gated))
         return _Plan(
-            kernel, warps + LOADING_WARPS, BARRIER_BYTES + stages * stage + resident_bytes + behind, channels, in_copy,
+            kernel, warps + LOADING_WARPS, shared, channels, in_copy,
             not (sync and rows == 1), (channels, tiles, steps, stages, window, resident, in_copy, k % BLOCK != 0),
         )  # fmt: skip
 
