@@ -141,6 +141,12 @@ def _config(path: Path) -> dict[str, Any]:
         is_bad = not isinstance(value, kinds) or isinstance(value, bool)  # type: ignore[arg-type]
         if is_bad or (kinds is not dict and not 0 < value < math.inf):
             problems.append(f"{key} is {value!r}, but must be {'an object' if kinds is dict else 'a number above 0'}")
+    if isinstance(patterns := config.get("alpha_pattern"), dict):
+        problems += [
+            f"alpha_pattern has {value!r} for {name!r}, but must have a number above 0"
+            for name, value in patterns.items()
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf
+        ]
     if problems:
         raise checkpoint_error(path, problems, MERGE)
     return config
@@ -199,9 +205,13 @@ def _parts(
                 problems.append(f"holds {tensor!r}, an adapter of an embedding that this model does not have")
         elif tensor.endswith(".weight") and module is None and (name := _saved_name(tensor, spec)) in replaceable:
             problem = _saved_problem(tensor, info.shape, spec.parameters[name].shape)
+            if problem is None and info.dtype not in FLOAT_DTYPES:
+                problem = f"tensor {tensor!r} is {info.dtype}, not one of {', '.join(FLOAT_DTYPES)}"
             problems += [problem] if problem else []
             if not problems:
-                found[name] = SavedMatrix(np.asarray(file.read(tensor)).astype(np.float32))
+                values = np.asarray(file.read(tensor)).astype(np.float32)
+                problems += [] if np.isfinite(values).all() else [_not_finite(f"{tensor!r}")]
+                found[name] = SavedMatrix(values)
         elif module is None:
             problems.append(f"holds {tensor!r}, which is no factor of a matrix: {_other_kind(tensor)}")
         elif info.dtype not in FLOAT_DTYPES:
@@ -221,7 +231,7 @@ def _parts(
         elif not problems:
             a, b = (np.asarray(file.read(tensor)).astype(np.float32) for tensor in (first, second))
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
-                problems.append(f"a factor of {module!r} holds a NaN or an infinity; train or export it again")
+                problems.append(_not_finite(f"a factor of {module!r}"))
             found[name] = Adapter(a, b, scale_of(module, a.shape[0], config))
     for wrapper, (first, second) in wrappers.items():
         problem = _add_experts(wrapper, first, second, config, file, spec, adaptable, found)
@@ -234,6 +244,10 @@ def _parts(
     if not found and not changes:
         raise CheckpointError(f"{path}: changes no matrix")
     return found, changes
+
+
+def _not_finite(what: str) -> str:
+    return f"{what} holds a NaN or an infinity; train or export it again"
 
 
 def _unwrapped(module: str) -> str:
@@ -279,6 +293,8 @@ def _table_change(
     if a.ndim != 2 or b.shape != (features, len(a)) or a.shape[1] != tokens:
         problem = f"factors {list(a.shape)} and {list(b.shape)}, but the table here is [{tokens}, {features}]"
         raise CheckpointError(f"{path}: {name!r} has {problem}: it was trained with other tokens")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise CheckpointError(f"{path}: {_not_finite(f'a factor of {name!r}')}")
     module = first.removeprefix(PREFIX).removesuffix(ending)
     return SavedMatrix(np.float32(scale_of(module, len(a), config)) * (a.T @ b.T))
 

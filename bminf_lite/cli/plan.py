@@ -85,6 +85,8 @@ def plan(
       bminf-lite plan configs/llama-3-8b.json --gpu-memory 6GiB --link 25 --bandwidth 360
       bminf-lite plan MODEL --batch 8 --context 4096 --json | jq .tokens_per_second
     """
+    if max_adapter_rank and not max_adapters:
+        raise click.UsageError("--max-adapter-rank is for adapters: give --max-adapters too.")
     from ..adapters import LEAST_RANK
     from ..placement import plan as make_plan
 

@@ -168,6 +168,8 @@ def serve(
     from ..server import require_extra
 
     require_extra()
+    if max_adapter_rank and not (adapter or max_adapters):
+        raise click.UsageError("--max-adapter-rank is for adapters: give --adapter or --max-adapters too.")
     from ..adapters import MAX_ADAPTERS
     from ..api import load
     from ..server.client import EngineFailure

@@ -74,8 +74,8 @@ class AdapterRegistry:
         return adapter
 
     def _require_free(self, name: str) -> None:
-        if name in self._adapters:
-            raise UsageError(f"adapter {name!r} is loaded already, from {self._adapters[name].source}: unload it first")
+        if (found := self._adapters.get(name)) is not None:
+            raise UsageError(f"adapter {name!r} is loaded already, from {found.source}: unload it first")
 
     def remove(self, name: str) -> LoadedAdapter:
         """Forget an adapter. Raises ``UsageError`` for a name that is not in use."""
@@ -86,7 +86,7 @@ class AdapterRegistry:
         """The adapter with this name. Raises ``UsageError`` if there is none."""
         found = self._adapters.get(name) if isinstance(name, str) else None
         if found is None:
-            known = ", ".join(map(repr, self._adapters)) or "none"
+            known = ", ".join(map(repr, tuple(self._adapters))) or "none"
             raise UsageError(f"adapter is {name!r}, but the model has {known}: load it first (adapters=, load_adapter)")
         return found
 

@@ -178,6 +178,7 @@ def test_bad_options_are_refused(source: Path, options: dict[str, Any], message:
         ({"r": 0}, "r is 0, but must be a number above 0"),
         ({"lora_alpha": "8"}, "lora_alpha is '8'"),
         ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\], but must be an object"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern has '8' for 'q_proj', but must have a number above 0"),
     ],
 )
 def test_what_is_not_done_is_named(source: Path, tmp_path: Path, config: dict[str, Any], message: str) -> None:
@@ -224,6 +225,8 @@ EMBEDDING = "base_model.model.model.embed_tokens"
             "trained with other tokens",
         ),
         (put("base_model.model.lm_head.weight", np.ones((261, 32), np.float32)), "trained with other tokens"),
+        (put("base_model.model.lm_head.weight", np.full((260, 32), np.inf, np.float32)), "lm_head.weight' holds a NaN"),
+        (put("base_model.model.lm_head.weight", np.ones((260, 32), np.int8)), "lm_head.weight' is I8, not one of"),
         (put("base_model.model.model.norm.weight", np.ones(32, np.float32)), "a trained copy of a module"),
     ],
 )

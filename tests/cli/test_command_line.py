@@ -168,3 +168,5 @@ def test_serve_loads_the_model_with_its_options(monkeypatch: pytest.MonkeyPatch)
     result = run("serve", "a-model", "--device", "cpu", *arguments)
     assert result.exit_code == 2 and "enough" in result.stderr, result.stderr
     assert (given["max_num_batched_tokens"], given["max_batch"]) == (4096, 7)
+    result = run("serve", "a-model", "--max-adapter-rank", 8)
+    assert result.exit_code == 2 and "give --adapter or --max-adapters too" in result.stderr

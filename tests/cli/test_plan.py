@@ -153,6 +153,8 @@ def test_room_for_adapters_is_counted() -> None:
     assert plain["adapter_bytes"] == 0
     assert eight["adapter_bytes"] == pytest.approx(8 * 2 * 16 * (32 * sizes + features + vocab), rel=0.01)
     assert eight["adapter_bytes"] == eight["weight_bytes"] - plain["weight_bytes"]
+    result = run(model, *MACHINE, "--max-adapter-rank", "64")
+    assert result.exit_code == 2 and "give --max-adapters too" in result.stderr
     assert wide["adapter_bytes"] == pytest.approx(4 * eight["adapter_bytes"], rel=0.01)
     assert eight["weight_bytes_per_step"] == plain["weight_bytes_per_step"]
     assert "adapters     slots of " in run(model, *MACHINE, *room).stdout

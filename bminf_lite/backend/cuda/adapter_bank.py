@@ -66,9 +66,9 @@ class AdapterBank:
         of = self.adapters
         used = max(part.a.shape[0] for part in sections if part is not None)
         rank = round_up(used, RANKS)
-        down = _pinned((len(sections), rank, of.down.shape[2]), np.float16)
-        scales = _pinned((len(sections), rank), np.float32)
-        up = _pinned((rank, of.up.shape[2]), np.float16)
+        down = _pinned(self._arrays, (len(sections), rank, of.down.shape[2]), np.float16)
+        scales = _pinned(self._arrays, (len(sections), rank), np.float32)
+        up = _pinned(self._arrays, (rank, of.up.shape[2]), np.float16)
         first = 0
         with np.errstate(over="ignore"):
             for place, (part, width) in enumerate(zip(sections, self._widths, strict=True)):
@@ -78,7 +78,7 @@ class AdapterBank:
                     scales[place, :own] = part.scale
                     up[:own, first : first + width] = part.b.T
                 first += width
-        count = _pinned((1,), np.int32)
+        count = _pinned(self._arrays, (1,), np.int32)
         count[0] = used
         return PinnedAdapter(down, scales, up, count)
 
@@ -111,13 +111,13 @@ class SavedBank:
             arrays.zeros((slots.count,), np.int32),
             columns,
         )
-        self._one = _pinned((1,), np.int32)
+        self._one = _pinned(arrays, (1,), np.int32)
         self._one[0] = 1
 
     def prepare(self, sections: Sections) -> np.ndarray:
         """A copy in pinned memory; values beyond fp16 become infinities."""
         (matrix,) = sections
-        values = _pinned(self.saved.matrices.shape[1:], np.float16)
+        values = _pinned(self._arrays, self.saved.matrices.shape[1:], np.float16)
         with np.errstate(over="ignore"):
             values[:, : self.saved.columns] = matrix.values
         return values
@@ -139,10 +139,11 @@ def _copy(arrays: Arrays, target: cp.ndarray, source: np.ndarray) -> None:
     runtime.memcpyAsync(target.data.ptr, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)
 
 
-def _pinned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros in pinned host memory, which lives as long as the array."""
+def _pinned(arrays: Arrays, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros in pinned host memory, which lives as long as the array. Any thread may call this."""
     count = int(np.prod(shape))
-    memory = cp.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+    with cp.cuda.Device(arrays.device):  # else a thread that has no device would take memory of the first one
+        memory = cp.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
     array = np.frombuffer(memory, dtype, count).reshape(shape)
     array[...] = 0
     return array
