@@ -87,10 +87,14 @@ class Executor:
 
     def close(self) -> None:
         """Give the memory of the cache and of captured steps back; nothing can be run afterwards."""
+        self.forget_captured()
+        self.cache.close()
+
+    def forget_captured(self) -> None:
+        """Give the memory of captured steps back; they are captured anew when they are needed."""
         self.captured.clear()
         if self.encoder is not None:
             self.encoder.close()
-        self.cache.close()
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

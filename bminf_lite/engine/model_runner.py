@@ -183,4 +183,6 @@ class ModelRunner:
             return self._ranks.run(work)
         except BaseException:
             self._num_failures += 1
+            for executor in self.executors:  # ranks may have come to different points of a capture
+                executor.forget_captured()
             raise

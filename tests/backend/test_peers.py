@@ -22,7 +22,7 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.communicator import RankThreads, simulated_ranks
 from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.cuda.runtime.driver import device_count
-from bminf_lite.errors import DeviceError, UsageError
+from bminf_lite.errors import DeviceError, OutOfMemory, UsageError
 
 pytestmark = pytest.mark.gpu
 MOST = 1 << 15
@@ -141,6 +141,32 @@ def test_captured_steps_are_replayed_beside_others(small_shots: None, ranks: Ran
         for results in found:
             np.testing.assert_array_equal(results[2 * run], total)
             np.testing.assert_array_equal(results[2 * run + 1], in_order(5, n, size))
+
+
+def test_a_step_is_captured_by_all_ranks_or_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one would wait for the others around each sum, and they for no one."""
+    from bminf_lite.backend.cuda import peers
+
+    def no_memory(nbytes: int) -> None:
+        raise OutOfMemory("no room for the graph")
+
+    monkeypatch.setattr(peers, "FIRST_PATIENCE", 10**9)
+    with closing(Ranks((0, 0))) as ranks:
+        monkeypatch.setattr(ranks.backends[1].graph_memory, "scratch", no_memory)
+
+        def work(ops: Any, rank: int) -> list[np.ndarray]:
+            source = ops.array(values(rank, 2, 64))
+
+            def step() -> Any:
+                with ops.step(batch(2)):
+                    return ops.all_reduce_add(source)
+
+            captured = ops.capture(step)
+            return [np.array(ops.host(captured())) for _ in range(5)]
+
+        for results in ranks.run(work):
+            for found in results:
+                np.testing.assert_array_equal(found, in_order(2, 64, 2))
 
 
 @pytest.mark.parametrize("hangs", ["thread", "GPU"])

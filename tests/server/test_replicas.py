@@ -210,7 +210,8 @@ def test_a_replica_that_starts_later_gets_the_adapters_that_the_others_have() ->
         bodies = [(path.split("/")[2].split("_")[0], json.loads(body)) for path, body in again]
         return [(kind, body["lora_name"] + body.get("lora_path", "")) for kind, body in bodies]
 
-    assert asyncio.run(asyncio.wait_for(start(), 60)) == [("load", "a2"), ("unload", "b"), ("load", "b3"), ("unload", "c")]
+    given = asyncio.run(asyncio.wait_for(start(), 60))
+    assert given == [("load", "a2"), ("unload", "b"), ("load", "b3"), ("unload", "c")]
 
 
 @pytest.fixture(scope="module")

@@ -209,10 +209,10 @@ class CudaBackend(Backend):
         return wait
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        captured = CapturedGraph(self.graph_memory, self.arrays, work, lambda: self.loader.streamed_bytes)
-        rank = self.communicator
+        graph, rank = (self.graph_memory, self.arrays, work, lambda: self.loader.streamed_bytes), self.communicator
         if not isinstance(rank, PeerRank):
-            return captured
+            return CapturedGraph(*graph)
+        captured = CapturedGraph(*graph, rank.agree)
 
         def run() -> T:
             rank.meet()

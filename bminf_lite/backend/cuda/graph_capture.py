@@ -46,14 +46,19 @@ class CapturedGraph:
     another graph is replayed.
 
     Work in which ``streamed_bytes()`` grows is never captured: a graph cannot copy the weights of the next run, and
-    copies bound the time of such work. Neither is work for whose graph there is no memory.
+    copies bound the time of such work. Neither is work for whose graph there is no memory. ``agree`` says whether all
+    ranks of a model have it: they capture the same work, or none does.
     """
 
-    def __init__(self, memory: GraphMemory, arrays: Arrays, work: Callable[[], Any], streamed_bytes: Callable[[], int]):
+    def __init__(
+        self, memory: GraphMemory, arrays: Arrays, work: Callable[[], Any], streamed_bytes: Callable[[], int],
+        agree: Callable[[bool], bool] = lambda own: own,
+    ):  # fmt: skip
         self.memory = memory
         self.arrays = arrays
         self.work = work
         self.streamed_bytes = streamed_bytes
+        self.agree = agree
         self.is_never_captured = False
         self.warmed_up = False
         self.scratch_bytes: int | None = None
@@ -73,14 +78,19 @@ class CapturedGraph:
                 self.memory.expect(meter.peak)
             return result
         if self.graph is None:
-            try:
-                scratch = self.memory.scratch(self.scratch_bytes)
-            except OutOfMemory:
+            scratch = self._scratch(self.scratch_bytes)
+            if not self.agree(scratch is not None) or scratch is None:
                 self.is_never_captured = True
                 return self.work()
             self.graph = self._capture(scratch)
         self.graph.replay(self.arrays.stream.ptr)
         return self.graph.result
+
+    def _scratch(self, nbytes: int) -> Scratch | None:
+        try:
+            return self.memory.scratch(nbytes)
+        except OutOfMemory:
+            return None
 
     def _capture(self, scratch: Scratch) -> CudaGraph[Any]:
         with self.arrays.within(scratch):

@@ -115,6 +115,14 @@ class PeerGroup:
             if turns % SPINS == 0 and time.monotonic() - since > FIRST_PATIENCE / 10**9:
                 self._lose(self._met.index(min(self._met)), rank)
 
+    def agree(self, rank: int, own: bool) -> bool:
+        """Whether ``own`` is true of all ranks, which all call this at the same place."""
+        self._votes[rank] = own
+        self.meet(rank)
+        agreed = all(self._votes)
+        self.meet(rank)  # all have read before one votes again
+        return agreed
+
     def _lose(self, peer: int, rank: int) -> None:
         """Raise ``DeviceError`` for a peer that ``rank`` has waited for in vain."""
         silent, waiting = (f"{self.backends[r].name} (rank {r})" for r in (peer, rank))
@@ -142,7 +150,7 @@ class PeerGroup:
 
     def reset(self) -> None:
         """Begin anew. No rank may be at work."""
-        self._met, self._aborted = [0] * len(self.backends), False
+        self._met, self._votes, self._aborted = [0] * len(self.backends), [True] * len(self.backends), False
         for ops in self.backends:
             with cp.cuda.Device(ops.device.index):
                 ops.stream.synchronize()
@@ -221,6 +229,10 @@ class PeerRank:
         its GPU, to load a kernel for example, and hold what the last one needs for its launch.
         """
         self.group.meet(self.tp_rank)
+
+    def agree(self, own: bool) -> bool:
+        """Whether ``own`` is true of all ranks."""
+        return self.group.agree(self.tp_rank, own)
 
     def end_step(self) -> None:
         """After the last sum of a step, which may be replayed: the next one finds its number where this one did."""
