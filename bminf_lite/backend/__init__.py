@@ -85,6 +85,33 @@ def create_ranks(
     return backends
 
 
+def replica_devices(device: str, replicas: int, gpus: int = 1) -> list[str]:
+    """The device of each of several copies of a model, of ``gpus`` GPUs each, from the one that ``device`` names on.
+
+    ``auto`` is the CPU on a machine without GPUs. Raises ``UsageError`` and ``DeviceError``, also for more GPUs than
+    there are.
+    """
+    check_device(device)
+    require_whole("gpus", gpus, MAX_GPUS)
+    if device == "cpu":
+        return ["cpu"] * replicas
+    from ..cuda.runtime.driver import device_count
+
+    try:
+        count = device_count()
+    except NoDriverError:
+        if device != "auto":
+            raise
+        return ["cpu"] * replicas
+    first = int(device.partition(":")[2] or 0)
+    if first + replicas * gpus > count:
+        raise UsageError(
+            f"{replicas} replicas of {gpus} GPUs each from number {first} on need {replicas * gpus}, but this machine "
+            f"has {count}, numbered from 0: give at most {max(count - first, 0) // gpus} replicas"
+        )
+    return [f"cuda:{first + number * gpus}" for number in range(replicas)]
+
+
 def close_ranks(backends: Sequence[Backend]) -> None:
     """Free the memory of all ranks' devices."""
     for ops in backends:

@@ -196,9 +196,10 @@ def serve(
     address, seconds = Address(host, port), checked_seconds(shutdown_timeout)
     require_safe(address, settings, allow_unauthenticated)
     if replicas > 1:
-        from ..server.replicas import devices_of, replica_commands, serve_replicas
+        from ..backend import replica_devices
+        from ..server.replicas import replica_commands, serve_replicas
 
-        commands = replica_commands(sys.argv[1:], devices_of(device, replicas, gpus))
+        commands = replica_commands(sys.argv[1:], replica_devices(device, replicas, gpus))
         with closing(Listener(address, 1)) as front:
             serve_replicas(commands, front, settings.limits, seconds, lambda message: click.echo(message, err=True))
         return

@@ -27,7 +27,6 @@ import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from ..backend import check_device
 from ..errors import BminfError
 from .errors import ApiError
 from .http_process import BACKLOG, SilentServer
@@ -430,15 +429,6 @@ def replica_commands(arguments: Sequence[str], devices: Sequence[str]) -> list[l
     if any(argument.startswith("--keyless") for argument in kept):
         own += ["--keyless", "/health/ready"]  # which the front process asks
     return [[*own, "--device", device] for device in devices]
-
-
-def devices_of(device: str, replicas: int, gpus: int) -> list[str]:
-    """The device of each replica, of ``gpus`` GPUs each, from the one that ``device`` names on."""
-    check_device(device)
-    if device == "cpu":
-        return ["cpu"] * replicas
-    first = int(device.partition(":")[2] or 0)
-    return [f"cuda:{first + number * gpus}" for number in range(replicas)]
 
 
 def serve_replicas(

@@ -22,14 +22,15 @@ import psutil
 from serve_kit import DEMO, until
 from starlette.types import Message
 
-from bminf_lite.errors import UsageError
+from bminf_lite.backend import replica_devices
+from bminf_lite.cuda.runtime import driver
+from bminf_lite.errors import NoDriverError, UsageError
 from bminf_lite.server.limits import DEFAULT_LIMITS
 from bminf_lite.server.replicas import (
     Replica,
     ReplicaFailed,
     Replicas,
     beginning_of,
-    devices_of,
     replica_commands,
     summed,
 )
@@ -92,14 +93,29 @@ def test_metrics_are_added() -> None:
 
 def test_the_commands_of_replicas() -> None:
     arguments = ["serve", "M", "--replicas", "2", "--host=0.0.0.0", "--port", "80", "--seed", "3", "--device", "cuda"]
-    first, second = replica_commands([*arguments, "--allow-unauthenticated"], devices_of("cuda:1", 2, 2))
+    first, second = replica_commands([*arguments, "--allow-unauthenticated"], ["cuda:1", "cuda:3"])
     assert first[:-1] == second[:-1] and (first[-1], second[-1]) == ("cuda:1", "cuda:3")
     own = ["serve", "M", "--seed", "3", "--host", "127.0.0.1", "--port", "{port}", "--device", "cuda:1"]
     assert first[1:] == ["-m", "bminf_lite", *own]
-    assert devices_of("cpu", 3, 1) == ["cpu"] * 3 and devices_of("auto", 2, 1) == ["cuda:0", "cuda:1"]
+
+
+def test_the_devices_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> int:
+        raise NoDriverError("no driver")
+
+    monkeypatch.setattr(driver, "device_count", lambda: 4)
+    assert replica_devices("cpu", 3) == ["cpu"] * 3
+    assert replica_devices("auto", 2) == ["cuda:0", "cuda:1"]
+    assert replica_devices("cuda", 2, 2) == ["cuda:0", "cuda:2"] and replica_devices("cuda:3", 1) == ["cuda:3"]
+    with pytest.raises(UsageError, match="machine has 4, numbered from 0: give at most 1 replicas"):
+        replica_devices("cuda:1", 2, 2)
     for device in ("tpu", "cuda:x", "cuda:-1"):
         with pytest.raises(UsageError, match=f"device '{device}' is not one of"):
-            devices_of(device, 2, 1)
+            replica_devices(device, 2)
+    monkeypatch.setattr(driver, "device_count", none)
+    assert replica_devices("auto", 2) == ["cpu"] * 2
+    with pytest.raises(NoDriverError):
+        replica_devices("cuda", 2)
 
 
 def test_replicas_that_keep_ending_end_the_server() -> None:
