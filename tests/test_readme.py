@@ -35,7 +35,7 @@ def test_commands_and_options_exist() -> None:
     table = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `bminf-lite ([a-z-]+)", table, re.MULTILINE)) == names
     commands = [main.get_command(click.Context(main), name) for name in names]
-    options = {opt for c in commands if c for p in c.params for opt in p.opts} | {"--help"}
+    options = {opt for c in commands if c for p in c.params for opt in (*p.opts, *p.secondary_opts)} | {"--help"}
     pages = [REPOSITORY / page for page in PAGES if "/dev/" not in page]
     for page in pages:
         text = page.read_text(encoding="utf-8")
