@@ -47,6 +47,8 @@ class TextEncoder:
                 raise UsageError("give a prompt, or the name of one (prompt_name), not both")
             require_text(prompt)
             return prompt
+        if prompt_name is not None:
+            require_text(prompt_name, "prompt_name")
         name = prompt_name if prompt_name is not None else settings.default_prompt
         if name is None:
             return ""

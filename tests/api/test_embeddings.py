@@ -204,6 +204,8 @@ def test_what_a_model_does_not_do_is_an_error(model: Model, tmp_path: Path):
         model.embed(["\ud800", "a"])
     with pytest.raises(UsageError, match="give a text or a list of texts, not int"):
         model.embed(5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="prompt_name must be text, but is list"):
+        model.embed("a", prompt_name=[])  # type: ignore[arg-type]
     for texts, words in ((TEXTS[0], "not one text"), (iter(TEXTS), "not list_iterator")):
         with pytest.raises(UsageError, match=words):
             next(model.embed_slices(texts))  # type: ignore[arg-type]
