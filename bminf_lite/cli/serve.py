@@ -201,7 +201,7 @@ def serve(
 
         commands = replica_commands(sys.argv[1:], replica_devices(device, replicas, gpus))
         with closing(Listener(address, 1)) as front:
-            serve_replicas(commands, front, settings.limits, seconds, lambda message: click.echo(message, err=True))
+            serve_replicas(commands, front, settings, seconds, lambda message: click.echo(message, err=True))
         return
     with (
         closing(Listener(address, http_workers or default_http_workers())) as listener,

@@ -3,7 +3,8 @@
 The front process parses HTTP and passes requests on. Requests that begin alike go to the same replica, which has the
 beginning in its cache, unless that replica has much more to do than the others. A replica that ends costs the requests
 that it was answering, and is started again; it gets the adapters that were loaded meanwhile before it is asked anything
-else. Whether a request may be made, and what it may ask, each replica decides.
+else. Whether a request may be made, and what it may ask, each replica decides. The front process does not read the
+body of a request without a key, where one is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import h11
 import uvicorn
 import uvloop
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import BminfError
 from .errors import ApiError
@@ -33,6 +34,8 @@ from .http_process import BACKLOG, SilentServer
 from .http_protocol import bounded_protocol
 from .limits import Limits
 from .listener import Listener
+from .security import has_key
+from .settings import ServerSettings
 
 BEGINNING = 512
 """Characters of a prompt, as JSON, that choose the replica."""
@@ -86,12 +89,14 @@ class ReplicaFailed(BminfError):
 class Replicas:
     """The replicas of a server, as an ASGI application. ``log`` is called with messages for the operator.
 
-    ``commands`` start a replica each; ``{port}`` in one of their arguments stands for the port.
+    ``key_digests`` are those of :class:`.Security`. ``commands`` start a replica each; ``{port}`` in one of their
+    arguments stands for the port.
     """
 
     commands: Sequence[Sequence[str]]
     limits: Limits
     log: Callable[[str], None]
+    key_digests: Sequence[bytes] = ()
     replicas: list[Replica] = field(init=False)
     failure: BminfError | None = field(default=None, init=False)
     _exits: deque[float] = field(default_factory=deque, init=False)
@@ -189,7 +194,11 @@ class Replicas:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and its answer back."""
         assert scope["type"] == "http"
-        body = await _body(receive, self.limits.body)
+        body: bytes | None = b""
+        if has_key(self.key_digests, dict(scope["headers"])):
+            body = await _body(receive, self.limits.body)
+        else:  # a replica says what the path needs, and the connection with the rest of the request is closed
+            send = _closing_refused(send)
         if body is None:
             error = ApiError(413, f"the body has more than {self.limits.body:,} bytes", code="body_too_large")
             await error.response(scope)(scope, receive, send)
@@ -213,6 +222,8 @@ class Replicas:
                     return False
         except ReplicaFailed as error:
             await ApiError(503, str(error), code="replica_failed").response(scope)(scope, receive, send)
+        except h11.LocalProtocolError as error:
+            await ApiError(400, f"the request is not HTTP: {error}").response(scope)(scope, receive, send)
         return True
 
     async def _forward(self, replica: Replica, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
@@ -279,6 +290,17 @@ class Replicas:
         return found
 
 
+def _closing_refused(send: Send) -> Send:
+    """``send`` that closes the connection behind a refusal."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await send(message)
+
+    return sending
+
+
 KEPT = {b"content-length"}
 """Headers of an answer that are passed on, since its body is."""
 
@@ -323,7 +345,7 @@ async def exchange(
     """Ask a replica; yields ``h11.Response`` and then ``h11.Data``. Raises ``ReplicaFailed`` if it ends before that."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     connection = h11.Connection(h11.CLIENT)
-    own = [(name, value) for name, value in headers if name not in HOP_HEADERS]
+    own = [(name, value.strip()) for name, value in headers if name not in HOP_HEADERS]
     own += [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     if not any(name == b"host" for name, _ in own):
         own.append((b"host", b"127.0.0.1"))
@@ -432,19 +454,18 @@ def replica_commands(arguments: Sequence[str], devices: Sequence[str]) -> list[l
 
 
 def serve_replicas(
-    commands: Sequence[Sequence[str]], listener: Listener, limits: Limits, seconds: float, log: Callable[[str], None]
-) -> None:
+    commands: Sequence[Sequence[str]], listener: Listener, settings: ServerSettings, seconds: float,
+    log: Callable[[str], None],
+) -> None:  # fmt: skip
     """Serve replicas at a bound address until SIGTERM or SIGINT; see :class:`Replicas`.
 
     Running requests have ``seconds`` to end then. Raises ``BminfError`` if replicas keep ending.
     """
-    uvloop.run(_serve(commands, listener, limits, seconds, log))
+    uvloop.run(_serve(Replicas(commands, settings.limits, log, settings.security.key_digests), listener, seconds))
 
 
-async def _serve(
-    commands: Sequence[Sequence[str]], listener: Listener, limits: Limits, seconds: float, log: Callable[[str], None]
-) -> None:
-    app = Replicas(commands, limits, log)
+async def _serve(app: Replicas, listener: Listener, seconds: float) -> None:
+    limits = app.limits
     config = uvicorn.Config(
         app, http=bounded_protocol(limits), ws="none", lifespan="off", log_config=None, access_log=False,
         proxy_headers=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=math.ceil(limits.idle_seconds),
@@ -455,7 +476,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, app._ends.set)
     listener.listen()
-    log(f"{len(commands)} replicas are served at {listener.url}")
+    app.log(f"{len(app.replicas)} replicas are served at {listener.url}")
     keepers = [asyncio.create_task(app.keep(replica)) for replica in app.replicas]
     serving = asyncio.create_task(server.serve(sockets=listener.sockets))
     try:

@@ -16,7 +16,7 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,6 +100,15 @@ def read_keys(path: str | Path) -> list[str]:
     return keys
 
 
+def has_key(digests: Sequence[bytes], headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a request with these headers has one of the keys, or needs none because there are none."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    given = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    digest = hashlib.sha256(given).digest()
+    matches = [hmac.compare_digest(digest, known) for known in digests]
+    return any(matches) or not digests
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host name or address can be reached from this machine alone. False for a name that does not resolve."""
     try:
@@ -176,7 +185,7 @@ class _Access:
         headers = dict(scope["headers"])
         if path_of(scope) in self._open_paths and scope["method"] in ("GET", "HEAD"):
             return None
-        if self._digests and not self._has_key(headers):
+        if not has_key(self._digests, headers):
             return ApiError(401, "an API key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key")
         if scope["method"] != "POST":
             return None
@@ -192,13 +201,6 @@ class _Access:
         if length.isdigit() and int(length) > self._limits.body:
             return _too_large(self._limits.body)
         return None
-
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        digest = hashlib.sha256(given).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches)
 
 
 class _BoundedBody:

@@ -34,6 +34,7 @@ from bminf_lite.server.replicas import (
     replica_commands,
     summed,
 )
+from bminf_lite.server.security import digests
 
 
 def group(count: int) -> Replicas:
@@ -158,8 +159,13 @@ class Stand:
         writer.close()
 
 
-async def status_of(replicas: Replicas, path: str, method: str = "GET", body: bytes = b"") -> int:
+async def status_of(replicas: Replicas, path: str, method: str = "GET", body: bytes = b"", key: str = "") -> int:
     """The status of the answer to a request."""
+    return int((await start_of(replicas, path, method, body, key))["status"])
+
+
+async def start_of(replicas: Replicas, path: str, method: str, body: bytes, key: str) -> Message:
+    """How the answer begins."""
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -172,9 +178,10 @@ async def status_of(replicas: Replicas, path: str, method: str = "GET", body: by
         sent.append(message)
 
     asked: list[int] = []
-    scope = {"type": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
-    await asyncio.wait_for(replicas(scope | {"method": method}, receive, send), 20)
-    return int(sent[0]["status"])
+    scope = {"type": "http", "path": path, "raw_path": path.encode(), "query_string": b""}
+    headers = [(b"authorization", b"Bearer " + key.encode())]
+    await asyncio.wait_for(replicas(scope | {"method": method, "headers": headers}, receive, send), 20)
+    return sent[0]
 
 
 def test_what_all_replicas_are_asked_goes_on_without_one_that_has_ended() -> None:
@@ -191,6 +198,31 @@ def test_what_all_replicas_are_asked_goes_on_without_one_that_has_ended() -> Non
                 assert await status_of(made, path, "POST", body) == 200
                 assert [replica.is_ready for replica in made.replicas] == [True, False]
             assert [path for path, _ in alive.asked] == ["/metrics", "/v1/load_lora_adapter"]
+
+    asyncio.run(ask())
+
+
+def test_a_request_that_cannot_be_passed_on() -> None:
+    async def ask() -> int:
+        made = group(1)
+        async with Stand(made.replicas[0]):
+            return await status_of(made, "/v1/models", key="a\nb")
+
+    assert asyncio.run(ask()) == 400
+
+
+def test_the_body_of_a_request_without_a_key_is_not_read() -> None:
+    """The replica refuses it, as if it had no body."""
+
+    async def ask() -> None:
+        made = Replicas([[]], DEFAULT_LIMITS, print, digests(["secret"]))
+        made.replicas[0].is_ready = True
+        for path in ("/v1/completions", "/v1/load_lora_adapter"):
+            async with Stand(made.replicas[0], 401) as stand:
+                refused = await start_of(made, path, "POST", b"long", "wrong")
+                assert refused["status"] == 401 and (b"connection", b"close") in refused["headers"]
+                assert (await start_of(made, path, "POST", b"{}", "secret"))["status"] == 401
+                assert stand.asked == [(path, b""), (path, b"{}")]
 
     asyncio.run(ask())
 
