@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
 from ..errors import DeviceError, NoDriverError, UsageError, require_whole
@@ -114,11 +115,12 @@ def replica_devices(device: str, replicas: int, gpus: int = 1) -> list[str]:
 
 def close_ranks(backends: Sequence[Backend]) -> None:
     """Free the memory of all ranks' devices."""
-    for ops in backends:
-        ops.make_current()
-        ops.close()
-    if len(backends) > 1:
-        backends[0].make_current()
+    with ExitStack() as stack:  # all are closed, in their order, also if one fails
+        if len(backends) > 1:
+            stack.callback(backends[0].make_current)
+        for ops in reversed(backends):
+            stack.callback(ops.close)
+            stack.callback(ops.make_current)
 
 
 @functools.cache

@@ -159,8 +159,11 @@ class RankThreads:
         def guarded(rank: int) -> T:
             try:
                 return work(rank)
-            except BaseException:
-                self.ranks[rank].abort()
+            except BaseException as error:
+                try:
+                    self.ranks[rank].abort()
+                except Exception as failure:
+                    raise error from failure
                 raise
 
         others = [thread.start(functools.partial(guarded, rank)) for rank, thread in enumerate(self._threads, 1)]
@@ -177,8 +180,12 @@ class RankThreads:
             else:
                 results.append(result)
         if errors:
-            self.ranks[0].reset()
-            raise next((error for error in errors if not isinstance(error, RankFailed)), errors[0])
+            first = next((error for error in errors if not isinstance(error, RankFailed)), errors[0])
+            try:
+                self.ranks[0].reset()
+            except Exception as failure:  # a device that has failed: its own error came first
+                raise first from failure
+            raise first
         return results
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from tiny_models import (
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.communicator import Communicator, OneRank, RankThreads, shard, simulated_ranks
+from bminf_lite.backend.communicator import Communicator, OneRank, RankThreads, SimulatedRank, shard, simulated_ranks
 from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.quantization import HostWeight, OutlierColumns, quantize_weight
 from bminf_lite.backend.rotation import rotated
@@ -292,6 +292,26 @@ def test_a_rank_that_fails_stops_the_others(failing: int) -> None:
             with pytest.raises(MemoryError, match="no room"):
                 threads.run(lambda rank: work(rank, True))
             assert threads.run(lambda rank: work(rank, False)) == [3.0] * 3
+
+
+def test_the_error_of_a_rank_is_told_also_if_the_others_cannot_be_stopped() -> None:
+    class Broken(SimulatedRank):
+        def abort(self) -> None:
+            super().abort()
+            raise RuntimeError("abort")
+
+        def reset(self) -> None:
+            raise RuntimeError("reset")
+
+    ranks = [Broken(rank.tp_rank, 2, rank._meeting) for rank in simulated_ranks(2)]
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            raise MemoryError("no room")
+        ranks[rank].all_reduce_add(np.zeros(1, np.float32))
+
+    with closing(RankThreads(ranks, [lambda: None] * 2)) as threads, pytest.raises(MemoryError, match="no room"):
+        threads.run(work)
 
 
 def test_shards_are_runs_of_equal_length() -> None:

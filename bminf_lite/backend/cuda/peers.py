@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import cupy as cp
@@ -145,7 +145,8 @@ class PeerGroup:
         """Let no thread and no kernel wait for a peer any more."""
         self._aborted = True
         for ops, rank in zip(self.backends, self.ranks, strict=True):
-            with cp.cuda.Device(ops.device.index):
+            # A GPU that has failed waits for none, and the others must hear of it.
+            with suppress(cp.cuda.runtime.CUDARuntimeError), cp.cuda.Device(ops.device.index):
                 rank.exchange.calls[2:].data.memset_async(1, 1, ops.copies)  # beside the kernel that waits
 
     def reset(self) -> None:
@@ -249,7 +250,11 @@ class PeerRank:
 
     def reset(self) -> None:
         if self.group.failure is None:
-            self.group.reset()
+            try:
+                self.group.reset()
+            except cp.cuda.runtime.CUDARuntimeError as error:
+                self.group.failure = DeviceError(f"a GPU of the model has failed ({error}): load the model again")
+                raise self.group.failure from error
 
     def close(self) -> None:
         """Close the group."""
