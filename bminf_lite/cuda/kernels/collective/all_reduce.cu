@@ -89,9 +89,9 @@ struct Patience {
         const bool given_up = *static_cast<volatile unsigned*>(calls + 2) != 0;
         if (!given_up && now - since < nanoseconds_each) return true;
         if (!given_up) {
-            *static_cast<volatile unsigned*>(calls + 2) = 1;
             *static_cast<volatile int*>(failure) = 1 + peer;
-            __threadfence_system();
+            __threadfence_system();  // the host hears of it before anyone gets a sum that lacks the peer's part
+            *static_cast<volatile unsigned*>(calls + 2) = 1;
         }
         return false;
     }
