@@ -85,21 +85,24 @@ def run(engine_fd: int, listener_fd: int, settings: ServerSettings, create_app: 
     """The whole life of the process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    settings = replace(settings, limits=_within_open_files(settings.limits))
+    settings = replace(settings, limits=within_open_files(settings.limits))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every client that does not speak HTTP
     engine, listener = socket.socket(fileno=engine_fd), socket.socket(fileno=listener_fd)
     uvloop.run(serve_http(engine, listener, settings, create_app))
 
 
-def _within_open_files(limits: Limits) -> Limits:
-    """The limits with as many connections as the system lets this process open; its own bound is raised if it may."""
+def within_open_files(limits: Limits, files_each: int = 1) -> Limits:
+    """The limits with as many connections as the system lets this process open; its own bound is raised if it may.
+
+    A connection takes ``files_each`` files.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.connections + _OTHER_FILES
+    wanted = files_each * limits.connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        limits = replace(limits, connections=min(limits.connections, max(soft - _OTHER_FILES, 1)))
+        limits = replace(limits, connections=min(limits.connections, max((soft - _OTHER_FILES) // files_each, 1)))
     return limits
 
 

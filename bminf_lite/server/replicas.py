@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import signal
 import socket
@@ -30,7 +31,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import BminfError
 from .errors import ApiError
-from .http_process import BACKLOG, SilentServer
+from .http_process import BACKLOG, SilentServer, within_open_files
 from .http_protocol import bounded_protocol
 from .limits import Limits
 from .listener import Listener
@@ -343,7 +344,14 @@ async def exchange(
     port: int, method: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes
 ) -> AsyncIterator[Any]:
     """Ask a replica; yields ``h11.Response`` and then ``h11.Data``. Raises ``ReplicaFailed`` if it ends before that."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        raise
+    except OSError as error:
+        raise ReplicaFailed(
+            f"the replica cannot be reached ({error.strerror or error}); send the request again"
+        ) from None
     connection = h11.Connection(h11.CLIENT)
     own = [(name, value.strip()) for name, value in headers if name not in HOP_HEADERS]
     own += [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
@@ -465,7 +473,8 @@ def serve_replicas(
 
 
 async def _serve(app: Replicas, listener: Listener, seconds: float) -> None:
-    limits = app.limits
+    limits = within_open_files(app.limits, files_each=2)  # each connection may have one to a replica
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every client that does not speak HTTP
     config = uvicorn.Config(
         app, http=bounded_protocol(limits), ws="none", lifespan="off", log_config=None, access_log=False,
         proxy_headers=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=math.ceil(limits.idle_seconds),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from starlette.types import Message
 from bminf_lite.backend import replica_devices
 from bminf_lite.cuda.runtime import driver
 from bminf_lite.errors import NoDriverError, UsageError
+from bminf_lite.server.http_process import within_open_files
 from bminf_lite.server.limits import DEFAULT_LIMITS
 from bminf_lite.server.replicas import (
     Replica,
@@ -200,6 +203,19 @@ def test_what_all_replicas_are_asked_goes_on_without_one_that_has_ended() -> Non
             assert [path for path, _ in alive.asked] == ["/metrics", "/v1/load_lora_adapter"]
 
     asyncio.run(ask())
+
+
+def test_a_process_that_may_open_no_more_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(host: str, port: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "open_connection", full)
+    made = group(1)
+    assert asyncio.run(status_of(made, "/v1/models")) == 503 and made.replicas[0].is_ready
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1128, 1128))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, bounds: None)
+    assert within_open_files(DEFAULT_LIMITS).connections == 1000
+    assert within_open_files(DEFAULT_LIMITS, files_each=2).connections == 500
 
 
 def test_a_request_that_cannot_be_passed_on() -> None:
