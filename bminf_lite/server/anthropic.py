@@ -36,11 +36,12 @@ def routes(server: ServerState) -> list[Route]:
 
     async def messages(request: Request) -> Response:
         body = parse(CreateMessageBody, await request.body())
+        adapter = server.adapter_of(body.model)
         params = sampling_params(server, body, body.max_tokens, "max_tokens")
         record = record_of(request)
         prepared = await unless_in_vain(server.client, request, prepare(server, _conversation(body), record.client))
         wanted = generation_request(
-            server, body.model, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
+            adapter, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
         )
         work = _Message(
             body,

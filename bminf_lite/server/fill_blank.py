@@ -28,7 +28,7 @@ def routes(server: ServerState) -> list[Route]:
 
     async def fill_blank(request: Request) -> Response:
         body = parse(FillBlankBody, await request.body())
-        check_model(server, body.model)
+        adapter = check_model(server, body.model)
         params = sampling_params(server, body, body.max_tokens, "max_tokens")
         tokenizer, info = server.prompts.tokenizer, server.client.info
         try:
@@ -43,7 +43,7 @@ def routes(server: ServerState) -> list[Route]:
         finish_reason: str | None = None
         cached = 0
         generation = await server.client.generate(
-            generation_request(server, body.model, prompt, params, body), record=record_of(request)
+            generation_request(adapter, prompt, params, body), record=record_of(request)
         )
         async with generation, cancelled_on_disconnect(request.receive, generation):
             async for output in generation:

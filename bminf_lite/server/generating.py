@@ -34,12 +34,16 @@ SHORT_TEXT = 4096
 """Characters of a text that is tokenized at once; a longer one would keep other requests waiting."""
 
 
-def check_model(server: ServerState, name: str | None) -> None:
-    """Raise for another model than the server's, which an adapter of it is not."""
+def check_model(server: ServerState, name: str | None) -> str | None:
+    """The adapter that a model's name stands for, or None. Raises for another model than the server's.
+
+    It is found once for a request: an adapter that is unloaded meanwhile must not become the model without it.
+    """
     names = (*server.settings.served_model_names, *server.client.adapters)
     if name is not None and name not in names:
         message = f"the model {name[:100]!r} is not served here, but {', '.join(names)}"
         raise ApiError(404, message, "model", "model_not_found")
+    return server.adapter_of(name)
 
 
 def check_count(server: ServerState, field: str, count: int) -> None:
@@ -175,8 +179,7 @@ async def checked_grammar(server: ServerState, make: Callable[[], Grammar], fiel
 
 
 def generation_request(
-    server: ServerState,
-    model: str | None,
+    adapter: str | None,
     prompt: EncodedPrompt,
     params: SamplingParams,
     fields: SamplingFields,
@@ -185,7 +188,7 @@ def generation_request(
     grammar: Grammar | None = None,
     is_streamed: bool | None = None,
 ) -> GenerationRequest:
-    """The engine's request for ``n`` completions of a prompt; ``model`` may be the name of an adapter.
+    """The engine's request for ``n`` completions of a prompt, by the model with an ``adapter`` or without.
 
     ``prompt_logprobs``: report log-probabilities of the prompt, and beside each its ``prompt_logprobs`` most likely
     tokens.
@@ -202,7 +205,7 @@ def generation_request(
         num_prompt_top=max(prompt_logprobs or 0, 1),
         grammar=grammar,
         is_streamed=bool(is_streamed),
-        adapter=model if server.has_adapter(model) else None,
+        adapter=adapter,
     )
 
 

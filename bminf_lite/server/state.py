@@ -113,6 +113,10 @@ class ServerState:
         longest = max(len(tokenizer.id_to_piece(i) or "") for i in range(len(tokenizer)))
         return longest * (info.max_source_length if info.is_encoder_decoder else info.context_length)
 
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter whose name a request gives as its model; None for the model itself."""
+        return model if self.has_adapter(model) else None
+
     def has_adapter(self, name: str | None) -> bool:
         """Whether the model has an adapter with this name."""
         return name in self.client.adapters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from server_process import NAME, ServerProcess
 from bminf_lite.errors import UsageError
 from bminf_lite.server import application
 from bminf_lite.server.model_info import model_info
+from bminf_lite.server.openai import completions
 from bminf_lite.server.security import Security, digests
 from bminf_lite.server.settings import ServerSettings
 
@@ -100,6 +102,23 @@ def test_adapters_are_loaded_and_unloaded(
     missing = served.post("/v1/unload_lora_adapter", {"lora_name": "sql"})
     assert missing.status_code == 404 and message(missing) == "there is no adapter 'sql'"
     assert served.model.adapters.keys() == {"french"}
+
+
+def test_an_adapter_that_is_unloaded_while_a_prompt_is_tokenized_does_not_become_the_model(
+    served: Served, expected: dict[str | None, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = completions.encode
+
+    async def encode_without_adapters(server: Any, *arguments: Any) -> Any:
+        known, server.client.adapters = server.client.adapters, {}
+        try:
+            await asyncio.sleep(0)
+            return await encode(server, *arguments)
+        finally:
+            asyncio.get_running_loop().call_soon(setattr, server.client, "adapters", known)
+
+    monkeypatch.setattr(completions, "encode", encode_without_adapters)
+    assert served.text("french") == expected["french"] != expected[None]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def routes(server: ServerState) -> list[Route]:
 
 async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -> _Chat:
     """Check a request as far as HTTP can, and submit it."""
-    check_model(server, body.model)
+    adapter = check_model(server, body.model)
     check_count(server, "n", body.n or 1)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -53,8 +53,7 @@ async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -
     )
     prepared = await prepare(server, conversation, record.client)
     request = generation_request(
-        server,
-        body.model,
+        adapter,
         prepared.prompt,
         params,
         body,

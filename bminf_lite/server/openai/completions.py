@@ -41,7 +41,7 @@ def routes(server: ServerState) -> list[Route]:
 
 async def _prepare(server: ServerState, body: CompletionBody, record: RequestRecord) -> _Completions:
     """Check a request as far as HTTP can, and submit it."""
-    check_model(server, body.model)
+    adapter = check_model(server, body.model)
     n, prompts, is_encoder_decoder = body.n or 1, body.prompts, server.client.info.is_encoder_decoder
     drawn = max(n, body.best_of or 1)
     check_count(server, "best_of" if drawn > n else "n", drawn)
@@ -69,7 +69,7 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
         encoded.append(await encode(server, prompt, f"prompt[{i}]" if len(prompts) > 1 else "prompt", special))
     generation = await server.client.generate(
         *(
-            generation_request(server, body.model, prompt, params, body, drawn, prompt_logprobs, grammar, body.stream)
+            generation_request(adapter, prompt, params, body, drawn, prompt_logprobs, grammar, body.stream)
             for prompt in encoded
         ),
         record=record,

@@ -35,7 +35,7 @@ def routes(server: ServerState) -> list[Route]:
 
 async def _prepare(server: ServerState, body: ResponsesBody, record: RequestRecord) -> _Response:
     """Check a request as far as HTTP can, and submit it."""
-    check_model(server, body.model)
+    adapter = check_model(server, body.model)
     logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
     params = sampling_params(server, body, body.max_output_tokens, "max_output_tokens", logprobs)
     effort = (
@@ -53,7 +53,7 @@ async def _prepare(server: ServerState, body: ResponsesBody, record: RequestReco
     )
     prepared = await prepare(server, conversation, record.client)
     request = generation_request(
-        server, body.model, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
+        adapter, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
     )
     return _Response(server, body, await server.client.generate(request, record=record), prepared, params)
 
