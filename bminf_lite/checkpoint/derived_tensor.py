@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,6 +41,29 @@ def info_as(info: TensorInfo, dtype: str) -> TensorInfo:
     nbytes = int(np.prod(info.shape)) * DTYPES[dtype].itemsize
     stored_bytes = info.stored_bytes or info.nbytes
     return replace(info, dtype=dtype, nbytes=nbytes, stored_as=info.stored_as or info.dtype, stored_bytes=stored_bytes)
+
+
+def joined(infos: Sequence[TensorInfo], matrices: Sequence[np.ndarray]) -> DerivedTensor:
+    """The rows of several matrices one after another; ``infos`` are theirs."""
+    dtype = infos[0].dtype if len({info.dtype for info in infos}) == 1 else "F32"
+    ends = list(itertools.accumulate(info.shape[0] for info in infos))
+    shape = (ends[-1], *infos[0].shape[1:])
+    stored_bytes = sum(info.stored_bytes or info.nbytes for info in infos)
+    stored_as = infos[0].stored_as or infos[0].dtype
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+
+    def rows(first: int, end: int) -> np.ndarray:
+        found = []
+        for matrix, high in zip(matrices, ends, strict=True):
+            low = high - matrix.shape[0]
+            if first < high and end > low:
+                part = np.asarray(matrix[max(first - low, 0) : min(end, high) - low])
+                found.append(part.astype(np.float32, copy=False))
+        return np.concatenate(found)
+
+    return DerivedTensor(
+        TensorInfo(dtype, shape, infos[0].file, infos[0].offset, nbytes, stored_as, stored_bytes), rows
+    )
 
 
 @dataclass

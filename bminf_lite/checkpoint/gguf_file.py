@@ -23,12 +23,14 @@ from ..gguf_files.architectures import (
     generation_config,
     in_metadata,
     is_transposed,
-    offset,
+    joined_tensors,
     row_order,
     tensor_names,
     tensors_in_config,
+    undo,
 )
 from ..gguf_files.header import GgufHeader, GgufTensor, read_header
+from ..gguf_files.recurrent import hugging_face_shape
 from ..gguf_files.tokenizer import tokenizer_files
 from ..models.spec import Spec
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
@@ -38,17 +40,14 @@ from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 class StoredTensor:
     """A tensor of the file: ``order`` are its rows in Hugging Face's order; ``transposed``: it is to be transposed.
 
-    ``offset`` is to be subtracted from a vector.
+    ``undo`` gives Hugging Face's values of the file's, and ``shape`` is Hugging Face's.
     """
 
     tensor: GgufTensor
+    shape: tuple[int, ...]
     order: np.ndarray | None
     transposed: bool
-    offset: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+    undo: Callable[[np.ndarray], np.ndarray] | None
 
     @property
     def dtype(self) -> str:
@@ -83,18 +82,18 @@ class GgufFile(TensorFile):
         if self.is_verbatim(name):
             super().read_tensor(name, buffer, offset)
             return
-        row = max(math.prod(info.shape[1:]), 1) * itemsize
+        row = max(math.prod(stored.tensor.shape[1:]), 1) * itemsize
         first, end = offset // row, -(-(offset + len(buffer)) // row)
         rows = self._rows(stored, first, end)
         with np.errstate(all="ignore"):  # who reads values that are not finite says so
-            values = (rows - rows.dtype.type(stored.offset)).reshape(-1).view(np.uint8)
+            undone = rows if stored.undo is None else stored.undo(rows)
+            values = np.ascontiguousarray(undone).reshape(-1).view(np.uint8)
         buffer[:] = values[offset - first * row : offset - first * row + len(buffer)].data
 
     def is_verbatim(self, name: str) -> bool:
         stored = self._stored[name]
-        return (
-            not stored.transposed and stored.order is None and stored.tensor.type == stored.dtype and not stored.offset
-        )
+        is_changed = stored.transposed or stored.order is not None or stored.undo is not None
+        return not is_changed and stored.tensor.type == stored.dtype
 
     def _rows(self, stored: StoredTensor, first: int, end: int) -> np.ndarray:
         """Rows ``first`` to ``end`` in Hugging Face's order. Rows that lie side by side are read together."""
@@ -134,12 +133,16 @@ def _dequantized(raw: np.ndarray, type_name: str, path: Path) -> np.ndarray:
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """What a Hugging Face folder of the model would hold; ``text_files`` makes the files without tensors."""
+    """What a Hugging Face folder of the model would hold; ``text_files`` makes the files without tensors.
+
+    ``joined`` are tensors whose rows are those of several of the files, by their names there.
+    """
 
     config: dict[str, Any]
     generation_config: dict[str, Any]
     text_files: Callable[[], dict[str, str]]
     files: list[TensorFile]
+    joined: dict[str, tuple[str, ...]]
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
@@ -150,7 +153,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     """
     header = read_header(path)
     config = config_json(header)
-    names = tensor_names(header, _spec_of(header, config).parameters)
+    parameters = _spec_of(header, config).parameters
+    names = tensor_names(header, parameters)
+    joined = joined_tensors(header, parameters)
     by_file: dict[Path, dict[str, StoredTensor]] = {part: {} for part in header.paths}
     known = {file_name: name for name, file_name in names.items()}
     left_out = tensors_in_config(header)
@@ -163,7 +168,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         except (ArithmeticError, TypeError, ValueError) as error:
             problem = f"tensor {file_name!r} {list(tensor.shape)} does not fit the numbers of heads in the metadata"
             raise CheckpointError(f"{path}: {problem}; the file is damaged: download it again") from error
-        stored = StoredTensor(tensor, order, is_transposed(header, file_name), offset(header, file_name))
+        transposed = is_transposed(header, file_name)
+        shape = tensor.shape[::-1] if transposed else hugging_face_shape(file_name, tensor.shape)
+        stored = StoredTensor(tensor, shape, order, transposed, undo(header, file_name))
         by_file[tensor.path][name] = stored
     files: list[TensorFile] = []
     try:
@@ -172,7 +179,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         for file in files:
             file.close()
         raise
-    return GgufCheckpoint(config, generation_config(header), functools.partial(_text_files, header), files)
+    return GgufCheckpoint(config, generation_config(header), functools.partial(_text_files, header), files, joined)
 
 
 def _spec_of(header: GgufHeader, config: dict[str, Any]) -> Spec:

@@ -32,7 +32,7 @@ from ..models.spec import FusedExperts, Parameter
 from . import quantized_sources
 from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
-from .derived_tensor import DerivedTensor, RecentExperts, experts_of
+from .derived_tensor import DerivedTensor, RecentExperts, experts_of, joined
 from .gguf_file import open_gguf
 from .manifest import DAMAGED_MANIFEST, FORMAT_VERSIONS, MANIFEST_FILE, file_records
 from .quantized_sources.source_tensors import dequantized
@@ -152,6 +152,18 @@ class Checkpoint:
             self._derived = {**self._derived, **experts_of(name, fused, found, values, self._recent)}
         self.tensors = {k: v for other, info in self.tensors.items()
                         for k, v in (found.items() if other == name else ((other, info),))}  # fmt: skip
+
+    def join(self, name: str, parts: Sequence[str]) -> None:
+        """Replace the tensors ``parts``, if all are there, by ``name`` with their rows one after another.
+
+        They stay as they are if their rows have different lengths; validation then reports them as unexpected.
+        """
+        infos = [self.tensors[part] for part in parts if part in self.tensors]
+        if len(infos) < len(parts) or len({info.shape[1:] for info in infos}) > 1 or len(infos[0].shape) != 2:
+            return
+        tensor = joined(infos, [cast(np.ndarray, self._kept(part)) for part in parts])
+        self._derived = {**self._derived, name: tensor}
+        self.tensors = {k: v for k, v in self.tensors.items() if k not in parts} | {name: tensor.info}
 
     def with_derived(self, tensors: Mapping[str, DerivedTensor], config: dict[str, Any] | None = None) -> Checkpoint:
         """A checkpoint with the same files, in which ``tensors`` are computed, and with another ``config`` if given.
@@ -304,7 +316,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = expand(path)
     if (gguf := find_gguf(path)) is not None:
         found = open_gguf(gguf)
-        return Checkpoint(gguf, found.config, found.files, [], found.generation_config, found.text_files)
+        checkpoint = Checkpoint(gguf, found.config, found.files, [], found.generation_config, found.text_files)
+        for name, parts in found.joined.items():
+            checkpoint.join(name, parts)
+        return checkpoint
     if not path.is_dir():
         what = "is a file, neither a folder nor GGUF" if path.exists() else "does not exist"
         raise CheckpointError(f"{path}: {what}; give the folder that holds config.json and the weights")

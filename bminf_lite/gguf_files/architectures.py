@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..errors import CheckpointError, checkpoint_error, is_whole
+from . import recurrent
 from .header import GgufHeader
 from .rope import FACTORS, LONG_FACTORS, number, rope_scaling, shortest, small_tensor
 from .special_tokens import end_ids
@@ -32,6 +33,12 @@ EPSILON = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 HEAD_SIZE = {"attention.key_length": "head_dim"}
 WINDOW = {"attention.sliding_window": "sliding_window"}
 CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 GPT_NAMES = {
     "embedding_length": "n_embd",
     "block_count": "n_layer",
@@ -63,6 +70,12 @@ SIZES = {
     "rope.dimension_count": 0,
     "rope.scaling.original_context_length": 0,
     "attention.sliding_window": 0,
+    "ssm.conv_kernel": 1,
+    "ssm.state_size": 1,
+    "ssm.time_step_rank": 1,
+    "ssm.group_count": 1,
+    "ssm.inner_size": 1,
+    "shortconv.l_cache": 1,
 }
 """Whole numbers, and the least. Some files write 0 for what they have not."""
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
@@ -81,7 +94,9 @@ class Converted:
     of each head alternate between its halves, as in Meta's LLaMA. ``grouped_qkv``: query, key and value of a fused
     matrix are one after another instead of head by head. ``norm_offset``: 1 is added to the weights of norms.
     ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``. ``required`` are further keys
-    that a file must have. ``further`` adds to the configuration.
+    that a file must have. ``renamed`` are parts of Hugging Face's names that a file has under another name than the
+    package ``gguf`` says, and ``joined`` those of matrices whose rows a file has as several tensors. ``further`` adds
+    to the configuration.
     """
 
     model_type: str
@@ -92,6 +107,8 @@ class Converted:
     norm_offset: bool = False
     transposed: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
 
 
@@ -151,7 +168,7 @@ def _size_problems(header: GgufHeader) -> list[str]:
     size, heads = header.of_model("embedding_length", 1), header.of_model("attention.head_count", 1)
     if isinstance(heads, list) and len(set(heads)) > 1:
         return [f"{header.architecture}.attention.head_count is {heads!r}, and such layers are not supported"]
-    if size < _first(heads):
+    if size < _largest(heads):
         return [f"{header.architecture}.attention.head_count is {heads}, but embedding_length is {size}"]
     return []
 
@@ -172,7 +189,7 @@ def _set_defaults(header: GgufHeader, known: Converted, config: dict[str, Any]) 
     def is_absent(key: str) -> bool:
         return key in known.keys and not header.of_model(key)
 
-    head_dim = config.get("head_dim") or header.of_model("embedding_length") // _first(config[_heads_name(known)])
+    head_dim = config.get("head_dim") or header.of_model("embedding_length") // _largest(config[_heads_name(known)])
     if is_absent("rope.freq_base"):
         config[known.keys["rope.freq_base"]] = 10000.0
     if is_absent("attention.head_count_kv"):
@@ -220,36 +237,65 @@ def tensor_names(header: GgufHeader, names: Iterable[str]) -> dict[str, str]:
     """Hugging Face's ``names`` of tensors, each with the name in the file. Names without one there are left out."""
     import gguf
 
+    known = converted(header)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
     mapping = gguf.get_tensor_name_map(number, int(header.of_model("block_count")))
     found = {}
     for name in names:
-        module, dot, part = name.rpartition(".")
-        known = mapping.get_name(module) or mapping.get_name(module.removeprefix("transformer."))
-        if known is not None:
-            found[name] = known + dot + part
+        if whole := mapping.get_name(name):
+            found[name] = whole
+            continue
+        module, dot, part = recurrent.with_bias_of_step(name).rpartition(".")
+        in_file = mapping.get_name(module) or mapping.get_name(module.removeprefix("transformer."))
+        if (layer := _in_layer(module, known.renamed)) is not None:
+            in_file = layer[0] + known.renamed[layer[1]]
+        if in_file is not None:
+            found[name] = in_file + dot + part
     return found
+
+
+def joined_tensors(header: GgufHeader, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Those of Hugging Face's ``names`` whose rows the file has as several tensors, with their names there."""
+    joined, found = converted(header).joined, {}
+    for name in names:
+        module, _, part = name.rpartition(".")
+        if (layer := _in_layer(module, joined)) is not None:
+            found[name] = tuple(f"{layer[0]}{one}.{part}" for one in joined[layer[1]])
+    return found
+
+
+def _in_layer(module: str, known: Iterable[str]) -> tuple[str, str] | None:
+    """The beginning of the file's names of a module's layer, and the one of ``known`` that the module is there."""
+    match = re.fullmatch(r".*\blayers\.(\d+)\.(.+)", module)
+    return (f"blk.{match[1]}.", match[2]) if match and match[2] in known else None
 
 
 def row_order(header: GgufHeader, name: str) -> np.ndarray | None:
     """The rows of the tensor ``name`` of the file in the order that Hugging Face has; None for the same order."""
     known, rows = converted(header), header.tensors[name].shape[0]
-    heads = _first(header.of_model("attention.head_count"))
+    heads = _largest(header.of_model("attention.head_count"))
     if known.permuted and (".attn_q." in name or ".attn_k." in name):
         if ".attn_k." in name:
-            heads = _first(header.of_model("attention.head_count_kv", heads))
+            heads = _largest(header.of_model("attention.head_count_kv", heads))
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
     if known.grouped_qkv and ".attn_qkv." in name:
-        kv_heads = _first(header.of_model("attention.head_count_kv", heads))
+        kv_heads = _largest(header.of_model("attention.head_count_kv", heads))
         head_dim = rows // (heads + 2 * kv_heads)
         parts = np.split(np.arange(rows), [heads * head_dim, (heads + kv_heads) * head_dim])
         return np.concatenate([part.reshape(kv_heads, -1) for part in parts], axis=1).ravel()
     return None
 
 
-def offset(header: GgufHeader, name: str) -> float:
-    """The number that the converter added to the tensor ``name`` of the file."""
-    return 1.0 if converted(header).norm_offset and name.endswith("norm.weight") else 0.0
+def undo(header: GgufHeader, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
+    """What undoes the converter's change of the values of the tensor ``name`` of the file; None for no change."""
+    if converted(header).norm_offset and name.endswith("norm.weight"):
+        return _without_offset
+    return recurrent.log_of_decay if name.endswith(".ssm_a") else None
+
+
+def _without_offset(values: np.ndarray) -> np.ndarray:
+    less: np.ndarray = values - values.dtype.type(1)
+    return less
 
 
 def is_transposed(header: GgufHeader, name: str) -> bool:
@@ -257,8 +303,9 @@ def is_transposed(header: GgufHeader, name: str) -> bool:
     return name.endswith(".weight") and any(part in name for part in converted(header).transposed)
 
 
-def _first(value: Any) -> int:
-    return int(value[0] if isinstance(value, list) else value)
+def _largest(value: Any) -> int:
+    """The size of layers that have it; others may have 0."""
+    return int(max(value) if isinstance(value, list) else value)
 
 
 # -- what single architectures add ------------------------------------------------------------------------------------
@@ -414,14 +461,7 @@ TABLE: dict[str, Converted] = {
     "olmo2": Converted("olmo2", COMMON | RMS, {}, further=_olmo2),
     "granite": Converted(
         "granite",
-        COMMON
-        | RMS
-        | {
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        COMMON | RMS | GRANITE,
         {},
         permuted=True,
         further=_llama,
@@ -478,6 +518,41 @@ TABLE: dict[str, Converted] = {
         grouped_qkv=True,
     ),
     "seed_oss": Converted("seed_oss", COMMON | RMS | HEAD_SIZE, {}, further=_seed_oss),
+    "falcon-h1": Converted(
+        "falcon_h1",
+        COMMON | RMS | HEAD_SIZE | recurrent.MAMBA,
+        {"mamba_d_head": "auto"},
+        required=tuple(recurrent.MAMBA),
+        further=recurrent.falcon_h1,
+    ),
+    "granitehybrid": Converted(
+        "granitemoehybrid",
+        COMMON | RMS | recurrent.MAMBA | GRANITE,
+        {"mamba_d_head": "auto"},
+        permuted=True,
+        required=tuple(recurrent.MAMBA),
+        renamed={"shared_mlp.output_linear": "ffn_down"},
+        joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up")},
+        further=recurrent.granite_hybrid,
+    ),
+    "nemotron_h": Converted(
+        "nemotron_h",
+        {key: name for key, name in COMMON.items() if key not in ("block_count", "rope.freq_base")}
+        | HEAD_SIZE
+        | {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
+        | recurrent.NEMOTRON_MAMBA,
+        {},
+        permuted=True,
+        required=tuple(recurrent.NEMOTRON_MAMBA),
+        further=recurrent.nemotron_h,
+    ),
+    "lfm2": Converted(
+        "lfm2",
+        COMMON | HEAD_SIZE | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        {"block_auto_adjust_ff_dim": False},
+        required=("shortconv.l_cache",),
+        further=recurrent.lfm2,
+    ),
     "glm4": Converted("glm4", COMMON | RMS | HEAD_SIZE, {}, further=_glm4),
     "exaone4": Converted("exaone4", COMMON | RMS | HEAD_SIZE, {}, further=_windows),
     "mistral3": Converted("ministral3", COMMON | RMS | HEAD_SIZE, {}, permuted=True, further=_ministral3),

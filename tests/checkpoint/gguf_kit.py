@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_recurrent
 import numpy as np
 from tiny_models import OFFSET_NORMS, Golden, RandomWeights
 
@@ -19,9 +20,13 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "ministral3": "mistral3",
     "gpt_bigcode": "starcoder",
+    "falcon_h1": "falcon-h1",
+    "granitemoehybrid": "granitehybrid",
 }
 """Names in GGUF that are not the ``model_type``."""
-PERMUTED = ("llama", "granite", "smollm3", "ministral3")
+PERMUTED = ("llama", "granite", "smollm3", "ministral3", "granitemoehybrid", "nemotron_h")
+RECURRENT = ("falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2")
+"""Families with layers that have a state: see :mod:`gguf_recurrent`."""
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -50,7 +55,9 @@ def write(
     model_type = golden.config["model_type"]
     architecture = ARCHITECTURES.get(model_type, model_type)
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in (common_metadata(config, golden.config) | metadata).items():
+    is_recurrent = model_type in RECURRENT
+    found = (gguf_recurrent.metadata if is_recurrent else common_metadata)(config, golden.config)
+    for key, value in (found | metadata).items():
         add(writer, f"{architecture}.{key}", value)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_layers)
@@ -60,6 +67,10 @@ def write(
             continue
         module, _, part = name.rpartition(".")
         converted = convert(model_type, name, values, config)
+        if is_recurrent:
+            for in_file, part_values in gguf_recurrent.convert(name, converted, config, golden.config, names):
+                add_tensor(writer, in_file, part_values, kind)
+            continue
         known = names.get_name(module) or names.get_name(module.removeprefix("transformer."))
         add_tensor(writer, f"{known}.{part}", converted, kind)
     if text is None:
@@ -101,7 +112,7 @@ def common_metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def convert(model_type: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
     """A tensor as the converter changes it."""
-    mixer = config.layer_parts[0].sublayers[0].part
+    mixer = gguf_recurrent.attention_of(config) or config.layer_parts[0].sublayers[0].part
     if model_type in PERMUTED and name.rpartition(".")[0].endswith("q_proj"):
         return permuted(values, mixer.heads)
     if model_type in PERMUTED and name.rpartition(".")[0].endswith("k_proj"):

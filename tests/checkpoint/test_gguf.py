@@ -271,18 +271,19 @@ def test_a_folder_with_one_file_and_split_files(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def split(path: Path, folder: Path) -> None:
-    """Two parts: the metadata with the first half of the tensors, and the rest."""
+def split(path: Path, folder: Path, architecture: str = "llama", second: str | None = None) -> None:
+    """Two parts: the metadata with the first half of the tensors, or those before ``second``, and the rest."""
     reader = gguf.GGUFReader(path)
-    half = len(reader.tensors) // 2
+    names = [tensor.name for tensor in reader.tensors]
+    half = len(names) // 2 if second is None else names.index(second)
     for part, tensors in enumerate((reader.tensors[:half], reader.tensors[half:])):
-        writer = gguf.GGUFWriter(folder / f"model-0000{part + 1}-of-00002.gguf", "llama")
+        writer = gguf.GGUFWriter(folder / f"model-0000{part + 1}-of-00002.gguf", architecture)
         if part == 0:
             for name, field in reader.fields.items():
-                if name.startswith("llama."):
+                if name.startswith(f"{architecture}."):
                     gguf_kit.add(writer, name, field.contents())
         for tensor in tensors:
-            writer.add_tensor(tensor.name, np.array(tensor.data))
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -443,6 +444,11 @@ def test_any_number_in_the_metadata_is_read_or_refused_with_the_file_s_name(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = gguf_kit.write(tmp_path / "model.gguf", golden_of(family), **FURTHER.get(family, {}))
+    assert_any_number_is_read_or_refused(path, monkeypatch)
+
+
+def assert_any_number_is_read_or_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key of a file with each of ``VALUES``."""
     header = read_header(path)
     keys = [key for key in header.metadata if key != "tokenizer.ggml.tokens"]
     for key in dict.fromkeys([*keys, *(f"{header.architecture}.{name}" for name in ADDED)]):

@@ -152,7 +152,16 @@ def test_olmo_3_s_converter_writes_the_whole_factor() -> None:
 # -- keys that a file does not have -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", sorted(set(TABLE) - {"mistral3"}))  # which must say more
+SIZES_OF_STATES = {
+    "falcon-h1": "ssm.inner_size",
+    "granitehybrid": "ssm.state_size",
+    "nemotron_h": "ssm.group_count",
+    "lfm2": "shortconv.l_cache",
+}
+"""A size that the layers with a state of these architectures must have."""
+
+
+@pytest.mark.parametrize("architecture", sorted(set(TABLE) - {"mistral3", *SIZES_OF_STATES}))  # which must say more
 def test_absent_keys_have_llama_cpp_s_values(architecture: str) -> None:
     """The defaults: each head has keys and values, heads divide the embedding, and the base is 10,000."""
     config = config_json(header(architecture, attention__head_count_kv=1 if architecture == "falcon" else None))
@@ -162,6 +171,12 @@ def test_absent_keys_have_llama_cpp_s_values(architecture: str) -> None:
         assert mixer.kv_heads == HEADS
     if "rope.freq_base" in TABLE[architecture].keys:
         assert config.get("rope_theta", config.get("rotary_emb_base")) == 10000.0
+
+
+@pytest.mark.parametrize(("architecture", "key"), SIZES_OF_STATES.items())
+def test_sizes_of_states_are_needed(architecture: str, key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"lacks {architecture}.{key}"):
+        config_json(header(architecture))
 
 
 @pytest.mark.parametrize(("value", "scale"), [(None, HEAD_DIM**-0.5), (0.0, HEAD_DIM**-0.5), (0.5, 0.5)])

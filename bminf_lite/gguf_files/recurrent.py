@@ -1,0 +1,151 @@
+"""Layers with a state in GGUF files: which layers they are, their sizes, and how their tensors are stored.
+
+Of each layer a file says the number of key-value heads, which is 0 without attention, and in some architectures the
+width of the feed-forward layer, which is 0 without one. llama.cpp's converter stores ``A`` instead of ``A_log``, and
+leaves out or adds sizes of 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+from .header import GgufHeader
+
+MAMBA = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_n_heads",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.inner_size": "mamba_d_ssm",
+}
+"""Sizes of Mamba 2 by the names of Falcon-H1."""
+NEMOTRON_MAMBA = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.time_step_rank": "mamba_num_heads",
+    "ssm.group_count": "n_groups",
+    "ssm.inner_size": "mamba_inner_size",
+}
+_REMEDY = "migrate the model's Hugging Face folder instead"
+
+
+def hugging_face_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that Hugging Face has for the tensor ``name`` of a file, where it has ``shape``."""
+    if len(shape) != 2:
+        return shape
+    if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")):
+        return (shape[0], 1, shape[1])
+    if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")):
+        return (shape[0] * shape[1],)
+    return shape
+
+
+def with_bias_of_step(name: str) -> str:
+    """A tensor's ``name``, in which the bias of time steps is that of a linear layer, as in llama.cpp's converter."""
+    return f"{name.removesuffix('_bias')}_proj.bias" if name.endswith(".dt_bias") else name
+
+
+def log_of_decay(values: np.ndarray) -> np.ndarray:
+    """``A_log`` of ``A = -exp(A_log)``."""
+    logarithm: np.ndarray = np.log(-values)
+    return logarithm
+
+
+def has(header: GgufHeader, *parts: str) -> bool:
+    """Whether any layer has a tensor of one of these names, such as ``attn_q.bias``."""
+    return any(name.startswith("blk.") and name.split(".", 2)[-1] in parts for name in header.tensors)
+
+
+def layers_with_attention(header: GgufHeader, config: dict[str, Any]) -> list[bool]:
+    """Whether each layer has attention; sets the number of key-value heads of those that do."""
+    heads = _of_each_layer(header, config, "attention.head_count_kv", config["num_attention_heads"])
+    config["num_key_value_heads"] = _only(header, heads, "attention.head_count_kv", config["num_attention_heads"])
+    return [count > 0 for count in heads]
+
+
+def falcon_h1(header: GgufHeader, config: dict[str, Any]) -> None:
+    """Multipliers are part of the weights, and a norm is behind the gate."""
+    if config["tie_word_embeddings"]:
+        problem = "has no output.weight, and does not say by what the head's logits are multiplied"
+        raise CheckpointError(f"{header.path}: {problem}; {_REMEDY}")
+    _mamba_of_falcon_h1(header, config)
+    config["mamba_rms_norm"] = has(header, "ssm_norm.weight")
+    config["mamba_norm_before_gate"] = False
+    config["projectors_bias"] = has(header, "ssm_out.bias")
+    config["mlp_bias"] = has(header, "ffn_up.bias")
+
+
+def _mamba_of_falcon_h1(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The parts of layers with attention and Mamba 2 that have a bias."""
+    config["attention_bias"] = has(header, "attn_q.bias")
+    config["mamba_proj_bias"] = has(header, "ssm_in.bias")
+    config["mamba_conv_bias"] = has(header, "ssm_conv1d.bias")
+
+
+def nemotron_h(header: GgufHeader, config: dict[str, Any]) -> None:
+    """Each layer is attention, a feed-forward layer, or Mamba 2, which has neither heads nor hidden units."""
+    has_attention = layers_with_attention(header, config)
+    widths = _of_each_layer(header, config, "feed_forward_length", 0)
+    config["intermediate_size"] = _only(header, widths, "feed_forward_length", 1)
+    both = [i for i, width in enumerate(widths) if width and has_attention[i]]
+    if both:
+        problem = f"layer {both[0]} has key-value heads and hidden units (feed_forward_length)"
+        raise CheckpointError(f"{header.path}: {problem}, which this version does not run; {_REMEDY}")
+    kinds = zip(has_attention, widths, strict=True)
+    config["layers_block_type"] = ["attention" if a else "mlp" if width else "mamba" for a, width in kinds]
+    config["mamba_head_dim"] = _divided(header, config, "mamba_inner_size", "mamba_num_heads")
+    del config["mamba_inner_size"]
+    config["attention_bias"] = has(header, "attn_q.bias")
+    config["mlp_bias"] = has(header, "ffn_up.bias")
+    config["use_bias"] = has(header, "ssm_in.bias")
+    config["use_conv_bias"] = has(header, "ssm_conv1d.bias")
+
+
+def granite_hybrid(header: GgufHeader, config: dict[str, Any]) -> None:
+    """Mamba 2 or attention in each layer, whose rotation a flag turns off."""
+    has_attention = layers_with_attention(header, config)
+    config["layer_types"] = ["attention" if a else "mamba" for a in has_attention]
+    config["position_embedding_type"] = "rope" if header.of_model("rope.scaling.finetuned", True) else "nope"
+    config["mamba_expand"] = _divided(header, config, "mamba_d_ssm", "hidden_size")
+    del config["mamba_d_ssm"]
+    config["shared_intermediate_size"] = config["intermediate_size"]
+    header.of_model("expert_shared_feed_forward_length")  # without experts it is the width that was read
+    config["num_local_experts"] = 0
+    _mamba_of_falcon_h1(header, config)
+
+
+def lfm2(header: GgufHeader, config: dict[str, Any]) -> None:
+    """Attention or a short convolution in each layer."""
+    has_attention = layers_with_attention(header, config)
+    config["layer_types"] = ["full_attention" if a else "conv" for a in has_attention]
+    config["conv_bias"] = has(header, "shortconv.conv.bias")
+
+
+def _of_each_layer(header: GgufHeader, config: dict[str, Any], key: str, default: int) -> list[int]:
+    values, layers = header.of_model(key, default), header.of_model("block_count")
+    if not isinstance(values, list):
+        return [int(values)] * layers
+    if len(values) != layers:
+        problem = f"{header.architecture}.{key} has {len(values)} numbers for {layers} layers"
+        raise CheckpointError(f"{header.path}: {problem}; export the model again")
+    return values
+
+
+def _only(header: GgufHeader, values: list[int], key: str, default: int) -> int:
+    """The number that all layers have that have one."""
+    found = sorted({value for value in values if value})
+    if len(found) > 1:
+        problem = f"{header.architecture}.{key} is {', '.join(map(str, found))} in different layers"
+        raise CheckpointError(f"{header.path}: {problem}, and such layers are not supported")
+    return found[0] if found else default
+
+
+def _divided(header: GgufHeader, config: dict[str, Any], size: str, by: str) -> int:
+    """How many times the width of Mamba 2 holds another size."""
+    if config[size] % config[by]:
+        problem = f"ssm.inner_size is {config[size]}, not a multiple of {config[by]}"
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; export the model again")
+    return int(config[size] // config[by])

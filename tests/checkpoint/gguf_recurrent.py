@@ -1,0 +1,129 @@
+"""What llama.cpp's converter does to models with layers that have a state, beside what :mod:`gguf_kit` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bminf_lite.models.parts.attention import AttentionPart
+from bminf_lite.models.parts.feed_forward import FeedForwardPart
+from bminf_lite.models.parts.mamba2 import Mamba2Part
+from bminf_lite.models.parts.short_convolution import ShortConvolutionPart
+from bminf_lite.models.parts.side_by_side import SideBySidePart
+
+
+def parts_of(layer: Any) -> list[Any]:
+    """All parts of a layer, also those that are side by side."""
+    parts = [sub.part for sub in layer.sublayers]
+    return [one for part in parts for one in (part.parts if isinstance(part, SideBySidePart) else (part,))]
+
+
+def _first(layer: Any, kind: type) -> Any:
+    return next((part for part in parts_of(layer) if isinstance(part, kind)), None)
+
+
+def attention_of(config: Any) -> Any:
+    """The attention of the first layer that has one."""
+    return next(
+        (part for layer in config.layer_parts for part in parts_of(layer) if isinstance(part, AttentionPart)), None
+    )
+
+
+def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a model, whose ``config.json`` is ``given``."""
+    layers, attention = config.layer_parts, attention_of(config)
+    kv_heads = [part.kv_heads if (part := _first(layer, AttentionPart)) else 0 for layer in layers]
+    widths = [part.inner_size if (part := _first(layer, FeedForwardPart)) else 0 for layer in layers]
+    found = {
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "context_length": config.context_length,
+        "feed_forward_length": widths if given["model_type"] == "nemotron_h" else widths[0],
+        "attention.head_count": attention.heads,
+        "attention.head_count_kv": kv_heads[0] if given["model_type"] == "falcon_h1" else kv_heads,
+        "attention.key_length": attention.head_dim,
+        "attention.value_length": attention.head_dim,
+        "attention.layer_norm_rms_epsilon": layers[0].norms[0].eps,
+        "rope.dimension_count": attention.head_dim,
+    }
+    for layer in layers:
+        if mamba := _first(layer, Mamba2Part):
+            found |= {
+                "ssm.conv_kernel": mamba.taps,
+                "ssm.state_size": mamba.state_dim,
+                "ssm.time_step_rank": mamba.heads,
+                "ssm.group_count": mamba.groups,
+                "ssm.inner_size": mamba.features,
+            }
+        if convolution := _first(layer, ShortConvolutionPart):
+            found["shortconv.l_cache"] = convolution.taps
+    if attention.rotary:
+        default = 1000000.0 if given["model_type"] == "lfm2" else 10000.0
+        found["rope.freq_base"] = float(given.get("rope_theta", default))
+    if given["model_type"] == "granitemoehybrid":
+        found |= {
+            "rope.scaling.finetuned": attention.rotary is not None,
+            "expert_count": given["num_local_experts"],
+            "expert_shared_feed_forward_length": given["shared_intermediate_size"],
+            "attention.scale": float(given["attention_multiplier"]),
+            "embedding_scale": float(given.get("embedding_multiplier", 1.0)),
+            "residual_scale": float(given.get("residual_multiplier", 1.0)),
+            "logit_scale": float(given.get("logits_scaling", 1.0)),
+        }
+    return found
+
+
+def convert(
+    name: str, values: np.ndarray, config: Any, given: dict[str, Any], names: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """A tensor as the converter writes it, with the package's ``names``; some are written as two."""
+    values = multiplied(name, values, given) if given["model_type"] == "falcon_h1" else values
+    layer = name.split(".layers.")[-1].split(".")[0]
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = np.split(values, 2)
+        yield f"blk.{layer}.ffn_gate.weight", gate
+        yield f"blk.{layer}.ffn_up.weight", up
+        return
+    if name.endswith("shared_mlp.output_linear.weight"):
+        yield f"blk.{layer}.ffn_down.weight", values
+        return
+    if name.endswith(".dt_bias"):
+        name = name.removesuffix(".dt_bias") + ".dt_proj.bias"
+    in_file = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if in_file.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")):
+        values = values[:, 0]
+    if name.endswith(".A_log"):
+        values = -np.exp(values)
+    if in_file.endswith((".ssm_a", ".ssm_d")):
+        values = values[:, None]
+    if in_file.endswith(".ssm_norm.weight"):
+        groups = next(part.groups for one in config.layer_parts if (part := _first(one, Mamba2Part)))
+        values = values.reshape(groups, -1)
+    yield in_file, values
+
+
+def multiplied(name: str, values: np.ndarray, given: dict[str, Any]) -> np.ndarray:
+    """A tensor of Falcon-H1, multiplied by what ``given`` says."""
+    gate, down = given.get("mlp_multipliers") or (1.0, 1.0)
+    attention, mamba = given.get("attention_in_multiplier", 1.0), given.get("ssm_in_multiplier", 1.0)
+    factors = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": given.get("key_multiplier", 1.0) * attention,
+        "q_proj": attention,
+        "v_proj": attention,
+        "o_proj": given.get("attention_out_multiplier", 1.0),
+        "out_proj": given.get("ssm_out_multiplier", 1.0),
+        "lm_head": given.get("lm_head_multiplier", 1.0),
+        "embed_tokens": given.get("embedding_multiplier", 1.0),
+    }
+    module = name.split(".")[-2]
+    if module == "in_proj" and values.ndim == 2:
+        width = given["mamba_d_ssm"] or values.shape[1] * given["mamba_expand"]
+        shared = given["mamba_n_groups"] * given["mamba_d_state"]
+        sections = width, width, shared, shared, given["mamba_n_heads"]
+        of_sections = np.repeat(given.get("ssm_multipliers") or [1.0] * 5, sections)
+        return (values * of_sections[:, None] * mamba).astype(np.float32)
+    return values * np.float32(factors.get(module, 1.0))
