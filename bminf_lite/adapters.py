@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .backend.adapter_slots import AdapterSlots, SavedMatrix
+from .backend.adapter_slots import MOST_RANK, MOST_SLOTS, AdapterSlots, SavedMatrix
 from .backend.meta import MetaBackend
 from .checkpoint.adapter_folder import AdapterFolder, read_adapter
 from .checkpoint.opened_model import OpenedModel
@@ -17,10 +17,8 @@ from .placement import MetaWeights
 
 MAX_ADAPTERS = 8
 """Slots of a model that is loaded with adapters, unless the caller wants another number."""
-MOST_SLOTS = 1024
 LEAST_RANK = 16
 """The rank that slots have room for, unless an adapter that is given at once, or the caller, needs more."""
-MOST_RANK = 512
 LONGEST_NAME = 256
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from .backend import MAX_GPUS
-from .backend.adapter_slots import AdapterSlots
+from .backend.adapter_slots import MOST_RANK, MOST_SLOTS, AdapterSlots
 from .backend.base import Backend
 from .backend.communicator import OneRank
 from .backend.meta import MetaBackend
@@ -234,8 +234,8 @@ def plan(
     """
     require_whole("context", 1 if context is None else context)
     require_whole("batch", batch)
-    require_whole("max_adapters", max_adapters, least=0)
-    require_whole("max_adapter_rank", max_adapter_rank)
+    require_whole("max_adapters", max_adapters, MOST_SLOTS, least=0)
+    require_whole("max_adapter_rank", max_adapter_rank, MOST_RANK)
     require_whole("gpus", gpus, MAX_GPUS)
     slots = AdapterSlots(max_adapters, max_adapter_rank) if max_adapters else None
     requirements = requirements_of(path, recipe, kv_cache, speculative, slots, gpus)

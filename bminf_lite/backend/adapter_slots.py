@@ -25,6 +25,9 @@ from .functions import product_by_row
 from .side_products import Adapter, Rounding
 from .values import Array
 
+MOST_SLOTS, MOST_RANK = 1024, 512
+"""The most adapters that the requests of a step may have beside each other, and the largest rank of one."""
+
 
 @dataclass(frozen=True)
 class SavedMatrix:
