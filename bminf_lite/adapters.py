@@ -15,6 +15,8 @@ from .errors import UsageError, require_whole
 from .models.spec import Role
 from .placement import MetaWeights
 
+Prepared = list[list[object]]
+"""An adapter for the sites of each rank."""
 MAX_ADAPTERS = 8
 """Slots of a model that is loaded with adapters, unless the caller wants another number."""
 LEAST_RANK = 16
@@ -99,11 +101,16 @@ class AdapterOptions:
 
 @dataclass
 class ModelAdapters:
-    """Adapters of one model on the devices whose ``slots`` its ranks have."""
+    """Adapters of one model on the devices whose ``slots`` its ranks have.
+
+    ``between_steps`` runs work while no step is being launched. Adapters of several ranks are prepared there: memory
+    that a driver pins may wait for a GPU, whose kernels may wait for a launch on another one.
+    """
 
     options: AdapterOptions
     slots: list[AdapterSlots]
     registry: AdapterRegistry = field(default_factory=AdapterRegistry)
+    between_steps: Callable[[Callable[[], Prepared]], Prepared] = field(default_factory=lambda: _at_once, init=False)
 
     def __post_init__(self) -> None:
         for name, folder in self.options.folders.items():
@@ -117,10 +124,17 @@ class ModelAdapters:
     def _enter(self, name: str, folder: AdapterFolder, replace: bool) -> LoadedAdapter:
         self.options.check_room(name, folder)
 
-        def prepare() -> list[list[object]]:
+        def prepare() -> Prepared:
             return [slots.prepare(folder.parts) for slots in self.slots]
 
-        return self.registry.add(name, str(folder.path), folder.rank, folder.nbytes, prepare, replace)
+        def prepared() -> Prepared:
+            return prepare() if len(self.slots) == 1 else self.between_steps(prepare)
+
+        return self.registry.add(name, str(folder.path), folder.rank, folder.nbytes, prepared, replace)
+
+
+def _at_once(work: Callable[[], Prepared]) -> Prepared:
+    return work()
 
 
 def check_name(name: object) -> None:

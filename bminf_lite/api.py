@@ -328,6 +328,8 @@ class Model:
             engine_config, lambda blocks: ModelRunner(networks, engine_config, blocks), ops.make_current,
             make_pooling=None if pooling is None else lambda: PoolingQueue(text_network(), max_tokens, max_texts),
         )  # fmt: skip
+        if adapters is not None:
+            adapters.between_steps = engine.call
         self._finalizer = weakref.finalize(self, engine.close, timeout=FINALIZER_SECONDS)
 
         def to_host(array: Any) -> np.ndarray:  # without self, which is freed when dropped

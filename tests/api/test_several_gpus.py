@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from adapter_files import random_adapter
 from click.testing import CliRunner
 
 import bminf_lite
+from bminf_lite.backend.adapter_slots import AdapterSlots, Part
 from bminf_lite.bench.model import read_shape
 from bminf_lite.cli import main
 from bminf_lite.errors import UsageError
@@ -43,6 +48,37 @@ def test_a_draft_model_is_divided_too(source: Path) -> None:
         found = [result.token_ids for result in model.generate(PROMPTS, max_new_tokens=12, temperature=0)]
         assert model.stats().accepted_tokens > 0
     assert found == expected
+
+
+def test_adapters_prefixes_and_drafts_together(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one slot for two adapters, of which one comes later: between two steps, as the ranks' drivers need it."""
+    threads: list[str] = []
+    prepare = AdapterSlots.prepare
+
+    def watched(slots: AdapterSlots, parts: Mapping[str, Part]) -> list[Any]:
+        threads.append(threading.current_thread().name)
+        return prepare(slots, parts)
+
+    folders = {name: random_adapter(tmp_path / name, source, seed=i) for i, name in enumerate("ab")}
+    prompts, options = ["hello again and again " * 4 + end for end in "xyz"], {"max_new_tokens": 12, "temperature": 0}
+    monkeypatch.setattr(AdapterSlots, "prepare", watched)
+    results = []
+    for gpus, speculative in ((1, "none"), (2, "ngram")):
+        with bminf_lite.load(
+            source, device="cpu", gpus=gpus, speculative=speculative, adapters={"a": folders["a"]}, max_adapters=1,
+            max_batch=16,
+        ) as model:  # fmt: skip
+            threads.clear()
+            model.load_adapter("b", folders["b"])
+            inside = [name == "bminf-lite-engine" for name in threads]
+            assert inside == ([False] if gpus == 1 else [True, True])
+            streams = [
+                model.stream(p, adapter=name, **options) for _ in range(2) for p in prompts for name in ("a", None, "b")
+            ]
+            results.append(["".join(piece.text for piece in stream) for stream in streams])
+            assert model.stats().cached_tokens > 0
+    assert results[0] == results[1] and results[0][:9] == results[0][9:]
+    assert len(set(results[0][:3])) == 3
 
 
 def test_each_gpu_of_a_plan_has_its_part(tmp_path: Path) -> None:
