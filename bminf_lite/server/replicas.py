@@ -10,6 +10,7 @@ body of a request without a key, where one is needed.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import math
@@ -51,6 +52,8 @@ LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter
 TO_ALL = (LOAD_ADAPTER, UNLOAD_ADAPTER)
 """Paths of requests that every replica must get."""
 PROMPT_FIELDS = ("messages", "prompt", "input", "query", "text", "texts")
+PR_SET_PDEATHSIG = 1
+"""The number of an operation of Linux's prctl."""
 HOP_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"content-length", b"expect"}
 PIECE = 1 << 16
 
@@ -118,7 +121,7 @@ class Replicas:
                     change.given.discard(replica.number)
             replica.port = _free_port()
             command = [argument.replace("{port}", str(replica.port)) for argument in replica.command]
-            replica.process = await asyncio.create_subprocess_exec(*command)
+            replica.process = await asyncio.create_subprocess_exec(*command, preexec_fn=_end_with_parent())
             if self._ends.is_set():  # after ``stop``, which has not seen this process
                 replica.process.terminate()
             asked = asyncio.create_task(self._watch(replica))
@@ -435,6 +438,14 @@ def _target(scope: Scope) -> bytes:
     path: bytes = scope["raw_path"]
     query: bytes = scope["query_string"]
     return path + (b"?" + query if query else b"")
+
+
+def _end_with_parent() -> Callable[[], object] | None:
+    """What a new process runs so that SIGTERM reaches it when this one is killed; else its GPU would stay taken."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _free_port() -> int:

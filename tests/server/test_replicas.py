@@ -134,6 +134,33 @@ def test_replicas_that_keep_ending_end_the_server() -> None:
     assert "replica 0 has ended with 3" in lines[0] and isinstance(made.replicas[0], Replica)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the replicas of a killed process")
+def test_replicas_end_when_the_front_process_is_killed() -> None:
+    code = """if True:
+        import asyncio, sys
+        import uvloop
+        from bminf_lite.server.limits import DEFAULT_LIMITS
+        from bminf_lite.server.replicas import Replicas
+
+        async def main():
+            made = Replicas([[sys.executable, "-c", "import time; time.sleep(600)"]], DEFAULT_LIMITS, print)
+            kept = asyncio.create_task(made.keep(made.replicas[0]))
+            while made.replicas[0].process is None:
+                await asyncio.sleep(0.01)
+            print(made.replicas[0].process.pid, flush=True)
+            await kept
+
+        uvloop.run(main())
+    """
+    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert front.stdout is not None
+    replica = psutil.Process(int(front.stdout.readline()))
+    assert replica.is_running()
+    front.kill()
+    front.wait()
+    until(lambda: not replica.is_running() or replica.status() == "zombie")
+
+
 class Stand:
     """A stand-in for a replica: it answers with ``status`` and keeps the requests; one that was closed refuses."""
 
