@@ -151,13 +151,18 @@ class RankThreads:
 
     def __init__(self, ranks: Sequence[Communicator], make_current: Sequence[Callable[[], None]]):
         self.ranks = ranks
-        self._threads = [_RankThread(f"rank-{i}", start) for i, start in enumerate(make_current[1:], 1)]
+        self._make_current = make_current
+        self._has_started = [rank == 0 for rank in range(len(make_current))]
+        self._threads = [_RankThread(f"rank-{i}") for i in range(1, len(make_current))]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """``work`` of each rank's number. If one fails, the others are stopped, and its error is raised."""
 
         def guarded(rank: int) -> T:
             try:
+                if not self._has_started[rank]:
+                    self._make_current[rank]()
+                    self._has_started[rank] = True
                 return work(rank)
             except BaseException as error:
                 try:
@@ -219,9 +224,9 @@ def on_ranks(devices: Sequence[RankDevice], work: Callable[[int], T]) -> list[T]
 class _RankThread:
     """A thread that does one work after another. Queues wake it in a tenth of the time that futures take."""
 
-    def __init__(self, name: str, start: Callable[[], None]):
+    def __init__(self, name: str):
         self._works: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = SimpleQueue()
-        threading.Thread(target=_run_works, args=(self._works, start), name=name, daemon=True).start()
+        threading.Thread(target=_run_works, args=(self._works,), name=name, daemon=True).start()
         self._finalizer = weakref.finalize(self, self._works.put, None)
 
     def start(self, work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
@@ -234,14 +239,10 @@ class _RankThread:
         self._finalizer()
 
 
-def _run_works(works: SimpleQueue[Any], start: Callable[[], None]) -> None:
-    has_started = False
+def _run_works(works: SimpleQueue[Any]) -> None:
     while (item := works.get()) is not None:
         work, ended = item
         try:
-            if not has_started:
-                start()
-                has_started = True
             ended.put((work(), None))
         except BaseException as error:
             ended.put((None, error))

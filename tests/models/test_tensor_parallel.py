@@ -294,6 +294,18 @@ def test_a_rank_that_fails_stops_the_others(failing: int) -> None:
             assert threads.run(lambda rank: work(rank, False)) == [3.0] * 3
 
 
+def test_a_rank_that_cannot_use_its_device_stops_the_others() -> None:
+    ranks = simulated_ranks(2)
+
+    def fail() -> None:
+        raise RuntimeError("no such device")
+
+    with closing(RankThreads(ranks, [lambda: None, fail])) as threads:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no such device"):
+                threads.run(lambda rank: ranks[rank].all_reduce_add(np.zeros(1, np.float32)))
+
+
 def test_the_error_of_a_rank_is_told_also_if_the_others_cannot_be_stopped() -> None:
     class Broken(SimulatedRank):
         def abort(self) -> None:
