@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import models
-from ..errors import CheckpointError
+from ..errors import CheckpointError, checkpoint_error
 from ..gguf_files.architectures import (
     config_json,
     generation_config,
@@ -25,6 +25,7 @@ from ..gguf_files.architectures import (
     is_transposed,
     joined_tensors,
     row_order,
+    stacked_experts,
     tensor_names,
     tensors_in_config,
     undo,
@@ -32,7 +33,7 @@ from ..gguf_files.architectures import (
 from ..gguf_files.header import GgufHeader, GgufTensor, read_header
 from ..gguf_files.recurrent import hugging_face_shape
 from ..gguf_files.tokenizer import tokenizer_files
-from ..models.spec import Spec
+from ..models.spec import FusedExperts, Parameter, Spec
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 
 
@@ -82,7 +83,7 @@ class GgufFile(TensorFile):
         if self.is_verbatim(name):
             super().read_tensor(name, buffer, offset)
             return
-        row = max(math.prod(stored.tensor.shape[1:]), 1) * itemsize
+        row = _columns(stored.tensor) * itemsize
         first, end = offset // row, -(-(offset + len(buffer)) // row)
         rows = self._rows(stored, first, end)
         with np.errstate(all="ignore"):  # who reads values that are not finite says so
@@ -105,18 +106,24 @@ class GgufFile(TensorFile):
         return np.concatenate([self._consecutive_rows(stored.tensor, int(i), int(i) + 1) for i in order])
 
     def _consecutive_rows(self, tensor: GgufTensor, first: int, end: int) -> np.ndarray:
-        row_bytes = tensor.nbytes // tensor.shape[0]
+        row_bytes = tensor.nbytes // (math.prod(tensor.shape) // _columns(tensor))
+        shape = (end - first, *tensor.shape[1:][-1:])
         raw = np.empty((end - first, row_bytes), np.uint8)
         self._read_into(raw.reshape(-1).data, tensor.offset + first * row_bytes)
         if tensor.type in FLOAT_DTYPES:
-            return raw.view(DTYPES[tensor.type]).reshape(end - first, *tensor.shape[1:])
-        return _dequantized(raw, tensor.type, self.path).reshape(end - first, *tensor.shape[1:])
+            return raw.view(DTYPES[tensor.type]).reshape(shape)
+        return _dequantized(raw, tensor.type, self.path).reshape(shape)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019, the file and its cache end together
     def _transposed(self, name: str) -> np.ndarray:
         """A whole matrix ``[in, out]``; blocks of one matrix are read one after another."""
         tensor = self._stored[name].tensor
         return np.ascontiguousarray(self._consecutive_rows(tensor, 0, tensor.shape[0]).T)
+
+
+def _columns(tensor: GgufTensor) -> int:
+    """Elements of a row; those of matrices of several experts are one after another, and a vector has rows of one."""
+    return max(tensor.shape[-1], 1) if len(tensor.shape) > 1 else 1
 
 
 def _dequantized(raw: np.ndarray, type_name: str, path: Path) -> np.ndarray:
@@ -135,7 +142,8 @@ def _dequantized(raw: np.ndarray, type_name: str, path: Path) -> np.ndarray:
 class GgufCheckpoint:
     """What a Hugging Face folder of the model would hold; ``text_files`` makes the files without tensors.
 
-    ``joined`` are tensors whose rows are those of several of the files, by their names there.
+    ``joined`` are tensors whose rows are those of several of the files, by their names there. ``stacked`` are tensors
+    of the files that hold a matrix of each expert, and ``parameters`` all tensors of the model.
     """
 
     config: dict[str, Any]
@@ -143,6 +151,8 @@ class GgufCheckpoint:
     text_files: Callable[[], dict[str, str]]
     files: list[TensorFile]
     joined: dict[str, tuple[str, ...]]
+    stacked: dict[str, FusedExperts]
+    parameters: Mapping[str, Parameter]
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
@@ -153,9 +163,12 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     """
     header = read_header(path)
     config = config_json(header)
-    parameters = _spec_of(header, config).parameters
-    names = tensor_names(header, parameters)
-    joined = joined_tensors(header, parameters)
+    spec = _spec_of(header, config)
+    names = tensor_names(header, spec.parameters)
+    joined = joined_tensors(header, spec.parameters)
+    fused = stacked_experts(header, {name: fused.experts for name, fused in spec.fused.items()})
+    stacked = {name: FusedExperts(experts) for name, experts in fused.items() if name in header.tensors}
+    _check_shapes(header, stacked, spec)
     by_file: dict[Path, dict[str, StoredTensor]] = {part: {} for part in header.paths}
     known = {file_name: name for name, file_name in names.items()}
     left_out = tensors_in_config(header)
@@ -179,7 +192,25 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         for file in files:
             file.close()
         raise
-    return GgufCheckpoint(config, generation_config(header), functools.partial(_text_files, header), files, joined)
+    return GgufCheckpoint(
+        config,
+        generation_config(header),
+        functools.partial(_text_files, header),
+        files,
+        joined,
+        stacked,
+        spec.parameters,
+    )
+
+
+def _check_shapes(header: GgufHeader, stacked: Mapping[str, FusedExperts], spec: Spec) -> None:
+    problems = []
+    for name, fused in stacked.items():
+        found, expected = header.tensors[name].shape, fused.shape(spec.parameters)
+        if found != expected:
+            problems.append(f"tensor {name!r} has shape {list(found)}; the metadata need {list(expected)}")
+    if problems:
+        raise checkpoint_error(header.path, problems, "export the model again")
 
 
 def _spec_of(header: GgufHeader, config: dict[str, Any]) -> Spec:

@@ -319,6 +319,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         checkpoint = Checkpoint(gguf, found.config, found.files, [], found.generation_config, found.text_files)
         for name, parts in found.joined.items():
             checkpoint.join(name, parts)
+        for name, fused in found.stacked.items():
+            checkpoint.split(name, fused, found.parameters)
         return checkpoint
     if not path.is_dir():
         what = "is a file, neither a folder nor GGUF" if path.exists() else "does not exist"

@@ -39,6 +39,13 @@ GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+NEMOTRON_H = (
+    {key: name for key, name in COMMON.items() if key not in ("block_count", "rope.freq_base")}
+    | HEAD_SIZE
+    | {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
+    | recurrent.NEMOTRON_MAMBA
+)
+LFM2 = COMMON | HEAD_SIZE | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 GPT_NAMES = {
     "embedding_length": "n_embd",
     "block_count": "n_layer",
@@ -76,6 +83,14 @@ SIZES = {
     "ssm.group_count": 1,
     "ssm.inner_size": 1,
     "shortconv.l_cache": 1,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "expert_feed_forward_length": 0,
+    "expert_shared_feed_forward_length": 0,
+    "expert_group_count": 0,
+    "expert_group_used_count": 0,
+    "moe_latent_size": 0,
+    "leading_dense_block_count": 0,
 }
 """Whole numbers, and the least. Some files write 0 for what they have not."""
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
@@ -84,6 +99,10 @@ LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 1 << 16
 """Some architectures get a list of their layers' kinds, which must not have 2 billion items."""
 REQUIRED = ("embedding_length", "block_count", "attention.head_count", "context_length")
+
+
+FusedNames = tuple[tuple[str, ...], ...]
+"""Of each expert the names of its matrices in a tensor."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +142,7 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
         raise checkpoint_error(header.path, problems, "export the model again")
     header = ReadHeader(header.paths, header.metadata, header.tensors)
     if header.of_model("expert_count"):
-        raise CheckpointError(f"{header.path}: is a mixture of experts, which this version does not run")
+        _check_experts(header, known)
     required = [*REQUIRED, *(key for key in known.keys if key.endswith("epsilon") or key in known.required)]
     missing = [f"{header.architecture}.{key}" for key in required if header.of_model(key) is None]
     missing += [] if "token_embd.weight" in header.tensors else ["the tensor token_embd.weight"]
@@ -151,6 +170,19 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     if problems:
         raise checkpoint_error(header.path, problems, "migrate the model's Hugging Face folder instead")
     return config
+
+
+def _check_experts(header: GgufHeader, known: Converted) -> None:
+    """Refuse experts of architectures that are run without, and numbers of experts that are not in the tensors."""
+    if "expert_count" not in known.keys:
+        problem = f"is a mixture of experts, which this version does not run for {header.architecture}"
+        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+    count = header.of_model("expert_count")
+    held = {tensor.shape[0] for name, tensor in header.tensors.items() if name.endswith("_exps.weight")}
+    if held != {count}:
+        found = f"the tensors hold {', '.join(map(str, sorted(held))) or 'none'}"
+        problem = f"{header.architecture}.expert_count is {count}, but {found}"
+        raise CheckpointError(f"{header.path}: {problem}; export the model again")
 
 
 def _size_problems(header: GgufHeader) -> list[str]:
@@ -242,13 +274,14 @@ def tensor_names(header: GgufHeader, names: Iterable[str]) -> dict[str, str]:
     mapping = gguf.get_tensor_name_map(number, int(header.of_model("block_count")))
     found = {}
     for name in names:
-        if whole := mapping.get_name(name):
+        in_converter = recurrent.with_bias(name)
+        if whole := mapping.get_name(in_converter):
             found[name] = whole
             continue
-        module, dot, part = recurrent.with_bias_of_step(name).rpartition(".")
+        module, dot, part = in_converter.rpartition(".")
         in_file = mapping.get_name(module) or mapping.get_name(module.removeprefix("transformer."))
         if (layer := _in_layer(module, known.renamed)) is not None:
-            in_file = layer[0] + known.renamed[layer[1]]
+            in_file = layer[0] + _of_shared(header, known.renamed[layer[1]])
         if in_file is not None:
             found[name] = in_file + dot + part
     return found
@@ -260,7 +293,32 @@ def joined_tensors(header: GgufHeader, names: Iterable[str]) -> dict[str, tuple[
     for name in names:
         module, _, part = name.rpartition(".")
         if (layer := _in_layer(module, joined)) is not None:
-            found[name] = tuple(f"{layer[0]}{one}.{part}" for one in joined[layer[1]])
+            found[name] = tuple(f"{layer[0]}{_of_shared(header, one)}.{part}" for one in joined[layer[1]])
+    return found
+
+
+def _of_shared(header: GgufHeader, name: str) -> str:
+    """The ``name`` of a matrix of a feed-forward layer, which is a shared expert's if there are others."""
+    return f"{name}_shexp" if header.of_model("expert_count") else name
+
+
+def stacked_experts(header: GgufHeader, spec_fused: Mapping[str, FusedNames]) -> dict[str, FusedNames]:
+    """The tensors of the file that hold one matrix of each expert, by their names there.
+
+    ``spec_fused`` has for each tensor that may hold experts the names of each expert's matrices: of each layer first
+    gate, if there is one, and up, then down.
+    """
+    found: dict[str, FusedNames] = {}
+    if not header.of_model("expert_count"):
+        return found
+    for name, experts in spec_fused.items():
+        match = re.fullmatch(r".*\blayers\.(\d+)\..+", name)
+        if match is None:
+            continue
+        start = f"blk.{match[1]}.ffn"
+        is_inner = f"{start}_up_exps.weight" not in found
+        kinds = (("gate", "up")[-len(experts[0]) :]) if is_inner else ("down",)
+        found |= {f"{start}_{kind}_exps.weight": tuple((e[i],) for e in experts) for i, kind in enumerate(kinds)}
     return found
 
 
@@ -527,7 +585,12 @@ TABLE: dict[str, Converted] = {
     ),
     "granitehybrid": Converted(
         "granitemoehybrid",
-        COMMON | RMS | recurrent.MAMBA | GRANITE,
+        COMMON
+        | RMS
+        | recurrent.MAMBA
+        | GRANITE
+        | recurrent.EXPERTS
+        | {"expert_count": "num_local_experts", "expert_shared_feed_forward_length": "shared_intermediate_size"},
         {"mamba_d_head": "auto"},
         permuted=True,
         required=tuple(recurrent.MAMBA),
@@ -537,21 +600,38 @@ TABLE: dict[str, Converted] = {
     ),
     "nemotron_h": Converted(
         "nemotron_h",
-        {key: name for key, name in COMMON.items() if key not in ("block_count", "rope.freq_base")}
-        | HEAD_SIZE
-        | {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
-        | recurrent.NEMOTRON_MAMBA,
+        NEMOTRON_H,
         {},
         permuted=True,
         required=tuple(recurrent.NEMOTRON_MAMBA),
         further=recurrent.nemotron_h,
     ),
+    "nemotron_h_moe": Converted(
+        "nemotron_h",
+        NEMOTRON_H | recurrent.NEMOTRON_EXPERTS,
+        {},
+        permuted=True,
+        required=(*recurrent.NEMOTRON_MAMBA, *list(recurrent.NEMOTRON_EXPERTS)[:4]),
+        further=recurrent.nemotron_h_moe,
+    ),
     "lfm2": Converted(
         "lfm2",
-        COMMON | HEAD_SIZE | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        LFM2,
         {"block_auto_adjust_ff_dim": False},
         required=("shortconv.l_cache",),
         further=recurrent.lfm2,
+    ),
+    "lfm2moe": Converted(
+        "lfm2_moe",
+        LFM2
+        | recurrent.EXPERTS
+        | {
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        {"norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        required=("shortconv.l_cache", *recurrent.EXPERTS, "expert_feed_forward_length"),
+        further=recurrent.lfm2_moe,
     ),
     "glm4": Converted("glm4", COMMON | RMS | HEAD_SIZE, {}, further=_glm4),
     "exaone4": Converted("exaone4", COMMON | RMS | HEAD_SIZE, {}, further=_windows),

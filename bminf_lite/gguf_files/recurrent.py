@@ -29,6 +29,18 @@ NEMOTRON_MAMBA = {
     "ssm.group_count": "n_groups",
     "ssm.inner_size": "mamba_inner_size",
 }
+EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+NEMOTRON_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "moe_latent_size": "moe_latent_size",
+}
 _REMEDY = "migrate the model's Hugging Face folder instead"
 
 
@@ -43,9 +55,17 @@ def hugging_face_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def with_bias_of_step(name: str) -> str:
-    """A tensor's ``name``, in which the bias of time steps is that of a linear layer, as in llama.cpp's converter."""
-    return f"{name.removesuffix('_bias')}_proj.bias" if name.endswith(".dt_bias") else name
+_BIASES = {
+    ".dt_bias": ".dt_proj.bias",
+    ".e_score_correction_bias": ".e_score_correction.bias",
+    ".expert_bias": ".expert_bias.bias",
+}
+
+
+def with_bias(name: str) -> str:
+    """A tensor's ``name``, in which vectors that are added are those of a linear layer, as in llama.cpp's converter."""
+    end = next((end for end in _BIASES if name.endswith(end)), "")
+    return name.removesuffix(end) + _BIASES.get(end, "")
 
 
 def log_of_decay(values: np.ndarray) -> np.ndarray:
@@ -87,6 +107,31 @@ def _mamba_of_falcon_h1(header: GgufHeader, config: dict[str, Any]) -> None:
 
 def nemotron_h(header: GgufHeader, config: dict[str, Any]) -> None:
     """Each layer is attention, a feed-forward layer, or Mamba 2, which has neither heads nor hidden units."""
+    _nemotron_h(header, config, "mlp")
+
+
+def nemotron_h_moe(header: GgufHeader, config: dict[str, Any]) -> None:
+    """Nemotron-H with experts in all feed-forward layers."""
+    _nemotron_h(header, config, "moe")
+    if header.of_model("nextn_predict_layers"):
+        problem = "has further layers (nextn_predict_layers), which this version does not run"
+        raise CheckpointError(f"{header.path}: {problem}; {_REMEDY}")
+    if (count := header.of_model("expert_shared_count", 1)) != 1:
+        problem = f"expert_shared_count is {count}; one shared expert is run"
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+    config.setdefault("norm_topk_prob", False)
+    config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0
+    if not config.get("moe_latent_size"):
+        config["moe_latent_size"] = None
+    if not config.get("n_group"):
+        config["n_group"] = 1
+    if config["n_group"] > 1 and not config.get("topk_group"):
+        problem = f"has {config['n_group']} groups of experts, and does not say how many are used"
+        raise CheckpointError(f"{header.path}: {problem} (expert_group_used_count); {_REMEDY}")
+    config["topk_group"] = config.get("topk_group") or 1
+
+
+def _nemotron_h(header: GgufHeader, config: dict[str, Any], feed_forward: str) -> None:
     has_attention = layers_with_attention(header, config)
     widths = _of_each_layer(header, config, "feed_forward_length", 0)
     config["intermediate_size"] = _only(header, widths, "feed_forward_length", 1)
@@ -95,7 +140,7 @@ def nemotron_h(header: GgufHeader, config: dict[str, Any]) -> None:
         problem = f"layer {both[0]} has key-value heads and hidden units (feed_forward_length)"
         raise CheckpointError(f"{header.path}: {problem}, which this version does not run; {_REMEDY}")
     kinds = zip(has_attention, widths, strict=True)
-    config["layers_block_type"] = ["attention" if a else "mlp" if width else "mamba" for a, width in kinds]
+    config["layers_block_type"] = ["attention" if a else feed_forward if width else "mamba" for a, width in kinds]
     config["mamba_head_dim"] = _divided(header, config, "mamba_inner_size", "mamba_num_heads")
     del config["mamba_inner_size"]
     config["attention_bias"] = has(header, "attn_q.bias")
@@ -111,9 +156,10 @@ def granite_hybrid(header: GgufHeader, config: dict[str, Any]) -> None:
     config["position_embedding_type"] = "rope" if header.of_model("rope.scaling.finetuned", True) else "nope"
     config["mamba_expand"] = _divided(header, config, "mamba_d_ssm", "hidden_size")
     del config["mamba_d_ssm"]
-    config["shared_intermediate_size"] = config["intermediate_size"]
-    header.of_model("expert_shared_feed_forward_length")  # without experts it is the width that was read
-    config["num_local_experts"] = 0
+    if not config.get("num_local_experts"):
+        config["num_local_experts"] = 0
+        config["shared_intermediate_size"] = config["intermediate_size"]
+        config.pop("num_experts_per_tok", None)
     _mamba_of_falcon_h1(header, config)
 
 
@@ -122,6 +168,16 @@ def lfm2(header: GgufHeader, config: dict[str, Any]) -> None:
     has_attention = layers_with_attention(header, config)
     config["layer_types"] = ["full_attention" if a else "conv" for a in has_attention]
     config["conv_bias"] = has(header, "shortconv.conv.bias")
+
+
+def lfm2_moe(header: GgufHeader, config: dict[str, Any]) -> None:
+    """LFM2 with experts behind the first layers, whose router has sigmoids."""
+    lfm2(header, config)
+    if (function := header.of_model("expert_gating_func")) != 2:
+        problem = f"expert_gating_func is {function}, not 2 (sigmoid)"
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+    config["use_expert_bias"] = has(header, "exp_probs_b.bias")
+    config.setdefault("num_dense_layers", 0)
 
 
 def _of_each_layer(header: GgufHeader, config: dict[str, Any], key: str, default: int) -> list[int]:

@@ -22,10 +22,11 @@ ARCHITECTURES = {
     "gpt_bigcode": "starcoder",
     "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
+    "lfm2_moe": "lfm2moe",
 }
 """Names in GGUF that are not the ``model_type``."""
 PERMUTED = ("llama", "granite", "smollm3", "ministral3", "granitemoehybrid", "nemotron_h")
-RECURRENT = ("falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2")
+RECURRENT = ("falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe")
 """Families with layers that have a state: see :mod:`gguf_recurrent`."""
 
 
@@ -53,7 +54,10 @@ def write(
     config = models.find(golden.config).parse(golden.config)
     tensors = RandomWeights(golden.config, golden.seed).tensors if tensors is None else tensors
     model_type = golden.config["model_type"]
-    architecture = ARCHITECTURES.get(model_type, model_type)
+    tensors, experts = gguf_recurrent.stacked(tensors)
+    architecture = (
+        "nemotron_h_moe" if model_type == "nemotron_h" and experts else ARCHITECTURES.get(model_type, model_type)
+    )
     writer = gguf.GGUFWriter(path, architecture)
     is_recurrent = model_type in RECURRENT
     found = (gguf_recurrent.metadata if is_recurrent else common_metadata)(config, golden.config)
@@ -73,6 +77,8 @@ def write(
             continue
         known = names.get_name(module) or names.get_name(module.removeprefix("transformer."))
         add_tensor(writer, f"{known}.{part}", converted, kind)
+    for name, values in experts.items():
+        add_tensor(writer, name, values, kind)
     if text is None:
         writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     else:
@@ -163,7 +169,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     """Vectors stay F32, and so do matrices whose rows a type cannot hold."""
     values, quantized = np.ascontiguousarray(values, np.float32), gguf.GGMLQuantizationType[kind]
     block = gguf.GGML_QUANT_SIZES[quantized][0]
-    if values.ndim == 1 or values.shape[1] % block or kind == "F32":
+    if values.ndim == 1 or values.shape[-1] % block or kind == "F32":
         writer.add_tensor(name, values)
     elif kind == "F16":
         writer.add_tensor(name, values.astype(np.float16))
@@ -174,7 +180,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
 def as_stored(name: str, values: np.ndarray, kind: str) -> np.ndarray:
     """The values of a tensor after a conversion to ``kind`` and back."""
     quantized = gguf.GGMLQuantizationType[kind]
-    if values.ndim == 1 or values.shape[1] % gguf.GGML_QUANT_SIZES[quantized][0] or kind == "F32":
+    if values.ndim == 1 or values.shape[-1] % gguf.GGML_QUANT_SIZES[quantized][0] or kind == "F32":
         return values
     if kind == "F16":
         return values.astype(np.float16).astype(np.float32)

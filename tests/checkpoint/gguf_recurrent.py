@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from bminf_lite.models.parts.attention import AttentionPart
+from bminf_lite.models.parts.experts import ExpertsPart
 from bminf_lite.models.parts.feed_forward import FeedForwardPart
 from bminf_lite.models.parts.mamba2 import Mamba2Part
 from bminf_lite.models.parts.short_convolution import ShortConvolutionPart
@@ -35,6 +37,7 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The metadata of a model, whose ``config.json`` is ``given``."""
     layers, attention = config.layer_parts, attention_of(config)
     kv_heads = [part.kv_heads if (part := _first(layer, AttentionPart)) else 0 for layer in layers]
+    experts = next((part for layer in layers if (part := _first(layer, ExpertsPart))), None)
     widths = [part.inner_size if (part := _first(layer, FeedForwardPart)) else 0 for layer in layers]
     found = {
         "embedding_length": config.hidden_size,
@@ -59,13 +62,33 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             }
         if convolution := _first(layer, ShortConvolutionPart):
             found["shortconv.l_cache"] = convolution.taps
+    if experts is not None:
+        is_granite = given["model_type"] == "granitemoehybrid"
+        found |= {
+            "expert_count": experts.router.num_experts,
+            "expert_used_count": experts.router.top_k,
+            "expert_feed_forward_length": 0 if is_granite else experts.inner_size,
+            "feed_forward_length": [experts.inner_size if _first(layer, ExpertsPart) else 0 for layer in layers],
+        }
+        if given["model_type"] == "lfm2_moe":
+            found |= {"expert_gating_func": 2, "leading_dense_block_count": given["num_dense_layers"]}
+            found["feed_forward_length"] = given["intermediate_size"]
+        if given["model_type"] == "nemotron_h":
+            found |= {
+                "expert_shared_feed_forward_length": experts.shared.inner_size,
+                "expert_shared_count": 1,
+                "expert_weights_norm": True,
+                "expert_weights_scale": float(experts.router.scale),
+                "expert_group_count": experts.router.num_groups,
+                "expert_group_used_count": experts.router.top_groups,
+                "moe_latent_size": experts.latent.width,
+            }
     if attention.rotary:
-        default = 1000000.0 if given["model_type"] == "lfm2" else 10000.0
+        default = 1000000.0 if given["model_type"].startswith("lfm2") else 10000.0
         found["rope.freq_base"] = float(given.get("rope_theta", default))
     if given["model_type"] == "granitemoehybrid":
         found |= {
             "rope.scaling.finetuned": attention.rotary is not None,
-            "expert_count": given["num_local_experts"],
             "expert_shared_feed_forward_length": given["shared_intermediate_size"],
             "attention.scale": float(given["attention_multiplier"]),
             "embedding_scale": float(given.get("embedding_multiplier", 1.0)),
@@ -81,14 +104,17 @@ def convert(
     """A tensor as the converter writes it, with the package's ``names``; some are written as two."""
     values = multiplied(name, values, given) if given["model_type"] == "falcon_h1" else values
     layer = name.split(".layers.")[-1].split(".")[0]
+    shared = "_shexp" if given.get("num_local_experts") else ""
     if name.endswith("shared_mlp.input_linear.weight"):
         gate, up = np.split(values, 2)
-        yield f"blk.{layer}.ffn_gate.weight", gate
-        yield f"blk.{layer}.ffn_up.weight", up
+        yield f"blk.{layer}.ffn_gate{shared}.weight", gate
+        yield f"blk.{layer}.ffn_up{shared}.weight", up
         return
     if name.endswith("shared_mlp.output_linear.weight"):
-        yield f"blk.{layer}.ffn_down.weight", values
+        yield f"blk.{layer}.ffn_down{shared}.weight", values
         return
+    for old, new in ((".e_score_correction_bias", ".e_score_correction.bias"), (".expert_bias", ".expert_bias.bias")):
+        name = name.removesuffix(old) + new if name.endswith(old) else name
     if name.endswith(".dt_bias"):
         name = name.removesuffix(".dt_bias") + ".dt_proj.bias"
     in_file = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -102,6 +128,22 @@ def convert(
         groups = next(part.groups for one in config.layer_parts if (part := _first(one, Mamba2Part)))
         values = values.reshape(groups, -1)
     yield in_file, values
+
+
+EXPERTS = re.compile(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
+KINDS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The tensors that are no experts', and those of all experts of a layer by their names in a file."""
+    others, found = {}, {}
+    for name, values in tensors.items():
+        if match := EXPERTS.fullmatch(name):
+            file_name = f"blk.{match[1]}.ffn_{KINDS[match[3]]}_exps.weight"
+            found.setdefault(file_name, {})[int(match[2])] = values
+        else:
+            others[name] = values
+    return others, {name: np.stack([of[i] for i in range(len(of))]) for name, of in found.items()}
 
 
 def multiplied(name: str, values: np.ndarray, given: dict[str, Any]) -> np.ndarray:

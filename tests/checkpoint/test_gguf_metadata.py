@@ -156,7 +156,9 @@ SIZES_OF_STATES = {
     "falcon-h1": "ssm.inner_size",
     "granitehybrid": "ssm.state_size",
     "nemotron_h": "ssm.group_count",
+    "nemotron_h_moe": "expert_feed_forward_length",
     "lfm2": "shortconv.l_cache",
+    "lfm2moe": "expert_count",
 }
 """A size that the layers with a state of these architectures must have."""
 

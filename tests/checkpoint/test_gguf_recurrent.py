@@ -39,6 +39,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon_h1, biases": ("falcon_h1", "biases and multipliers", PLAIN),
     "granitemoehybrid": ("granitemoehybrid", "two kinds, multipliers, no rotation", {"num_local_experts": 0}),
     "granitemoehybrid, rotation": ("granitemoehybrid", "rotation, biases, tied, no experts", {}),
+    "nemotron_h, experts": ("nemotron_h", "experts last, groups, latent width", {}),
+    "granitemoehybrid, experts": ("granitemoehybrid", "two kinds, multipliers, no rotation", {}),
+    "lfm2_moe": ("lfm2_moe", "two kinds", {}),
     "lfm2": ("lfm2", "two kinds", {}),
     "lfm2, biases": ("lfm2", "untied, biases", {}),
     "lfm2, older keys": ("lfm2", "older keys", {}),
@@ -87,6 +90,19 @@ def test_a_migrated_file_is_the_migrated_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_experts_are_read_in_any_type(kind: str, tmp_path: Path) -> None:
+    golden = next(goldens("lfm2_moe"))
+    golden = replace(golden, config=golden.config | {"hidden_size": 64, "moe_intermediate_size": 32})
+    expected = RandomWeights(golden.config, golden.seed).tensors
+    with open_model(gguf_kit.write(tmp_path / "model.gguf", golden, kind)) as model:
+        assert model.checkpoint.tensors.keys() == expected.keys()
+        for name in (name for name in expected if ".experts." in name):
+            values = gguf_kit.as_stored(name, expected[name], kind)
+            np.testing.assert_array_equal(model.checkpoint.read(name).astype(np.float32), values)
+            np.testing.assert_array_equal(np.asarray(model.checkpoint.stored(name)[3:7]), values[3:7])
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_halves_of_a_matrix_are_read_in_any_type_and_in_any_part(kind: str, tmp_path: Path) -> None:
     """Gate and up lie in two tensors, of which a split file may have one in each part."""
     changes = {"num_local_experts": 0, "hidden_size": 64, "num_attention_heads": 4}
@@ -109,7 +125,14 @@ def test_halves_of_a_matrix_are_read_in_any_type_and_in_any_part(kind: str, tmp_
 @pytest.mark.parametrize(
     ("name", "metadata", "message"),
     [
-        ("granitemoehybrid", {"expert_count": 4}, "mixture of experts"),
+        ("granitemoehybrid", {"expert_count": 4}, "expert_count is 4, but the tensors hold none"),
+        ("falcon_h1", {"expert_count": 4}, "mixture of experts, which this version does not run for falcon-h1"),
+        ("nemotron_h, experts", {"expert_count": 5}, "expert_count is 5, but the tensors hold 6"),
+        ("nemotron_h, experts", {"expert_feed_forward_length": 20}, "ffn_up_exps.weight' has shape"),
+        ("nemotron_h, experts", {"expert_shared_count": 2}, "expert_shared_count is 2"),
+        ("nemotron_h, experts", {"nextn_predict_layers": 1}, "further layers"),
+        ("nemotron_h, experts", {"expert_group_used_count": 0}, "3 groups of experts, and does not say how many"),
+        ("lfm2_moe", {"expert_gating_func": 1}, "expert_gating_func is 1, not 2"),
         ("granitemoehybrid", {"attention.head_count_kv": [0, 2]}, "head_count_kv has 2 numbers for 3 layers"),
         ("granitemoehybrid", {"attention.head_count_kv": [1, 2, 0]}, "head_count_kv is 1, 2 in different layers"),
         ("granitemoehybrid", {"ssm.inner_size": 100}, "inner_size is 100, not a multiple of 48"),
@@ -126,7 +149,7 @@ def test_what_cannot_be_run_is_refused(name: str, metadata: dict[str, Any], mess
         open_model(path)
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "falcon_h1", "nemotron_h, experts", "lfm2_moe"])
 def test_any_number_in_the_metadata_is_read_or_refused_with_the_file_s_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
