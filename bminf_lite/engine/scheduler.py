@@ -265,9 +265,12 @@ class Scheduler:
     def _propose(self, request: Request, most: int) -> Sequence[int]:
         """Up to ``most`` drafts behind the newest token of a request. If that is pending, it must be the first guess.
 
-        Drafts behind an end-of-sequence token, and those that a grammar forbids, are left out.
+        Drafts behind an end-of-sequence token, and those that a grammar forbids, are left out. A grammar that has not
+        seen the newest token allows none.
         """
         assert self.drafter is not None
+        if request.matcher is not None and request.num_pending_tokens:
+            return ()
         drafts = list(self.drafter.propose(request, request.num_pending_tokens + most))[request.num_pending_tokens :]
         ends = (i for i, token in enumerate(drafts) if token in request.eos_ids)
         drafts = drafts[: next(ends, len(drafts))]

@@ -270,6 +270,14 @@ def test_any_request_with_any_drafts(tasks: list[Task], setting: Setting) -> Non
     check_all("w8a8", tasks, setting)
 
 
+def test_a_grammar_allows_no_drafts_behind_a_token_that_it_has_not_seen() -> None:
+    """From a drafter that has a guess more if it is asked for more."""
+    digits = Grammar("regex", "[a-j]{2,20}(12|[0-9]{3,30})")
+    prompt = (0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
+    task = Task(1, prompt, SamplingParams(max_new_tokens=6, temperature=0.0, seed=0), digits)
+    check_all("w8a8", [task], Setting(0.0, 51, False, 2, False, 40, 64, False))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(many_tasks(), SETTINGS)
