@@ -27,7 +27,7 @@ from ..gguf_files.architectures import (
     row_order,
     stacked_experts,
     tensor_names,
-    tensors_in_config,
+    tensors_left_out,
     undo,
 )
 from ..gguf_files.header import GgufHeader, GgufTensor, read_header
@@ -171,7 +171,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     _check_shapes(header, stacked, spec)
     by_file: dict[Path, dict[str, StoredTensor]] = {part: {} for part in header.paths}
     known = {file_name: name for name, file_name in names.items()}
-    left_out = tensors_in_config(header)
+    left_out = tensors_left_out(header)
     for file_name, tensor in header.tensors.items():
         if file_name in left_out:
             continue

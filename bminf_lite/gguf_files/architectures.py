@@ -5,6 +5,7 @@ The package ``gguf`` knows the names. The orders of rows and the metadata of eac
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ NEMOTRON_H = (
     | {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
     | recurrent.NEMOTRON_MAMBA
 )
+QWEN35 = COMMON | RMS | HEAD_SIZE | recurrent.DELTA_NET
 LFM2 = COMMON | HEAD_SIZE | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 GPT_NAMES = {
     "embedding_length": "n_embd",
@@ -128,6 +130,8 @@ class Converted:
     required: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tiled: bool = False
+    drafts: bool = False
     further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
 
 
@@ -237,10 +241,18 @@ def _heads_name(known: Converted) -> str:
     return known.keys["attention.head_count"]
 
 
-def tensors_in_config(header: GgufHeader) -> tuple[str, ...]:
-    """The tensors of the file that :func:`config_json` reads, and that Hugging Face's files do not have."""
+def tensors_left_out(header: GgufHeader) -> set[str]:
+    """The tensors that are not the model's: those that :func:`config_json` reads, and those of layers that draft."""
     known = converted(header)
-    return (*((FACTORS,) if "rope.freq_base" in known.keys else ()), *(LONG_FACTORS if known.further is _phi3 else ()))
+    further = set()
+    if known.drafts:
+        first = recurrent.layers_that_run(header)
+        further = {x for x in header.tensors if (m := re.match(r"blk\.(\d+)\.", x)) and int(m[1]) >= first}
+    return {
+        *further,
+        *((FACTORS,) if "rope.freq_base" in known.keys else ()),
+        *(LONG_FACTORS if known.further is _phi3 else ()),
+    }
 
 
 def generation_config(header: GgufHeader) -> dict[str, Any]:
@@ -332,6 +344,8 @@ def row_order(header: GgufHeader, name: str) -> np.ndarray | None:
     """The rows of the tensor ``name`` of the file in the order that Hugging Face has; None for the same order."""
     known, rows = converted(header), header.tensors[name].shape[0]
     heads = _largest(header.of_model("attention.head_count"))
+    if known.tiled and (order := recurrent.order_of_values(header, name)) is not None:
+        return order
     if known.permuted and (".attn_q." in name or ".attn_k." in name):
         if ".attn_k." in name:
             heads = _largest(header.of_model("attention.head_count_kv", heads))
@@ -346,8 +360,11 @@ def row_order(header: GgufHeader, name: str) -> np.ndarray | None:
 
 def undo(header: GgufHeader, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
     """What undoes the converter's change of the values of the tensor ``name`` of the file; None for no change."""
-    if converted(header).norm_offset and name.endswith("norm.weight"):
+    known = converted(header)
+    if known.norm_offset and name.endswith("norm.weight") and not name.endswith(".ssm_norm.weight"):
         return _without_offset
+    if known.tiled and name.endswith(".ssm_out.weight"):
+        return functools.partial(recurrent.grouped_columns, header)
     return recurrent.log_of_decay if name.endswith(".ssm_a") else None
 
 
@@ -613,6 +630,31 @@ TABLE: dict[str, Converted] = {
         permuted=True,
         required=(*recurrent.NEMOTRON_MAMBA, *list(recurrent.NEMOTRON_EXPERTS)[:4]),
         further=recurrent.nemotron_h_moe,
+    ),
+    "qwen35": Converted(
+        "qwen3_5_text",
+        QWEN35,
+        {},
+        norm_offset=True,
+        required=tuple(recurrent.DELTA_NET),
+        tiled=True,
+        drafts=True,
+        further=recurrent.qwen35,
+    ),
+    "qwen35moe": Converted(
+        "qwen3_5_moe_text",
+        QWEN35
+        | recurrent.EXPERTS
+        | {
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        {},
+        norm_offset=True,
+        required=(*recurrent.DELTA_NET, *recurrent.EXPERTS, "expert_feed_forward_length"),
+        tiled=True,
+        drafts=True,
+        further=recurrent.qwen35,
     ),
     "lfm2": Converted(
         "lfm2",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_whole
 from .header import GgufHeader
 
 MAMBA = {
@@ -29,6 +29,14 @@ NEMOTRON_MAMBA = {
     "ssm.group_count": "n_groups",
     "ssm.inner_size": "mamba_inner_size",
 }
+DELTA_NET = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_value_features",
+}
+"""Sizes of a gated DeltaNet."""
 EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 NEMOTRON_EXPERTS = {
     "expert_count": "n_routed_experts",
@@ -46,6 +54,8 @@ _REMEDY = "migrate the model's Hugging Face folder instead"
 
 def hugging_face_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that Hugging Face has for the tensor ``name`` of a file, where it has ``shape``."""
+    if name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
+        return (1, *shape)
     if len(shape) != 2:
         return shape
     if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")):
@@ -84,6 +94,66 @@ def layers_with_attention(header: GgufHeader, config: dict[str, Any]) -> list[bo
     heads = _of_each_layer(header, config, "attention.head_count_kv", config["num_attention_heads"])
     config["num_key_value_heads"] = _only(header, heads, "attention.head_count_kv", config["num_attention_heads"])
     return [count > 0 for count in heads]
+
+
+def qwen35(header: GgufHeader, config: dict[str, Any]) -> None:
+    """A gated DeltaNet or attention in each layer; layers that draft tokens are behind the others and are left out.
+
+    The sections of the rotation only matter for images.
+    """
+    layers = layers_that_run(header)
+    if layers < 1:
+        problem = f"nextn_predict_layers is {header.of_model('nextn_predict_layers')!r} of block_count layers"
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; export the model again")
+    config["num_hidden_layers"] = layers
+    recurrent = header.of_model("attention.recurrent_layers")
+    interval = header.of_model("full_attention_interval", 4)
+    if isinstance(recurrent, list) and len(recurrent) >= layers:
+        kinds = [bool(one) for one in recurrent[:layers]]
+    elif recurrent is None and is_whole(interval) and interval > 0:
+        kinds = [(layer + 1) % interval != 0 for layer in range(layers)]
+    else:
+        problem = "attention.recurrent_layers or full_attention_interval does not say which layers have attention"
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; export the model again")
+    config["layer_types"] = ["linear_attention" if one else "full_attention" for one in kinds]
+    config["linear_value_head_dim"] = _divided(header, config, "linear_value_features", "linear_num_value_heads")
+    del config["linear_value_features"]
+    rotated = header.of_model("rope.dimension_count", config["head_dim"])
+    config["partial_rotary_factor"] = rotated / config["head_dim"]
+    header.of_model("rope.dimension_sections")
+    config["attention_bias"] = has(header, "attn_q.bias")
+
+
+def layers_that_run(header: GgufHeader) -> int:
+    """The layers without those behind that draft tokens."""
+    further = header.of_model("nextn_predict_layers", 0)
+    return int(header.of_model("block_count")) - (further if is_whole(further) and further >= 0 else 1 << 32)
+
+
+def order_of_values(header: GgufHeader, name: str) -> np.ndarray | None:
+    """The rows of the tensor ``name`` of a gated DeltaNet in Hugging Face's order; None for the same order.
+
+    The converter puts the first value head of each key head first, then the second of each.
+    """
+    part, rows = name.split(".", 2)[-1], header.tensors[name].shape[0]
+    if part in ("attn_qkv.weight", "ssm_conv1d.weight"):
+        shared = 2 * header.of_model("ssm.group_count") * header.of_model("ssm.state_size")
+        return np.concatenate([np.arange(shared), shared + _grouped(header, rows - shared)])
+    if part in ("attn_gate.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias"):
+        return _grouped(header, rows)
+    return None
+
+
+def grouped_columns(header: GgufHeader, values: np.ndarray) -> np.ndarray:
+    """A matrix that reads the value heads of a gated DeltaNet, in Hugging Face's order of them."""
+    columns: np.ndarray = values[:, _grouped(header, values.shape[1])]
+    return columns
+
+
+def _grouped(header: GgufHeader, size: int) -> np.ndarray:
+    """The elements of all value heads by key heads."""
+    key_heads, heads = header.of_model("ssm.group_count"), header.of_model("ssm.time_step_rank")
+    return np.arange(size).reshape(heads // key_heads, key_heads, -1).swapaxes(0, 1).ravel()
 
 
 def falcon_h1(header: GgufHeader, config: dict[str, Any]) -> None:

@@ -23,10 +23,12 @@ ARCHITECTURES = {
     "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """Names in GGUF that are not the ``model_type``."""
 PERMUTED = ("llama", "granite", "smollm3", "ministral3", "granitemoehybrid", "nemotron_h")
-RECURRENT = ("falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe")
+RECURRENT = ("falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with layers that have a state: see :mod:`gguf_recurrent`."""
 
 
@@ -64,7 +66,7 @@ def write(
     for key, value in (found | metadata).items():
         add(writer, f"{architecture}.{key}", value)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_layers)
+    names = gguf.get_tensor_name_map(number, metadata.get("block_count", config.num_layers))
     tied = golden.spec.tied
     for name, values in tensors.items():
         if name in tied:
@@ -130,7 +132,7 @@ def convert(model_type: str, name: str, values: np.ndarray, config: Any) -> np.n
         grouped = values.reshape(mixer.kv_heads, -1, mixer.head_dim, *values.shape[1:])
         parts = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
         return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
-    if model_type in OFFSET_NORMS and name.endswith("norm.weight"):
+    if model_type in OFFSET_NORMS and name.endswith("norm.weight") and "linear_attn" not in name:
         return values + 1
     if model_type == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return values.T

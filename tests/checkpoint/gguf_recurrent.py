@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bminf_lite.models.parts.attention import AttentionPart
+from bminf_lite.models.parts.delta_net import DeltaNetPart
 from bminf_lite.models.parts.experts import ExpertsPart
 from bminf_lite.models.parts.feed_forward import FeedForwardPart
 from bminf_lite.models.parts.mamba2 import Mamba2Part
@@ -49,7 +50,7 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
         "attention.key_length": attention.head_dim,
         "attention.value_length": attention.head_dim,
         "attention.layer_norm_rms_epsilon": layers[0].norms[0].eps,
-        "rope.dimension_count": attention.head_dim,
+        "rope.dimension_count": attention.rotary.size if attention.rotary else attention.head_dim,
     }
     for layer in layers:
         if mamba := _first(layer, Mamba2Part):
@@ -62,6 +63,21 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             }
         if convolution := _first(layer, ShortConvolutionPart):
             found["shortconv.l_cache"] = convolution.taps
+    delta_net = next((part for layer in layers if (part := _first(layer, DeltaNetPart))), None)
+    if delta_net is not None:
+        found |= {
+            "ssm.conv_kernel": delta_net.taps,
+            "ssm.state_size": delta_net.key_dim,
+            "ssm.group_count": delta_net.key_heads,
+            "ssm.time_step_rank": delta_net.value_heads,
+            "ssm.inner_size": delta_net.value_heads * delta_net.value_dim,
+            "attention.head_count_kv": attention.kv_heads,
+            "rope.dimension_sections": [11, 11, 10, 0],
+        }
+        if "layer_types" in given:
+            found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in given["layer_types"]]
+        else:
+            found["full_attention_interval"] = given["full_attention_interval"]
     if experts is not None:
         is_granite = given["model_type"] == "granitemoehybrid"
         found |= {
@@ -70,6 +86,9 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             "expert_feed_forward_length": 0 if is_granite else experts.inner_size,
             "feed_forward_length": [experts.inner_size if _first(layer, ExpertsPart) else 0 for layer in layers],
         }
+        if given["model_type"] == "qwen3_5_moe_text":
+            found["feed_forward_length"] = given["intermediate_size"]
+            found["expert_shared_feed_forward_length"] = given["shared_expert_intermediate_size"]
         if given["model_type"] == "lfm2_moe":
             found |= {"expert_gating_func": 2, "leading_dense_block_count": given["num_dense_layers"]}
             found["feed_forward_length"] = given["intermediate_size"]
@@ -85,7 +104,8 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             }
     if attention.rotary:
         default = 1000000.0 if given["model_type"].startswith("lfm2") else 10000.0
-        found["rope.freq_base"] = float(given.get("rope_theta", default))
+        rope = given.get("rope_parameters") or given
+        found["rope.freq_base"] = float(rope.get("rope_theta", default))
     if given["model_type"] == "granitemoehybrid":
         found |= {
             "rope.scaling.finetuned": attention.rotary is not None,
@@ -117,17 +137,37 @@ def convert(
         name = name.removesuffix(old) + new if name.endswith(old) else name
     if name.endswith(".dt_bias"):
         name = name.removesuffix(".dt_bias") + ".dt_proj.bias"
-    in_file = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    in_file = names.get_name(name, try_suffixes=(".weight", ".bias")) or f"blk.{layer}.nextn.eh_proj.weight"
     if in_file.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")):
         values = values[:, 0]
     if name.endswith(".A_log"):
         values = -np.exp(values)
+    if delta_net := next((part for one in config.layer_parts if (part := _first(one, DeltaNetPart))), None):
+        yield in_file, tiled(name, values, delta_net)
+        return
     if in_file.endswith((".ssm_a", ".ssm_d")):
         values = values[:, None]
     if in_file.endswith(".ssm_norm.weight"):
         groups = next(part.groups for one in config.layer_parts if (part := _first(one, Mamba2Part)))
         values = values.reshape(groups, -1)
     yield in_file, values
+
+
+def tiled(name: str, values: np.ndarray, part: DeltaNetPart) -> np.ndarray:
+    """A tensor with the first value head of each key head first, then the second of each."""
+
+    def order(rows: np.ndarray) -> np.ndarray:
+        heads = rows.reshape(part.key_heads, part.value_heads // part.key_heads, -1, *rows.shape[1:])
+        return heads.swapaxes(0, 1).reshape(rows.shape)
+
+    if "linear_attn" not in name:
+        return values
+    if "in_proj_qkv" in name or "conv1d" in name:
+        shared = 2 * part.key_heads * part.key_dim
+        return np.concatenate([values[:shared], order(values[shared:])])
+    if "out_proj" in name:
+        return order(values.T).T
+    return values if ".norm." in name else order(values)
 
 
 EXPERTS = re.compile(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")

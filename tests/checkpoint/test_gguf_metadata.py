@@ -159,6 +159,8 @@ SIZES_OF_STATES = {
     "nemotron_h_moe": "expert_feed_forward_length",
     "lfm2": "shortconv.l_cache",
     "lfm2moe": "expert_count",
+    "qwen35": "ssm.inner_size",
+    "qwen35moe": "expert_used_count",
 }
 """A size that the layers with a state of these architectures must have."""
 

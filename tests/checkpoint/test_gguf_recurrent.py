@@ -42,6 +42,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h, experts": ("nemotron_h", "experts last, groups, latent width", {}),
     "granitemoehybrid, experts": ("granitemoehybrid", "two kinds, multipliers, no rotation", {}),
     "lfm2_moe": ("lfm2_moe", "two kinds", {}),
+    "qwen3_5_text": ("qwen3_5_text", "two kinds", {}),
+    "qwen3_5_text, one key head": ("qwen3_5_text", "tied, biases, one key head", {}),
+    "qwen3_5_text, sections": ("qwen3_5_text", "sections of the rotation", {}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", "two kinds", {}),
     "lfm2": ("lfm2", "two kinds", {}),
     "lfm2, biases": ("lfm2", "untied, biases", {}),
     "lfm2, older keys": ("lfm2", "older keys", {}),
@@ -72,7 +76,8 @@ def test_tensors_and_logits_are_those_of_the_folder(name: str, tmp_path: Path) -
             found = model.checkpoint.read(tensor)
             assert found.shape == values.shape
             if "multiplier" not in str(golden.config) or golden.config["model_type"] != "falcon_h1":
-                np.testing.assert_allclose(found, values, atol=3e-7 if tensor.endswith("A_log") else 0, rtol=0)
+                is_computed = tensor.endswith(("A_log", "norm.weight"))
+                np.testing.assert_allclose(found, values, atol=3e-7 if is_computed else 0, rtol=0)
     with bminf_lite.load(path, device="cpu") as loaded:
         assert_close(loaded.logits(golden.tokens), golden.logits, "logits", np.float32, np.abs(golden.logits).max())
 
@@ -140,6 +145,9 @@ def test_halves_of_a_matrix_are_read_in_any_type_and_in_any_part(kind: str, tmp_
         ("falcon_h1", {"ssm.state_size": 0}, "ssm.state_size is 0, but must be"),
         ("falcon_h1", {"ssm.dt_b_c_rms": True}, "dt_b_c_rms is True, which would change the results"),
         ("nemotron_h", {"feed_forward_length": [0, 80, 80, 0]}, "layer 1 has key-value heads and hidden units"),
+        ("qwen3_5_text", {"nextn_predict_layers": 3}, "nextn_predict_layers is 3 of block_count layers"),
+        ("qwen3_5_text", {"full_attention_interval": 0}, "does not say which layers have attention"),
+        ("qwen3_5_text", {"ssm.group_count": 3}, "qwen35.ssm.time_step_rank"),
         ("lfm2", {"attention.causal": False}, "attention.causal is False, which would change the results"),
     ],
 )
@@ -149,11 +157,24 @@ def test_what_cannot_be_run_is_refused(name: str, metadata: dict[str, Any], mess
         open_model(path)
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "falcon_h1", "nemotron_h, experts", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "name", ["granitemoehybrid", "nemotron_h", "falcon_h1", "nemotron_h, experts", "lfm2_moe", "qwen3_5_moe_text"]
+)
 def test_any_number_in_the_metadata_is_read_or_refused_with_the_file_s_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_any_number_is_read_or_refused(gguf_kit.write(tmp_path / "model.gguf", case(name)), monkeypatch)
+
+
+def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
+    golden = case("qwen3_5_text")
+    tensors = RandomWeights(golden.config, golden.seed).tensors
+    further = {name.replace(".2.", ".3."): values for name, values in tensors.items() if ".layers.2." in name}
+    further["model.layers.3.eh_proj.weight"] = np.zeros((48, 96), np.float32)
+    metadata = {"block_count": 4, "nextn_predict_layers": 1}
+    path = gguf_kit.write(tmp_path / "model.gguf", golden, tensors=tensors | further, **metadata)
+    with bminf_lite.load(path, device="cpu") as loaded:
+        assert_close(loaded.logits(golden.tokens), golden.logits, "logits", np.float32, np.abs(golden.logits).max())
 
 
 def test_a_tied_falcon_h1_does_not_say_the_factor_of_its_head(tmp_path: Path) -> None:
