@@ -315,7 +315,7 @@ def _of_shared(header: GgufHeader, name: str) -> str:
 
 
 def stacked_experts(header: GgufHeader, spec_fused: Mapping[str, FusedNames]) -> dict[str, FusedNames]:
-    """The tensors of the file that hold one matrix of each expert, by their names there.
+    """The tensors that hold one matrix of each expert, or gate and up of each, by their names in a file.
 
     ``spec_fused`` has for each tensor that may hold experts the names of each expert's matrices: of each layer first
     gate, if there is one, and up, then down.
@@ -330,6 +330,8 @@ def stacked_experts(header: GgufHeader, spec_fused: Mapping[str, FusedNames]) ->
         start = f"blk.{match[1]}.ffn"
         is_inner = f"{start}_up_exps.weight" not in found
         kinds = (("gate", "up")[-len(experts[0]) :]) if is_inner else ("down",)
+        if len(kinds) == 2:
+            found[f"{start}_gate_up_exps.weight"] = experts
         found |= {f"{start}_{kind}_exps.weight": tuple((e[i],) for e in experts) for i, kind in enumerate(kinds)}
     return found
 

@@ -47,16 +47,19 @@ def write(
     kind: str = "F32",
     tensors: dict[str, np.ndarray] | None = None,
     text: dict[str, Any] | None = None,
+    fused_experts: bool = False,
     **metadata: Any,
 ) -> Path:
     """The golden's model, its matrices in the type ``kind``. ``metadata`` replaces or adds keys of the architecture.
 
-    ``text`` is a vocabulary over bytes: ``vocabulary``, ``merges`` and ``added`` tokens.
+    ``text`` is a vocabulary over bytes: ``vocabulary``, ``merges`` and ``added`` tokens. ``fused_experts``: gate and up
+    of an expert are one matrix.
     """
     config = models.find(golden.config).parse(golden.config)
     tensors = RandomWeights(golden.config, golden.seed).tensors if tensors is None else tensors
     model_type = golden.config["model_type"]
     tensors, experts = gguf_recurrent.stacked(tensors)
+    experts = gguf_recurrent.fused(experts) if fused_experts else experts
     architecture = (
         "nemotron_h_moe" if model_type == "nemotron_h" and experts else ARCHITECTURES.get(model_type, model_type)
     )

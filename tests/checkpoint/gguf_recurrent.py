@@ -174,6 +174,16 @@ EXPERTS = re.compile(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 KINDS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
+def fused(experts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gate and up of each expert in one tensor, which is an option of the converter."""
+    gates = [name for name in experts if "_gate_exps" in name]
+    both = {
+        x.replace("_gate_", "_gate_up_"): np.concatenate([experts[x], experts[x.replace("_gate_", "_up_")]], 1)
+        for x in gates
+    }
+    return both | {name: values for name, values in experts.items() if "_down_exps" in name}
+
+
 def stacked(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The tensors that are no experts', and those of all experts of a layer by their names in a file."""
     others, found = {}, {}

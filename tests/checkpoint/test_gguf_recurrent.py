@@ -94,12 +94,13 @@ def test_a_migrated_file_is_the_migrated_folder(tmp_path: Path) -> None:
     np.testing.assert_allclose(*logits, rtol=0, atol=1e-4 * np.abs(logits[0]).max())
 
 
+@pytest.mark.parametrize("fused_experts", [False, True])
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-def test_experts_are_read_in_any_type(kind: str, tmp_path: Path) -> None:
+def test_experts_are_read_in_any_type(kind: str, fused_experts: bool, tmp_path: Path) -> None:
     golden = next(goldens("lfm2_moe"))
     golden = replace(golden, config=golden.config | {"hidden_size": 64, "moe_intermediate_size": 32})
     expected = RandomWeights(golden.config, golden.seed).tensors
-    with open_model(gguf_kit.write(tmp_path / "model.gguf", golden, kind)) as model:
+    with open_model(gguf_kit.write(tmp_path / "model.gguf", golden, kind, fused_experts=fused_experts)) as model:
         assert model.checkpoint.tensors.keys() == expected.keys()
         for name in (name for name in expected if ".experts." in name):
             values = gguf_kit.as_stored(name, expected[name], kind)
