@@ -397,6 +397,14 @@ def _llama(header: GgufHeader, config: dict[str, Any]) -> None:
     _biases(header, config)
 
 
+def _granite(header: GgufHeader, config: dict[str, Any]) -> None:
+    """In llama.cpp a flag turns the rotation of Granite off."""
+    if not header.of_model("rope.scaling.finetuned", True):
+        problem = "has no rotation (rope.scaling.finetuned), which this version does not run"
+        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+    _llama(header, config)
+
+
 def _biases(header: GgufHeader, config: dict[str, Any]) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
@@ -541,7 +549,7 @@ TABLE: dict[str, Converted] = {
         COMMON | RMS | GRANITE,
         {},
         permuted=True,
-        further=_llama,
+        further=_granite,
     ),
     "stablelm": Converted("stablelm", COMMON | EPSILON, {}, further=_stablelm),
     "starcoder2": Converted("starcoder2", COMMON | {"attention.layer_norm_epsilon": "norm_epsilon"}, {}),
@@ -657,6 +665,21 @@ TABLE: dict[str, Converted] = {
         tiled=True,
         drafts=True,
         further=recurrent.qwen35,
+    ),
+    "qwen3moe": Converted(
+        "qwen3_moe",
+        COMMON | RMS | HEAD_SIZE | recurrent.EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"},
+        {"norm_topk_prob": True, "use_sliding_window": False},
+        required=(*recurrent.EXPERTS, "expert_feed_forward_length"),
+        further=_biases,
+    ),
+    "granitemoe": Converted(
+        "granitemoe",
+        COMMON | RMS | GRANITE | recurrent.EXPERTS | {"expert_count": "num_local_experts"},
+        {},
+        permuted=True,
+        required=tuple(recurrent.EXPERTS),
+        further=_granite,
     ),
     "lfm2": Converted(
         "lfm2",

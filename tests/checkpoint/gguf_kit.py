@@ -23,13 +23,24 @@ ARCHITECTURES = {
     "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe",
+    "qwen3_moe": "qwen3moe",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }
 """Names in GGUF that are not the ``model_type``."""
-PERMUTED = ("llama", "granite", "smollm3", "ministral3", "granitemoehybrid", "nemotron_h")
-RECURRENT = ("falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families with layers that have a state: see :mod:`gguf_recurrent`."""
+PERMUTED = ("llama", "granite", "smollm3", "ministral3", "granitemoe", "granitemoehybrid", "nemotron_h")
+RECURRENT = (
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_moe",
+    "granitemoe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
+"""Families with layers that have a state, or with experts: see :mod:`gguf_recurrent`."""
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:

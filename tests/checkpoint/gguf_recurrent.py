@@ -1,4 +1,4 @@
-"""What llama.cpp's converter does to models with layers that have a state, beside what :mod:`gguf_kit` does."""
+"""What llama.cpp's converter does to models with states or experts, beside what :mod:`gguf_kit` does."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
         else:
             found["full_attention_interval"] = given["full_attention_interval"]
     if experts is not None:
-        is_granite = given["model_type"] == "granitemoehybrid"
+        is_granite = given["model_type"].startswith("granitemoe")
         found |= {
             "expert_count": experts.router.num_experts,
             "expert_used_count": experts.router.top_k,
@@ -106,14 +106,17 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
         default = 1000000.0 if given["model_type"].startswith("lfm2") else 10000.0
         rope = given.get("rope_parameters") or given
         found["rope.freq_base"] = float(rope.get("rope_theta", default))
+    if given["model_type"].startswith("granitemoe"):
+        found |= {
+            "attention.scale": float(given.get("attention_multiplier", 1.0)),
+            "embedding_scale": float(given.get("embedding_multiplier", 1.0)),
+            "residual_scale": float(given.get("residual_multiplier", 1.0)),
+            "logit_scale": float(given.get("logits_scaling", 1.0)),
+        }
     if given["model_type"] == "granitemoehybrid":
         found |= {
             "rope.scaling.finetuned": attention.rotary is not None,
             "expert_shared_feed_forward_length": given["shared_intermediate_size"],
-            "attention.scale": float(given["attention_multiplier"]),
-            "embedding_scale": float(given.get("embedding_multiplier", 1.0)),
-            "residual_scale": float(given.get("residual_multiplier", 1.0)),
-            "logit_scale": float(given.get("logits_scaling", 1.0)),
         }
     return found
 

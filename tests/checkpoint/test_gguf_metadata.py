@@ -159,10 +159,12 @@ SIZES_OF_STATES = {
     "nemotron_h_moe": "expert_feed_forward_length",
     "lfm2": "shortconv.l_cache",
     "lfm2moe": "expert_count",
+    "qwen3moe": "expert_feed_forward_length",
+    "granitemoe": "expert_used_count",
     "qwen35": "ssm.inner_size",
     "qwen35moe": "expert_used_count",
 }
-"""A size that the layers with a state of these architectures must have."""
+"""A size that the layers with a state or experts of these architectures must have."""
 
 
 @pytest.mark.parametrize("architecture", sorted(set(TABLE) - {"mistral3", *SIZES_OF_STATES}))  # which must say more
@@ -178,7 +180,7 @@ def test_absent_keys_have_llama_cpp_s_values(architecture: str) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "key"), SIZES_OF_STATES.items())
-def test_sizes_of_states_are_needed(architecture: str, key: str) -> None:
+def test_sizes_of_states_and_experts_are_needed(architecture: str, key: str) -> None:
     with pytest.raises(CheckpointError, match=f"lacks {architecture}.{key}"):
         config_json(header(architecture))
 

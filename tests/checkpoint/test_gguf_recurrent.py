@@ -1,4 +1,4 @@
-"""GGUF files of models with layers that have a state give the configuration, tensors and logits of their folders."""
+"""GGUF files of models with states or experts give the configuration, tensors and logits of their folders."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_text, one key head": ("qwen3_5_text", "tied, biases, one key head", {}),
     "qwen3_5_text, sections": ("qwen3_5_text", "sections of the rotation", {}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", "two kinds", {}),
+    "qwen3_moe": ("qwen3_moe", "plain weights", {"norm_topk_prob": True}),
+    "qwen3_moe, biases": ("qwen3_moe", "biases, tied", {}),
+    "granitemoe": ("granitemoe", "plain weights", {}),
+    "granitemoe, multipliers": ("granitemoe", "multipliers, biases, tied", {}),
     "lfm2": ("lfm2", "two kinds", {}),
     "lfm2, biases": ("lfm2", "untied, biases", {}),
     "lfm2, older keys": ("lfm2", "older keys", {}),
@@ -149,6 +153,8 @@ def test_halves_of_a_matrix_are_read_in_any_type_and_in_any_part(kind: str, tmp_
         ("qwen3_5_text", {"nextn_predict_layers": 3}, "nextn_predict_layers is 3 of block_count layers"),
         ("qwen3_5_text", {"full_attention_interval": 0}, "does not say which layers have attention"),
         ("qwen3_5_text", {"ssm.group_count": 3}, "qwen35.ssm.time_step_rank"),
+        ("granitemoe", {"expert_shared_feed_forward_length": 40}, "would change the results and is not read"),
+        ("granitemoe", {"rope.scaling.finetuned": False}, "has no rotation"),
         ("lfm2", {"attention.causal": False}, "attention.causal is False, which would change the results"),
     ],
 )
