@@ -43,8 +43,8 @@ def info_as(info: TensorInfo, dtype: str) -> TensorInfo:
     return replace(info, dtype=dtype, nbytes=nbytes, stored_as=info.stored_as or info.dtype, stored_bytes=stored_bytes)
 
 
-def joined(infos: Sequence[TensorInfo], matrices: Sequence[np.ndarray]) -> DerivedTensor:
-    """The rows of several matrices one after another; ``infos`` are theirs."""
+def joined(infos: Sequence[TensorInfo], matrices: Sequence[np.ndarray], order: np.ndarray | None) -> DerivedTensor:
+    """The rows of several matrices one after another, or in ``order``; ``infos`` are those of the matrices."""
     dtype = infos[0].dtype if len({info.dtype for info in infos}) == 1 else "F32"
     ends = list(itertools.accumulate(info.shape[0] for info in infos))
     shape = (ends[-1], *infos[0].shape[1:])
@@ -61,8 +61,16 @@ def joined(infos: Sequence[TensorInfo], matrices: Sequence[np.ndarray]) -> Deriv
                 found.append(part.astype(np.float32, copy=False))
         return np.concatenate(found)
 
+    def ordered(first: int, end: int) -> np.ndarray:
+        """Rows that lie side by side are read together."""
+        assert order is not None
+        wanted = order[first:end]
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
+        return np.concatenate([rows(int(run[0]), int(run[-1]) + 1) for run in runs])
+
     return DerivedTensor(
-        TensorInfo(dtype, shape, infos[0].file, infos[0].offset, nbytes, stored_as, stored_bytes), rows
+        TensorInfo(dtype, shape, infos[0].file, infos[0].offset, nbytes, stored_as, stored_bytes),
+        rows if order is None else ordered,
     )
 
 

@@ -23,6 +23,7 @@ from ..gguf_files.architectures import (
     generation_config,
     in_metadata,
     is_transposed,
+    joined_order,
     joined_tensors,
     row_order,
     stacked_experts,
@@ -142,7 +143,8 @@ def _dequantized(raw: np.ndarray, type_name: str, path: Path) -> np.ndarray:
 class GgufCheckpoint:
     """What a Hugging Face folder of the model would hold; ``text_files`` makes the files without tensors.
 
-    ``joined`` are tensors whose rows are those of several of the files, by their names there. ``stacked`` are tensors
+    ``joined`` are tensors whose rows are those of several of the files: their names there, and the order of the rows if
+    it is another. ``stacked`` are tensors
     of the files that hold a matrix of each expert, and ``parameters`` all tensors of the model.
     """
 
@@ -150,7 +152,7 @@ class GgufCheckpoint:
     generation_config: dict[str, Any]
     text_files: Callable[[], dict[str, str]]
     files: list[TensorFile]
-    joined: dict[str, tuple[str, ...]]
+    joined: dict[str, tuple[tuple[str, ...], np.ndarray | None]]
     stacked: dict[str, FusedExperts]
     parameters: Mapping[str, Parameter]
 
@@ -165,7 +167,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     config = config_json(header)
     spec = _spec_of(header, config)
     names = tensor_names(header, spec.parameters)
-    joined = joined_tensors(header, spec.parameters)
+    parts_of = joined_tensors(header, spec.parameters)
+    joined = {name: (parts, joined_order(header, name, parts)) for name, parts in parts_of.items()}
     fused = stacked_experts(header, {name: fused.experts for name, fused in spec.fused.items()})
     stacked = {name: FusedExperts(experts) for name, experts in fused.items() if name in header.tensors}
     _check_shapes(header, stacked, spec)

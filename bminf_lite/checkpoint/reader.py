@@ -153,15 +153,15 @@ class Checkpoint:
         self.tensors = {k: v for other, info in self.tensors.items()
                         for k, v in (found.items() if other == name else ((other, info),))}  # fmt: skip
 
-    def join(self, name: str, parts: Sequence[str]) -> None:
-        """Replace the tensors ``parts``, if all are there, by ``name`` with their rows one after another.
+    def join(self, name: str, parts: Sequence[str], order: np.ndarray | None = None) -> None:
+        """Replace the tensors ``parts``, if all are there, by ``name`` with their rows, stacked or in ``order``.
 
         They stay as they are if their rows have different lengths; validation then reports them as unexpected.
         """
         infos = [self.tensors[part] for part in parts if part in self.tensors]
         if len(infos) < len(parts) or len({info.shape[1:] for info in infos}) > 1 or len(infos[0].shape) != 2:
             return
-        tensor = joined(infos, [cast(np.ndarray, self._kept(part)) for part in parts])
+        tensor = joined(infos, [cast(np.ndarray, self._kept(part)) for part in parts], order)
         self._derived = {**self._derived, name: tensor}
         self.tensors = {k: v for k, v in self.tensors.items() if k not in parts} | {name: tensor.info}
 
@@ -317,8 +317,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if (gguf := find_gguf(path)) is not None:
         found = open_gguf(gguf)
         checkpoint = Checkpoint(gguf, found.config, found.files, [], found.generation_config, found.text_files)
-        for name, parts in found.joined.items():
-            checkpoint.join(name, parts)
+        for name, (parts, order) in found.joined.items():
+            checkpoint.join(name, parts, order)
         for name, fused in found.stacked.items():
             checkpoint.split(name, fused, found.parameters)
         return checkpoint

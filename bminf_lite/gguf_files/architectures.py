@@ -311,7 +311,7 @@ def joined_tensors(header: GgufHeader, names: Iterable[str]) -> dict[str, tuple[
 
 def _of_shared(header: GgufHeader, name: str) -> str:
     """The ``name`` of a matrix of a feed-forward layer, which is a shared expert's if there are others."""
-    return f"{name}_shexp" if header.of_model("expert_count") else name
+    return f"{name}_shexp" if name.startswith("ffn_") and header.of_model("expert_count") else name
 
 
 def stacked_experts(header: GgufHeader, spec_fused: Mapping[str, FusedNames]) -> dict[str, FusedNames]:
@@ -334,6 +334,14 @@ def stacked_experts(header: GgufHeader, spec_fused: Mapping[str, FusedNames]) ->
             found[f"{start}_gate_up_exps.weight"] = experts
         found |= {f"{start}_{kind}_exps.weight": tuple((e[i],) for e in experts) for i, kind in enumerate(kinds)}
     return found
+
+
+def joined_order(header: GgufHeader, name: str, parts: Iterable[str]) -> np.ndarray | None:
+    """The rows of a tensor of :func:`joined_tensors` in Hugging Face's order; None for the order of the file."""
+    if ".in_proj_qkvz." not in name:
+        return None
+    rows = sum(header.tensors[part].shape[0] for part in parts if part in header.tensors)
+    return recurrent.order_by_key_heads(header, rows)
 
 
 def _in_layer(module: str, known: Iterable[str]) -> tuple[str, str] | None:
@@ -664,6 +672,20 @@ TABLE: dict[str, Converted] = {
         required=(*recurrent.DELTA_NET, *recurrent.EXPERTS, "expert_feed_forward_length"),
         tiled=True,
         drafts=True,
+        further=recurrent.qwen35,
+    ),
+    "qwen3next": Converted(
+        "qwen3_next",
+        QWEN35
+        | recurrent.EXPERTS
+        | {
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        {"norm_topk_prob": True},
+        norm_offset=True,
+        required=(*recurrent.DELTA_NET, *recurrent.EXPERTS, "expert_feed_forward_length"),
+        joined={"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")},
         further=recurrent.qwen35,
     ),
     "qwen3moe": Converted(

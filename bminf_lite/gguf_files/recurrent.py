@@ -138,10 +138,25 @@ def order_of_values(header: GgufHeader, name: str) -> np.ndarray | None:
     part, rows = name.split(".", 2)[-1], header.tensors[name].shape[0]
     if part in ("attn_qkv.weight", "ssm_conv1d.weight"):
         shared = 2 * header.of_model("ssm.group_count") * header.of_model("ssm.state_size")
+        if shared > rows:
+            return None
         return np.concatenate([np.arange(shared), shared + _grouped(header, rows - shared)])
     if part in ("attn_gate.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias"):
         return _grouped(header, rows)
     return None
+
+
+def order_by_key_heads(header: GgufHeader, rows: int) -> np.ndarray | None:
+    """The ``rows`` of q, k, v and the gate of a gated DeltaNet, which lie one after another, as Qwen3-Next has them.
+
+    Of each key head there are q, k, the value heads and their gates. None if the rows are not so many.
+    """
+    key_heads, key_dim = header.of_model("ssm.group_count"), header.of_model("ssm.state_size")
+    keys, values = key_heads * key_dim, header.of_model("ssm.inner_size")
+    if 2 * (keys + values) != rows:
+        return None
+    parts = np.split(np.arange(2 * (keys + values)), [keys, 2 * keys, 2 * keys + values])
+    return np.concatenate([part.reshape(key_heads, -1) for part in parts], axis=1).ravel()
 
 
 def grouped_columns(header: GgufHeader, values: np.ndarray) -> np.ndarray:

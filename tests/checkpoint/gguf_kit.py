@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }
@@ -36,6 +37,7 @@ RECURRENT = (
     "lfm2",
     "lfm2_moe",
     "qwen3_moe",
+    "qwen3_next",
     "granitemoe",
     "qwen3_5_text",
     "qwen3_5_moe_text",

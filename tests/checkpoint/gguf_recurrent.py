@@ -86,7 +86,7 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             "expert_feed_forward_length": 0 if is_granite else experts.inner_size,
             "feed_forward_length": [experts.inner_size if _first(layer, ExpertsPart) else 0 for layer in layers],
         }
-        if given["model_type"] == "qwen3_5_moe_text":
+        if given["model_type"] in ("qwen3_5_moe_text", "qwen3_next"):
             found["feed_forward_length"] = given["intermediate_size"]
             found["expert_shared_feed_forward_length"] = given["shared_expert_intermediate_size"]
         if given["model_type"] == "lfm2_moe":
@@ -146,7 +146,12 @@ def convert(
     if name.endswith(".A_log"):
         values = -np.exp(values)
     if delta_net := next((part for one in config.layer_parts if (part := _first(one, DeltaNetPart))), None):
-        yield in_file, tiled(name, values, delta_net)
+        if "in_proj_qkvz" in name:
+            qkv, gate = by_kind(values, delta_net)
+            yield f"blk.{layer}.attn_qkv.weight", qkv
+            yield f"blk.{layer}.attn_gate.weight", gate
+            return
+        yield in_file, tiled(name, values, delta_net) if given["model_type"].startswith("qwen3_5") else values
         return
     if in_file.endswith((".ssm_a", ".ssm_d")):
         values = values[:, None]
@@ -154,6 +159,15 @@ def convert(
         groups = next(part.groups for one in config.layer_parts if (part := _first(one, Mamba2Part)))
         values = values.reshape(groups, -1)
     yield in_file, values
+
+
+def by_kind(values: np.ndarray, part: DeltaNetPart) -> tuple[np.ndarray, np.ndarray]:
+    """q, k and v, and the gates, of rows that are ordered by key heads."""
+    width = part.value_heads // part.key_heads * part.value_dim
+    heads = values.reshape(part.key_heads, -1, values.shape[-1])
+    ends = [part.key_dim, 2 * part.key_dim, 2 * part.key_dim + width]
+    *qkv, gate = (kind.reshape(-1, values.shape[-1]) for kind in np.split(heads, ends, axis=1))
+    return np.concatenate(qkv), gate
 
 
 def tiled(name: str, values: np.ndarray, part: DeltaNetPart) -> np.ndarray:

@@ -159,6 +159,7 @@ SIZES_OF_STATES = {
     "nemotron_h_moe": "expert_feed_forward_length",
     "lfm2": "shortconv.l_cache",
     "lfm2moe": "expert_count",
+    "qwen3next": "ssm.conv_kernel",
     "qwen3moe": "expert_feed_forward_length",
     "granitemoe": "expert_used_count",
     "qwen35": "ssm.inner_size",

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_text, one key head": ("qwen3_5_text", "tied, biases, one key head", {}),
     "qwen3_5_text, sections": ("qwen3_5_text", "sections of the rotation", {}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", "two kinds", {}),
+    "qwen3_next": ("qwen3_next", "two kinds", {"norm_topk_prob": True}),
     "qwen3_moe": ("qwen3_moe", "plain weights", {"norm_topk_prob": True}),
     "qwen3_moe, biases": ("qwen3_moe", "biases, tied", {}),
     "granitemoe": ("granitemoe", "plain weights", {}),
@@ -154,6 +155,12 @@ def test_halves_of_a_matrix_are_read_in_any_type_and_in_any_part(kind: str, tmp_
         ("qwen3_5_text", {"full_attention_interval": 0}, "does not say which layers have attention"),
         ("qwen3_5_text", {"ssm.group_count": 3}, "qwen35.ssm.time_step_rank"),
         ("granitemoe", {"expert_shared_feed_forward_length": 40}, "would change the results and is not read"),
+        ("qwen3_next", {"ssm.group_count": 2**24, "ssm.time_step_rank": 2**24, "ssm.inner_size": 2**24}, "problems"),
+        (
+            "qwen3_5_text",
+            {"ssm.group_count": 2**24, "ssm.time_step_rank": 2**24, "ssm.inner_size": 2**24},
+            "file is damaged",
+        ),
         ("granitemoe", {"rope.scaling.finetuned": False}, "has no rotation"),
         ("lfm2", {"attention.causal": False}, "attention.causal is False, which would change the results"),
     ],
@@ -165,7 +172,16 @@ def test_what_cannot_be_run_is_refused(name: str, metadata: dict[str, Any], mess
 
 
 @pytest.mark.parametrize(
-    "name", ["granitemoehybrid", "nemotron_h", "falcon_h1", "nemotron_h, experts", "lfm2_moe", "qwen3_5_moe_text"]
+    "name",
+    [
+        "granitemoehybrid",
+        "nemotron_h",
+        "falcon_h1",
+        "nemotron_h, experts",
+        "lfm2_moe",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+    ],
 )
 def test_any_number_in_the_metadata_is_read_or_refused_with_the_file_s_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
