@@ -20,7 +20,6 @@ from bminf_lite.errors import CheckpointError
 torch = pytest.importorskip("torch", reason="parity needs torch")
 pytest.importorskip("transformers", reason="parity needs transformers")
 import make_goldens  # noqa: E402  (needs torch)
-from safetensors.torch import load_file  # noqa: E402  (needs torch)
 
 pytestmark = pytest.mark.parity
 
@@ -83,11 +82,11 @@ def test_what_is_no_state(tmp_path: Path, zipped: bool) -> None:
         TorchFile(path)
 
 
-JOINED = ("olmo_hybrid",)
-"""Families whose tensors transformers joins when it loads a file, and parts when it writes one."""
+UNEQUAL = ("olmo_hybrid",)
+"""transformers 5.23 writes the convolution of queries, keys and values in three equal parts, whatever their widths."""
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", [family for family in EVERY if family not in UNEQUAL])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_model_s_bin_files_are_its_safetensors(tmp_path: Path, family: str, shards: int) -> None:
     """Every family's ``state_dict``, with what is shared and what is not a parameter, in both forms."""
@@ -97,8 +96,7 @@ def test_a_model_s_bin_files_are_its_safetensors(tmp_path: Path, family: str, sh
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "config.json").write_bytes((tmp_path / "safetensors" / "config.json").read_bytes())
-    state = hf.state_dict() if family not in JOINED else load_file(tmp_path / "safetensors" / "model.safetensors")
-    write_bin(folder, state, shards)
+    write_bin(folder, hf.state_dict(), shards)
     with open_model(folder) as got, open_model(tmp_path / "safetensors") as expected:
         for name, parameter in got.spec.parameters.items():
             read = "weight" if len(parameter.shape) == 2 else "vector"
