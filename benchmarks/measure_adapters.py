@@ -67,11 +67,14 @@ class Measured:
 
         requests = [
             Request(
-                i, self.rng.integers(0, self.vocab_size, prompt).tolist(),
-                SamplingParams(max_new_tokens=new, seed=0, ignore_eos=True), adapter=adapter, on_update=told,
+                i,
+                self.rng.integers(0, self.vocab_size, prompt).tolist(),
+                SamplingParams(max_new_tokens=new, seed=0, ignore_eos=True),
+                adapter=adapter,
+                on_update=told,
             )
             for i, adapter in enumerate(adapters)
-        ]  # fmt: skip
+        ]
         start = time.perf_counter()
         self.model.engine.submit(requests)
         for _ in requests:

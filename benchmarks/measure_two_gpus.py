@@ -35,9 +35,15 @@ SIZES = ((1, 4096), (1, 8192), (8, 8192), (32, 8192), (64, 8192), (256, 8192), (
 FEW_SIZES = SIZES[:4]
 SUMS_OF_A_STEP, REPLAYS = 64, 20
 SMALL = {
-    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+}
 SHARED_LIMIT = 24 << 30
 """The memory of a rank where several share a GPU."""
 
@@ -141,8 +147,10 @@ def sums(gpus: int) -> None:
     """Sums by all paths. Ranks that share a GPU take turns there, so their time says nothing."""
     together = list(range(gpus))
     for devices, through_host, sizes in (
-        (together, False, SIZES), (together, True, FEW_SIZES), ([0] * gpus, False, FEW_SIZES),
-    ):  # fmt: skip
+        (together, False, SIZES),
+        (together, True, FEW_SIZES),
+        ([0] * gpus, False, FEW_SIZES),
+    ):
         with reported(f"sums on {devices}"), closing(Ranks(devices, 2048 * 8192, through_host)) as ranks:
             for rows, n in sizes:
                 with reported(f"{ranks.name}: {rows} x {n}"):

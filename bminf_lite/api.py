@@ -325,9 +325,11 @@ class Model:
 
         max_tokens, max_texts = engine_config.max_num_batched_tokens, MAX_TEXTS
         self._engine = engine = Engine(
-            engine_config, lambda blocks: ModelRunner(networks, engine_config, blocks), ops.make_current,
+            engine_config,
+            lambda blocks: ModelRunner(networks, engine_config, blocks),
+            ops.make_current,
             make_pooling=None if pooling is None else lambda: PoolingQueue(text_network(), max_tokens, max_texts),
-        )  # fmt: skip
+        )
         if adapters is not None:
             adapters.between_steps = engine.call
         self._finalizer = weakref.finalize(self, engine.close, timeout=FINALIZER_SECONDS)
@@ -740,9 +742,13 @@ class Model:
         return self._logits(ids, source_ids, device, start, chosen)
 
     def _logits(
-        self, token_ids: Sequence[int], source_ids: Sequence[int], device: bool, start: int,
+        self,
+        token_ids: Sequence[int],
+        source_ids: Sequence[int],
+        device: bool,
+        start: int,
         adapter: LoadedAdapter | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """The logits of checked tokens. They are computed like a prompt, beside other requests."""
         ops = self.ops
         pieces: dict[int, Any] = {}

@@ -98,9 +98,13 @@ def chosen_drafts(speculative: Any, spec: Spec, has_one_order: bool) -> Speculat
 
 
 def requirements_of(
-    path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16", speculative: Any = None,
-    slots: AdapterSlots | None = None, tp_size: int = 1,
-) -> MemoryRequirements:  # fmt: skip
+    path: str | Path,
+    recipe: str | Path | None = None,
+    kv_cache: str = "fp16",
+    speculative: Any = None,
+    slots: AdapterSlots | None = None,
+    tp_size: int = 1,
+) -> MemoryRequirements:
     """The memory that a model needs, with its draft model if ``speculative``, that of ``load`` on a GPU, has one.
 
     With a ``tp_size``, it is that of one of as many ranks.
@@ -244,9 +248,13 @@ def plan(
 
 
 def checkpoint_requirements(
-    model: OpenedModel, recipe: str | Path | None = None, kv_cache: str = "fp16", num_draft_tokens: int = 0,
-    slots: AdapterSlots | None = None, tp_size: int = 1,
-) -> MemoryRequirements:  # fmt: skip
+    model: OpenedModel,
+    recipe: str | Path | None = None,
+    kv_cache: str = "fp16",
+    num_draft_tokens: int = 0,
+    slots: AdapterSlots | None = None,
+    tp_size: int = 1,
+) -> MemoryRequirements:
     """The memory that the model of an open checkpoint needs, as it is stored or as if it were migrated.
 
     With a ``tp_size``, it is that of one of as many ranks.
@@ -371,9 +379,13 @@ def _require_host_memory(spec: Spec) -> None:
 
 
 def requirements(
-    model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "fp16", num_draft_tokens: int = 0,
-    slots: AdapterSlots | None = None, tp_size: int = 1,
-) -> MemoryRequirements:  # fmt: skip
+    model: ModelDescription,
+    scheme_of: SchemeOf,
+    kv_cache: str = "fp16",
+    num_draft_tokens: int = 0,
+    slots: AdapterSlots | None = None,
+    tp_size: int = 1,
+) -> MemoryRequirements:
     """The memory that a model, or one of ``tp_size`` ranks of it, needs; ``kv_cache`` is ``fp16`` or ``int8``.
 
     A step checks up to ``num_draft_tokens`` drafts of a sequence. Adapters have ``slots`` like the given ones.

@@ -82,9 +82,12 @@ class RequestBuilder:
     """
 
     def __init__(
-        self, limits: PromptLimits, eos_ids: Collection[int], tokenizer: Callable[[], Tokenizer],
+        self,
+        limits: PromptLimits,
+        eos_ids: Collection[int],
+        tokenizer: Callable[[], Tokenizer],
         adapters: AdapterRegistry | None = None,
-    ):  # fmt: skip
+    ):
         self._adapters = AdapterRegistry() if adapters is None else adapters
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)

@@ -239,14 +239,25 @@ DELTA_NET: Case = {
     "linear_value_head_dim": 24,
 }
 MAMBA: Case = {
-    "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_head": "auto", "mamba_expand": 1,
-}  # fmt: skip
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_head": "auto",
+    "mamba_expand": 1,
+}
 """Mamba 2 as the configurations of several families have it."""
 NEMOTRON_H: Case = {
-    "num_hidden_layers": ABSENT, "head_dim": 12, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 12,
-    "n_groups": 2, "n_routed_experts": 5, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
+    "num_hidden_layers": ABSENT,
+    "head_dim": 12,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "n_routed_experts": 5,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
     "time_step_min": 1e-30,
-}  # fmt: skip
+}
 """transformers bounds the time steps of prompts by ``time_step_min``, see ``models/nemotron_h.py``."""
 SHARED_EXPERT: Case = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24,

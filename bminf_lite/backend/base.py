@@ -407,9 +407,14 @@ class Backend(HostDevice):
 
     @silently
     def experts(
-        self, x: Array, mixture: Mixture, residual: Array = None, addend: Array = None, gate: Array = None,
+        self,
+        x: Array,
+        mixture: Mixture,
+        residual: Array = None,
+        addend: Array = None,
+        gate: Array = None,
         routed: Array = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """The sum of what each token's experts make of it: ``[T, in]`` -> fp32 ``[T, out]``; see :mod:`.mixture`.
 
         The router reads ``routed``, by default ``x``, which is a :meth:`norm`. An ``addend`` fp32 ``[T, out]``, times

@@ -60,9 +60,14 @@ class AdapterRegistry:
         return len(self._adapters)
 
     def add(
-        self, name: str, source: str, rank: int, nbytes: int, prepare: Callable[[], Sequence[Sequence[Any]]],
+        self,
+        name: str,
+        source: str,
+        rank: int,
+        nbytes: int,
+        prepare: Callable[[], Sequence[Sequence[Any]]],
         replace: bool = False,
-    ) -> LoadedAdapter:  # fmt: skip
+    ) -> LoadedAdapter:
         """Enter an adapter. Raises ``UsageError`` for a name that is in use, unless it is to ``replace`` that one."""
         if not replace:
             self._require_free(name)

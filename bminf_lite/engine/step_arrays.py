@@ -68,9 +68,13 @@ class StepSize:
 
 
 def captured_sizes(
-    ops: Backend, lengths: Sequence[int], max_num_seqs: int, max_num_tokens: int, max_num_draft_rows: int = 0,
+    ops: Backend,
+    lengths: Sequence[int],
+    max_num_seqs: int,
+    max_num_tokens: int,
+    max_num_draft_rows: int = 0,
     has_adapters: bool = False,
-) -> list[StepSize]:  # fmt: skip
+) -> list[StepSize]:
     """The sizes of captured steps: a step is padded to the first that it fits.
 
     ``lengths`` are bounds of lengths, ascending. Attention of up to :data:`FEW_SEQUENCES` sequences is divided between

@@ -118,9 +118,14 @@ class _HookedBackend:
         return make_mixture(self.weight, spec, router, hidden, down, activation, correction_bias, biases)
 
     def experts(
-        self, x: Array, mixture: Mixture, residual: Array = None, addend: Array = None, gate: Array = None,
+        self,
+        x: Array,
+        mixture: Mixture,
+        residual: Array = None,
+        addend: Array = None,
+        gate: Array = None,
         routed: Array = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """The backend's operation, in which every expert is observed, in order of their numbers."""
         rows = np.asarray(self._ops.host(x))
         chooser = rows if routed is None else np.asarray(self._ops.host(routed))

@@ -24,7 +24,7 @@ from ._config import (
     integer,
     number,
     with_defaults,
-)  # fmt: skip
+)
 from ._decoder import DecoderConfig
 from .deepseek_v3 import require_published_form
 from .falcon_h1 import step_limits
@@ -43,9 +43,11 @@ KINDS = {"mamba": LINEAR, "attention": FULL} | {kind: kind for kind in (LINEAR, 
 PATTERN = {"M": LINEAR, "*": FULL, "E": MOE, "-": MLP}
 """Their letters in a ``hybrid_override_pattern``."""
 OLDER_KEYS = {
-    "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
-}  # fmt: skip
+}
 KEYS = {
     field: key
     for field, key in with_defaults(

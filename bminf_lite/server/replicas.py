@@ -473,9 +473,12 @@ def replica_commands(arguments: Sequence[str], devices: Sequence[str]) -> list[l
 
 
 def serve_replicas(
-    commands: Sequence[Sequence[str]], listener: Listener, settings: ServerSettings, seconds: float,
+    commands: Sequence[Sequence[str]],
+    listener: Listener,
+    settings: ServerSettings,
+    seconds: float,
     log: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Serve replicas at a bound address until SIGTERM or SIGINT; see :class:`Replicas`.
 
     Running requests have ``seconds`` to end then. Raises ``BminfError`` if replicas keep ending.
@@ -487,10 +490,18 @@ async def _serve(app: Replicas, listener: Listener, seconds: float) -> None:
     limits = within_open_files(app.limits, files_each=2)  # each connection may have one to a replica
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every client that does not speak HTTP
     config = uvicorn.Config(
-        app, http=bounded_protocol(limits), ws="none", lifespan="off", log_config=None, access_log=False,
-        proxy_headers=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=math.ceil(limits.idle_seconds),
+        app,
+        http=bounded_protocol(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=math.ceil(limits.idle_seconds),
         timeout_graceful_shutdown=math.ceil(seconds),
-    )  # fmt: skip
+    )
     server = SilentServer(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -65,9 +65,14 @@ def test_adapters_prefixes_and_drafts_together(source: Path, tmp_path: Path, mon
     results = []
     for gpus, speculative in ((1, "none"), (2, "ngram")):
         with bminf_lite.load(
-            source, device="cpu", gpus=gpus, speculative=speculative, adapters={"a": folders["a"]}, max_adapters=1,
+            source,
+            device="cpu",
+            gpus=gpus,
+            speculative=speculative,
+            adapters={"a": folders["a"]},
+            max_adapters=1,
             max_batch=16,
-        ) as model:  # fmt: skip
+        ) as model:
             threads.clear()
             model.load_adapter("b", folders["b"])
             inside = [name == "bminf-lite-engine" for name in threads]

@@ -61,11 +61,18 @@ class Layer:
         norm = None if sizes.norm is None else GatedNorm(Norm(self.norm_weight, 1e-6), *sizes.norm)
         self.spec = ops.mamba2_spec(
             Mamba2Spec(
-                sizes.groups, sizes.heads, sizes.head_dim, sizes.state_dim,
-                ShortConvolution(self.taps, self.conv_bias), self.rates, self.step_bias, self.skip, sizes.step_limits,
+                sizes.groups,
+                sizes.heads,
+                sizes.head_dim,
+                sizes.state_dim,
+                ShortConvolution(self.taps, self.conv_bias),
+                self.rates,
+                self.step_bias,
+                self.skip,
+                sizes.step_limits,
                 norm,
             )
-        )  # fmt: skip
+        )
         arrays = state_arrays(sizes.groups, sizes.heads, sizes.state_dim, sizes.head_dim, sizes.channels, TAPS)
         self.cache: StateCache = State(arrays).with_drafts(drafts).make(ops, sequences + 1, None)
         for array in self.cache.arrays:  # what no sequence may read

@@ -38,8 +38,12 @@ AT_ONCE = 24
 OCCUPANCY_SPILL = 96
 """Bytes that ptxas may spill on its own account: it uses fewer registers than it may, to fit another block."""
 MAY_USE = {
-    "attention_decode": 255, "gemm_hopper": 240, "latent_attention": 255, "float_gemm_hopper": 240, "float_gemm": 255,
-}  # fmt: skip
+    "attention_decode": 255,
+    "gemm_hopper": 240,
+    "latent_attention": 255,
+    "float_gemm_hopper": 240,
+    "float_gemm": 255,
+}
 """Registers of a thread, in the largest blocks that are launched or as the kernel itself hands them out; 128 where
 nothing is said.
 """

@@ -225,10 +225,14 @@ def test_on_a_gpu_in_any_company(source: Path, int8: Path, tmp_path: Path, kind:
 
         def served(*wanted: tuple[int, str | None]) -> dict[int, tuple[list[int], list[float]]]:
             requests = [
-                Request(0, tokens[:length].tolist(), SamplingParams(max_new_tokens=6, seed=1),
-                        adapter=None if name is None else model._with_adapters.registry.find(name))
+                Request(
+                    0,
+                    tokens[:length].tolist(),
+                    SamplingParams(max_new_tokens=6, seed=1),
+                    adapter=None if name is None else model._with_adapters.registry.find(name),
+                )
                 for length, name in wanted
-            ]  # fmt: skip
+            ]
             run(model, requests)
             return {len(r.prompt_token_ids): (r.output_token_ids, r.logprobs.tolist()) for r in requests}
 

@@ -339,10 +339,16 @@ def mamba(draw: Draw, config: Config) -> Config:
     groups = draw.up_to(3)
     heads = groups * draw.one_of(1, 2, 4)
     return {
-        "mamba_n_groups": groups, "mamba_n_heads": heads, "mamba_d_state": draw.up_to(30), "mamba_d_head": "auto",
-        "mamba_d_conv": draw.up_to(5, 2), "mamba_conv_bias": draw.flag(), "mamba_proj_bias": draw.flag(),
-        "mamba_expand": heads, "time_step_limit": draw.one_of((0.0, float("inf")), (0.2, 1.5)),
-    }  # fmt: skip
+        "mamba_n_groups": groups,
+        "mamba_n_heads": heads,
+        "mamba_d_state": draw.up_to(30),
+        "mamba_d_head": "auto",
+        "mamba_d_conv": draw.up_to(5, 2),
+        "mamba_conv_bias": draw.flag(),
+        "mamba_proj_bias": draw.flag(),
+        "mamba_expand": heads,
+        "time_step_limit": draw.one_of((0.0, float("inf")), (0.2, 1.5)),
+    }
 
 
 def falcon_h1(draw: Draw, config: Config, ropes: list[Config]) -> Config:
@@ -354,12 +360,18 @@ def falcon_h1(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     names = ("key", "attention_in", "attention_out", "ssm_in", "ssm_out", "embedding", "lm_head")
     own |= {f"{name}_multiplier": value for name, value in zip(names, multipliers(len(names)), strict=True)}
     return own | {
-        "mamba_d_ssm": own["mamba_n_heads"] * draw.up_to(20), "mamba_rms_norm": draw.flag(),
-        "mamba_norm_before_gate": draw.flag(), "projectors_bias": draw.flag(), "attention_bias": draw.flag(),
-        "mlp_bias": draw.flag(), "rms_norm_eps": 1e-3, "ssm_multipliers": draw.one_of(None, multipliers(5)),
-        "mlp_multipliers": draw.one_of(None, multipliers(2)), "pad_token_id": 0,
+        "mamba_d_ssm": own["mamba_n_heads"] * draw.up_to(20),
+        "mamba_rms_norm": draw.flag(),
+        "mamba_norm_before_gate": draw.flag(),
+        "projectors_bias": draw.flag(),
+        "attention_bias": draw.flag(),
+        "mlp_bias": draw.flag(),
+        "rms_norm_eps": 1e-3,
+        "ssm_multipliers": draw.one_of(None, multipliers(5)),
+        "mlp_multipliers": draw.one_of(None, multipliers(2)),
+        "pad_token_id": 0,
         "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
-    }  # fmt: skip
+    }
 
 
 def granitemoehybrid(draw: Draw, config: Config, ropes: list[Config]) -> Config:
@@ -367,10 +379,12 @@ def granitemoehybrid(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     own = mamba(draw, config) | granite(draw, config, ropes) | {"mlp_bias": None, "rms_norm_eps": 1e-3}
     return own | {
         "layer_types": [*kinds, "attention"],  # transformers needs an attention layer
-        "num_local_experts": draw.one_of(0, count), "num_experts_per_tok": draw.up_to(count + 1),
-        "intermediate_size": draw.up_to(60, 8), "shared_intermediate_size": draw.up_to(60, 8),
+        "num_local_experts": draw.one_of(0, count),
+        "num_experts_per_tok": draw.up_to(count + 1),
+        "intermediate_size": draw.up_to(60, 8),
+        "shared_intermediate_size": draw.up_to(60, 8),
         "position_embedding_type": draw.one_of("rope", "nope"),
-    }  # fmt: skip
+    }
 
 
 def nemotron_h(draw: Draw, config: Config, ropes: list[Config]) -> Config:
@@ -378,29 +392,51 @@ def nemotron_h(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     of_experts = draw.one_of((1, 1), (2, 1), (3, 2))
     kinds = [draw.one_of("linear_attention", "full_attention", "moe", "mlp") for _ in range(layers)]
     return {
-        "layers_block_type": [*kinds, "full_attention"], "num_hidden_layers": None, "rope_parameters": None,
-        "head_dim": draw.up_to(20), "mamba_num_heads": groups * draw.up_to(4), "mamba_head_dim": draw.up_to(20),
-        "n_groups": groups, "ssm_state_size": draw.up_to(30), "conv_kernel": draw.up_to(5, 2),
-        "use_bias": draw.flag(), "use_conv_bias": draw.flag(), "mlp_bias": draw.flag(),
-        "n_routed_experts": count, "num_experts_per_tok": draw.up_to(3), "moe_intermediate_size": draw.up_to(60, 8),
-        "moe_shared_expert_intermediate_size": draw.up_to(60, 8), "n_group": of_experts[0], "topk_group": of_experts[1],
-        "norm_topk_prob": draw.flag(), "routed_scaling_factor": draw.one_of(1.0, 2.5), "layer_norm_epsilon": 1e-3,
-        "moe_latent_size": draw.one_of(None, draw.up_to(40, 4)), "mlp_hidden_act": draw.one_of("relu2", "relu", "silu"),
-        "time_step_min": 1e-30, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "layers_block_type": [*kinds, "full_attention"],
+        "num_hidden_layers": None,
+        "rope_parameters": None,
+        "head_dim": draw.up_to(20),
+        "mamba_num_heads": groups * draw.up_to(4),
+        "mamba_head_dim": draw.up_to(20),
+        "n_groups": groups,
+        "ssm_state_size": draw.up_to(30),
+        "conv_kernel": draw.up_to(5, 2),
+        "use_bias": draw.flag(),
+        "use_conv_bias": draw.flag(),
+        "mlp_bias": draw.flag(),
+        "n_routed_experts": count,
+        "num_experts_per_tok": draw.up_to(3),
+        "moe_intermediate_size": draw.up_to(60, 8),
+        "moe_shared_expert_intermediate_size": draw.up_to(60, 8),
+        "n_group": of_experts[0],
+        "topk_group": of_experts[1],
+        "norm_topk_prob": draw.flag(),
+        "routed_scaling_factor": draw.one_of(1.0, 2.5),
+        "layer_norm_epsilon": 1e-3,
+        "moe_latent_size": draw.one_of(None, draw.up_to(40, 4)),
+        "mlp_hidden_act": draw.one_of("relu2", "relu", "silu"),
+        "time_step_min": 1e-30,
+        "tie_word_embeddings": False,
+    }
 
 
 def olmo_hybrid(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     layers, key_heads = config["num_hidden_layers"], draw.up_to(4)
     kinds = [draw.one_of("linear_attention", FULL) for _ in range(layers - 1)]
     return {
-        "layer_types": ["linear_attention", *kinds, FULL], "num_hidden_layers": layers + 1, "rms_norm_eps": 1e-3,
-        "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * draw.up_to(4),
-        "linear_key_head_dim": draw.up_to(30, 8), "linear_value_head_dim": draw.one_of(None, draw.up_to(30, 8)),
-        "linear_conv_kernel_dim": draw.up_to(6), "linear_allow_neg_eigval": draw.flag(),
-        "attention_bias": draw.flag(), "pad_token_id": 0,
+        "layer_types": ["linear_attention", *kinds, FULL],
+        "num_hidden_layers": layers + 1,
+        "rms_norm_eps": 1e-3,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.up_to(4),
+        "linear_key_head_dim": draw.up_to(30, 8),
+        "linear_value_head_dim": draw.one_of(None, draw.up_to(30, 8)),
+        "linear_conv_kernel_dim": draw.up_to(6),
+        "linear_allow_neg_eigval": draw.flag(),
+        "attention_bias": draw.flag(),
+        "pad_token_id": 0,
         "rope_parameters": draw.one_of({"rope_type": "default", "rope_theta": None}, config["rope_parameters"]),
-    }  # fmt: skip
+    }
 
 
 OWN = {

@@ -98,7 +98,7 @@ def test_every_architecture(golden: Golden, tmp_path: Path) -> None:
         {"init_lora_weights": "orthogonal"},
     ],
     ids=["rslora", "patterns", "patterns of rslora", "orthogonal"],
-)  # fmt: skip
+)
 def test_options_of_peft(options: dict[str, Any], tmp_path: Path) -> None:
     hf = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     model = with_adapter(hf, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], tmp_path / "adapter", **options)
@@ -157,9 +157,13 @@ def test_adapters_of_experts_are_merged(golden: Golden, tmp_path: Path) -> None:
     }
     assert len(names) == 2
     config = peft.LoraConfig(
-        r=2, lora_alpha=3, target_modules=[], target_parameters=sorted(names), init_lora_weights=False,
+        r=2,
+        lora_alpha=3,
+        target_modules=[],
+        target_parameters=sorted(names),
+        init_lora_weights=False,
         alpha_pattern={r".*\.down_proj": 5},
-    )  # fmt: skip
+    )
     torch.manual_seed(1)
     model = peft.get_peft_model(hf, config).eval()
     model.save_pretrained(tmp_path / "adapter")
@@ -190,13 +194,19 @@ RECIPES = {
 @pytest.mark.parametrize(
     ("recipe", "put_in"),
     [
-        ("w8a8", None), ("w8a16", None), ("w8a8-rotate", None), ("w8a8-smooth", outliers.in_norms),
-        ("w8a8-smooth", outliers.in_values), ("w8a8-smooth", outliers.in_neurons), ("auto", outliers.in_norms),
-        ("rotated in the weights", None), ("rotated and smoothed", outliers.in_neurons),
+        ("w8a8", None),
+        ("w8a16", None),
+        ("w8a8-rotate", None),
+        ("w8a8-smooth", outliers.in_norms),
+        ("w8a8-smooth", outliers.in_values),
+        ("w8a8-smooth", outliers.in_neurons),
+        ("auto", outliers.in_norms),
+        ("rotated in the weights", None),
+        ("rotated and smoothed", outliers.in_neurons),
         ("outlier columns", outliers.in_norms),
     ],
     ids=lambda value: getattr(value, "__name__", value),
-)  # fmt: skip
+)
 def test_a_migrated_model_is_as_close_as_without_the_adapter(
     tmp_path: Path, recipe: str, put_in: Callable[[outliers.Tensors, dict], None] | None
 ) -> None:

@@ -80,9 +80,12 @@ class LiveServer:
     """The application in a thread. ``http`` sends requests to it."""
 
     def __init__(
-        self, engine: ServedEngine, info: ModelInfo, settings: ServerSettings | None = None,
+        self,
+        engine: ServedEngine,
+        info: ModelInfo,
+        settings: ServerSettings | None = None,
         adapters: AdapterStore | None = None,
-    ):  # fmt: skip
+    ):
         self.engine = engine
         self._engine_server = EngineServer(engine, info, adapters=adapters)
         self._settings = settings or ServerSettings((NAME,), seed=0)

@@ -308,9 +308,20 @@ def test_a_replica_that_starts_later_gets_the_adapters_that_the_others_have() ->
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     command = [
-        sys.executable, "-m", "bminf_lite", "serve", str(DEMO), "--device", "cpu", "--port", "0", "--replicas", "2",
-        "--http-workers", "1",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "bminf_lite",
+        "serve",
+        str(DEMO),
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+        "--replicas",
+        "2",
+        "--http-workers",
+        "1",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     url, ready = "", 0

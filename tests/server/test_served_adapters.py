@@ -79,8 +79,9 @@ def test_a_request_chooses_by_model(served: Served, folders: dict[str, Path], ex
     assert served.http.get("/v1/models/french").json() == listed[2]
     unknown = served.post("/v1/completions", {**PROMPT, "model": "sql"})
     assert unknown.status_code == 404 and "'sql' is not served here, but base, alias, french" in message(unknown)
-    chat = served.json("/v1/chat/completions", {"model": "french", "messages": [{"role": "user", "content": "a"}],
-                                                "max_tokens": 4})  # fmt: skip
+    chat = served.json(
+        "/v1/chat/completions", {"model": "french", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    )
     assert chat["model"] == "french"
 
 

@@ -106,9 +106,14 @@ class AttentionLaunches:
         return q
 
     def store_heads(
-        self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray,
+        self,
+        qkv: Array,
+        spec: AttentionSpec,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        table: cp.ndarray,
         is_source: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Keys, normalised and rotated, and values of the tokens of ``batch`` into the cache.
 
         Those of a source are not transformed for an int8 cache.

@@ -360,9 +360,14 @@ class CudaBackend(Backend):
         return self.products.run(Product(x, weight, kind, activation, target))
 
     def experts(  # type: ignore[override]
-        self, x: Array, mixture: ExpertLayerWeights, residual: Array = None, addend: Array = None, gate: Array = None,
+        self,
+        x: Array,
+        mixture: ExpertLayerWeights,
+        residual: Array = None,
+        addend: Array = None,
+        gate: Array = None,
         routed: Array = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         return self.mixtures.forward(x, mixture, residual, addend, gate, routed)
 
     def add_experts(self, found: Array, residual: Array, addend: Array, gate: Array) -> Array:
@@ -665,9 +670,18 @@ class CudaBackend(Backend):
         )
         out, sums = self.arrays.rows(tokens, features, np.float16), self.arrays.empty((tokens, spec.heads), np.float32)
         self.kernels.mamba2.launch(
-            self.kernels.step, mixed, rows[:, features + channels :], rows[:, :features], spec, cache, table, batch,
-            sums, found, out,
-        )  # fmt: skip
+            self.kernels.step,
+            mixed,
+            rows[:, features + channels :],
+            rows[:, :features],
+            spec,
+            cache,
+            table,
+            batch,
+            sums,
+            found,
+            out,
+        )
         return out
 
     # -- sampling ------------------------------------------------------------------------------------------------------

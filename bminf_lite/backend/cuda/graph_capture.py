@@ -51,9 +51,13 @@ class CapturedGraph:
     """
 
     def __init__(
-        self, memory: GraphMemory, arrays: Arrays, work: Callable[[], Any], streamed_bytes: Callable[[], int],
+        self,
+        memory: GraphMemory,
+        arrays: Arrays,
+        work: Callable[[], Any],
+        streamed_bytes: Callable[[], int],
         agree: Callable[[bool], bool] = lambda own: own,
-    ):  # fmt: skip
+    ):
         self.memory = memory
         self.arrays = arrays
         self.work = work

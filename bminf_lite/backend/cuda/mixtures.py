@@ -212,9 +212,14 @@ class MixtureLayers:
         self.materializer = materializer
 
     def forward(
-        self, x: Array, mixture: ExpertLayerWeights, residual: Array, addend: Array = None, gate: Array = None,
+        self,
+        x: Array,
+        mixture: ExpertLayerWeights,
+        residual: Array,
+        addend: Array = None,
+        gate: Array = None,
         routed: Array = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """See :meth:`Backend.experts`. What the router reads is a norm of a residual stream unchanged since."""
         added = None if addend is None else Addend(self.arrays.padded(self.materializer.materialize(addend)), gate)
         chooser, hidden = x if routed is None else routed, mixture.hidden

@@ -97,9 +97,17 @@ def tensor_map(
     place, rank = -ctypes.addressof(buffer) % _ALIGNMENT, len(sizes)
     strides = [pitch * element.itemsize for pitch in pitches]
     functions().cuTensorMapEncodeTiled(
-        ctypes.addressof(buffer) + place, element, rank, address, (c_uint64 * rank)(*sizes),
-        (c_uint64 * (rank - 1))(*strides), (c_uint32 * rank)(*box), (c_uint32 * rank)(*[1] * rank), _NO_INTERLEAVE,
-        _SWIZZLES[box[0] * element.itemsize] if swizzled else 0, _PROMOTE_256B if promote_256b else _PROMOTE_128B,
+        ctypes.addressof(buffer) + place,
+        element,
+        rank,
+        address,
+        (c_uint64 * rank)(*sizes),
+        (c_uint64 * (rank - 1))(*strides),
+        (c_uint32 * rank)(*box),
+        (c_uint32 * rank)(*[1] * rank),
+        _NO_INTERLEAVE,
+        _SWIZZLES[box[0] * element.itemsize] if swizzled else 0,
+        _PROMOTE_256B if promote_256b else _PROMOTE_128B,
         _ZEROS_OUTSIDE,
-    )  # fmt: skip
+    )
     return buffer.raw[place : place + NBYTES]

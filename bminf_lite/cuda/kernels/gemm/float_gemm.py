@@ -73,8 +73,11 @@ class FloatTile:
 
 MAX_STAGES = 4
 FEW_ROWS = (
-    FloatTile(2, 1, 1, 1, 4), FloatTile(2, 1, 1, 2, 4), FloatTile(2, 1, 1, 4, 4), FloatTile(4, 1, 1, 8, 2),
-)  # fmt: skip
+    FloatTile(2, 1, 1, 1, 4),
+    FloatTile(2, 1, 1, 2, 4),
+    FloatTile(2, 1, 1, 4, 4),
+    FloatTile(4, 1, 1, 8, 2),
+)
 """For up to 8, 16, 32 and 64 rows."""
 MANY_ROWS, MANY_ROWS_OF_GROUPS = FloatTile(2, 2, 4, 8, 1), FloatTile(4, 2, 2, 8, 1)
 """A warp has fewer outputs if groups have scales, because each output has two sums then."""
@@ -101,7 +104,7 @@ class FloatGemmSync:
             tiles = tuple(Together((*tile.arguments, tile.stages(kind, room))) for tile in tiles_of(kind))
             yield KernelFamily(
                 cls.source, "float_gemm", ((kind,), tiles, EPILOGUE_NUMBERS, ACTIVATION_NUMBERS), _possible
-            )  # fmt: skip
+            )
 
     def launch(
         self, step: StepContext, x: cp.ndarray, weight: WeightRows, out: cp.ndarray, epilogue: int, activation: int = 0
@@ -110,9 +113,19 @@ class FloatGemmSync:
         rows, n = x.shape[0], weight.out_features
         kernel, grid, block, shared = self._plan(rows, n, kind_of(weight), int(epilogue), int(activation))
         args = (
-            x.data.ptr, pitch_of(x), weight.matrix.data.ptr, weight.pitch, address(weight.scale), scale_pitch(weight),
-            address(weight.bias), out.data.ptr, pitch_of(out), rows, n, weight.in_features,
-        )  # fmt: skip
+            x.data.ptr,
+            pitch_of(x),
+            weight.matrix.data.ptr,
+            weight.pitch,
+            address(weight.scale),
+            scale_pitch(weight),
+            address(weight.bias),
+            out.data.ptr,
+            pitch_of(out),
+            rows,
+            n,
+            weight.in_features,
+        )
         kernel(grid, block, args, shared, self._launcher.stream, True, None, weight.nbytes + nbytes_of(x, out))
         step.one_block_per_sm = False
 
@@ -143,9 +156,15 @@ class FloatProductKernels:
         return fits and has_scales_for_tma(weight, epilogue == Epilogue.GATED)
 
     def launch(
-        self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
-        epilogue: int, activation: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext,
+        x: cp.ndarray,
+        norm: Norm | None,
+        weight: WeightRows,
+        out: cp.ndarray,
+        epilogue: int,
+        activation: int = 0,
+    ) -> None:
         """``out = epilogue(x @ weight.T + bias)``; ``activation`` for a gated or activated epilogue.
 
         ``x`` is fp16 ``[rows, in_features]`` in padded rows, or fp32 with a ``norm`` that the kernel computes

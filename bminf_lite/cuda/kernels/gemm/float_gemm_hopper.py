@@ -76,23 +76,39 @@ class FloatGemmHopper:
             yield KernelFamily(cls.source, "bminf::float_gemm_hopper", values, _possible)
 
     def launch(
-        self, step: StepContext, x: cp.ndarray, weight: WeightRows, out: cp.ndarray, epilogue: int, activation: int = 0,
+        self,
+        step: StepContext,
+        x: cp.ndarray,
+        weight: WeightRows,
+        out: cp.ndarray,
+        epilogue: int,
+        activation: int = 0,
         tile: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As :meth:`SkinnyFloatGemmHopper.launch`; ``tile``, one of :data:`TILES`, changes the speed alone."""
         rows, n, k = x.shape[0], weight.out_features, weight.in_features
         gated, kind = epilogue == Epilogue.GATED, kind_of(weight)
         plan = self._plan(rows, n, k, kind, int(epilogue), int(activation), tile)
         columns_of_box = CHUNK if gated or epilogue in FLOAT_EPILOGUES else BLOCK
         args = (
-            address(weight.scale), address(weight.bias), *plan.numbers,
-            activations_map(x, BLOCK, plan.height // plan.cluster), weight_map(weight, BLOCK, CHANNELS, gated),
-            scale_map(weight, CHANNELS // (1 + gated), groups_of_stage(kind)), result_map(out, columns_of_box, CHUNK),
-        )  # fmt: skip
+            address(weight.scale),
+            address(weight.bias),
+            *plan.numbers,
+            activations_map(x, BLOCK, plan.height // plan.cluster),
+            weight_map(weight, BLOCK, CHANNELS, gated),
+            scale_map(weight, CHANNELS // (1 + gated), groups_of_stage(kind)),
+            result_map(out, columns_of_box, CHUNK),
+        )
         plan.kernel(
-            plan.grid, THREADS, args, plan.shared, self._launcher.stream, True,
-            plan.cluster if plan.cluster > 1 else None, weight.nbytes + nbytes_of(x, out),
-        )  # fmt: skip
+            plan.grid,
+            THREADS,
+            args,
+            plan.shared,
+            self._launcher.stream,
+            True,
+            plan.cluster if plan.cluster > 1 else None,
+            weight.nbytes + nbytes_of(x, out),
+        )
         step.one_block_per_sm = False
 
     def _find_plan(
@@ -111,10 +127,13 @@ class FloatGemmHopper:
         band = max(1, BAND_BYTES // (height * k * 2))
         template = f"{kind}, {height}, {cluster}, {epilogue}, {activation}"
         return _Plan(
-            launcher.kernel(self.source, f"bminf::float_gemm_hopper<{template}>"), clusters * cluster, cluster,
-            stages * stage + staging + 16 * stages, height,
+            launcher.kernel(self.source, f"bminf::float_gemm_hopper<{template}>"),
+            clusters * cluster,
+            cluster,
+            stages * stage + staging + 16 * stages,
+            height,
             (rows, n, k, ceil_div(k, BLOCK), row_tiles, channel_tiles, band, stages),
-        )  # fmt: skip
+        )
 
 
 def groups_of_stage(kind: WeightKind) -> int:

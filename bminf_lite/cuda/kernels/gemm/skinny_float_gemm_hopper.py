@@ -99,9 +99,15 @@ class SkinnyFloatGemmHopper:
         yield KernelFamily(cls.source, "bminf::skinny_float_gemm_hopper", values, _possible)
 
     def launch(
-        self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
-        epilogue: int, activation: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext,
+        x: cp.ndarray,
+        norm: Norm | None,
+        weight: WeightRows,
+        out: cp.ndarray,
+        epilogue: int,
+        activation: int = 0,
+    ) -> None:
         """``out = epilogue(x @ weight.T + bias)``; ``activation`` for a gated or activated epilogue.
 
         ``x`` is fp16 ``[rows, in_features]`` in padded rows, or with a ``norm`` one fp32 row. ``out`` has padded rows:
@@ -112,17 +118,31 @@ class SkinnyFloatGemmHopper:
         plan = self._plan(rows, *shape, kind, source, int(epilogue), int(activation))
         groups = columns_of_stage(kind) // kind.group_size if kind.group_size else 0
         args = (
-            x.data.ptr, *norm_arguments(norm), address(weight.scale), address(weight.bias), out.data.ptr, pitch_of(out),
-            rows, *shape, NO_MAP if norm is not None else plan.activations_map(x),
+            x.data.ptr,
+            *norm_arguments(norm),
+            address(weight.scale),
+            address(weight.bias),
+            out.data.ptr,
+            pitch_of(out),
+            rows,
+            *shape,
+            NO_MAP if norm is not None else plan.activations_map(x),
             weight_map(weight, ROW_BYTES // kind.itemsize, plan.channels, gated),
-            scale_map(weight, plan.channels // (1 + gated), groups), *plan.numbers,
-        )  # fmt: skip
+            scale_map(weight, plan.channels // (1 + gated), groups),
+            *plan.numbers,
+        )
         # Behind a kernel with another number of blocks, two of these blocks could land on one SM; see Gemv.launch.
         shared = plan.shared if step.one_block_per_sm else max(plan.shared, self._launcher.half_shared)
         plan.kernel(
-            self._launcher.num_sms, 32 * plan.warps, args, shared, self._launcher.stream, True, None,
+            self._launcher.num_sms,
+            32 * plan.warps,
+            args,
+            shared,
+            self._launcher.stream,
+            True,
+            None,
             weight.nbytes + nbytes_of(x, out),
-        )  # fmt: skip
+        )
         step.one_block_per_sm = True
 
     def _find_plan(
@@ -163,9 +183,14 @@ class SkinnyFloatGemmHopper:
         warps = NORM_WARPS if source != GemvInput.HALF else channels // WARP_CHANNELS if sync else WGMMA_WARPS
         tiles = ceil_div(n // (1 + gated), channels // (1 + gated))
         return _Plan(
-            kernel, warps + LOADING_WARPS, shared, channels, in_copy,
-            not (sync and rows == 1), (channels, tiles, steps, stages, window, resident, in_copy, k % BLOCK != 0),
-        )  # fmt: skip
+            kernel,
+            warps + LOADING_WARPS,
+            shared,
+            channels,
+            in_copy,
+            not (sync and rows == 1),
+            (channels, tiles, steps, stages, window, resident, in_copy, k % BLOCK != 0),
+        )
 
 
 def input_of(norm: Norm | None) -> GemvInput:

@@ -57,13 +57,27 @@ class Mamba2Kernels:
         """
         kept = [cache[name] for name in ("state", "keys", "deltas", "decays", "end")]
         net = (
-            mixed.data.ptr, pitch_of(mixed), steps.data.ptr, pitch_of(steps), spec.decay_rates.data.ptr,
-            spec.step_bias.data.ptr, spec.skip.data.ptr,
+            mixed.data.ptr,
+            pitch_of(mixed),
+            steps.data.ptr,
+            pitch_of(steps),
+            spec.decay_rates.data.ptr,
+            spec.step_bias.data.ptr,
+            spec.skip.data.ptr,
             *(number for array in kept for number in (array.data.ptr, pitch_of(array))),
-            address(batch.cu_seqlens), address(batch.context_lens), slots.data.ptr, pitch_of(slots), batch.batch_size,
-            cache["keys"].shape[1], batch.has_drafts, spec.groups, spec.heads, spec.head_dim, spec.state_dim,
+            address(batch.cu_seqlens),
+            address(batch.context_lens),
+            slots.data.ptr,
+            pitch_of(slots),
+            batch.batch_size,
+            cache["keys"].shape[1],
+            batch.has_drafts,
+            spec.groups,
+            spec.heads,
+            spec.head_dim,
+            spec.state_dim,
             *spec.step_limits,
-        )  # fmt: skip
+        )
         rows = next(rows for rows in STATE_ROWS if spec.state_dim <= rows)
         self._launcher.launch(
             step,
@@ -84,8 +98,16 @@ class Mamba2Kernels:
             len(out),
             THREADS,
             (
-                *net, found.data.ptr, pitch_of(found), gate.data.ptr, pitch_of(gate), *weight, sums.data.ptr,
-                out.data.ptr, pitch_of(out), eps,
+                *net,
+                found.data.ptr,
+                pitch_of(found),
+                gate.data.ptr,
+                pitch_of(gate),
+                *weight,
+                sums.data.ptr,
+                out.data.ptr,
+                pitch_of(out),
+                eps,
             ),
             bytes_moved=nbytes_of(found, gate, out),
-        )  # fmt: skip
+        )
