@@ -17,11 +17,11 @@ from bminf_lite.engine.request import Request
 from bminf_lite.engine.speculative import SpeculativeConfig
 
 CASES = {str(golden): golden for family in (*STATES, "lfm2_moe") for golden in goldens(family)}
-PLAIN = {str(golden) for family in STATES for golden in list(goldens(family))[:2]}
+PLAIN = {str(golden) for family in STATES for golden in list(goldens(family))[:1]}
 each_golden = pytest.mark.parametrize(
     "golden", [pytest.param(g, id=name, marks=() if name in PLAIN else pytest.mark.slow) for name, g in CASES.items()]
 )
-"""Every golden. All but the first two of each family are marked ``slow``."""
+"""Every golden. All but the first of each family are marked ``slow``."""
 Results = list[tuple[list[int], list[float]]]
 
 
