@@ -227,6 +227,9 @@ class TwinRank:
     def abort(self) -> None:
         pass
 
+    def check(self) -> None:
+        pass
+
     def reset(self) -> None:
         pass
 
