@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,10 @@ def test_a_full_disk_loses_nothing_and_a_poison_row_fails_alone(tmp_path, expect
     rows, out = write_rows(tmp_path / "in.jsonl", wanted), tmp_path / "out"
     with ray_cluster(1, 1) as cluster:
         process = start_batch(cluster, rows, out)
-        for node in (cluster.head_node, *cluster.worker_nodes):
-            limit_files(node, 12_000)
+        limit_files((cluster.head_node, *cluster.worker_nodes), 12_000)
         _, error = process.communicate(timeout=100)
         assert process.returncode == 1 and b"File too large; what is finished is kept" in error, error.decode()
-    committed = {row["id"] for row in read_rows(out)}
+    committed = read_rows(out)
     kept = journal_rows(out).keys()
     with ray_cluster(2) as cluster:
         told = finish(start_batch(cluster, rows, out))
@@ -103,11 +103,15 @@ def test_a_full_disk_loses_nothing_and_a_poison_row_fails_alone(tmp_path, expect
     assert good == expected[:300]
 
 
-def limit_files(node: Any, size: int) -> None:
-    """Bound the files of a node's replica, which loads its model: a write beyond the bound fails."""
-    wait_for(lambda: replicas_of(node))
-    [replica] = replicas_of(node)
-    resource.prlimit(replica.pid, resource.RLIMIT_FSIZE, (size, size))
+def limit_files(nodes: Sequence[Any], size: int) -> None:
+    """Bound the files of the nodes' replicas, which load their models: a write beyond the bound fails.
+
+    The first that fails ends the others, so all are there before any has a bound.
+    """
+    wait_for(lambda: all(map(replicas_of, nodes)))
+    for node in nodes:
+        [replica] = replicas_of(node)
+        resource.prlimit(replica.pid, resource.RLIMIT_FSIZE, (size, size))
 
 
 def test_parquet_and_a_store_without_appending(cluster, tmp_path):
