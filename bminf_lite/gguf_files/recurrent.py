@@ -149,7 +149,7 @@ def order_of_values(header: GgufHeader, name: str) -> np.ndarray | None:
 def order_by_key_heads(header: GgufHeader, rows: int) -> np.ndarray | None:
     """The ``rows`` of q, k, v and the gate of a gated DeltaNet, which lie one after another, as Qwen3-Next has them.
 
-    Of each key head there are q, k, the value heads and their gates. None if the rows are not so many.
+    Of each key head there are q, k, the value heads and their gates. None if the tensor has another number of rows.
     """
     key_heads, key_dim = header.of_model("ssm.group_count"), header.of_model("ssm.state_size")
     keys, values = key_heads * key_dim, header.of_model("ssm.inner_size")

@@ -59,7 +59,7 @@ class Pool(msgspec.Struct, array_like=True, tag="pool"):
 
 
 class CancelPool(msgspec.Struct, array_like=True, tag="cancel pool"):
-    """Nobody waits for the answer to the :class:`Pool` of this ``id``."""
+    """The client of the :class:`Pool` of this ``id`` has left: its answer is not sent."""
 
     id: int
 

@@ -37,7 +37,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
-CASES = [next(goldens(family)) for family in EVERY if family not in RENAMED]
+LEFT_OUT = ("granitemoehybrid", "nemotron_h", "falcon_h1", "olmo_hybrid")
+"""PEFT refuses the output projection of Mamba 2; transformers 5.23 writes OLMo hybrid's convolution in equal parts; and
+adapters of Granite 4's shared experts are refused here.
+"""
+CASES = [next(goldens(family)) for family in EVERY if family not in (*RENAMED, *LEFT_OUT)]
 
 
 NAMES_OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")

@@ -37,7 +37,7 @@ struct PrefillParams {
     int table_pitch;
     int capacity;
     float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive; see softcap
-    int window;   // how many keys a query sees, its own included; 0 for all up to its own. BIDIRECTIONAL: so many in
+    int window;   // how many keys a query sees, its own included; 0 for all up to its own. BIDIRECTIONAL: this many in
                   // each direction; 0 for all
     int heads, kv_heads, head_dim, sequences;
     // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance; for ALIBI the slopes [heads],

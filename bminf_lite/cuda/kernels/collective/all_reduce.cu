@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(THREADS) all_reduce_values(
     }
 }
 
-// The same in two shots, for many values: a rank gets everybody's part of its share of the vectors, and sends the sums
+// The same in two shots, for many values: a rank gets all ranks' values of its share of the vectors, and sends the sums
 // to all, as fp16 where they are rounded anyhow. A block waits for the blocks of its number alone. All blocks must be
 // resident at once.
 template <bool ADD>
