@@ -68,7 +68,8 @@ def test_each_group_of_columns_is_quantized_as_a_row_of_its_own(
 def test_a_gpu_runs_it(make_checkpoint: MakeCheckpoint, tmp_path: Path, tied: bool) -> None:
     settings = WIDE | {"tie_word_embeddings": tied}
     source = make_checkpoint(tensors=random_tensors(CONFIG | settings), **settings)
-    migrate(source, tmp_path / "out", dataclasses.replace(GROUPS, rotation=16, rotated_inputs=RotatedInputs.ALL))
+    groups = dataclasses.replace(GROUPS, group_size=32, rotation=16, rotated_inputs=RotatedInputs.ALL)
+    migrate(source, tmp_path / "out", groups)
     found = []
     for device in ("cpu", "cuda"):
         with bminf_lite.load(tmp_path / "out", device=device) as model:

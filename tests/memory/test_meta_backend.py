@@ -62,7 +62,7 @@ def test_it_counts_scales_of_groups_to_the_byte(cuda_backend: Backend) -> None:
     config = CONFIG | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
     architecture = models.find(dict(config))
     spec = architecture.spec(architecture.parse(dict(config)))
-    recipe = Recipe("groups", Scheme.W8A16, Scheme.W8A16, group_size=16)
+    recipe = Recipe("groups", Scheme.W8A16, Scheme.W8A16, group_size=32)
     weights = RewrittenWeights(RandomWeights(config, 1), spec, recipe, recipe_rewrites(spec, recipe))
     counted, allocated = counted_and_allocated(config, weights, cuda_backend)
     assert counted == allocated

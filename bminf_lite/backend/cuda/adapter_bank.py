@@ -95,6 +95,7 @@ class AdapterBank:
             self._copy(of.scales[place, rows], prepared.scales[section])
         self._copy(of.up[place, : prepared.rank], prepared.up)
         self._copy(of.ranks[place : place + 1], prepared.used)
+        self._arrays.hold(prepared)
 
     def _copy(self, target: cp.ndarray, source: np.ndarray) -> None:
         _copy(self._arrays, target, source)
@@ -130,10 +131,11 @@ class SavedBank:
             return
         _copy(self._arrays, self.saved.matrices[place], prepared)
         _copy(self._arrays, self.saved.present[place : place + 1], self._one)
+        self._arrays.hold((prepared, self._one))
 
 
 def _copy(arrays: Arrays, target: cp.ndarray, source: np.ndarray) -> None:
-    """Start a copy from pinned memory, as work of the stream."""
+    """Start a copy from pinned memory, as work of the stream; see :meth:`Arrays.hold`."""
     assert target.shape == source.shape and target.nbytes == source.nbytes
     runtime, stream = cp.cuda.runtime, arrays.stream.ptr
     runtime.memcpyAsync(target.data.ptr, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)

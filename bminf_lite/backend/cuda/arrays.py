@@ -42,6 +42,7 @@ class Arrays:
         self._pinned: deque[tuple[int, Any]] = deque()
         self._writes: deque[tuple[cp.cuda.Event, int, Any]] = deque()
         self._downloaded: deque[tuple[cp.cuda.Event, cp.ndarray]] = deque()  # arrays whose memory a copy may read
+        self._held: deque[tuple[cp.cuda.Event, Any]] = deque()  # what the stream's work may read
 
     def memory(self, nbytes: int) -> cp.cuda.MemoryPointer:
         """Memory that is freed with its last reference; CuPy's own operations use it as their allocator."""
@@ -98,29 +99,32 @@ class Arrays:
         self._downloads.wait_event(written)
         runtime.memcpyAsync(pinned.ptr, x.data.ptr, x.nbytes, runtime.memcpyDeviceToHost, self._downloads.ptr)
         copied.record(self._downloads)
-        self._drop_downloaded()
+        _drop_complete(self._downloaded)
         self._downloaded.append((copied, x))
         shape, dtype, size, nbytes = x.shape, x.dtype, x.size, x.nbytes
 
         @functools.cache  # the pinned memory is given back once
         def wait() -> np.ndarray:
             copied.synchronize()
-            self._drop_downloaded()
+            _drop_complete(self._downloaded)
             values = np.frombuffer(pinned, dtype, size).reshape(shape).copy()
             self._pinned.append((nbytes, pinned))
             return values
 
         return wait
 
-    def _drop_downloaded(self) -> None:
-        """Let go of the arrays whose copies are complete."""
-        while self._downloaded and self._downloaded[0][0].done:
-            self._downloaded.popleft()
+    def hold(self, sources: Any) -> None:
+        """Keep what owns memory of the host until the stream's work up to here, which may read it, is complete."""
+        _drop_complete(self._held)
+        self._held.append((self.stream.record(cp.cuda.Event(disable_timing=True)), sources))
 
     def close(self) -> None:
-        """Wait until all copies to the host are complete."""
+        """Wait until all copies to the host are complete, and the work that reads what is held."""
         self._downloads.synchronize()
         self._downloaded.clear()
+        if self._held:
+            self._held[-1][0].synchronize()
+            self._held.clear()
 
     def write(
         self, target: cp.ndarray, values: np.ndarray, stream: cp.cuda.Stream | None = None,
@@ -173,6 +177,12 @@ class Arrays:
             yield
         finally:
             self.allocator = before
+
+
+def _drop_complete(kept: deque[tuple[cp.cuda.Event, Any]]) -> None:
+    """Let go of what the work before the events has read."""
+    while kept and kept[0][0].done:
+        kept.popleft()
 
 
 class ZeroedScratch:

@@ -389,7 +389,10 @@ class CudaBackend(Backend):
 
     def all_reduce_add(self, partial: Array, bias: Array = None, residual: Array = None) -> Array:
         if not isinstance(self.communicator, PeerRank):
-            return self._add_to_stream(self.communicator.all_reduce_add(self._rows(partial)), bias, residual)
+            values = self._rows(partial)
+            with self.arrays.current():
+                y = self.communicator.all_reduce_add(values)
+            return self._add_to_stream(y, bias, residual)
         values = self._rows(partial)
         if residual is None:
             out = self.arrays.rows(values.shape[0], values.shape[1], np.float32)
@@ -407,7 +410,7 @@ class CudaBackend(Backend):
         whole = self.arrays.zeros((len(values), pitch), np.float32)[:, :count]
         with self.arrays.current():
             whole[:, columns] = values
-        return self.communicator.all_reduce_add(whole)
+            return self.communicator.all_reduce_add(whole)
 
     def _rows(self, partial: Array) -> cp.ndarray:
         return self.arrays.padded(self.materializer.materialize(partial))
