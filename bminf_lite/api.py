@@ -49,6 +49,7 @@ from .placement import (
     plan_placement,
     with_draft,
     with_draft_model,
+    with_long_texts,
 )
 from .pooling.pooler import Pooler, PoolingModel, checked_texts
 from .pooling.scores import ClassifierSettings, Ranked, ranked
@@ -118,8 +119,8 @@ def load(
     - ``max_queue``: the most requests that may wait; one more is an error.
     - ``max_num_batched_tokens``: the most tokens of a step, up to 65,536, or fewer where memory is short; a longer
       prompt takes several steps. With more, prompts are a few percent faster, and a request waits longer for the step
-      before it; see docs/scheduling.md. A model that makes vectors of texts has 8,192 by default, and as many as its
-      longest text at least.
+      before it; see docs/scheduling.md. A model that makes vectors of texts has 8,192 by default, and one whose tokens
+      see those behind them has as many as its longest text at least.
     - ``speculative``: where guesses of a request's next tokens come from, which a step checks all at once: ``"ngram"``,
       ``"suffix"``, a mapping with the fields of :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as
       ``{"model": "path", "num_speculative_tokens": 4}`` for a draft model or ``{"method": "eagle3", "model": "path"}``
@@ -157,7 +158,8 @@ def load(
         if not config.generates:
             if max_num_batched_tokens == EngineConfig.max_num_batched_tokens:
                 max_num_batched_tokens = TEXT_TOKENS
-            max_num_batched_tokens = max(max_num_batched_tokens, config.context_length)  # a text is not cut in pieces
+            if not config.reads_pieces:
+                max_num_batched_tokens = max(max_num_batched_tokens, config.context_length)
             speculative = None if given is None else given
             if gpus != 1:
                 raise UsageError(f"gpus is {gpus!r}, but a model that gives vectors is not divided: give 1")
@@ -183,7 +185,7 @@ def load(
             def needed() -> MemoryRequirements:
                 own = checkpoint_requirements(opened, None, kv_cache, num_draft_tokens, ops.adapter_slots, gpus)
                 if draft is None:
-                    return own
+                    return own if settings is None or not config.reads_pieces else with_long_texts(own, config)
                 other = draft_requirements(draft, kv_cache, num_draft_tokens, gpus)
                 return with_draft_model(own, other, config, cache_layout.with_drafts(num_draft_tokens).shard(gpus))
 
@@ -212,7 +214,8 @@ def load(
         if draft is not None and given is not None and given.method != EAGLE3:
             shorter = min(config.context_length, draft.config.context_length)
             engine_config = replace(engine_config, context_length=shorter)
-        pooling = None if settings is None else pooling_model(opened, networks[0], engine_config, settings)
+        longest = engine_config.context_length if plan is None else min(engine_config.context_length, plan.context)
+        pooling = None if settings is None else pooling_model(opened, networks[0], longest, settings)
         found = checkpoint.path, opened.generation_config, opened.eos_ids, own_adapters, pooling
         return Model(networks, engine_config, *found)
 
@@ -225,22 +228,21 @@ def pooling_settings(opened: OpenedModel, may_embed: bool) -> PoolingSettings:
     config = opened.config
     if config.generates and not (may_embed and isinstance(config, DecoderConfig)):
         raise UsageError(
-            "embeddings is True, but of models that generate only a decoder on one GPU, without a draft model, embeds"
+            "of models that generate text, only a decoder on one GPU, without a draft model, makes vectors of texts: "
+            "load another model, or without embeddings"
         )
     is_causal = config.generates or getattr(config, "is_causal", False)
     return read_settings(opened.path, Pooling.LAST if is_causal else Pooling.MEAN, config.hidden_size)
 
 
-def pooling_model(
-    opened: OpenedModel, network: Any, engine_config: EngineConfig, settings: PoolingSettings
-) -> PoolingModel:
-    """What a model makes of texts."""
+def pooling_model(opened: OpenedModel, network: Any, longest: int, settings: PoolingSettings) -> PoolingModel:
+    """What a model makes of texts of up to ``longest`` tokens."""
     config = opened.config
     classifier = None if config.generates else network.classifier
     scores = None
     if classifier is not None:
         scores = ClassifierSettings.of(opened.description.config_json, network.config.labels)
-    sizes = config.hidden_size, config.vocab_size, engine_config.context_length
+    sizes = config.hidden_size, config.vocab_size, longest
     return PoolingModel(settings, *sizes, classifier, scores)
 
 
@@ -584,6 +586,7 @@ class Model:
         normalize: bool | None = None,
         dimensions: int | None = None,
         truncate: bool = True,
+        pooling: str | None = None,
     ) -> np.ndarray:
         """Vectors of texts, fp32 ``[texts, dimensions]``; of one text fp32 ``[dimensions]``.
 
@@ -595,11 +598,13 @@ class Model:
         - ``normalize``: give vectors length 1, or not; by default what the folder says.
         - ``dimensions``: keep the first elements alone, for models that were trained for it (Matryoshka).
         - ``truncate``: cut off what exceeds the model's length. Otherwise such a text is an error.
+        - ``pooling``: what one vector is made of those of a text's tokens, instead of what the folder says: ``cls``
+          (the first token's), ``lasttoken``, ``mean``, ``max``, ``weightedmean`` or ``mean_sqrt_len_tokens``.
 
         Raises ``UsageError`` for a model that makes no vectors, and for invalid arguments, which lists all invalid
         texts.
         """
-        return self._pooler().embed(texts, prompt_name, prompt, normalize, dimensions, truncate)
+        return self._pooler().embed(texts, prompt_name, prompt, normalize, dimensions, truncate, pooling)
 
     def embed_slices(self, texts: Sequence[Text], **options: Any) -> Iterator[np.ndarray]:
         """As :meth:`embed` for a list, in order: fp32 ``[n, dimensions]`` of some texts at a time, for long lists."""

@@ -281,6 +281,16 @@ def with_draft_model(
     )
 
 
+def with_long_texts(needed: MemoryRequirements, config: ModelConfig) -> MemoryRequirements:
+    """What a model needs that makes vectors of texts which it computes in pieces.
+
+    It keeps the fp32 residual stream of a whole text, and what one layer of each kind keeps.
+    """
+    kinds = {layouts for layouts in config.layer_layouts if layouts}
+    kept = sum(group.token_bytes for layouts in kinds for group in cache_groups(config, CacheLayout(layouts)))
+    return replace(needed, text_bytes_per_token=4 * config.hidden_size + kept)
+
+
 def plan_placement(
     backends: Sequence[Backend], spec: Spec, get_requirements: Callable[[], MemoryRequirements],
     context: int | None = None, max_chunk: int = CHUNK,
@@ -322,7 +332,10 @@ def make_engine_config(
         max_num_seqs = max_num_seqs or plan.max_num_seqs
         blocks, chunk = plan.num_blocks(max_num_seqs, prefix_cache), plan.chunk
         logit_rows = min(plan.max_logit_rows, logit_rows)
-    context = config.context_length if config.generates else min(config.context_length, chunk)
+    context = config.context_length
+    if not config.generates:
+        most = chunk if not config.reads_pieces else context if plan is None else plan.context
+        context = min(context, most)
     num_blocks, num_source_blocks = (blocks[:-1], blocks[-1]) if config.is_encoder_decoder else (blocks, 0)
     return EngineConfig(
         context,

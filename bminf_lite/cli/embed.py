@@ -19,6 +19,9 @@ from ._options import OUTPUT, PATH, device_option, memory_limit_option, model_ar
 if TYPE_CHECKING:
     import numpy as np
 
+POOLINGS = ("cls", "lasttoken", "mean", "max", "weightedmean", "mean_sqrt_len_tokens")
+"""The values of :class:`..backend.values.Pooling`, which is not imported before a command runs."""
+
 
 @click.command()
 @model_argument
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 @click.option("--dimensions", type=click.IntRange(min=1), metavar="N", help="Keep the first N elements of each vector.")
 @click.option(
     "--normalize/--no-normalize", default=None, help="Give vectors length 1, or not; by default what the model says."
+)
+@click.option(
+    "--pooling",
+    type=click.Choice(POOLINGS),
+    help="What a text's vector is made of those of its tokens; by default what the model's folder says.",
 )
 @click.option("--no-truncate", is_flag=True, help="Fail for a text that the model does not read to its end.")
 @device_option
@@ -41,6 +49,7 @@ def embed(
     prompt: str | None,
     dimensions: int | None,
     normalize: bool | None,
+    pooling: str | None,
     no_truncate: bool,
     device: str,
     memory_limit: int | None,
@@ -49,7 +58,8 @@ def embed(
 
     Reads FILE, a text per line, or JSONL with a "text" and perhaps an "id" per line, and writes the vectors of the
     model in the folder MODEL to OUT: a matrix for NumPy (.npy), a line of JSON for each text (.jsonl), or a table
-    (.parquet, which needs the package pyarrow).
+    (.parquet, which needs the package pyarrow). Of a model that generates text, a vector is that of the text's last
+    token, or what --pooling says.
 
     \b
     Example:
@@ -64,9 +74,11 @@ def embed(
 
     from ..api import load
 
-    with load(model, device=device, memory_limit=memory_limit) as loaded:
+    with load(model, device=device, memory_limit=memory_limit, embeddings=True) as loaded:
+        if loaded.engine_config.generates:
+            click.echo(f"{model} generates text; for a search, take a model that was trained to embed", err=True)
         options: dict[str, Any] = {"prompt_name": prompt_name, "prompt": prompt, "normalize": normalize}
-        options |= {"dimensions": dimensions, "truncate": not no_truncate}
+        options |= {"dimensions": dimensions, "pooling": pooling, "truncate": not no_truncate}
         started, parts = time.perf_counter(), []
         with tqdm(total=len(lines), unit="text", desc="embed", disable=None, leave=False) as bar:
             for part in loaded.embed_slices([line.text for line in lines], **options):

@@ -1,27 +1,41 @@
 """Texts that become vectors, beside the requests that generate: whole texts, packed, one batch between two steps.
 
 A text is computed in one batch, and keeps nothing. Batches are made in the order in which texts come, so a request of
-many texts takes several. The queue runs in the engine's thread.
+many texts takes several. A text of more tokens than a batch is computed in pieces, between several steps, by a model
+whose tokens see none behind them. The queue runs in the engine's thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from ..backend.base import Backend
+from ..backend.base import Backend, pooled
 from ..backend.values import Array, ForwardBatch, Pooling
 from ..errors import OutOfMemory
 
+FEWEST_TOKENS = 32
+"""A piece of a text has no fewer tokens, however short memory is."""
+SUCCESSES = 8
+"""Batches that must fit after one that did not, before larger ones are tried; twice as many after each failure."""
+MOST_SUCCESSES = 1024
+
 
 class TextNetwork(Protocol):
-    """A model that makes vectors of the tokens of whole texts."""
+    """A model that makes vectors of the tokens of whole texts.
+
+    ``reads_pieces``: :meth:`pieces` may compute a text. ``parts_at_once`` of its parts are about the work of a batch.
+    """
 
     ops: Backend
+    reads_pieces: bool
+
+    @property
+    def parts_at_once(self) -> int: ...
 
     def __call__(self, batch: ForwardBatch) -> Array:
         """The vectors of all tokens, fp32 ``[T, features]``; ``batch`` has the block tables of :meth:`tables`."""
@@ -29,6 +43,10 @@ class TextNetwork(Protocol):
 
     def tables(self, lengths: Sequence[int]) -> list[np.ndarray]:
         """The block tables of a step of texts of these lengths."""
+        ...
+
+    def pieces(self, tokens: np.ndarray, size: int) -> Generator[None, None, list[Array]]:
+        """The vectors of one text's tokens, of pieces of ``size`` tokens. It yields behind each part of the work."""
         ...
 
 
@@ -65,30 +83,46 @@ class PoolingRequest:
         return self.error is not None or self.is_cancelled or len(self.vectors) == len(self.texts)
 
 
+PoolingPair = tuple[PoolingRequest, PoolingText]
+"""A text with its request."""
+
+
 @dataclass(frozen=True)
 class PoolingBatch:
     """Texts that are computed together: each with its request."""
 
-    texts: tuple[tuple[PoolingRequest, PoolingText], ...]
+    texts: tuple[PoolingPair, ...]
     fetch: Callable[[], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class LongText:
+    """A text that is computed in pieces of ``size`` tokens, as far as ``work`` has come."""
+
+    pair: PoolingPair
+    size: int
+    work: Generator[None, None, list[Array]]
 
 
 class PoolingQueue:
     """The texts that wait, and the batches that the device computes. ``max_tokens`` bounds the tokens of a batch.
 
-    One text may have more tokens than that.
+    One text may have more tokens than that. A batch for which there is no memory is halved, and so is the bound until
+    enough batches have fit; then it doubles, up to ``most_tokens``.
     """
 
     def __init__(self, network: TextNetwork, max_tokens: int, max_texts: int):
         self.network = network
         self.ops = network.ops
-        self.max_tokens = max_tokens
+        self.max_tokens = self.most_tokens = max_tokens
         self.max_texts = max_texts
         self.num_batches = 0
         self.num_texts = 0
         self.num_tokens = 0
-        self._waiting: deque[tuple[PoolingRequest, PoolingText]] = deque()
+        self._waiting: deque[PoolingPair] = deque()
         self._in_flight: deque[PoolingBatch] = deque()
+        self._long: LongText | None = None
+        self._successes_left = self._successes = SUCCESSES
 
     @property
     def num_waiting(self) -> int:
@@ -98,29 +132,39 @@ class PoolingQueue:
     @property
     def has_work(self) -> bool:
         """Whether there is something to launch or to fetch."""
-        return bool(self._waiting or self._in_flight)
+        return bool(self._waiting or self._in_flight or self._long)
 
     def add(self, request: PoolingRequest) -> None:
         """Let the texts of a request wait behind others."""
         self._waiting.extend((request, text) for text in request.texts)
 
     def advance(self) -> None:
-        """Launch the next batch, and hand over the oldest one if another is under way or nothing waits."""
-        if chosen := self._next_texts():
-            self._in_flight.append(self._launch(chosen))
-        if self._in_flight and (len(self._in_flight) > 1 or not chosen):
+        """Launch the next batch, and hand over the oldest one if another is under way or nothing waits.
+
+        Of a text in pieces, about the work of one batch is done.
+        """
+        launched = self._long is None and (chosen := self._next_texts()) and self._launch(chosen)
+        if launched:
+            self._in_flight.append(launched)
+        elif self._long is not None:
+            self._go_on(self._long)
+        if self._in_flight and (len(self._in_flight) > 1 or not launched):
             self._hand_over(self._in_flight.popleft())
 
     def fail(self, error: BaseException) -> None:
         """End all requests with an error."""
         texts = (*self._waiting, *(pair for batch in self._in_flight for pair in batch.texts))
+        if self._long is not None:
+            texts += (self._long.pair,)
+            self._long.work.close()
+        self._long = None
         self._waiting.clear()
         self._in_flight.clear()
         _end_all(texts, error)
 
-    def _next_texts(self) -> tuple[tuple[PoolingRequest, PoolingText], ...]:
+    def _next_texts(self) -> tuple[PoolingPair, ...]:
         """The next texts that fit into a batch; those of requests that have ended are dropped."""
-        chosen: list[tuple[PoolingRequest, PoolingText]] = []
+        chosen: list[PoolingPair] = []
         tokens = 0
         while self._waiting:
             request, text = self._waiting[0]
@@ -133,23 +177,28 @@ class PoolingQueue:
             self._waiting.popleft()
         return tuple(chosen)
 
-    def _launch(self, chosen: tuple[tuple[PoolingRequest, PoolingText], ...]) -> PoolingBatch:
+    def _launch(self, chosen: tuple[PoolingPair, ...]) -> PoolingBatch | None:
+        """Start to compute texts. None for those that cannot be now, and for one that is computed in pieces."""
         texts, poolings = [text for _, text in chosen], chosen[0][0].poolings
+        count = sum(len(text.token_ids) for text in texts)
+        if count > self.max_tokens and self.network.reads_pieces:
+            tokens = np.asarray(texts[0].token_ids, np.int32)
+            self._long = LongText(chosen[0], self.max_tokens, self.network.pieces(tokens, self.max_tokens))
+            return None
         try:
             fetches = self._compute(texts, poolings)
         except MemoryError as error:
-            if len(chosen) == 1:
+            can_halve = len(chosen) > 1 or (self.network.reads_pieces and count > FEWEST_TOKENS)
+            if not can_halve:
                 _end(chosen[0][0], error)
-                return PoolingBatch((), list)
+                return None
             self._waiting.extendleft(reversed(chosen))
-            self.max_tokens = max(sum(len(text.token_ids) for text in texts) // 2, 1)
-            return PoolingBatch((), list)
+            self._lower_bound(count)
+            return None
         except BaseException as error:
             _end_all(chosen, error)
             raise
-        self.num_batches += 1
-        self.num_texts += len(texts)
-        self.num_tokens += sum(len(text.token_ids) for text in texts)
+        self._count(texts)
         lengths = [len(text.token_ids) for text in texts]
 
         def fetch() -> list[np.ndarray]:
@@ -159,6 +208,62 @@ class PoolingQueue:
             return list(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1))
 
         return PoolingBatch(chosen, fetch)
+
+    def _go_on(self, long: LongText) -> None:
+        """Compute the next parts of a text in pieces, about the work of a batch."""
+        request, text = long.pair
+        if request.has_ended:
+            long.work.close()
+            self._long = None
+            return
+        try:
+            for _ in range(self.network.parts_at_once):
+                next(long.work)
+        except StopIteration as end:
+            self._long = None
+            self._count([text])
+            vectors: list[Array] = end.value
+            self._in_flight.append(PoolingBatch((long.pair,), lambda: [self._joined(vectors, request, text)]))
+        except MemoryError as error:
+            self._long = None
+            if long.size <= FEWEST_TOKENS:
+                _end(request, error)
+                return
+            self._waiting.appendleft(long.pair)
+            self._lower_bound(long.size)
+        except BaseException as error:
+            self._long = None
+            _end(request, error)
+            raise
+
+    def _joined(self, vectors: list[Array], request: PoolingRequest, text: PoolingText) -> np.ndarray:
+        """What is wanted of a text whose pieces have ``vectors``."""
+        if request.poolings == (Pooling.LAST,):
+            vectors = vectors[-1:]
+        rows = np.concatenate([np.asarray(self.ops.host(piece), np.float32) for piece in vectors])
+        if not request.poolings:
+            return rows
+        left = len(text.token_ids) - text.num_skipped
+        if left <= 0:
+            return np.zeros(rows.shape[1] * len(request.poolings), np.float32)
+        return np.concatenate([pooled(rows[-left:], pooling, text.num_skipped) for pooling in request.poolings])
+
+    def _count(self, texts: Sequence[PoolingText]) -> None:
+        """Note that texts were computed. Enough of them raise a bound that was lowered."""
+        self.num_batches += 1
+        self.num_texts += len(texts)
+        self.num_tokens += sum(len(text.token_ids) for text in texts)
+        if self.max_tokens < self.most_tokens:
+            self._successes_left -= 1
+            if self._successes_left <= 0:
+                self.max_tokens = min(2 * self.max_tokens, self.most_tokens)
+                self._successes_left = self._successes
+
+    def _lower_bound(self, tokens: int) -> None:
+        """Let batches have at most half of ``tokens``, for which there is no memory."""
+        self.max_tokens = max(min(tokens, self.max_tokens) // 2, 1)
+        self._successes_left = self._successes
+        self._successes = min(2 * self._successes, MOST_SUCCESSES)
 
     def _compute(self, texts: Sequence[PoolingText], poolings: tuple[Pooling, ...]) -> list[Callable[[], np.ndarray]]:
         ops = self.ops
@@ -195,7 +300,7 @@ class PoolingQueue:
                 request.on_update(request)
 
 
-def _end_all(texts: Sequence[tuple[PoolingRequest, PoolingText]], error: BaseException) -> None:
+def _end_all(texts: Sequence[PoolingPair], error: BaseException) -> None:
     """End the requests of some texts with an error."""
     for request in dict.fromkeys(request for request, _ in texts):
         _end(request, error)

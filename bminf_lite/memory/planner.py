@@ -67,7 +67,9 @@ class MemoryRequirements:
     - ``decode``: what a decode step reads and launches;
     - ``cache``: the groups of layers of the key-value cache;
     - ``scratch_per_token``: activations of a token of a prompt's chunk;
-    - ``scratch_per_sequence``: logits of a sequence of the batch.
+    - ``scratch_per_sequence``: logits of a sequence of the batch;
+    - ``text_bytes_per_token``: what a token of the longest text that becomes a vector keeps while the text is computed
+      in pieces; 0 if there are no such texts.
 
     ``context_length`` is the model's, in tokens.
     """
@@ -82,6 +84,7 @@ class MemoryRequirements:
     context_length: int
     prompt_layers: tuple[int, ...] = ()
     adapters: int = 0
+    text_bytes_per_token: int = 0
 
     @property
     def weights(self) -> int:
@@ -100,9 +103,11 @@ class MemoryRequirements:
     def cache_bytes(self, context: int, batch: int, piece: int) -> int:
         """The key-value cache of ``batch`` sequences of ``context`` tokens, and the null block of each pool.
 
-        A step computes up to ``piece`` tokens of a sequence.
+        A step computes up to ``piece`` tokens of a sequence. A text of ``context`` tokens that becomes a vector counts.
         """
-        return sum(group.nbytes(1 + batch * group.blocks(context, piece)) for group in self.cache)
+        return self.text_bytes_per_token * context + sum(
+            group.nbytes(1 + batch * group.blocks(context, piece)) for group in self.cache
+        )
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ class MemoryPlan:
 
     @property
     def cache_bytes(self) -> int:
-        """The key-value cache of all sequences."""
+        """The key-value cache of all sequences, and what the longest text that becomes a vector keeps."""
         return self.requirements.cache_bytes(self.context, self.batch, self.chunk)
 
     @property
@@ -242,7 +247,7 @@ class MemoryPlan:
         captured = max(self.machine.memory // CAPTURE_SHARE - self.captured_bytes, 0)
         few = min(max_num_seqs, FEW_SEQUENCES) * FEW_LOGITS_SHARE * logits
         spare = max((max_num_seqs - self.batch) * logits + captured, few)
-        room = self.cache_bytes + max(self.left - spare, 0)
+        room = self.cache_bytes - self.requirements.text_bytes_per_token * self.context + max(self.left - spare, 0)
         groups = self.requirements.cache
         return cache_blocks(groups, self.context, self.chunk, room, max_num_seqs, self.batch, snapshots)
 

@@ -77,6 +77,11 @@ class ModelConfig(ABC):
         return tuple((layout,) for layout in self.cache_layout.layers)
 
     @property
+    def reads_pieces(self) -> bool:
+        """Whether a text that becomes a vector may be computed in pieces, because no token sees one behind it."""
+        return not self.is_encoder_decoder
+
+    @property
     def shared_norm_vectors(self) -> int:
         """Vectors of those norms, of all layers that decode, which two products apply: each normalises for itself."""
         return 0

@@ -8,7 +8,8 @@ the tokens before their own: what such a layer keeps of a step is of no use behi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -92,6 +93,12 @@ class EncoderConfig(ModelConfig):
     def layer_layouts(self) -> tuple[tuple[Layout, ...], ...]:
         """What each layer keeps until its step has passed it: nothing if it sees its whole text at once."""
         return tuple(layer.layouts for layer in self.layer_parts)
+
+    @property
+    def reads_pieces(self) -> bool:
+        """Not if a token sees those behind it."""
+        parts = (sub.part for layer in self.layer_parts for sub in layer.sublayers)
+        return not any(isinstance(part, EncoderAttentionPart) for part in parts)
 
     def layer_name(self, layer: int) -> str:
         """The prefix of the tensors of layer ``layer``."""
@@ -201,7 +208,10 @@ class EncoderBuilder:
 
 
 class TextVectors:
-    """Texts in, a vector of each token out. ``layouts`` has what each of ``blocks`` keeps, if anything."""
+    """Texts in, a vector of each token out. ``layouts`` has what each of ``blocks`` keeps, if anything.
+
+    ``reads_pieces`` says whether :meth:`pieces` may compute a text.
+    """
 
     def __init__(
         self,
@@ -210,18 +220,20 @@ class TextVectors:
         blocks: Iterable[Layer],
         layouts: Sequence[tuple[Layout, ...]],
         norm: NormLayer | None,
+        reads_pieces: bool = False,
     ):
         self.ops = ops
         self.embed = embed
         self.blocks = blocks
         self.layouts = layouts
         self.norm = norm
+        self.reads_pieces = reads_pieces
 
     @classmethod
     def of_decoder(cls, decoder: Decoder) -> TextVectors:
         """The vectors behind the layers of a decoder, which generates beside it."""
         layouts = [layer.layouts for layer in decoder.config.layer_parts]
-        return cls(decoder.ops, decoder.embed, decoder.blocks, layouts, decoder.output.norm)
+        return cls(decoder.ops, decoder.embed, decoder.blocks, layouts, decoder.output.norm, reads_pieces=True)
 
     def tables(self, lengths: Sequence[int]) -> list[np.ndarray]:
         """The block tables of a step of texts of these lengths, as :meth:`__call__` wants them: of blocks and of slots.
@@ -258,8 +270,55 @@ class TextVectors:
                 tables = tuple(batch.block_tables[kept.per_sequence] for kept in cache.layout.groups)
                 (own,) = caches_of_layers([layouts], cache)
                 residual = block(residual, own, replace(batch, block_tables=tables))
-            found: Array = residual if self.norm is None else self.norm(residual)
-            return found
+            return self._normed(residual)
+
+    def pieces(self, tokens: np.ndarray, size: int) -> Generator[None, None, list[Array]]:
+        """The vectors of one text's tokens, int32 ``[n]``: fp32 ``[size, features]`` of each piece, the last one less.
+
+        All pieces pass through a layer before the next one, so the memory is that of a step of ``size`` tokens, of the
+        residual stream of the whole text, and of what a layer keeps. The generator yields behind each layer of each
+        piece, when the device has computed it; other steps may be computed before it goes on, as
+        :attr:`parts_at_once` says. Vectors are those of :meth:`__call__`, to the bit where a step's size changes none.
+        """
+        ops, tables = self.ops, self.tables([len(tokens)])
+        steps = [
+            ForwardBatch.packed(ops.array, [tokens[first : first + size]], [first], tables)
+            for first in range(0, len(tokens), size)
+        ]
+        residuals: list[Array] = []
+        for step in steps:
+            with ops.step(step):
+                residuals.append(ops.complete(self.embed(step)))
+        with ExitStack() as caches:
+            made: dict[tuple[Layout, ...], KVCache] = {}
+            for block, layouts in zip(self.blocks, self.layouts, strict=True):
+                own = None
+                if layouts and layouts not in made:
+                    cache = KVCache.for_sequences(ops, CacheLayout(layouts), 1, len(tokens))
+                    made[layouts] = caches.enter_context(closing(cache))
+                if layouts:
+                    (own,) = caches_of_layers([layouts], made[layouts])
+                for i, step in enumerate(steps):
+                    kept = made[layouts].layout.groups if layouts else ()
+                    own_tables = tuple(step.block_tables[group.per_sequence] for group in kept)
+                    with ops.step(step):
+                        found = block(residuals[i], own, replace(step, block_tables=own_tables))
+                        residuals[i] = ops.complete(found)
+                    yield
+        vectors = []
+        for step, residual in zip(steps, residuals, strict=True):
+            with ops.step(step):
+                vectors.append(ops.complete(self._normed(residual)))
+        return vectors
+
+    @property
+    def parts_at_once(self) -> int:
+        """After how many parts of :meth:`pieces` others may compute a step: a step's layers, or all if some stream."""
+        return sys.maxsize if self.ops.placement.streamed else max(len(self.layouts), 1)
+
+    def _normed(self, residual: Array) -> Array:
+        found: Array = residual if self.norm is None else self.norm(residual)
+        return found
 
 
 class Encoder(TextVectors):
@@ -269,7 +328,12 @@ class Encoder(TextVectors):
         self.config = config = builder.config
         ops = builder.ops
         super().__init__(
-            ops, builder.embed(), ops.blocks(builder.block, config.num_layers), config.layer_layouts, builder.norm()
+            ops,
+            builder.embed(),
+            ops.blocks(builder.block, config.num_layers),
+            config.layer_layouts,
+            builder.norm(),
+            config.reads_pieces,
         )
         self.classifier = builder.classifier()
 

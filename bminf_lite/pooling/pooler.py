@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -52,6 +52,20 @@ class PoolingModel:
         """Whether the model classifies texts."""
         return self.classifier is not None and self.classifier.pooling is not None
 
+    def with_pooling(self, pooling: str | None) -> PoolingModel:
+        """The model with the pooling of that name instead of its folder's. Raises ``UsageError`` for another name."""
+        if pooling is None:
+            return self
+        known = {kind.value: kind for kind in Pooling}
+        if not isinstance(pooling, str) or pooling not in known:
+            raise UsageError(f"pooling is {pooling!r}, but must be one of {', '.join(known)}")
+        if self.settings.steps and len(self.settings.poolings) > 1:
+            raise UsageError(
+                f"pooling is {pooling!r}, but the linear layers in this model's folder read the vectors of "
+                f"{len(self.settings.poolings)} poolings together: leave it out"
+            )
+        return replace(self, settings=replace(self.settings, poolings=(known[pooling],)))
+
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raise ``UsageError`` for ``dimensions`` that the model's vectors do not have."""
         if dimensions is not None:
@@ -81,12 +95,14 @@ class Pooler:
         normalize: bool | None = None,
         dimensions: int | None = None,
         truncate: bool = True,
+        pooling: str | None = None,
     ) -> np.ndarray:
         """See :meth:`bminf_lite.Model.embed`."""
         one = is_text(texts)
         wanted: list[Any] = [texts] if one else _listed(texts)
-        found = list(self.embedded(wanted, prompt_name, prompt, normalize, dimensions, truncate))
-        joined = np.concatenate(found) if found else np.empty((0, dimensions or self.model.dimensions), np.float32)
+        found = list(self.embedded(wanted, prompt_name, prompt, normalize, dimensions, truncate, pooling))
+        width = dimensions or self.model.with_pooling(pooling).dimensions
+        joined = np.concatenate(found) if found else np.empty((0, width), np.float32)
         return joined[0] if one else joined
 
     def embedded(
@@ -97,6 +113,7 @@ class Pooler:
         normalize: bool | None = None,
         dimensions: int | None = None,
         truncate: bool = True,
+        pooling: str | None = None,
     ) -> Iterator[np.ndarray]:
         """As :meth:`embed` for a list, in slices of texts: fp32 ``[n, dimensions]`` each."""
         if self.model.classifier is not None:
@@ -106,8 +123,9 @@ class Pooler:
         if normalize is not None:
             require_bool("normalize", normalize)
         require_bool("truncate", truncate)
-        self.model.check_dimensions(dimensions)
-        before, settings = self.texts.prompt_text(prompt_name, prompt), self.model.settings
+        model = self.model.with_pooling(pooling)
+        model.check_dimensions(dimensions)
+        before, settings = self.texts.prompt_text(prompt_name, prompt), model.settings
 
         def encoded(part: Sequence[Text]) -> list[PoolingText]:
             return self.texts.encode(part, before, truncate)

@@ -20,6 +20,7 @@ from bminf_lite.api import Model, load
 from bminf_lite.backend.base import pooled
 from bminf_lite.backend.values import Pooling
 from bminf_lite.cli import main
+from bminf_lite.cli.embed import POOLINGS
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.evaluation.vectors import LabelComparison, compare_vectors, compared, rank_correlation
 from bminf_lite.pooling import pooler
@@ -27,6 +28,7 @@ from bminf_lite.pooling.yes_no import JUDGE
 from bminf_lite.text.json_tokenizer import kept_lengths
 
 TEXTS = ["a cat sits on the mat", "the dog runs", "now", "a red cat and a red dog sits on the mat and barks"]
+DECODER = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
 PROMPTS = {"prompts": {"query": "query : ", "document": "passage : "}, "default_prompt_name": None}
 
 
@@ -275,6 +277,55 @@ def test_the_command_writes_files(folder: Path, model: Model, tmp_path: Path):
     assert "cannot be read" in embed("missing.txt", "out.npy")
 
 
+def test_a_pooling_may_be_chosen(model: Model, tmp_path: Path):
+    rows = token_vectors(model, TEXTS[0])
+    for pooling in Pooling:
+        found = model.embed(TEXTS[0], pooling=pooling.value, normalize=False)
+        np.testing.assert_allclose(found, pooled(rows, pooling), rtol=1e-5, atol=1e-5)
+    assert set(POOLINGS) == {pooling.value for pooling in Pooling}
+    with pytest.raises(UsageError, match="pooling is 'last', but must be one of cls, max, mean"):
+        model.embed(TEXTS, pooling="last")
+    write_modules(folder := write_encoder(tmp_path / "model"), {"pooling_mode": ["cls", "max"]}, {})
+    with load(folder, device="cpu") as joined:
+        assert joined.embed([]).shape == (0, 64) and joined.embed([], pooling="cls").shape == (0, 32)
+        np.testing.assert_allclose(joined.embed(TEXTS, pooling="cls"), model.embed(TEXTS, pooling="cls"), atol=1e-6)
+    dense = {"in_features": 64, "out_features": 8}
+    write_modules(folder := write_encoder(tmp_path / "dense"), {"pooling_mode": ["cls", "max"]}, dense)
+    with load(folder, device="cpu") as joined, pytest.raises(UsageError, match="2 poolings together"):
+        joined.embed(TEXTS, pooling="cls")
+
+
+def test_the_command_embeds_with_a_model_that_generates(tmp_path: Path):
+    folder = write_encoder(tmp_path / "model", **DECODER)
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    with load(folder, device="cpu", embeddings=True) as model:
+        expected = {pooling: model.embed(TEXTS, pooling=pooling) for pooling in (None, "mean")}
+    paths = str(folder), str(tmp_path / "texts.txt"), str(tmp_path / "out.npy")
+    for options in ([], ["--pooling", "mean"]):
+        result = CliRunner().invoke(main, ["embed", *paths, "--device", "cpu", *options])
+        assert result.exit_code == 0 and f"{folder} generates text; for a search" in result.stderr
+        np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected["mean" if options else None], atol=1e-6)
+
+
+def test_a_long_text_is_computed_in_pieces_beside_generation(tmp_path: Path):
+    folder = write_encoder(tmp_path / "model", **DECODER, max_position_embeddings=512)
+    long = " ".join(TEXTS * 20)
+    with load(folder, device="cpu", embeddings=True) as model:
+        expected, alone = model.embed([long, *TEXTS]), model.generate([5, 6, 7], max_new_tokens=40, ignore_eos=True)
+        mean = model.embed(long, pooling="mean")
+    with load(folder, device="cpu", embeddings=True, max_num_batched_tokens=32) as model:
+        stream = model.stream([5, 6, 7], max_new_tokens=40, ignore_eos=True)
+        pieces = [next(stream)]
+        np.testing.assert_allclose(model.embed([long, *TEXTS]), expected, atol=1e-5)
+        np.testing.assert_allclose(model.embed(long, pooling="mean"), mean, atol=1e-5)
+        pieces += stream
+        assert pieces[-1].result is not None and pieces[-1].result.token_ids == alone.token_ids
+    write_modules(folder, {"pooling_mode_lasttoken": True}, {})
+    with load(folder, device="cpu", max_num_batched_tokens=32) as model:
+        assert model.pooler is not None and model.pooler.model.longest == 512
+        np.testing.assert_allclose(model.embed([long, *TEXTS]), expected, atol=1e-5)
+
+
 def test_a_model_that_generates_ranks_by_yes_and_no(tmp_path: Path):
     folder = tiny_checkpoint.write(tmp_path / "model", max_position_embeddings=1024)
     tokenizer = tiny_checkpoint.byte_tokenizer()
@@ -387,5 +438,5 @@ def test_a_model_embeds_beside_generation(tmp_path: Path):
         pieces += stream
         assert pieces[-1].result is not None and pieces[-1].result.token_ids == alone
         assert model.stats().texts == len(TEXTS)
-    with pytest.raises(UsageError, match="embeddings is True, but of models that generate only a decoder"):
+    with pytest.raises(UsageError, match="only a decoder on one GPU, without a draft model"):
         load(folder, device="cpu", embeddings=True, speculative={"model": str(folder), "num_speculative_tokens": 2})

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bminf_lite.backend.base import Backend
+from bminf_lite.backend.base import Backend, pooled
 from bminf_lite.backend.values import ForwardBatch, Pooling
 from bminf_lite.engine.pooling import PoolingQueue, PoolingRequest, PoolingText
 from bminf_lite.errors import OutOfMemory
 
 
 class StubNetwork:
-    """A token's vector is its number and its position, and batches of more than ``room`` tokens do not fit."""
+    """A token's vector is its number and its position, and batches of more than ``room`` tokens do not fit.
 
-    def __init__(self, room: int = 1 << 20):
+    It has two layers.
+    """
+
+    parts_at_once = 2
+
+    def __init__(self, room: int = 1 << 20, reads_pieces: bool = False):
         self.ops = Backend(np.float32)
         self.room = room
+        self.reads_pieces = reads_pieces
         self.batches: list[list[int]] = []
         self.error: BaseException | None = None
 
@@ -33,6 +39,15 @@ class StubNetwork:
             raise OutOfMemory("no room")
         self.batches.append(np.diff(batch.cu_seqlens).tolist())
         return np.stack([batch.tokens, np.arange(len(batch.tokens))], axis=1).astype(np.float32)
+
+    def pieces(self, tokens: np.ndarray, size: int) -> Generator[None, None, list[Any]]:
+        count = -(-len(tokens) // size)
+        for _ in range(2 * count):
+            if size > self.room:
+                raise OutOfMemory("no room")
+            yield
+        self.batches.append([size] * count)
+        return np.array_split(np.stack([tokens, np.arange(len(tokens))], axis=1).astype(np.float32), count)
 
 
 def request_of(*lengths: int, poolings: tuple[Pooling, ...] = (Pooling.LAST,)) -> PoolingRequest:
@@ -91,6 +106,64 @@ def test_too_little_memory_halves_batches_and_ends_what_never_fits():
     run(queue)
     assert len(fits.vectors) == 4 and fits.error is None
     assert isinstance(never.error, OutOfMemory) and set(ended) == {fits, never}
+
+
+def test_a_bound_that_was_lowered_rises_again_up_to_the_first_one():
+    network = StubNetwork(room=30)
+    queue = PoolingQueue(network, 40, 100)
+    bounds = []
+    for _ in range(30):
+        queue.add(request_of(10, 10, 10, 10))
+        run(queue)
+        bounds.append(queue.max_tokens)
+        if len(bounds) == 20:
+            network.room = 100
+    assert bounds[:4] == [20, 20, 20, 40], "eight batches fit, then the bound rises"
+    assert bounds[4:11] == [20] * 7 and bounds[11:13] == [40, 20], "which takes longer after each failure"
+    assert bounds[-1] == 40 and len(ended) == 30 and all(request.error is None for request in ended)
+
+
+def test_a_text_of_more_tokens_than_a_batch_is_computed_in_pieces_between_steps():
+    network = StubNetwork(reads_pieces=True)
+    queue = PoolingQueue(network, 40, 100)
+    every = tuple(Pooling)
+    long, short = request_of(130, poolings=every), request_of(9, poolings=every)
+    last, tokens = request_of(130), request_of(130, poolings=())
+    for request in (long, short, last, tokens):
+        queue.add(request)
+    turns = 0
+    while not long.vectors:
+        queue.advance()
+        turns += 1
+    assert turns == 5, "four pieces of two layers, two parts in a turn"
+    run(queue)
+    assert network.batches == [[40] * 4, [9], [40] * 4, [40] * 4] and queue.num_texts == 4
+    expected = np.stack([np.arange(1300, 1430), np.arange(130)], axis=1).astype(np.float32)
+    np.testing.assert_array_equal(long.vectors[0], np.concatenate([pooled(expected, pooling) for pooling in every]))
+    np.testing.assert_array_equal(last.vectors[0], expected[-1])
+    np.testing.assert_array_equal(tokens.vectors[0], expected)
+
+
+def test_pieces_become_smaller_where_memory_is_short_and_end_with_their_request():
+    network = StubNetwork(room=50, reads_pieces=True)
+    queue = PoolingQueue(network, 200, 100)
+    fits, dropped, failed = request_of(150), request_of(150), request_of(150)
+    queue.add(fits)
+    run(queue)
+    assert network.batches == [[37] * 5] and fits.error is None and len(fits.vectors) == 1
+    queue.add(dropped)
+    queue.advance()
+    dropped.is_cancelled = True
+    run(queue)
+    network.room = 9
+    queue.add(failed)
+    run(queue)
+    assert isinstance(failed.error, OutOfMemory) and not dropped.vectors
+    network.room = 99
+    queue.add(other := request_of(150))
+    queue.advance()
+    queue.fail(RuntimeError("the device is gone"))
+    assert "is gone" in str(other.error) and not queue.has_work
 
 
 def test_another_error_ends_the_requests_and_is_raised():

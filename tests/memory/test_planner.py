@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bminf_lite.backend.values import BLOCK_SIZE, AllTokens, Window
 from bminf_lite.bench.model import read_shape
 from bminf_lite.checkpoint.opened_model import describe_model
+from bminf_lite.checkpoint.reader import read_json
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.memory.cache_memory import CacheGroup
@@ -31,7 +32,7 @@ from bminf_lite.memory.planner import (
     suggestions,
 )
 from bminf_lite.memory.step_time import DecodeWork
-from bminf_lite.placement import make_engine_config, requirements_of
+from bminf_lite.placement import make_engine_config, requirements_of, with_long_texts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIB = 1 << 20
@@ -68,6 +69,7 @@ requirement_sets = st.builds(
     scratch_per_sequence=st.integers(0, 1 << 22),
     context_length=st.integers(1, 100_000),
     prompt_layers=st.lists(st.integers(1, 1000).map(lambda n: n * MIB), max_size=20).map(tuple),
+    text_bytes_per_token=st.just(0) | st.integers(1, 1 << 17),
 )
 machines = st.builds(Machine, memory=st.integers(1, 1 << 36), link=st.just(50e9), bandwidth=st.just(4e12))
 
@@ -306,3 +308,18 @@ def test_the_memory_meets_what_was_measured() -> None:
     plan = plan_memory(requirements_of(CONFIGS / "llama-3-8b.json"), Machine(140 << 30), 2176)
     assert plan.requirements.weights == pytest.approx(8.596e9, rel=0.01)
     assert 9.230e9 <= plan.total_bytes - plan.captured_bytes <= 1.03 * 9.230e9  # of bench, which captures one step
+
+
+def test_a_long_text_that_becomes_a_vector_takes_memory_of_the_cache() -> None:
+    machine = Machine(12 << 30)
+    plain = plan_memory(EIGHT_B, machine, 8192)
+    with_texts = plan_memory(replace(EIGHT_B, text_bytes_per_token=20 << 10), machine, 8192)
+    assert with_texts.total_bytes - plain.total_bytes == 8192 * (20 << 10)
+    lost = sum(plain.num_blocks(8)) - sum(with_texts.num_blocks(8))
+    assert lost * EIGHT_B.cache_per_token * BLOCK_SIZE == pytest.approx(8192 * (20 << 10), rel=0.2)
+
+
+def test_what_a_long_text_keeps_follows_from_the_layers() -> None:
+    described = describe_model(read_json(CONFIGS / "llama-3-8b.json"), CONFIGS)
+    needed = with_long_texts(EIGHT_B, described.config)
+    assert needed.text_bytes_per_token == 4 * 4096 + 2 * 2 * 8 * 128, "the residual stream, a layer's keys and values"
