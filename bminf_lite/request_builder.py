@@ -37,6 +37,7 @@ class GenerationRequest:
       most likely tokens at its place.
     - ``grammar``: what the completions must look like.
     - ``is_streamed``: the caller reads the tokens as they come, so prompts must not hold them up.
+    - ``ends_by_text``: the caller may end a completion where its text says so, as at a stop string.
     - ``adapter``: the name of the adapter that the model has for these completions, or None.
 
     Raises ``UsageError`` with all values that are wrong.
@@ -53,6 +54,7 @@ class GenerationRequest:
     num_prompt_top: int = 1
     grammar: Grammar | None = None
     is_streamed: bool = False
+    ends_by_text: bool = False
     adapter: str | None = None
 
     def __post_init__(self) -> None:

@@ -92,6 +92,10 @@ class PreparedConversation:
             self.parallel_calls,
         )
 
+    def ends_by_text(self, stop: Sequence[str]) -> bool:
+        """Whether an answer may end before the engine ends it: at a stop string, or behind a tool call."""
+        return bool(stop or self.default_stops or self.tools)
+
     def new_call_id(self) -> str:
         """A random id for a call."""
         assert self.tools is not None

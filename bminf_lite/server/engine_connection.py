@@ -23,19 +23,22 @@ from .protocol import CompletionOutput, FrameReader, FromEngine, StepOutputs, To
 class ServedCompletion:
     """One of a request's completions: what the engine has generated, and what was sent of it."""
 
-    __slots__ = ("connection", "finish_reason", "id", "num_ready", "num_sent", "request", "told_prompt")
+    __slots__ = ("connection", "finish_reason", "id", "is_whole", "num_ready", "num_sent", "request", "told_prompt")
 
-    def __init__(self, connection: Connection, id: int):
+    def __init__(self, connection: Connection, id: int, request: Request, is_whole: bool):
         self.connection = connection
         self.id = id
-        self.request: Request
+        self.request = request
+        self.is_whole = is_whole
         self.num_ready = 0
         self.num_sent = 0
         self.finish_reason: str | None = None
         self.told_prompt = False
 
     def on_update(self, request: Request) -> None:
-        """Note, in the engine's thread, what can be sent."""
+        """Note, in the engine's thread, what can be sent: of a completion that is read as a whole, its end."""
+        if self.is_whole and request.finish_reason is None:
+            return
         with self.connection.lock:
             self.num_ready = len(request.output_tokens)
             self.finish_reason = request.finish_reason
@@ -72,8 +75,8 @@ class Connection:
 
     The engine's thread notes what changed and sends; another thread sends what did not fit, by :meth:`send_rest`.
     ``wake`` is called to tell it that something waits. ``lock`` guards the socket and ``changed``.
-    With ``seconds_between`` over 0, the tokens of completions that go on are sent that often only, for a client whose
-    answers are read as a whole; the end of a completion is sent at once.
+    With ``seconds_between`` over 0, for a client whose answers are read as a whole, the end of a completion is sent at
+    once, and the tokens of one that goes on only that often; not at all, unless the client may end it by its text.
     """
 
     def __init__(self, sock: socket.socket, wake: Callable[[], None], seconds_between: float = 0.0):
@@ -89,6 +92,11 @@ class Connection:
         self._unsent = b""
         self._seconds_between = seconds_between
         self._next_time = 0.0
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether answers are read as a whole."""
+        return self._seconds_between > 0
 
     @property
     def has_unsent(self) -> bool:

@@ -416,9 +416,9 @@ class EngineServer:
         try:
             wanted = replace(submit.request, prompt=self._prompts.encode(submit.request.prompt))
             requests = self._builder.build(wanted, first_index=submit.first_index, matchers=matchers)
+            is_whole = connection.reads_whole and not wanted.ends_by_text
             for id, request in zip(count(first_id), requests, strict=False):
-                completion = ServedCompletion(connection, id)
-                completion.request = request
+                completion = ServedCompletion(connection, id, request, is_whole)
                 request.on_update = completion.on_update
                 connection.completions[completion.id] = completion
             self._engine.submit(requests)

@@ -187,6 +187,7 @@ def generation_request(
     prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
     is_streamed: bool | None = None,
+    ends_by_text: bool = True,
 ) -> GenerationRequest:
     """The engine's request for ``n`` completions of a prompt, by the model with an ``adapter`` or without.
 
@@ -205,6 +206,7 @@ def generation_request(
         num_prompt_top=max(prompt_logprobs or 0, 1),
         grammar=grammar,
         is_streamed=bool(is_streamed),
+        ends_by_text=ends_by_text,
         adapter=adapter,
     )
 

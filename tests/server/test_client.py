@@ -293,3 +293,25 @@ def test_an_http_process_hears_that_it_is_to_end(before: bool):
 def test_a_completion_that_the_engine_ends_with_an_error_is_an_error():
     with pytest.raises(CompletionFailed, match="NaN"):
         generating.read(cast(Generation, None), TextStream(None), Output(0, [5], finish_reason="error", error="a NaN"))
+
+
+@pytest.mark.parametrize("ends_by_text", [False, True])
+def test_a_completion_that_is_read_as_a_whole_is_sent_at_its_end_or_where_its_text_may_end_it(
+    ends_by_text: bool,
+) -> None:
+    async def main() -> list[int]:
+        engine = FakeEngine(range(VOCAB_SIZE), seconds_per_step=0.002)
+        server = EngineServer(engine, fake_info(None, VOCAB_SIZE, context_length=512))
+        client = await EngineClient.connect(server.connect(seconds_between=0.01))
+        try:
+            params = SamplingParams(max_new_tokens=50)
+            generation = await client.generate(GenerationRequest(EncodedPrompt([1]), params, ends_by_text=ends_by_text))
+            return [len(output.token_ids) async for output in generation]
+        finally:
+            client.close()
+            server.close()
+            engine.close()
+
+    counts = asyncio.run(main())
+    assert sum(counts) == 50
+    assert 1 < len(counts) < 50 if ends_by_text else counts == [50]

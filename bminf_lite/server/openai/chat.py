@@ -60,6 +60,7 @@ async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -
         body.n or 1,
         grammar=prepared.grammar,
         is_streamed=body.stream,
+        ends_by_text=prepared.ends_by_text(body.stop),
     )
     return _Chat(server, body, await server.client.generate(request, record=record), prepared)
 

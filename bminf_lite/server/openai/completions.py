@@ -69,7 +69,17 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
         encoded.append(await encode(server, prompt, f"prompt[{i}]" if len(prompts) > 1 else "prompt", special))
     generation = await server.client.generate(
         *(
-            generation_request(adapter, prompt, params, body, drawn, prompt_logprobs, grammar, body.stream)
+            generation_request(
+                adapter,
+                prompt,
+                params,
+                body,
+                drawn,
+                prompt_logprobs,
+                grammar,
+                body.stream,
+                ends_by_text=bool(body.stop or server.default_stops),
+            )
             for prompt in encoded
         ),
         record=record,

@@ -53,7 +53,13 @@ async def _prepare(server: ServerState, body: ResponsesBody, record: RequestReco
     )
     prepared = await prepare(server, conversation, record.client)
     request = generation_request(
-        adapter, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
+        adapter,
+        prepared.prompt,
+        params,
+        body,
+        grammar=prepared.grammar,
+        is_streamed=body.stream,
+        ends_by_text=prepared.ends_by_text(()),
     )
     return _Response(server, body, await server.client.generate(request, record=record), prepared, params)
 
