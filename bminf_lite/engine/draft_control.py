@@ -77,13 +77,17 @@ class DraftControl:
         """Whether the account can pay for the smallest check."""
         return not self.adaptive or self.account >= self.cost([1])
 
+    def may_pay(self, num_sequences: int) -> bool:
+        """Whether an accepted draft saves more than its row costs, in a step of ``num_sequences`` that decode."""
+        return not self.adaptive or (ROW_COST + self.draft_cost) * num_sequences < 1
+
     def num_drafts(self, request: Request, most: int, num_sequences: int) -> int:
         """The drafts that are worth their rows for a request among ``num_sequences`` that decode, ``most`` at most."""
         if not self.adaptive:
             return most
-        worth = (ROW_COST + self.draft_cost) * num_sequences
-        if worth >= 1:
+        if not self.may_pay(num_sequences):
             return 0
+        worth = (ROW_COST + self.draft_cost) * num_sequences
         rate = self._acceptance.setdefault(request, Acceptance()).rate
         return min(most, int(math.log(worth) / math.log(rate)))
 

@@ -231,7 +231,7 @@ class Scheduler:
         A step has at most ``max_num_draft_rows`` rows with them, and no request is preempted for one.
         """
         assert self.drafter is not None
-        if any(count > 1 for count in plan.values()):
+        if not self.control.may_pay(len(plan)) or any(count > 1 for count in plan.values()):
             return {}
         rows = min(self.config.max_num_draft_rows, self.config.max_num_batched_tokens) - len(plan)
         counts = self._wanted(plan, len(plan))

@@ -55,6 +55,8 @@ def test_more_sequences_get_fewer_drafts(num_sequences: int, least: int) -> None
 
 def test_no_drafts_in_a_large_batch() -> None:
     assert step(DraftControl(), requests(100), 100, 1.0) == 0
+    assert not DraftControl().may_pay(100) and DraftControl().may_pay(99)
+    assert DraftControl(adaptive=False).may_pay(100)
 
 
 def test_right_drafts_are_always_checked_and_grow() -> None:
