@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -366,11 +366,16 @@ class EngineClient:
                 record.add_prompt(len(request.prompt.token_ids), request.n, request.params.max_new_tokens)
 
     async def pool(
-        self, texts: Sequence[PoolingText], dimensions: int | None = None, normalize: bool | None = None
+        self,
+        texts: Sequence[PoolingText],
+        wait: Callable[[asyncio.Future[Pooled]], Awaitable[Pooled]],
+        dimensions: int | None = None,
+        normalize: bool | None = None,
     ) -> np.ndarray:
         """What the engine makes of texts, fp32 ``[n, width]``: their vectors, or a classifier's numbers.
 
-        Raises ``QueueFull``, ``RequestRefused`` and ``EngineFailure``.
+        ``wait`` waits for the answer, or cancels it, which the engine is told then. Raises what ``wait`` does, and
+        ``QueueFull``, ``RequestRefused`` and ``EngineFailure``.
         """
         self.require_engine()
         number = self._next_id
@@ -383,12 +388,11 @@ class EngineClient:
         types = types if any(own is not None for own in types) else []
         self.send(Pool(number, tokens, types, skipped if any(skipped) else [], dimensions, normalize))
         try:
-            found = await answer
-        except asyncio.CancelledError:
-            self.send(CancelPool(number))
-            raise
+            found = await wait(answer)
         finally:
             self._pooled.pop(number, None)
+            if answer.cancelled():
+                self.send(CancelPool(number))
         if found.error is not None:
             raise (QueueFull if found.queue_full else RequestRefused)(found.error)
         return np.frombuffer(found.rows, np.float32).reshape(-1, found.width)

@@ -6,6 +6,7 @@ import base64
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from ..pooling.scores import ClassifierSettings, ranked
 from ..pooling.settings import PoolingSettings
 from ..pooling.texts import QUERY_PROMPTS, TEXT_PROMPTS, TextEncoder, first_prompt
 from .errors import bad_request
-from .event_stream import unless_in_vain
+from .event_stream import answered
 from .generating import check_model, run_briefly
 from .health import json_response
 from .protocol import PoolingInfo
@@ -168,8 +169,7 @@ class TextService:
         self, request: Request, texts: list[PoolingText], dimensions: int | None = None, normalize: bool | None = None
     ) -> np.ndarray:
         """The engine's rows for texts, fp32 ``[n, width]``; cancelled if the client goes."""
-        client = self._server.client
-        return await unless_in_vain(client, request, client.pool(texts, dimensions, normalize))
+        return await self._server.client.pool(texts, partial(answered, request), dimensions, normalize)
 
     async def scores(
         self, request: Request, pairs: list[tuple[str, str]], truncate: bool, field: str

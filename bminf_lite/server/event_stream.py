@@ -98,6 +98,23 @@ async def unless_in_vain(engine: EngineClient, request: Request, work: Coroutine
                 await task
 
 
+async def answered(request: Request, answer: asyncio.Future[T]) -> T:
+    """The result of ``answer``, which is cancelled when the client goes away. The body must be read.
+
+    Raises ``ClientDisconnect`` if the client has gone before. It takes one task less than :func:`unless_in_vain`.
+    """
+    watcher = asyncio.ensure_future(_gone(request.receive))
+    watcher.add_done_callback(lambda _: answer.cancel())
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        if watcher.done():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watcher.cancel()
+
+
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

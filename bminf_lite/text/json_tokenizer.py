@@ -198,9 +198,22 @@ class JsonTokenizer(Tokenizer):
         for text in (text for parts in texts for text in parts):
             require_text(text, "text")
         with library_errors(f"{self.source} cannot turn the texts into tokens"):
+            if len(texts) == 1 and (whole := self._framed_at_once(texts[0], longest)) is not None:
+                return [whole]
             flat = [text for parts in texts for text in parts]
             encodings = iter(self._backend.encode_batch(flat, add_special_tokens=False))
             return [self._framed([next(encodings) for _ in parts], longest) for parts in texts]
+
+    def _framed_at_once(self, parts: tuple[str, ...], longest: int) -> WholeText | None:
+        """One text or a pair of texts, framed, by one call of the library; None for what has to be cut.
+
+        A single short text gets its tokens in half the time.
+        """
+        if sum(map(len, parts)) > LONG_TEXT:
+            return None
+        framed = self._backend.encode(*parts)
+        own = len(self._prefix_ids) + len(self._suffix_ids)
+        return None if len(framed) + own > longest else self._whole(framed)
 
     def _framed(self, encodings: list[Any], longest: int) -> WholeText:
         """One text or a pair of texts, cut and framed."""
@@ -211,9 +224,12 @@ class JsonTokenizer(Tokenizer):
         num_cut = sum(len(encoding) for encoding in encodings) - sum(lengths)
         for encoding, length in zip(encodings, lengths, strict=True):
             encoding.truncate(length)
-        framed = self._backend.post_process(encodings[0], encodings[1] if is_pair else None)
+        return self._whole(self._backend.post_process(encodings[0], encodings[1] if is_pair else None), num_cut)
+
+    def _whole(self, framed: Any, num_cut: int = 0) -> WholeText:
+        """What the library has framed, with the tokens that it does not put around a text."""
         types = framed.type_ids if any(framed.type_ids) else None
-        if not own:
+        if not self._prefix_ids and not self._suffix_ids:
             return WholeText(framed.ids, types, framed.offsets, num_cut)
         empty = (0, 0)
         offsets = [empty] * len(self._prefix_ids) + framed.offsets + [empty] * len(self._suffix_ids)

@@ -129,6 +129,15 @@ def test_the_longest_text_is_cut_first(lengths: list[int], room: int, kept: list
     assert kept_lengths(lengths, room) == kept
 
 
+def test_one_text_alone_has_the_tokens_that_it_has_among_others(model: Model):
+    """One call of the library frames a text that fits; others are cut and framed one by one."""
+    tokenizer = model.tokenizer
+    for text in (("a cat",), ("a cat", "the dog runs"), ("",), ("now " * 30,), ("now " * 30, "a dog")):
+        for longest in (8, 24, 100):
+            [alone] = tokenizer.encode_whole([text], longest)
+            assert alone == tokenizer.encode_whole([text, ("a",)], longest)[0] and len(alone.token_ids) <= longest
+
+
 def test_int8_vectors_are_close_to_float_ones(folder: Path, model: Model, tmp_path: Path):
     expected = model.embed(TEXTS)
     write_modules(other := write_encoder(tmp_path / "model"), {"pooling_mode_mean_tokens": True}, {})
