@@ -45,8 +45,8 @@ MAY_IMPORT = {
     "converters": {"checkpoint", "errors", "files"},
     "migration": {"bench", "models", "evaluation", "quantize", "text", "backend", "checkpoint", "errors", "files"},
     "evaluation": {
-        "api", "placement", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors",
-        "files",
+        "api", "placement", "pooling", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint",
+        "errors", "files",
     },
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
     "pooling": {"request_builder", "models", "text", "engine", "checkpoint", "backend", "errors", "files"},

@@ -95,7 +95,9 @@ def save_trade(trade: Mapping[str, Any], path: Path) -> None:
     axes.plot(times(measured), [point["measured"] for point in measured], "x", label="measured")
     axes.plot(times([chosen]), [chosen["measured"]], "o", fillstyle="none", markersize=12, label="kept")
     axes.axhline(trade["target"], color="black", linestyle="--", label="target")
-    axes.set(xlabel=f"products of a request on {trade['times_of']}, milliseconds", ylabel="divergence, nats per token")
+    axes.set(
+        xlabel=f"products of a request on {trade['times_of']}, milliseconds", ylabel=f"divergence, {trade['unit']}"
+    )
     axes.set_yscale("log")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)

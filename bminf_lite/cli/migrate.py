@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     "--max-divergence",
     type=float,
     metavar="NATS",
-    help="Fail, and write nothing, if the mean divergence of predictions on a held-out part of that text is larger.",
+    help="Fail, and write nothing, if the mean divergence of predictions on a held-out part of that text is larger. "
+    "Of a model that makes vectors it is the mean of 1 - cosine.",
 )
 @click.option(
     "--target-divergence",
@@ -174,7 +175,7 @@ def advice_lines(report: MigrationReport) -> list[str]:
     from ..evaluation.advice import ProductCounts, advice
 
     cost, recipe = report.cost, report.recipe
-    if cost is None or cost["kl"] is None:
+    if cost is None or cost.get("kl") is None:
         return []
     if report.calibration:
         schemes = [
@@ -267,6 +268,11 @@ def choice_lines(trade: Mapping[str, Any]) -> list[str]:
 
 def cost_line(cost: Mapping[str, Any]) -> str:
     """The error on the held-out text, as one line."""
+    if "vectors" in cost:
+        if cost["divergence"] is None:
+            return "cost: the int8 model's vectors hold a NaN or an infinity"
+        of = f"cost: cosine of {cost['vectors']:,} held-out vectors"
+        return f"{of} {cost['mean_cosine']:.6f} in the mean, {cost['least_cosine']:.6f} the least"
     if cost["kl"] is None:
         return "cost: the int8 model's logits hold a NaN or an infinity"
     return (

@@ -19,7 +19,7 @@ from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.values import Array
 from ..checkpoint.fp16_range import within_fp16
 from ..checkpoint.offline_rotation import rotate_offline
-from ..checkpoint.opened_model import ModelSource, open_model
+from ..checkpoint.opened_model import ModelSource, OpenedModel, open_model
 from ..checkpoint.recipe import Scheme
 from ..layers.loading import Weights
 from ..layers.recording import LinearCall, LinearHooks, Observer
@@ -111,6 +111,11 @@ class LayerwiseCheckpoint:
 
     def __exit__(self, *_: object) -> None:
         self._model.close()
+
+    @property
+    def opened(self) -> OpenedModel:
+        """The open checkpoint."""
+        return self._model
 
     def start(self, batches: Sequence[Batch]) -> list[HiddenState]:
         """Each batch before the first layer, on the host: fp32 ``[T, features]``."""

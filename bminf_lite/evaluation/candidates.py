@@ -22,10 +22,9 @@ from ..layers.loading import Weights
 from ..quantize.calibration import Progress
 from ..quantize.rewritten_weights import RewrittenWeights
 from ..quantize.stages import HiddenState, LayerwiseModel
-from .blockwise import Batch, batch_windows
-from .compare import LOGIT_ROWS
+from .blockwise import batch_windows
 from .corpus import Window
-from .divergence import Divergence, DivergenceAccumulator
+from .outputs import Accumulator, Result, outputs_of
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,11 @@ class CandidateComparison:
         self.reference = reference or model
         self.ops = ops
         self.batches = batch_windows(windows)
+        self.outputs = outputs_of(self.reference)
         self._narrowed = narrowed_tables(model)
         self._expected: list[np.ndarray] = []
 
-    def divergences(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[Divergence]:
+    def divergences(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[Result]:
         """The divergence of each candidate. ``progress`` is called with layers."""
         float_model = self._layerwise(self.reference.weights())
         runs = [self._layerwise(self._weights(candidate)) for candidate in candidates]
@@ -97,26 +97,22 @@ class CandidateComparison:
 
     def _compare_heads(
         self, float_model: LayerwiseModel, runs: Sequence[LayerwiseModel], residuals: Sequence[Sequence[np.ndarray]]
-    ) -> list[DivergenceAccumulator]:
+    ) -> list[Accumulator]:
         """The divergences from residual streams ``[T, features]`` after the last layer, by candidate and batch."""
-        totals = [DivergenceAccumulator() for _ in runs]
+        outputs = self.outputs
+        totals = [outputs.accumulator() for _ in runs]
         heads, float_head = [run.output() for run in runs], float_model.output()
         for number, batch in enumerate(self.batches):
-            for rows in _parts(batch):
-                targets, expected = batch.tokens[rows + 1], self._logits(float_head, self._expected[number][rows])
+            for rows in outputs.parts(batch):
+                targets, expected = outputs.targets(batch, rows), self._output(float_head, self._expected[number][rows])
                 for total, head, residual in zip(totals, heads, residuals, strict=True):
-                    total.add(expected, self._logits(head, residual[number][rows]), targets)
+                    total.add(expected, self._output(head, residual[number][rows]), targets)
         return totals
 
-    def _logits(self, head: Any, residual: np.ndarray) -> np.ndarray:
-        return np.array(self.ops.host(head(self.ops.array(residual))), np.float32)
+    def _output(self, head: Any, residual: np.ndarray) -> np.ndarray:
+        return self.outputs.finished(np.array(self.ops.host(head(self.ops.array(residual))), np.float32))
 
     def _parked(self, state: HiddenState) -> HiddenState:
         residual = np.array(self.ops.host(state.residual), np.float32)
         encoded = None if state.encoded is None else np.array(self.ops.host(state.encoded), np.float32)
         return HiddenState(residual, encoded)
-
-
-def _parts(batch: Batch) -> list[np.ndarray]:
-    """The rows of a batch that predict scored tokens, a few at a time: logits of all would not fit in memory."""
-    return [batch.rows[first : first + LOGIT_ROWS] for first in range(0, len(batch.rows), LOGIT_ROWS)]

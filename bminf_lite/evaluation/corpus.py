@@ -79,10 +79,29 @@ def encode_texts(texts: Iterable[str], tokenizer: Tokenizer) -> list[np.ndarray]
     return [encode_document(tokenizer, text) for text in texts]
 
 
+def text_frame(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that the tokenizer puts before and behind every text, int32, which may be none."""
+    none = np.zeros(0, np.int32)
+    return special_frame(tokenizer, "text") or (none, none)
+
+
 def leading_tokens(tokenizer: Tokenizer) -> np.ndarray:
     """The tokens that the tokenizer puts before every text, int32: mostly the token of a text's begin, or none."""
-    frame = special_frame(tokenizer, "text")
-    return np.zeros(0, np.int32) if frame is None else frame[0]
+    return text_frame(tokenizer)[0]
+
+
+def framed_pieces(
+    documents: Iterable[np.ndarray], length: int, frame: tuple[np.ndarray, np.ndarray]
+) -> list[np.ndarray]:
+    """Documents, int32, as texts of up to ``length`` tokens, each with the ``frame`` that the documents have."""
+    before, behind = frame
+    room, pieces = max(length - len(before) - len(behind), 1), []
+    for document in documents:
+        begins = len(before) > 0 and np.array_equal(document[: len(before)], before)
+        ends = len(behind) > 0 and np.array_equal(document[-len(behind) :], behind)
+        body = document[len(before) * begins : len(document) - len(behind) * ends]
+        pieces += [np.concatenate([before, body[i : i + room], behind]) for i in range(0, len(body), room)]
+    return [piece.astype(np.int32) for piece in pieces]
 
 
 def windows_for(

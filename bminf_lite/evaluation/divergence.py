@@ -46,6 +46,11 @@ class Divergence:
     tokens: int
     divergences: np.ndarray = field(repr=False, compare=False)
 
+    @property
+    def mean(self) -> float:
+        """The mean divergence, ``kl``."""
+        return self.kl
+
     def to_dict(self) -> dict[str, Any]:
         """All numbers but ``divergences``, as JSON values; None for infinity and NaN."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("float", "int")}

@@ -23,17 +23,16 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight
 from ..checkpoint.opened_model import ModelSource
-from ..layers.recording import LinearCall
-from ..quantize.calibration import sample_rows
+from ..layers.recording import LinearCall, Observer
 from ..quantize.stages import HiddenState
 from .blockwise import LayerwiseCheckpoint, batch_windows
 from .corpus import Window
-from .divergence import DivergenceAccumulator
+from .outputs import outputs_of
 
 LAYER_GROUPS = 6
 """Groups of layers whose products of one kind are quantized together."""
 HEAD_TOKENS = 128
-"""The most tokens whose predictions are compared: there are logits for each of them and each group."""
+"""The most tokens whose predictions are compared, if the model generates: each of them has logits for each group."""
 
 Progress = Callable[[int, int, str], None]
 ProductNames = tuple[str, ...]
@@ -42,7 +41,7 @@ ProductNames = tuple[str, ...]
 
 @dataclass(frozen=True)
 class GroupDivergence:
-    """The mean divergence in nats per token that ``products`` cause together, with all others float."""
+    """The mean divergence that ``products`` cause together, with all others float; see :mod:`.outputs`."""
 
     products: tuple[ProductNames, ...]
     divergence: float
@@ -85,21 +84,24 @@ def product_divergences(
                 progress(layer + 1, len(parts), part)
         products.clear()
         head = model.layerwise.output()
-        rows = batch.rows[sample_rows(len(batch.rows), HEAD_TOKENS)]
-        expected = model.rows(head, reference.residual[rows], products.record)
+        outputs = outputs_of(model.opened)
+        chosen = outputs.parts(batch, HEAD_TOKENS)
 
-        def divergence(logits: np.ndarray) -> float:
-            total = DivergenceAccumulator()
-            total.add(expected, logits, batch.tokens[rows + 1])
-            return total.result().kl
+        def output(state: HiddenState, observer: Observer | None = None) -> list[np.ndarray]:
+            return [outputs.finished(model.rows(head, state.residual[rows], observer)) for rows in chosen]
 
-        results = [
-            GroupDivergence(tuple(groups[key]), divergence(model.rows(head, state.residual[rows])))
-            for key, state in copies.items()
-        ]
+        expected = output(reference, products.record)
+
+        def divergence(found: Sequence[np.ndarray]) -> float:
+            total = outputs.accumulator()
+            for rows, want, own in zip(chosen, expected, found, strict=True):
+                total.add(want, own, outputs.targets(batch, rows))
+            return total.result().mean
+
+        results = [GroupDivergence(tuple(groups[key]), divergence(output(state))) for key, state in copies.items()]
         for product in products.seen:
-            logits = model.rows(head, reference.residual[rows], products.quantizing([product]))
-            results.append(GroupDivergence((product,), divergence(logits)))
+            alone = output(reference, products.quantizing([product]))
+            results.append(GroupDivergence((product,), divergence(alone)))
         if progress:
             progress(len(parts), len(parts), parts[-1])
         return results

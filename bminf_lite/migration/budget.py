@@ -224,10 +224,11 @@ class PathSearch:
         if math.isfinite(divergence) and point.expected > 0:
             self._correction = divergence / point.expected
 
-    def trade(self, times_of: str) -> dict[str, Any]:
-        """The trade for the manifest; ``times_of`` says whose times these are."""
+    def trade(self, times_of: str, unit: str = "nats per token") -> dict[str, Any]:
+        """The trade for the manifest; ``times_of`` says whose times these are, and ``unit`` is that of divergences."""
         return {
             "target": self.target,
+            "unit": unit,
             "times_of": times_of,
             "chosen": self.proposed,
             "points": [point.to_dict() for point in self.path],

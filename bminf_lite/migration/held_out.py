@@ -13,9 +13,11 @@ from ..checkpoint.opened_model import ModelSource
 from ..errors import CheckpointError, UsageError, require_positive
 from ..evaluation.compare import Progress, compare
 from ..evaluation.corpus import Window, fit_windows, parse_config
+from ..evaluation.divergence import Divergence
+from ..evaluation.outputs import Predictions, VectorDivergence, Vectors, vector_divergence
 
-MAX_HELD_OUT = 8
-"""The number of sequences that are held out; of a short text, an eighth."""
+MAX_HELD_OUT, MAX_TEXTS_HELD_OUT = 8, 32
+"""The number of sequences that are held out, and that of texts for a model that makes vectors; of few, an eighth."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class CalibrationSplit:
     held_out: tuple[np.ndarray, ...]
 
 
-def split_samples(sequences: Sequence[np.ndarray], samples: int) -> CalibrationSplit:
+def split_samples(sequences: Sequence[np.ndarray], samples: int, most_held_out: int = MAX_HELD_OUT) -> CalibrationSplit:
     """At most ``samples`` of ``sequences`` to calibrate on, and some others to measure on, both evenly spread.
 
     A single sequence is cut in two.
@@ -34,7 +36,7 @@ def split_samples(sequences: Sequence[np.ndarray], samples: int) -> CalibrationS
     if len(sequences) == 1:
         end = len(sequences[0]) - max(len(sequences[0]) // 8, 2)
         return CalibrationSplit((sequences[0][:end],), (sequences[0][end:],))
-    held = min(MAX_HELD_OUT, max(len(sequences) // 8, 1))
+    held = min(most_held_out, max(len(sequences) // 8, 1))
     chosen = evenly_spaced(len(sequences), min(samples, len(sequences) - held))
     rest = sorted(set(range(len(sequences))) - set(chosen))
     return CalibrationSplit(
@@ -66,16 +68,24 @@ def measure_cost(
     max_divergence: float | None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The divergence of the checkpoint in ``model`` from ``source`` on ``sequences``; see :class:`.Divergence`.
+    """The divergence of the checkpoint in ``model`` from ``source`` on ``sequences``.
 
+    It is a :class:`.Divergence`, or a :class:`.VectorDivergence` of a model that makes vectors, as JSON values.
     Raises :class:`CheckpointError` if the mean divergence is more than ``max_divergence``, or NaN.
     """
-    windows = fit_windows([Window(sequence, len(sequence) - 1) for sequence in sequences], parse_config(source))
-    found = compare(model, source, windows, device, layers=False, progress=progress).divergence
-    if max_divergence is not None and not found.kl <= max_divergence:
+    config = parse_config(source)
+    windows = fit_windows([Window(sequence, len(sequence) - 1) for sequence in sequences], config)
+    found: Divergence | VectorDivergence
+    if config.generates:
+        found = compare(model, source, windows, device, layers=False, progress=progress).divergence
+        amount = f"{found.mean:.6g} {Predictions.unit} from its source on {found.tokens:,} held-out tokens"
+    else:
+        found = vector_divergence(model, source, windows, device, progress)
+        amount = f"{found.mean:.6g} {Vectors.unit} from its source on {len(windows):,} held-out texts"
+    if max_divergence is not None and not found.mean <= max_divergence:
         raise CheckpointError(
-            f"the int8 model diverges by {found.kl:.6g} nats per token from its source on {found.tokens:,} held-out "
-            f"tokens, and {max_divergence:g} are allowed: it was not written. Let --recipe auto --target-divergence "
-            f"{max_divergence:g} find the fastest quantization that meets it, choose w8a16, or allow more"
+            f"the int8 model diverges by {amount}, and {max_divergence:g} are allowed: it was not written. Let "
+            f"--recipe auto --target-divergence {max_divergence:g} find the fastest quantization that meets it, choose "
+            "w8a16, or allow more"
         )
     return found.to_dict()

@@ -27,17 +27,18 @@ from ..checkpoint.recipe import Recipe, default_recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..checkpoint.writer import SHARD_BYTES
 from ..errors import OutOfMemory, UsageError, require_bool, require_function, require_whole
-from ..evaluation.corpus import encode_texts, leading_tokens, parse_config, read_texts, sliding_windows
+from ..evaluation.corpus import encode_texts, framed_pieces, parse_config, read_texts, sliding_windows, text_frame
 from ..files import expand
 from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
 from ..text.checkpoint_files import load_tokenizer
 from ..text.prompts import validate_token_ids
 from .budget import budget_recipe, is_searchable, offline_part, searches
-from .held_out import CalibrationSplit, check_divergence, measure_cost, split_samples
+from .held_out import MAX_TEXTS_HELD_OUT, CalibrationSplit, check_divergence, measure_cost, split_samples
 from .target import AssignmentSearch
 
-SAMPLE_TOKENS = 512
+SAMPLE_TOKENS, TEXT_TOKENS = 512, 128
+"""Tokens of a piece at most, and of a text for a model that makes vectors."""
 MIN_TOKENS = 512
 """With fewer tokens, the largest activation of a channel would depend on chance."""
 
@@ -72,7 +73,8 @@ def migrate(
     ``calibrate``: a file of text or JSONL, or token ids. ``samples`` pieces of up to 512 tokens each, spread over the
     whole text, run through the float model on ``device``. A few other pieces are held out, also from a recipe without
     a calibration, and the report's ``cost`` is measured on them; the migration fails if the mean divergence exceeds
-    ``max_divergence`` nats per token.
+    ``max_divergence`` nats per token. Of a model that makes vectors the pieces are texts of up to 128 tokens, four
+    times as many, and the divergence is ``1 - cosine`` of the vectors (see :mod:`..evaluation.outputs`).
 
     ``auto``, as every recipe whose calibration searches, measures assignments of quantizations to products and takes
     one that diverges no more than any quantization of all products alike (see :mod:`.target`). ``target_divergence``
@@ -119,12 +121,6 @@ def migrate(
     )  # fmt: skip
     if calibrate is None:
         return write(recipe)
-    generates = parse_config(source).generates
-    if not generates and (searches(recipe) or target_divergence is not None or max_divergence is not None):
-        raise UsageError(
-            f"recipe {recipe.name}: divergences of predictions are measured of models that generate text, and this one "
-            "makes vectors: choose w8a8-rotate-all, w8a8-smooth or w8a16, without a bound of the divergence"
-        )
     tokens = load_calibration_split(source, calibrate, samples)
 
     def search_on(ops: Backend, model: OpenedModel, recipe: Recipe, alternatives: bool) -> QuantizationSearch:
@@ -147,7 +143,7 @@ def migrate(
             with closing(backend.create(device)) as ops:
                 return search_on(ops, model, recipe, alternatives=False).result()
 
-        return write(recipe, calibrate=decide, verify=partial(measure, max_divergence) if generates else None)
+        return write(recipe, calibrate=decide, verify=partial(measure, max_divergence))
     with open_model(opened_from) as opened:
         recipe = budget_recipe(recipe, offline_only, rotates_stream=opened.spec.stream is not None)
     trade: dict[str, Any] = {}
@@ -196,15 +192,21 @@ def load_calibration_split(source: str | Path, text: CalibrationSource, samples:
     if samples < 1:
         raise UsageError(f"samples is {samples}; it must be 1 or more")
     config = parse_config(source)
-    leading = np.zeros(0, np.int32)
+    frame = leading, _ = np.zeros(0, np.int32), np.zeros(0, np.int32)
     if isinstance(text, (str, Path)):
         tokenizer = load_tokenizer(Path(source), config.vocab_size)
-        documents, leading = encode_texts(read_texts(Path(text)), tokenizer), leading_tokens(tokenizer)
+        documents, frame = encode_texts(read_texts(Path(text)), tokenizer), text_frame(tokenizer)
+        leading = frame[0]
     else:
         documents = [np.array(validate_token_ids(text, config.vocab_size), np.int32)]
     total = sum(map(len, documents))
     if total < MIN_TOKENS:
         raise UsageError(f"the calibration text is too short: {total:,} tokens; give {MIN_TOKENS} or more")
+    if not config.generates:
+        length = min(TEXT_TOKENS, config.context_length)
+        return split_samples(
+            framed_pieces(documents, length, frame), samples * (SAMPLE_TOKENS // TEXT_TOKENS), MAX_TEXTS_HELD_OUT
+        )
     length = min(SAMPLE_TOKENS, config.context_length)
     sequences = [window.tokens for window in sliding_windows(documents, length, None, leading)]
     return split_samples(sequences, samples)

@@ -36,19 +36,21 @@ SENSITIVITY_TOKENS, SENSITIVITY_WINDOW = 512, 256
 """Tokens on which groups of products are quantized alone, and the most of one sample."""
 COMPARED_TOKENS = 1024
 """Held-out tokens on which assignments are compared without a target."""
+FACTOR_OF_TEXTS = 4
+"""A model that makes vectors is compared on ``FACTOR_OF_TEXTS`` times as many tokens: each text has one vector."""
 MORE_TIME = 0.04
 """The share of the time of rotated w8a8 that an assignment without a target may take beside it."""
 
 Measure = Callable[[Sequence[Point]], Sequence[float]]
-"""The divergences of assignments, NaN for logits that are not finite."""
+"""The divergences of assignments, NaN for outputs that are not finite."""
 
 
 class AssignmentSearch:
     """Chooses an option of each product, as the module says.
 
     ``options`` are those of the float ``model``, whose checkpoint is in ``source``; ``reference`` is that checkpoint
-    as it is, from which divergences are measured. ``target`` is a divergence in nats per token, or None. ``progress``
-    is called with layers, once for each run of the model.
+    as it is, from which divergences are measured. ``target`` is a divergence in the unit of
+    :mod:`..evaluation.outputs`, or None. ``progress`` is called with layers, once for each run of the model.
     """
 
     def __init__(
@@ -69,14 +71,17 @@ class AssignmentSearch:
         self.ops = ops
         self.target = target
         self._progress = progress
+        self._factor = 1 if model.config.generates else FACTOR_OF_TEXTS
         held_out = fit_windows([Window(part, len(part) - 1) for part in tokens.held_out], model.config)
-        self._comparison = CandidateComparison(model, held_out if target else _first(held_out), ops, reference)
+        compared = held_out if target else _first(held_out, COMPARED_TOKENS * self._factor)
+        self._comparison = CandidateComparison(model, compared, ops, reference)
 
     def run(self) -> tuple[CalibrationResult, dict[str, Any]]:
         """The rewrites of the answer, and the trade for the manifest.
 
         Raises :class:`CheckpointError` if no assignment meets the target.
         """
+        unit = self._comparison.outputs.unit
         times_of, time_of = make_time_of(self.ops)
         weights = self._weights()
         choices = [
@@ -93,7 +98,7 @@ class AssignmentSearch:
             uniform = {how: self._uniform_point(how, choices) for how in self.options.uniform()}
             limit = (1 + MORE_TIME) * uniform.get(Uniform.ROTATED, path[0]).time.request
             search, uniform, chosen = most_exact(path, uniform, limit, self._measured)
-            trade = search.trade(times_of) | {
+            trade = search.trade(times_of, unit) | {
                 "target": None,
                 "uniform": {how.value: point.to_dict() for how, point in uniform.items()},
                 "assignment": chosen.to_dict(),
@@ -102,14 +107,15 @@ class AssignmentSearch:
             search = searched(PathSearch(path, self.target), self._measured)
             if search.proposed is None:
                 raise CheckpointError(self._none_meets(search.path))
-            trade, chosen = search.trade(times_of), search.path[search.proposed]
+            trade, chosen = search.trade(times_of, unit), search.path[search.proposed]
         return self.options.result(chosen.choices), trade
 
     def _weights(self) -> dict[tuple[str, ...], float]:
         """The divergence of each product for its error."""
         samples = self.tokens.samples
         length = min(SENSITIVITY_WINDOW, *map(len, samples))
-        chosen = evenly_spaced(len(samples), min(max(SENSITIVITY_TOKENS // length, 1), len(samples)))
+        wanted = max(SENSITIVITY_TOKENS * self._factor // length, 1)
+        chosen = evenly_spaced(len(samples), min(wanted, len(samples)))
         windows = fit_windows([Window(samples[i][:length], length - 1) for i in chosen], self.config)
         recipe, spec = self.options.recipe, self.options.spec
         groups = product_divergences(
@@ -126,13 +132,14 @@ class AssignmentSearch:
 
     def _measured(self, points: Sequence[Point]) -> list[float]:
         candidates = [Candidate(self.options.recipe, self.options.result(point.choices).rewrites) for point in points]
-        return [found.kl for found in self._comparison.divergences(candidates, self._progress)]
+        return [found.mean for found in self._comparison.divergences(candidates, self._progress)]
 
     def _none_meets(self, path: Sequence[Point]) -> str:
         points = [point for point in path if point.measured is not None]
         found = "; ".join(f"{point.measured:.6g} in {1e3 * point.time.request:.4g} ms a request" for point in points)
         return (
-            f"no quantization diverges by at most {self.target:g} nats per token from its source on held-out text, "
+            f"no quantization diverges by at most {self.target:g} {self._comparison.outputs.unit} from its source on "
+            "held-out text, "
             f"and none was written (measured: {found}). Allow more, or write a recipe that leaves some matrices float"
         )
 
@@ -167,10 +174,10 @@ def searched(search: PathSearch, measure: Measure) -> PathSearch:
     return search
 
 
-def _first(windows: Sequence[Window]) -> list[Window]:
-    """The first windows, of :data:`COMPARED_TOKENS` tokens or, if they are longer, one."""
+def _first(windows: Sequence[Window], tokens: int) -> list[Window]:
+    """The first windows, of ``tokens`` tokens or, if they are longer, one."""
     ends = np.cumsum([len(window.tokens) for window in windows])
-    return list(windows[: max(int(np.searchsorted(ends, COMPARED_TOKENS, side="right")), 1)])
+    return list(windows[: max(int(np.searchsorted(ends, tokens, side="right")), 1)])
 
 
 def _or_infinite(divergence: float | None) -> float:

@@ -211,7 +211,7 @@ class JsonTokenizer(Tokenizer):
         """
         if sum(map(len, parts)) > LONG_TEXT:
             return None
-        framed = self._backend.encode(*parts)
+        framed = self._backend.encode(parts[0], parts[1] if len(parts) == 2 else None)
         own = len(self._prefix_ids) + len(self._suffix_ids)
         return None if len(framed) + own > longest else self._whole(framed)
 

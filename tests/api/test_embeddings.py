@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from click.testing import CliRunner
-from embedding_kit import cosine, write_encoder, write_modules
+from embedding_kit import WORDS, cosine, write_encoder, write_modules
 from safetensors.numpy import load_file, save_file
 
 import bminf_lite
@@ -155,8 +155,52 @@ def test_a_calibration_for_an_encoder(folder: Path, model: Model, tmp_path: Path
     bminf_lite.migrate(folder, tmp_path / "smooth", "w8a8-smooth", calibrate=ids, device="cpu")
     with load(tmp_path / "smooth", device="cpu") as migrated:
         assert cosine(migrated.embed(TEXTS), model.embed(TEXTS)).min() > 0.98
-    with pytest.raises(UsageError, match="this one makes vectors"):
-        bminf_lite.migrate(folder, tmp_path / "auto", "auto", calibrate=ids, device="cpu")
+
+
+HEADS = {
+    "vectors": {},
+    "texts": {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "no", "1": "yes"}},
+    "tokens": {"architectures": ["BertForTokenClassification"], "id2label": {"0": "no", "1": "yes"}},
+    "decoder": DECODER,
+}
+
+
+@pytest.mark.parametrize(
+    "head", [pytest.param(head, marks=() if head == "vectors" else pytest.mark.slow) for head in HEADS]
+)
+def test_auto_takes_what_keeps_vectors_best(tmp_path: Path, head: str):
+    folder = write_encoder(tmp_path / "model", **HEADS[head])
+    if head in ("vectors", "decoder"):
+        write_modules(folder, {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, {})
+    words = np.random.default_rng(0).choice(WORDS, (120, 18))
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": " ".join(line)}) for line in words))
+    report = bminf_lite.migrate(
+        folder, tmp_path / "auto", "auto", calibrate=tmp_path / "texts.jsonl", samples=8, device="cpu"
+    )
+    trade, cost = report.cost["trade"], report.cost
+    assert trade["unit"] == "(1 - cosine)" and cost["vectors"] >= 15
+    measured = [point["measured"] for point in trade["uniform"].values()]
+    assert trade["assignment"]["measured"] <= min(measured) and len(measured) == 3
+    assert 0 <= cost["divergence"] == pytest.approx(1 - cost["mean_cosine"]) and cost["least_cosine"] > 0.99
+    if head == "vectors":
+        with load(folder, device="cpu") as model, load(tmp_path / "auto", device="cpu") as migrated:
+            assert cosine(migrated.embed(TEXTS), model.embed(TEXTS)).min() > 0.995
+
+
+def test_a_bound_of_the_cosine_and_a_target(folder: Path, tmp_path: Path):
+    ids = np.random.default_rng(0).integers(5, 20, 3000).tolist()
+    options = {"calibrate": ids, "device": "cpu", "samples": 8}
+    with pytest.raises(CheckpointError, match=r"\(1 - cosine\) from its source on 15 held-out texts, and 1e-09 are"):
+        bminf_lite.migrate(folder, tmp_path / "int8", "w8a8-smooth", max_divergence=1e-9, **options)
+    report = bminf_lite.migrate(folder, tmp_path / "target", "auto", target_divergence=1e-3, **options)
+    assert report.cost["divergence"] <= 1e-3 and report.cost["trade"]["target"] == 1e-3
+    with pytest.raises(CheckpointError, match=r"by at most 1e-12 \(1 - cosine\)"):
+        bminf_lite.migrate(folder, tmp_path / "never", "auto", target_divergence=1e-12, **options)
+    (tmp_path / "texts.txt").write_text("a cat sits on the mat and runs\n" * 200)
+    arguments = ["migrate", str(folder), str(tmp_path / "cli"), "--recipe", "auto", "--samples", "8"]
+    arguments += ["--calibrate", str(tmp_path / "texts.txt"), "--device", "cpu"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0 and "cost: cosine of" in result.output and "divergence" in result.output
 
 
 def test_a_reranker_reads_query_and_text_together(tmp_path: Path):

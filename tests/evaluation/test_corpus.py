@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.errors import UsageError
-from bminf_lite.evaluation.corpus import check_window, read_texts, sliding_windows, truncate_windows, windows_for
+from bminf_lite.evaluation.corpus import (
+    check_window,
+    framed_pieces,
+    read_texts,
+    sliding_windows,
+    truncate_windows,
+    windows_for,
+)
 
 documents = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda lengths: max(lengths) >= 2)
 
@@ -159,3 +166,12 @@ def test_windows_that_make_no_sense(window, stride, context, message):
     for lengths in ([], [0], [1, 1]):
         with pytest.raises(UsageError, match="too short"):
             sliding_windows([np.arange(n) for n in lengths], 8)
+
+
+def test_documents_become_texts_with_their_frame():
+    before, behind = np.array([1], np.int32), np.array([2], np.int32)
+    documents = [np.array([1, *range(10, 17), 2]), np.array([20, 21])]
+    found = framed_pieces(documents, 5, (before, behind))
+    assert [piece.tolist() for piece in found] == [[1, 10, 11, 12, 2], [1, 13, 14, 15, 2], [1, 16, 2], [1, 20, 21, 2]]
+    none = np.zeros(0, np.int32)
+    assert [piece.tolist() for piece in framed_pieces(documents[1:], 1, (none, none))] == [[20], [21]]
