@@ -19,7 +19,7 @@ from .state import ServerState
 ENDPOINTS = {module.ENDPOINT.path: module.ENDPOINT for module in (completions, chat, responses)}
 """The interfaces that generate, by path."""
 SECONDS_BETWEEN = 0.1
-"""How often the tokens of a completion that a stop text may end become text. The text is found so much later."""
+"""Seconds between searches for a stop text in the new tokens of a completion."""
 
 _log = logging.getLogger(__name__)
 
