@@ -135,7 +135,7 @@ def load(
     - ``max_adapter_rank``: the largest rank of an adapter, up to 512; the default is that of the given ``adapters``, or
       16 if they have less.
     - ``gpus``: among how many GPUs the model is divided, from the one that ``device`` names on, ``memory_limit`` each;
-      docs/guides/several_gpus.md. On a CPU, the parts are computed by threads, which helps to test.
+      docs/guides/several_gpus.md. With ``device="cpu"`` threads compute the parts, which helps to test.
     - ``embeddings``: :meth:`Model.embed` works beside generation, for a decoder: a text's vector is that of its last
       token. Without effect on a model that makes vectors alone.
 

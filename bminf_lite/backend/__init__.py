@@ -55,12 +55,18 @@ def create_ranks(
     """The backends of a model's ranks: ``gpus`` GPUs, from the one that ``device`` names on; see :func:`create`.
 
     ``memory_limit`` bounds each GPU's memory. ``most`` is the largest number of values that the ranks add at once. On a
-    CPU, the ranks are threads. Raises ``UsageError`` and ``DeviceError``, also for more GPUs than there are.
+    CPU, the ranks are threads; ``auto`` does not take it for several. Raises ``UsageError`` and ``DeviceError``, also
+    for more GPUs than there are.
     """
     require_whole("gpus", gpus, MAX_GPUS)
     backends = [create(device, memory_limit)]
     if gpus == 1:
         return backends
+    if device == "auto" and backends[0].name == "cpu":
+        raise DeviceError(
+            f"{gpus} GPUs were asked for (gpus={gpus}), but this machine has none that can be used (bminf-lite doctor "
+            "says why): give gpus=1, or device='cpu', which computes the parts by threads and helps to test"
+        )
     try:
         kind, _, number = backends[0].name.partition(":")
         if kind == "cpu":

@@ -13,10 +13,11 @@ from adapter_files import random_adapter
 from click.testing import CliRunner
 
 import bminf_lite
+from bminf_lite import backend
 from bminf_lite.backend.adapter_slots import AdapterSlots, Part
 from bminf_lite.bench.model import read_shape
 from bminf_lite.cli import main
-from bminf_lite.errors import UsageError
+from bminf_lite.errors import DeviceError, UsageError
 
 PROMPTS = ["hello", "a longer one", "hello again and again"]
 
@@ -103,6 +104,12 @@ def test_a_number_of_gpus_is_checked(source: Path, gpus: object) -> None:
 def test_a_number_that_does_not_divide_the_model(source: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot be divided among 3 ranks: .* Numbers of ranks that would do: 1, 2"):
         bminf_lite.load(source, device="cpu", gpus=3)
+
+
+@pytest.mark.skipif(backend.create("auto").name != "cpu", reason="this machine has a GPU")
+def test_threads_are_no_gpus_unless_the_cpu_is_named(source: Path) -> None:
+    with pytest.raises(DeviceError, match=r"2 GPUs were asked for \(gpus=2\), but this machine has none"):
+        bminf_lite.load(source, gpus=2)
 
 
 def test_the_option_of_the_commands(source: Path) -> None:
