@@ -3,9 +3,9 @@
     python benchmarks/measure_drafts.py [--shape llama-3-8b] [--device cuda] [--context 512] [--new 240]
 
 Acceptance is forced: a drafter knows what the model will choose, and lets as many drafts of a check be right as the
-case says. Everything else is as served, times of the host included. Each case prints a line of JSON: milliseconds of a
-step or a check, tokens per second, and the time relative to a plain step. The head has the model's width, one layer and
-32,000 tokens; it makes its guesses, which are then replaced by the forced ones.
+case says; what a head guesses is replaced on the device. Everything else is as served, times of the host included. Each
+case prints a line of JSON: milliseconds of a step or a check, tokens per second, and the time relative to a plain step.
+The head has the model's width, one layer and 32,000 tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from bminf_lite.api import Model
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.bench.model import BenchModel, random_model, read_shape
 from bminf_lite.draft_training import COPIED
-from bminf_lite.engine.draft_model import HeadedNetwork, ModelDrafter
+from bminf_lite.engine.draft_model import DraftedNetwork, HeadedNetwork
 from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.speculative import SpeculativeConfig
@@ -44,21 +44,35 @@ MORE = 64
 class ForcedDrafter(Drafter):
     """Proposes what the model will choose, ``right`` tokens of each check, and then wrong ones."""
 
-    def __init__(self, expected: Sequence[int], right: int, vocab_size: int, inner: Drafter | None = None):
+    def __init__(self, expected: Sequence[int], right: int, vocab_size: int):
         self.expected, self.right, self.vocab_size = expected, right, vocab_size
-        self.inner = inner
-        self.needs_newest_token = inner is not None
-
-    def prepare(self, counts: Any) -> None:
-        """Let the inner drafter guess, for the time that it takes."""
-        if self.inner is not None:
-            self.inner.prepare(counts)
 
     def propose(self, request: Request, count: int) -> Sequence[int]:
         first = request.num_pending_tokens
         known = len(request.output_tokens)
         tokens = self.expected[known : known + count]
         return [token if i < first + self.right else (token + 1) % self.vocab_size for i, token in enumerate(tokens)]
+
+
+class ForcedGuesses:
+    """Replaces the guesses that a network has made on the device, in the same graph, by those that are forced.
+
+    A sequence begins with ``context`` tokens, behind which the model chooses ``expected``.
+    """
+
+    def __init__(self, network: DraftedNetwork, expected: Sequence[int], context: int, right: int, vocab_size: int):
+        self.ops, self.right, self.make = network.ops, right, network.guess
+        behind = np.zeros(context + len(expected) + MORE, np.int32)
+        behind[context : context + len(expected) - 1] = expected[1:]
+        self.tables = [self.ops.array((behind + wrong) % vocab_size) for wrong in (0, 1)]
+
+    def guess(self, cache: Any, batches: Sequence[Any], guesses: Any) -> None:
+        """See :meth:`.DraftedNetwork.guess`."""
+        self.make(cache, batches, guesses)
+        arrays = getattr(self.ops, "arrays", None)
+        with arrays.current() if arrays is not None else nullcontext():
+            for place, batch in enumerate(batches):
+                guesses[place] = self.tables[place >= self.right][batch.context_lens]
 
 
 class RandomHeadWeights:
@@ -141,6 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cases.append((f"EAGLE-3 head, {HEAD_DRAFTS} guesses, {HEAD_RIGHT} right", None, HEAD_DRAFTS, HEAD_RIGHT))
         for name, network, count, right in cases:
             own = network or head_of(config, found)
+            if network is None:
+                own.guess = ForcedGuesses(own, expected, options.context, right, config["vocab_size"]).guess
             measure(name, own, found, count, right, prompt, expected, options.new, plain)
 
 
@@ -167,11 +183,9 @@ def measure(
     model = Model(network, replace(engine_config, num_draft_tokens=count, speculative=speculative))
     vocab_size = engine_config.vocab_size
 
-    def make(runner: Any) -> Drafter:
-        return ForcedDrafter(expected, right, vocab_size, ModelDrafter(runner.guess, 0.0) if is_head else None)
-
     with closing(model._engine):
-        let_draft(model, make)
+        if not is_head:
+            let_draft(model, lambda _: ForcedDrafter(expected, right, vocab_size))
         seconds, steps, tokens = timed(model, prompt, new)
         assert tokens == expected, "drafts have changed the tokens"
     report(name, seconds, steps, len(tokens), new, plain)

@@ -773,6 +773,36 @@ class Backend(HostDevice):
         self.write(target, values)
         self.insert_last_tokens(target[:num_tokens], sampler)
 
+    def insert_guesses(self, tokens: Array, drafts: Array, guesses: Array) -> Array:
+        """Replace ``-1 - i`` among a step's drafts by guess ``i``, and the token at the same place too, in place.
+
+        Returns the drafts again, in an array that is used for nothing else, so that they can be fetched.
+
+        ``drafts`` is int32 ``[B]``, ``tokens`` int32 with at least as many, and ``guesses`` int32, contiguous. So the
+        host can launch a step before it knows the guesses that the step checks.
+        """
+        places = np.flatnonzero(drafts < 0)
+        drafts[places] = tokens[places] = guesses.reshape(-1)[-1 - drafts[places]]
+        return drafts.copy()
+
+    def insert_positions(self, positions: Array, sampler: SamplerState) -> None:
+        """Replace ``-1 - p`` by ``p`` and the number of tokens that the sequence has been given, in place.
+
+        ``positions`` is int32 ``[..., B]``, contiguous; the sequences are those of ``sampler.rows``. So the host can
+        launch a step before it knows how many drafts the previous step accepted.
+        """
+        moved = -1 - positions + sampler.columns["step"][sampler.rows]
+        positions[...] = np.where(positions < 0, moved, positions)
+
+    def most_likely(self, logits: Array, out: Array, ids: Array = None) -> None:
+        """Write the most likely token of each row of ``logits`` fp32 ``[n, vocab]`` to ``out`` int32 ``[n]``.
+
+        It is the first of equal ones, and 0 for a row with a NaN or whose largest logit is infinite. With ``ids`` int32
+        ``[vocab]``, what stands at its place there is written instead.
+        """
+        tokens = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), 0)
+        out[...] = tokens if ids is None else ids[tokens]
+
     def token_logprobs(self, logits: Array, tokens: Array) -> Array:
         """The log-softmax of each row of ``logits`` at its token, and the largest: fp32 ``[n, vocab]``, int32 ``[n]``.
 

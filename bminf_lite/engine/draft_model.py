@@ -3,7 +3,8 @@
 Its layers lie behind the model's in the same cache, under the same block tables, and each step runs both models on its
 tokens. So the draft model knows every token that the model knows, also those of a prefix from the cache, and a rejected
 draft is overwritten where the next token lies. Its guesses take steps of its own, one for each draft, between two steps
-of the model.
+of the model. They stay on the device (:mod:`.guess_arrays`), so the host launches the step that checks them, and the
+one behind it, without waiting.
 """
 
 from __future__ import annotations
@@ -38,20 +39,15 @@ class DraftedNetwork:
         self.draft.read(batch, cache.part(self._others))
         return self.network(batch, cache.part(self._own), all_logits)
 
-    def guess(
-        self, cache: KVCache, tokens: np.ndarray, positions: np.ndarray, tables: Sequence[np.ndarray], count: int
-    ) -> np.ndarray:
-        """The ``count`` most likely tokens behind the newest tokens of some sequences, one after another.
+    def guess(self, cache: KVCache, batches: Sequence[ForwardBatch], guesses: Array) -> None:
+        """Write the most likely tokens behind the newest ones of ``B`` sequences, one after another, to ``guesses``.
 
-        ``tokens`` and ``positions`` are int32 ``[B]``, those of the newest tokens, and ``tables`` their block tables,
-        with room for ``count`` tokens. Returns int32 ``[B, count]``.
+        ``guesses`` is int32 ``[count, B]``. The first of the ``count`` steps ``batches`` has the newest tokens, each
+        other the guesses of the one before it. Nothing is copied to the host.
         """
-        drafts = np.empty((len(tokens), count), np.int32)
-        for place in range(count):
-            batch = ForwardBatch.packed(self.ops.array, tokens[:, None], (positions + place).tolist(), tables)
-            logits = self.draft(batch, cache.part(self._others))
-            drafts[:, place] = tokens = np.argmax(self.ops.host(logits), axis=1).astype(np.int32)
-        return drafts
+        own = cache.part(self._others)
+        for batch, out in zip(batches, guesses, strict=True):
+            self.ops.most_likely(self.draft(batch, own), out)
 
 
 class HeadedNetwork(DraftedNetwork):
@@ -68,15 +64,10 @@ class HeadedNetwork(DraftedNetwork):
         self.head.read(batch, cache.part(self._others), features)
         return logits
 
-    def guess(
-        self, cache: KVCache, tokens: np.ndarray, positions: np.ndarray, tables: Sequence[np.ndarray], count: int
-    ) -> np.ndarray:
-        drafts, features = np.empty((len(tokens), count), np.int32), None
-        for place in range(count):
-            batch = ForwardBatch.packed(self.ops.array, tokens[:, None], (positions + place).tolist(), tables)
-            tokens, features = self.head.guess(batch, cache.part(self._others), features)
-            drafts[:, place] = tokens
-        return drafts
+    def guess(self, cache: KVCache, batches: Sequence[ForwardBatch], guesses: Array) -> None:
+        own, features = cache.part(self._others), None
+        for batch, out in zip(batches, guesses, strict=True):
+            features = self.head.guess(batch, own, features, out)
 
 
 class Guesses(Protocol):
@@ -88,9 +79,13 @@ class Guesses(Protocol):
 
 
 class ModelDrafter(Drafter):
-    """The drafter of a draft model: it guesses for all requests of a step at once."""
+    """The drafter of a draft model: it guesses for all requests of a step at once, on the device.
+
+    A request with a grammar needs to know its drafts. While one runs, the host waits for the guesses.
+    """
 
     needs_newest_token = True
+    guesses_on_device = True
 
     def __init__(self, guess: Guesses, draft_cost: float) -> None:
         self._guess = guess

@@ -20,10 +20,12 @@ class Drafter(ABC):
     """A source of drafts. It is called in the engine's thread, and must be quick.
 
     With ``needs_newest_token``, a request waits for its newest token before it gets drafts. To make a draft takes
-    ``draft_cost`` of the time of a plain step; the drafts of all requests of a step are made at once.
+    ``draft_cost`` of the time of a plain step; the drafts of all requests of a step are made at once. One that
+    ``guesses_on_device`` lets a step make its drafts itself, unless the host has to know them: then it is not called.
     """
 
     needs_newest_token = False
+    guesses_on_device = False
     draft_cost = 0.0
 
     def prepare(self, counts: Mapping[Request, int]) -> None:

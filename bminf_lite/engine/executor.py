@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -19,13 +20,14 @@ from ..errors import OutOfMemory
 from ..layers.cache import KVCache
 from .config import EngineConfig
 from .draft_model import DraftedNetwork
+from .guess_arrays import CapturedGuesses, GuessInputs, GuessSize
 from .network import Network, SourceNetwork
 from .sampler_rows import MaskWrite, TableSize
 from .sampler_table import SamplerTable
 from .source_encoder import RUNS_TO_CAPTURE, SourceEncoder
 from .step import StepResult
 from .step_arrays import CapturedStep, StepArrays, StepInputs, StepSize
-from .step_builder import StepPlan
+from .step_builder import GuessPlan, StepPlan
 
 FIRST_BLOCKS = 64
 """Blocks that a pool has at first, unless its bound is lower."""
@@ -39,7 +41,7 @@ class ExecutedStep:
 
     ``sampled`` are the rows of the step that sample, padding left out. ``logits`` fp32 are those of the ``sequences``
     first, then those that are scored. ``taken`` are rows of logits that requests take, None without any. The functions
-    wait for what the device chose and scored, and return it.
+    wait for what the device chose, scored and guessed, and return it.
     """
 
     logits: Array
@@ -50,12 +52,14 @@ class ExecutedStep:
     choice: Callable[[], np.ndarray] | None = None
     scores: Callable[[], np.ndarray] | None = None
     prompt_top: Callable[[], np.ndarray] | None = None
+    drafts: Callable[[], np.ndarray] | None = None
 
     def fetch(self) -> StepResult:
         """What the step chose and scored, without padding."""
         chosen = self.choice()[:, self.sampled] if self.choice else np.zeros((2, 0), np.int32)
         scores = self.scores() if self.scores else np.zeros((3, 0), np.int32)
-        return StepResult(chosen, scores, self.prompt_top() if self.prompt_top else None)
+        drafts = self.drafts()[self.sampled] if self.drafts else None
+        return StepResult(chosen, scores, self.prompt_top() if self.prompt_top else None, drafts)
 
 
 class Executor:
@@ -73,6 +77,7 @@ class Executor:
         self.config = config
         self.table = SamplerTable(self.ops, table_size)
         self.captured: dict[StepSize, CapturedStep] = {}
+        self.guesses: dict[GuessSize, CapturedGuesses] = {}
         self._packed = self.ops.array(np.zeros(0, np.int32))  # the integers of a step that is not captured
         self.encoder: SourceEncoder | None = None
         with _memory_for_the_cache():
@@ -93,6 +98,7 @@ class Executor:
     def forget_captured(self) -> None:
         """Give the memory of captured steps back; they are captured anew when they are needed."""
         self.captured.clear()
+        self.guesses.clear()
         if self.encoder is not None:
             self.encoder.close()
 
@@ -110,6 +116,7 @@ class Executor:
             self.encoder.encode(plan.sources, plan.source_tables, plan.source_lora_ids)
         for pairs in plan.copies:
             self.cache.copy_blocks(pairs)
+        guesses = None if plan.guesses is None else self.guess(plan.guesses)
         inputs = plan.inputs
         if plan.is_captured:
             captured = self._captured_step(inputs)
@@ -119,8 +126,13 @@ class Executor:
             forward = lambda: self.network(arrays.batch, self.cache)  # noqa: E731
         sampler = self.table.state(arrays.rows, plan.variant, arrays.offsets, arrays.drafts)
         arrays.write_step(inputs, sampler)
+        drafts = None if guesses is None else self.ops.insert_guesses(arrays.batch.tokens, arrays.drafts, guesses)
+        if plan.moves:
+            self.ops.insert_positions(arrays.batch.context_lens, sampler)
         logits = forward()
         step = ExecutedStep(logits, sampler, np.flatnonzero(inputs.rows), inputs.size.sequences)
+        if drafts is not None and self.reports:
+            step.drafts = self.ops.fetch(drafts)
         end = step.sequences if plan.samples else 0
         if len(inputs.targets):
             first, end = end, end + len(inputs.targets)
@@ -140,11 +152,30 @@ class Executor:
         if self.reports:
             step.choice = self.ops.fetch(chosen)
 
-    def guess(self, tokens: np.ndarray, positions: np.ndarray, tables: Sequence[np.ndarray], count: int) -> np.ndarray:
-        """The draft model's guesses, see :meth:`.DraftedNetwork.guess`, after what was started before."""
-        assert isinstance(self.network, DraftedNetwork)
-        self._grow_to([int(table.max()) + 1 for table in tables])
-        return self.network.guess(self.cache, tokens, positions, tables, count)
+    def guess(self, plan: GuessPlan) -> Array:
+        """Start the draft model's guesses after what was started before: int32 ``[count, B]``, until the next ones."""
+        self._grow_to(plan.num_blocks)
+        inputs = plan.inputs
+        guesses = self._captured_guesses(inputs) if plan.is_captured else self._guesses(inputs)
+        guesses.arrays.write(inputs, lambda rows: self.table.state(rows, SamplerVariant.GREEDY))
+        guesses.run()
+        return guesses.arrays.guesses
+
+    def guessed(self, plan: GuessPlan) -> np.ndarray:
+        """The same on the host, int32 ``[B, count]`` with padding."""
+        return self.ops.host(self.guess(plan)).T
+
+    def _guesses(self, inputs: GuessInputs) -> CapturedGuesses:
+        network = self.network
+        assert isinstance(network, DraftedNetwork)
+        return CapturedGuesses(self.ops, inputs, partial(network.guess, self.cache))
+
+    def _captured_guesses(self, inputs: GuessInputs) -> CapturedGuesses:
+        """Captured guesses of the inputs' size, which are made when they are first needed."""
+        found = self.guesses.get(inputs.size)
+        if found is None:
+            found = self.guesses[inputs.size] = self._guesses(inputs)
+        return found
 
     def _packed_for(self, inputs: StepInputs) -> Array:
         """Memory for the integers of a step that is not captured."""
@@ -161,8 +192,8 @@ class Executor:
             self.captured[inputs.size] = found
         return found
 
-    def warm_up(self, sizes: Sequence[StepInputs]) -> None:
-        """Take all memory of the cache, load what steps may need, and capture steps of ``sizes`` and all encodings."""
+    def warm_up(self, sizes: Sequence[StepInputs], guesses: Sequence[GuessInputs] = ()) -> None:
+        """Take all memory of the cache, load what steps may need, and capture steps, guesses and all encodings."""
         with _memory_for_the_cache():
             for cache, max_blocks in self._caches():
                 for group, count in enumerate(max_blocks):
@@ -181,6 +212,10 @@ class Executor:
                 for variant in SamplerVariant if run == 0 and step is steps[0] else ():
                     state = self.table.state(arrays.rows, variant, arrays.offsets, arrays.drafts)
                     self.ops.fetch(self.ops.sample(logits, state))()
+            for values in guesses:
+                found = self._captured_guesses(values)
+                found.arrays.write(values, lambda rows: self.table.state(rows, SamplerVariant.GREEDY))
+                found.run()
         self.cache.prepare_copies()  # what a prefix may need
         if self.encoder is not None:
             self.encoder.warm_up()

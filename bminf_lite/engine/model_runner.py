@@ -167,13 +167,15 @@ class ModelRunner:
 
     def guess(self, requests: Sequence[Request], count: int) -> np.ndarray:
         """What the draft model expects behind the newest tokens of requests: int32 ``[B, count]``."""
-        tokens, positions, tables = self.builder.newest_tokens(requests, count)
-        return self._on_ranks(lambda rank: self.executors[rank].guess(tokens, positions, tables, count))[0]
+        plan = self.builder.guesses({r: r.num_known_tokens - 1 for r in requests}, count, {})
+        return self._on_ranks(lambda rank: self.executors[rank].guessed(plan))[0][: len(requests)]
 
     def warm_up(self) -> None:
         """Take all memory of the caches, load what steps may need, and capture steps and encodings of every size."""
         inputs = [self.builder.empty_inputs(size) for size in self.builder.sizes]
-        self._on_ranks(lambda rank: self.executors[rank].warm_up(inputs))
+        drafted = isinstance(self.networks[0], DraftedNetwork)
+        guesses = [self.builder.empty_guesses(size) for size in self.builder.guess_sizes if drafted]
+        self._on_ranks(lambda rank: self.executors[rank].warm_up(inputs, guesses))
 
     def _on_ranks(self, work: Callable[[int], T]) -> list[T]:
         """``work`` of the number of every rank, all at once."""

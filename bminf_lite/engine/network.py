@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch
 from ..layers.cache import KVCache
@@ -66,8 +64,8 @@ class DraftHead(Protocol):
         """Add a step's tokens to the cache, after the model has computed it."""
         ...
 
-    def guess(self, batch: ForwardBatch, cache: KVCache, features: Array = None) -> tuple[np.ndarray, Array]:
-        """The token behind each sequence's, int32 ``[B]``, and what stands for the features of that token.
+    def guess(self, batch: ForwardBatch, cache: KVCache, features: Array, out: Array) -> Array:
+        """Write the token behind each sequence's to ``out`` int32 ``[B]``; returns what stands for its features.
 
         Without ``features``, those of the token before are used.
         """

@@ -44,13 +44,14 @@ class Request:
     ``max_new_tokens``), ``context`` (the model's context is full), ``deadline``, ``cancelled``, or ``error`` with the
     exception in ``error``. Times are those of ``time.perf_counter``.
 
-    While it runs, the request has a ``row`` of the sampler, and the ``lora_id`` of its adapter's slot, 0 without one.
-    ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
-    chosen by launched steps that the host has not fetched, each at least one token; a step that checks
-    ``draft_tokens`` may bring as many more. In ``num_drafts`` checks of ``num_draft_tokens`` drafts
-    ``num_accepted_tokens`` were accepted. ``num_computed_tokens`` are in the cache, or a launched step puts them there;
-    ``num_cached_tokens`` were there when the request started. ``max_length`` bounds the tokens of prompt and completion
-    together. ``output_tokens`` and ``logprobs`` are arrays, because the garbage collector visits each item of a list.
+    While it runs, the request has a ``row`` of the sampler, and the ``lora_id`` of its adapter's slot, 0 without
+    one. ``num_known_tokens`` are those of the prompt and the generated ones that the host knows;
+    ``num_pending_tokens`` are chosen by launched steps that the host has not fetched, each at least one token;
+    those that check drafts may bring ``num_unchecked_drafts`` more. ``draft_tokens`` are those of the last one, as
+    far as the host knows them. In ``num_drafts`` checks of ``num_draft_tokens`` drafts ``num_accepted_tokens`` were
+    accepted. ``num_computed_tokens`` are in the cache, or a launched step puts them there; ``num_cached_tokens``
+    were there when the request started. ``max_length`` bounds the tokens of prompt and completion together.
+    ``output_tokens`` and ``logprobs`` are arrays, because the garbage collector visits each item of a list.
     """
 
     index: int
@@ -86,6 +87,7 @@ class Request:
     num_known_tokens: int = 0
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    num_unchecked_drafts: int = 0
     draft_tokens: Sequence[int] = ()
     num_drafts: int = 0
     num_draft_tokens: int = 0

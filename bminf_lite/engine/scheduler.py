@@ -11,10 +11,11 @@ samples behind each. :meth:`Scheduler.postprocess` accepts those that equal the 
 advances the request. :class:`.DraftControl` decides how many are worth their time.
 
 The host may be ahead of the device: a request's newest token is pending until the step that chooses it is fetched, and
-the next step is planned without knowing it. How many tokens a step with drafts brings is not known either, so no step
-is planned before it is fetched: its requests would miss the next one. Blocks are taken before a step is launched, so no
-step runs out of them. A block that is given back may still be written by a launched step. This is harmless: the device
-runs steps in order, and a block's next holder writes it in a later step.
+the next step is planned without knowing it. How many tokens a step with drafts brings is not known either. If drafts
+are made on the device, the next step is planned all the same, with blocks for all of them, and the device finds the
+positions; else no step is planned before that is fetched: its requests would miss it. Blocks are taken before a step is
+launched, so no step runs out of them. A block that is given back may still be written by a launched step. This is
+harmless: the device runs steps in order, and a block's next holder writes it in a later step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .config import EngineConfig
 from .draft_control import DraftControl
 from .drafts import Drafter
 from .request import Request
-from .step import ScheduledTokens, Step, StepResult
+from .step import NO_TOKEN, ScheduledTokens, Step, StepResult
 
 ORDER = attrgetter("order")
 Copies = list[tuple[Request, Sequence[tuple[int, int]]]]
@@ -142,7 +143,7 @@ class Scheduler:
         The caller must launch it.
         """
         self._enter_launched()
-        if self.drafter is not None and any(r.draft_tokens for r in self.running):
+        if any(r.num_unchecked_drafts for r in self.running) and not self._may_run_ahead():
             return None
         preemptions = self.num_preemptions
         plan: dict[Request, int] = {}
@@ -181,6 +182,7 @@ class Scheduler:
     ) -> Step:
         """The step with the tokens of ``plan``, whose numbers count as computed from now on, and the ``drafts``."""
         decoding: list[Request] = []
+        ahead: dict[Request, int] = {}
         positions: list[int] = []
         offsets: list[int] = []
         checked: list[int] = []
@@ -191,19 +193,23 @@ class Scheduler:
             samples = start + count == num_tokens < request.max_length
             if count == 1 and samples:
                 guesses = drafts.get(request, ())
+                if request.num_unchecked_drafts:
+                    ahead[request] = request.num_unchecked_drafts
                 decoding += [request] * (1 + len(guesses))
                 positions += range(start, start + 1 + len(guesses))
                 if drafts:
                     offsets += range(1 + len(guesses))
                     checked += [0, *guesses]
                     request.draft_tokens = guesses
+                    request.num_unchecked_drafts += len(guesses)
             else:
                 (pieces if count > 1 else singles).append(ScheduledTokens(request, start, count, samples))
             request.num_computed_tokens = start + count
             request.num_pending_tokens += samples
         pieces.sort(key=lambda part: not part.samples)
         self._launched, self._encoded = list(plan), sources
-        return Step(decoding, positions, offsets, checked, singles, pieces, sources, copies)
+        num_guesses = max(offsets) if NO_TOKEN in checked else 0
+        return Step(decoding, positions, offsets, checked, num_guesses, ahead, singles, pieces, sources, copies)
 
     # -- drafts -------------------------------------------------------------------------------------------------------
 
@@ -216,11 +222,36 @@ class Scheduler:
         decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
         return self.control.pays(self._wanted(decoding, len(decoding)), len(decoding))
 
+    @property
+    def _guesses_on_device(self) -> bool:
+        """Whether a step makes its drafts itself: no grammar has to know them."""
+        return (
+            self.drafter is not None
+            and self.drafter.guesses_on_device
+            and all(request.matcher is None for request in self.running)
+        )
+
+    def _may_run_ahead(self) -> bool:
+        """Whether a step is planned behind one whose accepted drafts are not known.
+
+        No request may reach its end in that, a prompt's positions must be known, and so must those of snapshots.
+        """
+        return (
+            self._guesses_on_device
+            and not self.waiting
+            and not self.blocks.has_snapshots
+            and all(
+                r.num_uncomputed_tokens == 1 and r.num_tokens + r.num_unchecked_drafts < r.max_length
+                for r in self.running
+            )
+        )
+
     def _wanted(self, requests: Iterable[Request], num_sequences: int) -> dict[Request, int]:
         """The drafts that some of ``num_sequences`` requests of a step may have, without those that get none."""
         found = {}
         for request in requests:
-            most = min(self.config.num_draft_tokens, request.max_length - request.num_tokens - 1)
+            left = request.max_length - request.num_tokens - request.num_unchecked_drafts
+            most = min(self.config.num_draft_tokens, left - 1)
             if most > 0 and (count := self.control.num_drafts(request, most, num_sequences)) > 0:
                 found[request] = count
         return found
@@ -237,6 +268,10 @@ class Scheduler:
         counts = self._wanted(plan, len(plan))
         for request in plan.keys() - counts.keys():
             self.control.skip(request)
+        if self._guesses_on_device:
+            if not self.control.pays(counts, len(plan)):
+                return {}
+            return {r: (NO_TOKEN,) * count for r, count in self._with_room(counts, rows, is_known=False).items()}
         self.drafter.prepare(self._with_room(counts, rows) if self.drafter.needs_newest_token else {})
         found: dict[Request, Sequence[int]] = {}
         for request, count in counts.items():
@@ -247,17 +282,18 @@ class Scheduler:
                 rows -= len(drafts)
         if not self.control.pays({request: len(drafts) for request, drafts in found.items()}, len(plan)):
             return {}
-        found = {r: drafts for r, drafts in found.items() if self._has_room_for_drafts(r, len(drafts))}
-        self.num_drafts += len(found)
-        self.num_draft_tokens += sum(map(len, found.values()))
-        return found
+        return {r: drafts for r, drafts in found.items() if self._has_room_for_drafts(r, len(drafts))}
 
-    def _with_room(self, counts: dict[Request, int], rows: int) -> dict[Request, int]:
-        """The requests whose drafts have ``rows`` and blocks in the cache, which are taken; with their numbers."""
+    def _with_room(self, counts: dict[Request, int], rows: int, is_known: bool = True) -> dict[Request, int]:
+        """The requests whose drafts have ``rows`` and blocks in the cache, which are taken; with their numbers.
+
+        With ``is_known``, the host has to know their newest tokens.
+        """
         found = {}
         for request, count in counts.items():
             most = min(count, rows)
-            if most > 0 and not request.num_pending_tokens and self._has_room_for_drafts(request, most):
+            waits = is_known and request.num_pending_tokens
+            if most > 0 and not waits and self._has_room_for_drafts(request, most):
                 found[request] = most
                 rows -= most
         return found
@@ -284,7 +320,7 @@ class Scheduler:
         if not request.num_pending_tokens:
             return False
         if self.drafter.needs_newest_token:
-            return True
+            return not self._guesses_on_device
         if request.matcher is None:
             return False
         return len(self.drafter.propose(request, 2)) > 1
@@ -292,22 +328,25 @@ class Scheduler:
     def _has_room_for_drafts(self, request: Request, count: int) -> bool:
         """Take blocks for drafts, unless the running requests may need them next."""
         assert request.blocks is not None
-        computed = request.num_computed_tokens
-        if not self.blocks.can_grow(len(self.running), count):
+        computed, unchecked = request.num_computed_tokens, request.num_unchecked_drafts
+        if not self.blocks.can_grow(len(self.running), unchecked + count):
             return False
-        return self.blocks.extend(request.blocks, computed, computed + 1 + count)
+        return self.blocks.extend(request.blocks, computed, computed + unchecked + 1 + count)
 
-    def commit(self, request: Request, num_accepted_tokens: int) -> None:
-        """Keep what a step has computed of the accepted drafts of a request, and forget the others."""
-        self.num_accepted_tokens += num_accepted_tokens
+    def commit(self, request: Request, num_drafts: int, num_accepted_tokens: int) -> None:
+        """Keep what a step has computed of the accepted drafts of a request, and forget its others."""
+        request.num_unchecked_drafts -= num_drafts
+        request.draft_tokens = ()
+        if request.row > 0:  # it was not preempted, and has not ended
+            request.num_computed_tokens += num_accepted_tokens
+        if request.finish_reason is not None:
+            return
         for position in range(num_accepted_tokens):
             self.num_accepted_per_position[position] += 1
-        request.num_drafts += 1
-        request.num_draft_tokens += len(request.draft_tokens)
-        request.num_accepted_tokens += num_accepted_tokens
-        request.draft_tokens = ()
-        if request.row > 0:  # it was not preempted
-            request.num_computed_tokens += num_accepted_tokens
+        for counter in (self, request):
+            counter.num_drafts += 1
+            counter.num_draft_tokens += num_drafts
+            counter.num_accepted_tokens += num_accepted_tokens
 
     def _forget_drafts(self, request: Request) -> None:
         if self.drafter is not None:
@@ -321,9 +360,9 @@ class Scheduler:
         if request.num_pending_tokens and request.num_tokens >= request.max_length:
             return  # it ends when the pending token arrives
         assert request.blocks is not None
-        computed = request.num_computed_tokens
-        in_its_last_block = count == 1 and computed % self.blocks.block_size
-        while not in_its_last_block and not self.blocks.extend(request.blocks, computed, computed + count):
+        computed, unchecked = request.num_computed_tokens, request.num_unchecked_drafts
+        in_its_last_block = count == 1 and computed % self.blocks.block_size and not unchecked
+        while not in_its_last_block and not self.blocks.extend(request.blocks, computed, computed + unchecked + count):
             victim = max(self.running, key=lambda r: (-r.priority, -r.num_preemptions, r.arrival))
             self._preempt(victim)
             plan.pop(victim, None)
@@ -452,16 +491,17 @@ class Scheduler:
         scores = _scores(result)
         prompt_top = None if result.prompt_top is None else Choice.unpack(result.prompt_top)
         place, checks = 0, []
+        drafts = step.drafts if result.drafts is None else result.drafts.tolist()
         while place < len(step.decoding):
             request, first, last = step.decoding[place], place, place
             place += 1
             while place < len(step.offsets) and step.offsets[place]:
                 place += 1
             if place > first + 1:
-                accepted = num_accepted(tokens[first:place], step.drafts[first + 1 : place])
+                accepted = num_accepted(tokens[first:place], drafts[first + 1 : place])
                 last += accepted
                 checks.append((request, place - first - 1, accepted))
-                self.commit(request, accepted)
+                self.commit(request, place - first - 1, accepted)
             request.num_pending_tokens -= 1
             if request.finish_reason is None:
                 updated.append(request)

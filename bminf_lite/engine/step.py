@@ -7,13 +7,16 @@ behind it, and samples all of them, so each is a row of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from .request import Request
+
+NO_TOKEN = -1
+"""Stands for a token that the host does not know: the newest of its sequence, which the sampler holds, or a guess."""
 
 
 class ScheduledTokens(NamedTuple):
@@ -59,6 +62,10 @@ class Step:
     for newest tokens, and ``drafts`` are the draft tokens, 0 for newest tokens. Both are empty in a step without
     drafts.
 
+    Drafts that are not known yet are :data:`NO_TOKEN`: before the step the draft model makes ``num_guesses`` guesses of
+    each request that has any. Requests of which the host does not know how many drafts were accepted are ``ahead``:
+    their ``positions`` are the lowest ones, and may be as much higher as stands there.
+
     Behind these rows are ``singles``, tokens that do not sample, and ``pieces`` of several tokens. The sources of the
     requests ``sources`` are encoded before the step, and the ``copies`` of :class:`.Admission` are made, in order.
 
@@ -69,6 +76,8 @@ class Step:
     positions: Sequence[int] = ()
     offsets: Sequence[int] = ()
     drafts: Sequence[int] = ()
+    num_guesses: int = 0
+    ahead: Mapping[Request, int] = field(default_factory=dict)
     singles: Sequence[ScheduledTokens] = ()
     pieces: Sequence[ScheduledTokens] = ()
     sources: Sequence[Request] = ()
@@ -106,9 +115,10 @@ class StepResult(NamedTuple):
     ``chosen`` is int32 as ``Backend.sample`` returns it, for the tokens that sample. ``prompt_scores`` is int32 as
     ``Backend.token_logprobs`` returns it, for the prompt tokens that the parts score. If one of their requests wants
     more than the most likely token, ``prompt_top`` has what ``Backend.sample`` returns of their logits in the variant
-    ``FULL``.
+    ``FULL``. ``drafts`` int32 are those of a step that makes its guesses itself, for the tokens that sample.
     """
 
     chosen: np.ndarray
     prompt_scores: np.ndarray
     prompt_top: np.ndarray | None = None
+    drafts: np.ndarray | None = None

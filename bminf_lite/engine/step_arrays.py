@@ -84,7 +84,7 @@ def captured_sizes(
     them.
     """
     ends = [*dict.fromkeys((lengths[0], lengths[-1]))]
-    decodes = _up_to(ops.decode_sizes, max_num_seqs)
+    decodes = up_to(ops.decode_sizes, max_num_seqs)
     sizes = [StepSize(n, 0, 0, length) for n in decodes for length in (lengths if n <= FEW_SEQUENCES else ends)]
     most = next((n for n, _ in sorted(ops.mixed_sizes) if n >= max_num_seqs), max_num_seqs)
     for count, tokens in sorted(ops.mixed_sizes, key=sum):
@@ -97,7 +97,7 @@ def captured_sizes(
     return sizes + [replace(size, has_adapters=True) for size in sizes] if has_adapters else sizes
 
 
-def _up_to(sizes: Sequence[int], count: int) -> list[int]:
+def up_to(sizes: Sequence[int], count: int) -> list[int]:
     """The ascending ``sizes`` up to the first that is ``count`` or more."""
     return [n for i, n in enumerate(sizes) if i == 0 or sizes[i - 1] < count]
 
@@ -144,7 +144,7 @@ class StepInputs:
             num_logits * size.has_adapters,
         )
         self.shapes = [*((n,) for n in vectors), *((count, w) for w in widths), (count * has_source, source_width)]
-        self.packed = np.zeros(sum(_pitch(shape) for shape in self.shapes), np.int32)
+        self.packed = np.zeros(sum(pitch_of(shape) for shape in self.shapes), np.int32)
         arrays = split(self.packed, self.shapes)
         self.tokens, self.cu_seqlens, self.context_lens, self.rows, self.offsets, self.drafts = arrays[:6]
         self.logit_rows, self.targets, self.last_positions, self.source_lens = arrays[6:10]
@@ -156,7 +156,8 @@ class StepInputs:
             self.logit_lora_ids[:] = self.lora_ids[self.logit_rows]
 
 
-def _pitch(shape: Sequence[int]) -> int:
+def pitch_of(shape: Sequence[int]) -> int:
+    """The integers that an array of this shape takes in a packed one."""
     return -(-prod(shape) // ALIGNMENT) * ALIGNMENT
 
 
@@ -165,7 +166,7 @@ def split(packed: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     arrays, start = [], 0
     for shape in shapes:
         arrays.append(packed[start : start + prod(shape)].reshape(shape))
-        start += _pitch(shape)
+        start += pitch_of(shape)
     return arrays
 
 

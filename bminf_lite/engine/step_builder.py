@@ -6,7 +6,7 @@ padded to, and collects what is written to the sampler's table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -20,16 +20,27 @@ from ..layers.cache import blocks_for
 from .adapters import AdapterSlotTable, AdapterWrite
 from .block_manager import BlockManager, SequenceBlocks
 from .config import EngineConfig
+from .guess_arrays import GuessInputs, GuessSize, guess_sizes
 from .request import Request
 from .sampler_rows import MaskWrite, RowWrite, SamplerRows, TableSize
 from .sampling_params import sequence_sampling
-from .step import Step
+from .step import NO_TOKEN, Step
 from .step_arrays import StepInputs, StepSize, captured_sizes
 
 CAPTURED_LENGTHS = (1024, 4096, 16384)
 """Bounds of the lengths of sequences for which steps are captured, beside the model's context; in tokens."""
-NO_TOKEN = -1
-"""Stands for a token that the host does not know: the newest of its sequence, which the sampler holds."""
+
+
+@dataclass(frozen=True)
+class GuessPlan:
+    """The guesses that an executor lets the draft model make. If they are ``is_captured``, the inputs are padded.
+
+    Before them, the pools of each group of the cache get at least ``num_blocks`` blocks.
+    """
+
+    inputs: GuessInputs
+    is_captured: bool
+    num_blocks: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,8 @@ class StepPlan:
     - ``samples``: whether any token is chosen, in the ``variant``.
     - ``num_taken``: rows of logits, the last ones, that requests take.
     - ``wants_top``: whether the scored prompt tokens report the most likely tokens.
+    - ``guesses``: those that are made before the step; draft ``-1 - i`` of the inputs is guess ``i`` of them.
+    - ``moves``: whether the host does not know all positions, see :meth:`.Backend.insert_positions`.
 
     Before the step, the pools of each group of the cache get at least ``num_blocks`` blocks, and those of the sources
     ``num_source_blocks``. Then ``rows`` of the sampler and the slots of ``adapters`` are written, the ``sources`` are
@@ -55,6 +68,8 @@ class StepPlan:
     variant: SamplerVariant
     num_taken: int = 0
     wants_top: bool = False
+    guesses: GuessPlan | None = None
+    moves: bool = False
     num_blocks: Sequence[int] = ()
     num_source_blocks: int = 0
     rows: Sequence[RowWrite] = ()
@@ -110,6 +125,8 @@ class StepBuilder:
             has_adapters=config.num_adapter_slots > 0,
         )
         self._prompt_sizes = [size for size in self.sizes if size.prompts]
+        most = config.max_num_draft_rows // 2
+        self.guess_sizes = guess_sizes(ops, lengths, min(most, config.max_num_seqs), config.num_draft_tokens)
 
     # -- rows of the sampler ------------------------------------------------------------------------------------------
 
@@ -161,7 +178,7 @@ class StepBuilder:
         for request, _ in step.copies:
             self._update_tables(request)  # it may begin with one token in the middle of a block
         others, sampled = step.others, step.sampled
-        longest = max(step.positions, default=0) + 1
+        longest = max(step.positions, default=0) + 1 + max(step.ahead.values(), default=0)
         exact = StepSize(
             step.num_decodes,
             len(step.pieces),
@@ -175,14 +192,17 @@ class StepBuilder:
             sizes = self._prompt_sizes if step.pieces else self.sizes
             size = next((size for size in sizes if exact.fits(size)), None)
         pool = self.blocks.source_pool
+        inputs = self._inputs(step, exact) if size is None else self._captured_inputs(step, size)
         return StepPlan(
-            self._inputs(step, exact) if size is None else self._captured_inputs(step, size),
+            inputs,
             is_captured=size is not None,
             max_query_len=max((p.num_tokens for p in step.pieces), default=1),
             samples=bool(sampled),
             variant=self.rows.variant([r.row for r in sampled]),
             num_taken=sum(p.num_taken for p in others),
             wants_top=any(p.num_scored and p.request.num_prompt_top > 1 for p in others),
+            guesses=self._step_guesses(step, inputs) if step.num_guesses else None,
+            moves=bool(step.ahead),
             num_blocks=[pool.highest + 1 for pool in self.blocks.pools],
             num_source_blocks=pool.highest + 1 if pool is not None else 0,
             rows=self.rows.take_writes(),
@@ -193,19 +213,49 @@ class StepBuilder:
             copies=[pairs for _, pairs in step.copies],
         )
 
-    def newest_tokens(self, requests: Sequence[Request], count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """The newest known tokens of requests, their positions, and the tables of their blocks, for a draft model.
+    def guesses(self, newest: Mapping[Request, int], count: int, ahead: Mapping[Request, int]) -> GuessPlan:
+        """The plan of ``count`` guesses behind the newest token of each request, whose position is given.
 
-        ``count`` more tokens of each have blocks.
+        Those of ``ahead`` may be as much higher. ``count`` more tokens of each have blocks.
         """
-        positions = np.array([r.num_known_tokens - 1 for r in requests], np.int32)
-        tokens = [r.token_ids(p, p + 1)[0] for r, p in zip(requests, positions.tolist(), strict=True)]
+        requests = list(newest)
         for request in requests:
             self._update_tables(request)
-        rows = [r.row for r in requests]
-        widths = [group.blocks_for(int(positions.max()) + 1 + count) for group in self.blocks.groups]
-        tables = [host.array[rows, :width] for host, width in zip(self._tables, widths, strict=True)]
-        return np.array(tokens, np.int32), positions, tables
+        longest = max(position + ahead.get(r, 0) for r, position in newest.items()) + 1 + count
+        exact = GuessSize(len(requests), count, longest)
+        size = self._captured_guesses(exact)
+        inputs = self.empty_guesses(size or exact)
+        own = range(len(requests))
+        inputs.tokens[own] = [_newest(*pair) for pair in newest.items()]
+        inputs.rows[own] = rows = [r.row for r in requests]
+        # the newest token of a sequence that was given n tokens lies at the position len(prompt) + n - 1
+        firsts = [-len(r.prompt_token_ids) if r in ahead else position for r, position in newest.items()]
+        steps = [-1 if r in ahead else 1 for r in requests]
+        inputs.context_lens[:, own] = np.array(firsts) + np.outer(np.arange(count), steps)
+        for table, host in zip(inputs.tables, self._tables, strict=True):
+            table[own] = host.array[rows, : table.shape[1]]
+        return GuessPlan(inputs, size is not None, [pool.highest + 1 for pool in self.blocks.pools])
+
+    def empty_guesses(self, size: GuessSize) -> GuessInputs:
+        """The integers of guesses of padding alone."""
+        return GuessInputs(size, [group.blocks_for(size.max_context_len) for group in self.blocks.groups])
+
+    def _captured_guesses(self, exact: GuessSize) -> GuessSize | None:
+        """The size of captured guesses that ``exact`` can be padded to; the number of guesses stays."""
+        for size in self.guess_sizes:
+            if exact.sequences <= size.sequences and exact.max_context_len <= size.max_context_len:
+                return replace(size, count=exact.count)
+        return None
+
+    def _step_guesses(self, step: Step, inputs: StepInputs) -> GuessPlan:
+        """The guesses of a step, after its drafts were given the numbers of theirs."""
+        places = [place for place, offset in enumerate(step.offsets) if offset]
+        newest = {step.decoding[place]: step.positions[place] - step.offsets[place] for place in places}
+        plan = self.guesses(newest, step.num_guesses, step.ahead)
+        columns, pitch = {r: i for i, r in enumerate(newest)}, plan.inputs.size.sequences
+        guesses = [(step.offsets[place] - 1) * pitch + columns[step.decoding[place]] for place in places]
+        inputs.drafts[places] = -1 - np.array(guesses)
+        return plan
 
     def empty_inputs(self, size: StepSize) -> StepInputs:
         """The integers of a captured step of padding alone."""
@@ -254,10 +304,7 @@ class StepBuilder:
         requests, others, decoding = step.requests, step.others, len(step.decoding)
         places = np.arange(len(requests))
         places[num_decodes:] += size.decodes - num_decodes
-        tokens = [
-            request.token_ids(position, position + 1)[0] if position < request.num_known_tokens else NO_TOKEN
-            for request, position in zip(step.decoding, step.positions, strict=True)
-        ]
+        tokens = [_newest(request, position) for request, position in zip(step.decoding, step.positions, strict=True)]
         for part in others:
             tokens += part.request.token_ids(part.start, part.stop)
         inputs.tokens[:num_decodes] = tokens[:num_decodes]
@@ -265,7 +312,7 @@ class StepBuilder:
         if size.has_drafts:
             inputs.offsets[:decoding], inputs.drafts[:decoding] = step.offsets, step.drafts
             rows = np.flatnonzero(inputs.offsets)
-            inputs.tokens[rows] = inputs.drafts[rows]
+            inputs.tokens[rows] = np.maximum(inputs.drafts[rows], 0)
         inputs.cu_seqlens[: size.decodes] = np.arange(size.decodes)
         begins = [*accumulate((p.num_tokens for p in step.pieces), initial=size.decodes)]
         inputs.cu_seqlens[size.decodes :] = begins[-1]
@@ -281,6 +328,11 @@ class StepBuilder:
             inputs.last_positions[places] = [*step.positions, *(p.stop - 1 for p in others)]
         table_rows = [r.row for r in requests]
         inputs.context_lens[places] = [*step.positions, *(p.start for p in others)]
+        if step.ahead:
+            offsets = step.offsets or [0] * decoding
+            for place, (request, offset) in enumerate(zip(step.decoding, offsets, strict=True)):
+                if request in step.ahead:
+                    inputs.context_lens[place] = -len(request.prompt_token_ids) - offset
         inputs.rows[places] = [*table_rows[:decoding], *(p.request.row if p.samples else 0 for p in others)]
         changed = [p.request for p in others if p.num_tokens > 1 or p.start % BLOCK_SIZE == 0]  # what takes new blocks
         changed += [r for r, i in zip(step.decoding, step.positions, strict=True) if i % BLOCK_SIZE == 0]
@@ -297,6 +349,11 @@ class StepBuilder:
         for host, table in zip(self._tables, blocks.tables, strict=True):
             host.update(request, table)
         self._source_tables.update(request, blocks.source_table)
+
+
+def _newest(request: Request, position: int) -> int:
+    """The token at a position, if it is known."""
+    return request.token_ids(position, position + 1)[0] if position < request.num_known_tokens else NO_TOKEN
 
 
 def _sampling(request: Request) -> SequenceSampling:

@@ -262,7 +262,7 @@ class Eagle3Head:
         self.norm = rms_norm(ops, weights, NORM, config.norm_eps)
         self.head = Linear(ops, weights, [HEAD])
         self.fc_of: Mapping[int, Linear] = {}
-        self.token_ids = np.arange(config.draft_vocab_size, dtype=np.int32)
+        self.token_ids: Array = None
         self.embed_with: Any = None
 
     def attach(self, num_layers: int, embed: Any, token_ids: np.ndarray | None = None) -> None:
@@ -273,7 +273,7 @@ class Eagle3Head:
         self.fc_of = dict(zip(self.config.layers_of(num_layers), self.fc, strict=True))
         self.embed_with = embed
         if token_ids is not None:
-            self.token_ids = token_ids
+            self.token_ids = self.ops.array(token_ids)
 
     def features(self) -> Features:
         """Collects the features of a step."""
@@ -286,20 +286,19 @@ class Eagle3Head:
             for layer in self.layers:
                 layer.read(self._embed(batch), before, cache, batch)
 
-    def guess(self, batch: ForwardBatch, cache: KVCache, features: Array = None) -> tuple[np.ndarray, Array]:
-        """The most likely token behind each sequence's one of a step, int32 ``[B]``, and what stands for its features.
+    def guess(self, batch: ForwardBatch, cache: KVCache, features: Array, out: Array) -> Array:
+        """Write the most likely token behind each sequence's one of a step to ``out`` int32 ``[B]``.
 
-        Without ``features``, the token's are those that the step before has left.
+        Returns what stands for its features. Without ``features``, the token's are those that the step before has left.
         """
         with self.ops.step(batch):
-            if features is None:
-                unknown = self.ops.array(np.zeros((batch.batch_size, self.config.hidden_size), np.float32))
-                features = self.ops.previous_rows(unknown, self.previous, cache.layers[1], batch)
+            embedded = self._embed(batch)
+            if features is None:  # what stands for this token's own is overwritten before anything reads it
+                features = self.ops.previous_rows(embedded, self.previous, cache.layers[1], batch)
             for layer in self.layers:
-                features = layer(self._embed(batch), features, cache, batch)
-            logits = self.head.fp32(self.norm(features))
-        best = np.argmax(self.ops.host(logits), axis=1)
-        return self.token_ids[best], features
+                features = layer(embedded, features, cache, batch)
+            self.ops.most_likely(self.head.fp32(self.norm(features)), out, self.token_ids)
+        return features
 
     def _embed(self, batch: ForwardBatch) -> Array:
         found: Array = self.embedding(batch) if self.embedding is not None else self.embed_with(batch)

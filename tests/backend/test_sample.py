@@ -216,6 +216,47 @@ def test_the_newest_tokens_take_the_places_of_minus_one(backend, seed, count, to
     np.testing.assert_array_equal(backend.host(after), np.where(before < 0, newest, before))
 
 
+@given(SEEDS, st.integers(1, 40), st.sampled_from([1, 31, 2500]), st.booleans())
+def test_the_most_likely_tokens_or_what_stands_for_them(backend, seed, count, vocab, with_ids):
+    """The first of equal ones; 0 for a row without one."""
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-3, 9, (count, vocab)).astype(np.float32)
+    logits[rng.random(count) < 0.2, rng.integers(vocab)] = np.nan
+    logits[rng.random(count) < 0.1] = -np.inf
+    ids = rng.integers(0, 1000, vocab).astype(np.int32)
+    out = backend.array(np.full((2, count), -5, np.int32))
+    backend.most_likely(padded(backend, logits), out[1], backend.array(ids) if with_ids else None)
+    expected = [int(row.argmax()) if np.isfinite(row.max()) else 0 for row in logits]
+    np.testing.assert_array_equal(backend.host(out)[1], ids[expected] if with_ids else expected)
+    assert (backend.host(out)[0] == -5).all()
+
+
+@given(SEEDS, st.integers(1, 600), st.integers(1, 9))
+def test_guesses_take_the_places_that_name_them(backend, seed, count, guesses):
+    rng = np.random.default_rng(seed)
+    made = rng.integers(0, 1000, (guesses, 3)).astype(np.int32)
+    before = rng.integers(-made.size, 5, count).astype(np.int32)
+    tokens, drafts = backend.array(np.full(count + 2, 7, np.int32)), backend.array(before)
+    copy = backend.insert_guesses(tokens, drafts, backend.array(made))
+    guessed = before < 0
+    expected = np.where(guessed, made.reshape(-1)[np.where(guessed, -1 - before, 0)], before)
+    np.testing.assert_array_equal(backend.host(drafts), expected)
+    np.testing.assert_array_equal(backend.host(copy), expected)
+    np.testing.assert_array_equal(backend.host(tokens), np.append(np.where(guessed, expected, 7), [7, 7]))
+
+
+@given(SEEDS, st.integers(1, 300), st.integers(1, 9))
+def test_positions_follow_from_the_tokens_that_a_sequence_has(backend, seed, count, places):
+    rng = np.random.default_rng(seed)
+    state = random_sampler(rng, count, 9, False)
+    state.columns["step"] = rng.integers(0, 1000, len(state.table))
+    before = rng.integers(-9, 9, (places, len(state.rows))).astype(np.int32)
+    after = backend.array(before)
+    backend.insert_positions(after, state.map(backend.array))
+    moved = -1 - before + state.columns["step"][state.rows]
+    np.testing.assert_array_equal(backend.host(after), np.where(before < 0, moved, before))
+
+
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 

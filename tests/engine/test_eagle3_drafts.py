@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle3_kit import DRAFT_VOCAB, HEAD, OFFSETS, TARGET, VOCAB, FloatWeights, save_head, save_target
-from model_kit import RowwiseBackend, request, run
+from model_kit import RowwiseBackend, WatchedBackend, request, run
 from tiny_models import RandomWeights
 
 import bminf_lite
@@ -20,7 +20,6 @@ from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.engine.draft_model import HeadedNetwork
-from bminf_lite.engine.model_runner import ModelRunner
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.errors import UsageError
@@ -34,9 +33,12 @@ ALWAYS = SpeculativeConfig("eagle3", model="it", adaptive=False)
 
 
 @contextmanager
-def served(with_head: bool = True, num_blocks: int = 40, num_slots: int = 17, **limits: Any) -> Iterator[Model]:
-    """A w8a8 model, whose products are exact, with a head or alone."""
-    ops, architecture = RowwiseBackend(), models.find(SMALL)
+def served(
+    with_head: bool = True, num_blocks: int = 40, num_slots: int = 17, ahead: bool = False, **limits: Any
+) -> Iterator[Model]:
+    """A w8a8 model, whose products are exact, with a head or alone. It may run ahead, with padded steps."""
+    ops: Any = WatchedBackend(1, (1, 2, 4, 8), (16, 64)) if ahead else RowwiseBackend()
+    architecture = models.find(SMALL)
     network: Any = architecture.Model(architecture.parse(SMALL), RandomWeights(SMALL, 7, quantized=True), ops)
     parsed, layout, blocks = network.config, network.config.cache_layout, (num_blocks,)
     if with_head:
@@ -68,29 +70,32 @@ def results(requests: list[Request]) -> list[tuple[list[int], list[float]]]:
     return [(r.output_token_ids, r.logprobs.tolist()) for r in requests]
 
 
-def correct_some(monkeypatch: pytest.MonkeyPatch, expected: dict[int, list[int]]) -> None:
+def correct_some(monkeypatch: pytest.MonkeyPatch, requests: Sequence[Request]) -> None:
     """Let most guesses be right: random heads guess nothing. The head's cache and slots are used as they are."""
-    guess = ModelRunner.guess
-
-    def corrected(self: ModelRunner, requests: Sequence[Request], count: int) -> np.ndarray:
-        found = guess(self, requests, count)
-        for row, one in zip(found, requests, strict=True):
-            known = len(one.output_tokens)
-            right = expected[one.index][known : known + count]
+    guess = HeadedNetwork.guess
+    behind = {}  # the tokens behind each generated one of the requests, which is found by its position too
+    for one in requests:
+        for known in range(1, len(one.output_tokens)):
+            position = len(one.prompt_token_ids) + known - 1
             place = (known * 7) % 5  # the first draft that stays wrong
-            row[: min(place, len(right))] = right[:place]
-        return found
+            behind[position, one.output_tokens[known - 1]] = one.output_token_ids[known:][:place]
 
-    monkeypatch.setattr(ModelRunner, "guess", corrected)
+    def corrected(self: HeadedNetwork, cache: Any, batches: Sequence[Any], guesses: np.ndarray) -> None:
+        guess(self, cache, batches, guesses)
+        for column, newest in enumerate(zip(batches[0].context_lens.tolist(), batches[0].tokens.tolist(), strict=True)):
+            right = behind.get(newest, [])[: len(guesses)]
+            guesses[: len(right), column] = right
+
+    monkeypatch.setattr(HeadedNetwork, "guess", corrected)
 
 
-@pytest.mark.parametrize("piece", [512, 24])
-def test_tokens_are_those_without_a_head(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("piece", "ahead"), [(512, False), (24, False), (512, True)])
+def test_tokens_are_those_without_a_head(piece: int, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(with_head=False) as model:
         alone = run(model, asked())
         expected = results(alone)
-    correct_some(monkeypatch, {r.index: r.output_token_ids for r in alone})
-    with served(max_num_batched_tokens=piece) as model:
+    correct_some(monkeypatch, alone)
+    with served(max_num_batched_tokens=piece, ahead=ahead) as model:
         assert results(run(model, asked())) == expected
         assert results(run(model, asked())) == expected  # with prefixes from the cache
         stats = model.stats()

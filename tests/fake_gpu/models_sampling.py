@@ -150,6 +150,38 @@ def token_logprobs(call: Call) -> None:
 
 
 @model
+def most_likely(call: Call) -> None:
+    logits, (heads, parts) = np.array(logits_of(call, BLOCK_CHUNKS)), scratch_of(call, drawing=False)
+    call.require(not heads.any(), "the scratch is not zero")
+    parts[...] = JUNK
+    with np.errstate(all="ignore"):
+        tokens = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), 0)
+    if call.tokens:
+        tokens = call.vector("tokens", call.vocab, np.int32)[tokens]
+    call.vector("result", batch_of(call), np.int32)[...] = tokens
+
+
+@model
+def insert_guesses(call: Call) -> None:
+    call.require(call.threads >= call.count, "blocks are missing")
+    tokens, drafts = (call.vector(name, call.count, np.int32) for name in ("tokens", "drafts"))
+    places = np.flatnonzero(drafts < 0)
+    if len(places):
+        guesses = call.vector("guesses", int(-drafts.min()), np.int32)
+        tokens[places] = drafts[places] = guesses[-1 - drafts[places]]
+    call.vector("copy", call.count, np.int32)[...] = drafts
+
+
+@model
+def insert_positions(call: Call) -> None:
+    call.require(call.threads >= call.count and call.count % call.batch == 0, "blocks are missing")
+    positions, rows = call.vector("positions", call.count, np.int32), call.vector("rows", call.batch, np.int32)
+    table = call.rows("table", int(rows.max()) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
+    steps = SamplerState(table, rows, SamplerVariant.FULL).columns["step"][np.resize(rows, call.count)]
+    positions[...] = np.where(positions < 0, -1 - positions + steps, positions)
+
+
+@model
 def insert_last_tokens(call: Call) -> None:
     call.require(call.threads >= call.count, "blocks are missing")
     tokens, rows = (call.vector(name, call.count, np.int32) for name in ("tokens", "rows"))

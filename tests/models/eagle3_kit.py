@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ import numpy as np
 from safetensors.numpy import save_file
 from tiny_models import RandomWeights, random_tensors
 
+from bminf_lite.backend.sampling import ROW_WORDS, SamplerState, SamplerVariant, neutral_rows
+from bminf_lite.backend.values import BLOCK_SIZE
+from bminf_lite.engine.draft_model import DraftedNetwork
+from bminf_lite.engine.guess_arrays import GuessArrays, GuessInputs, GuessSize
+from bminf_lite.layers.cache import KVCache
 from bminf_lite.models import _eagle3 as eagle3
 
 VOCAB, WIDTH, LAYERS, DRAFT_VOCAB = 97, 32, 8, 41
@@ -59,3 +65,20 @@ def save_head(
     mask = np.isin(np.arange(VOCAB), OFFSETS + np.arange(DRAFT_VOCAB))
     save_file({"d2t": OFFSETS.astype(np.int64), "t2d": mask} | named | others, folder / "model.safetensors")
     return folder
+
+
+def guesses_of(
+    network: DraftedNetwork, cache: KVCache, newest: Sequence[int], positions: Sequence[int], count: int
+) -> np.ndarray:
+    """``count`` guesses behind the newest tokens of some sequences, whose cache is no larger than they need."""
+    ops, most = network.ops, max(positions) + count
+    tables = [table[:, : -(-most // BLOCK_SIZE)] for table in cache.tables(len(newest), most)]
+    inputs = GuessInputs(GuessSize(len(newest), count, most), [table.shape[1] for table in tables])
+    inputs.tokens[:], inputs.context_lens[:] = newest, np.array(positions) + np.arange(count)[:, None]
+    for target, table in zip(inputs.tables, tables, strict=True):
+        target[:] = table
+    arrays = GuessArrays(ops, inputs)
+    table = ops.array(neutral_rows(1).view(np.int32).reshape(-1, ROW_WORDS))
+    arrays.write(inputs, lambda rows: SamplerState(table, rows, SamplerVariant.GREEDY))
+    network.guess(cache, arrays.batches, arrays.guesses)
+    return ops.host(arrays.guesses).T

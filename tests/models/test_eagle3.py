@@ -7,7 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle3_kit import DRAFT_VOCAB, HEAD, LAYERS, OFFSETS, TARGET, VOCAB, WIDTH, FloatWeights, save_head, save_target
+from eagle3_kit import (
+    DRAFT_VOCAB,
+    HEAD,
+    LAYERS,
+    OFFSETS,
+    TARGET,
+    VOCAB,
+    WIDTH,
+    FloatWeights,
+    guesses_of,
+    save_head,
+    save_target,
+)  # fmt: skip
 from tiny_models import RandomWeights
 
 from bminf_lite import models
@@ -127,7 +139,7 @@ def test_guesses_are_those_of_the_equations(options: dict[str, Any], monkeypatch
             network(ForwardBatch.packed(np.array, [tokens[start:stop]], [start], cache.tables(1, 32)), cache)
         logits = watched_logits(network.head, monkeypatch)
         for _ in range(2):  # a guess leaves nothing behind that the next one reads
-            found = network.guess(cache, np.array(tokens[-1:], np.int32), np.array([22]), cache.tables(1, 32), 4)
+            found = guesses_of(network, cache, tokens[-1:], [22], 4)
             assert found.tolist() == [expected]
         monkeypatch.undo()
         # fp32 sums of at most 96 terms, over some layers
@@ -156,8 +168,7 @@ def test_several_sequences_guess_what_each_does_alone() -> None:
         cache = KVCache.for_sequences(network.ops, layout_of(network), len(rows), 32)
         tables = cache.tables(len(rows), 32)
         network(ForwardBatch.packed(np.array, [row[:-1] for row in rows], None, tables), cache)
-        newest, positions = np.array([row[-1] for row in rows], np.int32), np.array([len(row) - 1 for row in rows])
-        return network.guess(cache, newest, positions, tables, 3).tolist()
+        return guesses_of(network, cache, [row[-1] for row in rows], [len(row) - 1 for row in rows], 3).tolist()
 
     assert guesses(rows) == [guesses([row])[0] for row in rows]
 
@@ -188,9 +199,9 @@ def test_a_gpu_guesses_what_the_reference_does(cuda_backend: Backend) -> None:
             for step in ([row[:-4] for row in rows], *([row[i : i + 1] for row in rows] for i in (-4, -3, -2))):
                 network(ForwardBatch.packed(ops.array, step, lens, tables), cache)
                 lens = [n + len(new) for n, new in zip(lens, step, strict=True)]
-                newest = np.array([row[n] for row, n in zip(rows, lens, strict=True)], np.int32)
-                network.guess(cache, newest, np.array(lens, np.int32), tables, 1)
-            network.guess(cache, newest, np.array(lens, np.int32), tables, 3)
+                newest = [row[n] for row, n in zip(rows, lens, strict=True)]
+                guesses_of(network, cache, newest, lens, 1)
+            guesses_of(network, cache, newest, lens, 3)
             logits += watched
         found[ops] = np.concatenate(logits)
         cache.close()
@@ -303,7 +314,7 @@ def test_a_head_of_a_rotated_model_guesses_the_same(
             cache = KVCache.for_sequences(ops, layout_of(both), 1, 32)
             both(ForwardBatch.packed(np.array, [tokens[:-1]], [0], cache.tables(1, 32)), cache)
             logits = watched_logits(built, monkeypatch)
-            both.guess(cache, np.array(tokens[-1:], np.int32), np.array([19]), cache.tables(1, 32), 3)
+            guesses_of(both, cache, tokens[-1:], [19], 3)
             found.append(np.concatenate(logits))
     assert not np.array_equal(stream_rotation(WIDTH)(np.eye(WIDTH, dtype=np.float32)), np.eye(WIDTH))
     np.testing.assert_allclose(found[1], found[0], atol=5e-3)  # fp32 sums in another basis, over ten layers

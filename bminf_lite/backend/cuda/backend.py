@@ -726,6 +726,23 @@ class CudaBackend(Backend):
 
         self.arrays.write(target, values, copy=copy)
 
+    def insert_guesses(self, tokens: Array, drafts: Array, guesses: Array) -> Array:
+        copy = self.arrays.empty(drafts.shape, np.int32)
+        addresses = tokens.data.ptr, drafts.data.ptr, guesses.data.ptr, copy.data.ptr
+        self.kernels.sampler.launch_insert_guesses(*addresses, len(drafts), self.stream.ptr)
+        return copy
+
+    def insert_positions(self, positions: Array, sampler: SamplerState) -> None:
+        addresses = positions.data.ptr, sampler.rows.data.ptr, sampler.table.data.ptr
+        self.kernels.sampler.launch_insert_positions(*addresses, positions.shape[-1], positions.size, self.stream.ptr)
+
+    def most_likely(self, logits: Array, out: Array, ids: Array = None) -> None:
+        logits = self.arrays.padded(logits)
+        rows, vocab = logits.shape
+        scratch = self._sampler_scratch(rows, vocab, greedy=True)
+        addresses = address(ids), out.data.ptr, scratch.data.ptr, self.stream.ptr
+        self.kernels.sampler.launch_most_likely(logits.data.ptr, pitch_of(logits), rows, vocab, *addresses)
+
     def token_logprobs(self, logits: Array, tokens: Array) -> Array:
         logits = self.arrays.padded(logits)
         rows, vocab = logits.shape

@@ -19,6 +19,9 @@
 //   token_logprobs      log-probabilities of given tokens and of the most likely ones
 //   insert_last_tokens  the tokens that a step chose, as the input of the next
 //   write_step          both in one: the integers of a step from host memory, with the tokens that the last step chose
+//   most_likely         the most likely tokens alone, as the input of the next guess
+//   insert_guesses      guesses, as the drafts of a step
+//   insert_positions    positions that follow from the number of tokens that a sequence has got
 //   commit_drafts       updates the sequences of a step that checks drafts by what they get
 //
 // The scratch memory must be zero before the first launch; the counters in it are zero again after each.
@@ -186,6 +189,41 @@ __global__ void __launch_bounds__(THREADS, PART_BLOCKS) token_logprobs(const Arg
         a, valid ? static_cast<int>(best.key) : -1, valid ? log_probability(largest, best.top, log_sum) : NAN_F);
     const float logit = token < 0 ? NAN_F : a.logits[size_t(blockIdx.y) * a.pitch + token];
     a.result[2 * a.result_pitch + blockIdx.y] = __float_as_int(log_probability(logit, best.top, log_sum));
+}
+
+// Each row's most likely token, or what tokens [vocab] has at its place unless it is null; uses logits, tokens, result
+// [batch] and the scratch. 0 stands for the token of a row that has none.
+__global__ void __launch_bounds__(THREADS, PART_BLOCKS) most_likely(const Arguments a) {
+    wait_on_dependent_grids();
+    launch_dependent_grids();
+    store_parts<false>(a, load_part(a), NULL_ROW);
+    if (!is_last_block(a)) return;
+    const MaxLogSumExp best = merged_parts(a);
+    if (threadIdx.x != 0) return;
+    const int token = fabsf(value_of(best.key)) < INF_F ? static_cast<int>(best.key) : 0;
+    a.result[blockIdx.y] = a.tokens ? a.tokens[token] : token;
+}
+
+// Replaces -1 - i among drafts [count] by guesses[i], and the token at the same place too; copy [count] gets the drafts.
+__global__ void __launch_bounds__(THREADS)
+    insert_guesses(int* tokens, int* drafts, const int* guesses, int* copy, int count) {
+    wait_on_dependent_grids();
+    launch_dependent_grids();
+    const int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= count) return;
+    int draft = drafts[i];
+    if (draft < 0) tokens[i] = drafts[i] = draft = guesses[~draft];
+    copy[i] = draft;
+}
+
+// Replaces -1 - p among positions [count] by p and the tokens that the sequence has got; rows [batch] name it, again and
+// again.
+__global__ void __launch_bounds__(THREADS)
+    insert_positions(int* positions, const int* rows, const SamplerRow* table, int batch, int count) {
+    wait_on_dependent_grids();
+    launch_dependent_grids();
+    const int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i < count && positions[i] < 0) positions[i] = ~positions[i] + table[rows[i % batch]].step;
 }
 
 // Replaces -1 among tokens [count] by the newest token of its sequence.

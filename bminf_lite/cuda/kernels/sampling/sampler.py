@@ -22,7 +22,10 @@ from ..sources import SOURCES
 SOURCE = "sampling/sample.cu"
 DRAWING = ("best_token", "histogram", "cut_tail", "draw_token")
 """Each with and without ADJUSTED: whether biases, penalties and masks may change logits."""
-OTHERS = ("top_logprobs", "token_logprobs", "insert_last_tokens", "write_step", "commit_drafts")
+OTHERS = (
+    "top_logprobs", "token_logprobs", "most_likely", "insert_last_tokens", "insert_guesses", "insert_positions",
+    "write_step", "commit_drafts",
+)  # fmt: skip
 PART_BYTES = 16 * CHUNK // PART
 """Bytes of scratch for the parts of a chunk."""
 BLOCK_CHUNKS = THREADS // 32 * PART // CHUNK
@@ -61,6 +64,18 @@ class Sampler:
     @functools.cached_property
     def _token_logprobs(self) -> Kernel:
         return self._module.kernel("token_logprobs")
+
+    @functools.cached_property
+    def _most_likely(self) -> Kernel:
+        return self._module.kernel("most_likely")
+
+    @functools.cached_property
+    def _insert_guesses(self) -> Kernel:
+        return self._module.kernel("insert_guesses")
+
+    @functools.cached_property
+    def _insert_positions(self) -> Kernel:
+        return self._module.kernel("insert_positions")
 
     @functools.cached_property
     def _insert_last_tokens(self) -> Kernel:
@@ -143,13 +158,42 @@ class Sampler:
 
         The other arguments are those of :meth:`launch` with ``greedy``.
         """
+        self._launch_of_parts(self._token_logprobs, logits, pitch, batch, vocab, tokens, result, scratch, stream)
+
+    def launch_most_likely(
+        self, logits: int, pitch: int, batch: int, vocab: int, ids: int, result: int, scratch: int, stream: int
+    ) -> None:
+        """Write each row's most likely token, or its element of ``ids`` int32 ``[vocab]``, to ``result`` ``[batch]``.
+
+        ``ids`` may be 0, for none. The other arguments are those of :meth:`launch_token_logprobs`.
+        """
+        self._launch_of_parts(self._most_likely, logits, pitch, batch, vocab, ids, result, scratch, stream)
+
+    def _launch_of_parts(
+        self, kernel: Kernel, logits: int, pitch: int, batch: int, vocab: int, tokens: int, result: int, scratch: int,
+        stream: int,
+    ) -> None:  # fmt: skip
         assert pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (pitch, vocab)
         chunks, scratch_pitch = _chunks(vocab), _scratch_pitch(vocab, greedy=True)
         state = (0,) * 7
         arguments = (logits, *state, result, tokens, scratch, scratch_pitch, vocab, pitch, chunks, batch)
         moved = 4 * batch * vocab
         grid = (-(-chunks // BLOCK_CHUNKS), batch)
-        self._token_logprobs(grid, THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
+        kernel(grid, THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
+
+    def launch_insert_guesses(self, tokens: int, drafts: int, guesses: int, copy: int, count: int, stream: int) -> None:
+        """Replace ``-1 - i`` among ``count`` drafts int32, and their tokens, by ``guesses[i]``; ``copy`` gets them."""
+        self._insert_guesses(
+            -(-count // THREADS), THREADS, (tokens, drafts, guesses, copy, count), stream=stream, dependent=True
+        )
+
+    def launch_insert_positions(
+        self, positions: int, rows: int, table: int, batch: int, count: int, stream: int
+    ) -> None:
+        """Replace ``-1 - p`` among ``count`` positions by ``p`` and the step of their row, one of ``batch`` in turn."""
+        self._insert_positions(
+            -(-count // THREADS), THREADS, (positions, rows, table, batch, count), stream=stream, dependent=True
+        )
 
     def launch_insert_last_tokens(self, tokens: int, rows: int, table: int, count: int, stream: int) -> None:
         """Replace -1 among the first ``count`` of ``tokens`` int32 by the newest token of the sequence in its row."""

@@ -1,0 +1,88 @@
+"""The integers of guesses: what a draft model reads of some sequences to guess several tokens of each, one by one.
+
+All of them lie in one array, as those of a step do (:mod:`.step_arrays`). A guess is the token of the next one, so it
+stays on the device, where a step that checks it finds it. Guesses of a fixed size are captured, all in one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..backend.base import Backend
+from ..backend.sampling import SamplerState
+from ..backend.values import Array, ForwardBatch
+from .step_arrays import pitch_of, split, up_to
+
+
+@dataclass(frozen=True)
+class GuessSize:
+    """``count`` guesses of each of some ``sequences``, which have at most ``max_context_len`` tokens with them."""
+
+    sequences: int
+    count: int
+    max_context_len: int
+
+
+def guess_sizes(ops: Backend, lengths: Sequence[int], max_num_seqs: int, count: int) -> list[GuessSize]:
+    """The sizes of captured guesses: they are padded to the first that they fit. ``lengths`` are bounds, ascending."""
+    ends = [*dict.fromkeys((lengths[0], lengths[-1]))]
+    sizes = up_to(ops.decode_sizes, max_num_seqs) if count else []
+    return [GuessSize(sequences, count, length) for sequences in sizes for length in ends]
+
+
+class GuessInputs:
+    """The integers of guesses on the host, int32, for ``B`` sequences whose tables have ``widths``.
+
+    ``tokens`` ``[B]`` are the newest ones, -1 where the sampler has it in its one of the ``rows`` ``[B]``.
+    ``context_lens`` ``[count, B]`` are the positions of the newest tokens and of the guesses but the last;
+    ``-1 - p`` stands for ``p`` and the number of tokens that the sequence has been given.
+    """
+
+    def __init__(self, size: GuessSize, widths: Sequence[int]):
+        count = size.sequences
+        self.size = size
+        self.shapes = [(count,), (count + 1,), (count,), (size.count, count), *((count, width) for width in widths)]
+        self.packed = np.zeros(sum(map(pitch_of, self.shapes)), np.int32)
+        self.tokens, cu_seqlens, self.rows, self.context_lens, *self.tables = split(self.packed, self.shapes)
+        cu_seqlens[:] = np.arange(count + 1)
+
+
+class GuessArrays:
+    """The same on the device: a batch for each guess, and the ``guesses`` int32 ``[count, B]``."""
+
+    def __init__(self, ops: Backend, inputs: GuessInputs):
+        self._ops = ops
+        self._packed = ops.array(inputs.packed)
+        self.guesses: Array = ops.array(np.zeros((inputs.size.count, inputs.size.sequences), np.int32))
+        tokens, cu_seqlens, self._rows, self._context_lens, *tables = split(self._packed, inputs.shapes)
+        self.batches = [
+            ForwardBatch(
+                tokens=self.guesses[place - 1] if place else tokens,
+                cu_seqlens=cu_seqlens,
+                context_lens=self._context_lens[place],
+                block_tables=tuple(tables),
+                batch_size=inputs.size.sequences,
+                max_query_len=1,
+                max_context_len=inputs.size.max_context_len,
+                num_decodes=inputs.size.sequences,
+            )
+            for place in range(inputs.size.count)
+        ]
+
+    def write(self, inputs: GuessInputs, state: Callable[[Array], SamplerState]) -> None:
+        """Set the integers for the work that is started from now on; ``state`` gives the sampler's for some rows."""
+        sampler = state(self._rows)
+        self._ops.write_step(self._packed, inputs.packed, inputs.size.sequences, sampler)
+        if (inputs.context_lens < 0).any():
+            self._ops.insert_positions(self._context_lens, sampler)
+
+
+class CapturedGuesses:
+    """Guesses of a fixed size: ``run`` makes them, and is captured."""
+
+    def __init__(self, ops: Backend, inputs: GuessInputs, guess: Callable[[Sequence[ForwardBatch], Array], None]):
+        self.arrays = GuessArrays(ops, inputs)
+        self.run = ops.capture(lambda: guess(self.arrays.batches, self.arrays.guesses))
