@@ -72,7 +72,7 @@ class ForcedGuesses:
         arrays = getattr(self.ops, "arrays", None)
         with arrays.current() if arrays is not None else nullcontext():
             for place, batch in enumerate(batches):
-                guesses[place] = self.tables[place >= self.right][batch.context_lens]
+                guesses[place][...] = self.tables[place >= self.right][batch.context_lens]
 
 
 class RandomHeadWeights:

@@ -30,7 +30,7 @@ from .engine.outputs import Piece, Result
 from .engine.pooling import PoolingQueue
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
-from .engine.speculative import AUTO, EAGLE3, SpeculativeConfig
+from .engine.speculative import AUTO, EAGLE3, MTP, SpeculativeConfig
 from .errors import UsageError, is_whole, require_bool, require_whole
 from .generation_config import not_obeyed_text
 from .grammar import Grammar, Structure, only_structure
@@ -211,7 +211,7 @@ def load(
             engine_config, max_queue=max_queue, num_draft_tokens=num_draft_tokens,
             speculative=drafts or EngineConfig.speculative, num_adapter_slots=0 if options is None else max_adapters,
         )  # fmt: skip
-        if draft is not None and given is not None and given.method != EAGLE3:
+        if draft is not None and given is not None and given.method not in (EAGLE3, MTP):
             shorter = min(config.context_length, draft.config.context_length)
             engine_config = replace(engine_config, context_length=shorter)
         longest = engine_config.context_length if plan is None else min(engine_config.context_length, plan.context)

@@ -24,6 +24,7 @@ from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
 from .backend.values import AllTokens, Placement, Retention
 from .checkpoint.draft_head import HeadWeights, describe_head, head_scheme, head_token_ids, open_head, require_fit
+from .checkpoint.draft_layer import describe_layer, open_layer
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
@@ -31,7 +32,7 @@ from .cuda.kernels.arrays import HEAD_PAD
 from .engine.config import EngineConfig
 from .engine.draft_model import DraftedNetwork, HeadedNetwork
 from .engine.network import DraftNetwork, Network, ObservedNetwork
-from .engine.speculative import AUTO, EAGLE3, NGRAM, SpeculativeConfig
+from .engine.speculative import AUTO, EAGLE3, MTP, NGRAM, SpeculativeConfig
 from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
 from .layers.cache import CacheLayout, Layout
@@ -43,6 +44,7 @@ from .memory.step_time import DecodeWork
 from .models import ModelConfig
 from .models._decoder import Decoder
 from .models._eagle3 import Eagle3Config, Eagle3Head
+from .models._mtp import MtpConfig, MtpHead
 from .models.spec import Role, Spec
 
 LIBRARY_BYTES = 48 << 20
@@ -118,13 +120,17 @@ def requirements_of(
         drafts = chosen_drafts(speculative, model.spec, has_one_order=True)
         num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
         own = requirements(model, scheme_of, kv_cache, num_draft_tokens, slots, tp_size)
-        if drafts is None or drafts.model is None:
+        if drafts is None or not drafts.has_layers:
             return own
         draft_scheme_of: SchemeOf
-        if drafts.method == EAGLE3:
+        if drafts.method == MTP:
+            draft, draft_scheme_of = describe_layer(model, path), scheme_of
+        elif drafts.method == EAGLE3:
+            assert drafts.model is not None
             draft, draft_scheme_of = _described_head(drafts.model, opened), head_scheme
             require_fit(model, draft, drafts.model)
         else:
+            assert drafts.model is not None
             draft, draft_scheme_of = _described(drafts.model, None, opened)
             require_same_tokens(model.config, draft.config, drafts.model)
         other = requirements(draft, draft_scheme_of, kv_cache, num_draft_tokens, tp_size=tp_size)
@@ -137,6 +143,7 @@ def _described(path: str | Path, recipe: str | Path | None, opened: ExitStack) -
     path = expand(path)
     if path.is_file() and path.suffix == ".json":
         described = describe_model(read_json(path), path.parent)
+        described = replace(described, spec=described.spec.with_drafting())
         return described, recipe_schemes(described.spec, load_recipe(recipe or "w8a8"))
     model = opened.enter_context(open_model(path))
     schemes = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
@@ -156,6 +163,8 @@ def open_draft(drafts: SpeculativeConfig | None, model: OpenedModel) -> Abstract
 
     Raises ``CheckpointError``, and ``UsageError`` if it is not for that model.
     """
+    if drafts is not None and drafts.method == MTP:
+        return open_layer(model)
     if drafts is None or drafts.model is None:
         return nullcontext()
     opened = (open_head if drafts.method == EAGLE3 else open_model)(drafts.model)
@@ -191,6 +200,10 @@ def with_draft(network: Network, model: OpenedModel, draft: OpenedModel, ops: Ba
 def _with_draft(network: Network, model: OpenedModel, draft: OpenedModel, ops: Backend) -> DraftedNetwork:
     num_layers = model.config.num_layers
     cost = draft_cost(checkpoint_requirements(model), draft_requirements(draft, "fp16", 0))
+    if isinstance(draft.config, MtpConfig):
+        layer = MtpHead(draft.config, draft.weights(), ops)
+        layer.attach(network)
+        return HeadedNetwork(cast(ObservedNetwork, network), num_layers, layer, cost)
     if not isinstance(draft.config, Eagle3Config):
         second = cast(DraftNetwork, draft.architecture.Model(draft.config, draft.weights(), ops))
         return DraftedNetwork(network, num_layers, second, cost)

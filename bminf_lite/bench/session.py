@@ -14,8 +14,8 @@ from ..backend.values import BLOCK_SIZE, Array, ForwardBatch, sequential_tables
 from ..engine.network import SourceNetwork
 from ..engine.sampling_params import SamplingParams, sampler_state
 from ..engine.source_encoder import SourceEncoder
+from ..engine.step import NO_TOKEN
 from ..engine.step_arrays import CapturedStep, StepInputs, StepSize
-from ..engine.step_builder import NO_TOKEN
 from ..errors import BminfError
 from ..layers.cache import KVCache, blocks_for
 from .model import BenchModel

@@ -168,6 +168,7 @@ def checked(checkpoint: Checkpoint, description: ModelDescription) -> OpenedMode
     """The model of a checkpoint, whose tensors are checked as :func:`open_model` says. On errors it is closed."""
     try:
         checkpoint.rename(description.spec.aliases)
+        description = replace(description, spec=_with_drafting(checkpoint, description.spec))
         description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
         fused_problems = _split_fused(checkpoint, description.spec)
         spec = description.spec
@@ -181,6 +182,16 @@ def checked(checkpoint: Checkpoint, description: ModelDescription) -> OpenedMode
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _with_drafting(checkpoint: Checkpoint, spec: Spec) -> Spec:
+    """The specification with the tensors of a layer that guesses tokens, if the file has that layer, or without any."""
+    if spec.drafting is None:
+        return spec
+    first = next(iter(spec.drafting.parameters))
+    if not {first, f"{first.removesuffix('.weight')}.weight_packed"} & checkpoint.tensors.keys():
+        return replace(spec, drafting=None)
+    return spec.with_drafting()
 
 
 def _with_decoder_start(checkpoint: Checkpoint, description: ModelDescription) -> ModelDescription:

@@ -141,7 +141,7 @@ class Recipe:
             rotates = scheme is not Scheme.FLOAT
         else:
             rotates = tensor in spec.rotatable and scheme is Scheme.W8A8
-        return rotation_of(parameter.shape[0 if parameter.transposed else 1], self.rotation) if rotates else 1
+        return rotation_of(parameter.input_width, self.rotation) if rotates else 1
 
     def group_size_of(self, spec: Spec, tensor: str) -> int:
         """The columns of a matrix of ``spec`` that share a scale: the most allowed ones that divide its width.
@@ -152,7 +152,7 @@ class Recipe:
         is_head = parameter.role is Role.HEAD
         if not (is_head or parameter.role is Role.LINEAR) or self.scheme_of(tensor, is_head) is not Scheme.W8A16:
             return 0
-        width = parameter.shape[0 if parameter.transposed else 1]
+        width = parameter.input_width
         size = rotation_of(width, self.group_size)
         return size if MIN_GROUP <= size < width else 0
 

@@ -39,10 +39,10 @@ class DraftedNetwork:
         self.draft.read(batch, cache.part(self._others))
         return self.network(batch, cache.part(self._own), all_logits)
 
-    def guess(self, cache: KVCache, batches: Sequence[ForwardBatch], guesses: Array) -> None:
+    def guess(self, cache: KVCache, batches: Sequence[ForwardBatch], guesses: Sequence[Array]) -> None:
         """Write the most likely tokens behind the newest ones of ``B`` sequences, one after another, to ``guesses``.
 
-        ``guesses`` is int32 ``[count, B]``. The first of the ``count`` steps ``batches`` has the newest tokens, each
+        Each of the ``guesses`` is int32 ``[B]``. The first of as many steps ``batches`` has the newest tokens, each
         other the guesses of the one before it. Nothing is copied to the host.
         """
         own = cache.part(self._others)
@@ -60,11 +60,11 @@ class HeadedNetwork(DraftedNetwork):
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
         features = self.head.features()
-        logits = self.observed(batch, cache.part(self._own), all_logits, features.observe)
+        logits = self.observed(batch, cache.part(self._own), all_logits, features.observe, features.wants_all)
         self.head.read(batch, cache.part(self._others), features)
         return logits
 
-    def guess(self, cache: KVCache, batches: Sequence[ForwardBatch], guesses: Array) -> None:
+    def guess(self, cache: KVCache, batches: Sequence[ForwardBatch], guesses: Sequence[Array]) -> None:
         own, features = cache.part(self._others), None
         for batch, out in zip(batches, guesses, strict=True):
             features = self.head.guess(batch, own, features, out)

@@ -153,7 +153,7 @@ class Executor:
             step.choice = self.ops.fetch(chosen)
 
     def guess(self, plan: GuessPlan) -> Array:
-        """Start the draft model's guesses after what was started before: int32 ``[count, B]``, until the next ones."""
+        """Start the draft model's guesses after what was started before: int32 ``[count, pitch]``."""
         self._grow_to(plan.num_blocks)
         inputs = plan.inputs
         guesses = self._captured_guesses(inputs) if plan.is_captured else self._guesses(inputs)
@@ -162,7 +162,7 @@ class Executor:
         return guesses.arrays.guesses
 
     def guessed(self, plan: GuessPlan) -> np.ndarray:
-        """The same on the host, int32 ``[B, count]`` with padding."""
+        """The same on the host, int32 ``[pitch, count]``."""
         return self.ops.host(self.guess(plan)).T
 
     def _guesses(self, inputs: GuessInputs) -> CapturedGuesses:
@@ -212,9 +212,9 @@ class Executor:
                 for variant in SamplerVariant if run == 0 and step is steps[0] else ():
                     state = self.table.state(arrays.rows, variant, arrays.offsets, arrays.drafts)
                     self.ops.fetch(self.ops.sample(logits, state))()
-            for values in guesses:
-                found = self._captured_guesses(values)
-                found.arrays.write(values, lambda rows: self.table.state(rows, SamplerVariant.GREEDY))
+            for guessed in guesses:
+                found = self._captured_guesses(guessed)
+                found.arrays.write(guessed, lambda rows: self.table.state(rows, SamplerVariant.GREEDY))
                 found.run()
         self.cache.prepare_copies()  # what a prefix may need
         if self.encoder is not None:

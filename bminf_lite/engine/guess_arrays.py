@@ -36,38 +36,45 @@ def guess_sizes(ops: Backend, lengths: Sequence[int], max_num_seqs: int, count: 
 class GuessInputs:
     """The integers of guesses on the host, int32, for ``B`` sequences whose tables have ``widths``.
 
-    ``tokens`` ``[B]`` are the newest ones, -1 where the sampler has it in its one of the ``rows`` ``[B]``.
-    ``context_lens`` ``[count, B]`` are the positions of the newest tokens and of the guesses but the last;
+    ``pitch`` is ``B``, rounded up so that kernels find each row at a multiple of :data:`.step_arrays.ALIGNMENT`.
+    ``tokens`` ``[pitch]`` are the newest ones, -1 where the sampler has it in its one of the ``rows`` ``[pitch]``.
+    ``context_lens`` ``[count, pitch]`` are the positions of the newest tokens and of the guesses but the last;
     ``-1 - p`` stands for ``p`` and the number of tokens that the sequence has been given.
     """
 
     def __init__(self, size: GuessSize, widths: Sequence[int]):
         count = size.sequences
         self.size = size
-        self.shapes = [(count,), (count + 1,), (count,), (size.count, count), *((count, width) for width in widths)]
+        self.pitch = pitch = pitch_of((count,))
+        self.shapes = [(pitch,), (count + 1,), (pitch,), (size.count, pitch), *((count, width) for width in widths)]
         self.packed = np.zeros(sum(map(pitch_of, self.shapes)), np.int32)
         self.tokens, cu_seqlens, self.rows, self.context_lens, *self.tables = split(self.packed, self.shapes)
         cu_seqlens[:] = np.arange(count + 1)
 
 
 class GuessArrays:
-    """The same on the device: a batch for each guess, and the ``guesses`` int32 ``[count, B]``."""
+    """The same on the device: a batch for each guess, and the ``guesses`` int32 ``[count, pitch]``.
+
+    ``own`` ``[count, B]`` are those of the sequences.
+    """
 
     def __init__(self, ops: Backend, inputs: GuessInputs):
         self._ops = ops
         self._packed = ops.array(inputs.packed)
-        self.guesses: Array = ops.array(np.zeros((inputs.size.count, inputs.size.sequences), np.int32))
+        count = inputs.size.sequences
+        self.guesses: Array = ops.array(np.zeros((inputs.size.count, inputs.pitch), np.int32))
+        self.own = [row[:count] for row in self.guesses]
         tokens, cu_seqlens, self._rows, self._context_lens, *tables = split(self._packed, inputs.shapes)
         self.batches = [
             ForwardBatch(
-                tokens=self.guesses[place - 1] if place else tokens,
+                tokens=self.own[place - 1] if place else tokens[:count],
                 cu_seqlens=cu_seqlens,
-                context_lens=self._context_lens[place],
+                context_lens=self._context_lens[place][:count],
                 block_tables=tuple(tables),
-                batch_size=inputs.size.sequences,
+                batch_size=count,
                 max_query_len=1,
                 max_context_len=inputs.size.max_context_len,
-                num_decodes=inputs.size.sequences,
+                num_decodes=count,
             )
             for place in range(inputs.size.count)
         ]
@@ -83,6 +90,8 @@ class GuessArrays:
 class CapturedGuesses:
     """Guesses of a fixed size: ``run`` makes them, and is captured."""
 
-    def __init__(self, ops: Backend, inputs: GuessInputs, guess: Callable[[Sequence[ForwardBatch], Array], None]):
+    def __init__(
+        self, ops: Backend, inputs: GuessInputs, guess: Callable[[Sequence[ForwardBatch], Sequence[Array]], None]
+    ):
         self.arrays = GuessArrays(ops, inputs)
-        self.run = ops.capture(lambda: guess(self.arrays.batches, self.arrays.guesses))
+        self.run = ops.capture(lambda: guess(self.arrays.batches, self.arrays.own))

@@ -39,14 +39,19 @@ class ObservedNetwork(Protocol):
 
     def __call__(
         self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False,
-        observe: Callable[[int, Array], None] | None = None,
+        observe: Callable[[int, Array], None] | None = None, observes_end: bool = False,
     ) -> Array:  # fmt: skip
-        """As a :class:`Network`; ``observe`` is called before each layer with its number and the stream."""
+        """As a :class:`Network`; ``observe`` is called before each layer with its number and the stream.
+
+        If it ``observes_end``, also behind the last one, and then the stream has all tokens.
+        """
         ...
 
 
 class StepFeatures(Protocol):
-    """What a draft head takes of a step of the model."""
+    """What a draft head takes of a step of the model; whether it ``wants_all`` tokens behind the last layer."""
+
+    wants_all: bool
 
     def observe(self, layer: int, residual: Array) -> None:
         """Read the residual stream before a layer."""

@@ -19,7 +19,9 @@ MAX_LOOKUP = 32
 """The bound of ``prompt_lookup_max``."""
 EAGLE3 = "eagle3"
 """The method of a head on the model itself."""
-DEFAULT_TOKENS = {"ngram": 8, "suffix": 8, "draft_model": 4, EAGLE3: 4}
+MTP = "mtp"
+"""The method of a layer of the model's own checkpoint."""
+DEFAULT_TOKENS = {"ngram": 8, "suffix": 8, "draft_model": 4, EAGLE3: 4, MTP: 2}
 """The methods, with the drafts that each makes for a request at most unless ``num_speculative_tokens`` is given."""
 LOOKUP_MAX, LOOKUP_MIN = 4, 2
 """The lengths of n-grams, unless they are given."""
@@ -55,7 +57,7 @@ class SpeculativeConfig:
     - ``method``: ``ngram``: what followed the request's last tokens where they occurred before in its prompt or its
       completion; ``suffix``: what followed the longest end of them most often there and in earlier completions of the
       same ``cache_salt``; ``draft_model``: a smaller model, the default if there is a ``model``; ``eagle3``: a head
-      that reads what layers of the model compute.
+      that reads what layers of the model compute; ``mtp``: a layer of the checkpoint that was trained to guess.
     - ``num_speculative_tokens``: the most drafts of a request that a step checks, 1 to :data:`MAX_DRAFT_TOKENS`. The
       default is that of :data:`DEFAULT_TOKENS`.
     - ``model``: the checkpoint of the draft model, which has the vocabulary of the model, or of the EAGLE-3 head.
@@ -120,6 +122,11 @@ class SpeculativeConfig:
         return self.num_speculative_tokens or DEFAULT_TOKENS[str(self.method)]
 
     @property
+    def has_layers(self) -> bool:
+        """Whether layers beside the model's guess: those of a draft model, of a head, or of the checkpoint itself."""
+        return self.model is not None or self.method == MTP
+
+    @property
     def ngram_sizes(self) -> tuple[int, ...]:
         """The lengths of n-grams that are looked for, the longest first."""
         most = LOOKUP_MAX if self.prompt_lookup_max is None else self.prompt_lookup_max
@@ -165,7 +172,7 @@ class SpeculativeConfig:
             found.append("the method eagle3 needs a model: the folder of an EAGLE-3 head of this model")
         if self.model is not None and not isinstance(self.model, str | Path):
             found.append(f"model is {self.model!r}, but must be the path of a checkpoint")
-        if self.model is not None and self.method in ("ngram", "suffix"):
+        if self.model is not None and self.method in ("ngram", "suffix", MTP):
             found.append(f"the method {self.method} has no model: leave one of them out")
         return found
 

@@ -252,7 +252,7 @@ class StepBuilder:
         places = [place for place, offset in enumerate(step.offsets) if offset]
         newest = {step.decoding[place]: step.positions[place] - step.offsets[place] for place in places}
         plan = self.guesses(newest, step.num_guesses, step.ahead)
-        columns, pitch = {r: i for i, r in enumerate(newest)}, plan.inputs.size.sequences
+        columns, pitch = {r: i for i, r in enumerate(newest)}, plan.inputs.pitch
         guesses = [(step.offsets[place] - 1) * pitch + columns[step.decoding[place]] for place in places]
         inputs.drafts[places] = -1 - np.array(guesses)
         return plan

@@ -138,6 +138,20 @@ class RowParallelLinear:
         return self.ops.all_reduce_add(self.product.fp32(x), self.bias, residual)
 
 
+@dataclass(frozen=True)
+class Columns:
+    """``weights`` whose matrices have some of their columns, so that a product can be a sum of two."""
+
+    weights: Weights
+    columns: slice
+
+    def weight(self, name: str) -> HostWeight:
+        return weight_columns(self.weights.weight(name), self.columns)
+
+    def vector(self, name: str) -> np.ndarray:
+        return self.weights.vector(name)
+
+
 class ColumnsOfRank:
     """``weights`` whose matrices have the columns of one rank."""
 

@@ -15,6 +15,8 @@ from ..backend.values import Array, ForwardBatch
 from ..layers.cache import CacheLayout, KVCache, Layout, caches_of_layers
 from ..layers.loading import Weights
 from ._config import ModelConfig, common_divisors
+from ._mtp import MtpConfig
+from ._mtp import spec as mtp_spec
 from .parts.ends import InputLayer, InputPart, OutputLayer, OutputPart
 from .parts.part import Layer, LayerParts, LayerSource, LayerTensors, SharedValues
 from .spec import Fold, Spec, StreamNorm, StreamTensors, Tensors, weights_of
@@ -25,7 +27,8 @@ class DecoderConfig(ModelConfig):
     """A decoder: what lies before its layers, the parts of each layer, and what lies behind them.
 
     The tensors of layer ``i`` are named ``{prefix}.{i}.…``. With ``tied_head`` the head is the embedding's table.
-    ``ignored`` and ``aliases`` are those of :class:`.spec.Spec`.
+    ``drafting`` is the layer that guesses the next tokens in files that have one. ``ignored`` and ``aliases`` are those
+    of :class:`.spec.Spec`.
     """
 
     input: InputPart
@@ -33,6 +36,7 @@ class DecoderConfig(ModelConfig):
     output: OutputPart
     tied_head: bool = False
     prefix: str = "model.layers"
+    drafting: MtpConfig | None = None
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     aliases: tuple[tuple[str, str], ...] = ()
 
@@ -98,6 +102,7 @@ def spec(config: DecoderConfig) -> Spec:
         gated=tuple(product for layer in layers for product in layer.gated),
         key_heads=tuple(heads for part in parts for heads in part.key_heads),
         fused={name: tensor for part in parts for name, tensor in part.fused.items()},
+        drafting=None if config.drafting is None else mtp_spec(config.drafting),
     )
 
 
@@ -166,20 +171,23 @@ class Decoder:
         self.output = builder.output()
 
     def __call__(
-        self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False, observe: Observer | None = None
-    ) -> Array:
+        self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False, observe: Observer | None = None,
+        observes_end: bool = False,
+    ) -> Array:  # fmt: skip
         """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``.
 
         ``observe`` is called before each layer with its number and the residual stream, fp32 ``[T, features]``, which
-        the layer may overwrite.
+        the layer may overwrite; with ``observes_end`` also behind the last one, with the rows of all tokens.
         """
         with self.ops.step(batch):
             residual, last = self.embed(batch), self.config.num_layers - 1
-            only_last = batch.last_positions is not None and not all_logits
+            only_last = batch.last_positions is not None and not all_logits and not observes_end
             for i, (block, layer_cache) in enumerate(zip(self.blocks, self._caches(cache), strict=True)):
                 if observe is not None:
                     observe(i, residual)
                 residual = block(residual, layer_cache, batch, only_last and i == last)
+            if observe is not None and observes_end:
+                observe(last + 1, residual)
             if not all_logits and not only_last:
                 residual = self.ops.last_tokens(residual, batch)
             return self.output(residual)

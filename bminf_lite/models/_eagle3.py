@@ -26,12 +26,11 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.quantization import HostWeight, weight_columns
 from ..backend.values import Array, AttentionSpec, ForwardBatch, ShortConvolution, StateArray
 from ..errors import CheckpointError, is_whole
 from ..layers.cache import CacheLayout, KeyValues, KVCache, State
 from ..layers.embedding import Embedding
-from ..layers.linear import Linear
+from ..layers.linear import Columns, Linear
 from ..layers.loading import Weights
 from ..layers.norm import rms_norm
 from . import llama
@@ -183,20 +182,6 @@ def _mlp(config: Eagle3Config) -> FeedForwardPart:
     return FeedForwardPart(config.hidden_size, config.inner_size, config.activation, bias=config.mlp_bias)
 
 
-@dataclass(frozen=True)
-class Columns:
-    """``weights`` whose matrices have some of their columns."""
-
-    weights: Weights
-    columns: slice
-
-    def weight(self, name: str) -> HostWeight:
-        return weight_columns(self.weights.weight(name), self.columns)
-
-    def vector(self, name: str) -> np.ndarray:
-        return self.weights.vector(name)
-
-
 class Eagle3Layer:
     """The layer of a head."""
 
@@ -238,6 +223,9 @@ class Features:
     def __init__(self, fc: Mapping[int, Linear]):
         self._fc = fc
         self.sum: Array = None
+
+    wants_all = False
+    """No token is read behind the last layer."""
 
     def observe(self, layer: int, residual: Array) -> None:
         """Add what a layer's input gives; see :data:`.._decoder.Observer`."""

@@ -133,7 +133,7 @@ def mixture_of_latents(
 ) -> DecoderConfig:
     """A decoder with experts, and shared ones, in the layers that are not ``dense``.
 
-    ``num_drafting`` layers behind the last one, which draft tokens, are left out of a file.
+    Behind the last one a file may have ``num_drafting`` layers that guess tokens, of which the first one is read.
     """
     names = tuple(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))
     shared = llama.feed_forward(
@@ -149,10 +149,12 @@ def mixture_of_latents(
     )
     mlps = (llama.feed_forward(fields) if is_dense else experts for is_dense in dense)
     drafting = "|".join(str(len(dense) + layer) for layer in range(num_drafting))
+    guesses = llama.drafting(fields, llama.pre_norm(fields, attention, experts), llama.DraftingNames.behind(len(dense)))
     return llama.model(
         fields,
         [llama.pre_norm(fields, attention, mlp) for mlp in mlps],
         ignored=(r".*rotary_emb\.inv_freq", rf"model\.layers\.(?:{drafting})\..*"),
+        drafting=guesses if num_drafting else None,
     )
 
 

@@ -66,7 +66,10 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     return llama.model(
         fields,
         [llama.pre_norm(fields, attention, mlp) for mlp in mlps],
-        ignored=(r".*rotary_emb\.inv_freq", rf"model\.layers\.{len(layers)}\..*"),  # a layer that drafts
+        ignored=(r".*rotary_emb\.inv_freq", rf"model\.layers\.{len(layers)}\..*"),  # a layer that guesses tokens
+        drafting=llama.drafting(
+            fields, llama.pre_norm(fields, attention, experts), llama.DraftingNames.behind(len(layers))
+        ),
     )
 
 

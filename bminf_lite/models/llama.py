@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._architecture import decoder
 from ._config import ACTIVATIONS, MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, Fields, choice, flag, integer, number
 from ._decoder import DecoderConfig
+from ._mtp import MtpConfig
 from ._rotary import parse_rotary
 from .parts.attention import AttentionPart
 from .parts.ends import InputPart, OutputPart
@@ -110,6 +111,29 @@ def parallel(
     """A layer whose two parts read the same residual stream, through one norm or one each."""
     first, *others = (norm(fields, name, kind) for name in names)
     return LayerParts((Sublayer(mixer, first), Sublayer(mlp, *others)), parallel=True)
+
+
+class DraftingNames(NamedTuple):
+    """What the tensors of a layer that guesses tokens are called; see :class:`._mtp.MtpConfig`."""
+
+    layer: str
+    fc: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+
+    @classmethod
+    def behind(cls, num_layers: int) -> DraftingNames:
+        """Those of DeepSeek-V3, and of families that follow it: the layer comes behind the model's last one."""
+        layer = f"model.layers.{num_layers}"
+        return cls(layer, *(f"{layer}.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")))
+
+
+def drafting(fields: Fields, layer: LayerParts, names: DraftingNames, offset: float = 0.0) -> MtpConfig:
+    """A layer that guesses tokens, with RMSNorms."""
+    norms = (norm(fields, name, offset=offset) for name in (names.embedding_norm, names.hidden_norm, names.norm))
+    sizes = fields["vocab_size"], fields["hidden_size"], fields["context_length"]
+    return MtpConfig(*sizes, layer, names.layer, names.fc, *norms)
 
 
 def model(

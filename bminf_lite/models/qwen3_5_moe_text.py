@@ -7,7 +7,7 @@ from typing import Any
 
 from . import qwen3_5_text, qwen3_moe, qwen3_next
 from ._architecture import decoder
-from ._config import ConfigReader, integer, with_defaults
+from ._config import FULL, ConfigReader, integer, with_defaults
 from ._decoder import DecoderConfig
 from .mixtral import check_top_k
 
@@ -30,7 +30,8 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read.fields["renormalise"] = True
     kinds = qwen3_next.kinds_of_layers(read)
     fields, mixers = qwen3_next.parse_mixers(read)
-    return qwen3_next.model(fields, [mixers[kind] for kind in kinds], [qwen3_next.shared_experts(read)] * len(kinds))
+    experts = qwen3_next.shared_experts(read)
+    return qwen3_next.model(fields, [mixers[kind] for kind in kinds], [experts] * len(kinds), (mixers[FULL], experts))
 
 
 architecture = decoder(parse)

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import llama, qwen3_next
 from ._architecture import decoder
-from ._config import ConfigReader, with_defaults
+from ._config import FULL, ConfigReader, with_defaults
 from ._decoder import DecoderConfig
 
 KEYS = (
@@ -35,7 +35,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     kinds = qwen3_next.kinds_of_layers(read)
     fields, mixers = qwen3_next.parse_mixers(read)
     mlp = llama.feed_forward(fields)
-    return qwen3_next.model(fields, [mixers[kind] for kind in kinds], [mlp] * len(kinds))
+    return qwen3_next.model(fields, [mixers[kind] for kind in kinds], [mlp] * len(kinds), (mixers[FULL], mlp))
 
 
 architecture = decoder(parse)

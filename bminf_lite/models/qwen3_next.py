@@ -53,7 +53,7 @@ KEYS = (
     }
 )
 IGNORED = (r".*rotary_emb\.inv_freq", r"mtp\..*")
-"""Tensors that are not read; ``mtp`` are those of a layer that drafts tokens."""
+"""Tensors that are not read; of ``mtp``, a layer that guesses tokens, only what the specification lists is read."""
 GROUPED = {"qkvz": ("linear_attn.in_proj_qkvz",), "gates": ("linear_attn.in_proj_ba",)}
 """The projections of a DeltaNet, by key heads."""
 
@@ -64,7 +64,8 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     dense, kinds = qwen3_moe.dense_layers(read), kinds_of_layers(read)
     fields, mixers = parse_mixers(read, **GROUPED)
     experts, mlp = shared_experts(read), llama.feed_forward(fields)
-    return model(fields, [mixers[kind] for kind in kinds], [mlp if is_dense else experts for is_dense in dense])
+    mlps: list[Part] = [mlp if is_dense else experts for is_dense in dense]
+    return model(fields, [mixers[kind] for kind in kinds], mlps, (mixers[FULL], experts))
 
 
 def kinds_of_layers(read: ConfigReader) -> list[str]:
@@ -115,10 +116,14 @@ def shared_experts(read: ConfigReader) -> ExpertsPart:
     return qwen3_moe.experts_part(read, fields["expert_size"], shared=shared, shared_gate="mlp.shared_expert_gate")
 
 
-def model(fields: Fields, mixers: list[Part], mlps: list[Part]) -> DecoderConfig:
-    """A decoder of these parts, whose norms add 1 to their weights."""
+def model(fields: Fields, mixers: list[Part], mlps: list[Part], drafting: tuple[Part, Part]) -> DecoderConfig:
+    """A decoder of these parts, whose norms add 1 to their weights; ``drafting`` are those of a layer that guesses."""
     layers = [llama.pre_norm(fields, *parts, offset=1.0) for parts in zip(mixers, mlps, strict=True)]
-    return llama.model(fields, layers, offset=1.0, ignored=IGNORED)
+    names = llama.DraftingNames(
+        "mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
+    )
+    guesses = llama.drafting(fields, llama.pre_norm(fields, *drafting, offset=1.0), names, offset=1.0)
+    return llama.model(fields, layers, offset=1.0, ignored=IGNORED, drafting=guesses)
 
 
 architecture = decoder(parse)

@@ -7,7 +7,7 @@ tensors whose role is ``LINEAR`` or ``HEAD``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -30,11 +30,19 @@ class Parameter:
     """One tensor of a checkpoint: its shape and role.
 
     ``transposed`` marks GPT-2's ``Conv1D`` weights, which are stored ``[in, out]``; ``shape`` is the shape as stored.
+    A matrix with several ``inputs`` reads as many activations of the same width, side by side, each by a product of its
+    own.
     """
 
     shape: tuple[int, ...]
     role: Role
     transposed: bool = False
+    inputs: int = 1
+
+    @property
+    def input_width(self) -> int:
+        """The width of an activation that the matrix reads."""
+        return self.shape[0 if self.transposed else -1] // self.inputs
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,9 @@ class Spec:
     ``block`` channels each, whose channels may be rotated. ``gated`` are the gated products with a known bound,
     and ``key_heads`` the heads whose keys may be scaled. ``fused`` maps the name of a tensor under which a file may
     hold the matrices of experts to what it holds. ``source_readers`` are the matrices of layers that decode that read
-    an encoder's output: once for a source, and not in each step.
+    an encoder's output: once for a source, and not in each step. ``drafting`` has the tensors of a layer that guesses
+    the next tokens, which a file may have; of a file without it is None, and of others its tensors are among the
+    ``parameters``.
     """
 
     parameters: Mapping[str, Parameter]
@@ -183,6 +193,14 @@ class Spec:
     key_heads: tuple[KeyHeads, ...] = ()
     fused: Mapping[str, FusedExperts] = field(default_factory=dict)
     source_readers: tuple[str, ...] = ()
+    drafting: Spec | None = None
+
+    def with_drafting(self) -> Spec:
+        """The same for a file that has the tensors of :attr:`drafting`."""
+        if self.drafting is None:
+            return self
+        parameters, fused = {**self.parameters, **self.drafting.parameters}, {**self.fused, **self.drafting.fused}
+        return replace(self, parameters=parameters, fused=fused)
 
 
 Tensors = dict[str, Parameter]

@@ -80,11 +80,12 @@ def correct_some(monkeypatch: pytest.MonkeyPatch, requests: Sequence[Request]) -
             place = (known * 7) % 5  # the first draft that stays wrong
             behind[position, one.output_tokens[known - 1]] = one.output_token_ids[known:][:place]
 
-    def corrected(self: HeadedNetwork, cache: Any, batches: Sequence[Any], guesses: np.ndarray) -> None:
+    def corrected(self: HeadedNetwork, cache: Any, batches: Sequence[Any], guesses: Sequence[np.ndarray]) -> None:
         guess(self, cache, batches, guesses)
         for column, newest in enumerate(zip(batches[0].context_lens.tolist(), batches[0].tokens.tolist(), strict=True)):
             right = behind.get(newest, [])[: len(guesses)]
-            guesses[: len(right), column] = right
+            for row, token in zip(guesses, right, strict=False):
+                row[column] = token
 
     monkeypatch.setattr(HeadedNetwork, "guess", corrected)
 

@@ -96,7 +96,7 @@ def delta_output(call: Call) -> None:
     gate = call.rows("gate", rows, call.gate_pitch, heads * dim, F16, 2).astype(F32)
     out = call.rows("out", rows, call.out_pitch, heads * dim, F16, 2)
     norm = Norm(call.vector("norm_weight", dim, F32), call.eps)
-    out[:tokens] = normalise(x, norm).reshape(tokens, -1) * silu(gate[:tokens])
+    out[:tokens] = normalise(x, norm).reshape(tokens, heads * dim) * silu(gate[:tokens])
     out[tokens:] = 0
     inputs, _ = inputs_of(call, tokens)
     store_keys(call, inputs.keys, (call.key_heads, heads, call.key_dim, dim))

@@ -74,11 +74,12 @@ def guesses_of(
     ops, most = network.ops, max(positions) + count
     tables = [table[:, : -(-most // BLOCK_SIZE)] for table in cache.tables(len(newest), most)]
     inputs = GuessInputs(GuessSize(len(newest), count, most), [table.shape[1] for table in tables])
-    inputs.tokens[:], inputs.context_lens[:] = newest, np.array(positions) + np.arange(count)[:, None]
+    own = len(newest)
+    inputs.tokens[:own], inputs.context_lens[:, :own] = newest, np.array(positions) + np.arange(count)[:, None]
     for target, table in zip(inputs.tables, tables, strict=True):
         target[:] = table
     arrays = GuessArrays(ops, inputs)
     table = ops.array(neutral_rows(1).view(np.int32).reshape(-1, ROW_WORDS))
     arrays.write(inputs, lambda rows: SamplerState(table, rows, SamplerVariant.GREEDY))
-    network.guess(cache, arrays.batches, arrays.guesses)
-    return ops.host(arrays.guesses).T
+    network.guess(cache, arrays.batches, arrays.own)
+    return ops.host(arrays.guesses).T[:own]
