@@ -204,7 +204,8 @@ __global__ void __launch_bounds__(THREADS, PART_BLOCKS) most_likely(const Argume
     a.result[blockIdx.y] = a.tokens ? a.tokens[token] : token;
 }
 
-// Replaces -1 - i among drafts [count] by guesses[i], and the token at the same place too; copy [count] gets the drafts.
+// Replaces -1 - i among drafts [count] by guesses[i], and the token at the same place too; copy [count] gets the
+// drafts.
 __global__ void __launch_bounds__(THREADS)
     insert_guesses(int* tokens, int* drafts, const int* guesses, int* copy, int count) {
     wait_on_dependent_grids();
@@ -216,8 +217,8 @@ __global__ void __launch_bounds__(THREADS)
     copy[i] = draft;
 }
 
-// Replaces -1 - p among positions [count] by p and the tokens that the sequence has got; rows [batch] name it, again and
-// again.
+// Replaces -1 - p among positions [count] by p and the tokens that the sequence has got; rows [batch] name it, again
+// and again.
 __global__ void __launch_bounds__(THREADS)
     insert_positions(int* positions, const int* rows, const SamplerRow* table, int batch, int count) {
     wait_on_dependent_grids();
