@@ -26,7 +26,7 @@ from ..errors import CheckpointError, checkpoint_error
 from ..files import expand
 from ..models.spec import Role, Spec
 from .adapter_coordinates import fitted_to_folder
-from .expert_adapters import expert_adapters, fused_of, parameter_of, rank_of
+from .expert_adapters import expert_adapters, fused_of, in_memory, parameter_of, rank_of, renamed
 from .opened_model import OpenedModel, open_model
 from .reader import open_file, read_json
 from .tensor_file import FLOAT_DTYPES, TensorFile
@@ -192,7 +192,12 @@ def _parts(
     wrappers: dict[str, list[str]] = {}
     for tensor, info in file.tensors.items():
         module, factor = _module(tensor)
-        if module is not None and fused_of(_unwrapped(module), spec) and info.dtype in FLOAT_DTYPES:
+        is_of_experts = (
+            module is not None
+            and module_tensor(_unwrapped(module), spec) not in spec.parameters
+            and fused_of(_unwrapped(module), spec)
+        )
+        if is_of_experts and info.dtype in FLOAT_DTYPES:
             wrappers.setdefault(tensor.rpartition(".lora_")[0], ["", ""])[factor] = tensor
             continue
         if tensor.endswith(BASE_COPY):
@@ -278,7 +283,8 @@ def _add_experts(
     if not {matrix for expert in spec.fused[name].experts for matrix in expert} <= set(adaptable):
         return f"changes experts ({name!r}), {EXPERTS}"
     a, b = (np.asarray(file.read(tensor)).astype(np.float32) for tensor in (first, second))
-    found.update(expert_adapters(name, a, b, scale_of(name, rank_of(name, a, spec), config), spec))
+    scale = scale_of(in_memory(module, name, spec), rank_of(name, a, spec), config)
+    found.update(expert_adapters(name, a, b, scale, spec))
     return None
 
 
@@ -340,9 +346,7 @@ def _other_kind(tensor: str) -> str:
 
 def module_tensor(module: str, spec: Spec) -> str:
     """The name of the matrix of a module, as the model has it."""
-    name = f"{module}.weight"
-    matches = ((re.fullmatch(pattern, name), replacement) for pattern, replacement in spec.aliases)
-    return next((match.expand(replacement) for match, replacement in matches if match), name)
+    return renamed(f"{module}.weight", spec)
 
 
 def _problem(module: str, name: str, spec: Spec, adaptable: Collection[str]) -> str | None:

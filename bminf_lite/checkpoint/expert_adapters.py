@@ -16,15 +16,35 @@ import numpy as np
 from ..backend.side_products import Adapter
 from ..models.spec import FusedExperts, Parameter, Spec
 
+IN_MEMORY = ("gate_up_proj", "down_proj")
+"""The names that transformers gives the parameters of experts since version 5."""
+
 
 def fused_of(module: str, spec: Spec) -> dict[str, FusedExperts]:
     """The parameters of a module that hold the matrices of all experts, by their full names.
 
-    Modules around the experts may have other names in transformers than in files, such as ``mlp`` in Mixtral.
+    Modules around the experts may have other names in transformers than in files, such as ``mlp`` in Mixtral, and so
+    may the parameters, such as Granite's.
     """
     place = _place(module)
     found = {name: fused for name, fused in spec.fused.items() if place and _place(name.rpartition(".")[0]) == place}
+    for parameter in IN_MEMORY:
+        name = renamed(f"{module}.{parameter}", spec)
+        if name in spec.fused:
+            found[name] = spec.fused[name]
     return {name: fused for name, fused in found.items() if len(_shape(fused, spec.parameters)) == 2}
+
+
+def renamed(name: str, spec: Spec) -> str:
+    """The name that the model has for a tensor."""
+    matches = ((re.fullmatch(pattern, name), replacement) for pattern, replacement in spec.aliases)
+    return next((match.expand(replacement) for match, replacement in matches if match), name)
+
+
+def in_memory(module: str, name: str, spec: Spec) -> str:
+    """The name that transformers has for the parameter ``name`` of a module, which PEFT's patterns are about."""
+    own = (f"{module}.{parameter}" for parameter in IN_MEMORY)
+    return next((given for given in own if renamed(given, spec) == name), name)
 
 
 def parameter_of(module: str, first: tuple[int, ...], second: tuple[int, ...], spec: Spec) -> str | None:
