@@ -34,7 +34,10 @@ SCRATCH_SHARE = 16
 CAPTURED_TOKENS = 512
 """Tokens of the largest captured step with prompts."""
 WEIGHTS_SHARE = 32
-"""Integers of captured steps and records of attention are planned as 1 / ``WEIGHTS_SHARE`` of the weights' bytes."""
+"""Integers of captured steps and records of attention are planned as 1 / ``WEIGHTS_SHARE`` of the weights' bytes.
+
+A model that takes adapters has each step twice, with and without them, and so twice as many bytes.
+"""
 CAPTURE_SHARE = 16
 """1 / ``CAPTURE_SHARE`` of the memory is left to captured steps and to steps of prompts."""
 FEW_SEQUENCES, FEW_LOGITS_SHARE = 64, 8
@@ -207,7 +210,8 @@ class MemoryPlan:
         """What captured steps keep at least: activations, their integers, and records of attention."""
         if self.streamed:  # such steps are not captured
             return 0
-        return CAPTURED_TOKENS * self.requirements.scratch_per_token + self.requirements.weights // WEIGHTS_SHARE
+        needed, variants = self.requirements, 2 if self.requirements.adapters else 1
+        return CAPTURED_TOKENS * needed.scratch_per_token + variants * (needed.weights // WEIGHTS_SHARE)
 
     @property
     def total_bytes(self) -> int:

@@ -323,3 +323,12 @@ def test_what_a_long_text_keeps_follows_from_the_layers() -> None:
     described = describe_model(read_json(CONFIGS / "llama-3-8b.json"), CONFIGS)
     needed = with_long_texts(EIGHT_B, described.config)
     assert needed.text_bytes_per_token == 4 * 4096 + 2 * 2 * 8 * 128, "the residual stream, a layer's keys and values"
+
+
+def test_captured_steps_with_adapters_are_planned_beside_those_without() -> None:
+    machine = Machine(24 << 30)
+    plain = plan_memory(EIGHT_B, machine, 4096)
+    with_adapters = plan_memory(replace(EIGHT_B, adapters=500 * MIB, fixed=EIGHT_B.fixed + 500 * MIB), machine, 4096)
+    more = with_adapters.total_bytes - plain.total_bytes - 500 * MIB
+    assert more == pytest.approx(EIGHT_B.weights / 32 + 2 * 500 * MIB / 32, rel=1e-3)
+    assert with_adapters.captured_bytes > plain.captured_bytes
