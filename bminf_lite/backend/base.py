@@ -496,10 +496,35 @@ class Backend(HostDevice):
         """
         return stored(normalise(residual, norm), out)
 
-    def norm_add(self, x: Array, norm: Norm, residual: Array) -> Array:
-        """``residual + norm(x)``: fp32 ``[T, features]``. ``residual`` may be overwritten with the result."""
+    def norm_add(self, x: Array, norm: Norm, residual: Array, scale: float = 1.0) -> Array:
+        """``(residual + norm(x)) * scale``: fp32 ``[T, features]``. ``residual`` may be overwritten with the result."""
         residual += normalise(x, norm)
+        if scale != 1:
+            residual *= np.float32(scale)
         return residual
+
+    @silently
+    def layer_inputs(
+        self, tokens: Array, table: Array, projected: Array, norm: Norm, table_scale: float, scale: float
+    ) -> Array:
+        """``(norm(projected) + table[tokens] * table_scale) * scale``, what layers read beside the residual stream.
+
+        ``projected`` is fp32 ``[T, layers * size]``, of which ``norm`` normalises each ``size`` columns. The sum is
+        fp32, and rounded to the activation type: ``[T, layers * size]``.
+        """
+        size = len(norm.weight)
+        normed = normalise(projected.reshape(len(projected), -1, size), norm).reshape(projected.shape)
+        rows = table[tokens].astype(np.float32) * np.float32(table_scale)
+        return self._round((normed + rows) * np.float32(scale))
+
+    @silently
+    def multiply_columns(self, x: Array, inputs: Array, first: int) -> Array:
+        """``x`` times as many columns of ``inputs`` from ``first`` on, in fp32, rounded: ``[T, size]`` -> the same.
+
+        ``x`` and ``inputs`` ``[T, n]`` are in the activation type; ``x`` may be overwritten.
+        """
+        columns = inputs[:, first : first + x.shape[1]]
+        return self._round(x.astype(np.float32) * columns.astype(np.float32))
 
     def norm_qk(self, qkv: Array, q_norm: Norm, k_norm: Norm) -> Array:
         """``qkv`` with all queries of a row normalised together, and all keys; values stay as they are.
@@ -588,6 +613,30 @@ class Backend(HostDevice):
             out[rows] = self._attend(q[rows], keys, values, spec, context_len, spec.window)
         found = self._round(out.reshape(tokens, -1))
         return self._round(found * sigmoid(gate.astype(np.float32))) if spec.output_gate else found
+
+    @silently
+    def shared_attention(self, q: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """:meth:`attention` whose keys and values another layer added to the cache in this step: nothing is stored.
+
+        ``q`` is ``[T, heads * head_dim]``. The layer has no gate of the output.
+        """
+        spec = spec.for_cache(cache.key_scales is not None)
+        (heads,) = split_heads(q, spec, spec.heads)
+        heads = rotate(normalise(heads, spec.q_norm) if spec.q_norm else heads, positions_of(batch), spec.rope)
+        heads = self._round(heads if cache.key_scales is None else rotated_heads(heads))
+        out, table = np.zeros(heads.shape, np.float32), batch.block_tables[cache.group]
+        for b, rows in sequences(batch):
+            context_len = int(batch.context_lens[b])
+            keys, values = cached(cache, table[b], context_len + rows.stop - rows.start, self.activation_dtype)
+            out[rows] = self._attend(heads[rows], keys, values, spec, context_len, spec.window)
+        return self._round(out.reshape(q.shape))
+
+    def last_token_shared_attention(
+        self, q: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch
+    ) -> Array:
+        """The rows of :meth:`shared_attention` of each sequence's last token; ``batch`` has ``last_positions``."""
+        assert batch.last_positions is not None
+        return self.last_tokens(self.shared_attention(q, spec, cache, batch), batch)
 
     def last_token_attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         """The rows of :meth:`attention` of each sequence's last token, ``[B, heads * head_dim]``.
@@ -830,7 +879,7 @@ class Backend(HostDevice):
         k = rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope)
         if int8:
             q, k = rotated_heads(q), rotated_heads(k)
-        return self._round(q), self._round(k), v
+        return self._round(q), self._round(k), normalise(v, spec.v_norm) if spec.v_norm else v
 
     def _store(self, cache: LayerCache, table: np.ndarray, first: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store the keys and values ``[n, kv_heads, head_dim]`` of a sequence's tokens from ``first`` on."""

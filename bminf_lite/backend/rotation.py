@@ -63,7 +63,7 @@ def rotated_heads(x: np.ndarray) -> np.ndarray:
     Queries and keys are transformed alike, so their scores stay the same, and an element that is large in every key is
     spread over the head, whose one scale it would enlarge. Rotary embedding has pairs ``i`` and ``i + head_dim / 2``. A
     block is :func:`pairs_of_rotation` neighbouring pairs, first elements before second ones, and is transformed as in
-    :func:`rotated`; it is the whole head if ``head_dim`` is a power of two.
+    :func:`rotated`; it is the whole head if ``head_dim`` is a power of two of at most ``MAX_ROTATION``.
     """
     head_dim, pairs = x.shape[-1], pairs_of_rotation(x.shape[-1])
     if pairs == 0:

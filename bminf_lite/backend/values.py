@@ -92,6 +92,8 @@ class ForwardBatch:
     In a step that ``has_drafts``, a sequence may stand for a draft: it has the table of the
     sequence before it, and its token follows that sequence's token. ``token_types`` int32 ``[T]`` says to
     which segment of a pair of texts a token belongs, for models with a table of these; None stands for zeros.
+    ``layer_inputs`` ``[T, layers * size]``, in the activation type, is what layers read beside the residual stream: a
+    part of each row for each layer. The input of a model with such layers computes it.
 
     A step may be padded: with sequences without tokens, and with tokens behind those of the last sequence. What is
     computed of such tokens changes nothing else.
@@ -114,6 +116,7 @@ class ForwardBatch:
     lora_ids: Array = None
     logit_lora_ids: Array = None
     token_types: Array = None
+    layer_inputs: Array = None
 
     @classmethod
     def packed(
@@ -177,6 +180,7 @@ class ForwardBatch:
             logit_rows=None,
             last_positions=None,
             token_types=None,
+            layer_inputs=None,
             source_tables=None if self.source_tables is None else self.source_tables[rows],
             source_lens=None if self.source_lens is None else self.source_lens[rows],
         )
@@ -259,11 +263,12 @@ class AttentionSpec:
     ``bias`` is then added. ``softcap``, which excludes a bias, limits a score ``s`` to ``softcap * tanh(s / softcap)``.
     In causal self-attention a query at position ``p`` sees keys ``p - window < j <= p`` (all ``j <= p`` without a
     window), and in an encoder's those less than ``window`` tokens before or behind it. ``q_norm`` and ``k_norm``
-    normalise each head before the rotation. With an ``output_gate``, the output is multiplied by the sigmoid of a gate
-    for each of its elements. A ``softcap``, a ``LinearBias`` and an ``output_gate`` are for causal self-attention only.
-    ``sinks`` fp32 ``[heads]`` is one more score of each head, whose value is zero: it takes a share of the softmax.
-    They are for causal self-attention without a ``bias`` or a ``softcap`` only. ``int8_norms`` stand for ``q_norm`` and
-    ``k_norm`` where the cache is int8, and give the same scores.
+    normalise each head before the rotation, and ``v_norm`` each head of values; all have one epsilon. With an
+    ``output_gate``, the output is multiplied by the sigmoid of a gate for each of its elements. A ``softcap``, a
+    ``LinearBias`` and an ``output_gate`` are for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more
+    score of each head, whose value is zero: it takes a share of the softmax. They are for causal self-attention without
+    a ``bias`` or a ``softcap`` only. ``int8_norms`` stand for ``q_norm`` and ``k_norm`` where the cache is int8, and
+    give the same scores.
     """
 
     heads: int
@@ -279,6 +284,7 @@ class AttentionSpec:
     sinks: Array | None = None
     output_gate: bool = False
     int8_norms: tuple[Norm, Norm] | None = None
+    v_norm: Norm | None = None
 
     def __post_init__(self) -> None:
         assert sum(x is not None for x in (self.bias, self.softcap, self.sinks)) <= 1

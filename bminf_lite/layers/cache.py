@@ -7,7 +7,7 @@ the block of the same number in each. All states form one group, in which a sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import gcd
@@ -372,11 +372,19 @@ class KVCache:
         self.ops.copy_blocks([(layer, NULL_BLOCK, NULL_BLOCK) for layer in self.layers])
 
 
-def caches_of_layers(layouts: Sequence[Sequence[Layout]], cache: KVCache) -> list[Any]:
-    """The cache of each layer of a model, whose ``layouts`` may be none, one or several: None, one, or a tuple."""
+def caches_of_layers(
+    layouts: Sequence[Sequence[Layout]], cache: KVCache, sources: Mapping[int, int] | None = None
+) -> list[Any]:
+    """The cache of each layer of a model, whose ``layouts`` may be none, one or several: None, one, or a tuple.
+
+    ``sources`` has, for a layer that reads the cache of another, the number of that.
+    """
     layers = iter(cache.layers)
     own = [tuple(next(layers) for _ in of_layer) for of_layer in layouts]
-    return [caches[0] if len(caches) == 1 else caches or None for caches in own]
+    found: list[Any] = [caches[0] if len(caches) == 1 else caches or None for caches in own]
+    for layer, source in (sources or {}).items():
+        found[layer] = found[source]
+    return found
 
 
 def blocks_for(tokens: int) -> int:

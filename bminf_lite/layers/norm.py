@@ -45,20 +45,28 @@ def balanced_gains(query: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.n
     """The gains ``[head_dim]`` of norms of query and key heads, fp32, with equal magnitudes for each rotary pair.
 
     What one loses the other gets, so scores stay the same. An int8 cache has one step for a head's keys, and the error
-    of a score is that step times the query: both are then smallest together. Of pairs ``i`` and ``i + head_dim / 2``
-    the squares are added. A factor is within 16 times that of the median pair.
+    of a score is that step times the query: both are then smallest together.
+    """
+    factors = balancing_factors(query, key)
+    return query.astype(np.float32) * factors, key.astype(np.float32) / factors
+
+
+def balancing_factors(query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """What :func:`balanced_gains` multiplies the gain of queries by and divides that of keys by, fp32 ``[head_dim]``.
+
+    Of pairs ``i`` and ``i + head_dim / 2`` the squares are added. A factor is within 16 times that of the median pair.
     """
     query, key = (np.asarray(gain).astype(np.float32) for gain in (query, key))
+    whole = np.ones(len(query), np.float32)
     if len(query) % 2:
-        return query, key
+        return whole
     squares = [np.square(gain).reshape(2, -1).sum(axis=0) for gain in (query, key)]
     used = (squares[0] > 0) & (squares[1] > 0)
     if not used.any():
-        return query, key
+        return whole
     factors = np.ones(len(used), np.float32)
     factors[used] = (squares[1][used] / squares[0][used]) ** 0.25
-    factors = np.tile(np.clip(factors / np.median(factors[used]), 1 / 16, 16).astype(np.float32), 2)
-    return query * factors, key / factors
+    return np.tile(np.clip(factors / np.median(factors[used]), 1 / 16, 16).astype(np.float32), 2)
 
 
 def layer_norm(

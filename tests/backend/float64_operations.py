@@ -159,7 +159,8 @@ class AttentionModel:
         heads = row.reshape(-1, spec.head_dim)
         queries = self._prepare(heads[: spec.heads], spec.q_norm, position)
         self.keys.append(self._prepare(heads[spec.heads :][: spec.kv_heads], spec.k_norm, position))
-        self.values.append(rounded(heads[spec.heads + spec.kv_heads :], self.activation))
+        values = heads[spec.heads + spec.kv_heads :]
+        self.values.append(rounded(norm(values, spec.v_norm) if spec.v_norm else values, self.activation))
         first = 0 if spec.window is None else max(0, position - spec.window + 1)
         keys, values = (np.array(x[first : position + 1]) for x in self.held or (self.keys, self.values))
         out, magnitude = attended(queries[None], keys, values, spec, position - first)

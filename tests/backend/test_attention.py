@@ -27,6 +27,7 @@ SPECS = {
     "window": AttentionSpec(4, 2, 8, 0.35, window=5, rope=Rope(None)),
     "window of one": AttentionSpec(2, 1, 6, 0.4, window=1),
     "head norms": AttentionSpec(4, 2, 12, 0.3, rope=Rope(None)),
+    "norms of values too": AttentionSpec(4, 2, 12, 0.3, window=9, rope=Rope(None)),
     "unscaled": AttentionSpec(2, 2, 10, 1.0),
     "relative bias": AttentionSpec(4, 2, 8, 0.35, bias=RelativeBias(None, 7)),
     "relative bias, head of 64": AttentionSpec(3, 3, 64, 0.1, bias=RelativeBias(None, 40)),
@@ -39,6 +40,8 @@ SPECS = {
     "head of 80": AttentionSpec(2, 2, 80, 0.11, rope=Rope(None)),
     "head of 128": AttentionSpec(4, 1, 128, 0.09, window=7, rope=Rope(None)),
     "head of 256": AttentionSpec(2, 1, 256, 0.06, rope=Rope(None)),
+    "head of 512": AttentionSpec(3, 1, 512, 0.04, rope=Rope(None)),
+    "norms of values too, head of 512": AttentionSpec(4, 2, 512, 0.04, window=70, rope=Rope(None)),
 }
 
 
@@ -56,6 +59,12 @@ class Case:
         if spec.rope is not None:
             frequencies = (1.0 / 100.0 ** (np.arange(0, spec.head_dim, 2) / spec.head_dim)).astype(np.float32)
             device_spec = dataclasses.replace(spec, rope=Rope(backend.vector(frequencies), spec.rope.scale))
+        if spec in (SPECS["norms of values too"], SPECS["norms of values too, head of 512"]):
+            norms = [random_norm(rng, spec.head_dim, False) for _ in range(3)]
+            norms = [dataclasses.replace(norm, eps=norms[0].eps) for norm in norms]
+            self.spec = dataclasses.replace(spec, q_norm=norms[0], k_norm=norms[1], v_norm=norms[2])
+            q_norm, k_norm, v_norm = (norm_on(backend, n) for n in norms)
+            device_spec = dataclasses.replace(device_spec, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm)
         if spec is SPECS["head norms"]:
             norms = [random_norm(rng, spec.head_dim, False) for _ in range(2)]
             self.spec = dataclasses.replace(spec, q_norm=norms[0], k_norm=norms[1])
@@ -230,6 +239,30 @@ def test_last_tokens_get_what_attention_of_all_gives_them(backend, name, int8):
         contexts = counts
 
 
+@INT8
+@pytest.mark.parametrize(
+    "name", ["grouped", "norms of values too", *map(for_kernels, ("norms of values too, head of 512", "head of 64"))]
+)
+def test_a_layer_reads_what_another_has_stored(backend, name, int8):
+    """The same bits as attention with the same queries: ragged steps, decoding and prompts; and of last tokens."""
+    case, slots = Case(backend, SPECS[name], np.random.default_rng(6), 4, 400, int8), [2, 0, 3, 1]
+    spec, contexts = case.device_spec, [0, 0, 0, 0]
+    for counts in ([1, 70, 3, 200], [1, 1, 1, 1], [9, 1, 140, 2]):
+        batch = make_batch(backend, counts, contexts, case.table[slots])
+        qkv = case.random_qkv(sum(counts))
+        expected = backend.host(backend.attention(backend.array(qkv), spec, case.cache, batch))
+        before = [np.array(x) for x in case.host_cache().arrays]
+        queries = np.ascontiguousarray(qkv[:, : spec.heads * spec.head_dim])
+        found = backend.host(backend.shared_attention(backend.array(queries), spec, case.cache, batch))
+        np.testing.assert_array_equal(found, expected)
+        if batch.last_positions is not None:
+            last = backend.last_token_shared_attention(backend.array(queries), spec, case.cache, batch)
+            np.testing.assert_array_equal(backend.host(last), expected[np.cumsum(counts) - 1])
+        for now, then in zip(case.host_cache().arrays, before, strict=True):
+            np.testing.assert_array_equal(now, then)
+        contexts = [context + count for context, count in zip(contexts, counts, strict=True)]
+
+
 def test_large_scores_do_not_overflow(backend):
     """Scores of 1e4 and more: the softmax subtracts the largest first."""
     spec = AttentionSpec(2, 1, 8, 1.0)
@@ -261,7 +294,9 @@ def test_a_head_that_holds_a_nan_is_never_plausible(backend, column, bad):
 @pytest.mark.gpu
 @INT8
 @pytest.mark.parametrize("window", [None, *repeats(1000)])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (32, 32, 64), *repeats((28, 4, 128))])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (32, 32, 64), (8, 1, 512), *repeats((28, 4, 128))]
+)
 def test_real_sizes(cuda_backend, heads, kv_heads, head_dim, window, int8):
     frequencies = (1.0 / 500000.0 ** (np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
     check_real_sizes(

@@ -20,6 +20,7 @@ import pytest
 from cubin_info import kernel_info, offsets_and_sizes
 from instantiations import CAPABILITIES, families, grouped, pairs, pairwise, tiling, tilings
 
+from bminf_lite.cuda.kernels.attention.heads import LARGE_HEAD_DIM
 from bminf_lite.cuda.kernels.constants import DECODE_THREADS, GEMV_THREADS, GemvInput
 from bminf_lite.cuda.kernels.gemv.gemv import LARGE_SHARED_MEMORY, defines_for, pipeline_chunks
 from bminf_lite.cuda.kernels.instantiations import KernelFamily
@@ -59,6 +60,8 @@ DECODE_SPILL = 96
 
 NVRTC 12.9 and 13.0 spill up to 64, 13.5 up to 88.
 """
+LARGE_HEAD_SPILL = 176
+"""The same for heads of 512 elements where blocks find their items, all of them between segments."""
 PREFILL_SPILL = {"attention/prefill.cu": 96, "attention/prefill_hopper.cu": 496}
 """Bytes that prefill attention may spill: the accumulators of heads of 128 and 256 leave few registers for the rest.
 
@@ -83,6 +86,8 @@ def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Us
         return float("inf")
     if family.name == "gemv" and arguments[:2] == (GemvInput.ROTATED, (GEMV_THREADS, 8)):
         return ROTATED_SPILL
+    if family.name == "attention_decode" and arguments[0][0] > LARGE_HEAD_DIM:  # type: ignore[index]
+        return LARGE_HEAD_SPILL
     if usage.registers >= MAY_USE.get(kernel_name(family.name), 128):
         return 0
     return DECODE_SPILL if family.source == "attention/decode.cu" else OCCUPANCY_SPILL

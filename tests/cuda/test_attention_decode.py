@@ -27,7 +27,7 @@ from bminf_lite.cuda.kernels.attention.decode import (
     pair_groups,
     record_size,
 )
-from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, MAX_HEAD_DIM, scores_of
+from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, max_head_dim, scores_of
 from bminf_lite.cuda.kernels.attention.prefill import COUNTERS, PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
 from bminf_lite.cuda.kernels.constants import (
@@ -47,6 +47,8 @@ MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10
 """KiB of shared memory a block, from the CUDA programming guide's table of compute capabilities."""
 STATIC = 10 << 10
 """More than the kernel's static shared memory."""
+LARGE_STATIC = 14 << 10
+"""The same for heads of 512."""
 SMALL_STATIC = 7 << 10
 """The same for heads of up to 128 elements."""
 CONTEXT_LENS = sorted(
@@ -72,21 +74,21 @@ def long_context_lens(pytestconfig: pytest.Config) -> list[int]:
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
 def test_shared_memory_fits(capability: tuple[int, int]) -> None:
-    for head_dim in range(16, MAX_HEAD_DIM + 1, 16):
+    for head_dim in range(16, max_head_dim(capability) + 1, 16):
         for kind in map(int, DecodeMask):
             for (unit, work), element in itertools.product(UNIT_WORK, ELEMENTS):
                 config = launch_config(capability, head_dim, kind, unit, work, element)
                 if unit > max_unit(capability, config.depth):
                     continue
                 shared = config.shared(element, unit)
-                static = SMALL_STATIC if config.depth <= 128 else STATIC
+                static = SMALL_STATIC if config.depth <= 128 else STATIC if config.depth <= 256 else LARGE_STATIC
                 assert shared + static <= MOST_SHARED[capability] << 10, config
                 assert config.blocks * (shared + static + 1024) <= (MOST_SHARED[capability] + 1) << 10
 
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
 def test_tiles_divide_segments(capability: tuple[int, int]) -> None:
-    for head_dim in range(16, MAX_HEAD_DIM + 1, 16):
+    for head_dim in range(16, max_head_dim(capability) + 1, 16):
         for mask in AttentionMask:
             for biased in (False, True):
                 tile = attention_tile(capability, head_dim, mask, biased)
@@ -317,6 +319,8 @@ SHAPES = (
     Shape(heads=24, kv_heads=2),
     Shape(kv_heads=4, head_dim=256),
     Shape(kv_heads=4, head_dim=256, int8=True),
+    Shape(kv_heads=1, heads=8, head_dim=512),
+    Shape(kv_heads=2, heads=12, head_dim=512, int8=True),
     Shape(kv_heads=8, head_dim=64, scores=ScoreKind.BIASED),
     Shape(kv_heads=4, head_dim=256, window=1000, scores=ScoreKind.CAPPED),
     Shape(scores=ScoreKind.CAPPED, int8=True),

@@ -15,7 +15,7 @@ from checked import repeats
 from bminf_lite.backend.base import attend
 from bminf_lite.backend.values import AttentionSpec, LinearBias
 from bminf_lite.cuda.kernels.attention import prefill as attention
-from bminf_lite.cuda.kernels.attention.heads import MAX_HEAD_DIM, scores_of
+from bminf_lite.cuda.kernels.attention.heads import LARGE_HEAD_DIM, max_head_dim, scores_of
 from bminf_lite.cuda.kernels.attention.prefill import (
     CLUSTER_TILE,
     COUNTERS,
@@ -58,13 +58,13 @@ def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[Atte
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
 def test_shared_memory_fits(capability: tuple[int, int]) -> None:
-    for tile_config in tile_configs(capability, range(16, MAX_HEAD_DIM + 1, 16)):
+    for tile_config in tile_configs(capability, range(16, max_head_dim(capability) + 1, 16)):
         assert tile_config.shared <= MOST_SHARED[capability] << 10, tile_config
 
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
 def test_a_segment_is_whole_tiles_and_a_tile_is_in_whole_blocks(capability: tuple[int, int]) -> None:
-    for depth in range(16, MAX_HEAD_DIM + 1, 16):
+    for depth in range(16, max_head_dim(capability) + 1, 16):
         for mask in AttentionMask:
             keys = attention_tile(capability, depth, mask, False)
             assert SEGMENT % keys == 0
@@ -278,7 +278,8 @@ def divisions(device: Device, depth: int, int8: bool = False, scores: ScoreKind 
     capability = device.compute_capability
     keys = attention_tile(capability, depth, AttentionMask.CAUSAL, False)
     kernels = [tile_config_for(capability, depth, rows, scores=scores, int8=int8) for rows in TILE_ROWS]
-    kernels.append(synchronous(depth, 64, keys, 1, AttentionMask.CAUSAL, scores))
+    warps = 8 if depth > LARGE_HEAD_DIM else 4
+    kernels.append(synchronous(depth, 64, keys, 1, AttentionMask.CAUSAL, scores, warps))
     return [Division(kernel, split) for kernel in kernels for split in (False, True)]
 
 
@@ -299,7 +300,7 @@ RAGGED = {"new": (1, 70, 300, 0, 2, 64, 129), "context_lens": (40, 0, 17, 9, 255
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [8, 12, 16, 24, 31, 48, 64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 12, 16, 24, 31, 48, 64, 80, 96, 128, 160, 192, 256, 320, 512])
 def test_head_dims(head_dim: int, cuda_device: Device, division: Division) -> None:
     check(Case(**RAGGED, head_dim=head_dim), cuda_device, division)
 

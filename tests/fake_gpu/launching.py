@@ -32,7 +32,7 @@ INTERPRETED = {
     "rowwise/adapters.cu", "experts/router.cu", "experts/pairs.cu", "experts/few_tokens.cu", "experts/grouped_gemm.cu",
     "experts/grouped_gemm_hopper.cu", "experts/float_products.cu", "attention/latent.cu", "attention/latent_rows.cu",
     "attention/head_products.cu", "attention/decode.cu", "attention/prepare_heads.cu", "attention/prefill.cu",
-    "attention/prefill_merge.cu",
+    "attention/prefill_merge.cu", "rowwise/layer_inputs.cu",
 }  # fmt: skip
 """Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
 Model = Callable[["Call"], None]

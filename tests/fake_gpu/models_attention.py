@@ -28,11 +28,11 @@ from .models_rows import product_values, rounded
 F32, F16 = np.float32, np.float16
 
 
-def prepared(call: Call, x: np.ndarray, positions: np.ndarray, norm_weight: str | None, rotates: bool) -> np.ndarray:
+def prepared(call: Call, x: np.ndarray, positions: np.ndarray, norm_weight: str, rotates: bool) -> np.ndarray:
     """Heads ``[T, heads, head_dim]`` fp32 normalised, rotated and transformed, if asked for, and rounded to fp16."""
-    if norm_weight is not None and call.arguments[norm_weight]:
+    if call.arguments[norm_weight]:
         x = normalise(x, Norm(call.vector(norm_weight, call.head_dim, F32), call.eps))
-    if norm_weight is not None and call.frequencies:
+    if norm_weight != "v_norm_weight" and call.frequencies:
         x = rotate(x, positions, Rope(call.vector("frequencies", call.head_dim // 2, F32), call.rope_scale))
     return (rotated_heads(x) if rotates else x).astype(F16)
 
@@ -44,7 +44,7 @@ def split(
     heads = qkv.reshape(len(qkv), qkv.shape[1] // call.head_dim, call.head_dim)
     q, k, v = np.split(heads, [call.heads, call.heads + call.kv_heads], axis=1)
     q, k = (prepared(call, x, positions, f"{name}_norm_weight", rotates) for name, x in (("q", q), ("k", k)))
-    return q, k, v.astype(F16)
+    return q, k, prepared(call, v, positions, "v_norm_weight", rotates=False)
 
 
 def cache_of(call: Call, tables: np.ndarray, head_pitch: int) -> LayerCache:
@@ -125,11 +125,11 @@ def copy_blocks(call: Call) -> None:
 @model
 def attention_decode(call: Call) -> None:
     kind = DecodeMask(call.number("KIND"))
-    from_source = kind is DecodeMask.CROSS
+    from_source, has_new_key = kind is DecodeMask.CROSS, kind not in (DecodeMask.CROSS, DecodeMask.SHARED)
     scores = ScoreKind[kind.name] if kind.name in ScoreKind.__members__ else ScoreKind.PLAIN
     depth, int8 = call.number("D"), call.template["CACHE"] == "bminf::int8"
     keys = call.number("CHUNK") // (depth * (1 if int8 else 2))
-    stage = call.number("CHUNK") + (keys * call.number("UNIT") * 2 if int8 else 0)
+    stage = call.number("CHUNK") + (-(-keys * call.number("UNIT") * 2 // 128) * 128 if int8 else 0)
     call.require(depth >= call.head_pitch, "the instantiation is too small")
     call.require(call.launch.shared >= SEGMENT * DECODE_HEADS * 4 + call.number("STAGES") * stage,
                  "too little shared memory")  # fmt: skip
@@ -152,7 +152,7 @@ def attention_decode(call: Call) -> None:
     firsts = np.maximum(positions + 1 - (call.window or positions + 1), 0) // SEGMENT
     call.require(work is DecodeWork.ITEMS or (positions // SEGMENT - firsts).max(initial=0) < max_segments,
                  "a context has too many segments")  # fmt: skip
-    width = (call.heads + (0 if from_source else 2 * call.kv_heads)) * call.head_dim
+    width = (call.heads + (2 * call.kv_heads if has_new_key else 0)) * call.head_dim
     q, k, v = split(
         call, call.rows("qkv", count, call.pitch, width, F16, align=0).astype(F32), positions, int8 and not from_source
     )
@@ -161,7 +161,7 @@ def attention_decode(call: Call) -> None:
     cache = cache_of(call, tables, call.head_pitch)
     score_options = score_options_of(call, scores)
     for b, position in enumerate(positions):
-        if not from_source:
+        if has_new_key:
             store(cache, tables[b], int(position), k[b : b + 1], v[b : b + 1])
         out[b] = over_cache(call, q[b : b + 1], cache, tables[b], int(position), score_options)
 

@@ -246,7 +246,7 @@ def write_rows(call: Call, values: np.ndarray, padded: int, target: int) -> None
     full[:, :k] = values
     if target:
         out = call.rows("out", rows, call.out_ld, padded, F16 if target == 1 else F32)
-        out[...] = out + full if target == Target.ADD_TO_FLOAT else full
+        out[...] = (out + full) * F32(call.rotation_scale) if target == Target.ADD_TO_FLOAT else full
         return
     codes, scale = quantize_rows(full)
     at = offsets(call.number("OUT"), rows, padded, call.out_ld)
@@ -343,6 +343,27 @@ def gate_rows(call: Call) -> None:
     call.require(call.threads >= rows * n, "blocks are missing")
     x, gate = call.rows("x", rows, call.pitch, n, F16, 2), call.rows("gate", rows, call.gate_pitch, n, F16, 2)
     x[...] = x.astype(F32) * sigmoid(gate.astype(F32))
+
+
+@model
+def layer_inputs(call: Call) -> None:
+    tokens, size = call.vector("tokens", call.launch.grid[0], np.int32), call.size
+    rows, width = len(tokens), call.layers * size
+    call.require(call.launch.grid[1] * call.launch.block >= call.layers * 32, "a warp for each part")
+    table = call.rows("table", int(tokens.max()) + 1, call.table_pitch, width, F16, align=0)[tokens].astype(F32)
+    x = call.rows("projected", rows, call.pitch, width, F32, align=0).reshape(rows, call.layers, size)
+    normed = normalise(x, Norm(call.vector("weight", size, F32), call.eps)).reshape(rows, width)
+    out = (normed + table * F32(call.table_scale)) * F32(call.scale)
+    call.rows("out", rows, call.out_pitch, width, F16, align=0)[...] = out
+
+
+@model
+def multiply_columns(call: Call) -> None:
+    rows, n = call.arguments["rows"], call.n
+    call.require(call.threads >= rows * n, "blocks are missing")
+    x = call.rows("x", rows, call.pitch, n, F16, align=0)
+    inputs = call.rows("inputs", rows, call.inputs_pitch, n, F16, align=0)
+    x[...] = x.astype(F32) * inputs.astype(F32)
 
 
 @model

@@ -82,17 +82,21 @@ class AttentionLaunches:
 
     def decode(
         self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray,
-        out: cp.ndarray, lengths: cp.ndarray | None = None,
+        out: cp.ndarray, lengths: cp.ndarray | None = None, is_shared: bool = False,
     ) -> None:  # fmt: skip
-        """Attention of one token per sequence over its cache, or over a source of ``lengths``."""
+        """Attention of one token per sequence over its cache, or over a source of ``lengths``.
+
+        If the cache ``is_shared``, it has the token's key and value already, and ``x`` has queries alone.
+        """
         spec = spec.for_cache(cache.key_scales is not None)
         decode, count = self.kernels.attention_decode, batch.batch_size
         longest = batch.max_context_len if lengths is None else batch.max_source_len
         records = self.arrays.empty((decode.record_elements(spec, count, longest),), np.float32)
         arrivals = self.scratch.zeros("arrival counts", decode.arrival_elements(spec, count), np.int32)
         decode.launch(
-            self.kernels.step, x, spec, cache, batch.context_lens, table, records, arrivals, out, longest, lengths
-        )
+            self.kernels.step, x, spec, cache, batch.context_lens, table, records, arrivals, out, longest, lengths,
+            is_shared,
+        )  # fmt: skip
 
     def prepared_heads(
         self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None

@@ -451,10 +451,24 @@ class CudaBackend(Backend):
         source.norms.append(weakref.ref(result))
         return result
 
-    def norm_add(self, x: Array, norm: Norm, residual: Array) -> Array:
+    def norm_add(self, x: Array, norm: Norm, residual: Array, scale: float = 1.0) -> Array:
         target, values = self.materializer.as_residual(residual), self.arrays.padded(self.materializer.materialize(x))
         self.materializer.flush_residual(target)
-        return ResidualStream(target.values, NormAddend(values, norm))
+        return ResidualStream(target.values, NormAddend(values, norm, scale))
+
+    def layer_inputs(
+        self, tokens: Array, table: Array, projected: Array, norm: Norm, table_scale: float, scale: float
+    ) -> Array:
+        values = self.materializer.materialize(projected)
+        out = self.arrays.rows(values.shape[0], values.shape[1], np.float16)
+        self.kernels.layer_inputs.launch(self.kernels.step, tokens, table, values, norm, table_scale, scale, out)
+        return out
+
+    def multiply_columns(self, x: Array, inputs: Array, first: int) -> Array:
+        rows = self.materializer.to_half(x)
+        columns = self.materializer.materialize(inputs)[:, first : first + rows.shape[1]]
+        self.kernels.layer_inputs.multiply_columns(self.kernels.step, rows, columns)
+        return rows
 
     def norm_qk(self, qkv: Array, q_norm: Norm, k_norm: Norm) -> Array:
         values = self.arrays.padded(self.materializer.materialize(qkv))
@@ -572,6 +586,29 @@ class CudaBackend(Backend):
             self.launches.store_heads(qkv, spec, cache, prompts, prompts.block_tables[cache.group])
         out, decoded = self.arrays.rows(batch.batch_size, features, np.float16), self._last_rows(qkv, batch)
         self.launches.decode(decoded, spec, cache, replace(batch, context_lens=batch.last_positions), table, out)
+        self._go_on_with_last_tokens(batch)
+        return out
+
+    def shared_attention(self, q: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
+        out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
+        decodes, prompts = batch.parts
+        if decodes is not None:
+            rows, count = self.materializer.to_half(q), decodes.batch_size
+            table = decodes.block_tables[cache.group]
+            self.launches.decode(rows[:count], spec, cache, decodes, table, out[:count], is_shared=True)
+        if prompts is not None:
+            table = prompts.block_tables[cache.group]
+            heads = self.launches.prepared_heads(q, replace(spec, kv_heads=0), cache, prompts, table)
+            self.launches.prefill(heads, spec, cache, prompts, table, prompts.max_context_len, out)
+        return out
+
+    def last_token_shared_attention(
+        self, q: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch
+    ) -> Array:
+        table, rows = batch.block_tables[cache.group], self._last_rows(self.materializer.to_half(q), batch)
+        out = self.arrays.rows(batch.batch_size, spec.heads * spec.head_dim, np.float16)
+        last = replace(batch, context_lens=batch.last_positions)
+        self.launches.decode(rows, spec, cache, last, table, out, is_shared=True)
         self._go_on_with_last_tokens(batch)
         return out
 

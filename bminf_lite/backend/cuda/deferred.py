@@ -149,10 +149,14 @@ class DeferredGate:
 
 @dataclass(frozen=True)
 class NormAddend:
-    """``norm(values)``, which is to be added to the residual stream; ``values`` fp32 ``[T, features]``."""
+    """``norm(values)``, which is to be added to the residual stream; ``values`` fp32 ``[T, features]``.
+
+    The sum is then multiplied by ``scale``.
+    """
 
     values: cp.ndarray
     norm: Norm
+    scale: float = 1.0
 
 
 @dataclass

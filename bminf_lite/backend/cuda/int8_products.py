@@ -101,7 +101,7 @@ class GemvProducts:
         if not isinstance(pending, NormAddend):
             return None
         centers = pending.norm.center or (norm is not None and norm.center)
-        if centers or weight.pitch > gemv.MAX_FUSED_SUM_WIDTH:
+        if centers or weight.pitch > gemv.MAX_FUSED_SUM_WIDTH or pending.scale != 1:
             self.results.materializer.materialize(stream)
             return None
         stream.values = self.results.arrays.rows(1, pending.values.shape[1], np.float32)

@@ -22,6 +22,7 @@ from ...cuda.kernels.recurrent.mamba2 import Mamba2Kernels
 from ...cuda.kernels.rowwise.adapters import AdapterKernels
 from ...cuda.kernels.rowwise.calibration import CalibrationKernels
 from ...cuda.kernels.rowwise.gptq import GPTQKernels
+from ...cuda.kernels.rowwise.layer_inputs import LayerInputKernels
 from ...cuda.kernels.rowwise.pointwise import PointwiseKernels
 from ...cuda.kernels.rowwise.pooling import PoolingKernels
 from ...cuda.kernels.rowwise.rows import RowKernels
@@ -46,6 +47,7 @@ class Kernels:
         self.pointwise = PointwiseKernels(launcher)
         self.adapters = AdapterKernels(launcher)
         self.pooling = PoolingKernels(launcher)
+        self.layer_inputs = LayerInputKernels(launcher)
         self.softmax = Softmax(launcher)
         self.short_convolution = ShortConvolutionKernels(launcher)
         self.delta_net = DeltaNetKernels(launcher)

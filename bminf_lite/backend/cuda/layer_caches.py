@@ -10,7 +10,7 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import HEAD_PAD, round_up
-from ...cuda.kernels.attention.heads import MAX_HEAD_DIM
+from ...cuda.kernels.attention.heads import max_head_dim
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
 from ...memory.arena import Arena
@@ -41,8 +41,11 @@ class LayerCaches:
 
         Raises ``DeviceError`` for heads that no attention kernel takes.
         """
-        if head_dim > MAX_HEAD_DIM or head_dim % 2:
-            raise DeviceError(f"heads of {head_dim} elements; attention kernels take even sizes up to {MAX_HEAD_DIM}")
+        most = max_head_dim(self.device.compute_capability)
+        if head_dim > most or head_dim % 2:
+            raise DeviceError(
+                f"heads of {head_dim} elements; attention kernels take even sizes up to {most} on this GPU"
+            )
         if max_blocks is not None:
             return self._growing_cache(num_blocks, max_blocks, kv_heads, head_dim, int8)
         shape, padded = (num_blocks, kv_heads, BLOCK_SIZE), round_up(head_dim, HEAD_PAD)

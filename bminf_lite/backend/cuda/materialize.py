@@ -143,13 +143,15 @@ class Materializer:
             moved = self.kernels.nbytes_moved(addend.values, residual.values, residual.values)
             self.kernels.rows.transform(
                 self.kernels.step, NO_ROWS, sum_target(residual.values), rows, k, addend.values, addend.norm,
-                bytes_moved=moved,
+                bytes_moved=moved, scale=addend.scale,
             )  # fmt: skip
             return
         values = self.arrays.rows(rows, k, np.float32)
         self.kernels.rows.norm(self.kernels.step, addend.values, addend.norm, values)
         with self.arrays.current():
             residual.values += values
+            if addend.scale != 1:
+                residual.values *= np.float32(addend.scale)
 
     def flush_residual(self, residual: ResidualStream) -> None:
         """Compute the deferred norms of the residual stream, and add the pending product to it."""

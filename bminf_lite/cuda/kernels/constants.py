@@ -113,7 +113,8 @@ class DecodeMask(IntEnum):
     """The keys that a new token attends to in decode attention, and their scores.
 
     ``CAUSAL``: all tokens up to itself. ``BIASED``, ``CAPPED``, ``ALIBI``, ``SINKS``: the same, with scores of that
-    :class:`ScoreKind`. ``CROSS``: the whole source, whose keys and values are in the cache already.
+    :class:`ScoreKind`. ``CROSS``: the whole source, whose keys and values are in the cache already. ``SHARED``: as
+    ``CAUSAL``, with its own key and value in the cache already.
     """
 
     CAUSAL = 0
@@ -122,6 +123,7 @@ class DecodeMask(IntEnum):
     CAPPED = 3
     ALIBI = 4
     SINKS = 5
+    SHARED = 6
 
 
 class ScoreKind(IntEnum):
@@ -185,6 +187,8 @@ DECODE_HEADS = 8
 """At most ``DECODE_HEADS`` query heads of one key-value head share a block of the decode kernel: the N of an MMA."""
 DECODE_THREADS = 288
 """Eight warps compute, one loads."""
+DECODE_LARGE_DEPTH, DECODE_LARGE_SCORES = 256, 40 << 10
+"""Blocks for heads above ``DECODE_LARGE_DEPTH`` have ``DECODE_LARGE_SCORES`` bytes for scores, then for records."""
 DECODE_GROUP = 16
 """Keys, or elements of values, that one MMA of the decode kernel takes as rows."""
 DECODE_MAX_UNIT = 8
@@ -338,7 +342,14 @@ HEADERS = {
         THREADS=HEAD_PRODUCTS_THREADS, COLUMNS=HEAD_PRODUCTS_COLUMNS, CHUNK=HEAD_PRODUCTS_COLUMNS
     ),
     "constants/decode.cuh": render_header(
-        DecodeMask, DecodeWork, HEADS=DECODE_HEADS, THREADS=DECODE_THREADS, GROUP=DECODE_GROUP, MAX_UNIT=DECODE_MAX_UNIT
+        DecodeMask,
+        DecodeWork,
+        HEADS=DECODE_HEADS,
+        THREADS=DECODE_THREADS,
+        GROUP=DECODE_GROUP,
+        MAX_UNIT=DECODE_MAX_UNIT,
+        LARGE_DEPTH=DECODE_LARGE_DEPTH,
+        LARGE_SCORES=DECODE_LARGE_SCORES,
     ),
     "constants/stages.cuh": render_header(RELEASING_LANES=STAGE_RELEASING_LANES),
     "constants/prefill.cuh": render_header(AttentionMask, ScoreKind),

@@ -2,10 +2,11 @@
 //
 //     out[b, h] = softmax(scale * q[b, h] @ keys.T + bias) @ values,  q, new key = rope(norm(...)) of the projection
 //
-// qkv: the fused projection fp16 [B, pitch], queries only for CROSS. keys, values: CACHE [num_blocks, kv_heads,
-// BLOCK_SIZE, head_pitch], __half or int8; for int8 key_scales, value_scales: fp16 [num_blocks, kv_heads, BLOCK_SIZE].
-// block_tables: int32 [B, table_pitch]; token p of sequence b is in block block_tables[b, p / BLOCK_SIZE]. out: fp16
-// [B, out_pitch]. The new token's key and value are prepared here and written to the cache.
+// qkv: the fused projection fp16 [B, pitch], queries only for CROSS and SHARED. keys, values: CACHE [num_blocks,
+// kv_heads, BLOCK_SIZE, head_pitch], __half or int8; for int8 key_scales, value_scales: fp16 [num_blocks, kv_heads,
+// BLOCK_SIZE]. block_tables: int32 [B, table_pitch]; token p of sequence b is in block block_tables[b, p / BLOCK_SIZE].
+// out: fp16 [B, out_pitch]. The new token's key and value are prepared here and written to the cache, but for CROSS and
+// SHARED.
 //
 // The sums have the order of softmax.cuh. An item (decode.cuh) is a segment of one sequence, for up to HEADS query
 // heads that share a key-value head. A unit is one block or the blocks of a cluster, which compute an item together:
@@ -100,6 +101,7 @@ __device__ __forceinline__ void prepare_new_token(
             norm_and_rope(
                 low, high, params, which < 0 ? params.q_norm_weight : params.k_norm_weight, layer.head_dim, cosine,
                 sine);
+        if (which == 1) norm_head(low, high, params.v_norm_weight, params.eps, layer.head_dim);
         if (ROTATES && which <= 0) rotate_head(low, high, layer.head_dim);
         if (IS_INT8<CACHE> && which >= 0) {
             if constexpr (IS_INT8<CACHE>) {
@@ -143,6 +145,10 @@ struct Task {
     int has_own_block;                            // as all items have
 };
 
+// Whether the new token's key and value are prepared here.
+template <int KIND>
+constexpr bool HAS_NEW_KEY = KIND != CROSS && KIND != SHARED;
+
 // A segment of the keys in `range`. newest: if the unit computes the new token's segment too.
 template <int KIND, int SUB>
 __device__ __forceinline__ Task
@@ -150,9 +156,9 @@ segment_task(int sequence, int pair, int segment, const HeadRange& heads, const 
     const int start = segment * SEGMENT;
     Task task = {sequence, pair, segment, heads, range.end - 1};
     task.begin = max(0, range.begin - start), task.stop = min(SEGMENT, range.end - start);
-    task.present = KIND != CROSS && segment == range.last ? task.stop - 1 : task.stop;
+    task.present = HAS_NEW_KEY<KIND> && segment == range.last ? task.stop - 1 : task.stop;
     task.first = task.begin / SUB, task.end = max(1, (task.stop + SUB - 1) / SUB);
-    task.newest = KIND != CROSS && newest;
+    task.newest = HAS_NEW_KEY<KIND> && newest;
     task.is_left = segment == range.first;
     return task;
 }
@@ -194,21 +200,22 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // ONE_SEGMENT. arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after.
 // starts_next: if the next kernel may start at once, else when the projection is complete. Dynamic shared memory:
 // STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may
-// be read together with what follows.
+// be read together with what follows; or LARGE_SCORES bytes, into which records of large heads fit.
 template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
-    const float* frequencies, float eps, float rope_scale, const int* context_lens, const int* block_tables,
-    int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales, __half* value_scales,
-    float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch, int heads, int kv_heads,
-    int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance, const int* lengths,
-    int max_segments, float softcap, int starts_next) {
+    const float* v_norm_weight, const float* frequencies, float eps, float rope_scale, const int* context_lens,
+    const int* block_tables, int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales,
+    __half* value_scales, float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch,
+    int heads, int kv_heads, int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance,
+    const int* lengths, int max_segments, float softcap, int starts_next) {
     constexpr bool HOLDS_SCORES = KIND == BIASED || KIND == CAPPED || KIND == ALIBI;  // else scaled dot products
     constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
     constexpr int PIECES = ROW / 16;                                   // of a head
     constexpr int KEYS = CHUNK / ROW;                                  // of a chunk of keys
-    constexpr int SUB = KEYS < BLOCK_SIZE ? KEYS : BLOCK_SIZE, SUBS = KEYS / SUB;  // keys of a granule, granules
-    constexpr int SCALES = IS_INT8<CACHE> ? KEYS * UNIT * 2 : 0, STAGE = CHUNK + SCALES;
+    constexpr int SUB = KEYS < BLOCK_SIZE ? KEYS : BLOCK_SIZE, SUBS = KEYS / SUB;     // keys of a granule, granules
+    constexpr int SCALES = IS_INT8<CACHE> ? (KEYS * UNIT * 2 + 127) / 128 * 128 : 0;  // chunks are aligned to 128 bytes
+    constexpr int STAGE = CHUNK + SCALES;
     constexpr int TILES = SEGMENT / TILE, TILE_GROUPS = TILE / GROUP;
     // Tasks at a time. Before the loading warp replaces a task, the chunk STAGES before the new task's first one has
     // been read. Each task has two chunks or more, so that chunk belongs to a later task than the replaced one.
@@ -219,7 +226,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     // All chunks of a segment are in shared memory at the same time, so none is given back.
     constexpr bool RESIDENT = UNIT > 1 && 2 * SEGMENT / UNIT * ROW <= STAGES * CHUNK;
     // Records are merged in place of scores, and of chunks where none is loaded any more.
-    constexpr int MERGE_AT = WORK == ITEMS ? STAGES * STAGE : 0, MERGE_BYTES = STAGES * STAGE - MERGE_AT + SEGMENT * 32;
+    constexpr int MERGE_AT = WORK == ITEMS ? STAGES * STAGE : 0;
+    constexpr int MERGE_BYTES = STAGES * STAGE - MERGE_AT + (D > LARGE_DEPTH ? LARGE_SCORES : SEGMENT * 32);
     using Scratch = MergeScratch<RANK_ELEMENTS, MERGE_BYTES>;
     static_assert(sizeof(Scratch) <= MERGE_BYTES, "it fits");
     static_assert(
@@ -371,7 +379,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         return;
     }
 
-    const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
+    const HeadParams params = {q_norm_weight, k_norm_weight, v_norm_weight, frequencies, eps, rope_scale};
     QueryFragments<D, CACHE> query;
     [[maybe_unused]] float slopes[2];               // of the thread's two heads, for ALIBI
     float all_o[PARTS][4], all_top[2], all_sum[2];  // of the segments before
@@ -462,10 +470,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         if (key >= stop) break;
                         const int at = new_key - key;
                         if (at >= 0 && at < GROUP) {
-                            if (lane < PIECES)
-                                st_shared_v4(
-                                    chunk + ChunkLayout{log2_of(PIECES)}.offset(i * GROUP + at, lane),
-                                    reinterpret_cast<const uint4*>(own.new_token.kv[0])[lane]);
+#pragma unroll
+                            for (int piece = lane; piece < (PIECES > WARP ? PIECES : WARP); piece += WARP)
+                                if (PIECES >= WARP || piece < PIECES)
+                                    st_shared_v4(
+                                        chunk + ChunkLayout{log2_of(PIECES)}.offset(i * GROUP + at, piece),
+                                        reinterpret_cast<const uint4*>(own.new_token.kv[0])[piece]);
                             if (IS_INT8<CACHE> && lane == 0)
                                 st_shared_half(chunk + CHUNK + (i * GROUP + at) * 2, own.new_token.scales[0]);
                             __syncwarp();

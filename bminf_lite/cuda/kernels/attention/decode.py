@@ -12,6 +12,7 @@ from ..arrays import HEAD_PAD, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import (
     DECODE_GROUP,
     DECODE_HEADS,
+    DECODE_LARGE_SCORES,
     DECODE_MAX_UNIT,
     DECODE_THREADS,
     LARGE_SHARED_MEMORY,
@@ -24,12 +25,12 @@ from ..constants import (
 )
 from ..instantiations import Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
-from .heads import ELEMENTS, INT8, element_of, head_arguments, head_pitch_of, scores_of
+from .heads import ELEMENTS, INT8, LARGE_HEAD_DIM, element_of, head_arguments, head_pitch_of, max_head_dim, scores_of
 
 if TYPE_CHECKING:
     import cupy as cp
 
-DEPTHS = (64, 128, 256)
+DEPTHS = (64, 128, 256, 512)
 """Head sizes that the kernel is compiled for."""
 TWO_BLOCKS = (8, 0), (9, 0)
 """Compute capabilities on which two blocks share an SM, which limits the registers of a thread to 96."""
@@ -51,7 +52,7 @@ SMS_PER_BLOCK = 4
 """With at least ``SMS_PER_BLOCK`` SMs for each block, the next kernel may start with attention: it finds room."""
 SEGMENT_WAVES = 2
 """Units of one segment that a launch may have for each one that runs at the same time."""
-CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))
+CAUSAL, BIASED, CROSS, SHARED = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS, DecodeMask.SHARED))
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ class DecodeConfig:
     def shared(self, element: str, unit: int) -> int:
         """Bytes of dynamic shared memory: chunks with the scales of their tokens, and scores."""
         keys = self.chunk // (self.depth * (1 if element == INT8 else 2))
-        scales = keys * unit * 2 if element == INT8 else 0
-        return self.stages * (self.chunk + scales) + (SEGMENT + DECODE_GROUP) * DECODE_HEADS * 4
+        scales = round_up(keys * unit * 2, 128) if element == INT8 else 0
+        scores = DECODE_LARGE_SCORES if self.depth > LARGE_HEAD_DIM else (SEGMENT + DECODE_GROUP) * DECODE_HEADS * 4
+        return self.stages * (self.chunk + scales) + scores
 
 
 def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeConfig:
@@ -90,7 +92,7 @@ def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeCon
     elif memory >= LARGE_SHARED_MEMORY:
         chunk, stages = (8 << 10, 4) if blocks == 2 else (16 << 10, 4)
     elif capability >= (8, 0):
-        chunk, stages = 16 << 10, 3
+        chunk, stages = 16 << 10, 2 if depth > LARGE_HEAD_DIM else 3
     else:
         chunk, stages = 8 << 10, 2
     return DecodeConfig(depth, tile, chunk, stages, blocks)
@@ -134,7 +136,7 @@ class AttentionDecode:
         for kind in numbers(DecodeMask):
             launched = {
                 (launch_config(capability, size, kind, unit, work, element).template(), (unit, int(work)), element)
-                for size in range(HEAD_PAD, DEPTHS[-1] + 1, HEAD_PAD)
+                for size in range(HEAD_PAD, max_head_dim(capability) + 1, HEAD_PAD)
                 for unit, work in UNIT_WORK
                 for element in ELEMENTS
                 if unit <= max_unit(capability, decode_config(capability, size, kind).depth)
@@ -192,21 +194,23 @@ class AttentionDecode:
         out: cp.ndarray,
         max_context_len: int,
         lengths: cp.ndarray | None = None,
+        is_shared: bool = False,
     ) -> None:
         """Attention of one new token per sequence, fp16 ``[B, heads * head_dim]``, into ``out``.
 
         ``qkv`` is fp16 ``[B, (heads + 2 * kv_heads) * head_dim]``, ``context_lens`` int32 ``[B]``, the tokens in the
         cache before the step, and ``block_table`` int32 ``[B, W]``, with rows that are contiguous. The new token's key
         and value are written to ``cache``. With ``lengths``, int32 ``[B]``, ``qkv`` holds queries only, and ``cache``
-        holds encoded sources of those lengths.
+        holds encoded sources of those lengths. If the cache ``is_shared``, ``qkv`` holds queries only too, and the
+        cache the new token's key and value.
 
         ``records`` is fp32, of at least :meth:`record_elements`, ``arrival_counts`` int32, of at least
         :meth:`arrival_elements`. No other kernel may use them at the same time. ``max_context_len`` is a
         bound of the tokens of a sequence after the step; see :meth:`grid`.
         """
         scores = scores_of(spec)
-        assert lengths is None or scores.kind is ScoreKind.PLAIN
-        kind = int(scores.decode_mask) if lengths is None else CROSS
+        assert (lengths is None and not is_shared) or scores.kind is ScoreKind.PLAIN
+        kind = SHARED if is_shared else int(scores.decode_mask) if lengths is None else CROSS
         batch_size, element = qkv.shape[0], element_of(cache)
         grid = self.grid(spec, batch_size, max_context_len)
         config = launch_config(
@@ -253,7 +257,7 @@ class AttentionDecode:
             ),
             shared=config.shared(element, grid.unit),
             cluster=grid.unit if grid.unit > 1 else None,
-            dependent=step.is_unwritten(cache.keys.data.ptr, writes=kind != CROSS),
+            dependent=step.is_unwritten(cache.keys.data.ptr, writes=kind not in (CROSS, SHARED)),
             bytes_moved=nbytes_of(qkv, out)
             + batch_size * min(max_context_len, spec.window or max_context_len) * spec.kv_heads * 2 * head_bytes(cache),
         )

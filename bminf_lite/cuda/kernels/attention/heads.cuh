@@ -7,14 +7,14 @@
 
 namespace bminf {
 
-// The parameters of the preparation. q_norm_weight, k_norm_weight: fp32 [head_dim], null without a norm. frequencies:
-// fp32 [head_dim / 2], null without rotary embedding; rope_scale multiplies cosine and sine.
+// The parameters of the preparation. q_norm_weight, k_norm_weight, v_norm_weight: fp32 [head_dim], null without a norm.
+// frequencies: fp32 [head_dim / 2], null without rotary embedding; rope_scale multiplies cosine and sine.
 struct HeadParams {
-    const float *q_norm_weight, *k_norm_weight, *frequencies;
+    const float *q_norm_weight, *k_norm_weight, *v_norm_weight, *frequencies;
     float eps, rope_scale;
 };
 
-constexpr int PAIRS = 4;  // of a lane, for head_dim <= 64 * PAIRS
+constexpr int PAIRS = 8;  // of a lane, for head_dim <= 64 * PAIRS
 
 // rope_scale times cosine and sine of position * frequency.
 __device__ __forceinline__ void rope_angle(
@@ -45,27 +45,33 @@ __device__ __forceinline__ void rope_angles(
     }
 }
 
-// RMSNorm with `norm_weight` (null: none), then the rotation of each pair.
+// RMSNorm with `norm_weight`; null: none.
+template <int PAIRS>
+__device__ __forceinline__ void norm_head(
+    float (&low)[PAIRS], float (&high)[PAIRS], const float* norm_weight, float eps, int head_dim) {
+    const int lane = threadIdx.x % WARP, half = head_dim / 2;
+    if (norm_weight == nullptr) return;
+    double sum = 0;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) sum += fmaf(low[i], low[i], high[i] * high[i]);
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum / head_dim) + eps));
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+        const int pair = i * WARP + lane;
+        if (pair >= half) continue;
+        low[i] = __fmul_rn(__fmul_rn(low[i], norm_weight[pair]), inverse);
+        high[i] = __fmul_rn(__fmul_rn(high[i], norm_weight[half + pair]), inverse);
+    }
+}
+
+// The norm of a head of queries or keys, then the rotation of each pair.
 template <int PAIRS>
 __device__ __forceinline__ void norm_and_rope(
     float (&low)[PAIRS], float (&high)[PAIRS], const HeadParams& params, const float* norm_weight, int head_dim,
     const float (&cosine)[PAIRS], const float (&sine)[PAIRS]) {
-    const int lane = threadIdx.x % WARP, half = head_dim / 2;
-    if (norm_weight) {
-        double sum = 0;
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) sum += fmaf(low[i], low[i], high[i] * high[i]);
-#pragma unroll
-        for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
-        const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum / head_dim) + params.eps));
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const int pair = i * WARP + lane;
-            if (pair >= half) continue;
-            low[i] = __fmul_rn(__fmul_rn(low[i], norm_weight[pair]), inverse);
-            high[i] = __fmul_rn(__fmul_rn(high[i], norm_weight[half + pair]), inverse);
-        }
-    }
+    norm_head(low, high, norm_weight, params.eps, head_dim);
     if (params.frequencies) {
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) rotate_pair(low[i], high[i], cosine[i], sine[i]);
@@ -85,10 +91,13 @@ __device__ __forceinline__ void rotate_last(float& low, float& high, float root)
     high = __fmul_rn(__fsub_rn(a, b), root);
 }
 
+constexpr int MAX_ROTATED_PAIRS = 128;  // of a block
+
 // rotated_heads of a warp's head.
 template <int PAIRS>
 __device__ __forceinline__ void rotate_head(float (&low)[PAIRS], float (&high)[PAIRS], int head_dim) {
-    const int lane = threadIdx.x % WARP, half = head_dim / 2, pairs = min(half & -half, PAIRS * WARP);
+    const int lane = threadIdx.x % WARP, half = head_dim / 2,
+              pairs = min(half & -half, min(PAIRS * WARP, MAX_ROTATED_PAIRS));
 #pragma unroll
     for (int h = 1; h < WARP; h *= 2) {
         if (h >= pairs) break;

@@ -9,7 +9,8 @@ from ....backend.values import AttentionSpec, LayerCache, LinearBias
 from ..arrays import address
 from ..constants import DecodeMask, ScoreKind
 
-MAX_HEAD_DIM = 256
+LARGE_HEAD_DIM, MAX_HEAD_DIM = 256, 512
+"""Heads of more than ``LARGE_HEAD_DIM`` elements want compute capability 8.0."""
 LOG2_E = math.log2(math.e)
 ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
 """Element types of a cache, as the kernels name them."""
@@ -19,6 +20,11 @@ def head_pitch_of(cache: LayerCache) -> int:
     """Elements from one token's head to the next token's in the cache: the head size, padded."""
     pitch: int = cache.keys.strides[-2] // cache.keys.itemsize
     return pitch
+
+
+def max_head_dim(capability: tuple[int, int]) -> int:
+    """The largest heads that the kernels take."""
+    return MAX_HEAD_DIM if capability >= (8, 0) else LARGE_HEAD_DIM
 
 
 def element_of(cache: LayerCache) -> str:
@@ -69,12 +75,15 @@ def scores_of(spec: AttentionSpec) -> Scores:
     return Scores(ScoreKind.PLAIN, scale)
 
 
-def head_arguments(spec: AttentionSpec) -> tuple[int, int, int, float, float]:
-    """Norm weights of queries and keys, rotary frequencies, epsilon and the rotary scale."""
-    norm = spec.q_norm or spec.k_norm
+def head_arguments(spec: AttentionSpec) -> tuple[int, int, int, int, float, float]:
+    """Norm weights of queries, keys and values, rotary frequencies, epsilon and the rotary scale."""
+    norms = spec.q_norm, spec.k_norm, spec.v_norm
+    norm = next((norm for norm in norms if norm is not None), None)
+    query, key, value = (0 if norm is None else address(norm.weight) for norm in norms)
     return (
-        address(spec.q_norm.weight) if spec.q_norm else 0,
-        address(spec.k_norm.weight) if spec.k_norm else 0,
+        query,
+        key,
+        value,
         address(spec.rope.frequencies) if spec.rope else 0,
         norm.eps if norm else 0.0,
         spec.rope.scale if spec.rope else 1.0,

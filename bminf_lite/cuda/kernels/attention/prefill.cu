@@ -6,8 +6,9 @@
 // softmax.
 //
 // Blocks take work in turn; a piece of work has BM rows, each warp BM / WARPS of them, and passes over BN keys at a
-// time. Keys and values go through shared memory: the next keys are loaded while the values are multiplied, and the
-// values while the keys are.
+// time. Large heads have two warps for a row: both compute its scores, and each a half of its outputs. Keys and values
+// go through shared memory: the next keys are loaded while the values are multiplied, and the values while the keys
+// are.
 #include "attention/prefill.cuh"
 
 namespace bminf {
@@ -92,16 +93,16 @@ __device__ __forceinline__ void gemm_qk(float (&s)[MT][N][4], const Queries<MT, 
     }
 }
 
-// o += weights @ values; v_rows: the shared address of this lane's row for ldmatrix
-template <int MT, int D, int N>
-__device__ __forceinline__ void gemm_pv(float (&o)[MT][D / 8][4], const float (&s)[MT][N][4], unsigned v_rows) {
+// o += weights @ values, W times eight columns of rows of D; v_rows: the shared address of this lane's row for ldmatrix
+template <int MT, int D, int W, int N>
+__device__ __forceinline__ void gemm_pv(float (&o)[MT][W][4], const float (&s)[MT][N][4], unsigned v_rows) {
 #pragma unroll
     for (int k = 0; k < N / 2; ++k) {
         unsigned a[MT][4];
 #pragma unroll
         for (int m = 0; m < MT; ++m) weights_fragment(a[m], s[m], k);
 #pragma unroll
-        for (int n = 0; n < D / 16; ++n) {
+        for (int n = 0; n < W / 2; ++n) {
             unsigned b[4];
             ldmatrix_x4_trans(b, v_rows + (k * 16 * (D + 8) + n * 16) * 2);
 #pragma unroll
@@ -129,22 +130,29 @@ __device__ __forceinline__ bool find_next(
     }
 }
 
-// BM: a multiple of 16 * WARPS; BN: a power of two, at least 16 and at most 128. BLOCKS: blocks per SM that must be
-// able to run. MASK: what a query sees. SCORES: a ScoreKind. CACHE: __half or int8. Dynamic shared memory: BM + 2
+// The warps that share a row: the outputs of more columns would not fit in the registers of one.
+template <int D>
+constexpr int ROW_WARPS = D > 256 ? 2 : 1;
+
+// BM: a multiple of 16 * WARPS / ROW_WARPS<D>; BN: a power of two, at least 16 and at most 128. BLOCKS: blocks per SM
+// that must be able to run. MASK: what a query sees. SCORES: a ScoreKind. CACHE: __half or int8. Dynamic shared memory:
+// BM + 2
 // * BN rows of D + 8 fp16. The running result is in p.running.
 template <int D, int BM, int BN, int WARPS, int BLOCKS, int MASK, int SCORES, class CACHE>
 __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const __grid_constant__ PrefillParams p) {
-    constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, MT = BM / (16 * WARPS);
+    constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, SHARING = ROW_WARPS<D>;
+    constexpr int MT = BM * SHARING / (16 * WARPS), OWN = CHUNKS / SHARING;  // a warp's pieces of rows and of columns
     extern __shared__ __align__(16) __half shared[];
     __shared__ int next;
     __half* const q_tile = shared;
     __half* const k_tile = q_tile + BM * PITCH;
     __half* const v_tile = k_tile + BN * PITCH;
     using Rows = CachedRows<D, BN, CACHE>;
-    const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * MT * 16;
+    const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / (WARP * SHARING) * MT * 16;
+    const int first = threadIdx.x / WARP % SHARING * OWN;
     Queries<MT, D> queries = {cast_smem_ptr_to_uint(q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8)};
     const unsigned k_rows = cast_smem_ptr_to_uint(k_tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8);
-    const unsigned v_rows = cast_smem_ptr_to_uint(v_tile + lane % 16 * PITCH + lane / 16 * 8);
+    const unsigned v_rows = cast_smem_ptr_to_uint(v_tile + lane % 16 * PITCH + (lane / 16 + first) * 8);
 
     wait_on_dependent_grids();
     const Split split = find_split<MASK, BM>(p);
@@ -160,17 +168,17 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
         };
         load_keys(work.begin);
         SoftmaxState state[MT];
-        RunningResult<CHUNKS, false> running[MT];
+        RunningResult<OWN, false> running[MT];
         int position[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            running[m].vectors = fragment_of<D>(p.running + blockIdx.x * (BM * D), warp_row + m * 16);
+            running[m].vectors = fragment_of<D>(p.running + blockIdx.x * (BM * D), warp_row + m * 16) + first * WARP;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 position[m][h] = work.position(work.first + warp_row + m * 16 + lane / 4 + h * 8);
         }
         const MaskedKeys masked(work, work.first);
-        float o[MT][CHUNKS][4] = {};
+        float o[MT][OWN][4] = {};
         for (int key = work.begin; key < work.end; key += BN) {
             cp_async_wait_all();
             __syncthreads();
@@ -180,7 +188,8 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
             } else if (key % SEGMENT == 0) {
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
-                    end_segment<D, BM>(p, work, key / SEGMENT - 1, warp_row + m * 16, state[m], o[m], running[m]);
+                    end_segment<D, BM>(
+                        p, work, key / SEGMENT - 1, warp_row + m * 16, state[m], o[m], running[m], first);
                     set_zero(o[m]);
                     state[m] = {};
                 }
@@ -222,10 +231,11 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
         // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            if (!end_last_segment<D, BM, SCORES>(p, work, warp_row + m * 16, state[m], o[m], running[m])) continue;
-            __half* const row = q_tile + (warp_row + m * 16 + lane / 4) * PITCH + lane % 4 * 2;
+            if (!end_last_segment<D, BM, SCORES>(p, work, warp_row + m * 16, state[m], o[m], running[m], first))
+                continue;
+            __half* const row = q_tile + (warp_row + m * 16 + lane / 4) * PITCH + first * 8 + lane % 4 * 2;
 #pragma unroll
-            for (int n = 0; n < CHUNKS; ++n)
+            for (int n = 0; n < OWN; ++n)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
                     *reinterpret_cast<unsigned*>(row + h * 8 * PITCH + n * 8) =
@@ -234,8 +244,8 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
         __syncwarp();
         if (work.record < 0) {
 #pragma unroll 4
-            for (int i = lane; i < MT * 16 * CHUNKS; i += WARP) {
-                const int row = warp_row + i / CHUNKS, column = i % CHUNKS * 8;
+            for (int i = lane; i < MT * 16 * OWN; i += WARP) {
+                const int row = warp_row + i / OWN, column = (first + i % OWN) * 8;
                 store_output(work, p, work.first + row, column, q_tile + row * PITCH + column);
             }
         }

@@ -576,27 +576,28 @@ struct Record {
         : data(p.records + static_cast<size_t>(index) * (ROWS * (D + 2))) {}
     __device__ __forceinline__ float4* outputs(int row) const { return fragment_of<D>(data, row); }
     __device__ __forceinline__ float2* sums(int row) const { return reinterpret_cast<float2*>(data + ROWS * D) + row; }
-    // row: the first of the warp's 16 rows in the tile.
-    template <bool IN_SHARED>
+    // row: the first of the warp's 16 rows in the tile. o: its N times eight columns, from 8 * first on.
+    template <int N, bool IN_SHARED>
     __device__ __forceinline__ void write(
-        int row, const RowSums& of, const float (&o)[D / 8][4], const RunningResult<D / 8, IN_SHARED>& running) const {
+        int row, const RowSums& of, const float (&o)[N][4], const RunningResult<N, IN_SHARED>& running,
+        int first) const {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (lane % 4 == 0) *sums(row + lane / 4 + h * 8) = make_float2(of.top[h], of.sum[h]);
-        running.hand_over(outputs(row), o);
+        running.hand_over(outputs(row) + first * WARP, o);
     }
 };
 
-// Ends a segment that is not the last of the block: merges it into the running result, or hands over its record. row:
-// as in Record::write.
-template <int D, int ROWS, bool IN_SHARED>
+// Ends a segment that is not the last of the block: merges it into the running result, or hands over its record. row,
+// first: as in Record::write.
+template <int D, int ROWS, int N, bool IN_SHARED>
 __device__ __forceinline__ void end_segment(
-    const PrefillParams& p, const WorkTile& work, int segment, int row, const SoftmaxState& state, float (&o)[D / 8][4],
-    RunningResult<D / 8, IN_SHARED>& running) {
+    const PrefillParams& p, const WorkTile& work, int segment, int row, const SoftmaxState& state, float (&o)[N][4],
+    RunningResult<N, IN_SHARED>& running, int first = 0) {
     RowSums sums = row_sums(state);
     if (work.part) {
-        Record<D, ROWS>(p, work.record_of(segment)).write(row, sums, o, running);
+        Record<D, ROWS>(p, work.record_of(segment)).write(row, sums, o, running, first);
     } else {
         running.merge_with(sums, o);
         running.store(sums, o);
@@ -617,14 +618,14 @@ __device__ __forceinline__ const float* sink_of(const PrefillParams& p, const Wo
 }
 
 // Ends the last segment of a piece of work. Returns whether o has become the output, else it has handed over a record.
-template <int D, int ROWS, int SCORES, bool IN_SHARED>
+template <int D, int ROWS, int SCORES, int N, bool IN_SHARED>
 __device__ __forceinline__ bool end_last_segment(
-    const PrefillParams& p, const WorkTile& work, int row, const SoftmaxState& state, float (&o)[D / 8][4],
-    const RunningResult<D / 8, IN_SHARED>& running) {
+    const PrefillParams& p, const WorkTile& work, int row, const SoftmaxState& state, float (&o)[N][4],
+    const RunningResult<N, IN_SHARED>& running, int first = 0) {
     RowSums sums = row_sums(state);
     running.merge_with(sums, o);
     if (work.record >= 0) {
-        Record<D, ROWS>(p, work.record_of((work.end - 1) / SEGMENT)).write(row, sums, o, running);
+        Record<D, ROWS>(p, work.record_of((work.end - 1) / SEGMENT)).write(row, sums, o, running, first);
         return false;
     }
     if constexpr (SCORES == SINKS) {
@@ -641,7 +642,7 @@ __device__ __forceinline__ bool end_last_segment(
     for (int h = 0; h < 2; ++h) {
         const float sum = sums.sum[h], inverse = sum == 0.0f ? 0.0f : __frcp_rn(sum);
 #pragma unroll
-        for (int n = 0; n < D / 8; ++n)
+        for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int j = 2 * h; j < 2 * h + 2; ++j) o[n][j] = quotient(o[n][j], sum, inverse);
     }

@@ -27,7 +27,7 @@ from ..arrays import ceil_div
 from ..constants import BLOCK_SIZE, LARGE_SHARED_MEMORY, SEGMENT, AttentionMask, ScoreKind, attention_tile
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..sources import load
-from .heads import ELEMENTS, HALF, INT8, Scores
+from .heads import ELEMENTS, HALF, INT8, LARGE_HEAD_DIM, Scores, max_head_dim
 
 WARP = 32
 HOPPER_SHARED = (227 << 10) - 512
@@ -48,7 +48,7 @@ For less work, a launch with clusters has taken longer.
 """
 COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
-COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 512)
 MASKS = (
     *((AttentionMask.CAUSAL, scores) for scores in ScoreKind),
     (AttentionMask.CROSS, ScoreKind.PLAIN),
@@ -102,16 +102,16 @@ class AttentionTileConfig:
 
 
 def synchronous(
-    depth: int, rows: int, keys: int, blocks: int, mask: AttentionMask, scores: ScoreKind
+    depth: int, rows: int, keys: int, blocks: int, mask: AttentionMask, scores: ScoreKind, warps: int = 4
 ) -> AttentionTileConfig:
-    """For any GPU: four warps per block, registers for ``blocks`` blocks per SM, ``keys`` keys per tile."""
+    """For any GPU: ``warps`` warps per block, registers for ``blocks`` blocks per SM, ``keys`` keys per tile."""
     kind = f"{int(mask)}, {int(scores)}"
     return AttentionTileConfig(
         source="attention/prefill.cu",
-        kernel=f"bminf::attention_prefill<{depth}, {rows}, {keys}, 4, {blocks}, {kind}",
+        kernel=f"bminf::attention_prefill<{depth}, {rows}, {keys}, {warps}, {blocks}, {kind}",
         depth=depth,
         rows=rows,
-        threads=4 * WARP,
+        threads=warps * WARP,
         shared=(rows + 2 * keys) * (depth + 8) * 2,
         blocks=blocks,
         external=True,
@@ -175,9 +175,11 @@ def tile_config_for(
         cluster = 1 if int8 or depth > 128 else rows // TILE  # elsewhere it has not paid
         return hopper(depth, TILE, keys, stages=2, scores=scores, int8=int8, cluster=cluster)
     tile = functools.partial(synchronous, depth, keys=keys, mask=mask, scores=scores)
+    little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
+    if depth > LARGE_HEAD_DIM:  # two warps share a row
+        return tile(rows=32 if little else 64, blocks=1, warps=4 if little else 8)
     if depth > 128:  # the output accumulator takes half of a thread's registers
         return tile(rows=64, blocks=1)
-    little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
     if depth > (64 if compute_capability >= (8, 0) else 96) and little:
         return tile(rows=64, blocks=2)
     rows = SMALL_TILE if biased else min(rows, TILE)  # the biases of 128 rows would not fit the registers
@@ -194,8 +196,11 @@ class PrefillAttention:
 
     @staticmethod
     def instantiations(capability: Capability) -> Iterator[KernelFamily]:
-        """For common head sizes; other multiples of 16 are compiled when needed."""
+        """For common head sizes; other multiples of 16 are compiled when needed, as are large heads of rare kinds."""
         for depth, rows, (mask, scores), element in itertools.product(COMMON_DEPTHS, TILE_ROWS, MASKS, ELEMENTS):
+            is_rare = depth > LARGE_HEAD_DIM and (mask, scores) != (AttentionMask.CAUSAL, ScoreKind.PLAIN)
+            if is_rare or depth > max_head_dim(capability):
+                continue
             if mask is AttentionMask.BIDIRECTIONAL and element == INT8:
                 continue
             tile_config = tile_config_for(capability, depth, rows, mask, scores, element == INT8)

@@ -1,6 +1,6 @@
 // Preparation of the heads of many tokens before prefill attention:
 //
-//     q = rope(norm(queries)); the cache at each token's position = rope(norm(keys)), values
+//     q = rope(norm(queries)); the cache at each token's position = rope(norm(keys)), norm(values)
 //
 // Queries and keys are transformed behind that (rotated_heads in backend/rotation.py) in blocks of `rotated_pairs`
 // pairs of elements, a power of two that divides head_dim / 2; 0: not at all.
@@ -121,10 +121,10 @@ __device__ __forceinline__ void rotate_parts(float (&low)[N], float (&high)[N], 
 template <bool FROM_INT32, int IN, class CACHE>
 __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
-    const float* q_norm_weight, const float* k_norm_weight, const float* frequencies, float eps, float rope_scale,
-    const int* cu_seqlens, const int* context_lens, const int* block_tables, int table_pitch, int sequences, __half* q,
-    CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, __half* key_scales,
-    __half* value_scales, int first_head, int lanes, int rotated_pairs) {
+    const float* q_norm_weight, const float* k_norm_weight, const float* v_norm_weight, const float* frequencies,
+    float eps, float rope_scale, const int* cu_seqlens, const int* context_lens, const int* block_tables,
+    int table_pitch, int sequences, __half* q, CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim,
+    int head_pitch, __half* key_scales, __half* value_scales, int first_head, int lanes, int rotated_pairs) {
     __shared__ alignas(16) float cosines[MAX_HALF], sines[MAX_HALF];  // of the token's position, for each pair
     launch_dependent_grids();
     const int half = head_dim / 2, part = threadIdx.x & (lanes - 1), all_heads = heads + 2 * kv_heads;
@@ -161,8 +161,8 @@ __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     float low[N], high[N];
     load8(reinterpret_cast<const __half*>(&raw_low), low);
     load8(reinterpret_cast<const __half*>(&raw_high), high);
-    if (q_norm_weight != nullptr || k_norm_weight != nullptr) {
-        const float* const weight = is_value ? nullptr : is_query ? q_norm_weight : k_norm_weight;
+    if (q_norm_weight != nullptr || k_norm_weight != nullptr || v_norm_weight != nullptr) {
+        const float* const weight = is_value ? v_norm_weight : is_query ? q_norm_weight : k_norm_weight;
         norm_parts(low, high, weight, eps, head_dim, count, lanes);
     }
     if (frequencies != nullptr && !is_value) {

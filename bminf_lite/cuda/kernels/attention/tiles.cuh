@@ -48,7 +48,8 @@ struct ChunkSource {
     template <int PARTS>
     __device__ __forceinline__ void load(
         unsigned chunk, const CACHE* data, int granule, int step, int count, int column) const {
-        constexpr int PIECES = ROW / 16 / PARTS, ROWS = WARP / PIECES < SUB ? WARP / PIECES : SUB;  // of one copy
+        constexpr int PIECES = ROW / 16 / PARTS, TURNS = PIECES > WARP ? PIECES / WARP : 1;  // copies of a row
+        constexpr int ROWS = TURNS > 1 ? 1 : WARP / PIECES < SUB ? WARP / PIECES : SUB;      // of one copy
         const ChunkLayout layout = {log2_of(PIECES)};
         const int lane = threadIdx.x % WARP, row = lane / PIECES, piece = lane % PIECES;
         const int element = column + piece * EACH;
@@ -62,12 +63,21 @@ struct ChunkSource {
                 asm volatile("" : "+l"(from));         // keeps the compiler from folding the offsets into additions
 #pragma unroll
                 for (int r = 0; r < SUB; r += ROWS)
-                    cp_async_16((start ^ layout.swizzle(r) * 16) + r * PIECES * 16, from + r * D);
+#pragma unroll
+                    for (int t = 0; t < TURNS; ++t)
+                        cp_async_16(
+                            (start ^ layout.swizzle(r) * 16) + r * PIECES * 16 + t * WARP * 16,
+                            from + r * D + t * WARP * EACH);
             } else {
                 const int rows = element < pitch ? present - key - row : 0;
 #pragma unroll
                 for (int r = 0; r < SUB; r += ROWS)
-                    cp_async_16((start ^ layout.swizzle(r) * 16) + r * PIECES * 16, from + r * pitch, r < rows);
+#pragma unroll
+                    for (int t = 0; t < TURNS; ++t)
+                        cp_async_16(
+                            (start ^ layout.swizzle(r) * 16) + r * PIECES * 16 + t * WARP * 16,
+                            from + r * pitch + t * WARP * EACH,
+                            r < rows && (TURNS == 1 || element + t * WARP * EACH < pitch));
             }
         }
     }

@@ -163,8 +163,8 @@ constexpr int blocks_of(int source, int prepare, int target, int threads, int ve
 // data: x [rows, k], or [rows, 2 * k] for a gate, see Values, laid out by IN. residual: fp32 [rows, residual_pitch],
 // read by norms, and written if there is an x. out: int8 codes laid out by OUT with leading dimension out_ld, and their
 // scales, fp32 [rows]; or fp16 or fp32 with rows of out_ld elements, which may be the residual stream or, without a
-// gate, x itself. rotation, rotation_scale: those of rotate_row, if ROTATED; at most 8 * min(THREADS, 32) elements. A
-// block has max(THREADS, 128) threads.
+// gate, x itself. rotation, rotation_scale: those of rotate_row, if ROTATED; at most 8 * min(THREADS, 32) elements.
+// For ADD_TO_FLOAT rotation_scale is a factor on the sums. A block has max(THREADS, 128) threads.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT, bool ROTATED>
 __global__ void __launch_bounds__(
     THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, TARGET, THREADS, VECTORS, ROTATED))
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(
             float r[8];
             load8(target, r);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) r[j] = __fadd_rn(r[j], v[i][j]);
+            for (int j = 0; j < 8; ++j) r[j] = __fmul_rn(__fadd_rn(r[j], v[i][j]), rotation_scale);
             store8(target, r);
         }
     }

@@ -101,13 +101,14 @@ class RowKernels:
     def transform(
         self, step: StepContext | None, source: RowSource, target: RowTarget, rows: int, k: int,
         residual: cp.ndarray | None = None, norm: Norm | None = None, activation: int | None = None,
-        bytes_moved: int = 0, rotation: int = 1,
+        bytes_moved: int = 0, rotation: int = 1, scale: float = 1.0,
     ) -> None:  # fmt: skip
         """Read ``rows`` of ``k`` elements, add them to ``residual``, normalise or gate them, and write codes or values.
 
         With ``norm``, ``residual`` fp32 is normalised after ``source`` was added to it, unless that is ``NO_ROWS``.
         With ``activation``, the rows of ``source`` have ``2 k`` elements: gate and up. What becomes codes or fp16 may
-        be rotated before, in blocks of ``rotation`` elements, at most ``MAX_ROTATION``.
+        be rotated before, in blocks of ``rotation`` elements, at most ``MAX_ROTATION``. The sums of a ``sum_target``
+        are multiplied by ``scale``.
         """
         read, source_kind, order = source
         written, target_kind, out_order = target
@@ -122,12 +123,14 @@ class RowKernels:
                 return
         else:
             row_op = RMS_NORM
+        assert scale == 1 or target_kind == ADD_TO_FLOAT
+        factor = rotation**-0.5 if target_kind != ADD_TO_FLOAT else scale
         kernel, grid, block = self._transform_kernel(
             rows, k, source_kind, row_op, target_kind, order, out_order, rotation
         )
         kernel(
             grid, block,
-            (*read, *pointer_and_pitch(residual), *norm_arguments(norm), *written, rows, k, rotation, rotation**-0.5),
+            (*read, *pointer_and_pitch(residual), *norm_arguments(norm), *written, rows, k, rotation, factor),
             0, self._launcher.stream, True, None, bytes_moved,
         )  # fmt: skip
         if step is not None:
