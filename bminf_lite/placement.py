@@ -447,7 +447,7 @@ def _decode_work(
     """
     sizes = {name: math.prod(spec.parameters[name].shape) for name in spec.source_readers}
     source_bytes = sum(size * (2 if scheme_of(name) is Scheme.FLOAT else 1) for name, size in sizes.items())
-    attentions = sum(group.num_layers for group in cache)
+    attentions = sum(group.num_layers for group in cache) + len(config.source_layers)
     sources = cache[-1].num_layers if config.is_encoder_decoder else 0
     return DecodeWork(
         matrix_bytes=sum(meta.layer_bytes[-1])

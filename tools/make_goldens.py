@@ -292,6 +292,7 @@ LLAMA4: Case = {
     "num_key_value_heads": 2, "num_hidden_layers": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
+SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 OLMOE: Case = {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}
 PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
 SHORT = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]
@@ -329,6 +330,9 @@ BASES |= {
     "helium": BASE | {"head_dim": 12},
     "gemma2": BASE | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 6},
     "gemma3_text": BASE | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 6},
+    "gemma4_text": BASE
+    | {"head_dim": 12, "global_head_dim": 24, "sliding_window": 6, "hidden_size_per_layer_input": 0}
+    | {"vocab_size_per_layer_input": 97},
     "qwen3_next": BASE | DELTA_NET,
     "qwen3_5_text": BASE | DELTA_NET,
     "qwen3_5_moe_text": BASE | DELTA_NET,
@@ -801,6 +805,35 @@ CASES |= {
             "num_key_value_heads": 4,
         },
     },
+    "gemma4_text": {
+        "experts beside a dense layer": {"layer_types": ["sliding_attention", "full_attention"]}
+        | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 24}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 9.0},
+        "inputs of layers, shared keys": {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+        "keys are values, untied": SLIDING_AND_FULL
+        | {"attention_k_eq_v": True, "tie_word_embeddings": False, "hidden_activation": "silu"},
+        "layers of their own, two rotations, biases": SLIDING_AND_FULL
+        | {
+            "global_head_dim": ABSENT,
+            "attention_bias": True,
+            "per_layer_config": {layer: {"head_dim": 16, "num_key_value_heads": 4} for layer in ("1", "3")},
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 5000.0,
+                    "partial_rotary_factor": 0.5,
+                    "factor": 2.0,
+                },
+            },
+        },
+    },
     "bloom": {
         "four heads": {},
         "six heads, untied": {"n_head": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
@@ -899,7 +932,7 @@ def parsed(config: Case) -> Any:
 def parameters_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors under the names that checkpoints have; a tied head is there once, under the embedding's name."""
     renamed = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
-    names = ("e_score_correction_bias", "expert_bias")
+    names = ("e_score_correction_bias", "expert_bias", "layer_scalar")
     biases = {name: b for name, b in model.named_buffers() if name.endswith(names)}
     return {renamed.get(name, name): parameter for name, parameter in model.named_parameters()} | biases
 

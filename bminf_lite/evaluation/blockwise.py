@@ -119,7 +119,7 @@ class LayerwiseCheckpoint:
 
     def start(self, batches: Sequence[Batch]) -> list[HiddenState]:
         """Each batch before the first layer, on the host: fp32 ``[T, features]``."""
-        return [self._parked(state) for state in self.layerwise.start([batch.sequences for batch in batches])]
+        return [state.on_host(self.ops) for state in self.layerwise.start([batch.sequences for batch in batches])]
 
     def run(self, layer_fn: LayerFn, state: HiddenState, batch: Batch, observer: Observer | None = None) -> HiddenState:
         """A batch after one layer of :attr:`layerwise`; both states are on the host.
@@ -127,8 +127,7 @@ class LayerwiseCheckpoint:
         ``observer`` is called before each product, see :mod:`..layers.recording`.
         """
         self._observer = observer
-        encoded = None if state.encoded is None else self.ops.array(state.encoded)
-        return self._parked(layer_fn(HiddenState(self.ops.array(state.residual), encoded), batch.sequences))
+        return layer_fn(state.on_device(self.ops), batch.sequences).on_host(self.ops)
 
     def rows(
         self, output: Callable[[Array], Array], residual: np.ndarray, observer: Observer | None = None
@@ -139,9 +138,6 @@ class LayerwiseCheckpoint:
 
     def _observe(self, call: LinearCall) -> Any:
         return None if self._observer is None else self._observer(call)
-
-    def _parked(self, state: HiddenState) -> HiddenState:
-        return HiddenState(self._host(state.residual), None if state.encoded is None else self._host(state.encoded))
 
     def _host(self, x: Array) -> np.ndarray:
         return np.array(self.ops.host(x), np.float32)

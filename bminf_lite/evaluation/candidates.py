@@ -84,15 +84,14 @@ class CandidateComparison:
         return LayerwiseModel(self.model.architecture.ModelBuilder(config, weights, self.ops), config, self.ops)
 
     def _start(self, run: LayerwiseModel) -> list[HiddenState]:
-        return [self._parked(state) for state in run.start([batch.sequences for batch in self.batches])]
+        return [state.on_host(self.ops) for state in run.start([batch.sequences for batch in self.batches])]
 
     def _advanced(self, run: LayerwiseModel, layer: int, states: Sequence[HiddenState]) -> list[HiddenState]:
         """The state of each batch after one layer; states are on the host."""
         layer_fn = run.build(layer)
         found = []
         for state, batch in zip(states, self.batches, strict=True):
-            encoded = None if state.encoded is None else self.ops.array(state.encoded)
-            found.append(self._parked(layer_fn(HiddenState(self.ops.array(state.residual), encoded), batch.sequences)))
+            found.append(layer_fn(state.on_device(self.ops), batch.sequences).on_host(self.ops))
         return found
 
     def _compare_heads(
@@ -111,8 +110,3 @@ class CandidateComparison:
 
     def _output(self, head: Any, residual: np.ndarray) -> np.ndarray:
         return self.outputs.finished(np.array(self.ops.host(head(self.ops.array(residual))), np.float32))
-
-    def _parked(self, state: HiddenState) -> HiddenState:
-        residual = np.array(self.ops.host(state.residual), np.float32)
-        encoded = None if state.encoded is None else np.array(self.ops.host(state.encoded), np.float32)
-        return HiddenState(residual, encoded)

@@ -33,7 +33,7 @@ def rope_parameters(config: RopeParameters, default_theta: float = 10000.0, whol
     found = {"rope_theta": default_theta if theta is None else theta, **found}
     found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
     partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if whole_heads and partial not in (None, 1):
+    if whole_heads and partial not in (None, 1) and found["rope_type"] != "proportional":
         raise ValueError(f"partial_rotary_factor is {partial!r}, not 1: only whole heads are rotated")
     if found["rope_type"] == "longrope" and config.get("original_max_position_embeddings") is not None:
         found["original_max_position_embeddings"] = config["original_max_position_embeddings"]
@@ -179,11 +179,23 @@ def _longrope(
     return scaled, float(_number(parameters, "attention_factor", default))
 
 
+def _proportional(
+    frequencies: np.ndarray, parameters: RopeParameters, head_dim: int, max_positions: int
+) -> RopeFrequencies:
+    """Gemma 4: the frequencies of whole heads, of which the first ``partial_rotary_factor`` are used, the others 0."""
+    fraction = _number(parameters, "partial_rotary_factor", 1.0)
+    if fraction > 1:
+        raise ValueError(f"rope parameter partial_rotary_factor is {fraction!r}, larger than 1")
+    rotated = np.arange(len(frequencies)) < int(fraction * head_dim // 2)
+    return np.where(rotated, frequencies / np.float32(_number(parameters, "factor", 1.0)), np.float32(0)), 1.0
+
+
 _SCALINGS = {
     "default": _default,
     "dynamic": _default,  # changes the frequencies of texts beyond max_positions, and there are none
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
     "yarn": _yarn,
 }

@@ -160,11 +160,14 @@ class _HookedBackend:
         return self._ops.latent_weight(matrix, spec)
 
     def weight(self, parts: Sequence[HostWeight], *args: Any, **kwargs: Any) -> Any:
-        """The backend's weight, remembered with the tensors that were read since the weight before it."""
-        weight = self._ops.weight(parts, *args, **kwargs)
-        self._tensors[id(weight)] = tuple(self.requested)  # a later weight with the same id replaces the entry
+        """The backend's weight, remembered with the tensors that were read since the weight before it.
+
+        A tensor that is stacked twice is there once.
+        """
+        weight, tensors = self._ops.weight(parts, *args, **kwargs), tuple(dict.fromkeys(self.requested))
+        self._tensors[id(weight)] = tensors  # a later weight with the same id replaces the entry
         if self._on_weight is not None:
-            self._on_weight(tuple(self.requested), parts)
+            self._on_weight(tensors, parts)
         self.requested.clear()
         return weight
 

@@ -82,6 +82,11 @@ class ModelConfig(ABC):
         return not self.is_encoder_decoder
 
     @property
+    def source_layers(self) -> dict[int, int]:
+        """For each layer that reads the cache of another, the number of that."""
+        return {}
+
+    @property
     def shared_norm_vectors(self) -> int:
         """Vectors of those norms, of all layers that decode, which two products apply: each normalises for itself."""
         return 0

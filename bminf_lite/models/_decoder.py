@@ -53,6 +53,11 @@ class DecoderConfig(ModelConfig):
         return tuple(layer.layouts for layer in self.layer_parts)
 
     @property
+    def source_layers(self) -> dict[int, int]:
+        found = ((layer, parts.source_layer) for layer, parts in enumerate(self.layer_parts))
+        return {layer: source for layer, source in found if source is not None}
+
+    @property
     def shared_norm_vectors(self) -> int:
         return sum(layer.shared_norm_vectors for layer in self.layer_parts)
 
@@ -181,6 +186,7 @@ class Decoder:
         """
         with self.ops.step(batch):
             residual, last = self.embed(batch), self.config.num_layers - 1
+            batch = self.embed.with_layer_inputs(residual, batch)
             only_last = batch.last_positions is not None and not all_logits and not observes_end
             for i, (block, layer_cache) in enumerate(zip(self.blocks, self._caches(cache), strict=True)):
                 if observe is not None:
@@ -193,12 +199,13 @@ class Decoder:
             return self.output(residual)
 
     def _caches(self, cache: KVCache) -> list[Any]:
-        return caches_of_layers(self.config.layer_layouts, cache)
+        return caches_of_layers(self.config.layer_layouts, cache, self.config.source_layers)
 
     def read(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Add a step's tokens to the cache, without logits."""
         with self.ops.step(batch):
             residual, last = self.embed(batch), self.config.num_layers - 1
+            batch = self.embed.with_layer_inputs(residual, batch)
             only_last = batch.last_positions is not None
             for i, (block, layer_cache) in enumerate(zip(self.blocks, self._caches(cache), strict=True)):
                 residual = block(residual, layer_cache, batch, only_last and i == last)

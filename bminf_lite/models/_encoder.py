@@ -208,7 +208,7 @@ class EncoderBuilder:
 
 
 class TextVectors:
-    """Texts in, a vector of each token out. ``layouts`` has what each of ``blocks`` keeps, if anything.
+    """Texts in, a vector of each token out. ``layouts`` has what each of ``blocks`` keeps or reads, if anything.
 
     ``reads_pieces`` says whether :meth:`pieces` may compute a text.
     """
@@ -232,7 +232,7 @@ class TextVectors:
     @classmethod
     def of_decoder(cls, decoder: Decoder) -> TextVectors:
         """The vectors behind the layers of a decoder, which generates beside it."""
-        layouts = [layer.layouts for layer in decoder.config.layer_parts]
+        layouts = layouts_read(decoder.config.layer_parts)
         return cls(decoder.ops, decoder.embed, decoder.blocks, layouts, decoder.output.norm, reads_pieces=True)
 
     def tables(self, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -252,9 +252,10 @@ class TextVectors:
         """The vectors of the tokens of whole texts, packed: fp32 ``[T, features]``. Call it in a step of the batch.
 
         ``batch`` has the block tables of :meth:`tables`. Layers that keep the same share the memory, for no layer reads
-        what the one before it has kept.
+        what the one before it has kept, unless that is the last one which keeps the same.
         """
         residual = self.embed(batch)
+        batch = self.embed.with_layer_inputs(residual, batch)
         with ExitStack() as caches:
             made: dict[tuple[Layout, ...], KVCache] = {}
             tokens, count = int(batch.tokens.shape[0]), batch.batch_size
@@ -286,9 +287,11 @@ class TextVectors:
             for first in range(0, len(tokens), size)
         ]
         residuals: list[Array] = []
-        for step in steps:
+        for i, step in enumerate(steps):
             with ops.step(step):
                 residuals.append(ops.complete(self.embed(step)))
+                inputs = self.embed.with_layer_inputs(residuals[i], step).layer_inputs
+                steps[i] = replace(step, layer_inputs=None if inputs is None else ops.complete(inputs))
         with ExitStack() as caches:
             made: dict[tuple[Layout, ...], KVCache] = {}
             for block, layouts in zip(self.blocks, self.layouts, strict=True):
@@ -321,6 +324,11 @@ class TextVectors:
         return found
 
 
+def layouts_read(layers: Sequence[LayerParts]) -> list[tuple[Layout, ...]]:
+    """What each layer keeps, or reads of what another has kept."""
+    return [x.layouts if x.source_layer is None else layers[x.source_layer].layouts for x in layers]
+
+
 class Encoder(TextVectors):
     """The network of an encoder, and the head of one that classifies."""
 
@@ -331,7 +339,7 @@ class Encoder(TextVectors):
             ops,
             builder.embed(),
             ops.blocks(builder.block, config.num_layers),
-            config.layer_layouts,
+            layouts_read(config.layer_parts),
             builder.norm(),
             config.reads_pieces,
         )

@@ -79,18 +79,23 @@ def parse_rotary(
     part: float | None = None,
     interleaved: bool = False,
     parameters: Mapping[str, Any] | None = None,
+    head_dim: int | None = None,
 ) -> Rotary | None:
     """The rotation that a ``config.json`` describes; None after a problem with it.
 
     ``theta`` and ``part`` are the defaults of ``rope_theta`` and ``partial_rotary_factor``; without ``part`` whole
-    heads are rotated. ``parameters`` stand for those of ``rope_parameters`` if the file has them per layer type. The
-    field ``context_length`` becomes the number of positions for which the frequencies are right.
+    heads are rotated. ``parameters`` stand for those of ``rope_parameters`` if the file has them per layer type, and
+    ``head_dim`` for the field of that name if it differs by layer. The field ``context_length`` becomes the number of
+    positions for which the frequencies are right.
     """
-    head_dim, config = read.fields["head_dim"], read.config
+    config = read.config
+    head_dim = read.fields["head_dim"] if head_dim is None else head_dim
     try:
         found = rope_parameters(config if parameters is None else {"rope_parameters": parameters}, theta, part is None)
-        fraction = found.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
         rotated = head_dim + head_dim % 2
+        fraction = None
+        if found["rope_type"] != "proportional":  # whose frequencies are those of whole heads
+            fraction = found.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
         if part is not None:
             rotated = _rotated_elements(head_dim, part if fraction is None else fraction)
         if rotated == 0:

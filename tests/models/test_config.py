@@ -11,6 +11,7 @@ from bminf_lite import models
 from bminf_lite.errors import CheckpointError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+SPARSE = {"enable_moe_block": True, "top_k_experts": 1, "moe_intermediate_size": 8}
 TINY = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -115,6 +116,14 @@ WINDOW = {"use_sliding_window": True}
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1, not a number from 1e-06"),
         ("gemma2", {"use_bidirectional_attention": True}, "only causal models are run"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; Gemma 3 has none"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "is not null or vision: text is causal"),
+        ("gemma4_text", {"global_head_dim": 513}, "heads of 513 elements"),
+        ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "8 heads are not a multiple of 3"),
+        ("gemma4_text", {"num_kv_shared_layers": 30}, "num_kv_shared_layers is 30: no earlier layer"),
+        ("gemma4_text", {"per_layer_config": {"a": {"head_dim": 8}}}, "not a mapping of layers to numbers"),
+        ("gemma4_text", {"per_layer_config": {"3": {"window": 8}}}, "not a mapping of layers to numbers"),
+        ("gemma4_text", {"rope_parameters": {SLIDING: {"rope_theta": 1.0}}}, "not a mapping of types of layers"),
+        ("gemma4_text", SPARSE, "num_experts is missing"),
         ("gemma3_text", {"rope_scaling": 8.0}, "rope_scaling is 8.0, not a mapping"),
         ("gemma3_text", {"rope_parameters": {FULL: [1]}}, "rope_parameters is [1], not a mapping"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "a residual stream of norms is not supported"),

@@ -49,9 +49,9 @@ RENAMED = {"kimi_k2": "deepseek_v3"}
 MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
-    "granitemoehybrid", "nemotron_h",
+    "granitemoehybrid", "nemotron_h", "gemma4_text",
 )  # fmt: skip
-"""Families with experts."""
+"""Families with experts; those of Gemma 4 are in its first case alone."""
 SCALED_INPUTS = ("llama4_text",)
 """The families whose routers multiply the inputs of experts, which a GPU computes in w8a8 alone."""
 ENCODERS = ("bert", "roberta", "xlm_roberta", "distilbert", "mpnet", "modernbert", "nomic_bert")

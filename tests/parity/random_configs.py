@@ -181,6 +181,28 @@ def gemma3_text(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     return own | {"layer_types": draw.layer_types(config["num_hidden_layers"])}
 
 
+def gemma4_text(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, heads = 2 * config["num_hidden_layers"], config["num_attention_heads"]
+    full = {"rope_type": "proportional", "rope_theta": draw.one_of(1000.0, 1e6)}
+    full |= {"partial_rotary_factor": draw.one_of(0.25, 0.5, 1.0)}
+    own = {"head_dim": 2 * draw.up_to(12), "global_head_dim": 4 * draw.up_to(10), "num_hidden_layers": layers}
+    own |= {"hidden_activation": draw.one_of("gelu_pytorch_tanh", "silu"), "attention_bias": draw.flag()}
+    own |= {"final_logit_softcapping": draw.one_of(None, 30.0), "pad_token_id": 0, "sliding_window": draw.up_to(41)}
+    own |= {"rope_parameters": draw.one_of(None, {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": 50.0}})}
+    own |= {"layer_types": [*draw.one_of(["sliding_attention"], [FULL]), *draw.layer_types(layers - 1)[:-1], FULL]}
+    own |= {"hidden_size_per_layer_input": draw.one_of(0, 7, 8), "vocab_size_per_layer_input": config["vocab_size"]}
+    if own["hidden_size_per_layer_input"]:  # without, transformers does not compute shared layers
+        own |= {"layer_types": ["sliding_attention", FULL] * (layers // 2)}
+        own |= {"num_kv_shared_layers": draw.up_to(layers - 1, 0)}
+    own |= {"attention_k_eq_v": draw.flag(), "use_double_wide_mlp": draw.flag()}
+    own |= {"num_global_key_value_heads": draw.one_of(None, 1, heads)}
+    if draw.flag():
+        count = draw.up_to(9, 2)
+        own |= {"enable_moe_block": True, "num_experts": count, "top_k_experts": draw.up_to(count + 1)}
+        own |= {"moe_intermediate_size": draw.up_to(60, 8)}
+    return own
+
+
 def bloom(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     absent = ("num_key_value_heads", "intermediate_size", "max_position_embeddings", "rope_parameters")
     own = {"n_layer": config["num_hidden_layers"], "n_head": config["num_attention_heads"]}
@@ -444,7 +466,7 @@ OWN = {
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
     "exaone4": exaone4, "phi": phi, "gptj": gptj, "codegen": codegen, "falcon": falcon, "starcoder2": starcoder2,
     "gpt_bigcode": gpt_bigcode, "nemotron": nemotron, "helium": helium,
-    "gemma2": gemma2, "gemma3_text": gemma3_text, "bloom": bloom,
+    "gemma2": gemma2, "gemma3_text": gemma3_text, "gemma4_text": gemma4_text, "bloom": bloom,
     "mixtral": experts, "qwen3_moe": experts, "olmoe": experts, "qwen2_moe": experts, "glm4_moe": experts,
     "granitemoe": experts, "ernie4_5_moe": experts, "minimax_m2": experts, "lfm2_moe": experts,
     "gpt_oss": experts, "llama4_text": experts,

@@ -42,7 +42,8 @@ class AttentionPart(Part):
     ``multiplier`` multiplies the output, and ``input_multiplier`` the input. ``sinks`` names those of the heads, see
     :class:`.values.AttentionSpec`. ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys. With
     an ``output_gate`` the matrix of queries, of three, has for each head its query and behind that the gate of its
-    output.
+    output. ``value_norm``: each head of values has an RMSNorm without a weight. Keys and values have one matrix if its
+    name stands twice in ``qkv``; then values are the keys before their norm and rotation.
     """
 
     hidden_size: int
@@ -70,6 +71,7 @@ class AttentionPart(Part):
     sinks: str | None = None
     output_gate: bool = False
     input_multiplier: float = 1.0
+    value_norm: bool = False
 
     @property
     def layout(self) -> KeyValues | None:
@@ -107,12 +109,13 @@ class AttentionPart(Part):
         if self.sinks is not None:
             tensors[f"{layer}.{self.sinks}"] = Parameter((self.heads,), Role.VECTOR)
         key_heads, group = [], self.heads // self.kv_heads
-        fold = (Fold(tuple(before[2]), weights_of(out), self.head_dim, group),) if len(qkv) == 3 else ()
+        has_values = len(qkv) == 3 and qkv[2] != qkv[1] and not self.value_norm
+        fold = (Fold(tuple(before[2]), weights_of(out), self.head_dim, group),) if has_values else ()
         if len(qkv) == 3 and self.qk_norm is QueryKeyNorm.NONE and not self.output_gate:
             pairs = rotary_pairs(self.rotary, self.head_dim)
             key_heads.append(KeyHeads(tuple(before[0]), tuple(before[1]), pairs, group))
         return PartTensors(
-            tensors, weights_of(*qkv), tuple(after), fold if self.output_gate else (),
+            tensors, weights_of(*dict.fromkeys(qkv)), tuple(after), fold if self.output_gate else (),
             value_heads=() if self.output_gate else fold,  # which can be rotated
             key_heads=tuple(key_heads),
         )  # fmt: skip
@@ -126,7 +129,7 @@ class AttentionPart(Part):
             found |= norm(f"{layer}.{name}", count * self.head_dim)
         return found
 
-    def _row_transforms(self, layer: str) -> dict[str, RowTransform]:
+    def row_transforms(self, layer: str) -> dict[str, RowTransform]:
         """The changes of the tensors as they are read, by name."""
         changes: dict[str, RowTransform] = {}
         if self.multiplier != 1:
@@ -134,6 +137,7 @@ class AttentionPart(Part):
         of_head = self.rotary.head_transform(self.head_dim) if self.rotary else None
         if of_head is None and self.fused_rows is None and not self.output_gate:
             return changes
+        assert len(set(self.qkv)) == len(self.qkv), "values of the keys' matrix have its order"
         rows = np.arange(sum(self.features)) if self.fused_rows is None else self.fused_rows(self)
         parts = [part.reshape(-1, self.head_dim) for part in np.split(rows, np.cumsum(self.features)[:-1])]
         factors = [np.ones(part.shape, np.float32) for part in parts]
@@ -158,7 +162,7 @@ class AttentionPart(Part):
                 changes[f"{layer}.{norm_name}"] = RowTransform(order[:width])
         return changes
 
-    def _norm_scale(self, heads: int) -> np.ndarray | float:
+    def norm_scale(self, heads: int) -> np.ndarray | float:
         """The factors on a norm of ``heads`` heads: those of the rotation, which before the norm would cancel out."""
         of_head = self.rotary.head_transform(self.head_dim) if self.rotary else None
         if of_head is None or of_head.factors is None:
@@ -183,21 +187,21 @@ class AttentionPart(Part):
         if self.input_multiplier != 1:
             factor = RowTransform(factors=self.input_multiplier)
             weights = TransformedWeights(weights, dict.fromkeys(weights_of(*source.named(self.qkv)), factor))
-        weights = TransformedWeights(weights, self._row_transforms(source.name))
+        weights = TransformedWeights(weights, self.row_transforms(source.name))
         norms = None
         if self.qk_norm is QueryKeyNorm.PLAIN_HEAD:
-            weight = np.ones(self.head_dim, np.float32) * self._norm_scale(1)
+            weight = np.ones(self.head_dim, np.float32) * self.norm_scale(1)
             norms = [Norm(ops.vector(weight.astype(np.float32)), self.norm_eps)] * 2
         elif self.qk_norm is not QueryKeyNorm.NONE:
             names = source.named((self.q_norm, self.k_norm))
             norms = [
-                rms_norm(ops, weights, name, self.norm_eps, self._norm_scale(heads), self.norm_offset).norm
+                rms_norm(ops, weights, name, self.norm_eps, self.norm_scale(heads), self.norm_offset).norm
                 for name, heads in zip(names, (self.heads, self.kv_heads), strict=True)
             ]
         of_head = None if self.qk_norm is QueryKeyNorm.WHOLE else norms
         int8_norms = None
         if self.qk_norm is QueryKeyNorm.HEAD:
-            scale = self._norm_scale(1)
+            scale = self.norm_scale(1)
             gains = (
                 norm_gain(weights, name, scale, self.norm_offset) for name in source.named((self.q_norm, self.k_norm))
             )
@@ -217,6 +221,7 @@ class AttentionPart(Part):
             sinks=self._sinks(source),
             output_gate=self.output_gate,
             int8_norms=int8_norms,
+            v_norm=Norm(ops.vector(np.ones(self.head_dim, np.float32)), self.norm_eps) if self.value_norm else None,
         ).shard(ops.communicator.tp_size)
         out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)
         q, kv = self.features[0], KeyValueHeads(self.kv_heads, self.head_dim)

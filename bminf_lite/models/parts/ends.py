@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...backend.base import Backend
@@ -12,6 +12,7 @@ from ...layers.linear import Linear, VocabularyLinear
 from ...layers.loading import Weights
 from ...layers.norm import NormLayer
 from ..spec import Tensors, bias, embedding, head, linear
+from .layer_inputs import LayerInputs, LayerInputsPart
 from .norms import NormPart
 
 
@@ -37,7 +38,8 @@ class InputPart:
     """Tokens to the residual stream: rows of the table ``name``, multiplied by ``multiplier``.
 
     The rows have ``features`` elements, which ``project`` brings to ``hidden_size`` if they differ. Learned
-    ``positions`` and the vectors of ``token_types`` are added to them, and ``norm`` normalises them.
+    ``positions`` and the vectors of ``token_types`` are added to them, and ``norm`` normalises them. ``layer_inputs``
+    are what layers read beside the residual stream.
     """
 
     vocab_size: int
@@ -49,6 +51,7 @@ class InputPart:
     project: str | None = None
     positions: PositionsPart | None = None
     token_types: TokenTypesPart | None = None
+    layer_inputs: LayerInputsPart | None = None
 
     @property
     def features(self) -> int:
@@ -58,7 +61,9 @@ class InputPart:
     @property
     def is_only_a_table(self) -> bool:
         """Whether the residual stream starts as rows of the table, times a number."""
-        return all(part is None for part in (self.norm, self.project, self.positions, self.token_types))
+        return all(
+            part is None for part in (self.norm, self.project, self.positions, self.token_types, self.layer_inputs)
+        )
 
     def tensors(self) -> Tensors:
         found = embedding(self.name, (self.vocab_size, self.features))
@@ -69,6 +74,8 @@ class InputPart:
             found |= embedding(self.token_types.name, (self.token_types.count, self.hidden_size))
         if self.project is not None:
             found |= linear(self.project, (self.hidden_size, self.features))
+        if self.layer_inputs is not None:
+            found |= self.layer_inputs.tensors(self.hidden_size)
         return found | (self.norm.tensors() if self.norm else {})
 
     def build(self, ops: Backend, weights: Weights) -> InputLayer:
@@ -81,6 +88,7 @@ class InputPart:
             positions,
             self.norm.build(ops, weights) if self.norm else None,
             TokenTypeEmbedding(ops, weights, self.token_types.name) if self.token_types is not None else None,
+            self.layer_inputs.build(ops, weights) if self.layer_inputs is not None else None,
         )
 
 
@@ -93,6 +101,7 @@ class InputLayer:
     positions: PositionEmbedding | None
     norm: NormLayer | None
     token_types: TokenTypeEmbedding | None = None
+    layer_inputs: LayerInputs | None = None
 
     def __call__(self, batch: ForwardBatch) -> Array:
         """A step's tokens to the residual stream, fp32 ``[T, features]``."""
@@ -104,6 +113,12 @@ class InputLayer:
         if self.token_types is not None:
             residual = self.token_types.add_to(residual, batch)
         return residual if self.norm is None else self.norm(residual)
+
+    def with_layer_inputs(self, residual: Array, batch: ForwardBatch) -> ForwardBatch:
+        """``batch`` with what layers read beside the residual stream, which starts as ``residual``."""
+        if self.layer_inputs is None:
+            return batch
+        return replace(batch, layer_inputs=self.layer_inputs(residual, batch))
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from ...backend.communicator import shard
 from ...backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ...backend.mixture import Mixture
 from ...backend.quantization import HostWeight
-from ...backend.values import Array, ForwardBatch, LayerCache
+from ...backend.values import Array, ForwardBatch, LayerCache, Norm
 from ...layers.linear import ColumnsOfRank, Linear
 from ...layers.loading import RowTransform
-from ..spec import Fold, FusedExperts, Parameter, Role, Tensors, linear, router, weights_of
+from ...layers.norm import NormLayer
+from ..spec import Fold, FusedExperts, GatedProduct, Parameter, Role, Tensors, linear, router, weights_of
 from .feed_forward import FeedForward, FeedForwardPart
+from .norms import NormPart
 from .part import LayerSource, Part, PartLayer, PartTensors
 
 
@@ -29,6 +31,18 @@ class LatentWidth:
     before: str
     behind: str
     bias: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertNorms:
+    """RMSNorms of the residual stream: the ``experts``', and the router's, whose weight is the tensor ``router``.
+
+    That is multiplied by ``router_scale``. Both have the epsilon of ``experts``.
+    """
+
+    experts: NormPart
+    router: str
+    router_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,9 @@ class ExpertsPart(Part):
     ``activation`` may have options. ``bias``: the router and all matrices of experts have one; those of all experts are
     ``{fused}_bias``. ``fused_transposed``: the matrices of fused tensors are ``[in, out]``; ``fused_alternate``: the
     rows of gate and up alternate. A quantized file has such tensors ``[experts, out, in]`` under ``{fused}_blocks``.
+
+    With ``input_norms`` the part reads the residual stream, the experts and the router each through a norm of their
+    own. ``expert_scales`` names factors ``[experts]`` of the experts' results.
     """
 
     hidden_size: int
@@ -65,6 +82,8 @@ class ExpertsPart(Part):
     shared: FeedForwardPart | None = None
     shared_gate: str | None = None
     latent: LatentWidth | None = None
+    input_norms: ExpertNorms | None = None
+    expert_scales: str | None = None
 
     @property
     def function(self) -> ExpertActivation:
@@ -110,6 +129,8 @@ class ExpertsPart(Part):
             tensors |= linear(before, (self.latent.width, self.hidden_size), self.latent.bias)
             tensors |= linear(behind, (self.hidden_size, self.latent.width), self.latent.bias)
             readers, writers = [before], {behind: self.latent.bias}
+        if self.expert_scales is not None:
+            tensors[f"{layer}.{self.expert_scales}"] = Parameter((self.router.num_experts,), Role.VECTOR)
         is_plain, is_gated = self.function.limit is None, self.gate is not None
         commutes = is_plain and (is_gated or self.function.function == "relu")
         own = PartTensors(
@@ -124,7 +145,12 @@ class ExpertsPart(Part):
             if is_plain and is_gated and not self.bias
             else (),
         )
-
+        if self.input_norms is not None:
+            norm = self.input_norms.experts
+            own.tensors.update(norm.tensors(layer))
+            own.tensors[f"{layer}.{self.input_norms.router}"] = Parameter((self.hidden_size,), Role.VECTOR)
+            (weight,) = weights_of(norm.full_name(layer))
+            own = replace(own, bounded=(), gated=tuple(GatedProduct(*x, weight, norm.offset) for x in own.bounded))
         if self.shared is None:
             return own
         other = self.shared.stated(layer)
@@ -171,18 +197,21 @@ class ExpertsPart(Part):
             found = [weights.weight(name) for name in weights_of(*names)]
             return found if ranks.tp_size == 1 else [rows.apply_to_matrix(matrix) for matrix in found]
 
-        def behind(name: str) -> Sequence[HostWeight]:
-            (full,) = weights_of(name)
-            return [weights.weight(full) if ranks.tp_size == 1 else columns.weight(full)]
-
         def vector(name: str) -> np.ndarray:
             return np.asarray(weights.vector(f"{source.name}.{name}")).astype(np.float32)
+
+        scales = None if self.expert_scales is None else vector(self.expert_scales)
+
+        def behind(expert: int, name: str) -> Sequence[HostWeight]:
+            (full,) = weights_of(name)
+            matrix = weights.weight(full) if ranks.tp_size == 1 else columns.weight(full)
+            return [matrix if scales is None else RowTransform(factors=scales[expert]).apply_to_matrix(matrix)]
 
         mixture = source.ops.mixture(
             self.router,
             vector(f"{self.router_name}.weight"),
             (before(*inner) for *inner, _ in experts),
-            (behind(down) for *_, down in experts),
+            (behind(expert, down) for expert, (*_, down) in enumerate(experts)),
             self.function,
             None if self.correction_bias is None else vector(self.correction_bias).ravel(),
             self._biases(source) if self.bias else None,
@@ -196,6 +225,14 @@ class ExpertsPart(Part):
             shared = None if self.shared is None else self.shared.build(source)
             return LatentExperts(source.ops, mixture, narrow, wide, shared)
         is_partial = ranks.tp_size > 1
+        if self.input_norms is not None:
+            assert self.shared is None
+            norm = self.input_norms.experts
+            chooser = Norm(
+                source.ops.vector(vector(self.input_norms.router) * np.float32(self.input_norms.router_scale)), norm.eps
+            )
+            own = norm.build(source.ops, weights, source.name)
+            return ExpertsOfStream(source.ops, mixture, is_partial, own, NormLayer(source.ops, chooser))
         if self.shared is None:
             return Experts(source.ops, mixture, is_partial)
         gate = None if self.shared_gate is None else source.ops.vector(vector(f"{self.shared_gate}.weight")[0])
@@ -240,6 +277,21 @@ class Experts:
 
     def _experts(self, hidden: Any, residual: Array) -> Array:
         return self.ops.experts(hidden, self.mixture, residual)
+
+
+@dataclass(frozen=True)
+class ExpertsOfStream(Experts):
+    """The same of the residual stream, which the experts and the router read through a norm each."""
+
+    norm: NormLayer
+    router_norm: NormLayer
+
+    def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> tuple[Array, Array]:
+        """The input of the experts and that of the router."""
+        return self.norm(x), self.router_norm(x)
+
+    def _experts(self, hidden: tuple[Array, Array], residual: Array) -> Array:
+        return self.ops.experts(hidden[0], self.mixture, residual, routed=hidden[1])
 
 
 @dataclass(frozen=True)

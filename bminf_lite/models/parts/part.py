@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,18 @@ from ...layers.norm import NormLayer
 from ...layers.relative_bias import load_relative_bias
 from .._config import common_divisors
 from .._rotary import Rotary
-from ..spec import Fold, FusedExperts, GatedProduct, KeyHeads, StreamNorm, Tensors, embedding, weights_of
+from ..spec import (
+    Fold,
+    FusedExperts,
+    GatedProduct,
+    KeyHeads,
+    Parameter,
+    Role,
+    StreamNorm,
+    Tensors,
+    embedding,
+    weights_of,
+)
 from .norms import NormPart
 
 
@@ -38,7 +49,8 @@ class PartTensors:
     - ``rotatable``: the matrices whose input ``w8a8-rotate`` rotates, see :class:`.spec.Spec`;
     - ``foldable``: factors per channel may move from a norm to the ``readers``;
     - ``fused``, ``source_readers``: see :class:`.spec.Spec`;
-    - ``bounded``: gate, up and down of gated products with a known bound (see :class:`.spec.GatedProduct`).
+    - ``bounded``: gate, up and down of gated products with a known bound, which read the part's input;
+    - ``gated``: those that read a norm of the part's own (see :class:`.spec.GatedProduct`).
     """
 
     tensors: Tensors
@@ -52,6 +64,7 @@ class PartTensors:
     source_readers: tuple[str, ...] = ()
     fused: Mapping[str, FusedExperts] = field(default_factory=dict)
     bounded: tuple[tuple[str, str, str], ...] = ()
+    gated: tuple[GatedProduct, ...] = ()
 
     def beside(self, other: PartTensors) -> PartTensors:
         """Those of two parts of a layer that read the same input."""
@@ -160,6 +173,16 @@ class Part(ABC):
         return () if self.layout is None else (self.layout,)
 
     @property
+    def source_layer(self) -> int | None:
+        """The layer whose cache a mixer reads, which keeps nothing itself; None for other parts."""
+        return None
+
+    @property
+    def is_mixer(self) -> bool:
+        """Whether it reads other tokens of a sequence."""
+        return bool(self.layouts) or self.source_layer is not None
+
+    @property
     def num_readers(self) -> int:
         """Products that read the part's input, of those that a step computes one after another."""
         return 1
@@ -222,22 +245,31 @@ class LayerTensors:
 class LayerParts:
     """A layer: parts one after another. If they are ``parallel``, all read the same residual stream.
 
+    ``scale`` names a tensor of one number, by which the residual stream is multiplied behind the last part.
+
     In a parallel layer the mixer is the first part, and parts without a norm read what the first one's norm returns.
     """
 
     sublayers: tuple[Sublayer, ...]
     parallel: bool = False
+    scale: str | None = None
 
     def __post_init__(self) -> None:
-        assert sum(bool(sub.part.layouts) for sub in self.sublayers) <= 1, "mixers of a layer are side by side"
+        assert sum(sub.part.is_mixer for sub in self.sublayers) <= 1, "mixers of a layer are side by side"
+        assert self.scale is None or self.sublayers[-1].post_norm, "which is multiplied too"
         if self.parallel:
-            assert self.sublayers[0].norm and self.sublayers[0].part.layouts
+            assert self.sublayers[0].norm and self.sublayers[0].part.is_mixer
             assert not any(sub.post_norm or sub.stream_norm for sub in self.sublayers)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """What the mixer keeps in the cache: one layout, several if mixers are side by side, or none."""
         return tuple(layout for sub in self.sublayers for layout in sub.part.layouts)
+
+    @property
+    def source_layer(self) -> int | None:
+        """The layer whose cache the mixer reads, if it keeps nothing itself."""
+        return next((s.part.source_layer for s in self.sublayers if s.part.source_layer is not None), None)
 
     @property
     def norms(self) -> tuple[NormPart, ...]:
@@ -266,6 +298,8 @@ class LayerParts:
             tensors |= part.tensors
         for norm in self.norms:
             tensors |= norm.tensors(layer)
+        if self.scale is not None:
+            tensors[f"{layer}.{self.scale}"] = Parameter((1,), Role.VECTOR)
         inputs = self._inputs()
         folds = [
             Fold(tuple(norm.tensors(layer)), tuple(name for place in places for name in parts[place].readers))
@@ -281,6 +315,7 @@ class LayerParts:
                 products = (product for part in places for product in parts[part].bounded)
                 gated += [GatedProduct(*product, weight, norm.offset) for product in products]
         folds += [fold for part in parts for fold in part.folds]
+        gated += [product for part in parts for product in part.gated]
         return LayerTensors(tensors, tuple(folds), tuple(stream_norms), parts, tuple(gated))
 
     def _inputs(self) -> list[tuple[NormPart, list[int]]]:
@@ -312,7 +347,7 @@ class Layer:
     def __init__(self, parts: LayerParts, source: LayerSource):
         self.ops = source.ops
         self.parallel = parts.parallel
-        mixers = (place for place, sub in enumerate(parts.sublayers) if sub.part.layouts)
+        mixers = (place for place, sub in enumerate(parts.sublayers) if sub.part.is_mixer)
         self.mixer = next(mixers, -1)
         """The number of the mixer; -1 without one."""
 
@@ -323,6 +358,7 @@ class Layer:
         self.post_norms = norms(sub.post_norm for sub in parts.sublayers)
         self.stream_norms = norms(sub.stream_norm for sub in parts.sublayers)
         self.parts = [sub.part.build(source) for sub in parts.sublayers]
+        self.scale = 1.0 if parts.scale is None else float(source.weights.vector(f"{source.name}.{parts.scale}")[0])
 
     def __call__(self, residual: Array, cache: Any, batch: ForwardBatch, only_last: bool = False) -> Array:
         """See :class:`.._decoder.DecoderLayer`. ``cache`` is what the mixer's layouts make (see
@@ -332,6 +368,7 @@ class Layer:
             return self._parallel(residual, cache, batch, only_last)
         if only_last and self.mixer < 0:
             residual = self.ops.last_tokens(residual, batch)
+        last_part = len(self.parts) - 1
         for place, part in enumerate(self.parts):
             norm, post_norm, stream_norm = self.norms[place], self.post_norms[place], self.stream_norms[place]
             x = norm(residual) if norm else residual
@@ -339,8 +376,11 @@ class Layer:
             hidden = part.hidden(x, cache, batch, is_last_mixer)
             if is_last_mixer:
                 residual = self.ops.last_tokens(residual, batch)
+                if batch.layer_inputs is not None:
+                    batch = replace(batch, layer_inputs=self.ops.last_tokens(batch.layer_inputs, batch))
             if post_norm:
-                residual = self.ops.norm_add(part.fp32(hidden), post_norm.norm, residual)
+                scale = self.scale if place == last_part else 1.0
+                residual = self.ops.norm_add(part.fp32(hidden), post_norm.norm, residual, scale)
             else:
                 residual = part.add_to(residual, hidden)
             if stream_norm:
