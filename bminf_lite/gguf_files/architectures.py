@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, checkpoint_error, is_whole
-from . import recurrent
+from . import gemma4, recurrent
 from .header import GgufHeader
 from .rope import FACTORS, LONG_FACTORS, number, rope_scaling, shortest, small_tensor
 from .special_tokens import end_ids
@@ -116,7 +116,8 @@ class Converted:
     matrix are one after another instead of head by head. ``norm_offset``: 1 is added to the weights of norms.
     ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``. ``required`` are further keys
     that a file must have. ``renamed`` are parts of Hugging Face's names that a file has under another name than the
-    package ``gguf`` says, and ``joined`` those of matrices whose rows a file has as several tensors. ``further`` adds
+    package ``gguf`` says, and ``joined`` those of matrices whose rows a file has as several tensors. ``tensors`` has
+    whole names of tensors in a layer, and ``unread`` says which tensors no model of Hugging Face has. ``further`` adds
     to the configuration.
     """
 
@@ -132,6 +133,8 @@ class Converted:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tiled: bool = False
     drafts: bool = False
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    unread: Callable[[GgufHeader], set[str]] | None = None
     further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
 
 
@@ -250,7 +253,8 @@ def tensors_left_out(header: GgufHeader) -> set[str]:
         further = {x for x in header.tensors if (m := re.match(r"blk\.(\d+)\.", x)) and int(m[1]) >= first}
     return {
         *further,
-        *((FACTORS,) if "rope.freq_base" in known.keys else ()),
+        *(known.unread(header) if known.unread else ()),
+        *((FACTORS,) if "rope.freq_base" in known.keys or known.further is gemma4.further else ()),
         *(LONG_FACTORS if known.further is _phi3 else ()),
     }
 
@@ -286,6 +290,9 @@ def tensor_names(header: GgufHeader, names: Iterable[str]) -> dict[str, str]:
     mapping = gguf.get_tensor_name_map(number, int(header.of_model("block_count")))
     found = {}
     for name in names:
+        if (layer := _in_layer(name, known.tensors)) is not None:
+            found[name] = layer[0] + known.tensors[layer[1]]
+            continue
         in_converter = recurrent.with_bias(name)
         if whole := mapping.get_name(in_converter):
             found[name] = whole
@@ -597,6 +604,15 @@ TABLE: dict[str, Converted] = {
         {},
         norm_offset=True,
         further=_gemma3,
+    ),
+    "gemma4": Converted(
+        "gemma4_text",
+        gemma4.KEYS,
+        {},
+        required=("attention.key_length", "attention.key_length_swa", "attention.sliding_window"),
+        tensors=gemma4.TENSORS,
+        unread=gemma4.unread_tensors,
+        further=gemma4.further,
     ),
     "bloom": Converted(
         "bloom",
