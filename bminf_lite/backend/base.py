@@ -489,6 +489,15 @@ class Backend(HostDevice):
         residual += table[positions_of(batch)].astype(np.float32)
         return residual
 
+    @silently
+    def add_token_types(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
+        """``residual`` plus the row of ``table`` of each token's type, row 0 in a step without ``token_types``.
+
+        fp32 ``[T, features]``; ``residual`` may be overwritten with the result.
+        """
+        residual += table[0 if batch.token_types is None else batch.token_types].astype(np.float32)
+        return residual
+
     def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
         """RMSNorm or LayerNorm of each row in fp32, not rounded before the quantization that follows.
 

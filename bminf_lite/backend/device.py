@@ -43,6 +43,9 @@ class HostDevice:
     source_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, to which the sources that an encoder reads are padded."""
 
+    max_text_tokens = 8192
+    """Tokens of a batch of texts up to which the device gains by more of them."""
+
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)
         self.placement = Placement()
@@ -55,6 +58,10 @@ class HostDevice:
     def array(self, values: np.ndarray) -> Array:
         """A copy of a host array on the device, of the same shape and dtype."""
         return np.array(values)
+
+    def upload(self, values: np.ndarray) -> Array:
+        """As :meth:`array`, for the integers of a step: without waiting for the work that was started before."""
+        return self.array(values)
 
     def adopt(self, values: Any) -> Callable[[], Array]:
         """Another library's array on this device, of the same shape and dtype, without a copy.

@@ -130,7 +130,7 @@ class ForwardBatch:
     ) -> ForwardBatch:
         """A step of one or more new ``tokens`` of each sequence: by default from their start, and without a cache.
 
-        ``array`` copies an array to the device: a backend's method of that name.
+        ``array`` copies an array to the device: a backend's ``array`` or ``upload``.
         """
         counts = [len(row) for row in tokens]
         context_lens = [0] * len(counts) if context_lens is None else context_lens

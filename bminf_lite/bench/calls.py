@@ -15,6 +15,7 @@ from ..backend.values import LayerCache
 OPERATIONS = (
     "embed",
     "add_positions",
+    "add_token_types",
     "norm",
     "product",
     "linear",
@@ -136,7 +137,7 @@ def share_of_chosen(spec: RouterSpec, tokens: int) -> float:
 
 def moved_bytes(call: OpCall) -> int:
     """Bytes that an operation of the CPU's backend must read and write, by its arguments and result."""
-    if call.name in ("embed", "add_positions"):
+    if call.name in ("embed", "add_positions", "add_token_types"):
         return 2 * int(call.result.nbytes)
     total = 0
     for value in (*call.args, call.result):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..backend.adapter_slots import AdapterSite, SavedMatrix
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch
@@ -75,7 +73,4 @@ class TokenTypeEmbedding:
 
     def add_to(self, residual: Array, batch: ForwardBatch) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the rows of the tokens' types; it may be overwritten."""
-        types = batch.token_types
-        if types is None:
-            types = self.ops.array(np.zeros(batch.tokens.shape[0], np.int32))
-        return self.ops.add(residual, self.ops.embed(types, self.table))
+        return self.ops.add_token_types(residual, self.table, batch)

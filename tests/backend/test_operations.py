@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import float64_operations as model
@@ -426,6 +426,18 @@ def test_add_positions(backend, seed, sequences, width):
     y = backend.host(backend.add_positions(backend.array(residual), backend.table(table), batch))
     positions = np.concatenate([p + np.arange(n) for n, p in sequences])
     np.testing.assert_array_equal(y, residual + table[positions].astype(np.float32))
+
+
+@given(SEEDS, st.lists(st.integers(1, 9), min_size=1, max_size=4), WIDTHS, st.booleans())
+def test_add_token_types(backend, seed, counts, width, has_types):
+    rng = np.random.default_rng(seed)
+    table = rng.standard_normal((3, width)).astype(backend.activation_dtype)
+    residual = rng.standard_normal((sum(counts), width)).astype(np.float32)
+    types = rng.integers(0, 3, sum(counts)).astype(np.int32)
+    batch = make_batch(backend, counts, [0] * len(counts))
+    batch = replace(batch, token_types=backend.upload(types) if has_types else None)
+    y = backend.host(backend.add_token_types(backend.array(residual), backend.table(table), batch))
+    np.testing.assert_array_equal(y, residual + table[types if has_types else 0].astype(np.float32))
 
 
 @given(SEEDS, st.integers(1, 5), WIDTHS)

@@ -103,9 +103,9 @@ def prepare_heads(call: Call) -> None:
         out[..., : call.head_dim], out[..., call.head_dim :] = q, 0
     if not call.block_tables:
         for name, heads in ("keys", k), ("values", v):
-            whole = call.tensor(name, (call.kv_heads, call.table_pitch, call.head_pitch), F16)
-            whole[:, first:end, : call.head_dim] = heads.swapaxes(0, 1)
-            whole[:, first:end, call.head_dim :] = 0
+            whole = call.tensor(name, (end, call.kv_heads, call.head_pitch), F16)
+            whole[first:end, :, : call.head_dim] = heads
+            whole[first:end, :, call.head_dim :] = 0
         return
     tables = tables_of(call, context_lens + np.diff(cu_seqlens))
     cache = cache_of(call, tables, call.head_pitch)
@@ -223,9 +223,9 @@ def prefill(call: Call, mask: int) -> None:
     out = call.rows("out", tokens, call.out_pitch, call.heads * call.head_dim, F16, align=16)
     score_options = score_options_of(call, scores)
     if within:
-        call.require(call.capacity >= tokens, "keys are missing")
-        shape = call.kv_heads, call.capacity, depth
-        keys, values = (call.tensor(name, shape, F16) for name in ("keys", "values"))
+        call.require(call.stride >= call.kv_heads, "heads are missing")
+        rows = (call.rows(name, tokens, call.stride * depth, call.kv_heads * depth, F16) for name in ("keys", "values"))
+        keys, values = (x.reshape(tokens, call.kv_heads, depth).swapaxes(0, 1) for x in rows)
     else:
         lengths = call.vector("source_lens", count, np.int32) if source else context_lens + np.diff(cu_seqlens)
         tables = tables_of(call, lengths)

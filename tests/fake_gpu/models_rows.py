@@ -22,6 +22,7 @@ from bminf_lite.cuda.kernels.constants import (
     Activation,
     Epilogue,
     GemvInput,
+    RowOp,
     Source,
     Target,
 )
@@ -33,6 +34,7 @@ from .launching import Call, model
 
 F32, F16 = np.float32, np.float16
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = Source
+GATE, ACTIVATE = RowOp.GATE_SILU, RowOp.ACTIVATE_SILU
 TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED, TO_INT32, _ = Epilogue
 THREADS, WARPS, CHUNK = GEMV_THREADS, GEMV_THREADS // 32, GEMV_CHUNK
 ROTATED_KINDS = {
@@ -217,7 +219,8 @@ def transform(call: Call) -> None:
     call.require(call.launch.block == max(threads, 128), "threads")
     call.require(call.launch.grid[0] * (call.launch.block // threads) >= rows, "blocks are missing")
     call.require(call.number("VECTORS") * threads * 8 >= padded, "the threads do not cover a row")
-    gated, columns = prepare >= 3, 2 * k if prepare >= 3 else k
+    gated = GATE <= prepare < ACTIVATE
+    columns = 2 * k if gated else k
     reads = columns if gated and k % 8 else up(columns, 16)
     values = np.zeros((rows, columns), F32)
     if source == FROM_INT32:
@@ -232,7 +235,9 @@ def transform(call: Call) -> None:
             residual[:, k:] = 0
         values = normalise(residual[:, :k], norm_of(call, prepare, k, padded))
     elif gated:
-        values = rounded(FUNCTIONS[prepare - 3](values[:, :k]) * values[:, k:])
+        values = rounded(FUNCTIONS[prepare - GATE](values[:, :k]) * values[:, k:])
+    elif prepare >= ACTIVATE:
+        values = rounded(FUNCTIONS[prepare - ACTIVATE](values))
     if call.number("ROTATED"):
         call.require(call.rotation <= 8 * min(threads, 32), "a block lies in more than a warp of neighbouring threads")
         values = rotated(values, call.rotation)
@@ -319,17 +324,6 @@ def dequantize(call: Call) -> None:
 
 
 @model
-def activate_rows(call: Call) -> None:
-    rows, n = call.arguments["rows"], call.n
-    call.require(call.threads >= rows * n, "blocks are missing")
-    if call.number("FROM_INT32"):
-        x = rounded(product_values(call, rows, n, call.number("IN"), call.pitch, vector=1))
-    else:
-        x = call.rows("data", rows, call.pitch, n, F16, align=0).astype(F32)
-    call.rows("out", rows, call.out_pitch, n, F16, align=0)[...] = FUNCTIONS[call.number("F")](x)
-
-
-@model
 def soft_cap(call: Call) -> None:
     rows, n = call.arguments["rows"], call.n
     call.require(call.threads >= rows * n, "blocks are missing")
@@ -395,6 +389,14 @@ def add_positions(call: Call) -> None:
     positions = np.arange(tokens) - np.repeat(cu_seqlens[:-1] - context_lens, np.diff(cu_seqlens))
     table = call.rows("table", int(positions.max(initial=-1)) + 1, call.pitch, whole, F16)
     call.rows("residual", tokens, call.residual_pitch, whole, F32)[...] += table[positions]
+
+
+@model
+def add_rows(call: Call) -> None:
+    tokens, whole = call.launch.grid[0], up(call.k, 8)
+    indices = call.vector("indices", tokens, np.int32) if call.indices else np.zeros(tokens, np.int32)
+    table = call.rows("table", int(indices.max(initial=0)) + 1, call.pitch, whole, F16)
+    call.rows("residual", tokens, call.residual_pitch, whole, F32)[...] += table[indices]
 
 
 def convolved(call: Call, ring: np.ndarray) -> np.ndarray:

@@ -50,7 +50,8 @@ class AttentionLaunches:
     ) -> None:  # fmt: skip
         """Attention of the tokens of ``batch``; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch.
 
-        ``cache`` is paged by ``table``, or without one has keys ``[kv_heads, T, head_dim]`` of the step itself.
+        ``cache`` is paged by ``table``, or without one has the step's, ``[T, kv_heads, head_pitch]``, tokens at any
+        multiple of ``head_pitch``.
         """
         prefill, scores = self.kernels.attention_prefill, scores_of(spec)
         kind: dict[str, Any] = {
@@ -72,7 +73,7 @@ class AttentionLaunches:
             q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr, out.data.ptr, pitch_of(out),
             batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, address(table), **kind,
             table_pitch=0 if table is None else table.shape[1],
-            num_blocks=cache.keys.shape[1] if table is None else reserved_blocks(cache),
+            num_blocks=pitch_of(cache.keys) // cache.keys.shape[2] if table is None else reserved_blocks(cache),
             scores=scores, window=spec.window, scratch=scratch.data.ptr, scratch_bytes=scratch.nbytes,
             counters=self.scratch.zeros("attention counters", COUNTERS, np.int32).data.ptr,
             source_lens=address(lengths),

@@ -107,6 +107,7 @@ class CudaBackend(Backend):
     decode_sizes = DECODE_SIZES
     mixed_sizes = MIXED_SIZES
     source_sizes = SOURCE_SIZES
+    max_text_tokens = 1 << 16
     max_steps_in_flight = 1
     has_one_order = True
 
@@ -156,6 +157,11 @@ class CudaBackend(Backend):
 
     def array(self, values: np.ndarray) -> Array:
         return self.arrays.upload(np.asarray(values))
+
+    def upload(self, values: np.ndarray) -> Array:
+        target = self.arrays.empty(values.shape, values.dtype)
+        self.write(target, values)
+        return target
 
     def adopt(self, values: Any) -> Callable[[], Array]:
         with cp.cuda.Device(self.arrays.device):
@@ -440,6 +446,12 @@ class CudaBackend(Backend):
         self.kernels.pointwise.add_positions(self.kernels.step, batch, table, target.values)
         return ResidualStream(target.values)
 
+    def add_token_types(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
+        target = self.materializer.as_residual(residual)
+        self.materializer.flush_residual(target)
+        self.kernels.pointwise.add_rows(self.kernels.step, batch.token_types, table, target.values)
+        return ResidualStream(target.values)
+
     def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
         if out is not None:
             if isinstance(residual, ResidualStream):
@@ -614,12 +626,21 @@ class CudaBackend(Backend):
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
-        shape = (spec.kv_heads, qkv.shape[0], round_up(spec.head_dim, HEAD_PAD))
-        keys, values = (self.arrays.empty(shape, np.float16)[..., : spec.head_dim] for _ in range(2))
-        packed = LayerCache(keys, values)
-        q = self.launches.prepared_heads(qkv, spec, packed, batch, None)
+        q, packed = self._heads_of_step(qkv, spec, batch)
         self.launches.prefill(q, spec, packed, batch, None, batch.max_query_len, out, AttentionMask.BIDIRECTIONAL)
         return out
+
+    def _heads_of_step(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> tuple[cp.ndarray, LayerCache]:
+        """Queries, keys and values ``[T, heads, head_pitch]``: in ``qkv`` itself, if nothing is to be done to them."""
+        tokens, pitch = qkv.shape[0], round_up(spec.head_dim, HEAD_PAD)
+        is_ready = pitch == spec.head_dim and spec.rope is None and spec.q_norm is None and spec.k_norm is None
+        if not is_ready:
+            keys, values = (self.arrays.empty((tokens, spec.kv_heads, pitch), np.float16) for _ in range(2))
+            packed = LayerCache(keys, values)
+            return self.launches.prepared_heads(qkv, spec, packed, batch, None), packed
+        heads = self.materializer.to_half(qkv).reshape(tokens, -1, pitch)
+        first, behind = spec.heads, spec.heads + spec.kv_heads
+        return heads[:, :first], LayerCache(heads[:, first:behind], heads[:, behind:])
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
         self.launches.store_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables, is_source=True)

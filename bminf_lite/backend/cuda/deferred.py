@@ -1,6 +1,6 @@
 """The values that the GPU's operations exchange beside arrays: weights, codes, and deferred values.
 
-An operation may return a deferred value (:class:`DeferredMatmul`, :class:`DeferredGate`, :class:`ResidualStream`,
+An operation may return a deferred value (:class:`DeferredMatmul`, :class:`DeferredActivation`, :class:`ResidualStream`,
 :class:`DeferredNorm`) instead of an array: an int32 product that is not scaled yet, a norm that is not computed yet.
 The next operation's kernel computes it while reading, which saves a pass over memory. The results are bit-identical.
 """
@@ -136,15 +136,16 @@ class DeferredMatmul:
 
 
 @dataclass(frozen=True)
-class DeferredGate:
-    """``activation(gate) * up`` of a source whose columns are gate and up, side by side."""
+class DeferredActivation:
+    """``activation(source)``, or if ``gated`` ``activation(gate) * up`` of a source with gate and up side by side."""
 
     source: DeferredMatmul | cp.ndarray
     activation: str
+    gated: bool
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.source.shape[0], self.source.shape[1] // 2
+        return self.source.shape[0], self.source.shape[1] // (2 if self.gated else 1)
 
 
 @dataclass(frozen=True)
@@ -217,10 +218,14 @@ def row_target(x: cp.ndarray | QuantizedActivations) -> RowTarget:
     return array_target(x)
 
 
-def nbytes_of(*values: cp.ndarray | QuantizedActivations | DeferredMatmul | DeferredGate | None) -> int:
+Deferred = DeferredMatmul | DeferredActivation
+"""A deferred value that reads no residual stream."""
+
+
+def nbytes_of(*values: cp.ndarray | QuantizedActivations | Deferred | None) -> int:
     """The sum of the values' bytes."""
     total = 0
     for value in values:
-        value = value.source if isinstance(value, DeferredGate) else value
+        value = value.source if isinstance(value, DeferredActivation) else value
         total += 0 if value is None else value.acc.nbytes if isinstance(value, DeferredMatmul) else value.nbytes
     return total

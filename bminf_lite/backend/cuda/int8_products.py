@@ -10,6 +10,7 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.constants import Epilogue
+from ...cuda.kernels.gemm.gemm_hopper import MIN_ROWS
 from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.gemv import gemv
 from ..values import Array, Norm
@@ -119,9 +120,21 @@ class FusedProducts:
 
     def supports(self, product: Product) -> bool:
         weight = product.weight
-        return weight.plan is not None and self.gemms.supports(self.codes.of(product), weight, product.epilogue)
+        if weight.plan is None:
+            return False
+        kind = Epilogue.TO_HALF if self._leaves_activation(product) else product.epilogue
+        return self.gemms.supports(self.codes.of(product), weight, kind)
+
+    @staticmethod
+    def _leaves_activation(product: Product) -> bool:
+        """Whether the kernel that reads the product applies the activation: that for many rows only applies gates."""
+        return product.epilogue is Epilogue.ACTIVATED and product.x.shape[0] >= MIN_ROWS
 
     def run(self, product: Product) -> Array:
+        if self._leaves_activation(product):
+            y = self.results.arrays.rows(*product.shape, np.float16)
+            self.gemms.multiply(self.codes.of(product), product.weight, y, Epilogue.TO_HALF)
+            return self.results.finish(product, y)
         out = self.results.place(product)
         self.gemms.multiply(self.codes.of(product), product.weight, out, product.epilogue, product.function)
         return self.results.placed(product, out)

@@ -30,7 +30,7 @@ from ...cuda.kernels.rowwise.short_convolution import ShortConvolutionKernels
 from ...cuda.kernels.rowwise.softmax import Softmax
 from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.driver import Device
-from .deferred import DeferredGate, DeferredMatmul, QuantizedActivations, nbytes_of
+from .deferred import Deferred, QuantizedActivations, nbytes_of
 
 
 class Kernels:
@@ -74,6 +74,6 @@ class Kernels:
         finally:
             self.step = outer
 
-    def nbytes_moved(self, *values: cp.ndarray | QuantizedActivations | DeferredMatmul | DeferredGate | None) -> int:
+    def nbytes_moved(self, *values: cp.ndarray | QuantizedActivations | Deferred | None) -> int:
         """Bytes of what a kernel reads and writes, for an observer of the device; 0 without one."""
         return 0 if self.device.observer is None else nbytes_of(*values)

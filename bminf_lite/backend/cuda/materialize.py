@@ -6,6 +6,8 @@ read the changed values.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cupy as cp
 import numpy as np
 
@@ -14,7 +16,7 @@ from ...cuda.kernels.rowwise.rows import MAX_NORM_WIDTH, NO_ROWS, sum_target
 from ..values import Array, Norm
 from .arrays import Arrays
 from .deferred import (
-    DeferredGate,
+    DeferredActivation,
     DeferredMatmul,
     DeferredNorm,
     NormAddend,
@@ -59,26 +61,27 @@ class Materializer:
             x = values
         elif isinstance(x, DeferredNorm):
             x = x.values
-        if isinstance(x, DeferredGate) and isinstance(x.source, cp.ndarray):
-            x = DeferredGate(self.arrays.padded(x.source), x.activation)
+        if isinstance(x, DeferredActivation) and isinstance(x.source, cp.ndarray):
+            x = replace(x, source=self.arrays.padded(x.source))
         if isinstance(x, ResidualStream):
             self.flush_residual(x)
             x = x.values
         self.write_rows(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, rotation=rotation)
 
     def write_rows(
-        self, source: cp.ndarray | DeferredMatmul | DeferredGate | None, out: cp.ndarray | QuantizedActivations,
+        self, source: cp.ndarray | DeferredMatmul | DeferredActivation | None, out: cp.ndarray | QuantizedActivations,
         residual: cp.ndarray | None = None, norm: Norm | None = None, rotation: int = 1,
     ) -> None:  # fmt: skip
         """Read rows, add them to the residual stream, normalise, gate or rotate them, and write codes or values."""
         rows, k = (residual if residual is not None else source).shape  # type: ignore[union-attr]
         moved = self.kernels.nbytes_moved(source, residual, out, residual if source is not None else None)
-        activation, values = None, source
-        if isinstance(source, DeferredGate):
-            activation, values = ACTIVATIONS[source.activation], source.source
+        activation, values, gated = None, source, False
+        if isinstance(source, DeferredActivation):
+            activation, values, gated = ACTIVATIONS[source.activation], source.source, source.gated
         self.kernels.rows.transform(
-            self.kernels.step, row_source(values), row_target(out), rows, k, residual, norm, activation, moved, rotation
-        )
+            self.kernels.step, row_source(values), row_target(out), rows, k, residual, norm, activation, moved,
+            rotation, gated,
+        )  # fmt: skip
 
     def as_residual(self, x: Array) -> ResidualStream:
         """``x`` as a residual stream. If a layer ends with a norm, the norm becomes the next layer's stream.

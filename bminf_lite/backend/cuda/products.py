@@ -19,7 +19,7 @@ from ...cuda.kernels.rowwise.rows import ROW
 from ..values import Array
 from .adapter_bank import AdapterBank
 from .deferred import (
-    DeferredGate,
+    DeferredActivation,
     DeferredMatmul,
     DeferredNorm,
     Outliers,
@@ -27,7 +27,6 @@ from .deferred import (
     ResidualStream,
     SideProduct,
     Weight,
-    row_source,
 )
 from .materialize import Materializer
 
@@ -117,14 +116,9 @@ class ProductResults:
     def finish(self, product: Product, y: cp.ndarray | DeferredMatmul) -> Array:
         """The epilogue of a product ``y``, ``[T, out]`` in the product's type or deferred."""
         epilogue, target = product.epilogue, product.target
-        if epilogue is Epilogue.GATED:
+        if epilogue in (Epilogue.GATED, Epilogue.ACTIVATED):
             assert product.activation is not None
-            return DeferredGate(y, product.activation)
-        if epilogue is Epilogue.ACTIVATED:
-            out = self.arrays.rows(*product.shape, np.float16)
-            moved = self.kernels.nbytes_moved(y, out)
-            self.kernels.pointwise.activate(self.kernels.step, row_source(y), out, product.function, moved)
-            return out
+            return DeferredActivation(y, product.activation, epilogue is Epilogue.GATED)
         if epilogue is Epilogue.ADD:
             return self._add(target, y)
         if not isinstance(y, DeferredMatmul):

@@ -80,7 +80,10 @@ class Source(IntEnum):
 
 
 class RowOp(IntEnum):
-    """A row kernel's operation. A norm first adds the values to the residual stream; a gate has two halves."""
+    """A row kernel's operation. A norm first adds the values to the residual stream; a gate has two halves.
+
+    Gates and activations are in the order of :class:`Activation`.
+    """
 
     IDENTITY = 0
     RMS_NORM = 1
@@ -90,6 +93,11 @@ class RowOp(IntEnum):
     GATE_RELU = 5
     GATE_GELU = 6
     GATE_RELU_SQUARED = 7
+    ACTIVATE_SILU = 8
+    ACTIVATE_GELU_TANH = 9
+    ACTIVATE_RELU = 10
+    ACTIVATE_GELU = 11
+    ACTIVATE_RELU_SQUARED = 12
 
 
 class Target(IntEnum):

@@ -15,8 +15,8 @@ namespace bminf {
 
 // Loads COUNT rows of D keys or values. Rows that are not present become zero, because memory that was never written
 // may hold NaN. The pitch D + 8 is an odd multiple of 16 bytes: no bank conflicts.
-template <int D, int COUNT, int THREADS>
-__device__ __forceinline__ void load_tile(__half* tile, const CachedRows<D, COUNT, __half>& source) {
+template <int D, int COUNT, int THREADS, int MASK>
+__device__ __forceinline__ void load_tile(__half* tile, const CachedRows<D, COUNT, __half, MASK>& source) {
     constexpr int CHUNKS = D / 8;
 #pragma unroll
     for (int i = 0; i < (COUNT * CHUNKS + THREADS - 1) / THREADS; ++i) {
@@ -30,8 +30,8 @@ __device__ __forceinline__ void load_tile(__half* tile, const CachedRows<D, COUN
 }
 
 // The same from int8 codes, which are dequantized on the way.
-template <int D, int COUNT, int THREADS>
-__device__ __forceinline__ void load_tile(__half* tile, const CachedRows<D, COUNT, int8>& source) {
+template <int D, int COUNT, int THREADS, int MASK>
+__device__ __forceinline__ void load_tile(__half* tile, const CachedRows<D, COUNT, int8, MASK>& source) {
     constexpr int CHUNKS = D / 16;
 #pragma unroll 4
     for (int i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
@@ -118,9 +118,10 @@ __device__ __forceinline__ void gemm_pv(float (&o)[MT][W][4], const float (&s)[M
 // `next`. Returns false if there is none. Called by all threads.
 template <int MASK, int ROWS, int KEYS>
 __device__ __forceinline__ bool find_next(
-    const PrefillParams& p, const Split& split, int index, int& next, WorkTile& work) {
+    const PrefillParams& p, const Split& split, int index, int& next, WorkCursor& cursor, WorkTile& work) {
     for (;;) {
-        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, split, index % p.kv_heads, index / p.kv_heads, work);
+        const int head = index % p.kv_heads, piece = index / p.kv_heads;
+        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, split, head, piece, cursor, work);
         if (found == NO_MORE) return false;
         __syncthreads();  // all threads have read the index before
         if (threadIdx.x == 0) next = gridDim.x + atomicAdd(p.counters, 1);
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
     __half* const q_tile = shared;
     __half* const k_tile = q_tile + BM * PITCH;
     __half* const v_tile = k_tile + BN * PITCH;
-    using Rows = CachedRows<D, BN, CACHE>;
+    using Rows = CachedRows<D, BN, CACHE, MASK>;
     const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / (WARP * SHARING) * MT * 16;
     const int first = threadIdx.x / WARP % SHARING * OWN;
     Queries<MT, D> queries = {cast_smem_ptr_to_uint(q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8)};
@@ -157,15 +158,14 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
     wait_on_dependent_grids();
     const Split split = find_split<MASK, BM>(p);
     WorkTile work;
-    for (int index = blockIdx.x; find_next<MASK, BM, BN>(p, split, index, next, work);) {
+    WorkCursor cursor;
+    for (int index = blockIdx.x; find_next<MASK, BM, BN>(p, split, index, next, cursor, work);) {
 #pragma unroll 4
         for (int i = threadIdx.x; i < BM * CHUNKS; i += THREADS) {
             const int row = i / CHUNKS, column = i % CHUNKS * 8;
             copy_query<D>(q_tile + row * PITCH + column, work, p, work.first + row, column);
         }
-        auto load_keys = [&](int key) {
-            load_tile<D, BN, THREADS>(k_tile, Rows::template find<MASK>(p, work, false, key));
-        };
+        auto load_keys = [&](int key) { load_tile<D, BN, THREADS>(k_tile, Rows::find(p, work, false, key)); };
         load_keys(work.begin);
         SoftmaxState state[MT];
         RunningResult<OWN, false> running[MT];
@@ -178,11 +178,12 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
                 position[m][h] = work.position(work.first + warp_row + m * 16 + lane / 4 + h * 8);
         }
         const MaskedKeys masked(work, work.first);
+        const bool has_rows = work.first + warp_row < work.rows;  // else this warp only loads
         float o[MT][OWN][4] = {};
         for (int key = work.begin; key < work.end; key += BN) {
             cp_async_wait_all();
             __syncthreads();
-            load_tile<D, BN, THREADS>(v_tile, Rows::template find<MASK>(p, work, true, key));
+            load_tile<D, BN, THREADS>(v_tile, Rows::find(p, work, true, key));
             if (key == work.begin) {
                 queries.keep();
             } else if (key % SEGMENT == 0) {
@@ -195,10 +196,11 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
                 }
             }
             float s[MT][BN / 8][4] = {};
-            gemm_qk(s, queries, k_rows);
+            if (has_rows) gemm_qk(s, queries, k_rows);
             cp_async_wait_all();
             __syncthreads();
             if (key + BN < work.end) load_keys(key + BN);
+            if (!has_rows) continue;
             if constexpr (CHANGES_SCORES<SCORES>) {
 #pragma unroll
                 for (int m = 0; m < MT; ++m)

@@ -27,15 +27,15 @@ namespace bminf {
 struct PrefillParams {
     const __half* q;  // [T, heads, D], q_pitch elements from token to token
     long long q_pitch;
-    const void* keys;    // [blocks, kv_heads, BLOCK_SIZE, D] of fp16, or of int8 codes; BIDIRECTIONAL: [kv_heads,
-    const void* values;  // capacity, D], token t of the step at place t
+    const void* keys;    // [blocks, kv_heads, BLOCK_SIZE, D] of fp16, or of int8 codes; BIDIRECTIONAL: head h of the
+    const void* values;  // step's token t is row t * stride + h, of D elements
     __half* out;         // [T, heads * head_dim], out_pitch elements from token to token
     long long out_pitch;
     const int* cu_seqlens;
     const int* context_lens;  // only for CAUSAL
     const int* block_tables;  // [sequences, table_pitch]
     int table_pitch;
-    int capacity;
+    int stride;
     float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive; see softcap
     int window;   // how many keys a query sees, its own included; 0 for all up to its own. BIDIRECTIONAL: this many in
                   // each direction; 0 for all
@@ -193,27 +193,33 @@ __device__ __forceinline__ Split find_split(const PrefillParams& p) {
 
 enum Found { NO_MORE, NOTHING, FOUND };
 
-// Finds piece `index` of the work of a head. NOTHING: this part of a split tile has no keys. With SPLIT_TILES `index`
-// counts only tiles that are split, and the work is the whole tile. Called by whole warps.
+// A place in the walk over sequences: those before `first` have this many pieces of a head, and records.
+struct WorkCursor {
+    int first = 0, pieces = 0, records = 0;
+};
+
+// Finds piece `index` of the work of a head, and leaves the cursor there: the next piece is sought from it on. NOTHING:
+// this part of a split tile has no keys. With SPLIT_TILES `index` counts only tiles that are split, and the work is the
+// whole tile. Called by whole warps.
 template <int MASK, int ROWS, int KEYS, bool SPLIT_TILES = false>
 __device__ __forceinline__ Found
-find_work_tile(const PrefillParams& p, const Split& split, int head, int index, WorkTile& work) {
+find_work_tile(const PrefillParams& p, const Split& split, int head, int index, WorkCursor& cursor, WorkTile& work) {
     const int group = p.heads / p.kv_heads, per_part = split.per_part;
-    int records_before = 0;
-    for (int first = 0; first < p.sequences; first += WARP) {
-        const SequenceWork s = sequence_work<MASK, ROWS>(p, first + threadIdx.x % WARP, group);
-        int first_record = -1, pieces = SPLIT_TILES ? 0 : s.tiles;
+    if (index < cursor.pieces) cursor = {};
+    for (; cursor.first < p.sequences; cursor.first += WARP) {
+        const SequenceWork s = sequence_work<MASK, ROWS>(p, cursor.first + threadIdx.x % WARP, group);
+        int first_record = -1, pieces = SPLIT_TILES ? 0 : s.tiles, records_behind = 0;
         if (p.max_records) {
             const bool long_enough = s.segments > split.longest;
             const int records = long_enough ? s.tiles * p.kv_heads * (s.segments - per_part + 1) : 0;
-            const int records_end = records_before + inclusive_sum(records);
+            const int records_end = cursor.records + inclusive_sum(records);
             if (long_enough && records_end <= p.max_records) {
                 first_record = records_end - records;
                 pieces = SPLIT_TILES ? s.tiles : s.tiles * ceil_div(s.segments, per_part);
             }
-            records_before = __shfl_sync(FULL, records_end, WARP - 1);
+            records_behind = __shfl_sync(FULL, records_end, WARP - 1);
         }
-        const int pieces_end = inclusive_sum(pieces);
+        const int pieces_end = cursor.pieces + inclusive_sum(pieces);
         if (const unsigned after = __ballot_sync(FULL, index < pieces_end)) {
             const int lane = __ffs(after) - 1;
             const auto from = [&](int x) { return __shfl_sync(FULL, x, lane); };
@@ -225,7 +231,7 @@ find_work_tile(const PrefillParams& p, const Split& split, int head, int index, 
             work.record = from(first_record);
             if (work.record >= 0) work.record += (tile * p.kv_heads + head) * (segments - per_part + 1);
             work.head = head, work.group = group, work.first = tile * ROWS, work.rows = from(s.tokens) * group;
-            work.sequence = first + lane, work.start = from(s.start);
+            work.sequence = cursor.first + lane, work.start = from(s.start);
             work.before = from(s.before), work.window = p.window;
             work.first_position = work.position(work.first);
             work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
@@ -241,7 +247,7 @@ find_work_tile(const PrefillParams& p, const Split& split, int head, int index, 
             work.end = min(work.end, (segment + per_part) * SEGMENT);
             return work.begin < work.end ? FOUND : NOTHING;
         }
-        index -= __shfl_sync(FULL, pieces_end, WARP - 1);
+        cursor.pieces = __shfl_sync(FULL, pieces_end, WARP - 1), cursor.records = records_behind;
     }
     return NO_MORE;
 }
@@ -253,7 +259,8 @@ __device__ __forceinline__ bool find_work(
     const PrefillParams& p, const Split& split, const PieceOrder& order, int index, int takers, WorkTile& work) {
     for (;;) {
         const int head = order.head(index, p.kv_heads), piece = order.piece(index, p.kv_heads);
-        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, split, head, piece, work);
+        WorkCursor cursor;
+        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, split, head, piece, cursor, work);
         if (found != NOTHING) return found == FOUND;
         index = next_index(p, takers);
     }
@@ -269,28 +276,29 @@ __device__ __forceinline__ unsigned pool_row(const PrefillParams& p, const WorkT
     return (block * p.kv_heads + work.head) * BLOCK_SIZE + key % BLOCK_SIZE;
 }
 
-// COUNT keys of a head, or their values, from a multiple of COUNT on.
-template <int D, int COUNT, class CACHE>
+// COUNT keys of a head, or their values, from a multiple of COUNT on: those of a cache, or of the step.
+template <int D, int COUNT, class CACHE, int MASK>
 struct CachedRows {
-    static constexpr int PARTS = COUNT > BLOCK_SIZE ? COUNT / BLOCK_SIZE : 1;
+    static constexpr bool PAGED = MASK != BIDIRECTIONAL;
+    static constexpr int PARTS = PAGED && COUNT > BLOCK_SIZE ? COUNT / BLOCK_SIZE : 1;
     Cached<CACHE> pool;
-    unsigned start[PARTS];  // the row in the pool of the first key of each block
+    unsigned start[PARTS];  // the row of the first key, in the pool that of each block
+    int stride;             // rows from key to key
     int valid;              // the number of keys that are present
 
-    template <int MASK>
     __device__ __forceinline__ static CachedRows find(
         const PrefillParams& p, const WorkTile& work, bool values, int key) {
         CachedRows rows;
         rows.pool = {static_cast<const CACHE*>(values ? p.values : p.keys), values ? p.value_scales : p.key_scales};
-        rows.valid = work.end - key;
+        rows.valid = work.end - key, rows.stride = PAGED ? 1 : p.stride;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i)
-            rows.start[i] = MASK == BIDIRECTIONAL ? work.head * p.capacity + work.start + key + i * BLOCK_SIZE
-                                                  : pool_row(p, work, key + i * BLOCK_SIZE);
+            rows.start[i] = PAGED ? pool_row(p, work, key + i * BLOCK_SIZE) : (work.start + key) * p.stride + work.head;
         return rows;
     }
     __device__ __forceinline__ unsigned index(int row) const {
-        return PARTS > 1 ? start[row / BLOCK_SIZE] + row % BLOCK_SIZE : start[0] + row;
+        if (PARTS > 1) return start[row / BLOCK_SIZE] + row % BLOCK_SIZE;
+        return start[0] + (PAGED ? row : row * stride);
     }
     __device__ __forceinline__ const CACHE* data(int row) const {
         return pool.data + static_cast<size_t>(index(row)) * D;

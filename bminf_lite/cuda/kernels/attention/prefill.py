@@ -46,6 +46,11 @@ least ``CLUSTER_WORK`` products of a row and a key each.
 
 For less work, a launch with clusters has taken longer.
 """
+SHORT_ROWS = 512
+"""Sequences of up to this many rows in the mean, whose tokens see all of them, have tiles of ``SMALL_TILE`` rows.
+
+A sequence's last tile is rarely full, and a small tile leaves registers for more blocks.
+"""
 COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
 COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 512)
@@ -146,11 +151,19 @@ def hopper(
     )
 
 
-def tile_rows(tokens: int, batch_size: int, max_query_len: int, max_context_len: int, group: int) -> int:
+def tile_rows(
+    tokens: int,
+    batch_size: int,
+    max_query_len: int,
+    max_context_len: int,
+    group: int,
+    mask: AttentionMask = AttentionMask.CAUSAL,
+) -> int:
     """One of ``TILE_ROWS`` for a launch of these sizes; a token has ``group`` rows."""
-    if max_query_len * group <= SMALL_TILE:
-        return SMALL_TILE
     mean = tokens * group / batch_size
+    is_short = mask is AttentionMask.BIDIRECTIONAL and mean <= SHORT_ROWS
+    if max_query_len * group <= SMALL_TILE or is_short:
+        return SMALL_TILE
     return CLUSTER_TILE if mean >= CLUSTER_ROWS and mean * max_context_len >= CLUSTER_WORK else TILE
 
 
@@ -183,7 +196,8 @@ def tile_config_for(
     if depth > (64 if compute_capability >= (8, 0) else 96) and little:
         return tile(rows=64, blocks=2)
     rows = SMALL_TILE if biased else min(rows, TILE)  # the biases of 128 rows would not fit the registers
-    return tile(rows=rows, blocks=2)
+    is_light = mask is AttentionMask.BIDIRECTIONAL and rows == SMALL_TILE and depth <= 64 and not biased
+    return tile(rows=rows, blocks=(4 if depth <= 32 else 3) if is_light else 2)
 
 
 class PrefillAttention:
@@ -217,7 +231,7 @@ class PrefillAttention:
 
         It needs at least what this returns for ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
         """
-        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, heads // kv_heads)
+        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, heads // kv_heads, mask)
         tile_config = self._config(rows, head_dim, mask, scores, int8)
         running = self._running_bytes(tile_config, max_context_len)
         if not self._may_split(mask, max_context_len):
@@ -276,12 +290,12 @@ class PrefillAttention:
         Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scores.scale`` is positive,
         ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and ``head_dim`` at most ``MAX_HEAD_DIM``.
         No sequence has more than ``max_query_len`` of these tokens or ``max_context_len`` keys. For
-        ``AttentionMask.BIDIRECTIONAL``, ``keys`` and ``values`` are fp16 ``[kv_heads, num_blocks, D]`` with all tokens
-        of the step in order, and ``block_tables`` is not read. ``dependent`` as in :class:`Kernel`.
+        ``AttentionMask.BIDIRECTIONAL``, ``keys`` and ``values`` are fp16 ``[T, num_blocks, D]``, of which the first
+        ``kv_heads`` rows of each token are read, and ``block_tables`` is not. ``dependent`` as in :class:`Kernel`.
         """
         assert (mask, scores.kind) in MASKS
         group, int8 = heads // kv_heads, key_scales != 0
-        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group)
+        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group, mask)
         tile_config = self._config(rows, head_dim, mask, scores.kind, int8)
         kernel, merge = self._kernels(tile_config, INT8 if int8 else HALF)
         pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)

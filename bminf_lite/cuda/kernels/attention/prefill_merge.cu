@@ -15,8 +15,10 @@ __global__ void __launch_bounds__(WARPS* WARP) attention_prefill_merge(const __g
     wait_on_dependent_grids();
     launch_dependent_grids();
     WorkTile work;
+    WorkCursor cursor;
     const Split split = find_split<CAUSAL, ROWS>(p);
-    if (find_work_tile<CAUSAL, ROWS, BLOCK_SIZE, true>(p, split, blockIdx.x, blockIdx.y / SLICES, work) != FOUND)
+    if (find_work_tile<CAUSAL, ROWS, BLOCK_SIZE, true>(p, split, blockIdx.x, blockIdx.y / SLICES, cursor, work) !=
+        FOUND)
         return;
     if (work.first + first_row >= work.rows) return;
     float top[2] = {-INF_F, -INF_F}, sum[2] = {}, o[4] = {};

@@ -11,8 +11,7 @@
 // fp16 [num_blocks, kv_heads, BLOCK_SIZE]. Padding from head_dim to head_pitch is written as zeros.
 // Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1 at positions from context_lens[b] on. Token p of it
 // is in block block_tables[b, p / BLOCK_SIZE]; block_tables: int32 [sequences, table_pitch]. Without block_tables
-// (null) keys and values are [kv_heads, table_pitch, head_pitch], and a token's place is its index in the step. Tokens
-// behind the last sequence pad the step and are left out.
+// (null) keys and values are [T, kv_heads, head_pitch]. Tokens behind the last sequence pad the step and are left out.
 //
 // Block (t, j) prepares heads of token cu_seqlens[0] + t. A head has `lanes` neighbouring threads, a power of two;
 // thread u of them has the elements N u to N u + N - 1 of either half. The arithmetic is that of decode attention, so a
@@ -143,7 +142,7 @@ __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     uint4 raw_low = load_part<FROM_INT32, IN>(source, token, column, count, whole);
     uint4 raw_high = load_part<FROM_INT32, IN>(source, token, column + half, count, whole);
     // The index in the cache of the token's first key-value head, and how much further the next head is.
-    long long cached = token, head_stride = table_pitch;
+    long long cached = static_cast<long long>(token) * kv_heads, head_stride = 1;
     if (block_tables != nullptr) {
         if (position / BLOCK_SIZE >= table_pitch) return;
         const int block = block_tables[static_cast<long long>(sequence) * table_pitch + position / BLOCK_SIZE];

@@ -49,7 +49,7 @@ class PrepareHeads:
         ``[T, heads, head_pitch]``; ``cu_seqlens`` is int32 ``[B + 1]`` and need not begin with 0. ``tokens`` is at
         least ``cu_seqlens[B] - cu_seqlens[0]``. ``context_lens`` is int32 ``[B]``, the tokens in the cache before the
         step, ``block_table`` int32 ``[B, W]`` with rows that are contiguous. Without one, keys and values of the cache
-        are ``[kv_heads, T, head_dim]``, and hold the step's tokens in order. Without ``q``, queries are left out.
+        are ``[T, kv_heads, head_dim]``. Without ``q``, queries are left out.
         For an int8 cache queries and keys may be transformed in blocks of ``rotated_pairs`` (``backend/rotation.py``).
         """
         read, kind, order = qkv
@@ -71,7 +71,7 @@ class PrepareHeads:
                 address(cu_seqlens),
                 address(context_lens),
                 address(block_table),
-                cache.keys.shape[1] if block_table is None else pitch_of(block_table),
+                0 if block_table is None else pitch_of(block_table),
                 len(context_lens),
                 address(q),
                 cache.keys.data.ptr,

@@ -1,25 +1,8 @@
-// Elementwise kernels: of some architectures the activation of a feed-forward layer without a gate, learned position
-// embeddings, the gate of attention's output, and the soft-cap of logits; of every step the copy of its integers from
-// the host.
+// Elementwise kernels: of some architectures learned position embeddings and those of token types, the gate of
+// attention's output, and the soft-cap of logits; of every step the copy of its integers from the host.
 #include "common/values.cuh"
 
 using namespace bminf;
-
-// out[row, column] = fp16(f(x[row, column])) for rows of n columns; x: see Values, laid out by IN; out: fp16 [rows,
-// out_pitch], which may be x if that is fp16. A thread computes one element.
-template <bool FROM_INT32, int IN, int F>
-__global__ void __launch_bounds__(256) activate_rows(
-    const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch, __half* out,
-    long long out_pitch, int rows, int n) {
-    launch_dependent_grids();
-    wait_on_dependent_grids();
-    const Values source = {data, x_scale, w_scale, bias, pitch};
-    const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int row = static_cast<int>(index / n), column = static_cast<int>(index % n);
-    if (row >= rows) return;
-    const float x = source.at<FROM_INT32, static_cast<Order>(IN)>(row, column);
-    out[row * out_pitch + column] = __float2half_rn(activate<F>(x));
-}
 
 // x = cap * tanh(x / cap) for rows of n columns of fp32. A thread computes one element.
 __global__ void __launch_bounds__(256) soft_cap(float* x, long long pitch, int rows, int n, float cap) {
@@ -66,6 +49,24 @@ __global__ void __launch_bounds__(256) add_positions(
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
         float x[8], r[8];
         load8(table + position * pitch + column, x);
+        load8(residual + token * residual_pitch + column, r);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) r[j] = __fadd_rn(r[j], x[j]);
+        store8(residual + token * residual_pitch + column, r);
+    }
+}
+
+// residual[token] += table[indices[token]], or table[0] if indices is null; table: fp16 [n, pitch]; residual: fp32 [T,
+// residual_pitch]. A block handles one token.
+__global__ void __launch_bounds__(256) add_rows(
+    const int* indices, const __half* table, long long pitch, float* residual, long long residual_pitch, int k) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const int token = blockIdx.x;
+    const __half* const from = table + (indices == nullptr ? 0 : indices[token]) * pitch;
+    for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
+        float x[8], r[8];
+        load8(from + column, x);
         load8(residual + token * residual_pitch + column, r);
 #pragma unroll
         for (int j = 0; j < 8; ++j) r[j] = __fadd_rn(r[j], x[j]);

@@ -1,4 +1,4 @@
-"""Elementwise kernels: activations, positions, soft-caps, side products, random matrices, a step's integers.
+"""Elementwise kernels: positions, soft-caps, side products, random matrices, a step's integers.
 
 These are the launchers of ``pointwise.cu``, ``side_products.cu`` and ``random.cu``.
 """
@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ....backend.values import ForwardBatch
-from ..arrays import address, ceil_div, nbytes_of, pitch_of
-from ..constants import Activation
-from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
+from ..arrays import address, ceil_div, nbytes_of, pitch_of, round_up
+from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
-from .rows import FROM_INT32, RowSource, orders_for
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -31,8 +29,8 @@ class PointwiseKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "activate_rows", (BOOLEANS, orders_for(capability), numbers(Activation)))
         yield KernelFamily(cls.source, "add_positions")
+        yield KernelFamily(cls.source, "add_rows")
         yield KernelFamily(cls.source, "soft_cap")
         yield KernelFamily(cls.source, "gate_rows")
         yield KernelFamily(cls.source, "write_words")
@@ -42,23 +40,6 @@ class PointwiseKernels:
         )
         yield KernelFamily(cls.random_source, "fill_random", (("bminf::int8", "__half"),))
 
-    def activate(
-        self, step: StepContext, source: RowSource, out: cp.ndarray, activation: int, bytes_moved: int = 0
-    ) -> None:
-        """An activation function of each value, fp16 ``[rows, n]``."""
-        read, kind, order = source
-        expression = f"activate_rows<{'true' if kind == FROM_INT32 else 'false'}, {order}, {int(activation)}>"
-        rows, n = out.shape
-        self._launcher.launch(
-            step,
-            self.source,
-            expression,
-            ceil_div(rows * n, 256),
-            256,
-            (*read, out.data.ptr, pitch_of(out), rows, n),
-            bytes_moved=bytes_moved,
-        )
-
     def add_positions(self, step: StepContext, batch: ForwardBatch, table: cp.ndarray, residual: cp.ndarray) -> None:
         """Add to each token's row, fp32, the row of an fp16 table at its position."""
         self._launcher.launch(
@@ -66,11 +47,30 @@ class PointwiseKernels:
             self.source,
             "add_positions",
             len(residual),
-            256,
+            threads_of_row(residual),
             (
                 address(batch.cu_seqlens),
                 address(batch.context_lens),
                 batch.batch_size,
+                table.data.ptr,
+                pitch_of(table),
+                residual.data.ptr,
+                pitch_of(residual),
+                residual.shape[1],
+            ),
+            bytes_moved=2 * nbytes_of(residual),
+        )
+
+    def add_rows(self, step: StepContext, rows: cp.ndarray | None, table: cp.ndarray, residual: cp.ndarray) -> None:
+        """Add to each row of ``residual``, fp32, the row of an fp16 table that ``rows`` int32 names, or row 0."""
+        self._launcher.launch(
+            step,
+            self.source,
+            "add_rows",
+            len(residual),
+            threads_of_row(residual),
+            (
+                address(rows),
                 table.data.ptr,
                 pitch_of(table),
                 residual.data.ptr,
@@ -183,3 +183,8 @@ class PointwiseKernels:
             (out.data.ptr, pitch_of(out), rows, columns, seed, row_words or ceil_div(columns, 8)),
             bytes_moved=nbytes_of(out),
         )
+
+
+def threads_of_row(x: cp.ndarray) -> int:
+    """Threads of a block that has a row of ``x``, each eight elements at a time."""
+    return min(256, round_up(ceil_div(x.shape[1], 8), 32))

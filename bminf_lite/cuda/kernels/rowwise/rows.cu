@@ -4,6 +4,7 @@
 //
 //     residual += x;  out = quantize(norm(residual))   (norms)
 //     out = quantize(f(gate) * up)                     (gates: x = [gate, up])
+//     out = quantize(f(x))                             (activations)
 //     out = quantize(x)                                (identity)
 //
 // or writes fp16 or fp32 instead of codes, or adds a norm to fp32 values. Values may be rotated before they are
@@ -155,7 +156,7 @@ constexpr bool is_half_to_codes(int source, int prepare, int target, bool rotate
 // that become codes take 40, so an SM has 1,536 threads.
 constexpr int blocks_of(int source, int prepare, int target, int threads, int vectors, bool rotated) {
     if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4) return threads > 128 ? 1536 / threads : 12;
-    if (source == FROM_INT32 || prepare == GATE_GELU) return 1;
+    if (source == FROM_INT32 || prepare == GATE_GELU || prepare == ACTIVATE_GELU) return 1;
     const bool is_norm = prepare == RMS_NORM || prepare == LAYER_NORM;
     return is_norm && threads == 128 && vectors == 4 ? 8 : resident_blocks(threads, vectors);
 }
@@ -172,7 +173,8 @@ __global__ void __launch_bounds__(
         const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
         float* residual, long long residual_pitch, const float* norm_weight, const float* norm_bias, float eps,
         void* out, float* scales, long long out_ld, int rows, int k, int rotation, float rotation_scale) {
-    constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM, GATE = PREPARE >= GATE_SILU;
+    constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM,
+                   GATE = PREPARE >= GATE_SILU && PREPARE < ACTIVATE_SILU;
     constexpr bool LOADED = NORM && VECTORS == 1 && THREADS >= 128;  // with fewer threads there are many rows
     constexpr Order ORDER = static_cast<Order>(IN);
     __shared__ RowScratch<THREADS, NORM ? VECTORS : 1> scratch;
@@ -235,6 +237,9 @@ __global__ void __launch_bounds__(
 #pragma unroll
                 for (int j = 0; j < 8; ++j) x[j] = rounded(__fmul_rn(activate<PREPARE - GATE_SILU>(x[j]), up[j]));
             }
+            if constexpr (PREPARE >= ACTIVATE_SILU)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) x[j] = rounded(activate<PREPARE - ACTIVATE_SILU>(x[j]));
             if constexpr (NORM) {
                 float r[8];
                 residual_raw[i].convert(stream, 0, column, r);

@@ -37,7 +37,8 @@ KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are kept; beyond that, the least recently used is dropped."""
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = map(int, Source)
 CODES, TO_HALF, TO_FLOAT, ADD_TO_FLOAT = map(int, Target)
-IDENTITY, RMS_NORM, LAYER_NORM, GATE = map(int, (RowOp.IDENTITY, RowOp.RMS_NORM, RowOp.LAYER_NORM, RowOp.GATE_SILU))
+IDENTITY, RMS_NORM, LAYER_NORM = map(int, (RowOp.IDENTITY, RowOp.RMS_NORM, RowOp.LAYER_NORM))
+GATE, ACTIVATE = int(RowOp.GATE_SILU), int(RowOp.ACTIVATE_SILU)
 ROW = int(Order.ROW)
 HALF_TYPE = np.dtype(np.float16)
 
@@ -101,19 +102,19 @@ class RowKernels:
     def transform(
         self, step: StepContext | None, source: RowSource, target: RowTarget, rows: int, k: int,
         residual: cp.ndarray | None = None, norm: Norm | None = None, activation: int | None = None,
-        bytes_moved: int = 0, rotation: int = 1, scale: float = 1.0,
+        bytes_moved: int = 0, rotation: int = 1, scale: float = 1.0, gated: bool = True,
     ) -> None:  # fmt: skip
-        """Read ``rows`` of ``k`` elements, add them to ``residual``, normalise or gate them, and write codes or values.
+        """Read ``rows`` of ``k`` elements, add them to ``residual``, normalise or activate them, and write the result.
 
         With ``norm``, ``residual`` fp32 is normalised after ``source`` was added to it, unless that is ``NO_ROWS``.
-        With ``activation``, the rows of ``source`` have ``2 k`` elements: gate and up. What becomes codes or fp16 may
-        be rotated before, in blocks of ``rotation`` elements, at most ``MAX_ROTATION``. The sums of a ``sum_target``
-        are multiplied by ``scale``.
+        With ``activation`` that is applied; rows of a ``gated`` one have ``2 k`` elements: gate and up. What becomes
+        codes or fp16 may be rotated before, in blocks of ``rotation`` elements, at most ``MAX_ROTATION``. The sums of a
+        ``sum_target`` are multiplied by ``scale``.
         """
         read, source_kind, order = source
         written, target_kind, out_order = target
         if norm is None:
-            row_op = IDENTITY if activation is None else GATE + activation
+            row_op = IDENTITY if activation is None else (GATE if gated else ACTIVATE) + activation
         elif norm.center:
             row_op = LAYER_NORM
             is_plain = source_kind == NONE and target_kind in (TO_HALF, TO_FLOAT) and rotation == 1
@@ -309,6 +310,7 @@ def _possible_transform(
     threads, vectors = size
     return (
         source in sources
+        and (row_op < ACTIVATE or target in (CODES, TO_HALF))
         and size in row_shapes(max_vectors(source))
         and not (is_norm and threads * vectors * 8 > MAX_NORM_WIDTH)
         and (in_order == ROW or source == FROM_INT32)
