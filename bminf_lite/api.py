@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
 from .memory.planner import MemoryRequirements
 from .models import DecoderConfig, TextVectors
+from .models.spec import Role, Spec
 from .placement import (
     checkpoint_requirements,
     chosen_drafts,
@@ -72,9 +74,9 @@ MAX_BATCH = 1 << 16
 """The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
 MAX_BATCHED_TOKENS = 1 << 16
 """The bound of ``max_num_batched_tokens``."""
-TEXT_TOKENS = 8192
-"""The default of ``max_num_batched_tokens`` for a model that makes vectors of texts."""
-MAX_TEXTS = 1024
+TEXT_TOKENS, TEXT_PRODUCTS = 8192, 10**13
+"""A batch of texts has the tokens that take ``TEXT_PRODUCTS`` products of two numbers, but ``TEXT_TOKENS`` at least."""
+MAX_TEXTS = 4096
 """The most texts that become vectors in one batch."""
 FINALIZER_SECONDS = 5.0
 """How long the end of a model that was not closed waits for its engine.
@@ -119,8 +121,8 @@ def load(
     - ``max_queue``: the most requests that may wait; one more is an error.
     - ``max_num_batched_tokens``: the most tokens of a step, up to 65,536, or fewer where memory is short; a longer
       prompt takes several steps. With more, prompts are a few percent faster, and a request waits longer for the step
-      before it; see docs/scheduling.md. A model that makes vectors of texts has 8,192 by default, and one whose tokens
-      see those behind them has as many as its longest text at least.
+      before it; see docs/scheduling.md. A model that makes vectors of texts has 8,192 by default, on a GPU up to 65,536
+      if it is small, and one whose tokens see those behind them has as many as its longest text at least.
     - ``speculative``: where guesses of a request's next tokens come from, which a step checks all at once: ``"ngram"``,
       ``"suffix"``, a mapping with the fields of :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as
       ``{"model": "path", "num_speculative_tokens": 4}`` for a draft model or ``{"method": "eagle3", "model": "path"}``
@@ -156,10 +158,6 @@ def load(
         if not_obeyed := not_obeyed_text(opened.generation_config):
             warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
         if not config.generates:
-            if max_num_batched_tokens == EngineConfig.max_num_batched_tokens:
-                max_num_batched_tokens = TEXT_TOKENS
-            if not config.reads_pieces:
-                max_num_batched_tokens = max(max_num_batched_tokens, config.context_length)
             speculative = None if given is None else given
             if gpus != 1:
                 raise UsageError(f"gpus is {gpus!r}, but a model that gives vectors is not divided: give 1")
@@ -171,6 +169,11 @@ def load(
         most = max(config.hidden_size * max_num_batched_tokens, config.vocab_size)
         backends = backend.create_ranks(gpus, device, memory_limit, most)
         ops = backends[0]
+        if not config.generates:
+            if max_num_batched_tokens == EngineConfig.max_num_batched_tokens:
+                max_num_batched_tokens = text_batch_tokens(opened.spec, ops)
+            if not config.reads_pieces:
+                max_num_batched_tokens = max(max_num_batched_tokens, config.context_length)
         try:
             options = None
             if adapters is not None:
@@ -218,6 +221,15 @@ def load(
         pooling = None if settings is None else pooling_model(opened, networks[0], longest, settings)
         found = checkpoint.path, opened.generation_config, opened.eos_ids, own_adapters, pooling
         return Model(networks, engine_config, *found)
+
+
+def text_batch_tokens(spec: Spec, ops: Backend) -> int:
+    """The default of ``max_num_batched_tokens`` for a model that makes vectors of texts.
+
+    The host prepares a batch while the device computes the one before, which takes less time for a small model.
+    """
+    weights = sum(math.prod(p.shape) for p in spec.parameters.values() if p.role is Role.LINEAR)
+    return min(max(TEXT_PRODUCTS // max(weights, 1), TEXT_TOKENS), ops.max_text_tokens)
 
 
 def pooling_settings(opened: OpenedModel, may_embed: bool) -> PoolingSettings:

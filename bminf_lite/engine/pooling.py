@@ -269,13 +269,13 @@ class PoolingQueue:
         ops = self.ops
         tokens = [np.asarray(text.token_ids, np.int32) for text in texts]
         tables = self.network.tables([len(own) for own in tokens])
-        batch = ForwardBatch.packed(ops.array, tokens, block_tables=tables)
+        batch = ForwardBatch.packed(ops.upload, tokens, block_tables=tables)
         if any(text.token_types is not None for text in texts):
             types = [np.asarray(t.token_types or [0] * len(t.token_ids), np.int32) for t in texts]
-            batch = replace(batch, token_types=ops.array(np.concatenate(types)))
+            batch = replace(batch, token_types=ops.upload(np.concatenate(types)))
         skipped = None
         if any(text.num_skipped for text in texts):
-            skipped = ops.array(np.array([text.num_skipped for text in texts], np.int32))
+            skipped = ops.upload(np.array([text.num_skipped for text in texts], np.int32))
         with ops.step(batch):
             vectors = self.network(batch)
             if not poolings:

@@ -110,12 +110,13 @@ class TextEncoder:
                 f"it has {count:,} tokens, but the model reads {self.max_length:,} of a text: shorten it, or let it be "
                 "cut off (truncate)"
             )
-        largest = max(text.token_ids, default=-1)
+        ids = np.array(text.token_ids, np.int32)
+        largest = int(ids.max(initial=-1))
         if largest < 0:
             raise UsageError("it has no token")
         if largest >= self.vocab_size:
             raise UsageError(f"it has the token {largest}, but the model's largest is {self.vocab_size - 1}")
-        return PoolingText(np.array(text.token_ids, np.int32), text.token_types, skipped)
+        return PoolingText(ids, text.token_types, skipped)
 
 
 def _of_each(count: int, work: Callable[[int], PoolingText]) -> list[PoolingText]:
