@@ -1,4 +1,4 @@
-"""What others use as clients, against a real server process: openai, anthropic, LangChain, lm-eval, curl.
+"""What others use as clients, against a real server: openai, anthropic, LangChain, LlamaIndex, lm-eval, curl.
 
 The model is the bundled one, which was not trained to chat: what it says is not checked, but that every client reads it
 as the server wrote it, and that what a grammar promises holds.
@@ -419,6 +419,18 @@ def test_langchain_embeddings(embedding_server):
     np.testing.assert_allclose(embeddings.embed_query(SENTENCES[1]), embedding_server.expected[1], atol=1e-6)
     asked = asyncio.run(embeddings.aembed_documents(SENTENCES))
     np.testing.assert_allclose(asked, embedding_server.expected, atol=1e-6)
+
+
+def test_clients_of_the_guide_of_embeddings(embedding_server, capsys):
+    for module in ("openai", "langchain_openai", "llama_index.embeddings.openai"):
+        pytest.importorskip(module)
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "embeddings.md"
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    served = [block for block in blocks if "127.0.0.1:8000" in block]
+    for block in served:
+        code = block.replace("http://127.0.0.1:8000", embedding_server.url).replace("minilm-int8", NAME)
+        exec(compile(code, str(guide), "exec"), {})
+    assert len(served) == 2 and [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["32"] * 3
 
 
 def test_llama_index_embeddings(embedding_server):
