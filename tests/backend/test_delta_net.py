@@ -19,6 +19,8 @@ from bminf_lite.backend.values import DeltaNetSpec, ForwardBatch, Norm, ShortCon
 from bminf_lite.layers.cache import State
 
 LENGTH, TAPS = 3 * CHUNK + 5, 4
+LONG = 150
+"""Tokens of a text whose chunks a kernel prepares."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Layer:
     Sequence ``i`` has slot ``i + 1``.
     """
 
-    def __init__(self, ops: Backend, heads: Heads, sequences: int = 1, drafts: int = 0):
+    def __init__(self, ops: Backend, heads: Heads, sequences: int = 1, drafts: int = 0, length: int = LENGTH):
         rng = np.random.default_rng([heads.key_heads, heads.value_heads, heads.key_dim])
         self.ops, self.heads = ops, heads
         self.taps = rng.standard_normal((TAPS, heads.channels)).astype(np.float32)
@@ -50,8 +52,8 @@ class Layer:
         self.bias = rng.standard_normal(heads.value_heads).astype(np.float32)
         self.norm_weight = rng.uniform(0.5, 1.5, heads.value_dim).astype(np.float32)
         width = heads.channels + heads.value_heads * heads.value_dim
-        self.qkvz = rng.standard_normal((sequences, LENGTH, width)).astype(ops.activation_dtype)
-        self.gates = rng.standard_normal((sequences, LENGTH, 2 * heads.value_heads)).astype(np.float32)
+        self.qkvz = rng.standard_normal((sequences, length, width)).astype(ops.activation_dtype)
+        self.gates = rng.standard_normal((sequences, length, 2 * heads.value_heads)).astype(np.float32)
         sizes = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
         self.spec = DeltaNetSpec(
             *sizes, ShortConvolution(ops.array(self.taps)), ops.vector(self.rates), ops.vector(self.bias),
@@ -89,7 +91,7 @@ class Layer:
         """The results of a text that a layer with the same weights reads at once."""
         alone = Layer(self.ops, self.heads, len(self.qkvz))
         alone.qkvz, alone.gates = self.qkvz, self.gates
-        return alone.step([(sequence, 0, LENGTH)])[0]
+        return alone.step([(sequence, 0, self.qkvz.shape[1])])[0]
 
 
 def recurrence(layer: Layer, sequence: int = 0) -> np.ndarray:
@@ -144,6 +146,19 @@ def test_a_text_in_steps(backend: Backend, heads: Heads, sizes: list[int]) -> No
     ends = np.cumsum([0, *sizes]).tolist()
     found = [layer.step([(0, first, end)])[0] for first, end in pairwise(ends)]
     np.testing.assert_array_equal(np.concatenate(found), layer.whole(0))
+
+
+@pytest.mark.parametrize("heads", [Heads(), Heads(1, 6, 24, 72)], ids=str)
+def test_a_long_text_in_steps(backend: Backend, heads: Heads) -> None:
+    """Its chunks are prepared by another kernel where a step has enough of its tokens; a short text shares the step."""
+    layer = Layer(backend, heads, sequences=2, length=LONG)
+    whole = [layer.whole(i) for i in range(2)]
+    expected = recurrence(layer)
+    assert_close(whole[0], expected, "gated DeltaNet", backend.activation_dtype, np.abs(expected).max())
+    for cut in (1, CHUNK, 21):
+        found = [layer.step([(1, 0, 3), (0, 0, cut)]), layer.step([(1, 3, 9), (0, cut, LONG)], (0, 5))]
+        for i, end in enumerate((LONG, 9)):
+            np.testing.assert_array_equal(np.concatenate([parts[1 - i] for parts in found]), whole[i][:end])
 
 
 def test_a_text_that_is_cut_anywhere(backend: Backend) -> None:

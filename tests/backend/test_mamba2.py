@@ -19,6 +19,8 @@ from bminf_lite.backend.values import ForwardBatch, GatedNorm, Mamba2Spec, Norm,
 from bminf_lite.layers.cache import State
 
 LENGTH, TAPS = 3 * CHUNK + 5, 4
+LONG = 150
+"""Tokens of a text whose chunks a kernel prepares."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Layer:
     Sequence ``i`` has slot ``i + 1``.
     """
 
-    def __init__(self, ops: Backend, sizes: Sizes, sequences: int = 1, drafts: int = 0):
+    def __init__(self, ops: Backend, sizes: Sizes, sequences: int = 1, drafts: int = 0, length: int = LENGTH):
         rng = np.random.default_rng([sizes.groups, sizes.heads, sizes.state_dim])
         self.ops, self.sizes = ops, sizes
         self.taps = rng.standard_normal((TAPS, sizes.channels)).astype(np.float32)
@@ -57,7 +59,7 @@ class Layer:
         self.step_bias, self.skip = rng.standard_normal((2, sizes.heads)).astype(np.float32)
         self.norm_weight = rng.uniform(0.5, 1.5, sizes.features).astype(np.float32)
         width = sizes.features + sizes.channels + sizes.heads
-        self.inputs = rng.standard_normal((sequences, LENGTH, width)).astype(ops.activation_dtype)
+        self.inputs = rng.standard_normal((sequences, length, width)).astype(ops.activation_dtype)
         norm = None if sizes.norm is None else GatedNorm(Norm(self.norm_weight, 1e-6), *sizes.norm)
         self.spec = ops.mamba2_spec(
             Mamba2Spec(
@@ -103,7 +105,7 @@ class Layer:
         """The results of a text that a layer with the same weights reads at once."""
         alone = Layer(self.ops, self.sizes, len(self.inputs))
         alone.inputs = self.inputs
-        return alone.step([(sequence, 0, LENGTH)])[0]
+        return alone.step([(sequence, 0, self.inputs.shape[1])])[0]
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -167,6 +169,19 @@ def test_a_text_in_steps(backend: Backend, sizes: Sizes, cuts: list[int]) -> Non
     ends = np.cumsum([0, *cuts]).tolist()
     found = [layer.step([(0, first, end)])[0] for first, end in pairwise(ends)]
     np.testing.assert_array_equal(np.concatenate(found), layer.whole(0))
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(1, 6, 72, 136)], ids=str)
+def test_a_long_text_in_steps(backend: Backend, sizes: Sizes) -> None:
+    """Its chunks are prepared by another kernel where a step has enough of its tokens; a short text shares the step."""
+    layer = Layer(backend, sizes, sequences=2, length=LONG)
+    whole = [layer.whole(i) for i in range(2)]
+    expected = recurrence(layer)
+    assert_close(whole[0], expected, "Mamba 2", backend.activation_dtype, np.abs(expected).max())
+    for cut in (1, CHUNK, 21):
+        found = [layer.step([(1, 0, 3), (0, 0, cut)]), layer.step([(1, 3, 9), (0, cut, LONG)], (0, 5))]
+        for i, end in enumerate((LONG, 9)):
+            np.testing.assert_array_equal(np.concatenate([parts[1 - i] for parts in found]), whole[i][:end])
 
 
 def test_a_text_that_is_cut_anywhere(backend: Backend) -> None:

@@ -12,6 +12,9 @@ from bminf_lite.backend.chunked_state import CHUNK, Chunk
 from bminf_lite.backend.delta_net import DeltaChunk, TokenInputs
 from bminf_lite.backend.functions import normalise, silu
 from bminf_lite.backend.values import DeltaNetSpec, GatedNorm, Mamba2Spec, Norm, StateCache
+from bminf_lite.cuda.kernels.constants import DELTA_NET_MAX_KEY_DIM as MAX_KEY_DIM
+from bminf_lite.cuda.kernels.constants import PLACES_OF_32
+from bminf_lite.cuda.kernels.recurrent.chunks import COLUMNS, FACTORS_BYTES, HEADS_AT_ONCE, rows_bytes
 
 from .launching import Call, model
 
@@ -48,9 +51,14 @@ def slot_arrays(call: Call, slots: int, sizes: tuple[int, int, int, int]) -> dic
     return found
 
 
+def sizes_of(call: Call) -> tuple[int, int, int, int]:
+    """Heads and elements of keys and of values."""
+    return call.key_heads, call.value_heads, call.key_dim, call.value_dim
+
+
 def inputs_of(call: Call, tokens: int) -> tuple[TokenInputs, DeltaNetSpec]:
     """What the recurrence reads of the tokens, and the sizes of the layer."""
-    sizes = call.key_heads, call.value_heads, call.key_dim, call.value_dim
+    sizes = sizes_of(call)
     rates, bias = (call.vector(name, call.value_heads, F32) for name in ("decay_rates", "decay_bias"))
     none: Any = None
     spec = DeltaNetSpec(*sizes, none, rates, bias, none, call.max_rate)
@@ -62,14 +70,31 @@ def inputs_of(call: Call, tokens: int) -> tuple[TokenInputs, DeltaNetSpec]:
 @model
 def delta_rule(call: Call) -> None:
     inputs, _ = inputs_of(call, int(sequences_of(call)[0][-1]))
-    in_chunks(call, DeltaChunk, inputs, (call.key_heads, call.value_heads, call.key_dim, call.value_dim))
+    in_chunks(call, DeltaChunk, inputs)
 
 
-def in_chunks(call: Call, kind: type[Chunk], inputs: Any, sizes: tuple[int, int, int, int]) -> None:
+@model
+def delta_prepare(call: Call) -> None:
+    check_places(call, MAX_KEY_DIM)
+
+
+def check_places(call: Call, state_rows: int) -> None:
+    """The memory of prepared chunks; what is in it, the model of the scan computes itself."""
+    (places, key_heads, parts), group = call.launch.grid, call.value_heads // call.key_heads
+    tokens = int(sequences_of(call)[0][-1])
+    call.require(key_heads == call.key_heads and parts * HEADS_AT_ONCE >= group, "blocks are missing")
+    call.require(places * 32 >= (tokens - 31) * PLACES_OF_32, "places are missing")
+    call.vector("rows", places * key_heads * rows_bytes(state_rows), np.int8, 16)
+    call.vector("factors", places * call.value_heads * FACTORS_BYTES, np.int8, 16)
+    call.vector("sums", tokens * call.value_heads, F32, 4)
+
+
+def in_chunks(call: Call, kind: type[Chunk], inputs: Any) -> None:
     """The outputs of a recurrence and the sums of log-decays; states and deltas go to the slots."""
     cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
-    (_, heads, _, dim), tokens, grid = sizes, int(cu_seqlens[-1]), call.launch.grid
-    call.require(grid[:2] == (call.count, heads) and 32 * grid[2] >= dim, "blocks are missing")
+    sizes = _, heads, _, dim = sizes_of(call)
+    tokens, grid = int(cu_seqlens[-1]), call.launch.grid
+    call.require(grid[:2] == (call.count, heads) and COLUMNS * grid[2] >= dim, "blocks are missing")
     arrays = slot_arrays(call, int(slots.max(initial=0)) + 1, sizes)
     kept = StateCache(arrays | {name: arrays[name].copy() for name in ("keys", "decays", "end")})
     width = heads * dim
@@ -90,8 +115,9 @@ def in_chunks(call: Call, kind: type[Chunk], inputs: Any, sizes: tuple[int, int,
 
 @model
 def delta_output(call: Call) -> None:
-    rows, tokens = call.launch.grid[0], int(sequences_of(call)[0][-1])
+    (rows, parts), tokens = call.launch.grid[:2], int(sequences_of(call)[0][-1])
     heads, dim = call.value_heads, call.value_dim
+    call.require(parts * call.launch.block // 32 >= heads, "blocks are missing")
     x = call.rows("x", tokens, call.x_pitch, heads * dim, F32, 4).reshape(tokens, heads, dim)
     gate = call.rows("gate", rows, call.gate_pitch, heads * dim, F16, 2).astype(F32)
     out = call.rows("out", rows, call.out_pitch, heads * dim, F16, 2)
@@ -99,11 +125,12 @@ def delta_output(call: Call) -> None:
     out[:tokens] = normalise(x, norm).reshape(tokens, heads * dim) * silu(gate[:tokens])
     out[tokens:] = 0
     inputs, _ = inputs_of(call, tokens)
-    store_keys(call, inputs.keys, (call.key_heads, heads, call.key_dim, dim))
+    store_keys(call, inputs.keys)
 
 
-def store_keys(call: Call, keys: np.ndarray, sizes: tuple[int, int, int, int]) -> None:
-    """What the second kernel of a recurrence leaves in the slots: keys, decays and the positions of states."""
+def store_keys(call: Call, keys: np.ndarray) -> None:
+    """What the last kernel of a recurrence leaves in the slots: keys, decays and the positions of states."""
+    sizes = sizes_of(call)
     cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
     arrays = slot_arrays(call, int(slots.max(initial=0)) + 1, sizes)
     sums = call.rows("sums", int(cu_seqlens[-1]), sizes[1], sizes[1], F32, 4)
@@ -119,29 +146,31 @@ def store_keys(call: Call, keys: np.ndarray, sizes: tuple[int, int, int, int]) -
 def state_space_inputs(call: Call, tokens: int) -> mamba2.TokenInputs:
     """What the state space of Mamba 2 reads of the tokens."""
     none: Any = None
-    vectors = (call.vector(name, call.heads, F32) for name in ("decay_rates", "step_bias", "skip"))
+    groups, heads, state_dim, head_dim = sizes_of(call)
+    vectors = (call.vector(name, heads, F32) for name in ("decay_rates", "step_bias", "skip"))
     limits = call.min_step, call.max_step
-    spec = Mamba2Spec(call.groups, call.heads, call.head_dim, call.state_dim, none, *vectors, limits)
+    spec = Mamba2Spec(groups, heads, head_dim, state_dim, none, *vectors, limits)
     mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
-    steps = call.rows("steps", tokens, call.steps_pitch, call.heads, F16, 2)
+    steps = call.rows("steps", tokens, call.steps_pitch, heads, F16, 2)
     return mamba2.token_inputs(mixed, steps, spec)
-
-
-def state_sizes(call: Call) -> tuple[int, int, int, int]:
-    """Heads and elements of B and of x."""
-    return call.groups, call.heads, call.state_dim, call.head_dim
 
 
 @model
 def state_space(call: Call) -> None:
-    call.require(call.state_dim <= call.number("N"), "the state has more rows than the kernel")
-    inputs = state_space_inputs(call, int(sequences_of(call)[0][-1]))
-    in_chunks(call, mamba2.StateSpaceChunk, inputs, state_sizes(call))
+    call.require(call.key_dim <= call.number("N"), "the state has more rows than the kernel")
+    in_chunks(call, mamba2.StateSpaceChunk, state_space_inputs(call, int(sequences_of(call)[0][-1])))
+
+
+@model
+def state_prepare(call: Call) -> None:
+    check_places(call, call.number("N"))
 
 
 @model
 def state_output(call: Call) -> None:
-    rows, tokens, features = call.launch.grid[0], int(sequences_of(call)[0][-1]), call.heads * call.head_dim
+    (rows, parts), tokens = call.launch.grid[:2], int(sequences_of(call)[0][-1])
+    features = call.value_heads * call.value_dim
+    call.require(parts == call.norm_groups, "blocks are missing")
     x = call.rows("x", tokens, call.x_pitch, features, F32, 4)
     gate = call.rows("gate", rows, call.gate_pitch, features, F16, 2).astype(F32)
     out = call.rows("out", rows, call.out_pitch, features, F16, 2)
@@ -151,4 +180,4 @@ def state_output(call: Call) -> None:
         norm = GatedNorm(Norm(weight, call.eps), call.norm_groups, bool(call.norm_first))
     out[:tokens] = mamba2.gated(x, gate[:tokens], norm)
     out[tokens:] = 0
-    store_keys(call, state_space_inputs(call, tokens).b, state_sizes(call))
+    store_keys(call, state_space_inputs(call, tokens).b)

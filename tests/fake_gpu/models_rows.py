@@ -26,6 +26,7 @@ from bminf_lite.cuda.kernels.constants import (
     Source,
     Target,
 )
+from bminf_lite.cuda.kernels.constants import SHORT_CONVOLUTION_TOKENS as TOKENS_AT_ONCE
 from bminf_lite.cuda.kernels.gemm.layouts import Layout
 from bminf_lite.cuda.kernels.rowwise.pooling import KINDS
 from bminf_lite.cuda.runtime.cublaslt import Order
@@ -401,10 +402,13 @@ def add_rows(call: Call) -> None:
 
 def convolved(call: Call, ring: np.ndarray) -> np.ndarray:
     """The definition's short convolution of a step, with its inputs left in ``ring``."""
-    channels, count, tokens = call.channels, call.sequences, call.launch.grid[0]
+    channels, count, blocks = call.channels, call.sequences, call.launch.grid
     width, has_taps, gated = call.number("N"), "taps" in call.arguments, call.number("GATED")
-    call.require(call.launch.grid[1] * call.launch.block * width >= channels, "blocks are missing")
     lengths = [call.vector(name, n, np.int32) for name, n in (("cu_seqlens", count + 1), ("context_lens", count))]
+    tokens = call.tokens if has_taps else int(lengths[0][-1])
+    own = blocks[0] * (1 if call.number("STORES") else TOKENS_AT_ONCE) if has_taps else blocks[0]
+    call.require(own >= (tokens if has_taps else count * call.ring_rows), "blocks are missing")
+    call.require(blocks[1] * call.launch.block * width >= channels, "blocks are missing")
     slots = call.rows("slots", count, call.slots_pitch, 1, np.int32, align=4)
     rows = call.rows("rows", tokens, call.pitch, (3 if gated else 1) * channels, F16, 2 * width)
     shape = (call.num_taps, channels) if has_taps else (1, channels)

@@ -25,6 +25,9 @@ from ...cuda.kernels.gemm.fgemm import FloatGemm
 from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.gemm.plans import kinds_for, row_major_first
+from ...cuda.kernels.recurrent.chunks import Prepared
+from ...cuda.kernels.recurrent.delta_net import heads_of as delta_net_heads
+from ...cuda.kernels.recurrent.mamba2 import heads_of as mamba2_heads
 from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
@@ -711,9 +714,10 @@ class CudaBackend(Backend):
             self.arrays.rows(tokens, values, np.float16),
             self.arrays.empty((tokens, spec.value_heads), np.float32),
         )
+        memory = self._prepared(self.kernels.delta_net.prepared(delta_net_heads(spec), cache["keys"].shape[1], batch))
         self.kernels.delta_net.launch(
             self.kernels.step, mixed, self.materializer.materialize(gates), rows[:, spec.channels :], spec, cache,
-            table, batch, sums, found, out,
+            table, batch, memory, sums, found, out,
         )  # fmt: skip
         return out
 
@@ -730,20 +734,16 @@ class CudaBackend(Backend):
             self.kernels.step, rows[:, features:], spec.convolution, cache["inputs"], table, batch, mixed
         )
         out, sums = self.arrays.rows(tokens, features, np.float16), self.arrays.empty((tokens, spec.heads), np.float32)
+        memory = self._prepared(self.kernels.mamba2.prepared(mamba2_heads(spec), cache["keys"].shape[1], batch))
         self.kernels.mamba2.launch(
-            self.kernels.step,
-            mixed,
-            rows[:, features + channels :],
-            rows[:, :features],
-            spec,
-            cache,
-            table,
-            batch,
-            sums,
-            found,
-            out,
-        )
+            self.kernels.step, mixed, rows[:, features + channels :], rows[:, :features], spec, cache, table, batch,
+            memory, sums, found, out,
+        )  # fmt: skip
         return out
+
+    def _prepared(self, prepared: Prepared) -> Array:
+        """Memory for the chunks of a recurrence that are prepared, or None."""
+        return self.arrays.empty((prepared.nbytes,), np.int8) if prepared.places else None
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 

@@ -255,14 +255,21 @@ GPTQ_ROOT_BLOCK = 64
 GPTQ_THREADS = 256
 UNALIGNED_NORM_THREADS = 512
 SHORT_CONVOLUTION_THREADS = 128
+SHORT_CONVOLUTION_TOKENS = 4
+"""Tokens of a thread where the convolution does not store its inputs."""
 ALL_REDUCE_THREADS = 256
 ALL_REDUCE_MAX_BLOCKS = 264
 """Blocks of a sum over GPUs: two on each SM of an H200. All of them must be resident, because they wait for peers."""
 ALL_REDUCE_POLLS = 64
 """How often a thread polls before it looks at the clock."""
-DELTA_NET_THREADS = 256
+RECURRENT_THREADS = 128
+PREPARED_TOKENS = 128
+"""New tokens of a text from which on another kernel prepares its chunks."""
+PLACES_OF_32 = 3
+"""Places for prepared chunks for each 32 tokens of a step; a text of ``PREPARED_TOKENS`` needs no more."""
+DELTA_NET_OUTPUT_THREADS = 256
 DELTA_NET_MAX_KEY_DIM = 128
-MAMBA2_THREADS = 256
+MAMBA2_OUTPUT_THREADS = 256
 MAMBA2_MAX_STATE_DIM = 256
 SAMPLING_CHUNK = 2048
 """Token ids per block."""
@@ -337,11 +344,16 @@ HEADERS = {
     "constants/calibration.cuh": render_header(THREADS=CALIBRATION_THREADS, STRIP=CALIBRATION_STRIP),
     "constants/gptq.cuh": render_header(BLOCK=GPTQ_BLOCK, ROOT_BLOCK=GPTQ_ROOT_BLOCK, THREADS=GPTQ_THREADS),
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
-    "constants/short_convolution.cuh": render_header(THREADS=SHORT_CONVOLUTION_THREADS),
-    "constants/delta_net.cuh": render_header(
-        THREADS=DELTA_NET_THREADS, CHUNK=STATE_CHUNK, MAX_KEY_DIM=DELTA_NET_MAX_KEY_DIM
+    "constants/short_convolution.cuh": render_header(
+        THREADS=SHORT_CONVOLUTION_THREADS, TOKENS_AT_ONCE=SHORT_CONVOLUTION_TOKENS
     ),
-    "constants/mamba2.cuh": render_header(THREADS=MAMBA2_THREADS, CHUNK=STATE_CHUNK),
+    "constants/recurrent.cuh": render_header(
+        THREADS=RECURRENT_THREADS, CHUNK=STATE_CHUNK, PREPARED_TOKENS=PREPARED_TOKENS, PLACES_OF_32=PLACES_OF_32
+    ),
+    "constants/delta_net.cuh": render_header(
+        OUTPUT_THREADS=DELTA_NET_OUTPUT_THREADS, MAX_KEY_DIM=DELTA_NET_MAX_KEY_DIM
+    ),
+    "constants/mamba2.cuh": render_header(OUTPUT_THREADS=MAMBA2_OUTPUT_THREADS),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, N=PREPARE_ELEMENTS),
     "constants/latent.cuh": render_header(THREADS=LATENT_THREADS, KEYS=LATENT_KEYS, LATENT_SEGMENT=LATENT_SEGMENT),

@@ -6,78 +6,61 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ....backend.values import DeltaNetSpec, ForwardBatch, StateCache
-from ..arrays import address, ceil_div, nbytes_of, pitch_of
-from ..constants import DELTA_NET_THREADS as THREADS
-from ..instantiations import Capability, KernelFamily
-from ..launcher import Launcher, StepContext
+from ..arrays import ceil_div, nbytes_of, pitch_of
+from ..constants import DELTA_NET_MAX_KEY_DIM as MAX_KEY_DIM
+from ..constants import DELTA_NET_OUTPUT_THREADS as OUTPUT_THREADS
+from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..launcher import StepContext
+from .chunks import ChunkKernels, Heads
 
 if TYPE_CHECKING:
     import cupy as cp
 
-COLUMNS = 32
-"""Columns of a head's state in a block."""
+
+def heads_of(spec: DeltaNetSpec) -> Heads:
+    """The sizes of a layer."""
+    return Heads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, MAX_KEY_DIM)
 
 
-class DeltaNetKernels:
+class DeltaNetKernels(ChunkKernels):
     """:meth:`.Backend.gated_delta_net` behind the convolution."""
 
     source = "recurrent/delta_net.cu"
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+    prepare, scan = "delta_prepare", "delta_rule"
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "delta_rule")
+        yield KernelFamily(cls.source, cls.prepare)
+        yield KernelFamily(cls.source, cls.scan, (BOOLEANS,))
         yield KernelFamily(cls.source, "delta_output")
 
+    def template(self, heads: Heads, *arguments: str) -> str:
+        return f"<{', '.join(arguments)}>" if arguments else ""
+
     def launch(
-        self,
-        step: StepContext,
-        mixed: cp.ndarray,
-        gates: cp.ndarray,
-        gate: cp.ndarray,
-        spec: DeltaNetSpec,
-        cache: StateCache,
-        slots: cp.ndarray,
-        batch: ForwardBatch,
-        sums: cp.ndarray,
-        found: cp.ndarray,
-        out: cp.ndarray,
-    ) -> None:
+        self, step: StepContext, mixed: cp.ndarray, gates: cp.ndarray, gate: cp.ndarray, spec: DeltaNetSpec,
+        cache: StateCache, slots: cp.ndarray, batch: ForwardBatch, memory: cp.ndarray | None, sums: cp.ndarray,
+        found: cp.ndarray, out: cp.ndarray,
+    ) -> None:  # fmt: skip
         """The gated outputs of a step's tokens: ``out`` fp16 ``[T, value_features]`` with padded rows.
 
         ``mixed`` fp32 ``[T, channels]`` has queries, keys and values behind the convolution, and ``gates`` fp32
         ``[T, 2 * value_heads]`` what becomes rates and decays. ``gate`` fp16 ``[T, value_features]`` may have any
         pitch. ``slots`` int32 ``[B, W]`` has the sequences' slots in its first column. ``sums`` fp32
-        ``[T, value_heads]``, dense, and ``found`` fp32 ``[T, value_features]`` are memory. ``spec.key_dim`` is at most
-        ``DELTA_NET_MAX_KEY_DIM``.
+        ``[T, value_heads]``, dense, ``found`` fp32 ``[T, value_features]`` and ``memory``, that of :meth:`prepared`,
+        are memory. ``spec.key_dim`` is at most ``DELTA_NET_MAX_KEY_DIM``.
         """
-        kept = [cache[name] for name in ("state", "keys", "deltas", "decays", "end")]
-        net = (
+        heads = heads_of(spec)
+        net = self.net(heads, cache, slots, batch)
+        rule = (
             mixed.data.ptr, pitch_of(mixed), gates.data.ptr, pitch_of(gates), spec.decay_rates.data.ptr,
-            spec.decay_bias.data.ptr, *(number for array in kept for number in (array.data.ptr, pitch_of(array))),
-            address(batch.cu_seqlens), address(batch.context_lens), slots.data.ptr, pitch_of(slots), batch.batch_size,
-            cache["keys"].shape[1], batch.has_drafts, spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim,
-            spec.max_rate,
+            spec.decay_bias.data.ptr, spec.max_rate, 0,
         )  # fmt: skip
+        self.launch_scan(step, heads, net, rule, cache, batch, memory, sums, found)
+        rows = found.data.ptr, pitch_of(found), gate.data.ptr, pitch_of(gate), spec.norm.weight.data.ptr
+        blocks = len(out), ceil_div(spec.value_heads, OUTPUT_THREADS // 32)
         self._launcher.launch(
-            step,
-            self.source,
-            "delta_rule",
-            (batch.batch_size, spec.value_heads, ceil_div(spec.value_dim, COLUMNS)),
-            THREADS,
-            (*net, sums.data.ptr, found.data.ptr, pitch_of(found)),
-            bytes_moved=nbytes_of(mixed, found),
-        )
-        weight, eps = spec.norm.weight.data.ptr, spec.norm.eps
-        rows = found.data.ptr, pitch_of(found), gate.data.ptr, pitch_of(gate), weight
-        self._launcher.launch(
-            step,
-            self.source,
-            "delta_output",
-            len(out),
-            THREADS,
-            (*net, *rows, sums.data.ptr, out.data.ptr, pitch_of(out), eps),
+            step, self.source, "delta_output", blocks, OUTPUT_THREADS,
+            (*net, *rule, *rows, sums.data.ptr, out.data.ptr, pitch_of(out), spec.norm.eps),
             bytes_moved=nbytes_of(found, gate, out),
-        )
+        )  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 from ....backend.values import ForwardBatch, ShortConvolution
 from ..arrays import address, ceil_div, nbytes_of, pitch_of
 from ..constants import SHORT_CONVOLUTION_THREADS as THREADS
+from ..constants import SHORT_CONVOLUTION_TOKENS as TOKENS_AT_ONCE
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 
@@ -55,7 +56,7 @@ class ShortConvolutionKernels:
         is_aligned = channels % EACH[1] == 0 and rows.data.ptr % (2 * EACH[1]) == 0
         each, gated = EACH[is_aligned], BOOLEANS[out.dtype == np.float16]
         stores = batch.max_query_len <= ring_rows - len(taps) + 1
-        grid, moved = (tokens, ceil_div(channels, THREADS * each)), nbytes_of(rows, out)
+        blocks = ceil_div(channels, THREADS * each)
         inputs = rows.data.ptr, pitch_of(rows)
         slot = ring.data.ptr, pitch_of(ring), ring_rows
         sequences = (
@@ -69,7 +70,7 @@ class ShortConvolutionKernels:
             step,
             self.source,
             f"short_convolution<{each}, {BOOLEANS[stores]}, {gated}>",
-            grid,
+            (tokens if stores else ceil_div(tokens, TOKENS_AT_ONCE), blocks),
             THREADS,
             (
                 *inputs,
@@ -82,15 +83,16 @@ class ShortConvolutionKernels:
                 out.data.ptr,
                 pitch_of(out),
                 channels,
+                tokens,
             ),
-            bytes_moved=moved,
+            bytes_moved=nbytes_of(rows, out),
         )
         if not stores:
             self._launcher.launch(
                 step,
                 self.source,
                 f"store_inputs<{each}, {gated}>",
-                grid,
+                (batch.batch_size * ring_rows, blocks),
                 THREADS,
                 (*inputs, *slot, *sequences, channels),
             )

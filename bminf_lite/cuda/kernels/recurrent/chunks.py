@@ -1,0 +1,124 @@
+"""Recurrences in chunks: what the launchers of ``delta_net.cu`` and ``mamba2.cu`` share, as ``chunks.cuh``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....backend.values import ForwardBatch, StateCache
+from ..arrays import address, ceil_div, nbytes_of, pitch_of
+from ..constants import PLACES_OF_32, PREPARED_TOKENS, RECURRENT_THREADS, STATE_CHUNK
+from ..launcher import Launcher, StepContext
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+WARPS = RECURRENT_THREADS // 32
+WARP_COLUMNS = 16
+COLUMNS = WARPS * WARP_COLUMNS
+"""Columns of a head's state in a block."""
+HEADS_AT_ONCE = 4
+"""Value heads of a key head that a block prepares."""
+MAX_PREPARED_RING = 32
+"""Tokens of a ring behind which chunks may be prepared: their places leave room for no more."""
+FACTORS_BYTES = 4 * (2 * STATE_CHUNK**2 + 4 * STATE_CHUNK)
+"""Bytes of ``Factors``."""
+ROOM_BYTES = 4 * 3 * STATE_CHUNK * (WARP_COLUMNS + 4)
+"""Bytes of ``WarpRoom``."""
+
+
+def rows_bytes(rows: int) -> int:
+    """Bytes of ``Rows``, the keys and queries of a chunk, of states of up to ``rows`` rows."""
+    return 2 * (2 * STATE_CHUNK * (rows + 8) * 2 + STATE_CHUNK * 4)
+
+
+def shared_bytes(rows: int, stages: int) -> int:
+    """Bytes of shared memory of a block of ``scan``."""
+    return stages * (rows_bytes(rows) + FACTORS_BYTES) + WARPS * ROOM_BYTES
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of keys and of values, elements of a key and of a value, and the rows a kernel's states have room for."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Memory for chunks that are prepared, if there are ``places``."""
+
+    places: int
+    heads: Heads
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the keys and queries of all places, which come first."""
+        return self.places * self.heads.key_heads * rows_bytes(self.heads.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes."""
+        return self.rows_bytes + self.places * self.heads.value_heads * FACTORS_BYTES
+
+
+class ChunkKernels:
+    """The kernels before and of a scan over the chunks of a recurrence."""
+
+    source: str
+    prepare: str
+    scan: str
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def template(self, heads: Heads, *arguments: str) -> str:
+        """The template arguments of a kernel; ``arguments`` are those behind the number of rows."""
+        raise NotImplementedError
+
+    def prepared(self, heads: Heads, ring_rows: int, batch: ForwardBatch) -> Prepared:
+        """The memory of chunks that a step prepares."""
+        fits = shared_bytes(heads.rows, 2) <= self._launcher.max_shared and ring_rows <= MAX_PREPARED_RING
+        is_long = batch.max_query_len >= PREPARED_TOKENS
+        return Prepared(len(batch.tokens) * PLACES_OF_32 // 32 if fits and is_long else 0, heads)
+
+    def net(self, heads: Heads, cache: StateCache, slots: cp.ndarray, batch: ForwardBatch) -> tuple[int, ...]:
+        """The members of ``Recurrence``."""
+        kept = [cache[name] for name in ("state", "keys", "deltas", "decays", "end")]
+        return (
+            *(number for array in kept for number in (array.data.ptr, pitch_of(array))),
+            address(batch.cu_seqlens), address(batch.context_lens), slots.data.ptr, pitch_of(slots), batch.batch_size,
+            cache["keys"].shape[1], batch.has_drafts, heads.key_heads, heads.value_heads, heads.key_dim,
+            heads.value_dim, 0,
+        )  # fmt: skip
+
+    def launch_scan(
+        self, step: StepContext, heads: Heads, net: tuple[int, ...], rule: tuple[object, ...], cache: StateCache,
+        batch: ForwardBatch, memory: cp.ndarray | None, sums: cp.ndarray, found: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """The outputs of all tokens, ``found`` fp32 ``[T, value_heads * value_dim]``.
+
+        ``rule`` has the members of the rule's struct. ``memory`` is that of :meth:`prepared`, None if it has no places.
+        ``sums`` fp32 ``[T, value_heads]``, dense, takes the sums of log-decays.
+        """
+        prepared = self.prepared(heads, cache["keys"].shape[1], batch)
+        rows = factors = 0
+        if prepared.places:
+            assert memory is not None
+            rows, factors = memory.data.ptr, memory.data.ptr + prepared.rows_bytes
+            parts = ceil_div(heads.value_heads // heads.key_heads, HEADS_AT_ONCE)
+            self._launcher.launch(
+                step, self.source, f"{self.prepare}{self.template(heads)}", (prepared.places, heads.key_heads, parts),
+                RECURRENT_THREADS, (*net, *rule, rows, factors, sums.data.ptr), bytes_moved=prepared.nbytes,
+            )  # fmt: skip
+        is_unwritten = step.is_unwritten(cache["state"].data.ptr, writes=True)
+        self._launcher.launch(
+            step, self.source, f"{self.scan}{self.template(heads, 'true' if prepared.places else 'false')}",
+            (batch.batch_size, heads.value_heads, ceil_div(heads.value_dim, COLUMNS)), RECURRENT_THREADS,
+            (*net, *rule, rows, factors, sums.data.ptr, found.data.ptr, pitch_of(found), not is_unwritten),
+            shared=shared_bytes(heads.rows, 2 if prepared.places else 1), bytes_moved=nbytes_of(found),
+        )  # fmt: skip
