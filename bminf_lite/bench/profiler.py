@@ -122,7 +122,7 @@ class Profiler:
         gaps = [after.start - before.end for before, after in itertools.pairwise(calls)]
         return [
             Span(describe(call), call.end - call.start, moved_bytes(call), gap)
-            for call, gap in zip(calls, [*gaps, 0.0], strict=True)
+            for call, gap in zip(calls, [*gaps, 0.0][: len(calls)], strict=True)
         ]
 
     def kernels(self) -> Iterator[KernelCase]:
