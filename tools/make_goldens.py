@@ -346,6 +346,15 @@ BASES |= {
     }
     | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "nemotron_h": BASE | NEMOTRON_H,
+    "mamba2": {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_heads": 6,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+        "vocab_size": 97,
+    },
     "granitemoehybrid": BASE
     | MAMBA
     | {"num_hidden_layers": 3, "attention_multiplier": 0.25, "mamba_n_heads": 6, "num_local_experts": 5}
@@ -407,6 +416,20 @@ CASES |= {
             "moe_latent_size": 24,
             "mlp_hidden_act": "relu",
             "conv_kernel": 3,
+        },
+    },
+    "mamba2": {
+        "groups": {"layer_norm_epsilon": 1e-3},
+        "one group, biases, tied, bounded steps": {
+            "n_groups": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "time_step_limit": [0.3, 0.9],
+            "tie_word_embeddings": True,
+            "expand": 1,
+            "num_heads": 4,
+            "head_dim": 12,
         },
     },
     "granitemoehybrid": {

@@ -442,6 +442,25 @@ def nemotron_h(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }
 
 
+def mamba2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    groups, expand, each = draw.up_to(3), draw.up_to(2), draw.up_to(3)
+    heads, head_dim = groups * each, 4 * draw.up_to(6, 2)
+    hidden = heads * head_dim
+    return {
+        "hidden_size": hidden,
+        "expand": expand,
+        "num_heads": heads * expand,
+        "head_dim": head_dim,
+        "n_groups": groups,
+        "state_size": draw.up_to(30, 8),
+        "conv_kernel": draw.up_to(5, 2),
+        "use_bias": draw.flag(),
+        "use_conv_bias": draw.flag(),
+        "time_step_limit": draw.one_of([0.0, float("inf")], [0.2, 0.9]),
+        "layer_norm_epsilon": 1e-2,
+    }
+
+
 def olmo_hybrid(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     layers, key_heads = config["num_hidden_layers"], draw.up_to(4)
     kinds = [draw.one_of("linear_attention", FULL) for _ in range(layers - 1)]
@@ -473,5 +492,6 @@ OWN = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), latents),
     "lfm2": lfm2, "qwen3_next": delta_net, "qwen3_5_text": delta_net, "qwen3_5_moe_text": delta_net,
     "falcon_h1": falcon_h1, "granitemoehybrid": granitemoehybrid, "nemotron_h": nemotron_h, "olmo_hybrid": olmo_hybrid,
+    "mamba2": mamba2,
 }  # fmt: skip
 """What each family adds to the common keys."""

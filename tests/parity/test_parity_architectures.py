@@ -219,8 +219,8 @@ def test_absent_keys_mean_the_defaults_of_the_class(family: str) -> None:
     }  # fmt: skip
     if mixer is not None:
         found["num_attention_heads"] = mixer.heads
-    if family in ("ministral3", "bloom", "llama4_text"):
-        # Ministral 3's and Llama 4's end where the queries would grow; BLOOM's class has none
+    if family in ("ministral3", "bloom", "llama4_text", "mamba2"):
+        # Ministral 3's and Llama 4's end where the queries would grow; those of BLOOM and Mamba 2 have none
         del found["max_position_embeddings"]
     if family in FAMILIES and mixer is not None:
         eps = layer.norms[0].eps
