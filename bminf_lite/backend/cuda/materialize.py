@@ -80,7 +80,7 @@ class Materializer:
             activation, values, gated = ACTIVATIONS[source.activation], source.source, source.gated
         self.kernels.rows.transform(
             self.kernels.step, row_source(values), row_target(out), rows, k, residual, norm, activation, moved,
-            rotation, gated,
+            rotation, gated=gated,
         )  # fmt: skip
 
     def as_residual(self, x: Array) -> ResidualStream:
