@@ -27,6 +27,7 @@ from bminf_lite.cuda.kernels.recurrent.mamba2 import Mamba2Kernels
 from bminf_lite.cuda.kernels.rowwise.adapters import AdapterKernels
 from bminf_lite.cuda.kernels.rowwise.calibration import CalibrationKernels
 from bminf_lite.cuda.kernels.rowwise.gptq import GPTQKernels
+from bminf_lite.cuda.kernels.rowwise.layer_inputs import LayerInputKernels
 from bminf_lite.cuda.kernels.rowwise.pointwise import PointwiseKernels
 from bminf_lite.cuda.kernels.rowwise.pooling import PoolingKernels
 from bminf_lite.cuda.kernels.rowwise.rows import RowKernels
@@ -41,7 +42,7 @@ LAUNCHERS = (
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm,
     FloatGemmSync, SkinnyFloatGemmHopper, FloatGemmHopper, Sampler, TensorRows, ExpertKernels,
     ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels, DeltaNetKernels, Mamba2Kernels,
-    PoolingKernels, AllReduce,
+    PoolingKernels, LayerInputKernels, AllReduce,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

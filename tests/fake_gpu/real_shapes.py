@@ -72,6 +72,8 @@ def one_of_each_kind(config: dict[str, Any]) -> dict[str, Any]:
     kinds = list(dict.fromkeys(config.get("layer_types", ())))
     if not kinds:
         return {}
+    if config.get("num_kv_shared_layers"):  # of each kind one that shares keys, too
+        return {"num_hidden_layers": 2 * len(kinds), "layer_types": 2 * kinds, "num_kv_shared_layers": len(kinds)}
     dense = {"num_dense_layers": 1} if "num_dense_layers" in config else {}
     return {"num_hidden_layers": len(kinds), "layer_types": kinds, **dense}
 
