@@ -57,7 +57,7 @@ from .pooling.pooler import Pooler, PoolingModel, checked_texts
 from .pooling.scores import ClassifierSettings, Ranked, ranked
 from .pooling.settings import PoolingSettings, read_settings
 from .pooling.texts import Text
-from .pooling.yes_no import YesNoReranker
+from .pooling.yes_no import Judge, Questions, YesNoReranker
 from .request_builder import GenerationRequest, RequestBuilder, build_logits_request, decoder_and_source
 from .text.chat_template import Message
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
@@ -642,7 +642,7 @@ class Model:
         if self.pooler is None or self.engine_config.generates:
             texts = checked_texts(query, texts, top_n)
             require_bool("truncate", truncate)
-            asked = YesNoReranker(self._prompts, self._engine, self.ops)
+            asked = YesNoReranker(Questions(self._prompts), Judge(self._engine, self.ops))
             return ranked(asked.scores(query, texts, instruction, truncate), texts, top_n)
         if instruction is not None:
             raise UsageError("instruction is for models that generate text, such as Qwen3-Reranker; leave it out")

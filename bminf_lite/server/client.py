@@ -23,6 +23,7 @@ from .protocol import (
     AdapterChanged,
     Adapters,
     Admitted,
+    Ask,
     Cancel,
     CancelPool,
     ChangeAdapter,
@@ -377,16 +378,34 @@ class EngineClient:
         ``wait`` waits for the answer, or cancels it, which the engine is told then. Raises what ``wait`` does, and
         ``QueueFull``, ``RequestRefused`` and ``EngineFailure``.
         """
+        tokens = [np.asarray(text.token_ids).tolist() for text in texts]
+        types = [None if text.token_types is None else list(text.token_types) for text in texts]
+        skipped = [text.num_skipped for text in texts]
+        types = types if any(own is not None for own in types) else []
+        skipped = skipped if any(skipped) else []
+        return await self._rows(lambda id: Pool(id, tokens, types, skipped, dimensions, normalize), wait)
+
+    async def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[int],
+        wait: Callable[[asyncio.Future[Pooled]], Awaitable[Pooled]],
+    ) -> np.ndarray:
+        """The logits of the tokens ``answers`` behind each of some prompts, fp32 ``[n, answers]``; see :meth:`pool`."""
+        wanted = [list(map(int, prompt)) for prompt in prompts]
+        return await self._rows(lambda id: Ask(id, wanted, list(answers)), wait)
+
+    async def _rows(
+        self,
+        message: Callable[[int], Pool | Ask],
+        wait: Callable[[asyncio.Future[Pooled]], Awaitable[Pooled]],
+    ) -> np.ndarray:
         self.require_engine()
         number = self._next_id
         self._next_id += 1
         answer: asyncio.Future[Pooled] = self.loop.create_future()
         self._pooled[number] = answer
-        tokens = [np.asarray(text.token_ids).tolist() for text in texts]
-        types = [None if text.token_types is None else list(text.token_types) for text in texts]
-        skipped = [text.num_skipped for text in texts]
-        types = types if any(own is not None for own in types) else []
-        self.send(Pool(number, tokens, types, skipped if any(skipped) else [], dimensions, normalize))
+        self.send(message(number))
         try:
             found = await wait(answer)
         finally:

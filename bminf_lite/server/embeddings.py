@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import secrets
 import time
@@ -20,6 +21,7 @@ from ..errors import CheckpointError, UsageError
 from ..pooling.scores import ClassifierSettings, ranked
 from ..pooling.settings import PoolingSettings
 from ..pooling.texts import QUERY_PROMPTS, TEXT_PROMPTS, TextEncoder, first_prompt
+from ..pooling.yes_no import Questions, relevances
 from .errors import bad_request
 from .event_stream import answered
 from .generating import check_model, run_briefly
@@ -29,7 +31,7 @@ from .schemas.base import parse
 from .schemas.embeddings import MAX_INPUTS, ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
 from .state import ServerState
 
-NO_VECTORS = "this model generates text: embeddings, scores and labels need a model that makes them"
+NO_VECTORS = "this model generates text: embeddings need serve --embeddings, or a model that makes them, as labels do"
 
 
 def routes(server: ServerState) -> list[Route]:
@@ -70,7 +72,7 @@ def routes(server: ServerState) -> list[Route]:
         body = parse(RerankBody, await request.body())
         check_name(body.model)
         pairs = [(body.query, text) for text in body.texts]
-        scores, tokens = await texts.scores(request, pairs, body.truncate is not False, "documents")
+        scores, tokens = await texts.scores(request, pairs, body.truncate is not False, "documents", body.instruction)
         results: list[dict[str, Any]] = []
         for hit in ranked(scores, body.texts, body.top_n):
             results.append({"index": hit.index, "relevance_score": hit.score})
@@ -89,7 +91,8 @@ def routes(server: ServerState) -> list[Route]:
     async def score(request: Request) -> Response:
         body = parse(ScoreBody, await request.body())
         check_name(body.model)
-        scores, tokens = await texts.scores(request, body.pairs, body.truncate is not False, "text_2")
+        truncate = body.truncate is not False
+        scores, tokens = await texts.scores(request, body.pairs, truncate, "text_2", body.instruction)
         data = [{"index": i, "object": "score", "score": float(value)} for i, value in enumerate(scores)]
         return json_response(_listed("score", body.model or server.model_name, data, tokens))
 
@@ -153,6 +156,14 @@ class TextService:
 
         ``repeated`` counts the characters that are read with each text again, of a prompt or a query.
         """
+        length = self._checked_length(inputs, field, repeated)
+        try:
+            return await run_briefly(encode, length)
+        except (UsageError, CheckpointError) as error:
+            raise bad_request(f"{field}: {error}", field) from None
+
+    def _checked_length(self, inputs: Sequence[Any], field: str, repeated: int) -> int:
+        """The characters of texts with what is ``repeated``; raises ``ApiError`` for too many, and too many texts."""
         if len(inputs) > MAX_INPUTS:
             raise bad_request(f"{field} has {len(inputs):,} texts, but may have {MAX_INPUTS:,} at most", field)
         length, most = sum(map(len, inputs)) + repeated, self._server.settings.limits.body
@@ -160,10 +171,7 @@ class TextService:
             problem = f"{len(inputs):,} texts have {length:,} characters, with the query or prompt before each"
             remedy = f"{most:,} are the most (the limit body): send fewer texts at a time, or a shorter query or prompt"
             raise bad_request(f"{field}: {problem}, and {remedy}", field)
-        try:
-            return await run_briefly(encode, length)
-        except (UsageError, CheckpointError) as error:
-            raise bad_request(f"{field}: {error}", field) from None
+        return length
 
     async def rows(
         self, request: Request, texts: list[PoolingText], dimensions: int | None = None, normalize: bool | None = None
@@ -171,10 +179,38 @@ class TextService:
         """The engine's rows for texts, fp32 ``[n, width]``; cancelled if the client goes."""
         return await self._server.client.pool(texts, partial(answered, request), dimensions, normalize)
 
+    async def judged(
+        self, request: Request, pairs: list[tuple[str, str]], truncate: bool, field: str, instruction: str | None
+    ) -> tuple[np.ndarray, dict[str, int]]:
+        """The same as :meth:`scores` of a model that generates, which is asked about each pair."""
+        questions, client = Questions(self._server.prompts), self._server.client
+        repeated = sum(len(first) for first, _ in pairs) + len(instruction or "") * len(pairs)
+        self._checked_length([second for _, second in pairs], field, repeated)
+
+        def ask() -> tuple[list[int], list[Sequence[int]]]:
+            return questions.answers, [questions.prompt(*pair, instruction, truncate) for pair in pairs]
+
+        try:
+            answers, prompts = await asyncio.to_thread(ask)  # the chat template runs in a process of its own
+        except (UsageError, CheckpointError) as error:
+            raise bad_request(f"{field}: {error}", field) from None
+        count = sum(map(len, prompts))
+        rows = await client.ask(prompts, answers, partial(answered, request))
+        return relevances(rows), {"prompt_tokens": count, "total_tokens": count}
+
     async def scores(
-        self, request: Request, pairs: list[tuple[str, str]], truncate: bool, field: str
+        self,
+        request: Request,
+        pairs: list[tuple[str, str]],
+        truncate: bool,
+        field: str,
+        instruction: str | None = None,
     ) -> tuple[np.ndarray, dict[str, int]]:
         """The relevance of each pair's second text for the first, fp32 ``[n]``, and the usage."""
+        if self._server.client.info.generates:
+            return await self.judged(request, pairs, truncate, field, instruction)
+        if instruction is not None:
+            raise bad_request("instruction is for models that generate text: leave it out", "instruction")
         info, encoder = self.info, self.encoder
         seconds = [second for _, second in pairs]
         if info.classifies_tokens:

@@ -84,6 +84,7 @@ class Connection:
         self.frames = FrameReader(ToEngine)
         self.completions: dict[int, ServedCompletion] = {}
         self.pooled: dict[int, PoolingRequest] = {}  # texts that become vectors
+        self.asked: dict[int, list[Request]] = {}  # questions about texts
         self.compiling: set[int] = set()  # the first ids of requests whose grammar is being compiled
         self.changed: dict[ServedCompletion, None] = {}
         self.is_open = True

@@ -35,6 +35,7 @@ from .protocol import (
     AdapterChanged,
     Adapters,
     Admitted,
+    Ask,
     Cancel,
     CancelPool,
     ChangeAdapter,
@@ -295,6 +296,8 @@ class EngineServer:
             return Stats(message.number, self._engine.stats(), self._observed)
         if isinstance(message, Pool):
             return self._pool(connection, message)
+        if isinstance(message, Ask):
+            return self._ask(connection, message)
         if isinstance(message, Cancel):
             self._cancel(connection, message.ids)
         elif isinstance(message, ChangeAdapter):
@@ -338,7 +341,7 @@ class EngineServer:
         with self._admission:
             ids = [*connection.completions, *connection.compiling]
         self._cancel(connection, ids)
-        self._cancel_texts(connection, list(connection.pooled))
+        self._cancel_texts(connection, [*connection.pooled, *connection.asked])
 
     def _pool(self, connection: Connection, message: Pool) -> Pooled | None:
         """Let texts wait for the engine; what it makes of them is sent in its thread."""
@@ -349,16 +352,35 @@ class EngineServer:
             if connection.pooled.pop(answer.id, None) is not None:  # otherwise it was cancelled
                 connection.send(answer)
 
-        request = connection.pooled[message.id] = self._pooling.request(message, send)
         try:
+            request = connection.pooled[message.id] = self._pooling.request(message, send)
             self._pooling.submit(request)
         except BminfError as error:
-            del connection.pooled[message.id]
+            connection.pooled.pop(message.id, None)
+            return Pooled(message.id, b"", 0, str(error), isinstance(error, QueueFull))
+        return None
+
+    def _ask(self, connection: Connection, message: Ask) -> Pooled | None:
+        """Let questions join the engine's requests; the answers are sent in its thread."""
+        if self._pooling is None:
+            return Pooled(message.id, b"", 0, "this model answers no questions about texts")
+
+        def send(answer: Pooled) -> None:
+            connection.asked.pop(answer.id, None)
+            connection.send(answer)
+
+        connection.asked[message.id] = requests = []
+        try:
+            requests += self._pooling.ask(message, send).requests
+        except BminfError as error:
+            connection.asked.pop(message.id, None)
             return Pooled(message.id, b"", 0, str(error), isinstance(error, QueueFull))
         return None
 
     def _cancel_texts(self, connection: Connection, ids: Sequence[int]) -> None:
         for id in ids:
+            if (questions := connection.asked.pop(id, None)) is not None:
+                self._engine.cancel(questions)
             if (request := connection.pooled.pop(id, None)) is not None:
                 request.is_cancelled = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..api import Model
 from ..engine.sampling_params import SamplingParams
+from ..pooling.yes_no import Judge
 from .pooling_service import PoolingService
 from .protocol import ModelInfo
 
@@ -14,7 +15,7 @@ def model_info(model: Model) -> ModelInfo:
     Raises ``CheckpointError`` for a ``generation_config.json`` that no request could obey.
     """
     SamplingParams.from_checkpoint(model.generation_config)
-    config, service = model.engine_config, pooling_service(model)
+    config = model.engine_config
     return ModelInfo(
         folder=None if model.folder is None else str(model.folder.absolute()),
         vocab_size=config.vocab_size,
@@ -26,10 +27,11 @@ def model_info(model: Model) -> ModelInfo:
         generation_config=dict(model.generation_config),
         takes_adapters=model.adapter_store is not None,
         generates=config.generates,
-        pooling=None if service is None else service.info,
+        pooling=pooling_service(model).info,
     )
 
 
-def pooling_service(model: Model) -> PoolingService | None:
-    """What makes vectors of texts for a server; None for a model that makes none."""
-    return None if model.pooler is None else PoolingService(model.pooler)
+def pooling_service(model: Model) -> PoolingService:
+    """What makes vectors of texts for a server, or of a model that generates answers questions about them."""
+    judge = Judge(model.engine, model.ops) if model.engine_config.generates else None
+    return PoolingService(model.pooler, judge)

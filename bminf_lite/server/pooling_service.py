@@ -8,19 +8,33 @@ from itertools import zip_longest
 import numpy as np
 
 from ..engine.pooling import PoolingRequest, PoolingText
+from ..errors import UsageError
 from ..pooling.pooler import Pooler
-from .protocol import Pool, Pooled, PoolingInfo
+from ..pooling.yes_no import Judge, Judgement
+from .protocol import Ask, Pool, Pooled, PoolingInfo
 
 
 class PoolingService:
-    """Answers :class:`.protocol.Pool` by a model's ``pooler``. Its requests run in the engine's thread."""
+    """Answers :class:`.protocol.Pool` by a model's ``pooler``, and :class:`.protocol.Ask` by its ``judge``.
 
-    def __init__(self, pooler: Pooler):
-        self._pooler = pooler
+    Either may be None, for a model that does not do that. The requests run in the engine's thread.
+    """
+
+    def __init__(self, pooler: Pooler | None, judge: Judge | None = None):
+        self._optional_pooler = pooler
+        self._judge = judge
 
     @property
-    def info(self) -> PoolingInfo:
-        """What HTTP code has to know of the model."""
+    def _pooler(self) -> Pooler:
+        if self._optional_pooler is None:
+            raise UsageError("this model makes no vectors of texts")
+        return self._optional_pooler
+
+    @property
+    def info(self) -> PoolingInfo | None:
+        """What HTTP code has to know of the model; None for one that makes no vectors of texts."""
+        if self._optional_pooler is None:
+            return None
         model = self._pooler.model
         settings, scores = model.settings, model.scores
         return PoolingInfo(
@@ -54,6 +68,22 @@ class PoolingService:
         if classifier is not None:
             poolings = () if classifier.pooling is None else (classifier.pooling,)
         return PoolingRequest(texts, poolings, on_update)
+
+    def ask(self, message: Ask, send: Callable[[Pooled], None]) -> Judgement:
+        """Let questions join the engine's requests; ``send`` is called as by :meth:`request`.
+
+        Raises ``UsageError``, and ``QueueFull``.
+        """
+        if self._judge is None:
+            raise UsageError("this model generates no text: it answers no questions")
+
+        def on_end(found: Judgement) -> None:
+            if found.error is not None:
+                send(Pooled(message.id, b"", 0, str(found.error) or type(found.error).__name__))
+            elif len(found.logits) == len(found.requests):  # otherwise it was cancelled
+                send(Pooled(message.id, found.rows.tobytes(), len(message.answers)))
+
+        return self._judge.start(message.prompts, message.answers, on_end)
 
     def submit(self, request: PoolingRequest) -> None:
         """Let the texts of a request wait for the engine. Raises ``UsageError``, and ``QueueFull``."""

@@ -58,8 +58,16 @@ class Pool(msgspec.Struct, array_like=True, tag="pool"):
     normalize: bool | None = None
 
 
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
+    """Compute the logits of the tokens ``answers`` behind each of some prompts. Answered by :class:`Pooled`."""
+
+    id: int
+    prompts: list[list[int]]
+    answers: list[int]
+
+
 class CancelPool(msgspec.Struct, array_like=True, tag="cancel pool"):
-    """The client of the :class:`Pool` of this ``id`` has left: its answer is not sent."""
+    """The client of the :class:`Pool` or the :class:`Ask` of this ``id`` has left: its answer is not sent."""
 
     id: int
 
@@ -89,7 +97,7 @@ class ChangeAdapter(msgspec.Struct, array_like=True, tag="adapter"):
     replace: bool = False
 
 
-ToEngine = Submit | Cancel | Pool | CancelPool | StatsWanted | Observed | ChangeAdapter
+ToEngine = Submit | Cancel | Pool | Ask | CancelPool | StatsWanted | Observed | ChangeAdapter
 
 
 # -- from the engine to an HTTP process -------------------------------------------------------------------------------
@@ -202,7 +210,7 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="outputs"):
 
 
 class Pooled(msgspec.Struct, array_like=True, tag="pooled"):
-    """The answer to a :class:`Pool`: ``rows`` are fp32 ``[n, width]``; or an ``error``."""
+    """The answer to a :class:`Pool` or an :class:`Ask`: ``rows`` are fp32 ``[n, width]``; or an ``error``."""
 
     id: int
     rows: bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,11 +194,9 @@ def test_a_model_that_labels_tokens(tmp_path: Path):
 
 def test_a_model_that_generates_makes_no_vectors(tmp_path: Path):
     served = Served(tiny_checkpoint.write(tmp_path / "model"))
-    for path, body in (
-        ("/v1/embeddings", {"input": "a"}),
-        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
-        ("/classify", {"input": "a"}),
-    ):
+    no_answers = "the model's vocabulary has no token for 'yes' or 'no'"
+    assert no_answers in served.error("/v1/rerank", {"query": "a", "documents": ["b"]})
+    for path, body in (("/v1/embeddings", {"input": "a"}), ("/classify", {"input": "a"})):
         assert "this model generates text" in served.error(path, body)
     assert served.json("/v1/completions", {"prompt": "a", "max_tokens": 2})["usage"]["completion_tokens"] == 2
     served.model.close()
@@ -225,3 +224,59 @@ def test_one_server_generates_and_embeds(tmp_path: Path):
     for response in vectors:
         np.testing.assert_allclose(response.json()["data"][0]["embedding"], expected, atol=1e-6)
     served.model.close()
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model that generates, whose tokens have "yes" and "no"."""
+    folder = tiny_checkpoint.write(tmp_path_factory.mktemp("judge") / "model", max_position_embeddings=1024)
+    tokenizer = tiny_checkpoint.byte_tokenizer()
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    served = Served(folder, embeddings=True)
+    yield served
+    served.model.close()
+
+
+def test_a_model_that_generates_ranks_by_yes_and_no(judge: Served):
+    for instruction in (None, "find cats"):
+        expected = judge.model.rerank("the cat", TEXTS, instruction=instruction)
+        body = {"query": "the cat", "documents": TEXTS, "instruction": instruction}
+        found = judge.json("/v1/rerank", body)
+        assert [hit["index"] for hit in found["results"]] == [hit.index for hit in expected]
+        scores = [hit["relevance_score"] for hit in found["results"]]
+        np.testing.assert_allclose(scores, [hit.score for hit in expected], atol=1e-5)
+        assert found["usage"]["total_tokens"] > 3 * 50
+        by_index = {hit.index: hit.score for hit in expected}
+        found = judge.json("/score", {"text_1": "the cat", "text_2": TEXTS, "instruction": instruction})
+        np.testing.assert_allclose(
+            [item["score"] for item in found["data"]], [by_index[i] for i in range(3)], atol=1e-5
+        )
+    long = {"query": "the cat", "documents": ["a cat sits on the mat " * 60]}
+    assert 0 < judge.json("/v1/rerank", long)["results"][0]["relevance_score"] < 1
+    assert "documents: the prompt is too long" in judge.error("/v1/rerank", {**long, "truncate": False})
+    assert "may have 2,048 at most" in judge.error("/v1/rerank", {"query": "a", "documents": ["a"] * 2049})
+    assert judge.model.stats().running == judge.model.stats().waiting == 0
+
+
+def test_an_instruction_is_for_models_that_generate(embedder: Served):
+    body = {"query": "a dog", "documents": TEXTS, "instruction": "find dogs"}
+    assert "instruction is for models that generate text" in embedder.error("/v1/rerank", body)
+
+
+def test_questions_of_a_client_that_has_gone_are_cancelled(judge: Served):
+    """The engine ends the requests, and answers others as before."""
+
+    async def run() -> Any:
+        transport = httpx.ASGITransport(judge.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"query": "the cat", "documents": TEXTS * 200}
+            gone = asyncio.create_task(client.post("/v1/rerank", json=body))
+            while not judge.model.stats().waiting + judge.model.stats().running:
+                await asyncio.sleep(0.001)
+            gone.cancel()
+            return await client.post("/v1/rerank", json={"query": "the cat", "documents": TEXTS})
+
+    assert len(asyncio.run(run()).json()["results"]) == 3
+    while judge.model.stats().running:
+        time.sleep(0.001)

@@ -56,7 +56,7 @@ class Document(Body):
 
 
 class RerankBody(Body):
-    """Cohere's and Jina's."""
+    """Cohere's and Jina's, and an ``instruction`` for a model that generates."""
 
     model: str | None = None
     query: str
@@ -64,6 +64,7 @@ class RerankBody(Body):
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
     truncate: bool | None = None
+    instruction: str | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -72,7 +73,7 @@ class RerankBody(Body):
 
 
 class ScoreBody(Body):
-    """vLLM's: one text with each of several, or pairs."""
+    """vLLM's: one text with each of several, or pairs; and an ``instruction`` for a model that generates."""
 
     model: str | None = None
     text_1: Texts = None
@@ -80,6 +81,7 @@ class ScoreBody(Body):
     queries: Texts = None
     documents: Texts = None
     truncate: bool | None = None
+    instruction: str | None = None
 
     @model_validator(mode="after")
     def _has_pairs(self) -> ScoreBody:
