@@ -584,6 +584,25 @@ class Backend(HostDevice):
             return x[batch.logit_rows]
         return x if batch.is_decode else x[batch.cu_seqlens[1:] - 1]
 
+    def last_token_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """The step whose only tokens are each sequence's last one, behind which all others are in the cache.
+
+        Layers get it behind :meth:`last_tokens`. ``batch`` has ``last_positions``.
+        """
+        assert batch.last_positions is not None
+        last = self._of_last_tokens(batch)
+        if batch.layer_inputs is not None:
+            last = replace(last, layer_inputs=self.last_tokens(batch.layer_inputs, batch))
+        return replace(
+            last, context_lens=batch.last_positions, max_query_len=1, num_decodes=batch.batch_size, has_drafts=False,
+            last_positions=None,
+        )  # fmt: skip
+
+    def _of_last_tokens(self, batch: ForwardBatch) -> ForwardBatch:
+        """``batch`` with the last token of each sequence alone."""
+        ends = np.arange(batch.batch_size + 1, dtype=np.int32)
+        return replace(batch, tokens=batch.tokens[batch.cu_seqlens[1:] - 1], cu_seqlens=ends)
+
     @silently
     def pool(self, x: Array, batch: ForwardBatch, pooling: Pooling, skipped: Array = None) -> Array:
         """One vector for each sequence: ``[T, features]`` -> fp32 ``[B, features]``, as :class:`Pooling` says.

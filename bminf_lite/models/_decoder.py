@@ -58,6 +58,13 @@ class DecoderConfig(ModelConfig):
         return {layer: source for layer, source in found if source is not None}
 
     @property
+    def last_keeping_layer(self) -> int:
+        """The last layer that keeps anything of tokens. It and those behind it compute the rows of last tokens alone,
+        where the logits of these are wanted.
+        """
+        return max((layer for layer, parts in enumerate(self.layer_parts) if parts.layouts), default=0)
+
+    @property
     def shared_norm_vectors(self) -> int:
         return sum(layer.shared_norm_vectors for layer in self.layer_parts)
 
@@ -188,10 +195,13 @@ class Decoder:
             residual, last = self.embed(batch), self.config.num_layers - 1
             batch = self.embed.with_layer_inputs(residual, batch)
             only_last = batch.last_positions is not None and not all_logits and not observes_end
+            narrow = self.config.last_keeping_layer if observe is None else last
             for i, (block, layer_cache) in enumerate(zip(self.blocks, self._caches(cache), strict=True)):
                 if observe is not None:
                     observe(i, residual)
-                residual = block(residual, layer_cache, batch, only_last and i == last)
+                residual = block(residual, layer_cache, batch, only_last and i == narrow)
+                if only_last and i == narrow:
+                    batch = self.ops.last_token_batch(batch)
             if observe is not None and observes_end:
                 observe(last + 1, residual)
             if not all_logits and not only_last:
@@ -204,8 +214,10 @@ class Decoder:
     def read(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Add a step's tokens to the cache, without logits."""
         with self.ops.step(batch):
-            residual, last = self.embed(batch), self.config.num_layers - 1
+            residual, narrow = self.embed(batch), self.config.last_keeping_layer
             batch = self.embed.with_layer_inputs(residual, batch)
             only_last = batch.last_positions is not None
             for i, (block, layer_cache) in enumerate(zip(self.blocks, self._caches(cache), strict=True)):
-                residual = block(residual, layer_cache, batch, only_last and i == last)
+                residual = block(residual, layer_cache, batch, only_last and i == narrow)
+                if only_last and i == narrow:
+                    batch = self.ops.last_token_batch(batch)

@@ -552,6 +552,10 @@ class CudaBackend(Backend):
         self.materializer.flush_residual(source)
         return ResidualStream(self._last_rows(source.values, batch))
 
+    def _of_last_tokens(self, batch: ForwardBatch) -> ForwardBatch:
+        """The same: no kernel for one token per sequence reads tokens or ``cu_seqlens``."""
+        return batch
+
     def _last_rows(self, x: cp.ndarray, batch: ForwardBatch) -> cp.ndarray:
         """The rows of ``x`` whose logits are wanted."""
         rows, before = (batch.cu_seqlens[1:], 1) if batch.logit_rows is None else (batch.logit_rows, 0)

@@ -1,0 +1,41 @@
+"""Gemma 4: layers that read the keys and values of others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiny_models import RandomWeights, goldens, random_tokens, tiny_model
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cpu import CpuBackend
+
+(SHARED,) = (golden for golden in goldens("gemma4_text") if golden.config.get("num_kv_shared_layers"))
+
+
+def test_layers_behind_the_last_that_keeps_keys_compute_last_tokens(backend: Backend) -> None:
+    """Their logits are those of a step that computes all tokens: ragged prompts, decoding, and both."""
+    weights = RandomWeights(SHARED.config, SHARED.seed, quantized=True)
+    narrow, whole = (tiny_model(backend, SHARED.config, weights, slots=3) for _ in range(2))
+    assert narrow.config.last_keeping_layer == 2 and narrow.config.num_layers == 6
+    tokens = random_tokens(3, 90, 97).tolist()
+    for rows in ([tokens[:9], tokens[9:40], tokens[40:42]], [tokens[42:43], tokens[50:58], tokens[60:61]]):
+        ends = np.cumsum([len(row) for row in rows]) - 1
+        expected = whole.run(*rows)[ends]
+        found = narrow.run(*rows, all_logits=False)
+        if backend.name.startswith("cuda"):
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-2 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_int8_cache_has_the_scores_of_layers_that_share_keys(seed: int) -> None:
+    """Keys are balanced by the norms of the layer that stores them, and queries of other layers are balanced alike."""
+    weights = RandomWeights(SHARED.config, seed)
+    rng = np.random.default_rng(seed)
+    for name in weights.tensors:
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            weights.tensors[name] = np.exp(rng.uniform(-1.5, 1.5, weights.tensors[name].shape)).astype(np.float32)
+    exact, rounded = (tiny_model(CpuBackend(), SHARED.config, weights, int8_cache=int8) for int8 in (False, True))
+    expected = exact.run(SHARED.tokens)
+    error = rounded.run(SHARED.tokens) - expected
+    assert 1e-4 < np.sqrt(np.mean(error**2) / np.mean(expected**2)) < 0.1
