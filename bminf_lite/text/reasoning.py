@@ -36,7 +36,8 @@ class AnswerParser(Protocol):
 class ReasoningFormat:
     """How a model marks its reasoning: the texts before and after it, which may be special tokens.
 
-    ``next`` is what follows the reasoning, and ``answer`` what precedes the answer itself.
+    ``next`` is what follows the reasoning, and ``answer`` what precedes the answer itself. ``token`` is the special
+    token with which ``begin`` begins, if that is not a token itself.
     """
 
     name: str
@@ -44,11 +45,12 @@ class ReasoningFormat:
     end: str
     next: str = ""
     answer: str = ""
+    token: str = ""
 
     @property
     def visible_tokens(self) -> tuple[str, ...]:
         """The texts that a detokenizer must not drop if they are special tokens."""
-        return (self.begin, self.end)
+        return (self.token or self.begin, self.end)
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether a prompt ends inside a block of reasoning: many templates open it for the model."""
@@ -91,9 +93,13 @@ class HarmonyFormat(ReasoningFormat):
 
 REASONING_FORMATS = {
     form.name: form
-    for form in (ReasoningFormat("think", "<think>", "</think>"), ReasoningFormat("mistral", "[THINK]", "[/THINK]"))
+    for form in (
+        ReasoningFormat("think", "<think>", "</think>"),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", token="<|channel>"),
+    )
 }
-"""The formats with one block of reasoning, by their names."""
+"""The formats with one block of reasoning, by their names. That of Gemma 4 names a channel, of which there is one."""
 HARMONY = HarmonyFormat(
     "harmony", "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"
 )

@@ -68,6 +68,12 @@ def test_text_arrives_as_soon_as_it_is_certain():
 def test_formats():
     assert find_reasoning_format("{{ '</think>' }}") is THINK
     assert find_reasoning_format("[THINK][/THINK]").name == "mistral"
+    gemma = find_reasoning_format("{{ '<|channel>thought' }}{{ '<channel|>' }}")
+    assert gemma.name == "gemma4" and gemma.visible_tokens == ("<|channel>", "<channel|>")
+    assert gemma.is_open_after("<|turn>model\n<|channel>thought\n")
+    parser = ReasoningParser(gemma)
+    assert parser.push("<|channel>thought\nWhy?") == [Reasoning("Why?")]
+    assert parser.push("\n<channel|>So.") == [Content("So.")]
     assert find_reasoning_format("{{ messages }}") is find_reasoning_format(None) is None
     assert THINK.is_open_after("<assistant><think>\n") and not THINK.is_open_after("<think>\n\n</think>\n\n")
 
