@@ -1,11 +1,17 @@
-"""Measure what drafts cost and bring on a model with random weights: checks, and the guesses of an EAGLE-3 head.
+"""Measure what drafts cost and bring: checks, the guesses of an EAGLE-3 head, many streams, and texts of a real model.
 
-    python benchmarks/measure_drafts.py [--shape llama-3-8b] [--device cuda] [--context 512] [--new 240]
+    python benchmarks/measure_drafts.py [--shape llama-3-8b] [--device cuda] [--context 512] [--new 240] [--cases head]
+    python benchmarks/measure_drafts.py --model MODEL [--drafts ngram] [--check-cost 1.1] [--device cpu] FILE...
 
-Acceptance is forced: a drafter knows what the model will choose, and lets as many drafts of a check be right as the
-case says; what a head guesses is replaced on the device. Everything else is as served, times of the host included. Each
-case prints a line of JSON: milliseconds of a step or a check, tokens per second, and the time relative to a plain step.
-The head has the model's width, one layer and 32,000 tokens.
+The first form has random weights. Acceptance is forced in ``checks``, ``head`` and ``streams``: a drafter knows what
+the model will choose, and lets as many drafts of a check be right as the case says; what a head guesses is replaced on
+the device. Everything else is as served, times of the host included. ``ngram`` has real n-grams of a text that hardly
+repeats. Each case prints a line of JSON: milliseconds of a step or a check, tokens per second, and both relative to
+plain decoding. The head has the model's width, one layer and 32,000 tokens.
+
+The second form lets a real model continue the texts of each FILE (UTF-8, or JSONL with a "text" per line), greedy and
+at temperature 0.7. It prints how many tokens a check brings, and with that how many times as fast decoding is if a
+check takes ``--check-cost`` of a plain step, as the first form measures it.
 """
 
 from __future__ import annotations
@@ -16,12 +22,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from typing import Any
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bminf_lite import backend
-from bminf_lite.api import Model
+from bminf_lite.api import Model, load
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.bench.model import BenchModel, random_model, read_shape
 from bminf_lite.draft_training import COPIED
@@ -29,6 +37,7 @@ from bminf_lite.engine.draft_model import DraftedNetwork, HeadedNetwork
 from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.speculative import SpeculativeConfig
+from bminf_lite.evaluation.corpus import read_texts
 from bminf_lite.models import _eagle3 as eagle3
 from bminf_lite.models._eagle3 import Eagle3Config, Eagle3Head
 
@@ -37,20 +46,35 @@ CHECKS = ((4, 4), (7, 7), (7, 0))
 HEAD_DRAFTS, HEAD_RIGHT = 5, 3
 """Guesses of the head, and how many are right: 4 tokens a check."""
 DRAFT_VOCAB = 32_000
+CASES = ("head", "checks", "ngram", "streams")
+HEAT = 0.7
+"""The temperature of texts that are not greedy."""
 MORE = 64
 """Tokens that a context has beside those that are measured."""
 
 
-class ForcedDrafter(Drafter):
-    """Proposes what the model will choose, ``right`` tokens of each check, and then wrong ones."""
+class Timed(NamedTuple):
+    """The seconds and steps of ``count`` tokens, and all ``tokens`` of each request."""
 
-    def __init__(self, expected: Sequence[int], right: int, vocab_size: int):
+    seconds: float
+    steps: int
+    count: int
+    tokens: list[list[int]]
+
+
+class ForcedDrafter(Drafter):
+    """Proposes what the model will choose, ``right`` tokens of each check, and then wrong ones.
+
+    ``expected`` has the tokens of each request.
+    """
+
+    def __init__(self, expected: Sequence[Sequence[int]], right: int, vocab_size: int):
         self.expected, self.right, self.vocab_size = expected, right, vocab_size
 
     def propose(self, request: Request, count: int) -> Sequence[int]:
-        first = request.num_pending_tokens
+        first = request.num_pending_tokens + request.num_unchecked_drafts
         known = len(request.output_tokens)
-        tokens = self.expected[known : known + count]
+        tokens = self.expected[request.index][known : known + count]
         return [token if i < first + self.right else (token + 1) % self.vocab_size for i, token in enumerate(tokens)]
 
 
@@ -108,17 +132,18 @@ def head_of(config: dict[str, Any], found: BenchModel) -> HeadedNetwork:
     return HeadedNetwork(network, network.config.num_layers, head)
 
 
-def timed(model: Model, prompt: list[int], new: int) -> tuple[float, int, list[int]]:
-    """Seconds and steps of all tokens but the first eighth, and all tokens."""
+def timed(model: Model, prompts: list[list[int]], new: int) -> Timed:
+    """All tokens but the first eighth, after runs that load and capture what they need."""
 
-    def run(count: int) -> tuple[float, int, list[int]]:
+    def run(count: int) -> tuple[float, int, list[list[int]]]:
         steps, start = model.stats().steps, time.perf_counter()
-        result = model.generate(prompt, max_new_tokens=count, temperature=0, ignore_eos=True)
-        return time.perf_counter() - start, model.stats().steps - steps, result.token_ids
+        results = model.generate(prompts, max_new_tokens=count, temperature=0, ignore_eos=True)
+        return time.perf_counter() - start, model.stats().steps - steps, [result.token_ids for result in results]
 
-    run(new)  # loads what is needed
+    for count in (new, new // 8, new // 8):
+        run(count)
     few, many = run(new // 8), run(new)
-    return many[0] - few[0], many[1] - few[1], many[2]
+    return Timed(many[0] - few[0], many[1] - few[1], len(prompts) * (new - new // 8), many[2])
 
 
 def let_draft(model: Model, make: Callable[[Any], Drafter]) -> None:
@@ -137,75 +162,112 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--context", type=int, default=512, help="tokens before those that are timed")
     parser.add_argument("--new", type=int, default=240, help="tokens that are generated")
+    parser.add_argument("--cases", default=",".join(CASES), help="which of these, separated by commas")
+    parser.add_argument("--streams", type=int, default=32, help="requests of the case streams")
+    parser.add_argument("--model", help="a checkpoint that continues texts, in place of a shape")
+    parser.add_argument("--drafts", default="ngram", help="what load(speculative=...) gets for --model")
+    parser.add_argument("--check-cost", type=float, default=1.1, help="the time of a check, of a plain step")
+    parser.add_argument("--texts", type=int, default=20, help="texts of each FILE")
+    parser.add_argument("files", nargs="*", type=Path)
     options = parser.parse_args(arguments)
-    config = dict(read_shape(options.shape))
+    if options.model is None:
+        measure_shape(options)
+    else:
+        measure_texts(options)
+
+
+def measure_shape(options: argparse.Namespace) -> None:
+    """The cases of random weights."""
+    config, cases = dict(read_shape(options.shape)), options.cases.split(",")
     config["max_position_embeddings"] = options.context + options.new + MORE
-    prompt = np.random.default_rng(1).integers(0, config["vocab_size"], options.context).tolist()
+    random, vocab_size = np.random.default_rng(1), config["vocab_size"]
+    prompts = [random.integers(0, vocab_size, options.context).tolist() for _ in range(options.streams)]
     with closing(backend.create(options.device)) as ops:
-        found = random_model(options.shape, config, ops, max_batch=8)
+        found = random_model(options.shape, config, ops, max_batch=options.streams)
         print(json.dumps({"device": ops.describe(), "shape": options.shape, "context": options.context}), flush=True)
-        plain_model = Model(found.network, found.engine_config)
-        with closing(plain_model._engine):
-            seconds, steps, expected = timed(plain_model, prompt, options.new)
-        plain = seconds / steps
-        report("plain", seconds, steps, len(expected), options.new, plain)
-        cases: list[tuple[str, Any, int, int]] = [
-            (f"check of 1 + {count}, {right} right", found.network, count, right) for count, right in CHECKS
-        ]
-        cases.append((f"EAGLE-3 head, {HEAD_DRAFTS} guesses, {HEAD_RIGHT} right", None, HEAD_DRAFTS, HEAD_RIGHT))
-        for name, network, count, right in cases:
-            own = network or head_of(config, found)
-            if network is None:
-                own.guess = ForcedGuesses(own, expected, options.context, right, config["vocab_size"]).guess
-            measure(name, own, found, count, right, prompt, expected, options.new, plain)
+        one = Case(found, prompts[:1], options.new)
+        if "head" in cases:
+            head = head_of(config, found)
+            guess = ForcedGuesses(head, one.plain.tokens[0], options.context, HEAD_RIGHT, vocab_size).guess
+            head.guess = guess  # type: ignore[method-assign]
+            one.measure(f"EAGLE-3 head, {HEAD_DRAFTS} guesses, {HEAD_RIGHT} right", HEAD_DRAFTS, head=head)
+        for count, right in CHECKS if "checks" in cases else ():
+            drafter = ForcedDrafter(one.plain.tokens, right, vocab_size)
+            one.measure(f"check of 1 + {count}, {right} right", count, drafter)
+        if "ngram" in cases:
+            one.measure("n-grams, text that hardly repeats", 8, adaptive=True)
+        if "streams" in cases:
+            many = Case(found, prompts, options.new)
+            drafter = ForcedDrafter(many.plain.tokens, 8, vocab_size)
+            many.measure(f"{options.streams} streams, drafts right", 8, drafter, adaptive=True)
 
 
-def measure(
-    name: str,
-    network: Any,
-    found: BenchModel,
-    count: int,
-    right: int,
-    prompt: list[int],
-    expected: list[int],
-    new: int,
-    plain: float,
-) -> None:
-    """Measure one case, and check that the tokens are the plain ones."""
-    engine_config, is_head = found.engine_config, isinstance(network, HeadedNetwork)
-    method = SpeculativeConfig("eagle3", model="random", adaptive=False) if is_head else None
-    speculative = method or SpeculativeConfig("ngram", adaptive=False)
-    if is_head:
-        layout = engine_config.cache_layout.beside(network.head.config.cache_layout)
-        engine_config = replace(
-            engine_config, cache_layout=layout, num_blocks=(*engine_config.num_blocks, engine_config.max_num_seqs + 1)
-        )
-    model = Model(network, replace(engine_config, num_draft_tokens=count, speculative=speculative))
-    vocab_size = engine_config.vocab_size
+class Case:
+    """Requests whose plain decoding was measured."""
 
-    with closing(model._engine):
-        if not is_head:
-            let_draft(model, lambda _: ForcedDrafter(expected, right, vocab_size))
-        seconds, steps, tokens = timed(model, prompt, new)
-        assert tokens == expected, "drafts have changed the tokens"
-    report(name, seconds, steps, len(tokens), new, plain)
+    def __init__(self, found: BenchModel, prompts: list[list[int]], new: int):
+        self.found, self.prompts, self.new = found, prompts, new
+        model = Model(found.network, found.engine_config)
+        with closing(model._engine):
+            self.plain = timed(model, prompts, new)
+        self.report("plain" if len(prompts) == 1 else f"plain, {len(prompts)} streams", self.plain)
+
+    def measure(
+        self, name: str, count: int, drafter: Drafter | None = None, head: Any = None, adaptive: bool = False
+    ) -> None:
+        """Measure decoding with drafts, of a ``head`` if there is one, and check that the tokens are the plain ones."""
+        engine_config, network = self.found.engine_config, self.found.network
+        speculative = SpeculativeConfig("ngram", adaptive=adaptive)
+        if head is not None:
+            speculative = SpeculativeConfig("eagle3", model="random", adaptive=adaptive)
+            layout = engine_config.cache_layout.beside(head.head.config.cache_layout)
+            num_blocks = (*engine_config.num_blocks, engine_config.max_num_seqs + 1)
+            engine_config, network = replace(engine_config, cache_layout=layout, num_blocks=num_blocks), head
+        model = Model(network, replace(engine_config, num_draft_tokens=count, speculative=speculative))
+        with closing(model._engine):
+            if drafter is not None:
+                let_draft(model, lambda _: drafter)
+            measured = timed(model, self.prompts, self.new)
+            assert measured.tokens == self.plain.tokens, "drafts have changed the tokens"
+        self.report(name, measured)
+
+    def report(self, name: str, measured: Timed) -> None:
+        """Print a line of JSON."""
+        plain, step = self.plain, measured.seconds / measured.steps
+        found = {
+            "case": name,
+            "ms": round(1000 * step, 3),
+            "of_a_plain_step": round(step / (plain.seconds / plain.steps), 3),
+            "tokens_per_step": round(measured.count / measured.steps, 2),
+            "tokens_per_second": round(measured.count / measured.seconds, 1),
+            "of_plain": round(plain.seconds / measured.seconds, 3),
+        }
+        print(json.dumps(found), flush=True)
 
 
-def report(name: str, seconds: float, steps: int, tokens: int, new: int, plain: float) -> None:
-    """Print a line of JSON."""
-    timed_tokens = tokens - new // 8
-    print(
-        json.dumps(
-            {
-                "case": name,
-                "ms": round(1000 * seconds / steps, 3),
-                "of_a_plain_step": round(seconds / steps / plain, 3),
-                "tokens_per_step": round(timed_tokens / steps, 2),
-                "tokens_per_second": round(timed_tokens / seconds, 1),
+def measure_texts(options: argparse.Namespace) -> None:
+    """What a model's drafts bring for texts of several kinds."""
+    drafts = SpeculativeConfig.from_value(options.drafts)
+    with load(options.model, device=options.device, speculative=drafts, context=options.context + options.new) as model:
+        for file, heat in product(options.files, (0.0, HEAT)):
+            texts = read_texts(file)[: options.texts]
+            before = model.stats()
+            prompts = [model.tokenizer.encode(text)[-options.context :] for text in texts]
+            tokens = 0
+            for index, prompt in enumerate(prompts):
+                result = model.generate(prompt, max_new_tokens=options.new, temperature=heat, seed=index)
+                tokens += len(result.token_ids)
+            after = model.stats()
+            checks, accepted = (getattr(after, n) - getattr(before, n) for n in ("drafts", "accepted_tokens"))
+            found = {
+                "text": file.name,
+                "temperature": heat,
+                "tokens": tokens,
+                "checks": checks,
+                "tokens_per_check": round(1 + accepted / max(checks, 1), 2),
+                "of_plain": round(tokens / (tokens - accepted + checks * (options.check_cost - 1)), 2),
             }
-        ),
-        flush=True,
-    )
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

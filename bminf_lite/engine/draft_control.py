@@ -26,6 +26,8 @@ CREDIT, RATE, LIMIT = 1.0, 0.005, 2.0
 """The account at first, what a step adds to it, and its bound."""
 FORGETTING = 0.9
 """The weight of an earlier check relative to the next one."""
+SURE = 0.8
+"""A step is planned behind a check, as if all drafts of it were accepted, where that is at least as probable."""
 CHECKS_BEFORE_WARNING = 50
 """Checks of a draft model before a warning may say that it costs more than it saves."""
 PRIOR_ACCEPTED, PRIOR_REJECTED = 1.0, 1.0
@@ -83,13 +85,18 @@ class DraftControl:
 
     def num_drafts(self, request: Request, most: int, num_sequences: int) -> int:
         """The drafts that are worth their rows for a request among ``num_sequences`` that decode, ``most`` at most."""
-        if not self.adaptive:
-            return most
         if not self.may_pay(num_sequences):
             return 0
-        worth = (ROW_COST + self.draft_cost) * num_sequences
         rate = self._acceptance.setdefault(request, Acceptance()).rate
+        if not self.adaptive:
+            return most
+        worth = (ROW_COST + self.draft_cost) * num_sequences
         return min(most, int(math.log(worth) / math.log(rate)))
+
+    def expects_all(self, request: Request, num_drafts: int) -> bool:
+        """Whether all of some drafts are expected to be accepted, and the token behind them to be known too."""
+        acceptance = self._acceptance.get(request)
+        return acceptance is not None and acceptance.rate ** (num_drafts + 1) >= SURE
 
     def skip(self, request: Request) -> None:
         """Note that a request gets no drafts because too few were accepted. It will be tried again some time."""

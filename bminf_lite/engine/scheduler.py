@@ -234,10 +234,19 @@ class Scheduler:
     def _may_run_ahead(self) -> bool:
         """Whether a step is planned behind one whose accepted drafts are not known.
 
-        No request may reach its end in that, a prompt's positions must be known, and so must those of snapshots.
+        No request may reach its end in that, a prompt's positions must be known, and so must those of snapshots. Drafts
+        that the host makes follow those that are being checked, so it must expect that all of these are accepted.
         """
         return (
-            self._guesses_on_device
+            self.drafter is not None
+            and (
+                self._guesses_on_device
+                or (
+                    not self.drafter.needs_newest_token
+                    and all(self.control.expects_all(r, n) for r in self.running if (n := r.num_unchecked_drafts))
+                )
+            )
+            and all(request.matcher is None for request in self.running)
             and not self.waiting
             and not self.blocks.has_snapshots
             and all(
@@ -301,13 +310,16 @@ class Scheduler:
     def _propose(self, request: Request, most: int) -> Sequence[int]:
         """Up to ``most`` drafts behind the newest token of a request. If that is pending, it must be the first guess.
 
+        Behind drafts that are being checked, these and one token more are the first guesses.
+
         Drafts behind an end-of-sequence token, and those that a grammar forbids, are left out. A grammar that has not
         seen the newest token allows none.
         """
         assert self.drafter is not None
         if request.matcher is not None and request.num_pending_tokens:
             return ()
-        drafts = list(self.drafter.propose(request, request.num_pending_tokens + most))[request.num_pending_tokens :]
+        skipped = request.num_pending_tokens + request.num_unchecked_drafts
+        drafts = list(self.drafter.propose(request, skipped + most))[skipped:]
         ends = (i for i, token in enumerate(drafts) if token in request.eos_ids)
         drafts = drafts[: next(ends, len(drafts))]
         if request.matcher is not None and drafts:

@@ -336,7 +336,7 @@ class StepBuilder:
         inputs.rows[places] = [*table_rows[:decoding], *(p.request.row if p.samples else 0 for p in others)]
         changed = [p.request for p in others if p.num_tokens > 1 or p.start % BLOCK_SIZE == 0]  # what takes new blocks
         changed += [r for r, i in zip(step.decoding, step.positions, strict=True) if i % BLOCK_SIZE == 0]
-        for request in changed:
+        for request in (*changed, *step.ahead):
             self._update_tables(request)
         for host, table in zip(self._tables, inputs.tables, strict=True):
             table[places] = host.array[table_rows, : table.shape[1]]

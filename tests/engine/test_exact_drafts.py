@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,13 @@ from tiny_models import RandomWeights
 
 from bminf_lite import models
 from bminf_lite.api import Model
+from bminf_lite.engine import draft_control
+from bminf_lite.engine.draft_model import DraftedNetwork
 from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.speculative import SpeculativeConfig
+from bminf_lite.engine.step_builder import StepBuilder
 from bminf_lite.grammar import Grammar
 from bminf_lite.placement import make_engine_config
 from bminf_lite.text.text_stream import TextStream
@@ -91,6 +95,30 @@ class ChosenDrafter(Drafter):
         return tokens[: rng.integers(0, count + 1)] if rng.random() < 0.3 else tokens
 
 
+class ChosenGuesses(DraftedNetwork):
+    """A model beside a draft model without layers, whose guesses are drawn like those of :class:`ChosenDrafter`."""
+
+    def __init__(self, network: Any, rate: float, seed: int):
+        nothing: Any = SimpleNamespace(read=lambda batch, cache: None)
+        super().__init__(network, network.config.num_layers, nothing)
+        self.rate, self.rng = rate, np.random.default_rng(seed)
+        self.behind: dict[tuple[int, int], list[int]] = {}
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Know what requests generate: a sequence is found by the position of its newest token, and that token."""
+        for request in requests:
+            tokens, start = request.output_token_ids, len(request.prompt_token_ids)
+            self.behind |= {(start + i, token): tokens[i + 1 :] for i, token in enumerate(tokens)}
+
+    def guess(self, cache: Any, batches: Sequence[Any], guesses: Sequence[np.ndarray]) -> None:
+        newest = batches[0].context_lens.tolist(), batches[0].tokens.tolist()
+        for column, place in enumerate(zip(*newest, strict=True)):
+            right = self.behind.get(place, [])
+            for i, row in enumerate(guesses):
+                is_right = i < len(right) and self.rng.random() < self.rate
+                row[column] = right[i] if is_right else self.rng.integers(VOCAB_SIZE)
+
+
 def result(request: Request) -> tuple[Any, ...]:
     """What a request got."""
     top = request.top_logprobs
@@ -144,9 +172,12 @@ def let_draft(model: Model, drafter: Drafter) -> None:
 def check(plain: Model, drafted: Model, tasks: Sequence[Task], rate: float, seed: int, needs_newest: bool) -> int:
     """Compare what tasks get with drafts with what each gets alone; returns the number of accepted drafts."""
     alone = [run(plain, [task.request()])[0] for task in tasks]
-    drafter = ChosenDrafter({r.index: r.output_token_ids for r in alone}, rate, seed, needs_newest)
     accepted = drafted.stats().accepted_tokens
-    let_draft(drafted, drafter)
+    if isinstance(drafted.network, ChosenGuesses):
+        drafted.network.expect(alone)
+    else:
+        drafter = ChosenDrafter({r.index: r.output_token_ids for r in alone}, rate, seed, needs_newest)
+        let_draft(drafted, drafter)
     found = serve(drafted, tasks)
     for task, expected, request in zip(tasks, alone, found, strict=True):
         if request.finish_reason == "cancelled":
@@ -223,15 +254,20 @@ def network(kind: str) -> Any:
     return architecture.Model(architecture.parse(CONFIG), RandomWeights(CONFIG, 7, **KINDS[kind]), ops)
 
 
-def served(kind: str, **limits: Any) -> Model:
-    parsed = network(kind).config
+def served(kind: str, setting: Setting | None = None, **limits: Any) -> Model:
+    parsed, own = network(kind).config, network(kind)
+    if setting is not None and setting.on_device:
+        own = ChosenGuesses(own, setting.rate, setting.seed)
     layout = parsed.cache_layout.with_int8(kind.endswith("int8 cache"))
-    return Model(network(kind), replace(make_engine_config(parsed, layout, None, 4), **limits))
+    return Model(own, replace(make_engine_config(parsed, layout, None, 4), **limits))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How drafts are made, and what the engine has room for. ``rate`` is the probability that a draft is right."""
+    """How drafts are made, and what the engine has room for. ``rate`` is the probability that a draft is right.
+
+    A step is planned behind a check if all drafts of that are ``sure`` enough to be accepted; 0: always.
+    """
 
     rate: float
     seed: int
@@ -241,6 +277,8 @@ class Setting:
     num_blocks: int
     piece: int
     prefix_cache: bool
+    on_device: bool = False
+    sure: float = draft_control.SURE
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -252,14 +290,16 @@ class Setting:
 
 SETTINGS = st.builds(
     Setting, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(0, 99), st.booleans(), st.integers(1, MOST_DRAFTS),
-    st.booleans(), st.sampled_from([5, 40]), st.sampled_from([7, 64]), st.booleans(),
+    st.booleans(), st.sampled_from([5, 40]), st.sampled_from([7, 64]), st.booleans(), st.booleans(),
+    st.sampled_from([0.0, draft_control.SURE]),
 )  # fmt: skip
 """With 5 blocks, of which one is the null block, requests are preempted."""
 
 
 def check_all(kind: str, tasks: Sequence[Task], setting: Setting) -> int:
-    plain, drafted = served(kind, prefix_cache=False), served(kind, **setting.limits)
-    with closing(plain._engine), closing(drafted._engine):
+    plain, drafted = served(kind, prefix_cache=False), served(kind, setting, **setting.limits)
+    with closing(plain._engine), closing(drafted._engine), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_control, "SURE", setting.sure)
         return check(plain, drafted, tasks, setting.rate, setting.seed, setting.needs_newest_token)
 
 
@@ -268,6 +308,31 @@ def check_all(kind: str, tasks: Sequence[Task], setting: Setting) -> int:
 def test_any_request_with_any_drafts(tasks: list[Task], setting: Setting) -> None:
     """Random prompts, samplers, penalties, stop strings, grammars, lengths, cancellations, and room for few blocks."""
     check_all("w8a8", tasks, setting)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_steps_behind_checks(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most steps are planned before it is known how many drafts were accepted; some of their drafts are wrong."""
+    ahead, build = [], StepBuilder.build
+
+    def watched(self: StepBuilder, step: Any) -> Any:
+        ahead.append(bool(step.ahead))
+        return build(self, step)
+
+    monkeypatch.setattr(StepBuilder, "build", watched)
+    prompts = [tuple(range(3 + i, 20 + 9 * i)) for i in range(3)]
+    tasks = [
+        Task(
+            i,
+            prompt,
+            SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=i / 2, seed=i),
+            eos_ids=frozenset(),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    setting = Setting(0.9, 3, False, 4, False, 40, 64, True, on_device, 0.0)
+    assert check_all("w8a8", tasks, setting) > 40
+    assert sum(ahead) > 8
 
 
 def test_a_grammar_allows_no_drafts_behind_a_token_that_it_has_not_seen() -> None:
