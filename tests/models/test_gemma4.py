@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from tiny_models import RandomWeights, goldens, random_tokens, tiny_model
 
+from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.quantize.stages import LayerwiseModel, SequenceBatch
 
 (SHARED,) = (golden for golden in goldens("gemma4_text") if golden.config.get("num_kv_shared_layers"))
 
@@ -39,3 +41,19 @@ def test_an_int8_cache_has_the_scores_of_layers_that_share_keys(seed: int) -> No
     expected = exact.run(SHARED.tokens)
     error = rounded.run(SHARED.tokens) - expected
     assert 1e-4 < np.sqrt(np.mean(error**2) / np.mean(expected**2)) < 0.1
+
+
+@pytest.mark.parametrize("int8_cache", [False, True])
+def test_layer_by_layer_is_the_whole_model(int8_cache: bool) -> None:
+    """As calibration and comparison run it: what layers share, and their inputs, go from layer to layer."""
+    weights = RandomWeights(SHARED.config, SHARED.seed)
+    architecture, ops = models.find(SHARED.config), CpuBackend()
+    config = architecture.parse(SHARED.config)
+    run = LayerwiseModel(architecture.ModelBuilder(config, weights, ops), config, ops, int8_cache)
+    batch = SequenceBatch((SHARED.tokens[:20], SHARED.tokens[20:]))
+    (state,) = run.start([batch])
+    for layer in range(config.num_layers):
+        state = run.build(layer)(state.on_host(ops).on_device(ops), batch)
+    found = run.output()(state.residual)
+    expected = tiny_model(ops, SHARED.config, weights, slots=2, int8_cache=int8_cache).run(*batch.sequences)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
