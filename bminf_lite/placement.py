@@ -424,12 +424,14 @@ def requirements(
     *encoders, layers = meta.layer_bytes
     layout = config.cache_layout.with_int8(is_int8_cache(kv_cache)).with_drafts(num_draft_tokens)
     cache = cache_groups(config, layout.shard(tp_size))
+    places = np.cumsum([0, *map(len, config.layer_layouts)])
+    read = CacheLayout(tuple(layout.shard(tp_size).layers[places[source]] for source in config.source_layers.values()))
     return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),
         fixed=meta.non_layer_bytes + LIBRARY_BYTES,
         tables=meta.table_bytes,
-        decode=_decode_work(model.spec, config, scheme_of, meta, cache),
+        decode=_decode_work(model.spec, config, scheme_of, meta, cache, cache_groups(config, read)),
         cache=cache,
         scratch_per_token=meta.token_bytes,
         scratch_per_sequence=LOGIT_BYTES * (config.vocab_size if config.generates else config.hidden_size),
@@ -439,7 +441,12 @@ def requirements(
 
 
 def _decode_work(
-    spec: Spec, config: ModelConfig, scheme_of: SchemeOf, meta: MetaBackend, cache: Sequence[CacheGroup]
+    spec: Spec,
+    config: ModelConfig,
+    scheme_of: SchemeOf,
+    meta: MetaBackend,
+    cache: Sequence[CacheGroup],
+    shared: Sequence[CacheGroup],
 ) -> DecodeWork:
     """What a decode step of the model that was built on ``meta`` reads and launches.
 
@@ -447,7 +454,7 @@ def _decode_work(
     """
     sizes = {name: math.prod(spec.parameters[name].shape) for name in spec.source_readers}
     source_bytes = sum(size * (2 if scheme_of(name) is Scheme.FLOAT else 1) for name, size in sizes.items())
-    attentions = sum(group.num_layers for group in cache) + len(config.source_layers)
+    attentions = sum(group.num_layers for group in (*cache, *shared))
     sources = cache[-1].num_layers if config.is_encoder_decoder else 0
     return DecodeWork(
         matrix_bytes=sum(meta.layer_bytes[-1])
@@ -459,6 +466,7 @@ def _decode_work(
         norm_vectors=meta.layer_vectors[-1] + config.shared_norm_vectors,
         logit_bytes=LOGIT_BYTES * config.vocab_size,
         experts=tuple(meta.expert_bytes),
+        shared=tuple(shared),
     )
 
 

@@ -55,7 +55,8 @@ class DecodeWork:
     - ``launches``: the products and attentions of all layers;
     - ``norm_vectors``: the vectors that products apply in all layers, two for a LayerNorm; those of a norm that two
       products share count twice;
-    - ``logit_bytes``: bytes that are moved for the logits of a sequence.
+    - ``logit_bytes``: bytes that are moved for the logits of a sequence;
+    - ``shared``: the groups of what layers read of the caches of others, beside their own.
     """
 
     matrix_bytes: int
@@ -63,6 +64,7 @@ class DecodeWork:
     norm_vectors: int
     logit_bytes: int
     experts: tuple[ExpertBytes, ...] = ()
+    shared: tuple[CacheGroup, ...] = ()
 
     def weight_bytes(self, batch: int) -> float:
         """Bytes of weights that a step of ``batch`` sequences reads, if each token chooses its experts at random."""
@@ -74,7 +76,7 @@ class DecodeWork:
         weights = self.weight_bytes(batch)
         moved = weights + batch * self.logit_bytes
         compute = weights * (WEIGHT_SECONDS + ROW_SECONDS * rows)
-        for group in cache:
+        for group in (*cache, *self.shared):
             nbytes = batch * group.bytes_read(context)
             moved += nbytes
             compute += nbytes * INT8_CACHE_SECONDS * group.is_int8

@@ -38,7 +38,7 @@ def rename(name: str, prefix: str) -> str:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.language_model.", "model.text_model."])
-@pytest.mark.parametrize("family", ["mistral", "ministral3", "llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["mistral", "ministral3", "llama", "gemma3_text", "gemma4_text"])
 def test_the_text_model_runs_and_migrates(family: str, prefix: str, tmp_path: Path) -> None:
     golden = next(goldens(family))
     source = write(tmp_path / "source", golden, prefix)

@@ -332,3 +332,12 @@ def test_captured_steps_with_adapters_are_planned_beside_those_without() -> None
     more = with_adapters.total_bytes - plain.total_bytes - 500 * MIB
     assert more == pytest.approx(EIGHT_B.weights / 32 + 2 * 500 * MIB / 32, rel=1e-3)
     assert with_adapters.captured_bytes > plain.captured_bytes
+
+
+def test_layers_that_read_the_caches_of_others_take_their_time() -> None:
+    """20 of 35 layers of Gemma 4 E2B keep nothing, and read what two others keep: 4 of them all tokens."""
+    decode = requirements_of(CONFIGS / "gemma-4-e2b.json").decode
+    assert sorted(group.num_layers for group in decode.shared) == [4, 16]
+    assert sum(group.token_bytes for group in decode.shared) == 4 * (4 * 512 + 16 * 256)
+    alone = replace(decode, shared=())
+    assert decode.seconds((), 32768, 1, 4e12) > alone.seconds((), 32768, 1, 4e12) + 4 * 4 * 512 * 32768 / 4e12
