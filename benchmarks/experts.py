@@ -7,9 +7,9 @@ how many different experts a step reached and how many tokens the most chosen on
 is everything from the residual stream to the residual stream: norm, router, choice, both products, and the sum.
 
 The time of a layer is that of a graph of all layers, whose weights exceed the L2 cache, over their number; the median
-of replays. The share is that of the read bandwidth, which is measured too, over the bytes that must be read: the router
-and each expert that some token chose, once. Prompts are bound by the tensor cores rather than by memory: for them the
-table has the operations per second of both products. --parts times each kernel in a graph of its own.
+of replays. GB/s are of the bytes that must be read: the router and each expert that some token chose, once. The share
+is that of the read bandwidth, which is measured too. Prompts are bound by the tensor cores rather than by memory: for
+them the table has the operations per second of both products. --parts times each kernel in a graph of its own.
 """
 
 from __future__ import annotations
@@ -54,15 +54,23 @@ class Shape:
     activation: ExpertActivation
     layers: int
     bias: bool = False
+    correction: bool = False
+    """Whether the router adds a bias to the scores by which it chooses."""
 
 
+GPT_OSS = ExpertActivation(limit=7.0)
+SIGMOID = {"score": Score.SIGMOID, "renormalise": True}
 SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, RouterSpec(128, 8, renormalise=True), ExpertActivation(), 8),
-    "mixtral-8x7b": Shape(4096, 14336, 8, RouterSpec(8, 2, renormalise=True), ExpertActivation(), 3),
-    "gpt-oss-20b": Shape(
-        2880, 2880, 32, RouterSpec(32, 4, Score.SOFTMAX_OF_CHOSEN), ExpertActivation(limit=7.0), 6, bias=True
+    "qwen3.6-35b-a3b": Shape(2048, 512, 256, RouterSpec(256, 8, renormalise=True), ExpertActivation(), 8),
+    "glm-4.7-flash": Shape(
+        2048, 1536, 64, RouterSpec(64, 4, epsilon=1e-20, scale=1.8, **SIGMOID), ExpertActivation(), 8, correction=True
     ),
+    "mixtral-8x7b": Shape(4096, 14336, 8, RouterSpec(8, 2, renormalise=True), ExpertActivation(), 3),
+    "gpt-oss-20b": Shape(2880, 2880, 32, RouterSpec(32, 4, Score.SOFTMAX_OF_CHOSEN), GPT_OSS, 6, bias=True),
+    "gpt-oss-120b": Shape(2880, 2880, 128, RouterSpec(128, 4, Score.SOFTMAX_OF_CHOSEN), GPT_OSS, 6, bias=True),
 }
+"""Routed experts alone: a shared expert's products are those of a dense layer."""
 TOKENS = (1, 2, 4, 16, 64, 256, 2048)
 
 
@@ -194,6 +202,7 @@ def random_layers(shape: Shape) -> list[ExpertLayerWeights]:
             (matrix * np.float32(2 / np.sqrt(shape.hidden))).astype(cp.float16),
             shape.hidden,
             cp.zeros(shape.experts, cp.float32) if shape.bias else None,
+            cp.zeros(shape.experts, cp.float32) if shape.correction else None,
         )
         hidden, down = matrices(2 * shape.features, shape.hidden), matrices(shape.hidden, shape.features)
         layers.append(ExpertLayerWeights(router, hidden, down, shape.activation))
@@ -249,12 +258,13 @@ def measure(
 
 def table(results: list[Result]) -> str:
     """The results as lines of text."""
-    columns = f"{'us':>9} {'experts':>8} {'most':>6} {'fair':>6} {'MB':>8} {'share':>7} {'TOPS':>7}"
-    lines = [f"{'shape':14} {'tokens':>6} {columns}"]
+    columns = f"{'us':>9} {'experts':>8} {'most':>6} {'fair':>6} {'MB':>8} {'GB/s':>6} {'share':>7} {'TOPS':>7}"
+    lines = [f"{'shape':15} {'tokens':>6} {columns}"]
     for r in results:
         lines.append(
-            f"{r.shape:14} {r.tokens:6} {r.microseconds:9.2f} {r.distinct_experts:8.1f} {r.most_pairs:6.0f} "
-            f"{r.fair_pairs:6.1f} {r.bytes_to_read / 1e6:8.1f} {r.share:7.1%} {r.tera_ops:7.1f}"
+            f"{r.shape:15} {r.tokens:6} {r.microseconds:9.2f} {r.distinct_experts:8.1f} {r.most_pairs:6.0f} "
+            f"{r.fair_pairs:6.1f} {r.bytes_to_read / 1e6:8.1f} {r.bytes_to_read / r.microseconds / 1e3:6.0f} "
+            f"{r.share:7.1%} {r.tera_ops:7.1f}"
         )
         lines += [f"    {time:9.2f}  {kernel}" for kernel, time in r.parts.items()]
     return "\n".join(lines)

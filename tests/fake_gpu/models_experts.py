@@ -66,8 +66,8 @@ def write_logits(call: Call, normed: np.ndarray) -> None:
 
 @model
 def router_few_rows(call: Call) -> None:
-    rows, warps = call.launch.grid[1], ROUTER_THREADS // 32
-    call.require(call.launch.grid[0] * warps >= call.experts and call.launch.block == ROUTER_THREADS, "blocks")
+    rows, warps, blocks = call.launch.grid[1], ROUTER_THREADS // 32, call.launch.grid[0] - bool(call.codes)
+    call.require(blocks * warps >= call.experts and call.launch.block == ROUTER_THREADS, "blocks")
     norm = router_norm_of(call)
     normed = normalise(call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], norm)
     write_logits(call, normed)
@@ -274,8 +274,6 @@ def few_tokens_hidden(call: Call) -> None:
     n, pairs, blocks = call.features * (1 + gated), tokens * top_k, call.launch.grid[0]
     few_tokens_shared(call, tokens, -(-pairs * call.features // blocks) * (1 + gated), 4)
     ids, weights = chosen(call, tokens)
-    call.tensor("topk_ids", ids.shape, np.int32)[...] = ids
-    call.tensor("topk_weights", ids.shape, F32)[...] = weights
     codes = call.rows("codes", tokens, call.pitch, k, np.int8)
     scales = np.repeat(call.vector("x_scale", tokens, F32), top_k)
     scales = scales * weights.ravel() if call.scales_input else scales
@@ -292,6 +290,8 @@ def few_tokens_down(call: Call) -> None:
     few_tokens_shared(call, pairs, pairs * -(-columns // call.launch.grid[0]), 12)
     call.require((call.rotation > 1) == bool(call.number("ROTATED")), "a rotation of its own instantiation")
     ids, weights = chosen(call, tokens)
+    call.tensor("topk_ids", ids.shape, np.int32)[...] = ids
+    call.tensor("topk_weights", ids.shape, F32)[...] = weights
     hidden = call.rows("hidden", pairs, call.hidden_pitch, k, F16)
     codes, scales = quantize_rows(rotated(hidden, call.rotation))
     weight = weights_of(call, call.num_experts, columns, np.int8)[..., :k]

@@ -52,6 +52,12 @@ __device__ __forceinline__ void norm_head(
     const int lane = threadIdx.x % WARP, half = head_dim / 2;
     if (norm_weight == nullptr) return;
     double sum = 0;
+    float low_weight[PAIRS], high_weight[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {  // here, as their latency would count behind the sum
+        const int pair = min(i * WARP + lane, half - 1);
+        low_weight[i] = ld_global(norm_weight + pair), high_weight[i] = ld_global(norm_weight + half + pair);
+    }
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) sum += fmaf(low[i], low[i], high[i] * high[i]);
 #pragma unroll
@@ -59,10 +65,8 @@ __device__ __forceinline__ void norm_head(
     const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum / head_dim) + eps));
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-        const int pair = i * WARP + lane;
-        if (pair >= half) continue;
-        low[i] = __fmul_rn(__fmul_rn(low[i], norm_weight[pair]), inverse);
-        high[i] = __fmul_rn(__fmul_rn(high[i], norm_weight[half + pair]), inverse);
+        low[i] = __fmul_rn(__fmul_rn(low[i], low_weight[i]), inverse);
+        high[i] = __fmul_rn(__fmul_rn(high[i], high_weight[i]), inverse);
     }
 }
 

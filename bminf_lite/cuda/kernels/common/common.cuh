@@ -146,6 +146,21 @@ __device__ __forceinline__ uint4 ld_global_cg_v4(const void* p) {
     return x;
 }
 
+// A load that the compiler neither moves nor delays: it would move one of memory that nothing writes behind the wait
+// for a kernel's input.
+__device__ __forceinline__ float ld_global(const float* p) {
+    float x;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+    return x;
+}
+
+// The same past the L1 cache, for what another kernel may have written since this one has started.
+__device__ __forceinline__ float ld_global_cg(const float* p) {
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+    return x;
+}
+
 // Loads a cache line of 128 bytes into the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 

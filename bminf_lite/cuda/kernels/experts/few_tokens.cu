@@ -13,7 +13,8 @@
 // eight. The sums are exact, so the work divides among blocks and warps as in gemv.cu.
 //
 // The first kernel lets the second one start when it has waited for the logits. So the second one chooses and loads its
-// first weights while the first one computes.
+// first weights while the first one computes. The weights of the chosen experts' results have no part in the choice:
+// the second kernel finds them too, while it would wait.
 #include "common/common.cuh"
 #include "common/rotation.cuh"
 #include "experts/activation.cuh"
@@ -29,138 +30,139 @@ constexpr int BLOCKS_PER_SM = 2;
 constexpr int BLOCKS_PER_SM = 1;
 #endif
 
-// The choice of a block's tokens.
-struct Choice {
-    int ids[MAX_FEW_PAIRS];
-    float weights[MAX_FEW_PAIRS];
+constexpr int GATE_GROUP = 8;  // rows of the gate, or of up, that lie together
 
-    // One warp for each token. scratch: shared memory for that, which may be used for copies afterwards.
-    template <int EACH>
-    __device__ __forceinline__ void make(const float* logits, const Router& router, int tokens, char* scratch) {
+// The experts of a block's tokens, of all pairs, found by a warp for each token.
+template <int EACH>
+struct Choice {
+    const Router& router;
+    const float* logits;
+    int tokens;
+    int* ids;  // shared memory
+
+    // scratch: shared memory, which may be used for copies afterwards.
+    __device__ __forceinline__ void choose(char* scratch) const {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         if (warp < tokens) {
-            int id;
-            float weight;
-            WarpRouter<EACH>(router, reinterpret_cast<RoutingScratch*>(scratch)[warp])
-                .choose(logits + warp * router.num_experts, id, weight);
-            if (lane < router.top_k) {
-                ids[warp * router.top_k + lane] = id;
-                weights[warp * router.top_k + lane] = weight;
-            }
+            const int id = chooser(warp, scratch).choose(logits + warp * router.num_experts);
+            if (lane < router.top_k) ids[warp * router.top_k + lane] = id;
         }
 #if __CUDA_ARCH__ >= 900
-        fence_proxy_async();
+        if (router.top_groups < router.num_groups) fence_proxy_async();
 #endif
         __syncthreads();
     }
+
+    // Calls store(pair, weight) for every pair, in one thread each.
+    template <class Store>
+    __device__ __forceinline__ void find_weights(const Store& store) const {
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, pair = warp * router.top_k + lane;
+        if (warp >= tokens) return;
+        const bool is_chosen = lane < router.top_k;
+        const float weight =
+            chooser(warp, nullptr).weight(logits + warp * router.num_experts, is_chosen ? ids[pair] : 0);
+        if (is_chosen) store(pair, weight);
+    }
+
+private:
+    __device__ __forceinline__ WarpRouter<EACH> chooser(int token, char* scratch) const {
+        return WarpRouter<EACH>(router, reinterpret_cast<RoutingScratch*>(scratch)[token]);
+    }
 };
 
-// The block's share of `all` outputs.
+// The block's share of `all` outputs, in whole groups of GROUP.
+template <int GROUP>
 struct Share {
     int first, count;
 
-    __device__ __forceinline__ explicit Share(int all) {
-        first = static_cast<int>(static_cast<long long>(all) * blockIdx.x / gridDim.x);
-        count = static_cast<int>(static_cast<long long>(all) * (blockIdx.x + 1) / gridDim.x) - first;
+    __device__ __forceinline__ explicit Share(unsigned all) {  // `all` times the number of blocks is below 2^32
+        first = all / GROUP * blockIdx.x / gridDim.x * GROUP;
+        count = all / GROUP * (blockIdx.x + 1) / gridDim.x * GROUP - first;
     }
 };
 
-// The rows of the first product: local row r of a block is output r, or with GATED first the gates of all outputs.
-template <bool GATED>
-struct HiddenRows {
-    const int8* weight;
-    const int* ids;
-    int first, count, features, pitch;
-
-    __device__ __forceinline__ int output(int row) const { return first + (GATED && row >= count ? row - count : row); }
-    // The number of a row among those of all experts.
-    __device__ __forceinline__ int index(int row) const {
-        const int pair = output(row) / features, feature = output(row) % features;
-        if constexpr (!GATED) return ids[pair] * features + feature;
-        return ids[pair] * 2 * features + feature / 8 * 16 + feature % 8 + (row >= count ? 8 : 0);
-    }
-    __device__ __forceinline__ const int8* operator()(int row) const {
-        return weight + static_cast<size_t>(index(row)) * pitch;
-    }
-};
-
+// A block reads its rows of gate and up in the order in which they lie in memory.
+//
 // EACH: experts of a lane, see WarpRouter. F: see expert_activation. U: chunks of a unit. k: elements of a row of
-// codes, a multiple of 16. With scales_input the weights of the experts multiply the scales of their input. The first
-// block writes topk_ids and topk_weights, [tokens, top_k]. Dynamic shared memory: from 9.0 on the pipelines, else
-// RoutingScratch for each token; tokens * width bytes of codes, where `width` is the pitch rounded up to whole units; a
-// sum for each row that the block has.
+// codes, a multiple of 16. With scales_input the weights of the experts multiply the scales of their input. Dynamic
+// shared memory: from 9.0 on the pipelines, else RoutingScratch for each token; tokens * width bytes of codes, where
+// `width` is the pitch rounded up to whole units; a sum for each row that the block has.
 template <int EACH, bool GATED, int F, int U>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
-    const Router router, const float* logits, int* topk_ids, float* topk_weights, const int8* codes,
-    const float* x_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
-    const float* __restrict__ bias, __half* hidden, long long hidden_pitch, int tokens, int features, int k, int pitch,
-    bool scales_input, float limit, float alpha, int scratch_bytes) {
+    const Router router, const float* logits, const int8* codes, const float* x_scale, const int8* __restrict__ weight,
+    const float* __restrict__ w_scale, const float* __restrict__ bias, __half* hidden, long long hidden_pitch,
+    int tokens, int features, int k, int pitch, bool scales_input, float limit, float alpha, int scratch_bytes) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ Choice choice;
+    __shared__ int ids[MAX_FEW_PAIRS];
     __shared__ float scales[MAX_FEW_PAIRS];  // of the pairs' inputs
     const int width = (pitch + U * FEW_CHUNK - 1) / (U * FEW_CHUNK) * (U * FEW_CHUNK), top_k = router.top_k;
-    const Share share(tokens * top_k * features);
-    const int rows = GATED ? 2 * share.count : share.count;
+    constexpr int MATRICES = 1 + GATED;
+    const Share<GATED ? GATE_GROUP : 1> share(tokens * top_k * features);
+    const int rows = MATRICES * share.count, each = MATRICES * features;
+    const int first_pair = share.first / features, first_feature = share.first % features;
     int8* tokens_codes = reinterpret_cast<int8*>(shared + scratch_bytes);
     int* sums = reinterpret_cast<int*>(tokens_codes + tokens * width);
-    using Rows = HiddenRows<GATED>;
-    using Stream = RowStream<U, Rows>;
+    using Stream = RowStream<U>;
     __shared__ __align__(8) unsigned long long barriers[ROW_WARPS * Stream::STAGES];
+    const ExpertRows of_block = {weight, ids + first_pair, each, 0, each, pitch};
+    const RowUnits units(rows, width / (U * FEW_CHUNK), each, MATRICES * first_feature);
+    Stream stream(of_block, units, shared, barriers);
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) sums[i] = 0;
     wait_on_dependent_grids();
     launch_dependent_grids();
     // The last warps copy the codes while the first ones choose.
-    for (int i = FEW_THREADS - 1 - threadIdx.x; i < tokens * width / 16; i += FEW_THREADS) {
+    const int from_last = FEW_THREADS - 1 - threadIdx.x;
+    if (from_last < tokens * top_k) scales[from_last] = __ldcg(x_scale + from_last / top_k);
+#pragma unroll 1
+    for (int i = from_last; i < tokens * width / 16; i += FEW_THREADS) {
         const int token = i / (width / 16), column = i % (width / 16) * 16;
         const int4 zeros = {};
         *reinterpret_cast<int4*>(tokens_codes + token * width + column) =
             column < k ? __ldcg(reinterpret_cast<const int4*>(codes + static_cast<size_t>(token) * pitch + column))
                        : zeros;
     }
-    choice.make<EACH>(logits, router, tokens, shared);
-    if (threadIdx.x < tokens * top_k) {
-        const float scale = __ldcg(x_scale + threadIdx.x / top_k);
-        scales[threadIdx.x] = scales_input ? __fmul_rn(scale, choice.weights[threadIdx.x]) : scale;
-        if (blockIdx.x == 0) {
-            topk_ids[threadIdx.x] = choice.ids[threadIdx.x];
-            topk_weights[threadIdx.x] = choice.weights[threadIdx.x];
+    const Choice<EACH> choice = {router, logits, tokens, ids};
+    choice.choose(shared);
+    stream.start();
+    // Output i: its first row among those of the block, and its pair and feature.
+    const auto row_of = [&](int i) { return GATED ? i / GATE_GROUP * 2 * GATE_GROUP + i % GATE_GROUP : i; };
+    const auto output = [&](int i) {
+        int2 at = {first_pair, first_feature + i};
+        while (at.y >= features) at.y -= features, ++at.x;
+        return at;
+    };
+    // What a thread's first output needs besides its sums.
+    float w_scales[2] = {}, biases[2] = {};
+    const auto load_operands = [&](const int2& at) {
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            const int index = ids[at.x] * each + row_of(at.y) + m * GATE_GROUP;
+            w_scales[m] = ld_global(w_scale + index);
+            if (bias) biases[m] = ld_global(bias + index);
         }
-    }
-    const Rows of_block = {weight, choice.ids, share.first, share.count, features, pitch};
-    const RowUnits units(rows, width / (U * FEW_CHUNK));
-    Stream stream(of_block, units, pitch, shared, barriers);
+    };
+    int2 at = output(threadIdx.x < share.count ? threadIdx.x : 0);
+    if (threadIdx.x < share.count) load_operands(at);
+    if (scales_input)
+        choice.find_weights([&](int pair, float weight) { scales[pair] = __fmul_rn(scales[pair], weight); });
+    const unsigned inverse = (65535 + top_k) / top_k;  // pair / top_k == pair * inverse / 65536
     multiply_units<U>(
         stream, units,
-        [&](int row) {
-            return tokens == 1 ? tokens_codes : tokens_codes + of_block.output(row) / features / top_k * width;
-        },
+        [&](const RowUnits& unit) { return tokens_codes + ((first_pair + unit.expert) * inverse >> 16) * width; },
         sums);
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < share.count; i += FEW_THREADS) {
-        const int pair = (share.first + i) / features, feature = (share.first + i) % features;
+        if (i != threadIdx.x) at = output(i), load_operands(at);
         float y[2] = {};
 #pragma unroll
-        for (int m = 0; m <= GATED; ++m) {
-            const int row = i + m * share.count, index = of_block.index(row);
-            y[m] = scaled(__int2float_rn(sums[row]), scales[pair], w_scale[index]);
-            if (bias) y[m] = __fadd_rn(y[m], bias[index]);
+        for (int m = 0; m < MATRICES; ++m) {
+            y[m] = scaled(__int2float_rn(sums[row_of(i) + m * GATE_GROUP]), scales[at.x], w_scales[m]);
+            if (bias) y[m] = __fadd_rn(y[m], biases[m]);
         }
-        hidden[pair * hidden_pitch + feature] =
-            __float2half_rn(expert_activation<GATED, F>(y[0], y[1], {limit, alpha}));
+        hidden[at.x * hidden_pitch + at.y] = __float2half_rn(expert_activation<GATED, F>(y[0], y[1], {limit, alpha}));
     }
 }
-
-// The rows of the second product: local row r of a block is pair r / count and column r % count of its share.
-struct DownRows {
-    const int8* weight;
-    const int* ids;
-    int first, count, columns, pitch;
-
-    __device__ __forceinline__ int index(int row) const { return ids[row / count] * columns + first + row % count; }
-    __device__ __forceinline__ const int8* operator()(int row) const {
-        return weight + static_cast<size_t>(index(row)) * pitch;
-    }
-};
 
 // Eight elements of a row between the two passes of quantize_pairs over it: as they are in memory, or rotated.
 template <bool ROTATED>
@@ -221,22 +223,26 @@ __device__ __forceinline__ void quantize_pairs(
             if (exists && column < k) vector.raw = ld_global_cg_v4(x + column), zero_tail(vector.raw, column, k);
             return vector;
         };
-        Vector held[HELD];
+        Vector held[HELD] = {};
         typename Vector::Top top = 0;
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) held[i] = load(i * step + thread * 8);
+        for (int i = 0; i < HELD; ++i)
+            if (i * step < k) held[i] = load(i * step + thread * 8);
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) held[i].rotate(rotation, rotation_scale), held[i].add_to(top);
+        for (int i = 0; i < HELD; ++i)
+            if (i * step < k) held[i].rotate(rotation, rotation_scale), held[i].add_to(top);
+#pragma unroll 1
         for (int first = HELD * step; first < k; first += step) {
             Vector vector = load(first + thread * 8);
             vector.rotate(rotation, rotation_scale);
             vector.add_to(top);
         }
         const float own = warp_absmax(Vector::value(top));
-        __syncthreads();  // the maxima of the rows before have been read
+        if (base > 0) __syncthreads();  // the maxima of the rows before have been read
         if (threadIdx.x % WARP == 0) tops[warp] = own;
         __syncthreads();
         float largest = 0;
+#pragma unroll 1
         for (int w = 0; w < group; ++w) largest = absmax(largest, tops[warp / group * group + w]);
         const RowScale s = row_scale(largest);
         if (!exists) continue;
@@ -247,7 +253,9 @@ __device__ __forceinline__ void quantize_pairs(
             if (column < width) *reinterpret_cast<uint2*>(codes + row * width + column) = quantize8(v, s.ratio);
         };
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) store(held[i], i * step + thread * 8);
+        for (int i = 0; i < HELD; ++i)
+            if (i * step < width) store(held[i], i * step + thread * 8);
+#pragma unroll 1
         for (int first = HELD * step; first < width; first += step) {
             Vector vector = load(first + thread * 8);
             vector.rotate(rotation, rotation_scale);
@@ -258,56 +266,73 @@ __device__ __forceinline__ void quantize_pairs(
 
 // k: elements of a row of `hidden`, whose pitch in the weight is `pitch`. ADD: to fp32 values in memory. ROTATED: the
 // rows are rotated in blocks of `rotation` elements. addend: fp32 [tokens, addend_pitch] or null; gate: [tokens], or
-// null for ones. With scales_input the results are added as they are. Dynamic shared memory as above, with pairs *
-// width bytes of codes; then an fp32 scale and an fp32 bias for each row that the block has.
+// null for ones. With scales_input the results are added as they are. The first block writes topk_ids and topk_weights,
+// [tokens, top_k]. Dynamic shared memory as above, with pairs * width bytes of codes; then an fp32 scale and an fp32
+// bias for each row that the block has.
 template <int EACH, bool ADD, int U, bool ROTATED>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
-    const Router router, const float* logits, const __half* hidden, long long hidden_pitch,
-    const int8* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, float* out,
-    long long out_pitch, int tokens, int columns, int k, int pitch, bool scales_input, int rotation,
-    float rotation_scale, const float* addend, long long addend_pitch, const float* gate, int scratch_bytes) {
+    const Router router, const float* logits, int* topk_ids, float* topk_weights, const __half* hidden,
+    long long hidden_pitch, const int8* __restrict__ weight, const float* __restrict__ w_scale,
+    const float* __restrict__ bias, float* out, long long out_pitch, int tokens, int columns, int k, int pitch,
+    bool scales_input, int rotation, float rotation_scale, const float* addend, long long addend_pitch,
+    const float* gate, int scratch_bytes) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ Choice choice;
-    __shared__ float x_scales[MAX_FEW_PAIRS];
+    __shared__ int ids[MAX_FEW_PAIRS];
+    __shared__ float weights[MAX_FEW_PAIRS], x_scales[MAX_FEW_PAIRS];
     const int width = (pitch + U * FEW_CHUNK - 1) / (U * FEW_CHUNK) * (U * FEW_CHUNK), top_k = router.top_k;
     const int pairs = tokens * top_k;
-    const Share share(columns);
+    const Share<1> share(columns);
     const int rows = pairs * share.count;
     int8* codes = reinterpret_cast<int8*>(shared + scratch_bytes);
     int* sums = reinterpret_cast<int*>(codes + pairs * width);
     float* w_scales = reinterpret_cast<float*>(sums + rows);
     float* biases = w_scales + rows;
-    using Stream = RowStream<U, DownRows>;
+    using Stream = RowStream<U>;
     __shared__ __align__(8) unsigned long long barriers[ROW_WARPS * Stream::STAGES];
     launch_dependent_grids();
-    choice.make<EACH>(logits, router, tokens, shared);
-    const DownRows of_block = {weight, choice.ids, share.first, share.count, columns, pitch};
-    const RowUnits units(rows, width / (U * FEW_CHUNK));
-    Stream stream(of_block, units, pitch, shared, barriers);
+    const Choice<EACH> choice = {router, logits, tokens, ids};
+    choice.choose(shared);
+    const ExpertRows of_block = {weight, ids, columns, share.first, share.count, pitch};
+    const RowUnits units(rows, width / (U * FEW_CHUNK), share.count, 0);
+    Stream stream(of_block, units, shared, barriers);
+    stream.start();
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) {
-        const int index = of_block.index(i);
+        const int pair = i / share.count, index = of_block.index(pair, i - pair * share.count);
         sums[i] = 0, w_scales[i] = w_scale[index], biases[i] = bias ? bias[index] : 0.0f;
     }
+    choice.find_weights([&](int pair, float weight) { weights[pair] = weight; });
+    // What is added to an output, and what it is added to, of a thread's first output.
+    float other = 0, factor = 1, before = 0;
+    const auto load_operands = [&](int token, int column) {
+        if (addend) other = ld_global_cg(addend + token * addend_pitch + column);
+        if (gate) factor = ld_global_cg(gate + token);
+        if (ADD) before = ld_global_cg(out + token * out_pitch + column);
+    };
+    const int outputs = tokens * share.count, first = threadIdx.x;
+    int token = first < outputs ? first / share.count : 0;
     wait_on_dependent_grids();
+    if (first < outputs) load_operands(token, share.first + first - token * share.count);
     quantize_pairs<ROTATED>(hidden, hidden_pitch, pairs, k, width, rotation, rotation_scale, codes, x_scales);
     __syncthreads();
-    multiply_units<U>(stream, units, [&](int row) { return codes + row / of_block.count * width; }, sums);
+    multiply_units<U>(stream, units, [&](const RowUnits& unit) { return codes + unit.expert * width; }, sums);
     __syncthreads();
-    for (int i = threadIdx.x; i < tokens * share.count; i += FEW_THREADS) {
-        const int token = i / share.count, column = i % share.count;
+#pragma unroll 1
+    for (int i = first; i < outputs; i += FEW_THREADS) {
+        if (i != first) token = i / share.count, load_operands(token, share.first + i - token * share.count);
+        const int column = i - token * share.count;
         float total = 0;
+#pragma unroll 4
         for (int j = 0; j < top_k; ++j) {
             const int pair = token * top_k + j, row = pair * share.count + column;
             float y = scaled(__int2float_rn(sums[row]), x_scales[pair], w_scales[row]);
             if (bias) y = __fadd_rn(y, biases[row]);
-            y = __fmul_rn(scales_input ? 1.0f : choice.weights[pair], rounded(y));
+            y = __fmul_rn(scales_input ? 1.0f : weights[pair], rounded(y));
             total = j == 0 ? y : __fadd_rn(total, y);
         }
-        if (addend) {
-            const float other = __ldcg(addend + token * addend_pitch + share.first + column);
-            total = __fadd_rn(total, __fmul_rn(gate ? __ldcg(gate + token) : 1.0f, other));
-        }
-        float* target = out + token * out_pitch + share.first + column;
-        *target = ADD ? __fadd_rn(*target, total) : total;
+        if (addend) total = __fadd_rn(total, __fmul_rn(factor, other));
+        out[token * out_pitch + share.first + column] = ADD ? __fadd_rn(before, total) : total;
     }
+    if (blockIdx.x == 0 && threadIdx.x < pairs)
+        topk_ids[threadIdx.x] = ids[threadIdx.x], topk_weights[threadIdx.x] = weights[threadIdx.x];
 }

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import cupy as cp
 
 WARPS = FEW_THREADS // 32
-ROUTING_SCRATCH = 3 * 4 * MAX_EXPERTS
+ROUTING_SCRATCH = 2 * 4 * MAX_EXPERTS
 """Bytes of shared memory of the warp that chooses a token's experts."""
 STATIC_SHARED_MEMORY = 8 << 10
 """Static shared memory of a block, at most."""
@@ -79,15 +79,12 @@ class FewTokens:
         scales: cp.ndarray,
         weight: ExpertMatrices,
         activation: ExpertActivation,
-        topk_ids: cp.ndarray,
-        topk_weights: cp.ndarray,
         out: cp.ndarray,
     ) -> None:
         """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
 
         ``codes`` int8 ``[T, pitch]``, of rotated tokens if the weights rotate their input, and ``scales`` fp32 ``[T]``
-        -> ``out`` fp16 ``[T * top_k, features]``; also
-        ``topk_ids`` int32 and ``topk_weights`` fp32, ``[T, top_k]``.
+        -> ``out`` fp16 ``[T * top_k, features]``.
         """
         tokens, spec = len(logits), router.spec
         features = weight.out_features // (2 if activation.gated else 1)
@@ -108,8 +105,6 @@ class FewTokens:
             (
                 *router.arguments,
                 logits.data.ptr,
-                topk_ids.data.ptr,
-                topk_weights.data.ptr,
                 codes.data.ptr,
                 scales.data.ptr,
                 *weight.arguments,
@@ -138,14 +133,16 @@ class FewTokens:
         router: RouterWeights,
         hidden: cp.ndarray,
         weight: ExpertMatrices,
+        topk_ids: cp.ndarray,
+        topk_weights: cp.ndarray,
         out: cp.ndarray,
         add: bool,
         addend: Addend | None = None,
     ) -> None:
         """The result from what :meth:`hidden`, which must be the kernel before, has written; fp32 ``[T, out]``.
 
-        The kernel reads ``logits`` before its predecessor has ended. An ``addend`` is added to the sum. With ``add``
-        the result is added to ``out``.
+        Also ``topk_ids`` int32 and ``topk_weights`` fp32, ``[T, top_k]``. The kernel reads ``logits`` before its
+        predecessor has ended. An ``addend`` is added to the sum. With ``add`` the result is added to ``out``.
         """
         tokens, spec = len(logits), router.spec
         pairs = tokens * spec.top_k
@@ -167,6 +164,8 @@ class FewTokens:
             (
                 *router.arguments,
                 logits.data.ptr,
+                topk_ids.data.ptr,
+                topk_weights.data.ptr,
                 hidden.data.ptr,
                 pitch_of(hidden),
                 *weight.arguments,

@@ -111,8 +111,8 @@ class ExpertKernels:
         if self.few_tokens.supports(tokens, router.spec, hidden, layer.down):
             values = empty((tokens * router.spec.top_k, round_up(layer.features, PAD)), np.float16)
             chosen = routing.ids, routing.weights
-            self.few_tokens.hidden(step, logits, router, codes, scales, hidden, layer.activation, *chosen, values)
-            self.few_tokens.down(step, logits, router, values, layer.down, out, add, addend)
+            self.few_tokens.hidden(step, logits, router, codes, scales, hidden, layer.activation, values)
+            self.few_tokens.down(step, logits, router, values, layer.down, *chosen, out, add, addend)
         else:
             self.router.choose(step, logits, router, routing.ids, routing.weights)
             self.many_tokens(step, rows if codes is None else (codes, scales), routing, layer, out, add, empty, addend)

@@ -15,19 +15,29 @@ using namespace bminf;
 constexpr int STEP = 4 * WARP;  // elements that a warp multiplies at once
 constexpr int WARPS = ROUTER_THREADS / WARP;
 
-// Four elements of a weight as they are in memory.
+// Four elements of a weight as they are in memory. The compiler would move load() behind the wait for the input, but
+// not load_now().
 template <class W>
 struct RawFour;
 template <>
 struct RawFour<float> {
     float4 raw;
     __device__ __forceinline__ void load(const float* p) { raw = __ldg(reinterpret_cast<const float4*>(p)); }
+    __device__ __forceinline__ void load_now(const float* p) {
+        asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(raw.x), "=f"(raw.y), "=f"(raw.z), "=f"(raw.w)
+                     : "l"(p)
+                     : "memory");
+    }
     __device__ __forceinline__ float4 values() const { return raw; }
 };
 template <>
 struct RawFour<__half> {
     uint2 raw;
     __device__ __forceinline__ void load(const __half* p) { raw = __ldg(reinterpret_cast<const uint2*>(p)); }
+    __device__ __forceinline__ void load_now(const __half* p) {
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(raw.x), "=r"(raw.y) : "l"(p) : "memory");
+    }
     __device__ __forceinline__ float4 values() const {
         const float2 low = unpack_half2(raw.x), high = unpack_half2(raw.y);
         return make_float4(low.x, low.y, high.x, high.y);
@@ -38,14 +48,16 @@ __device__ __forceinline__ float dot4(const float4& x, const float4& w, float su
     return fmaf(x.w, w.w, fmaf(x.z, w.z, fmaf(x.y, w.y, fmaf(x.x, w.x, sum))));
 }
 
-// The norm of a row of x in the registers of all threads; with TOP returns its absmax.
-template <bool CENTER, bool TOP, int VECTORS>
+template <bool CENTER, int VECTORS>
+using RowNorm = LoadedNorm<VECTORS, CENTER && VECTORS == 1, NormParams<WholeVectors<ROUTER_THREADS>>>;
+
+// The norm of a row of x in the registers of all threads; with TOP returns its absmax. Norm: see normalise_row.
+template <bool CENTER, bool TOP, int VECTORS, class Norm>
 __device__ __forceinline__ float norm_of_row(
-    const float* x, const float* norm_weight, const float* norm_bias, float eps, int k, int padded,
-    float (&v)[VECTORS][8], RowScratch<ROUTER_THREADS, VECTORS>& scratch) {
+    const float* x, const Norm& norm, float (&v)[VECTORS][8], RowScratch<ROUTER_THREADS, VECTORS>& scratch) {
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) load_row8(x, (i * ROUTER_THREADS + threadIdx.x) * 8, k, padded, v[i]);
-    return normalise_row<ROUTER_THREADS, CENTER, TOP>(v, norm_weight, norm_bias, eps, k, padded, scratch);
+    for (int i = 0; i < VECTORS; ++i) load_row8(x, (i * ROUTER_THREADS + threadIdx.x) * 8, norm.k, norm.pitch, v[i]);
+    return normalise_row<ROUTER_THREADS, CENTER, TOP>(v, norm, scratch);
 }
 
 // The codes of a row in registers, which are ROTATED first, int8 [padded], and their scale. top: the absmax of a row
@@ -68,9 +80,10 @@ __device__ __forceinline__ void store_codes(
 }
 
 // Logits of a few rows: each warp has one expert and one row, and loads the expert's weight before the kernel waits for
-// its input. Blocks normalise their row themselves; the first one of a row also writes its codes, int8 [rows,
-// codes_pitch], and their scales, fp32 [rows], unless `codes` is null. ROTATED: the codes are those of the norm rotated
-// in blocks of `rotation` elements (see rotate_row); the logits are those of the norm. Grid: (experts / WARPS, rows).
+// its input. Blocks normalise their row themselves. Unless `codes` is null, one more block of a row, the last one, only
+// writes its codes, int8 [rows, codes_pitch], and their scales, fp32 [rows]. ROTATED: the codes are those of the norm
+// rotated in blocks of `rotation` elements (see rotate_row); the logits are those of the norm. Grid: (experts / WARPS
+// blocks, and that one; rows).
 template <bool CENTER, int VECTORS, class W, bool ROTATED>
 __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
@@ -85,12 +98,16 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     const W* own = weight + static_cast<size_t>(min(expert, experts - 1)) * pitch;
     RawFour<W> loaded[LOADED];
 #pragma unroll
-    for (int i = 0; i < LOADED; ++i) loaded[i].load(own + min(i * STEP + lane * 4, k - 4));
+    for (int i = 0; i < LOADED; ++i) loaded[i].load_now(own + min(i * STEP + lane * 4, k - 4));
+    const int padded = (k + 15) / 16 * 16;
+    const RowNorm<CENTER, VECTORS> norm({norm_weight, norm_bias, eps, k, padded}, 1.0 / k);
+    const float own_bias = bias && expert < experts ? ld_global(bias + expert) : -0.0f;  // y + -0 is y
     wait_on_dependent_grids();
     float v[VECTORS][8];
-    const int padded = (k + 15) / 16 * 16;
-    const float top =
-        norm_of_row<CENTER, !ROTATED>(x + token * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
+    const float top = norm_of_row<CENTER, !ROTATED>(x + token * x_pitch, norm, v, scratch);
+    if (codes && blockIdx.x == gridDim.x - 1)
+        return store_codes<ROTATED>(
+            v, top, rotation, rotation_scale, padded, codes + token * codes_pitch, scales + token, scratch);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) store8(row + (i * ROUTER_THREADS + threadIdx.x) * 8, v[i]);
     __syncthreads();
@@ -106,11 +123,7 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     }
 #pragma unroll
     for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
-    if (lane == 0 && expert < experts)
-        logits[static_cast<size_t>(token) * experts + expert] = bias ? __fadd_rn(sum, bias[expert]) : sum;
-    if (codes && blockIdx.x == 0)
-        store_codes<ROTATED>(
-            v, top, rotation, rotation_scale, padded, codes + token * codes_pitch, scales + token, scratch);
+    if (lane == 0 && expert < experts) logits[static_cast<size_t>(token) * experts + expert] = __fadd_rn(sum, own_bias);
 }
 
 // The norms of many rows, fp32 [rows, normed_pitch], for router_many_rows; and their codes unless `codes` is null,
@@ -125,8 +138,8 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_norm(
     wait_on_dependent_grids();
     float v[VECTORS][8];
     const int token = blockIdx.x, padded = (k + 15) / 16 * 16;
-    const float top =
-        norm_of_row<CENTER, !ROTATED>(x + token * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
+    const NormParams<WholeVectors<ROUTER_THREADS>> norm = {norm_weight, norm_bias, eps, k, padded};
+    const float top = norm_of_row<CENTER, !ROTATED>(x + token * x_pitch, norm, v, scratch);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
         store_vector(normed + token * normed_pitch, (i * ROUTER_THREADS + threadIdx.x) * 8, padded, v[i]);
@@ -202,9 +215,10 @@ __global__ void __launch_bounds__(CHOOSE_THREADS)
     wait_on_dependent_grids();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = blockIdx.x * (CHOOSE_THREADS / WARP) + warp;
     if (row >= rows) return;
-    int id;
-    float weight;
-    WarpRouter<EACH>(router, scratch[warp]).choose(logits + static_cast<size_t>(row) * router.num_experts, id, weight);
+    const float* own = logits + static_cast<size_t>(row) * router.num_experts;
+    WarpRouter<EACH> chooser(router, scratch[warp]);
+    const int id = chooser.choose(own);
+    const float weight = chooser.weight(own, id);
     if (lane >= router.top_k) return;
     topk_ids[row * router.top_k + lane] = id;
     topk_weights[row * router.top_k + lane] = weight;
@@ -224,8 +238,9 @@ __global__ void __launch_bounds__(ROUTER_THREADS) scalar_gate(
     float w[VECTORS][8], v[VECTORS][8];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) load_row8(weight, (i * ROUTER_THREADS + threadIdx.x) * 8, k, padded, w[i]);
+    const RowNorm<CENTER, VECTORS> norm({norm_weight, norm_bias, eps, k, padded}, 1.0 / k);
     wait_on_dependent_grids();
-    norm_of_row<CENTER, false>(x + blockIdx.x * x_pitch, norm_weight, norm_bias, eps, k, padded, v, scratch);
+    norm_of_row<CENTER, false>(x + blockIdx.x * x_pitch, norm, v, scratch);
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)

@@ -85,7 +85,7 @@ class RouterKernels:
                 step,
                 self.source,
                 f"router_few_rows<{center}, {vectors}, {kind}, {rotated}>",
-                (ceil_div(experts, WARPS), rows),
+                (ceil_div(experts, WARPS) + (codes is not None), rows),
                 ROUTER_THREADS,
                 (
                     x.data.ptr,

@@ -48,11 +48,8 @@ __device__ __forceinline__ unsigned warp_max(unsigned x) {
 #endif
 }
 
-__device__ __forceinline__ unsigned warp_min(unsigned x) { return ~warp_max(~x); }
-
-// Shared memory of a warp that chooses.
+// Shared memory of a warp that chooses among groups.
 struct RoutingScratch {
-    float scores[MAX_EXPERTS];
     unsigned keys[MAX_EXPERTS];
     float groups[MAX_EXPERTS];
 };
@@ -71,49 +68,60 @@ struct WarpRouter {
     __device__ __forceinline__ static int expert(int i) { return i * WARP + threadIdx.x % WARP; }
     __device__ __forceinline__ bool exists(int i) const { return expert(i) < router.num_experts; }
 
-    // The chosen expert of rank t and its weight, in lane t < top_k. logits: [num_experts].
-    __device__ __forceinline__ void choose(const float* logits, int& id, float& weight) {
-        float values[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) values[i] = exists(i) ? __ldcg(logits + expert(i)) : 0.0f;
-        find_scores(values);
-        rank_by(values);
-        __syncwarp();  // the scratch may have been read for another token
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (exists(i)) scratch.scores[expert(i)] = scores[i];
+    // The chosen expert of rank t, in lane t < top_k. logits: [num_experts].
+    __device__ __forceinline__ int choose(const float* logits) {
+        load(logits);
+        if (!by_logit()) find_scores();
+        rank();
         if (router.top_groups < router.num_groups) mask_groups();
-        __syncwarp();
-        id = take_largest();
-        const int lane = threadIdx.x % WARP;
-        weight = lane < router.top_k ? scratch.scores[id] : 0.0f;
-        finish(id, weight);
+        return take_largest();
+    }
+
+    // The weight of lane t's expert, of rank t, as choose found it; in lanes t < top_k. It has no part in the choice,
+    // so it may be found later: from the logits again, which takes fewer registers than to keep the scores.
+    __device__ __forceinline__ float weight(const float* logits, int id) {
+        load(logits);
+        find_scores();
+        float found = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const float score = __shfl_sync(FULL, scores[i], id % WARP);
+            if (id / WARP == i) found = score;
+        }
+        finish(id, found);
+        return found;
     }
 
 private:
-    __device__ __forceinline__ void find_scores(const float (&logits)[EACH]) {
+    __device__ __forceinline__ bool by_logit() const {
+        return !router.correction_bias && router.top_groups == router.num_groups;
+    }
+    __device__ __forceinline__ void load(const float* logits) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) scores[i] = exists(i) ? __ldcg(logits + expert(i)) : 0.0f;
+    }
+
+    // Makes scores of the logits.
+    __device__ __forceinline__ void find_scores() {
         if (router.score == SIGMOID) {
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) scores[i] = __fdiv_rn(1.0f, __fadd_rn(1.0f, portable_exp(-logits[i])));
+            for (int i = 0; i < EACH; ++i) scores[i] = __fdiv_rn(1.0f, __fadd_rn(1.0f, portable_exp(-scores[i])));
         } else if (router.score == SOFTMAX) {
-            softmax(logits);
-        } else {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) scores[i] = logits[i];
+            softmax();
         }
     }
 
-    __device__ __forceinline__ void softmax(const float (&logits)[EACH]) {
+    __device__ __forceinline__ void softmax() {
         unsigned largest = 0;
         bool is_nan = false;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (exists(i)) largest = max(largest, ranking_key(logits[i])), is_nan |= logits[i] != logits[i];
+            if (exists(i)) largest = max(largest, ranking_key(scores[i])), is_nan |= scores[i] != scores[i];
         const float top = __any_sync(FULL, is_nan) ? NAN_F : value_of_key(warp_max(largest));
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            scores[i] = exists(i) ? portable_exp(__fsub_rn(logits[i], top)) : 0.0f;
+            scores[i] = exists(i) ? portable_exp(__fsub_rn(scores[i], top)) : 0.0f;
             sum = i == 0 ? scores[i] : __fadd_rn(sum, scores[i]);
         }
 #pragma unroll
@@ -122,29 +130,29 @@ private:
         for (int i = 0; i < EACH; ++i) scores[i] = __fdiv_rn(scores[i], sum);
     }
 
-    __device__ __forceinline__ void rank_by(const float (&logits)[EACH]) {
-        const bool by_logit = !router.correction_bias && router.top_groups == router.num_groups;
+    // The keys by which experts are chosen: of the logits, or of the scores.
+    __device__ __forceinline__ void rank() {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             keys[i] = 0;
             if (!exists(i)) continue;
             const float bias = router.correction_bias ? router.correction_bias[expert(i)] : 0.0f;
-            keys[i] = ranking_key(
-                by_logit                 ? logits[i]
-                : router.correction_bias ? __fadd_rn(scores[i], bias)
-                                         : scores[i]);
+            keys[i] = ranking_key(router.correction_bias ? __fadd_rn(scores[i], bias) : scores[i]);
         }
     }
 
     // Replaces the keys of experts outside the best groups.
     __device__ __forceinline__ void mask_groups() {
         const int lane = threadIdx.x % WARP, size = router.num_experts / router.num_groups;
+        __syncwarp();  // the scratch may have been read for another token
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
             if (exists(i)) scratch.keys[expert(i)] = keys[i];
         __syncwarp();
+#pragma unroll 1
         for (int group = lane; group < router.num_groups; group += WARP) {
             unsigned first = 0, second = 0;
+#pragma unroll 1
             for (int i = 0; i < size; ++i) {
                 const unsigned key = scratch.keys[group * size + i];
                 second = max(second, min(first, key)), first = max(first, key);
@@ -161,6 +169,7 @@ private:
             const int own = expert(i) / size;
             const float score = scratch.groups[own];
             int better = 0;
+#pragma unroll 1
             for (int group = 0; group < router.num_groups; ++group) {
                 const float other = scratch.groups[group];
                 better += other > score || (other == score && group < own);
@@ -173,20 +182,22 @@ private:
     __device__ __forceinline__ int take_largest() {
         const int lane = threadIdx.x % WARP;
         int id = 0;
+#pragma unroll 1
         for (int rank = 0; rank < router.top_k; ++rank) {
             unsigned largest = keys[0];
 #pragma unroll
             for (int i = 1; i < EACH; ++i) largest = max(largest, keys[i]);
             largest = warp_max(largest);
-            unsigned first = ~0u;
+            int first = 0;
 #pragma unroll
-            for (int i = EACH - 1; i >= 0; --i)
-                if (keys[i] == largest) first = expert(i);
-            first = warp_min(first);
+            for (int i = EACH - 1; i >= 0; --i) {
+                const unsigned lanes = __ballot_sync(FULL, keys[i] == largest);
+                if (lanes) first = i * WARP + __ffs(lanes) - 1;
+            }
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
-                if (first == static_cast<unsigned>(expert(i))) keys[i] = 0;
-            if (lane == rank) id = static_cast<int>(first);
+                if (first == expert(i)) keys[i] = 0;
+            if (lane == rank) id = first;
         }
         return id;
     }
@@ -194,6 +205,7 @@ private:
     // The sum over the ranks, from rank 0 on.
     __device__ __forceinline__ float sum_by_rank(float weight) const {
         float sum = __shfl_sync(FULL, weight, 0);
+#pragma unroll 1
         for (int rank = 1; rank < router.top_k; ++rank) sum = __fadd_rn(sum, __shfl_sync(FULL, weight, rank));
         return sum;
     }

@@ -100,13 +100,6 @@ struct WarpUnits {
 
 constexpr float NO_BIAS = -0.0f;  // y + -0 is y, of either zero too
 
-// A load that the compiler neither moves nor delays.
-__device__ __forceinline__ float ld_global(const float* p) {
-    float x;
-    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
-    return x;
-}
-
 // What the epilogue needs of an output besides its sums.
 struct EpilogueOperands {
     float w_scale[2], bias[2], residual;
