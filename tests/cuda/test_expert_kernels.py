@@ -366,16 +366,16 @@ def test_a_gate_is_the_sigmoid_of_a_product(kernels: ExpertKernels, hidden: int)
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
-LAYERS = {
-    "qwen3": (Sizes(256, 96, 256, 16, 4, bias=False), RELU, {"renormalise": True}),
+LAYERS = {  # the kernels of few tokens compute three tokens of those with many experts
+    "qwen3": (Sizes(256, 96, 256, 104, 4, bias=False), RELU, {"renormalise": True}),
     "mixtral": (Sizes(128, 448, 136, 8, 2, bias=False), RELU, {"renormalise": True}),
     "gpt-oss": (Sizes(208, 72, 208, 12, 3), RELU, {"score": Score.SOFTMAX_OF_CHOSEN}),
     "all rotated": (Sizes(256, 96, 256, 16, 4, False, (256, 32)), RELU, {"renormalise": True}),
     "rotated beyond what registers hold": (Sizes(64, 544, 64, 5, 4, True, (64, 32)), RELU, {}),
     "llama4, rotated": (Sizes(96, 272, 96, 4, 1, False, (1, 16)), RELU, {"score": Score.SIGMOID, "scales_input": True}),
-    "llama4": (Sizes(96, 64, 96, 4, 1, bias=False), RELU, {"score": Score.SIGMOID, "scales_input": True}),
+    "llama4": (Sizes(96, 64, 96, 32, 1, bias=False), RELU, {"score": Score.SIGMOID, "scales_input": True}),
     "nemotron_h": (
-        Sizes(96, 272, 64, 40, 6),
+        Sizes(96, 272, 64, 160, 6),
         ExpertActivation("relu_squared", gated=False),
         {"score": Score.SIGMOID, "renormalise": True, "scale": 2.5, "num_groups": 4, "top_groups": 2},
     ),

@@ -23,7 +23,6 @@ from bminf_lite.backend.values import Norm
 from bminf_lite.cuda.kernels.constants import (
     CLAMPED_SWIGLU,
     EXPERT_FLOAT_THREADS,
-    FEW_CHUNK,
     FEW_THREADS,
     GROUPED_THREADS,
     ROUTER_THREADS,
@@ -263,7 +262,7 @@ def float_products(call: Call) -> None:
 
 def few_tokens_shared(call: Call, rows: int, own: int, each: int) -> None:
     """Check the shared memory: pipelines or the choice, ``rows`` rows of codes, ``each`` bytes for each of ``own``."""
-    unit = call.number("U") * FEW_CHUNK
+    unit = call.number("UNIT")
     needed = call.scratch_bytes + rows * up(call.pitch, unit) + each * own
     call.require(call.launch.block == FEW_THREADS and call.launch.shared >= needed, "threads or shared memory")
 
@@ -272,7 +271,8 @@ def few_tokens_shared(call: Call, rows: int, own: int, each: int) -> None:
 def few_tokens_hidden(call: Call) -> None:
     tokens, top_k, gated, k = call.tokens, call.top_k, bool(call.number("GATED")), call.k
     n, pairs, blocks = call.features * (1 + gated), tokens * top_k, call.launch.grid[0]
-    few_tokens_shared(call, tokens, -(-pairs * call.features // blocks) * (1 + gated), 4)
+    group = 8 if gated else 1
+    few_tokens_shared(call, tokens, -(-pairs * call.features // group // blocks) * group * (1 + gated), 4)
     ids, weights = chosen(call, tokens)
     codes = call.rows("codes", tokens, call.pitch, k, np.int8)
     scales = np.repeat(call.vector("x_scale", tokens, F32), top_k)

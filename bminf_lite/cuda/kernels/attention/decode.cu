@@ -89,9 +89,11 @@ __device__ __forceinline__ void prepare_new_token(
     int task = threadIdx.x / WARP;
     const __half* own_lows = lows(min(task, tasks - 1));
     asm volatile("" : "+l"(own_lows));  // found before the wait
-    if (threadIdx.x < WARP && lane * 32 < layer.head_dim)
-        for (const float* weight : {params.q_norm_weight, params.k_norm_weight, params.v_norm_weight})
-            if (weight) prefetch_l2(weight + lane * 32);
+    if (threadIdx.x < WARP && lane * 32 < layer.head_dim) {
+        if (params.q_norm_weight) prefetch_l2(params.q_norm_weight + lane * 32);
+        if (params.k_norm_weight) prefetch_l2(params.k_norm_weight + lane * 32);
+        if (params.v_norm_weight) prefetch_l2(params.v_norm_weight + lane * 32);
+    }
     wait();
     float low[PAIRS], high[PAIRS], next_low[PAIRS], next_high[PAIRS];
     fetch(own_lows, low, high);

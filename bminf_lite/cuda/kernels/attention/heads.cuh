@@ -45,6 +45,11 @@ __device__ __forceinline__ void rope_angles(
     }
 }
 
+// x / n. By a power of two it is exact, and takes a multiplication.
+__device__ __forceinline__ double divided(double x, int n) {
+    return n & (n - 1) ? x / n : x * __hiloint2double((1023 - 31 + __clz(n)) << 20, 0);
+}
+
 // RMSNorm with `norm_weight`; null: none.
 template <int PAIRS>
 __device__ __forceinline__ void norm_head(
@@ -62,7 +67,7 @@ __device__ __forceinline__ void norm_head(
     for (int i = 0; i < PAIRS; ++i) sum += fmaf(low[i], low[i], high[i] * high[i]);
 #pragma unroll
     for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum / head_dim) + eps));
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(divided(sum, head_dim)) + eps));
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
         low[i] = __fmul_rn(__fmul_rn(low[i], low_weight[i]), inverse);

@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(THREADS) latent_rows(
     __shared__ RowScratch<THREADS> scratch;
     __shared__ float key[MAX_KEY];
     launch_dependent_grids();
+    if (blockIdx.y == 0 && threadIdx.x * 32 < rank) prefetch_l2(norm_weight + threadIdx.x * 32);
     wait_on_dependent_grids();
     const auto [token, sequence, position] = find_place(cu_seqlens, context_lens, sequences);
     const int thread = threadIdx.x, half = rope_dim / 2;

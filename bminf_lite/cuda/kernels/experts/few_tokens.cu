@@ -83,11 +83,11 @@ struct Share {
 
 // A block reads its rows of gate and up in the order in which they lie in memory.
 //
-// EACH: experts of a lane, see WarpRouter. F: see expert_activation. U: chunks of a unit. k: elements of a row of
+// EACH: experts of a lane, see WarpRouter. F: see expert_activation. UNIT: bytes of a unit. k: elements of a row of
 // codes, a multiple of 16. With scales_input the weights of the experts multiply the scales of their input. Dynamic
 // shared memory: from 9.0 on the pipelines, else RoutingScratch for each token; tokens * width bytes of codes, where
 // `width` is the pitch rounded up to whole units; a sum for each row that the block has.
-template <int EACH, bool GATED, int F, int U>
+template <int EACH, bool GATED, int F, int UNIT>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     const Router router, const float* logits, const int8* codes, const float* x_scale, const int8* __restrict__ weight,
     const float* __restrict__ w_scale, const float* __restrict__ bias, __half* hidden, long long hidden_pitch,
@@ -95,18 +95,16 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     extern __shared__ __align__(128) char shared[];
     __shared__ int ids[MAX_FEW_PAIRS];
     __shared__ float scales[MAX_FEW_PAIRS];  // of the pairs' inputs
-    const int width = (pitch + U * FEW_CHUNK - 1) / (U * FEW_CHUNK) * (U * FEW_CHUNK), top_k = router.top_k;
+    const int width = (pitch + UNIT - 1) / UNIT * UNIT, top_k = router.top_k;
     constexpr int MATRICES = 1 + GATED;
     const Share<GATED ? GATE_GROUP : 1> share(tokens * top_k * features);
     const int rows = MATRICES * share.count, each = MATRICES * features;
     const int first_pair = share.first / features, first_feature = share.first % features;
     int8* tokens_codes = reinterpret_cast<int8*>(shared + scratch_bytes);
     int* sums = reinterpret_cast<int*>(tokens_codes + tokens * width);
-    using Stream = RowStream<U>;
-    __shared__ __align__(8) unsigned long long barriers[ROW_WARPS * Stream::STAGES];
     const ExpertRows of_block = {weight, ids + first_pair, each, 0, each, pitch};
-    const RowUnits units(rows, width / (U * FEW_CHUNK), each, MATRICES * first_feature);
-    Stream stream(of_block, units, shared, barriers);
+    const RowUnits units(rows, width / UNIT, each, MATRICES * first_feature);
+    RowStream<UNIT> stream(of_block, units, shared);
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) sums[i] = 0;
     wait_on_dependent_grids();
     launch_dependent_grids();
@@ -146,7 +144,7 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     if (scales_input)
         choice.find_weights([&](int pair, float weight) { scales[pair] = __fmul_rn(scales[pair], weight); });
     const unsigned inverse = (65535 + top_k) / top_k;  // pair / top_k == pair * inverse / 65536
-    multiply_units<U>(
+    multiply_units<UNIT>(
         stream, units,
         [&](const RowUnits& unit) { return tokens_codes + ((first_pair + unit.expert) * inverse >> 16) * width; },
         sums);
@@ -269,7 +267,7 @@ __device__ __forceinline__ void quantize_pairs(
 // null for ones. With scales_input the results are added as they are. The first block writes topk_ids and topk_weights,
 // [tokens, top_k]. Dynamic shared memory as above, with pairs * width bytes of codes; then an fp32 scale and an fp32
 // bias for each row that the block has.
-template <int EACH, bool ADD, int U, bool ROTATED>
+template <int EACH, bool ADD, int UNIT, bool ROTATED>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     const Router router, const float* logits, int* topk_ids, float* topk_weights, const __half* hidden,
     long long hidden_pitch, const int8* __restrict__ weight, const float* __restrict__ w_scale,
@@ -279,7 +277,7 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     extern __shared__ __align__(128) char shared[];
     __shared__ int ids[MAX_FEW_PAIRS];
     __shared__ float weights[MAX_FEW_PAIRS], x_scales[MAX_FEW_PAIRS];
-    const int width = (pitch + U * FEW_CHUNK - 1) / (U * FEW_CHUNK) * (U * FEW_CHUNK), top_k = router.top_k;
+    const int width = (pitch + UNIT - 1) / UNIT * UNIT, top_k = router.top_k;
     const int pairs = tokens * top_k;
     const Share<1> share(columns);
     const int rows = pairs * share.count;
@@ -287,14 +285,12 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     int* sums = reinterpret_cast<int*>(codes + pairs * width);
     float* w_scales = reinterpret_cast<float*>(sums + rows);
     float* biases = w_scales + rows;
-    using Stream = RowStream<U>;
-    __shared__ __align__(8) unsigned long long barriers[ROW_WARPS * Stream::STAGES];
     launch_dependent_grids();
     const Choice<EACH> choice = {router, logits, tokens, ids};
     choice.choose(shared);
     const ExpertRows of_block = {weight, ids, columns, share.first, share.count, pitch};
-    const RowUnits units(rows, width / (U * FEW_CHUNK), share.count, 0);
-    Stream stream(of_block, units, shared, barriers);
+    const RowUnits units(rows, width / UNIT, share.count, 0);
+    RowStream<UNIT> stream(of_block, units, shared);
     stream.start();
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) {
@@ -315,7 +311,7 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     if (first < outputs) load_operands(token, share.first + first - token * share.count);
     quantize_pairs<ROTATED>(hidden, hidden_pitch, pairs, k, width, rotation, rotation_scale, codes, x_scales);
     __syncthreads();
-    multiply_units<U>(stream, units, [&](const RowUnits& unit) { return codes + unit.expert * width; }, sums);
+    multiply_units<UNIT>(stream, units, [&](const RowUnits& unit) { return codes + unit.expert * width; }, sums);
     __syncthreads();
 #pragma unroll 1
     for (int i = first; i < outputs; i += FEW_THREADS) {

@@ -1,5 +1,5 @@
 // Rows of int8 weights for one warp of a matrix-vector product, as in gemv.cu: the rows of a block are cut into units
-// of U chunks of 512 bytes of one row, which its warps take in turn.
+// of up to four chunks of 512 bytes of one row, which its warps take in turn.
 #pragma once
 #include "common/async.cuh"
 #include "common/common.cuh"
@@ -8,7 +8,7 @@
 namespace bminf {
 
 constexpr int ROW_WARPS = FEW_THREADS / WARP;
-constexpr int PIPELINE_BYTES = PIPELINE_CHUNKS * FEW_CHUNK;  // of a warp; a whole number of units for every U
+constexpr int PIPELINE_BYTES = PIPELINE_CHUNKS * FEW_CHUNK;  // of a warp
 
 __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
     acc = __dp4a(a.x, b.x, acc);
@@ -74,111 +74,111 @@ private:
     }
 };
 
-// The pipeline through which a warp reads its units. From 9.0 on it consists of STAGES units in shared memory, filled
-// by bulk copies; before, of the next unit in registers. `unit` is the next unit to be loaded, `oldest` the stage of
-// the next to be multiplied.
-template <int U>
+// The pipeline through which a warp reads its units. From 9.0 on it consists of STAGES units in shared memory. Each
+// lane copies what it will read itself, 16 bytes of each chunk, so that lanes do not wait for each other. Bulk copies
+// would take one instruction for a unit, but an SM starts one of them in about 110 cycles, and units are small.
+// Before 9.0 it consists of the next unit in registers. `unit` is the next unit to be loaded, `oldest` the stage of the
+// next to be multiplied. UNIT: bytes of a unit, a multiple of 256.
+template <int UNIT>
 struct RowStream {
-    static constexpr int UNIT = U * FEW_CHUNK;
+    static constexpr int CHUNKS = (UNIT + FEW_CHUNK - 1) / FEW_CHUNK;
     const ExpertRows& rows;
     int lane;
     RowUnits unit;
 #if __CUDA_ARCH__ >= 900
     static constexpr int STAGES = PIPELINE_BYTES / UNIT;
-    unsigned stages, barriers;
-    PipelineState oldest{STAGES};
+    unsigned stages;  // the lane's part
+    int oldest = 0;
 #else
-    static constexpr int STAGES = 1;
-    int4 loaded[U];
+    int4 loaded[CHUNKS];
 #endif
 
-    // Shared memory of the block: `pipelines`, ROW_WARPS * PIPELINE_BYTES, and `all_barriers`, ROW_WARPS * STAGES.
-    __device__ __forceinline__
-    RowStream(const ExpertRows& rows, const RowUnits& first, char* pipelines, unsigned long long* all_barriers)
+    // pipelines: ROW_WARPS * PIPELINE_BYTES of shared memory.
+    __device__ __forceinline__ RowStream(const ExpertRows& rows, const RowUnits& first, char* pipelines)
         : rows(rows),
           lane(threadIdx.x % WARP),
           unit(first) {
 #if __CUDA_ARCH__ >= 900
-        const int warp = warp_index();
-        stages = cast_smem_ptr_to_uint(pipelines + warp * PIPELINE_BYTES);
-        barriers = cast_smem_ptr_to_uint(all_barriers + warp * STAGES);
-        if (lane == 0) {
-#pragma unroll 1
-            for (int i = 0; i < STAGES; ++i) mbarrier_init(barriers + 8 * i, 1);
-            fence_mbarrier_init();
-        }
-        __syncwarp();
+        stages = cast_smem_ptr_to_uint(pipelines + warp_index() * PIPELINE_BYTES) + lane * 16;
 #endif
+    }
+
+    // Whether the lane has a part of chunk i of a unit: half of them have none of the last chunk of some units.
+    __device__ __forceinline__ bool has_part(int i) const {
+        return (i + 1) * FEW_CHUNK <= UNIT || i * FEW_CHUNK + lane * 16 < UNIT;
     }
 
     // Starts to load the first units. No thread uses the pipelines for anything else any more.
     __device__ __forceinline__ void start() {
+#if __CUDA_ARCH__ >= 900
 #pragma unroll 1
         for (int i = 0; i < STAGES; ++i) load(i);
-    }
-
-    // Starts to load the warp's next unit.
-    __device__ __forceinline__ void load(int stage) {
-        if (unit.remaining <= 0) return;
-#if __CUDA_ARCH__ >= 900
-        if (lane == 0) {
-            const int column = unit.segment * UNIT, bytes = min(UNIT, rows.pitch - column);
-            mbarrier_arrive_expect_tx(barriers + 8 * stage, bytes);
-            cp_async_bulk(
-                stages + stage * UNIT, rows.address(unit.expert, unit.place) + column, bytes, barriers + 8 * stage);
-        }
 #else
-        const int column = unit.segment * UNIT + lane * 16;
-        const int8* source = rows.address(unit.expert, unit.place) + column;
-#pragma unroll
-        for (int i = 0; i < U; ++i)
-            loaded[i] = column + i * FEW_CHUNK < rows.pitch
-                            ? __ldcs(reinterpret_cast<const int4*>(source + i * FEW_CHUNK))
-                            : int4{};
+        load(0);
 #endif
-        unit.next();
     }
 
     // The product of the oldest unit and the codes of its columns, in every lane; the next unit takes its place.
-    __device__ __forceinline__ int multiply(const int4 (&codes)[U]) {
+    __device__ __forceinline__ int multiply(const int4 (&codes)[CHUNKS]) {
         int sum = 0;
+        int4 w[CHUNKS];
 #if __CUDA_ARCH__ >= 900
-        mbarrier_wait(barriers + 8 * oldest.index, oldest.phase);
-        const unsigned source = stages + oldest.index * UNIT + lane * 16;
-        int4 w[U];
+        cp_async_wait_group<STAGES - 1>();
 #pragma unroll
-        for (int i = 0; i < U; ++i) w[i] = ld_shared_v4(source + i * FEW_CHUNK);
+        for (int i = 0; i < CHUNKS; ++i)
+            w[i] = has_part(i) ? ld_shared_v4(stages + oldest * UNIT + i * FEW_CHUNK) : int4{};
 #pragma unroll
-        for (int i = 0; i < U; ++i) sum += dot16(w[i], codes[i], 0);
-        if (unit.remaining > 0) fence_proxy_async();
-        __syncwarp();
-        load(oldest.index);
-        oldest.next();
+        for (int i = 0; i < CHUNKS; ++i) sum += dot16(w[i], codes[i], 0);
+        load(oldest);
+        if (++oldest == STAGES) oldest = 0;
 #else
-        int4 w[U];
 #pragma unroll
-        for (int i = 0; i < U; ++i) w[i] = loaded[i];
+        for (int i = 0; i < CHUNKS; ++i) w[i] = loaded[i];
         load(0);
 #pragma unroll
-        for (int i = 0; i < U; ++i) sum += dot16(w[i], codes[i], 0);
+        for (int i = 0; i < CHUNKS; ++i) sum += dot16(w[i], codes[i], 0);
 #endif
         return warp_sum(sum);
+    }
+
+private:
+    // Starts to load the warp's next unit, if there is one.
+    __device__ __forceinline__ void load(int stage) {
+        if (unit.remaining > 0) {
+            const int column = unit.segment * UNIT + lane * 16;
+            const int8* source = rows.address(unit.expert, unit.place) + column;
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i) {
+                const bool exists = has_part(i) && column + i * FEW_CHUNK < rows.pitch;
+#if __CUDA_ARCH__ >= 900
+                if (exists) cp_async_16(stages + stage * UNIT + i * FEW_CHUNK, source + i * FEW_CHUNK);
+#else
+                loaded[i] = exists ? __ldcs(reinterpret_cast<const int4*>(source + i * FEW_CHUNK)) : int4{};
+#endif
+            }
+            unit.next();
+        }
+#if __CUDA_ARCH__ >= 900
+        cp_async_commit_group();  // an empty one too: the wait counts groups
+#endif
     }
 };
 
 // Adds the products of a warp's units, from `unit` on, to the sums of their rows. codes: a function from a unit to
 // those of its row, with zeros up to whole units.
-template <int U, class Codes>
-__device__ __forceinline__ void multiply_units(RowStream<U>& stream, RowUnits unit, const Codes& codes, int* sums) {
+template <int UNIT, class Codes>
+__device__ __forceinline__ void multiply_units(RowStream<UNIT>& stream, RowUnits unit, const Codes& codes, int* sums) {
     const int lane = threadIdx.x % WARP;
-    int4 c[U];
+    constexpr int CHUNKS = RowStream<UNIT>::CHUNKS;
+    int4 c[CHUNKS];
     const int8* held = nullptr;  // whose codes are in c
 #pragma unroll 1
     for (; unit.remaining > 0; unit.next()) {
-        const int8* needed = codes(unit) + unit.segment * (U * FEW_CHUNK);
+        const int8* needed = codes(unit) + unit.segment * UNIT;
         if (needed != held) {
 #pragma unroll
-            for (int i = 0; i < U; ++i) c[i] = *reinterpret_cast<const int4*>(needed + lane * 16 + i * FEW_CHUNK);
+            for (int i = 0; i < CHUNKS; ++i)
+                c[i] = stream.has_part(i) ? *reinterpret_cast<const int4*>(needed + lane * 16 + i * FEW_CHUNK) : int4{};
             held = needed;
         }
         const int sum = stream.multiply(c);
