@@ -10,7 +10,7 @@ import numpy as np
 
 from ..engine.pooling import PoolingText
 from ..errors import UsageError, is_whole, listed
-from ..text.prompts import validate_token_ids
+from ..text.prompts import validate_lists, validate_token_ids
 from ..text.tokenizer import Tokenizer, WholeText, require_text
 from .settings import PoolingSettings
 
@@ -62,6 +62,8 @@ class TextEncoder:
 
         Raises ``UsageError`` that lists the texts that are none, and without ``truncate`` those that are too long.
         """
+        if (lists := self._lists(texts, truncate)) is not None:
+            return lists
         skipped = self._prompt_tokens(prompt) if prompt and not self.settings.include_prompt else 0
         lowered = {i: self._lowered(prompt + text) for i, text in enumerate(texts) if is_utf8(text)}
         whole = dict(zip(lowered, self._whole([(text,) for text in lowered.values()]), strict=True))
@@ -84,6 +86,16 @@ class TextEncoder:
         """The tokens of texts as :meth:`encode` gives them, and beside them their places in the texts."""
         whole = self._whole([(self._lowered(text),) for text in texts])
         return list(zip(_of_each(len(whole), lambda i: self._checked(whole[i], truncate)), whole, strict=True))
+
+    def _lists(self, texts: Sequence[Text], truncate: bool) -> list[PoolingText] | None:
+        """Texts that are all lists of token ids; None if they must be looked at one by one."""
+        lists = validate_lists(texts, self.vocab_size)
+        if lists is None:
+            return None
+        most, counts = self.max_length, [len(ids) for ids in lists]
+        if min(counts) == 0 or (not truncate and max(counts) > most):
+            return None
+        return [PoolingText(ids[:most]) for ids in lists]
 
     def _whole(self, texts: Sequence[tuple[str, ...]]) -> list[WholeText]:
         return self.tokenizer().encode_whole(texts, self.max_length) if texts else []

@@ -343,6 +343,35 @@ def _packed(token_ids: Any) -> array[int]:
     return array("i", struct.Struct(f"{len(values)}i").pack(*values))  # in half the time of array("i", values)
 
 
+def validate_lists(lists: Sequence[Any], vocab_size: int) -> list[np.ndarray] | None:
+    """Several lists of token ids, int32, in a fraction of the time that :func:`validate_token_ids` takes for each.
+
+    None if that function must look at each: because one of them is wrong, or because they are not all of one kind.
+    """
+    if not lists or not all(isinstance(x, list) or (isinstance(x, np.ndarray) and x.ndim == 1) for x in lists):
+        return None
+    counts = [len(ids) for ids in lists]
+    ends = np.cumsum(counts)
+    if all(isinstance(ids, list) for ids in lists):
+        try:
+            flat = np.frombuffer(b"".join(struct.pack(f"{len(ids)}i", *ids) for ids in lists), np.int32)
+        except (TypeError, OverflowError, struct.error):
+            return None
+        may_be_bool = np.flatnonzero((flat == 0) | (flat == 1))
+        owners = np.searchsorted(ends, may_be_bool, side="right")
+        if not all(is_whole(lists[b][i - ends[b]]) for b, i in zip(owners, may_be_bool, strict=True)):
+            return None
+    else:
+        dtypes = {ids.dtype if isinstance(ids, np.ndarray) else None for ids in lists}
+        if len(dtypes) > 1 or (dtype := dtypes.pop()) is None or dtype.kind not in "iu":
+            return None
+        flat = np.concatenate(lists)
+    if flat.size and not 0 <= flat.min() <= flat.max() < vocab_size:
+        return None
+    flat = flat.astype(np.int32, copy=False)
+    return [flat[end - count : end] for count, end in zip(counts, ends.tolist(), strict=True)]
+
+
 def _check_length(token_ids: Sequence[int], limit: int, reason: str) -> None:
     if len(token_ids) > limit:
         excess = len(token_ids) - limit

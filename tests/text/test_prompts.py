@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bminf_lite.errors import UsageError
-from bminf_lite.text.prompts import validate_token_ids
+from bminf_lite.text.prompts import validate_lists, validate_token_ids
 
 IDS = [0, 1, 7, 99]
 
@@ -62,3 +62,26 @@ def test_what_is_no_list(given):
         UsageError, match=f"a prompt is text, token ids or messages, but this one is {type(given).__name__}"
     ):
         validate_token_ids(given, 100)
+
+
+SEVERAL = [IDS, [99], [], [3, 2]]
+
+
+@pytest.mark.parametrize("of", [list, *(lambda ids, dtype=dtype: np.array(ids, dtype) for dtype in DTYPES)])
+def test_several_lists_become_int32_arrays(of):
+    found = validate_lists([of(ids) for ids in SEVERAL], 100)
+    assert found is not None and [ids.tolist() for ids in found] == SEVERAL
+    assert all(ids.dtype == np.int32 for ids in found)
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, False, np.True_, None, "a", [1], -1, 100, 2**31, 2**64, -(2**80)])
+def test_several_lists_with_a_wrong_id_are_left_to_the_check_of_each(wrong):
+    assert validate_lists([IDS, [0, wrong, 1], [2]], 100) is None
+
+
+@pytest.mark.parametrize(
+    "lists", [[], ["ab"], [IDS, "ab"], [IDS, np.array(IDS)], [np.array([1]), np.array([1], np.int16)], [tuple(IDS)],
+              [np.array([[1]])], [np.array([True])], [np.array([1.0])], [np.array([2**63], np.uint64)], [np.array(1)]]
+)  # fmt: skip
+def test_what_is_not_several_lists_of_one_kind_is_left_to_the_check_of_each(lists):
+    assert validate_lists(lists, 100) is None
