@@ -4,6 +4,7 @@ same however the work is divided.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,6 +87,16 @@ def test_two_blocks_share_a_tile_where_rows_and_keys_are_many(
     tokens: int, batch_size: int, max_query_len: int, max_context_len: int, group: int, rows: int
 ) -> None:
     assert tile_rows(tokens, batch_size, max_query_len, max_context_len, group) == rows
+
+
+def test_short_texts_have_small_tiles_of_which_an_sm_runs_several() -> None:
+    tile_of = functools.partial(tile_config_for, (9, 0), mask=AttentionMask.BIDIRECTIONAL)
+    for mean, rows in ((266, SMALL_TILE), (2048, TILE)):
+        sizes = 64 * mean, 64, 2 * mean, 2 * mean, 1
+        assert tile_rows(*sizes, AttentionMask.BIDIRECTIONAL, 32) == rows
+        assert tile_rows(*sizes, AttentionMask.BIDIRECTIONAL, 64) == TILE
+    assert [tile_of(depth, SMALL_TILE).blocks for depth in (32, 64, 128)] == [4, 2, 2]
+    assert tile_rows(64 * 266, 64, 512, 512, 1) == TILE
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -27,7 +27,7 @@ from ..arrays import ceil_div
 from ..constants import BLOCK_SIZE, LARGE_SHARED_MEMORY, SEGMENT, AttentionMask, ScoreKind, attention_tile
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..sources import load
-from .heads import ELEMENTS, HALF, INT8, LARGE_HEAD_DIM, Scores, max_head_dim
+from .heads import ELEMENTS, HALF, INT8, LARGE_HEAD_DIM, MAX_HEAD_DIM, Scores, max_head_dim
 
 WARP = 32
 HOPPER_SHARED = (227 << 10) - 512
@@ -46,10 +46,11 @@ least ``CLUSTER_WORK`` products of a row and a key each.
 
 For less work, a launch with clusters has taken longer.
 """
-SHORT_ROWS = 512
-"""Sequences of up to this many rows in the mean, whose tokens see all of them, have tiles of ``SMALL_TILE`` rows.
+SHORT_ROWS, LIGHT_DEPTH = 512, 32
+"""Sequences of up to ``SHORT_ROWS`` rows in the mean, whose tokens see all of them, have tiles of ``SMALL_TILE`` rows
+if heads have up to ``LIGHT_DEPTH`` columns.
 
-A sequence's last tile is rarely full, and a small tile leaves registers for more blocks.
+A sequence's last tile is rarely full, and a small tile of such heads leaves registers for four blocks an SM.
 """
 COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
@@ -158,10 +159,11 @@ def tile_rows(
     max_context_len: int,
     group: int,
     mask: AttentionMask = AttentionMask.CAUSAL,
+    depth: int = MAX_HEAD_DIM,
 ) -> int:
-    """One of ``TILE_ROWS`` for a launch of these sizes; a token has ``group`` rows."""
+    """One of ``TILE_ROWS`` for a launch of these sizes; a token has ``group`` rows, padded to ``depth`` columns."""
     mean = tokens * group / batch_size
-    is_short = mask is AttentionMask.BIDIRECTIONAL and mean <= SHORT_ROWS
+    is_short = mask is AttentionMask.BIDIRECTIONAL and depth <= LIGHT_DEPTH and mean <= SHORT_ROWS
     if max_query_len * group <= SMALL_TILE or is_short:
         return SMALL_TILE
     return CLUSTER_TILE if mean >= CLUSTER_ROWS and mean * max_context_len >= CLUSTER_WORK else TILE
@@ -196,8 +198,8 @@ def tile_config_for(
     if depth > (64 if compute_capability >= (8, 0) else 96) and little:
         return tile(rows=64, blocks=2)
     rows = SMALL_TILE if biased else min(rows, TILE)  # the biases of 128 rows would not fit the registers
-    is_light = mask is AttentionMask.BIDIRECTIONAL and rows == SMALL_TILE and depth <= 64 and not biased
-    return tile(rows=rows, blocks=(4 if depth <= 32 else 3) if is_light else 2)
+    is_light = mask is AttentionMask.BIDIRECTIONAL and rows == SMALL_TILE and depth <= LIGHT_DEPTH and not biased
+    return tile(rows=rows, blocks=4 if is_light else 2)
 
 
 class PrefillAttention:
@@ -231,7 +233,7 @@ class PrefillAttention:
 
         It needs at least what this returns for ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
         """
-        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, heads // kv_heads, mask)
+        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, heads // kv_heads, mask, head_dim)
         tile_config = self._config(rows, head_dim, mask, scores, int8)
         running = self._running_bytes(tile_config, max_context_len)
         if not self._may_split(mask, max_context_len):
@@ -295,7 +297,7 @@ class PrefillAttention:
         """
         assert (mask, scores.kind) in MASKS
         group, int8 = heads // kv_heads, key_scales != 0
-        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group, mask)
+        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group, mask, head_dim)
         tile_config = self._config(rows, head_dim, mask, scores.kind, int8)
         kernel, merge = self._kernels(tile_config, INT8 if int8 else HALF)
         pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)
