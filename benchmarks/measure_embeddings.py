@@ -2,11 +2,13 @@
 
     python benchmarks/measure_embeddings.py all-minilm-l6-v2 bert-large --folder /tmp/measure
 
-For each shape a random checkpoint is made in ``--folder``, and migrated by the default recipe. ``--texts`` texts of 20
-to 512 random tokens are embedded ``--runs`` times by each; the best time counts. transformers gets the texts sorted by
-length, in padded batches of ``--batch`` texts, pads each batch to a multiple of 32 tokens, and pools by the mean. It
-needs PyTorch and transformers; without them, or with ``--without-torch``, our times are printed alone. The folder is
-removed at the end.
+For each shape a random checkpoint is made in ``--folder``, and migrated by ``--recipe``, by default that of
+``migrate``; those that an earlier run left there are taken as they are. ``--texts`` texts of 20 to 512 random tokens
+are embedded ``--runs`` times by each, from lists of tokens; the best time counts, and that from NumPy arrays is printed
+beside it. transformers gets the lists sorted by length, in padded batches of ``--batch`` texts, pads each batch to a
+multiple of ``--padding`` tokens, and pools by the mean. ``--torch model`` compiles the model for each padded length,
+``layers`` one layer for all of them, which takes seconds, and ``none`` leaves it out, as does an environment without
+PyTorch or transformers. ``--trace TOKENS`` prints the device's time in one batch of that many tokens, by kernel.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,11 @@ import make_random_checkpoint
 import numpy as np
 
 import bminf_lite
+from bminf_lite.backend.values import Pooling
 from bminf_lite.bench.model import read_shape
+from bminf_lite.engine.pooling import PoolingQueue, PoolingText
 
-SHORTEST, LONGEST, PADDING = 20, 512, 32
+SHORTEST, LONGEST = 20, 512
 
 
 def random_texts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -46,19 +50,56 @@ def best_seconds(work: Callable[[], Any], runs: int) -> float:
     return min(times[1:])
 
 
-def our_seconds(folder: Path, texts: list[list[int]], device: str, runs: int) -> tuple[float, np.ndarray]:
-    """The time of :meth:`bminf_lite.Model.embed`, and the vectors."""
-    with bminf_lite.load(folder, device=device) as model:
-        return best_seconds(lambda: model.embed(texts), runs), model.embed(texts)
+def our_seconds(folder: Path, texts: list[list[int]], arguments: argparse.Namespace) -> tuple[float, float, np.ndarray]:
+    """The times of :meth:`bminf_lite.Model.embed` from lists and from arrays, and the vectors."""
+    arrays = [np.array(ids, np.int32) for ids in texts]
+    with bminf_lite.load(folder, device=arguments.device) as model:
+        seconds = [best_seconds(lambda given=given: model.embed(given), arguments.runs) for given in (texts, arrays)]
+        if arguments.trace:
+            model.engine.call(lambda: print_trace(model, texts, arguments.trace))
+        return seconds[0], seconds[1], model.embed(texts)
 
 
-def torch_seconds(folder: Path, texts: list[list[int]], batch: int, runs: int) -> tuple[float, np.ndarray]:
+def print_trace(model: bminf_lite.Model, texts: list[list[int]], tokens: int) -> None:
+    """Print the device's time in one batch of the first texts, by kernel. Called in the engine's thread."""
+    from bminf_lite.bench.cuda import CudaProfiler
+
+    count = int(np.searchsorted(np.cumsum([len(ids) for ids in texts]), tokens, side="right"))
+    chosen = [PoolingText(ids) for ids in texts[:count]]
+    queue = PoolingQueue(model.network, tokens, count)
+    times: dict[str, list[float]] = defaultdict(list)
+    for span in CudaProfiler(model.ops).trace(lambda: queue._compute(chosen, (Pooling.MEAN,))):
+        times[span.name].append(span.seconds)
+    total = sum(map(sum, times.values()))
+    print(f"{model}: {count} texts, {sum(len(t.token_ids) for t in chosen):,} tokens, {total * 1e3:.2f} ms of kernels")
+    for name, own in sorted(times.items(), key=lambda item: -sum(item[1])):
+        print(f"{sum(own) * 1e6:10.0f} us {len(own):4} x {sum(own) / len(own) * 1e6:8.1f} us  {name}")
+
+
+def make_models(shape: str, arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """The folders of the random model and of its migration, which are made if they are not there."""
+    name = Path(shape).stem
+    source, int8 = arguments.folder / name, arguments.folder / f"{name}-{arguments.recipe or 'default'}"
+    if not source.exists():
+        make_random_checkpoint.make(source, shape)
+    if not int8.exists():
+        bminf_lite.migrate(source, int8, arguments.recipe)
+    return source, int8
+
+
+def torch_seconds(folder: Path, texts: list[list[int]], arguments: argparse.Namespace) -> tuple[float, np.ndarray]:
     """The time of transformers' compiled model in bf16, and the vectors."""
     import torch
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").cuda().eval()
-    compiled = torch.compile(model, dynamic=False)
+    batch, padding = arguments.batch, arguments.padding
+    compiled = model
+    if arguments.torch == "layers":
+        for layer in model.encoder.layer:
+            layer.compile(dynamic=True)
+    else:
+        compiled = torch.compile(model, dynamic=False)
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     vectors = np.zeros((len(texts), model.config.hidden_size), np.float32)
 
@@ -66,7 +107,7 @@ def torch_seconds(folder: Path, texts: list[list[int]], batch: int, runs: int) -
         waiting = []
         for first in range(0, len(order), batch):
             chosen = order[first : first + batch]
-            width = -(-max(len(texts[i]) for i in chosen) // PADDING) * PADDING
+            width = -(-max(len(texts[i]) for i in chosen) // padding) * padding
             ids = torch.zeros((batch, width), dtype=torch.long)
             mask = torch.zeros((batch, width), dtype=torch.long)
             for row, i in enumerate(chosen):
@@ -81,26 +122,25 @@ def torch_seconds(folder: Path, texts: list[list[int]], batch: int, runs: int) -
         for chosen, rows in waiting:
             vectors[chosen] = rows.cpu().numpy()[: len(chosen)]
 
-    return best_seconds(embed, runs), vectors
+    return best_seconds(embed, arguments.runs), vectors
 
 
 def measure(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The times of one shape, in seconds, and tokens per second."""
-    name = Path(shape).stem
-    source, int8 = arguments.folder / name, arguments.folder / f"{name}-int8"
-    make_random_checkpoint.make(source, shape)
-    bminf_lite.migrate(source, int8)
+    source, int8 = make_models(shape, arguments)
     texts = random_texts(arguments.texts, int(read_shape(shape)["vocab_size"]))
     tokens = sum(map(len, texts))
-    found: dict[str, Any] = {"shape": name, "texts": len(texts), "tokens": tokens}
+    found: dict[str, Any] = {"shape": source.name, "texts": len(texts), "tokens": tokens}
     rows = {}
     for kind, folder in (("int8", int8), ("float", source)):
-        found[f"{kind}_seconds"], rows[kind] = our_seconds(folder, texts, arguments.device, arguments.runs)
+        found[f"{kind}_seconds"], found[f"{kind}_seconds_from_arrays"], rows[kind] = our_seconds(
+            folder, texts, arguments
+        )
         found[f"{kind}_tokens_per_second"] = round(tokens / found[f"{kind}_seconds"])
     found["int8_least_cosine"] = float((rows["int8"] * rows["float"]).sum(axis=1).min())
     has_torch = importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")
-    if has_torch and not arguments.without_torch:
-        found["torch_seconds"], expected = torch_seconds(source, texts, arguments.batch, arguments.runs)
+    if has_torch and arguments.torch != "none":
+        found["torch_seconds"], expected = torch_seconds(source, texts, arguments)
         found["float_least_cosine_with_torch"] = float((rows["float"] * expected).sum(axis=1).min())
         for kind in ("int8", "float"):
             found[f"{kind}_times_as_fast"] = found["torch_seconds"] / found[f"{kind}_seconds"]
@@ -115,14 +155,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--without-torch", action="store_true")
+    parser.add_argument("--recipe", help="of migrate; the default is its own")
+    parser.add_argument("--torch", choices=("model", "layers", "none"), default="model")
+    parser.add_argument("--padding", type=int, default=32)
+    parser.add_argument("--trace", type=int, metavar="TOKENS")
     arguments = parser.parse_args()
     for shape in arguments.shapes:
-        try:
-            print(json.dumps(measure(shape, arguments)), flush=True)
-        finally:
-            for name in (Path(shape).stem, f"{Path(shape).stem}-int8"):
-                shutil.rmtree(arguments.folder / name, ignore_errors=True)
+        print(json.dumps(measure(shape, arguments)), flush=True)
 
 
 if __name__ == "__main__":
