@@ -45,6 +45,10 @@ EXPERTS = {
 }
 HEAD_KEYS = {"num_key_value_heads", "head_dim"}
 """What may differ by layer."""
+STREAM_SCALE = 2.0**-6
+"""The residual stream of a model with inputs of layers has this factor. A product reads it without a norm, in fp16
+where activations are not quantized: numbers above 65,504 would be infinite. A power of two changes no other bit.
+"""
 ROTARY = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
@@ -72,14 +76,16 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     window, cap = read.value(WINDOW), read.value_or_none(LOGITS_CAP)
     multiplier = gemma2.embedding_multiplier(read)
     fields = read.checked_fields()
+    scale = STREAM_SCALE if fields["input_size"] else 1.0
+    of_stream = {**fields, "norm_eps": fields["norm_eps"] * scale**2}
     mixers: list[Part] = []
     for layer, (kind, (kv_heads, head_dim)) in enumerate(zip(types, heads, strict=True)):
         own = attention(fields, kind, kv_heads, head_dim, rotary[kind, head_dim], window)
         mixers.append(SharedAttentionPart(own, sources[layer]) if layer in sources else own)
     return llama.model(
-        fields,
-        [layer_parts(fields, layer, mixer, layer in sources) for layer, mixer in enumerate(mixers)],
-        input={"multiplier": multiplier, "layer_inputs": layer_inputs(fields)},
+        of_stream,
+        [layer_parts(fields, layer, mixer, layer in sources, scale) for layer, mixer in enumerate(mixers)],
+        input={"multiplier": multiplier * scale, "layer_inputs": layer_inputs(fields, scale)},
         output={"softcap": cap},
         ignored=(
             r".*rotary_emb\.inv_freq",
@@ -171,31 +177,40 @@ def attention(
     )
 
 
-def layer_parts(fields: Fields, layer: int, mixer: Part, is_shared: bool) -> LayerParts:
-    """Attention, the dense layer, beside which experts may stand, and the layer's input, each with its norms."""
+def layer_parts(fields: Fields, layer: int, mixer: Part, is_shared: bool, scale: float) -> LayerParts:
+    """Attention, the dense layer, beside which experts may stand, and the layer's input, each with its norms.
 
-    def norm(name: str) -> NormPart:
-        return llama.norm(fields, name)
+    ``scale`` is the factor that the residual stream has.
+    """
 
-    before, behind = norm("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
+    def reading(name: str) -> NormPart:
+        return replace(llama.norm(fields, name), eps=fields["norm_eps"] * scale**2)
+
+    def norm(name: str, factor: float = scale) -> NormPart:
+        return replace(llama.norm(fields, name), factor=factor)
+
+    before, behind = reading("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
     width = fields["intermediate_size"] * (2 if fields["double_wide"] and is_shared else 1)
     dense = llama.feed_forward(fields, inner_size=width)
-    sublayers = [Sublayer(mixer, norm("input_layernorm"), norm("post_attention_layernorm"))]
+    sublayers = [Sublayer(mixer, reading("input_layernorm"), norm("post_attention_layernorm"))]
     if fields["sparse"]:
         branches = (
-            Branch(dense, before, norm("post_feedforward_layernorm_1")),
-            Branch(experts(fields), None, norm("post_feedforward_layernorm_2")),
+            Branch(dense, before, norm("post_feedforward_layernorm_1", 1.0)),
+            Branch(
+                experts(fields, reading("pre_feedforward_layernorm_2")), None, norm("post_feedforward_layernorm_2", 1.0)
+            ),
         )
         sublayers.append(Sublayer(BranchesPart(branches), None, behind))
     else:
         sublayers.append(Sublayer(dense, before, behind))
     if fields["input_size"]:
-        part = LayerInputPart(fields["hidden_size"], fields["input_size"], layer, fields["activation"])
+        sizes = fields["hidden_size"], fields["input_size"]
+        part = LayerInputPart(*sizes, layer, fields["activation"], multiplier=1 / scale)
         sublayers.append(Sublayer(part, None, norm("post_per_layer_input_norm")))
     return LayerParts(tuple(sublayers), scale="layer_scalar")
 
 
-def experts(fields: Fields) -> ExpertsPart:
+def experts(fields: Fields, norm: NormPart) -> ExpertsPart:
     """Experts with factors on their results, whose router has a norm of its own."""
     root = fields["hidden_size"] ** -0.5
     return ExpertsPart(
@@ -206,19 +221,19 @@ def experts(fields: Fields) -> ExpertsPart:
         router_name="router.proj",
         experts="experts",
         fused=("experts.gate_up_proj", "experts.down_proj"),
-        input_norms=ExpertNorms(llama.norm(fields, "pre_feedforward_layernorm_2"), "router.scale", root),
+        input_norms=ExpertNorms(norm, "router.scale", root),
         expert_scales="router.per_expert_scale",
     )
 
 
-def layer_inputs(fields: Fields) -> LayerInputsPart | None:
-    """The inputs of all layers; None for a model without."""
+def layer_inputs(fields: Fields, scale: float) -> LayerInputsPart | None:
+    """The inputs of all layers, made of a residual stream with the factor ``scale``; None for a model without."""
     size = fields["input_size"]
     if not size:
         return None
     norm = NormPart("model.per_layer_projection_norm", size, fields["norm_eps"])
     return LayerInputsPart(
-        fields["input_vocab"], fields["layers"], size, norm, fields["hidden_size"] ** -0.5, size**0.5, 2**-0.5
+        fields["input_vocab"], fields["layers"], size, norm, fields["hidden_size"] ** -0.5 / scale, size**0.5, 2**-0.5
     )
 
 

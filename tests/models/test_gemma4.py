@@ -57,3 +57,17 @@ def test_layer_by_layer_is_the_whole_model(int8_cache: bool) -> None:
     found = run.output()(state.residual)
     expected = tiny_model(ops, SHARED.config, weights, slots=2, int8_cache=int8_cache).run(*batch.sequences)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_stream_beyond_fp16_is_read(backend: Backend) -> None:
+    """Numbers of about 1e5: a product reads the residual stream in fp16, at a smaller scale."""
+    weights = RandomWeights(SHARED.config, SHARED.seed)
+    for name, values in weights.tensors.items():
+        if name.endswith(("post_attention_layernorm.weight", "post_per_layer_input_norm.weight")):
+            weights.tensors[name] = values * np.float32(3e4)
+        if name.endswith("per_layer_input_gate.weight"):
+            weights.tensors[name] = values * np.float32(3e-5)
+    exact = tiny_model(CpuBackend(), SHARED.config, weights).run(SHARED.tokens)
+    found = tiny_model(backend, SHARED.config, weights).run(SHARED.tokens)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, exact, rtol=0, atol=0.1 * np.abs(exact).max())

@@ -78,7 +78,8 @@ class LayerInputs:
 class LayerInputPart(Part):
     """``project(f(gate(x)) * part)``, where ``part`` has the ``size`` elements that the layer number ``layer`` reads.
 
-    ``activation`` is one of ``backend.functions.ACTIVATIONS``. Every rank computes all of it.
+    ``activation`` is one of ``backend.functions.ACTIVATIONS``. ``multiplier`` multiplies the input. Every rank computes
+    all of it.
     """
 
     hidden_size: int
@@ -87,6 +88,7 @@ class LayerInputPart(Part):
     activation: str
     gate: str = "per_layer_input_gate"
     project: str = "per_layer_projection"
+    multiplier: float = 1.0
 
     def stated(self, layer: str) -> PartTensors:
         gate, project = f"{layer}.{self.gate}", f"{layer}.{self.project}"
@@ -94,9 +96,9 @@ class LayerInputPart(Part):
         return PartTensors(tensors, weights_of(gate), weights_of(project))
 
     def build(self, source: LayerSource) -> LayerInput:
-        gate, project = (
-            Linear(source.ops, source.weights, [f"{source.name}.{name}"]) for name in (self.gate, self.project)
-        )
+        names = source.named((self.gate, self.project))
+        changes = {} if self.multiplier == 1 else {names[0]: RowTransform(factors=self.multiplier)}
+        gate, project = (Linear(source.ops, TransformedWeights(source.weights, changes), [name]) for name in names)
         return LayerInput(source.ops, gate, project, self.activation, self.layer * self.size)
 
 

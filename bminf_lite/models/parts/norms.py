@@ -25,13 +25,17 @@ class NormKind(Enum):
 
 @dataclass(frozen=True)
 class NormPart:
-    """The norm ``name`` of ``features`` elements, to whose weight ``offset`` is added."""
+    """The norm ``name`` of ``features`` elements, to whose weight ``offset`` is added.
+
+    ``factor`` multiplies the result.
+    """
 
     name: str
     features: int
     eps: float
     kind: NormKind = NormKind.RMS
     offset: float = 0.0
+    factor: float = 1.0
 
     @property
     def is_rms(self) -> bool:
@@ -65,7 +69,7 @@ class NormPart:
 
     def build(self, ops: Backend, weights: Weights, layer: str = "", scale: float = 1.0) -> NormLayer:
         """The norm on a device, its result multiplied by ``scale``."""
-        name = self.full_name(layer)
+        name, scale = self.full_name(layer), scale * self.factor
         if self.is_rms:
             return rms_norm(ops, weights, name, self.eps, scale, self.offset)
         if self.kind is NormKind.LAYER_WITHOUT_WEIGHT:
