@@ -426,7 +426,7 @@ def requirements(
     cache = cache_groups(config, layout.shard(tp_size))
     places = np.cumsum([0, *map(len, config.layer_layouts)])
     read = CacheLayout(tuple(layout.shard(tp_size).layers[places[source]] for source in config.source_layers.values()))
-    return MemoryRequirements(
+    needed = MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),
         fixed=meta.non_layer_bytes + LIBRARY_BYTES,
@@ -438,6 +438,7 @@ def requirements(
         context_length=config.context_length,
         adapters=meta.adapter_bytes,
     )
+    return with_long_texts(needed, config) if not config.generates and config.reads_pieces else needed
 
 
 def _decode_work(

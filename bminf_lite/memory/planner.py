@@ -503,12 +503,13 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     ]
     slots = f"slots {format_size(plan.slot_bytes)}, " if plan.slot_bytes else ""
     encoder = f"{len(requirements.prompt_layers)} layers of an encoder and " if requirements.prompt_layers else ""
-    states = requirements.cache_per_sequence
+    states, kept = requirements.cache_per_sequence, requirements.text_bytes_per_token
     snapshots = any(group.has_snapshots for group in requirements.cache)
     rows = {
         "model": f"{encoder}{len(requirements.layers)} layers, weights {format_size(requirements.weights)}, "
         f"cache {format_size(requirements.cache_per_token)} per token"
-        + (f" and {format_size(states)} per sequence" if states else ""),
+        + (f" and {format_size(states)} per sequence" if states else "")
+        + (f", {format_size(kept)} per token of the longest text that becomes a vector" if kept else ""),
         **({"experts": experts_text(plan)} if requirements.decode.experts else {}),
         **({"adapters": f"slots of {format_size(requirements.adapters)}"} if requirements.adapters else {}),
         "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),

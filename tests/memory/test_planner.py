@@ -315,6 +315,7 @@ def test_a_long_text_that_becomes_a_vector_takes_memory_of_the_cache() -> None:
     plain = plan_memory(EIGHT_B, machine, 8192)
     with_texts = plan_memory(replace(EIGHT_B, text_bytes_per_token=20 << 10), machine, 8192)
     assert with_texts.total_bytes - plain.total_bytes == 8192 * (20 << 10)
+    assert "20.0 KiB per token of the longest text" in str(with_texts) and "longest text" not in str(plain)
     lost = sum(plain.num_blocks(8)) - sum(with_texts.num_blocks(8))
     assert lost * EIGHT_B.cache_per_token * BLOCK_SIZE == pytest.approx(8192 * (20 << 10), rel=0.2)
 
