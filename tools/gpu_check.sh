@@ -151,7 +151,7 @@ kernels() { bench kernels --kernels --plot "$out/kernels.png"; }
 
 families() {
     local shape status=0
-    for shape in gemma-3-27b pythia-6.9b falcon-7b gpt2-xl phi-4 olmo-2-32b granite-3.3-8b; do
+    for shape in gemma-3-27b gemma-4-e2b gemma-4-31b gemma-4-26b-a4b pythia-6.9b falcon-7b gpt2-xl phi-4 olmo-2-32b granite-3.3-8b; do
         bench "$shape" --shape "$shape" -p 0 -n 64 -d 512 -r 3 || status=1
     done
     return $status
