@@ -133,17 +133,26 @@ def head_of(config: dict[str, Any], found: BenchModel) -> HeadedNetwork:
 
 
 def timed(model: Model, prompts: list[list[int]], new: int) -> Timed:
-    """All tokens but the first eighth, after runs that load and capture what they need."""
+    """The tokens behind the first quarter, after runs that load and capture what they need.
 
-    def run(count: int) -> tuple[float, int, list[list[int]]]:
-        steps, start = model.stats().steps, time.perf_counter()
-        results = model.generate(prompts, max_new_tokens=count, temperature=0, ignore_eos=True)
-        return time.perf_counter() - start, model.stats().steps - steps, [result.token_ids for result in results]
+    Times are those after which the engine has recorded a step, so that the beginning and the end do not count.
+    """
+    engine, marks, seen = model._engine, list[tuple[float, int]](), dict[Request, None]()
 
-    for count in (new, new // 8, new // 8):
-        run(count)
-    few, many = run(new // 8), run(new)
-    return Timed(many[0] - few[0], many[1] - few[1], len(prompts) * (new - new // 8), many[2])
+    def mark() -> None:
+        if engine._scheduler is not None:
+            seen.update(dict.fromkeys(engine._scheduler.running))
+            marks.append((time.perf_counter(), sum(len(request.output_tokens) for request in seen)))
+
+    engine._after_steps[:] = [mark]
+    for _ in range(3):
+        marks.clear()
+        seen.clear()
+        results = model.generate(prompts, max_new_tokens=new, temperature=0, ignore_eos=True)
+    first = next(i for i, (_, count) in enumerate(marks) if count >= len(prompts) * new // 4)
+    last = max(i for i, (_, count) in enumerate(marks) if count <= len(prompts) * (new - new // 8))
+    (start, before), (end, after) = marks[first], marks[last]
+    return Timed(end - start, last - first, after - before, [result.token_ids for result in results])
 
 
 def let_draft(model: Model, make: Callable[[Any], Drafter]) -> None:

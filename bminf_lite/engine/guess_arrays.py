@@ -14,7 +14,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.sampling import SamplerState
 from ..backend.values import Array, ForwardBatch
-from .step_arrays import pitch_of, split, up_to
+from .step_arrays import layout_of, pitch_of, split, up_to
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class GuessInputs:
         self.size = size
         self.pitch = pitch = pitch_of((count,))
         self.shapes = [(pitch,), (count + 1,), (pitch,), (size.count, pitch), *((count, width) for width in widths)]
-        self.packed = np.zeros(sum(map(pitch_of, self.shapes)), np.int32)
+        self.packed = np.zeros(layout_of(tuple(self.shapes))[0], np.int32)
         self.tokens, cu_seqlens, self.rows, self.context_lens, *self.tables = split(self.packed, self.shapes)
         cu_seqlens[:] = np.arange(count + 1)
 

@@ -9,8 +9,10 @@ anything reads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -144,7 +146,7 @@ class StepInputs:
             num_logits * size.has_adapters,
         )
         self.shapes = [*((n,) for n in vectors), *((count, w) for w in widths), (count * has_source, source_width)]
-        self.packed = np.zeros(sum(pitch_of(shape) for shape in self.shapes), np.int32)
+        self.packed = np.zeros(layout_of(tuple(self.shapes))[0], np.int32)
         arrays = split(self.packed, self.shapes)
         self.tokens, self.cu_seqlens, self.context_lens, self.rows, self.offsets, self.drafts = arrays[:6]
         self.logit_rows, self.targets, self.last_positions, self.source_lens = arrays[6:10]
@@ -161,13 +163,19 @@ def pitch_of(shape: Sequence[int]) -> int:
     return -(-prod(shape) // ALIGNMENT) * ALIGNMENT
 
 
+@functools.lru_cache(1024)
+def layout_of(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, Sequence[tuple[int, int, tuple[int, ...]]]]:
+    """The integers of a packed array of ``shapes``, and where each of its arrays begins and ends, with its shape."""
+    ends = [*accumulate(map(pitch_of, shapes), initial=0)]
+    return ends[-1], [(start, start + prod(shape), shape) for start, shape in zip(ends, shapes, strict=False)]
+
+
 def split(packed: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """The arrays of ``shapes`` in a packed one, as views."""
-    arrays, start = [], 0
-    for shape in shapes:
-        arrays.append(packed[start : start + prod(shape)].reshape(shape))
-        start += pitch_of(shape)
-    return arrays
+    _, places = layout_of(tuple(shapes))
+    return [
+        packed[start:stop].reshape(shape) if len(shape) > 1 else packed[start:stop] for start, stop, shape in places
+    ]
 
 
 class StepArrays:

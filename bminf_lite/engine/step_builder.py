@@ -198,7 +198,7 @@ class StepBuilder:
             is_captured=size is not None,
             max_query_len=max((p.num_tokens for p in step.pieces), default=1),
             samples=bool(sampled),
-            variant=self.rows.variant([r.row for r in sampled]),
+            variant=self.rows.variant([*{r.row: None for r in sampled}]),  # a request with drafts has several rows
             num_taken=sum(p.num_taken for p in others),
             wants_top=any(p.num_scored and p.request.num_prompt_top > 1 for p in others),
             guesses=self._step_guesses(step, inputs) if step.num_guesses else None,
