@@ -110,7 +110,8 @@ class MigrationReport:
     ``cost`` the measured distance from the source. ``skipped`` lists the source's files that were not copied, each with
     the reason. ``merged`` names an adapter. ``left_out`` names the parts of a multimodal model, such as
     ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of the source.
-    ``not_obeyed`` says what of ``generation_config.json`` generation does not do. Prints as a summary of a few lines.
+    ``rotates_inputs``: int8 matrices of the file rotate what they read. ``not_obeyed`` says what of
+    ``generation_config.json`` generation does not do. Prints as a summary of a few lines.
     """
 
     recipe: Recipe
@@ -133,6 +134,7 @@ class MigrationReport:
     merged: str = ""
     dequantized: tuple[str, ...] = ()
     not_obeyed: str = ""
+    rotates_inputs: bool = False
 
     def __str__(self) -> str:
         before, after = self.bytes_before, self.bytes_after
@@ -187,7 +189,11 @@ class MigrationReport:
         """Why other readers of the compressed-tensors format do not open the result; None if they do."""
         if self.conv1d:
             return "its int8 matrices are stored [in, out] in the source (--portable keeps them float in the file)"
-        return "some columns of its int8 matrices stay fp16" if self.has_outliers else None
+        if self.has_outliers:
+            return "some columns of its int8 matrices stay fp16"
+        if self.rotates_inputs:
+            return "its products rotate their input (--portable, without --recipe, makes one that others open)"
+        return None
 
     @property
     def bytes_before(self) -> int:

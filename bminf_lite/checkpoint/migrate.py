@@ -157,6 +157,7 @@ def migrate(
             merged=source.adapter.name if isinstance(source, MergedFolder) else "",
             dequantized=tuple(dequantized),
             not_obeyed=not_obeyed_text(model.generation_config),
+            rotates_inputs=bool(_input_rotations(schemes, rewrites)),
         )
         if dry_run:
             return report
@@ -343,13 +344,18 @@ def _quantization(schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]) 
         return {}
     kept = {name.removesuffix(".weight"): len(t.outliers) for name, t in rewrites.items() if t.outliers is not None}
     conv1d = {name.removesuffix(".weight") for name in schemes.conv1d}
-    rotations = {
+    rotations = _input_rotations(schemes, rewrites)
+    sizes = {name.removesuffix(".weight"): rewrite.group_size or 0 for name, rewrite in rewrites.items()}
+    return {"quantization_config": quantization_config(stored, kept, conv1d, rotations, sizes)}
+
+
+def _input_rotations(schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]) -> dict[str, int]:
+    """The blocks in which modules with an int8 matrix in the file rotate their input."""
+    return {
         name.removesuffix(".weight"): rewrite.rotation
         for name, rewrite in rewrites.items()
         if rewrite.rotation is not None and schemes.stored[name] is not Scheme.FLOAT
     }
-    sizes = {name.removesuffix(".weight"): rewrite.group_size or 0 for name, rewrite in rewrites.items()}
-    return {"quantization_config": quantization_config(stored, kept, conv1d, rotations, sizes)}
 
 
 def _convert(
