@@ -121,6 +121,13 @@ def test_wide_products_are_equal_everywhere(backend: Backend, rows: int, width: 
     check_product(backend, np.random.default_rng(width), rows, width, block)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width", "block"), [(600, 14336, 256), (2400, 4096, 64), (9000, 1024, 32)])
+def test_more_rows_than_a_gpu_has_blocks_for(cuda_backend: Backend, rows: int, width: int, block: int) -> None:
+    """A block rotates one while the next one comes."""
+    check_product(cuda_backend, np.random.default_rng(rows), rows, width, block)
+
+
 def check_product(backend: Backend, rng: np.random.Generator, rows: int, width: int, block: int) -> None:
     """fp32 results, sums added to the residual stream, and a bias."""
     reference, weight = Backend(backend.activation_dtype.type), rotated_weight(rng, 24, width, block)

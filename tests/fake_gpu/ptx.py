@@ -1007,6 +1007,11 @@ def _copy(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         if instruction.op[2] in ("ca", "cg"):
             _copy_16(grid, instruction, lanes)
         return
+    if "prefetch" in instruction.op:
+        source, size = instruction.operands
+        begin, sizes = grid.address(source, lanes), grid.get(size, "s32", lanes)
+        assert not (begin % 16).any() and not (sizes % 16).any(), "a prefetch is not aligned"
+        return
     target, source, size, barrier = instruction.operands
     to, origin = grid.address(target, lanes), grid.address(source, lanes)
     sizes = np.broadcast_to(grid.get(size, "s32", lanes), to.shape)

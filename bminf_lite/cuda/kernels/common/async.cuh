@@ -183,6 +183,11 @@ __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* sourc
         : "memory");
 }
 
+// Loads `bytes` into the L2 cache. The size and the address are multiples of 16 bytes.
+__device__ __forceinline__ void prefetch_bulk_l2(const void* source, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // Copies what the warp has written to shared memory. The size and both addresses, those of lane 0, are multiples of 16
 // bytes. Called by the whole warp.
 __device__ __forceinline__ void warp_copy_to_global(void* target, const void* source, int bytes) {

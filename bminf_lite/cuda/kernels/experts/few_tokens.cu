@@ -185,7 +185,7 @@ struct PairVector<true> {
     // Called by all lanes of a warp, which have neighbouring vectors.
     __device__ __forceinline__ void rotate(int rotation, float rotation_scale) {
         load8(reinterpret_cast<const __half*>(&raw), v[0]);
-        rotate_row<false>(v, rotation, rotation_scale);
+        rotate_row(v, rotation, rotation_scale);
     }
     __device__ __forceinline__ void add_to(Top& top) const {
 #pragma unroll

@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_codes(
     float (&v)[VECTORS][8], float top, int rotation, float rotation_scale, int padded, int8* codes, float* scale,
     RowScratch<ROUTER_THREADS, VECTORS>& scratch) {
     if constexpr (ROTATED) {
-        rotate_row<false>(v, rotation, rotation_scale);
+        rotate_row(v, rotation, rotation_scale);
         top = row_max<ROUTER_THREADS>(v, scratch, 1);
     }
     const RowScale s = row_scale(top);

@@ -36,6 +36,7 @@ constexpr int blocks_per_sm(int input, int vectors) {
     return 1;
 #endif
 }
+constexpr int PREFETCHED_UNITS = 2;                      // of a warp, while a row is rotated
 constexpr int PIPELINE_BYTES = PIPELINE_CHUNKS * CHUNK;  // of a warp; a whole number of units for every U
 
 __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
@@ -203,6 +204,21 @@ struct WeightStream {
         unit.next();
     }
 
+    // Fetches the bytes of the next units into the L2 cache, while the warps have no codes to multiply and the memory
+    // would be idle.
+    __device__ __forceinline__ void prefetch() const {
+#if __CUDA_ARCH__ >= 900
+        if (lane != 0) return;
+        WarpUnits next = unit;
+#pragma unroll 1
+        for (int i = 0; i < PREFETCHED_UNITS && next.remaining > 0; ++i, next.next()) {
+            const int column = next.segment * UNIT;
+            const int8* source = weight + static_cast<size_t>(block.group(next.row)) * pitch + column;
+            prefetch_bulk_l2(source, min(UNIT, pitch - column));
+        }
+#endif
+    }
+
     // The product of the oldest unit and `codes`, in every lane; the next unit takes its place in the pipeline.
     __device__ __forceinline__ int multiply(const int4 (&codes)[U]) {
         int4 w[U];
@@ -291,7 +307,8 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     float top = 0;
     if (THREADS == ROW_THREADS || threadIdx.x < ROW_THREADS)
         top = quantize_input<Row>(
-            row, norm, rotation, rotation_scale, k, pitch, width, codes, {addend, addend_weight, addend_eps, sum});
+            row, norm, rotation, rotation_scale, k, pitch, width, codes, {addend, addend_weight, addend_eps, sum},
+            [&] { stream.prefetch(); });
     __syncthreads();
     multiply_units(stream, first, codes, sums);
     __shared__ float x_scale;

@@ -37,12 +37,11 @@ struct InputRow {
     using Norm = NormParams<Layout>;
     static constexpr int LOADS = sizeof(Source) / 2, EACH = 8 / LOADS;  // loads of a vector, elements of a load
 
-    // The first column of load j of a thread's vector i. The vectors of a rotated row are neighbours, so that a
-    // transform needs fewer exchanges between threads; otherwise neighbouring threads read neighbouring elements.
+    // The first column of load j of a thread's vector i: neighbouring threads read neighbouring elements.
     __device__ __forceinline__ static int column(int i, int j = 0) {
         if constexpr (IS_FLOAT) return Layout::column(i, j);
         const int thread = threadIdx.x;
-        return (INPUT == ROTATED ? thread * VECTORS + i : i * THREADS + thread) * 8;
+        return INPUT == ROTATED ? loaded_column<VECTORS>(thread, i) : (i * THREADS + thread) * 8;
     }
 
     // Clears the elements of vector i in columns from k on.
@@ -163,18 +162,45 @@ __device__ __forceinline__ float quantize_packed(const RowAddresses<Row>& x, int
     return a;
 }
 
+// quantize_input of rotated fp16 values.
+template <class Row, class F>
+__device__ __forceinline__ float quantize_rotated(
+    const RowAddresses<Row>& x, int rotation, float rotation_scale, int k, int width, int8* codes, F loaded) {
+    constexpr int THREADS = Row::THREADS, VECTORS = Row::VECTORS;
+    __shared__ RowScratch<THREADS, 1> scratch;
+    uint4 values[VECTORS][1], raw[VECTORS];
+    x.load(values);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) raw[i] = values[i][0], zero_tail(raw[i], Row::column(i), k);
+    loaded();
+    float v[VECTORS][8];
+    gather_runs(raw);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) load8(reinterpret_cast<const __half*>(&raw[i]), v[i]);
+    rotate_sums<8 * VECTORS, VECTORS>(v, rotation);
+    const float factor = scale_or_factor(v, rotation, rotation_scale);
+    const float top = __fmul_rn(row_max<THREADS>(v, scratch), factor);
+    const float ratio = __fmul_rn(row_ratio(top), factor);
+    const int first = run_column<VECTORS>(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+        if (const int column = first + 8 * i; column < width)
+            *reinterpret_cast<uint2*>(codes + column) = quantize8(v[i], ratio);
+    return top;
+}
+
 // Writes the codes of the normed or rotated input row to shared memory, with zeros up to `width`; returns the absmax.
-// Called by the threads of the row.
-template <class Row, class Norm>
+// Called by the threads of the row. `loaded` is called when a rotated fp16 row has arrived.
+template <class Row, class Norm, class F>
 __device__ __forceinline__ float quantize_input(
     const RowAddresses<Row>& x, const Norm& norm, int rotation, float rotation_scale, int k, int pitch, int width,
-    int8* codes, const Addend& addend) {
+    int8* codes, const Addend& addend, F loaded) {
     constexpr int INPUT = Row::INPUT, THREADS = Row::THREADS, VECTORS = Row::VECTORS;
     if constexpr (Row::IS_PACKED) return quantize_packed<Row>(x, k, width, codes);
+    if constexpr (INPUT == ROTATED) return quantize_rotated<Row>(x, rotation, rotation_scale, k, width, codes, loaded);
     __shared__ typename Row::Scratch scratch;
     float v[VECTORS][8];
     load_input(x, k, v);
-    if constexpr (INPUT == ROTATED) rotate_row<true>(v, rotation, rotation_scale);
     if constexpr (is_sum(INPUT)) add_normed<Row>(v, addend, k, pitch, scratch);
     float top;
     if constexpr (is_rotated_norm(INPUT)) {

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             v[0][j] = column + j < k ? __fmul_rn(to_float(row[column + j]), factor_of(factors, column + j)) : 0.0f;
-        rotate_row<false>(v, rotation, rotation_scale);
+        rotate_row(v, rotation, rotation_scale);
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             if (column + j < k) out[column + j] = v[0][j];

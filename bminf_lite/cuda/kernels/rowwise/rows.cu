@@ -11,6 +11,7 @@
 // quantized or rounded to fp16. A row is held in registers by THREADS threads, VECTORS vectors of eight elements each,
 // so that it is read and written once. Rows of few threads share a block. The other kernels here are the embedding,
 // norms of queries and keys, a gather of rows, and conversions.
+#include "common/async.cuh"
 #include "common/common.cuh"
 #include "common/layout.cuh"
 #include "common/rotation.cuh"
@@ -142,6 +143,50 @@ __device__ __forceinline__ void quantize_half(
     }
 }
 
+// The codes of rotated rows of fp16: of `row` and of every `stride`-th one behind it. Each of THREADS threads, a warp
+// at least, has VECTORS neighbouring vectors of a row. padded: see quantize_half.
+//
+// A rotation takes about as long as the memory does, so a warp's part of the next row is copied to shared memory
+// meanwhile. Neighbouring lanes copy neighbouring vectors, and where a vector lies is such that neither they nor the
+// lanes that read their own vectors wait for each other.
+template <Order OUT, int THREADS, int VECTORS>
+__device__ __forceinline__ void quantize_rotated_rows(
+    const __half* x, long long pitch, int k, int padded, int row, int stride, int rows, int8* out, long long out_ld,
+    float* scales, int rotation, float rotation_scale, RowScratch<THREADS, 1>& scratch) {
+    __shared__ uint4 staged[(THREADS > 128 ? THREADS : 128) * VECTORS];
+    const int thread = threadIdx.x % THREADS, lane = thread % WARP, first = thread * VECTORS * 8;
+    uint4* own = staged + (static_cast<int>(threadIdx.x) - lane) * VECTORS;
+    const auto place = [](int vector) { return vector ^ (vector / 8 % VECTORS); };
+    const auto copy = [&](int from) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int vector = i * WARP + lane, column = ((thread - lane) * VECTORS + vector) * 8;
+            cp_async_16_partial(
+                cast_smem_ptr_to_uint(own + place(vector)), x + from * pitch + min(column, padded - 8),
+                min(max(k - column, 0), 8) * 2);
+        }
+    };
+    if (row < rows) copy(row);
+    for (int bank = 0; row < rows; row += stride, bank ^= 1) {
+        cp_async_wait_all();
+        __syncwarp();
+        float v[VECTORS][8];
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) load8(reinterpret_cast<const __half*>(own + place(lane * VECTORS + i)), v[i]);
+        __syncwarp();
+        if (row + stride < rows) copy(row + stride);
+        rotate_sums<8 * VECTORS, 1>(v, rotation);
+        const float factor = scale_or_factor(v, rotation, rotation_scale);
+        const RowScale s = row_scale(__fmul_rn(row_max<THREADS>(v, scratch, bank), factor));
+        const float ratio = __fmul_rn(s.ratio, factor);
+        if (thread == 0) scales[row] = s.scale;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+            if (const int column = first + 8 * i; column < padded)
+                *reinterpret_cast<uint2*>(out + offset<OUT>(row, column, out_ld)) = quantize8(v[i], ratio);
+    }
+}
+
 // Up to this number of rows the norm's weight is prefetched to L2 before the kernel waits for its input, because the
 // latency of that load counts, and the weight stream of the next GEMM delays it.
 constexpr int PREFETCH_MAX_ROWS = 64;
@@ -151,11 +196,18 @@ constexpr bool is_half_to_codes(int source, int prepare, int target, bool rotate
     return source == FROM_HALF && prepare == IDENTITY && target == CODES && !rotated;
 }
 
+// Whether it rotates them too, by quantize_rotated_rows: rows that fit the registers.
+constexpr bool are_rotated_halves(int source, int prepare, int target, int threads, int vectors, bool rotated) {
+    return source == FROM_HALF && prepare == IDENTITY && target == CODES && rotated && threads >= WARP && vectors <= 4;
+}
+
 // The minimum of resident blocks per SM of `transform`. Dequantization and the exact GELU need more registers. A norm
 // of 4,096 elements must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows. Rows of fp16
 // that become codes take 40, so an SM has 1,536 threads.
 constexpr int blocks_of(int source, int prepare, int target, int threads, int vectors, bool rotated) {
     if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4) return threads > 128 ? 1536 / threads : 12;
+    if (are_rotated_halves(source, prepare, target, threads, vectors, rotated))
+        return 1024 / (threads > 128 ? threads : 128);
     if (source == FROM_INT32 || prepare == GATE_GELU || prepare == ACTIVATE_GELU) return 1;
     const bool is_norm = prepare == RMS_NORM || prepare == LAYER_NORM;
     return is_norm && threads == 128 && vectors == 4 ? 8 : resident_blocks(threads, vectors);
@@ -201,6 +253,12 @@ __global__ void __launch_bounds__(
         quantize_half<static_cast<Order>(OUT), THREADS, VECTORS>(
             static_cast<const __half*>(data) + row * pitch, k, padded, written, row, static_cast<int8*>(out), out_ld,
             scales, scratch);
+        return;
+    }
+    if constexpr (are_rotated_halves(SOURCE, PREPARE, TARGET, THREADS, VECTORS, ROTATED)) {
+        quantize_rotated_rows<static_cast<Order>(OUT), THREADS, VECTORS>(
+            static_cast<const __half*>(data), pitch, k, padded, index, gridDim.x * (blockDim.x / THREADS), rows,
+            static_cast<int8*>(out), out_ld, scales, rotation, rotation_scale, scratch);
         return;
     }
     const bool aligned = k % 8 == 0;  // the second half of x
@@ -259,7 +317,7 @@ __global__ void __launch_bounds__(
         top = norm_and_rotate<THREADS, PREPARE == LAYER_NORM, TARGET == CODES, ROTATED>(
             v, norm, rotation, rotation_scale, scratch);
     } else {
-        if constexpr (ROTATED) rotate_row<false>(v, rotation, rotation_scale);
+        if constexpr (ROTATED) rotate_row(v, rotation, rotation_scale);
         if constexpr (TARGET == CODES) top = row_max<THREADS>(v, scratch);
     }
     const RowScale s = row_scale(top);

@@ -33,6 +33,8 @@ WIDE = 4096
 """Above this width, reads of weight and bias from L2 bound a LayerNorm of many rows."""
 ROWS_EACH = 4
 """Rows per SM from which on keeping weight and bias in shared memory is faster."""
+RESIDENT_THREADS = 1024
+"""Threads on an SM in blocks that take several rows."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are kept; beyond that, the least recently used is dropped."""
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = map(int, Source)
@@ -148,7 +150,11 @@ class RowKernels:
         rotated = BOOLEANS[rotation > 1]
         expression = f"transform<{source}, {row_op}, {target}, {threads}, {vectors}, {order}, {out_order}, {rotated}>"
         kernel = self._launcher.kernel(self.source, expression, fills_gpu)
-        return kernel, ceil_div(rows * threads, max(threads, 128)), max(threads, 128)
+        block = max(threads, 128)
+        blocks = ceil_div(rows * threads, block)
+        if rotation > 1 and (source, row_op, target) == (FROM_HALF, IDENTITY, CODES) and loops(threads, vectors):
+            blocks = min(blocks, self._launcher.num_sms * (RESIDENT_THREADS // block))
+        return kernel, blocks, block
 
     def norm(self, step: StepContext | None, x: cp.ndarray, norm: Norm, out: cp.ndarray) -> None:
         """A norm of fp32 rows of any width and alignment, fp32; ``out`` may be ``x``."""
@@ -255,6 +261,11 @@ def orders_for(capability: Capability) -> tuple[int, ...]:
 def max_vectors(source: int) -> int:
     """The most vectors per thread of ``transform`` for many rows: int32 sums take more registers."""
     return 2 if source == FROM_INT32 else 4
+
+
+def loops(threads: int, vectors: int) -> bool:
+    """Whether a block of ``transform`` that rotates fp16 rows takes several of them, one after another."""
+    return threads >= 32 and vectors <= 4
 
 
 def vectors_for(columns: int, threads: int) -> int:
