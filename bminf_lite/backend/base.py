@@ -161,6 +161,9 @@ class HeadsOfRank:
 class Backend(HostDevice):
     """The operations over NumPy, on the host's memory."""
 
+    computes_in_threads = True
+    """Whether several threads may call operations at once, and gain by it."""
+
     def __init__(self, activation_dtype: type = np.float32):
         super().__init__(activation_dtype)
         self.adapter_slots: AdapterSlots | None = None

@@ -53,6 +53,7 @@ class BlasThreads:
         self._lock = threading.Lock()
         self._wanted: list[int] = []
         self._before: list[int] = []
+        self._at_once = 0
 
     @contextmanager
     def for_product(self, rows: int, inner: int, columns: int) -> Iterator[None]:
@@ -64,23 +65,34 @@ class BlasThreads:
         finally:
             self._exit(count)
 
-    def _enter(self, count: int) -> None:
+    @contextmanager
+    def one_each(self) -> Iterator[None]:
+        """One thread for every product, while threads of Python compute at once in place of those of BLAS."""
+        self._enter(1, at_once=1)
+        try:
+            yield
+        finally:
+            self._exit(1, at_once=1)
+
+    def _enter(self, count: int, at_once: int = 0) -> None:
         with self._lock:
             if self._libraries is None:
                 self._libraries = _find_libraries()
             if not self._wanted:
                 self._before = [library.get() for library in self._libraries]
             self._wanted.append(count)
+            self._at_once += at_once
             self._apply()
 
-    def _exit(self, count: int) -> None:
+    def _exit(self, count: int, at_once: int = 0) -> None:
         with self._lock:
             self._wanted.remove(count)
+            self._at_once -= at_once
             self._apply()
 
     def _apply(self) -> None:
         for library, before in zip(self._libraries or (), self._before, strict=True):
-            count = min(before, max(self._wanted, default=before))
+            count = 1 if self._at_once else min(before, max(self._wanted, default=before))
             if library.get() != count:
                 library.set(count)
 

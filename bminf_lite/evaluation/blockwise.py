@@ -6,6 +6,7 @@ layers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,7 +87,7 @@ class LayerwiseCheckpoint:
     ):
         self.path = Path(path)
         self.ops = ops
-        self._observer: Observer | None = None
+        self._local = threading.local()
         model = open_model(path)
         if rotated_offline:
             model = rotate_offline(model)
@@ -124,20 +125,22 @@ class LayerwiseCheckpoint:
     def run(self, layer_fn: LayerFn, state: HiddenState, batch: Batch, observer: Observer | None = None) -> HiddenState:
         """A batch after one layer of :attr:`layerwise`; both states are on the host.
 
-        ``observer`` is called before each product, see :mod:`..layers.recording`.
+        ``observer`` is called before each product, see :mod:`..layers.recording`. On a backend that computes in threads
+        several runs may be under way, each with its own observer.
         """
-        self._observer = observer
+        self._local.observer = observer
         return layer_fn(state.on_device(self.ops), batch.sequences).on_host(self.ops)
 
     def rows(
         self, output: Callable[[Array], Array], residual: np.ndarray, observer: Observer | None = None
     ) -> np.ndarray:
         """Logits fp32 ``[n, vocab]`` of rows ``[n, features]`` of the residual stream after the last layer."""
-        self._observer = observer
+        self._local.observer = observer
         return self._host(output(self.ops.array(residual)))
 
     def _observe(self, call: LinearCall) -> Any:
-        return None if self._observer is None else self._observer(call)
+        observer: Observer | None = getattr(self._local, "observer", None)
+        return None if observer is None else observer(call)
 
     def _host(self, x: Array) -> np.ndarray:
         return np.array(self.ops.host(x), np.float32)

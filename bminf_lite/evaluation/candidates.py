@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.host_threads import map_in_threads
 from ..checkpoint.migrate import narrowed_tables
 from ..checkpoint.opened_model import OpenedModel
 from ..checkpoint.recipe import Recipe
 from ..checkpoint.weight_rewrite import WeightRewrite
 from ..layers.loading import Weights
 from ..quantize.calibration import Progress
-from ..quantize.rewritten_weights import RewrittenWeights
+from ..quantize.rewritten_weights import RewrittenWeights, SharedWeights
 from ..quantize.stages import HiddenState, LayerwiseModel
-from .blockwise import batch_windows
+from .blockwise import Batch, batch_windows
 from .corpus import Window
 from .outputs import Accumulator, Result, outputs_of
 
@@ -50,12 +52,18 @@ class CandidateComparison:
         self.ops = ops
         self.batches = batch_windows(windows)
         self.outputs = outputs_of(self.reference)
+        self._shared = SharedWeights(model.weights())
         self._narrowed = narrowed_tables(model)
         self._expected: list[np.ndarray] = []
 
+    def known(self) -> list[tuple[Batch, np.ndarray]]:
+        """Each batch, and the float model's residual stream after the last layer, as far as it was computed."""
+        return list(zip(self.batches, self._expected, strict=bool(self._expected)))
+
     def divergences(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[Result]:
         """The divergence of each candidate. ``progress`` is called with layers."""
-        float_model = self._layerwise(self.reference.weights())
+        is_same = self.reference is self.model
+        float_model = self._layerwise(self._shared if is_same else self.reference.weights())
         runs = [self._layerwise(self._weights(candidate)) for candidate in candidates]
         needs_reference = not self._expected
         advancing = ([float_model] if needs_reference else []) + runs
@@ -64,7 +72,8 @@ class CandidateComparison:
         for layer, part in enumerate(parts[:-1]):
             if progress:
                 progress(layer, len(parts), part)
-            states = [self._advanced(run, layer, found) for run, found in zip(advancing, states, strict=True)]
+            states = map_in_threads(self.ops, partial(self._advanced, layer), zip(advancing, states, strict=True))
+            self._shared.clear()
         if progress:
             progress(len(parts) - 1, len(parts), parts[-1])
         residuals = [[state.residual for state in found] for found in states]
@@ -76,8 +85,7 @@ class CandidateComparison:
         return [total.result() for total in totals]
 
     def _weights(self, candidate: Candidate) -> Weights:
-        weights, spec = self.model.weights(), self.model.spec
-        return RewrittenWeights(weights, spec, candidate.recipe, candidate.rewrites, self._narrowed)
+        return RewrittenWeights(self._shared, self.model.spec, candidate.recipe, candidate.rewrites, self._narrowed)
 
     def _layerwise(self, weights: Weights) -> LayerwiseModel:
         config = self.model.config
@@ -86,8 +94,9 @@ class CandidateComparison:
     def _start(self, run: LayerwiseModel) -> list[HiddenState]:
         return [state.on_host(self.ops) for state in run.start([batch.sequences for batch in self.batches])]
 
-    def _advanced(self, run: LayerwiseModel, layer: int, states: Sequence[HiddenState]) -> list[HiddenState]:
+    def _advanced(self, layer: int, run_and_states: tuple[LayerwiseModel, Sequence[HiddenState]]) -> list[HiddenState]:
         """The state of each batch after one layer; states are on the host."""
+        run, states = run_and_states
         layer_fn = run.build(layer)
         found = []
         for state, batch in zip(states, self.batches, strict=True):

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from .. import backend
 from ..backend.base import Backend
+from ..backend.host_threads import map_in_threads
 from ..backend.quantization import HostWeight
 from ..checkpoint.opened_model import ModelSource
 from ..errors import CheckpointError, UsageError, listed
@@ -137,13 +139,19 @@ def compare(
     layers: bool = True,
     progress: Progress | None = None,
     int8_cache: bool = False,
+    known: Sequence[tuple[Batch, np.ndarray]] = (),
 ) -> Comparison:
     """Compare the checkpoint in the folder ``model`` with the one in ``reference`` on ``windows`` of tokens.
 
     Without ``layers`` only the predictions are compared. With ``int8_cache`` the model, not the reference, stores keys
-    and values in int8. Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``.
+    and values in int8. ``known``, without ``layers``, are batches that hold the first of ``windows``, and the
+    reference's residual stream of each after the last layer, fp32 ``[T, features]``, which is not computed again.
+    Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``.
     """
-    batches, progress = batch_windows(windows), progress or (lambda done, total, part: None)
+    assert not (known and layers)
+    rest = windows[sum(len(batch.windows) for batch, _ in known) :]
+    batches = [*(batch for batch, _ in known), *batch_windows(rest)]
+    progress = progress or (lambda done, total, part: None)
     with (
         closing(backend.create(device, memory_limit)) as ops,
         Pair.open(model, reference, ops, layers, int8_cache) as pair,
@@ -151,6 +159,7 @@ def compare(
         ours, theirs = pair.model, pair.reference
         their_states, our_states = theirs.start(batches), ours.start(batches)
         (_, x), (_, y) = (states[0].residual.shape for states in (our_states, their_states))
+        del their_states[: len(known)]
         if x != y:
             raise CheckpointError(f"{model}: {x} features, but the reference has {y}")
         parts = [*ours.layerwise.names, "output head"]
@@ -160,9 +169,10 @@ def compare(
             if layers:
                 blocks.append(_compare_layer(layer, pair, batches, our_states, their_states))
             else:
-                _advance(layer, theirs, batches, their_states)
-                _advance(layer, ours, batches, our_states)
+                runs = (theirs, batches[len(known) :], their_states), (ours, batches, our_states)
+                their_states, our_states = map_in_threads(ops, partial(_advanced, layer), runs)
         progress(len(parts) - 1, len(parts), parts[-1])
+        their_states = [*(HiddenState(residual) for _, residual in known), *their_states]
         divergence, head = _compare_head(pair, batches, our_states, their_states, layers)
         progress(len(parts), len(parts), "done")
         return Comparison(divergence, tuple(blocks), head, ops.name)
@@ -212,11 +222,11 @@ class Pair:
         return find_channel_factors(ours, theirs, x, reference_x) if ours and theirs else NO_FACTORS
 
 
-def _advance(layer: int, checkpoint: LayerwiseCheckpoint, batches: Sequence[Batch], states: list[HiddenState]) -> None:
-    """Replace each batch's state by the one after the layer."""
+def _advanced(layer: int, run: tuple[LayerwiseCheckpoint, Sequence[Batch], Sequence[HiddenState]]) -> list[HiddenState]:
+    """The states of a checkpoint's batches after one layer."""
+    checkpoint, batches, states = run
     layer_fn = checkpoint.layerwise.build(layer)
-    for i, batch in enumerate(batches):
-        states[i] = checkpoint.run(layer_fn, states[i], batch)
+    return [checkpoint.run(layer_fn, state, batch) for state, batch in zip(states, batches, strict=True)]
 
 
 def _compare_layer(

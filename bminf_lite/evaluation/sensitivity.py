@@ -13,7 +13,7 @@ square.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.host_threads import map_in_threads
 from ..backend.quantization import HostWeight
 from ..checkpoint.opened_model import ModelSource
 from ..layers.recording import LinearCall, Observer
-from ..quantize.stages import HiddenState
+from ..quantize.stages import HiddenState, LayerFn
 from .blockwise import LayerwiseCheckpoint, batch_windows
 from .corpus import Window
 from .outputs import outputs_of
@@ -77,9 +78,18 @@ def product_divergences(
             for kind, names in found.items():
                 copies.setdefault((kind, layer // together), before)
                 groups.setdefault((kind, layer // together), []).extend(names)
-            for key, state in copies.items():
-                here = found.get(key[0], []) if key[1] == layer // together else []
-                copies[key] = model.run(layer_fn, state, batch, products.quantizing(here))
+
+            def advanced(
+                item: tuple[tuple[str, int], HiddenState],
+                layer_fn: LayerFn = layer_fn,
+                found: Mapping[str, list[ProductNames]] = found,
+                group: int = layer // together,
+            ) -> HiddenState:
+                (kind, at), state = item
+                here = found.get(kind, []) if at == group else []
+                return model.run(layer_fn, state, batch, products.quantizing(here))
+
+            copies = dict(zip(copies, map_in_threads(ops, advanced, copies.items()), strict=True))
             if progress:
                 progress(layer + 1, len(parts), part)
         products.clear()
@@ -98,7 +108,8 @@ def product_divergences(
                 total.add(want, own, outputs.targets(batch, rows))
             return total.result().mean
 
-        results = [GroupDivergence(tuple(groups[key]), divergence(output(state))) for key, state in copies.items()]
+        divergences = map_in_threads(ops, lambda state: divergence(output(state)), copies.values())
+        results = [GroupDivergence(tuple(groups[key]), mean) for key, mean in zip(copies, divergences, strict=True)]
         for product in products.seen:
             alone = output(reference, products.quantizing([product]))
             results.append(GroupDivergence((product,), divergence(alone)))

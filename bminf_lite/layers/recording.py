@@ -6,6 +6,7 @@ Calibration and comparison need the input of each linear layer. Layers built wit
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -92,7 +93,7 @@ class _HookedBackend:
         self._on_weight = on_weight
         self.requested: list[str] = []
         self._tensors: dict[int, tuple[str, ...]] = {}
-        self._rows: np.ndarray | None = None
+        self._local = threading.local()  # rows: those that the running operation shows of an expert's input
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._ops, name)
@@ -100,7 +101,8 @@ class _HookedBackend:
             return value
 
         def product(x: Array, weight: Any, *args: Any, **kwargs: Any) -> Any:
-            other = self._observe(LinearCall(self._tensors[id(weight)], name, x, weight, self._rows))
+            rows = getattr(self._local, "rows", None)
+            other = self._observe(LinearCall(self._tensors[id(weight)], name, x, weight, rows))
             return value(x, weight if other is None else other, *args, **kwargs)
 
         return product
@@ -133,12 +135,12 @@ class _HookedBackend:
         results: dict[int, np.ndarray] = {}
         for expert in range(mixture.spec.num_experts):
             chosen = np.flatnonzero((topk_ids == expert).any(axis=1))
-            self._rows = shown = _with_others(chosen, len(rows))
+            self._local.rows = shown = _with_others(chosen, len(rows))
             found = expert_result(
                 self, self._ops.array(_inputs(rows, shown, mixture, expert, choices)), mixture, expert
             )
             results[expert] = np.asarray(self._ops.host(found))[np.searchsorted(shown, chosen)]
-        self._rows = None
+        self._local.rows = None
         found = self._ops.array(mix(topk_ids, result_weights(topk_weights, mixture), lambda expert, _: results[expert]))
         return self._ops.add_experts(found, residual, addend, gate)
 

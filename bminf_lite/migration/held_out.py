@@ -11,6 +11,7 @@ import numpy as np
 
 from ..checkpoint.opened_model import ModelSource
 from ..errors import CheckpointError, UsageError, require_positive
+from ..evaluation.blockwise import Batch
 from ..evaluation.compare import Progress, compare
 from ..evaluation.corpus import Window, fit_windows, parse_config
 from ..evaluation.divergence import Divergence
@@ -67,17 +68,19 @@ def measure_cost(
     device: str,
     max_divergence: float | None,
     progress: Progress | None = None,
+    known: Sequence[tuple[Batch, np.ndarray]] = (),
 ) -> dict[str, Any]:
     """The divergence of the checkpoint in ``model`` from ``source`` on ``sequences``.
 
     It is a :class:`.Divergence`, or a :class:`.VectorDivergence` of a model that makes vectors, as JSON values.
+    ``known`` is what was computed of the first before, see :func:`.compare`.
     Raises :class:`CheckpointError` if the mean divergence is more than ``max_divergence``, or NaN.
     """
     config = parse_config(source)
     windows = fit_windows([Window(sequence, len(sequence) - 1) for sequence in sequences], config)
     found: Divergence | VectorDivergence
     if config.generates:
-        found = compare(model, source, windows, device, layers=False, progress=progress).divergence
+        found = compare(model, source, windows, device, layers=False, progress=progress, known=known).divergence
         amount = f"{found.mean:.6g} {Predictions.unit} from its source on {found.tokens:,} held-out tokens"
     else:
         found = vector_divergence(model, source, windows, device, progress)

@@ -27,6 +27,7 @@ from ..checkpoint.recipe import Recipe, default_recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..checkpoint.writer import SHARD_BYTES
 from ..errors import OutOfMemory, UsageError, require_bool, require_function, require_whole
+from ..evaluation.blockwise import Batch
 from ..evaluation.corpus import encode_texts, framed_pieces, parse_config, read_texts, sliding_windows, text_frame
 from ..files import expand
 from ..quantize import calibration
@@ -128,14 +129,17 @@ def migrate(
         search = QuantizationSearch(model, recipe, ops, scratch, alternatives)
         try:
             calibration.run_calibration(model, tokens.samples, ops, search, calibration_progress)
+            search.finish()
         except MemoryError as error:
             raise OutOfMemory(
                 f"no room to calibrate on {len(tokens.samples)} samples at once: {error}. Use fewer (--samples)"
             ) from error
         return search
 
+    known: list[tuple[Batch, np.ndarray]] = []
+
     def measure(limit: float | None, folder: Path) -> dict[str, Any]:
-        return measure_cost(folder, opened_from, tokens.held_out, device, limit, cost_progress)
+        return measure_cost(folder, opened_from, tokens.held_out, device, limit, cost_progress, known)
 
     if target_divergence is None and not searches(recipe):
 
@@ -156,6 +160,7 @@ def migrate(
             )  # fmt: skip
             chosen, found = search.run()
             trade.update(found)
+            known.extend(search.known())
             return chosen
 
     def verify(folder: Path) -> dict[str, Any]:

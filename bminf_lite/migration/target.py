@@ -24,6 +24,7 @@ from ..bench.product_times import make_time_of
 from ..checkpoint.opened_model import ModelSource, OpenedModel
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..errors import CheckpointError
+from ..evaluation.blockwise import Batch
 from ..evaluation.candidates import Candidate, CandidateComparison
 from ..evaluation.corpus import Window, fit_windows
 from ..evaluation.sensitivity import product_divergences
@@ -32,7 +33,7 @@ from ..quantize.decisions import QuantizationSearch, Uniform
 from .budget import Choice, PathSearch, Point, divergence_weights, fastest_path, point_of, product_choices
 from .held_out import CalibrationSplit, evenly_spaced
 
-SENSITIVITY_TOKENS, SENSITIVITY_WINDOW = 512, 256
+SENSITIVITY_TOKENS, SENSITIVITY_WINDOW = 256, 128
 """Tokens on which groups of products are quantized alone, and the most of one sample."""
 COMPARED_TOKENS = 1024
 """Held-out tokens on which assignments are compared without a target."""
@@ -75,6 +76,10 @@ class AssignmentSearch:
         held_out = fit_windows([Window(part, len(part) - 1) for part in tokens.held_out], model.config)
         compared = held_out if target else _first(held_out, COMPARED_TOKENS * self._factor)
         self._comparison = CandidateComparison(model, compared, ops, reference)
+
+    def known(self) -> list[tuple[Batch, np.ndarray]]:
+        """What was computed of the reference on the held-out samples, see :func:`.compare`."""
+        return self._comparison.known()
 
     def run(self) -> tuple[CalibrationResult, dict[str, Any]]:
         """The rewrites of the answer, and the trade for the manifest.

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.host_threads import Later
 from ..backend.quantization import Int8Weight
 from ..backend.values import Array
 from ..checkpoint.conversion import LARGEST_WEIGHT
@@ -44,7 +45,7 @@ FP16_MAX = float(np.finfo(np.float16).max)
 EVALUATION_TOKENS = 4096
 """The number of tokens of the reported errors, which also decide whether activations stay float."""
 
-OPTION_TOKENS, LEAST_OPTION_TOKENS, OPTION_ELEMENTS = 512, 128, 1 << 24
+OPTION_TOKENS, LEAST_OPTION_TOKENS, OPTION_ELEMENTS = 256, 128, 1 << 24
 """The number of tokens on which the options of a product are compared: fewer, where that makes more outputs."""
 
 
@@ -103,6 +104,8 @@ class _Way:
 class QuantizationSearch:
     """An observer that decides each product. ``recipe`` must have a calibration.
 
+    On the CPU another thread decides while the model goes on, so :meth:`finish` before the model is closed.
+
     With ``alternatives``, it collects several options of each product instead, as far as the recipe and the product
     allow them: w8a8, w8a8 with its input rotated, w8a8 with outlier columns, and w8a16. :meth:`result` then takes one
     of them for each product. Codes of GPTQ are kept in temporary files in ``scratch``, by default the system's folder
@@ -121,7 +124,7 @@ class QuantizationSearch:
         self.alternatives = alternatives
         self.path = model.path
         self.weights = model.weights()
-        self.options: list[tuple[ProductOption, ...]] = []
+        self._options: list[tuple[ProductOption, ...]] = []
         self._key_heads_of = {heads.key[0]: heads for heads in self.spec.key_heads}
         self._fold_of = {name: fold for fold in self.spec.foldable for name in fold.consumers}
         self._smoothings: dict[tuple[Fold, int], Smoothing] = {}
@@ -129,6 +132,7 @@ class QuantizationSearch:
         self._scaled_keys: list[str] = []
         self._inputs: dict[tuple[str, ...], InputStatistics] = {}
         self._matrices: dict[str, Array] = {}
+        self._later = Later(ops)
 
     def __call__(self, seen: Observation) -> None:
         """Add a part of a product's input, and decide the product with the last one."""
@@ -137,8 +141,21 @@ class QuantizationSearch:
         inputs = self._inputs.setdefault(seen.tensors, InputStatistics(self.ops, self.settings.rounding == "gptq"))
         inputs.add(seen)
         if seen.is_last:
-            self.options.append(tuple(self._decide(seen.tensors, self._inputs.pop(seen.tensors))))
-            self._matrices.clear()
+            self._later.submit(self._add_options, seen.tensors, self._inputs.pop(seen.tensors))
+
+    def finish(self) -> None:
+        """Wait for the thread that decides; raises its first error."""
+        self._later.finish()
+
+    @property
+    def options(self) -> list[tuple[ProductOption, ...]]:
+        """The options of all products that were seen."""
+        self.finish()
+        return self._options
+
+    def _add_options(self, names: tuple[str, ...], inputs: InputStatistics) -> None:
+        self._options.append(tuple(self._decide(names, inputs)))
+        self._matrices.clear()
 
     def result(self, choices: Sequence[int] | None = None) -> CalibrationResult:
         """All rewrites, and the decisions for the manifest, with one option of each product: by default the first."""

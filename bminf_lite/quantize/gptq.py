@@ -22,7 +22,7 @@ from ..checkpoint.recipe import Scheme
 from .calibration import sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 
-HELD_OUT_ROWS = 512
+HELD_OUT_ROWS = 256
 
 GAIN = 0.05
 """The least reduction of the error, relative to that of plain rounding."""

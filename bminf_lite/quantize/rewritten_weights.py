@@ -6,6 +6,7 @@ So a quantization can be run and measured before anything is written. Codes and 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -18,6 +19,9 @@ from ..checkpoint.recipe import Recipe, Scheme
 from ..checkpoint.weight_rewrite import NO_REWRITE, WeightRewrite
 from ..layers.loading import Weights
 from ..models.spec import Role, Spec
+
+LARGEST_SHARED = 1 << 28
+"""Bytes; a matrix of a layer of a model with 70 billion parameters has as many."""
 
 
 class RewrittenWeights:
@@ -74,6 +78,37 @@ class RewrittenWeights:
         if role not in (Role.LINEAR, Role.HEAD):
             return Scheme.FLOAT
         return rewrite.scheme or self._recipe.scheme_of(name, role is Role.HEAD)
+
+
+class SharedWeights:
+    """``weights`` that several models or observers read: a matrix is read once, and kept until :meth:`clear`.
+
+    A stored matrix may take longer to read than to multiply, because it is dequantized. Matrices of more than
+    :data:`LARGEST_SHARED` bytes, tables above all, are not kept. Any thread may read.
+    """
+
+    def __init__(self, weights: Weights):
+        self._weights = weights
+        self._kept: dict[str, HostWeight] = {}
+        self._lock = threading.Lock()
+
+    def clear(self) -> None:
+        """Forget all matrices, before those of the next layer are read."""
+        self._kept.clear()
+
+    def weight(self, name: str) -> HostWeight:
+        """The matrix ``name``, which nobody may write to."""
+        with self._lock:
+            if name not in self._kept:
+                found = self._weights.weight(name)
+                if not isinstance(found, StoredMatrix) or found.nbytes > LARGEST_SHARED:
+                    return found
+                self._kept[name] = np.asarray(found)
+            return self._kept[name]
+
+    def vector(self, name: str) -> np.ndarray:
+        """The float tensor ``name``."""
+        return self._weights.vector(name)
 
 
 def _multiplied(values: np.ndarray, factors: np.ndarray | None) -> np.ndarray:

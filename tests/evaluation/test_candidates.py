@@ -24,7 +24,8 @@ def test_each_is_that_of_the_folder_whichever_run_measures_it(source: Path, tmp_
     windows = [Window(random.integers(0, 256, n).astype(np.int32), n - 1) for n in (40, 90)]
     expected = {}
     for recipe in RECIPES:
-        bminf_lite.migrate(source, tmp_path / recipe, recipe)
+        report = bminf_lite.migrate(source, tmp_path / recipe, recipe)
+        assert (report.only_bminf_lite is None) == ("rotate" not in recipe)
         expected[recipe] = compare(tmp_path / recipe, source, windows, "cpu", layers=False).divergence.to_dict()
     steps: list[tuple[int, int]] = []
     with open_model(source) as model, closing(backend.create("cpu")) as ops:
@@ -33,4 +34,7 @@ def test_each_is_that_of_the_folder_whichever_run_measures_it(source: Path, tmp_
         found = comparison.divergences(candidates, lambda done, total, part: steps.append((done, total)))
         assert [divergence.to_dict() for divergence in found] == list(expected.values())
         assert [found.to_dict() for found in comparison.divergences(candidates[1:2])] == [expected[RECIPES[1]]]
+        for known in (comparison.known(), CandidateComparison(model, windows, ops).known()):
+            again = compare(tmp_path / RECIPES[1], source, windows, "cpu", layers=False, known=known).divergence
+            assert again.to_dict() == expected[RECIPES[1]]
     assert steps == [(i, 3) for i in range(4)]

@@ -115,6 +115,7 @@ def calibrate(source: Path, ops: Backend) -> tuple[list[np.ndarray], list[Decisi
             search(observation)
 
         run_calibration(model, samples, ops, both)
+        search.finish()
     return seen, [option.decision for (option,) in search.options]
 
 

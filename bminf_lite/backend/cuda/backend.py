@@ -113,6 +113,7 @@ class CudaBackend(Backend):
     max_text_tokens = 1 << 16
     max_steps_in_flight = 1
     has_one_order = True
+    computes_in_threads = False
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
         super().__init__(np.float16)
