@@ -34,7 +34,7 @@ from ..backend.sampling import Choice, TokenScores, num_accepted
 from ..errors import BminfError, UsageError
 from .block_manager import BlockManager, Prefix, UnderWay
 from .config import EngineConfig
-from .draft_control import DraftControl
+from .draft_control import AHEAD_COST, STEP_COST, DraftControl
 from .drafts import Drafter
 from .request import Request
 from .step import NO_TOKEN, ScheduledTokens, Step, StepResult
@@ -79,7 +79,10 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager, rows: Rows, drafter: Drafter | None = None):
         self.config = config
         self.drafter = drafter
-        self.control = DraftControl(drafter.draft_cost if drafter else 0.0, config.speculative.adaptive)
+        self.control = DraftControl(adaptive=config.speculative.adaptive)
+        if drafter is not None:
+            step_cost = AHEAD_COST if drafter.guesses_on_device else STEP_COST
+            self.control = DraftControl(drafter.draft_cost, config.speculative.adaptive, step_cost)
         self.blocks = blocks
         self.rows = rows
         self.waiting: list[Request] = []
