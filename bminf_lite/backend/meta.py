@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..cuda.kernels.arrays import HEAD_PAD, PAD, round_up
-from ..cuda.kernels.rowwise.adapters import RANKS
+from ..cuda.kernels.rowwise.adapters import RANKS, slot_bytes
 from ..memory.arena import ALIGNMENT
 from ..memory.step_time import ExpertBytes
 from .adapter_slots import AdapterBank, AdapterSlots, Bank, SavedBank
@@ -198,11 +198,8 @@ def _bytes_of_experts(spec: RouterSpec, features: int, hidden: int, out: int) ->
 
 
 def bank_bytes(slots: AdapterSlots, widths: Sequence[int], features: int) -> int:
-    """The slots of one weight: both factors in fp16, the scales of each rank and section, and the ranks in use."""
-    rank, sections = round_up(slots.max_rank, RANKS), len(widths)
-    down = aligned(2 * slots.count * sections * rank * round_up(features, PAD))
-    up = aligned(2 * slots.count * rank * round_up(sum(widths), PAD))
-    return down + up + aligned(4 * slots.count * sections * rank) + aligned(4 * slots.count)
+    """The slots of one weight: both factors in fp16, the scales of each rank and section, and a header."""
+    return aligned(slots.count * slot_bytes(round_up(slots.max_rank, RANKS), len(widths), features, sum(widths)))
 
 
 def saved_bytes(slots: AdapterSlots, rows: int, columns: int) -> int:

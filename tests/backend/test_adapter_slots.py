@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_values import random_int8, random_rows
+from random_values import norm_on, random_int8, random_norm, random_rows
 from tolerances import assert_close
 
 from bminf_lite.backend.adapter_slots import AdapterSlots, SavedMatrix
@@ -17,6 +17,8 @@ from bminf_lite.backend.side_products import Adapter
 from bminf_lite.backend.values import Array, ForwardBatch
 
 WIDTHS, FEATURES, RANK = (40, 24, 24), 96, 8
+WIDE = 64, 32, 96
+"""Sections that end where kernels of compute capability 9.0 add adapters themselves."""
 SLOTS = 3
 
 
@@ -59,16 +61,19 @@ def bits(x: np.ndarray) -> np.ndarray:
     return x.view(f"i{x.itemsize}")
 
 
+@pytest.mark.parametrize("widths", [WIDTHS, WIDE])
 @pytest.mark.parametrize("ids", [[1], [2, 0], [3, 3, 1], [0, 1, 2, 3, 1, 0, 2], [*range(4)] * 10])
-def test_each_row_gets_what_its_adapter_adds(backend: Backend, slots: AdapterSlots, ids: list[int]) -> None:
+def test_each_row_gets_what_its_adapter_adds(
+    backend: Backend, slots: AdapterSlots, ids: list[int], widths: tuple[int, ...]
+) -> None:
     rng = np.random.default_rng(len(ids))
-    base, (weight, _), adapters = made(backend, rng)
+    base, (weight, _), adapters = made(backend, rng, widths)
     x = random_rows(rng, len(ids), FEATURES, backend.activation_dtype.type)
     found, plain = product(backend, x, weight, ids), product(backend, x, base, None)
     added, size = np.zeros_like(plain, np.float64), np.abs(plain).astype(np.float64)
     rounded = backend.activation_dtype.type
     for row, slot in enumerate(ids):
-        for part, first, width in zip(adapters[slot - 1], (0, 40, 64), WIDTHS, strict=True):
+        for part, first, width in zip(adapters[slot - 1], np.cumsum((0, *widths)), widths, strict=False):
             if slot and part is not None:
                 a, b = (values.astype(rounded).astype(np.float64) for values in (part.a, part.b))
                 inputs = (np.float32(part.scale) * (a @ x[row].astype(np.float64))).astype(rounded)
@@ -90,6 +95,53 @@ def test_no_other_row_and_no_other_adapter_changes_the_bits(backend: Backend, sl
     for row in range(count):
         alone = product(backend, x[row : row + 1], weight, [ids[row]])
         np.testing.assert_array_equal(bits(alone[0]), bits(together[row]))
+
+
+@pytest.mark.parametrize("rotation", [1, 32])
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_norm_is_read_in_the_coordinates_of_the_model(
+    backend: Backend, slots: AdapterSlots, rotation: int, count: int
+) -> None:
+    """Of a weight whose inputs are rotated too: as of the values of the norm, which a kernel computes as it reads."""
+    rng = np.random.default_rng(count)
+    parts = [replace(random_int8(rng, width, FEATURES, True), rotation=rotation) for width in WIDE]
+    weight, bank = backend.with_adapters(backend.weight(parts), WIDE, FEATURES)
+    bank.put(2, bank.prepare([random_adapter(rng, width, RANK) for width in WIDE]))
+    residual, norm = random_rows(rng, count, FEATURES, np.float32), norm_on(backend, random_norm(rng, FEATURES, False))
+    ids = [2] * count
+    with backend.step(step_of(backend, ids)):
+        normed = backend.norm(backend.array(residual), norm)
+        found = np.array(backend.host(backend.linear(normed, weight, fp32=True)))
+    with backend.step(step_of(backend, ids)):
+        values = np.array(backend.host(backend.norm(backend.array(residual), norm)))
+    np.testing.assert_array_equal(bits(found), bits(product(backend, values, weight, ids)))
+
+
+@pytest.mark.parametrize("count", [3, 70, 150])
+def test_kernels_of_all_sizes_give_the_same_bits(backend: Backend, count: int) -> None:
+    """Of several ranks, and of rows that are too few or too many for a tile."""
+    rng, features, widths = np.random.default_rng(count), 1000, (64, 32)
+    backend.adapter_slots = AdapterSlots(SLOTS, 40)
+    try:
+        base = backend.weight([random_int8(rng, width, features, True) for width in widths])
+        weight, bank = backend.with_adapters(base, widths, features)
+    finally:
+        slots, backend.adapter_slots = backend.adapter_slots, None
+    for slot, rank in enumerate((40, 3, 17), start=1):
+        bank.put(slot, bank.prepare([random_adapter(rng, width, rank, features) for width in widths]))
+    x = random_rows(rng, count, features, backend.activation_dtype.type)
+    ids = rng.integers(0, SLOTS + 1, count).tolist()
+    backend.adapter_slots = slots
+    together, plain = product(backend, x, weight, ids), product(backend, x, base, None)
+    for row in {0, 1, count // 2, count - 1}:
+        alone = product(backend, x[row : row + 1], weight, [ids[row]])
+        np.testing.assert_array_equal(bits(alone[0]), bits(together[row]))
+        for first in {row - row % 16, row - row % 64}:
+            few = product(backend, x[first : row + 1], weight, ids[first : row + 1])
+            np.testing.assert_array_equal(bits(few[-1]), bits(together[row]))
+    none = np.array(ids) == 0
+    np.testing.assert_array_equal(bits(together[none]), bits(plain[none]))
+    backend.adapter_slots = None
 
 
 def test_a_slot_is_overwritten_and_emptied(backend: Backend, slots: AdapterSlots) -> None:
@@ -140,13 +192,14 @@ def test_a_plan_counts_the_slots_to_the_byte(
     assert kept and bank_bytes(slots, widths, features) == cuda_backend.memory()["used"] - before
 
 
+@pytest.mark.parametrize("width", [48, 64])
 @pytest.mark.parametrize("operation", ["add", "gate", "activate", "half"])
-def test_behind_every_epilogue(backend: Backend, slots: AdapterSlots, operation: str) -> None:
+def test_behind_every_epilogue(backend: Backend, slots: AdapterSlots, operation: str, width: int) -> None:
     """The epilogue of the sums, as without adapters."""
     rng = np.random.default_rng(2)
-    base, (weight, _), _ = made(backend, rng, (48, 48))
+    base, (weight, _), _ = made(backend, rng, (width, width))
     x, ids = random_rows(rng, 5, FEATURES, backend.activation_dtype.type), [1, 0, 3, 2, 0]
-    residual = random_rows(rng, 5, 96, np.float32)
+    residual = random_rows(rng, 5, 2 * width, np.float32)
     sums = {None: product(backend, x, base, None), 1: product(backend, x, weight, ids)}
 
     def result(of: Array, ids: list[int] | None) -> np.ndarray:

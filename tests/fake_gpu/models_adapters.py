@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
 from bminf_lite.backend.functions import product_by_row
@@ -13,48 +16,85 @@ F32, HALF = np.float32, np.float16
 TYPES = {"float": F32, "__half": HALF}
 
 
-def slots_of(call: Call, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The slot of each row, and the ranks of all slots that occur."""
-    slots = call.vector("slots", rows, np.int32)
-    return slots, call.vector("ranks", max(int(slots.max(initial=0)), 1), np.int32)
+@dataclass
+class Slot:
+    """An adapter in a slot of a weight: ``down`` ``[sections, rank, k]``, ``up`` ``[outputs, rank]``, fp32."""
+
+    scales: np.ndarray
+    down: np.ndarray
+    up: np.ndarray
+
+
+class SideProduct:
+    """The parameters of a side product, see ``common/adapters.cuh``."""
+
+    def __init__(self, call: Call, rows: int):
+        self.call = call
+        self.slots = call.vector("slots", rows, np.int32)
+        self.inputs = call.rows("inputs", rows, call.input_columns, call.input_columns, HALF, align=8)
+        self.outputs, self.rank = call.outputs, call.rank_pitch
+        call.require(call.rank_pitch % 16 == 0 and call.down_pitch % 32 == 0 and call.adapter_stride % 64 == 0, "sizes")
+        call.require(call.input_columns == call.sections * call.rank_pitch, "columns of the inputs")
+        ends = (call.end0, call.end1, call.end2)
+        self.section = sum((np.arange(self.outputs) >= end).astype(int) for end in ends)
+        call.require(self.section.max(initial=0) < call.sections, "an output belongs to no section")
+
+    def slot(self, number: int) -> Slot | None:
+        """None for an empty slot."""
+        call, at = self.call, (number - 1) * self.call.adapter_stride
+        rank = int(call.vector("adapters", 1, np.int32, offset=at)[0])
+        if rank == 0:
+            return None
+        call.require(rank % 16 == 0 and rank <= self.rank, "a rank")
+        sections, pitch = call.sections, call.down_pitch
+        scales = call.vector("adapters", sections * rank, F32, offset=at + 128).reshape(sections, rank)
+        at += 128 + scales.nbytes
+        down = call.vector("adapters", sections * rank * pitch, HALF, 16, offset=at).reshape(sections, rank, pitch)
+        up = call.vector("adapters", self.outputs * rank, HALF, 8, offset=at + down.nbytes).reshape(self.outputs, rank)
+        return Slot(scales, down.astype(F32), up.astype(F32))
+
+    def used(self) -> Iterator[tuple[np.ndarray, Slot]]:
+        """The rows of each slot that is not empty."""
+        for number in np.unique(self.slots[self.slots > 0]):
+            if (slot := self.slot(number)) is not None:
+                yield np.flatnonzero(self.slots == number), slot
+
+    def products(self) -> np.ndarray:
+        """What is added, fp32 ``[rows, outputs]``."""
+        found = np.zeros((len(self.slots), self.outputs), F32)
+        for own, slot in self.used():
+            for section in range(self.call.sections):
+                of, first = np.flatnonzero(self.section == section), section * self.rank
+                part = self.inputs[own, first : first + slot.up.shape[1]].astype(F32)
+                found[np.ix_(own, of)] = product_by_row(part, slot.up[of].T)
+        return found
 
 
 @model
 def shrink_rows(call: Call) -> None:
-    rows, k, columns, pitch = call.arguments["rows"], call.k, call.columns, call.pitch
-    tile = 8 * call.number("TILES")
+    rows, k, side = call.arguments["rows"], call.k, SideProduct(call, call.arguments["rows"])
+    tiles, groups, cluster = (call.number(name) for name in ("TILES", "GROUPS", "CLUSTER"))
     wide, high, deep = call.launch.grid
-    call.require(wide * 16 == columns and high * tile >= rows and deep >= min(rows, tile), "blocks are missing")
-    call.require(call.launch.block == 256 and call.rank_pitch % 16 == 0 and pitch % 32 == 0, "sizes")
-    slots, ranks = slots_of(call, rows)
+    call.require(
+        wide * 16 * groups == call.input_columns * cluster and high * 64 >= rows and deep, "blocks are missing"
+    )
+    call.require(call.launch.block == 256 and (call.launch.cluster or 1) == cluster, "threads")
+    call.require(call.launch.shared >= 9 * groups * 16 * tiles * 8 * 4, "too little shared memory")
     x = call.rows("x", rows, call.x_pitch, k, HALF).astype(F32)
-    down = call.rows("down", len(ranks) * columns, pitch, pitch, HALF).astype(F32).reshape(len(ranks), columns, pitch)
-    scales = call.rows("scales", len(ranks), columns, columns, F32, align=0)
-    out = call.rows("inputs", rows, columns, columns, HALF)
-    for slot in np.unique(slots[slots > 0]):
-        own = np.flatnonzero(slots == slot)
-        used = np.arange(columns) // 16 * 16 % call.rank_pitch < ranks[slot - 1]
-        call.require(not down[slot - 1][:, k:].any(), "the padding of down is not zero")
-        found = scales[slot - 1] * product_by_row(x[own], down[slot - 1][:, :k].T)
-        out[np.ix_(own, used)] = found.astype(HALF)[:, used]
+    for own, slot in side.used():
+        call.require(not slot.down[..., k:].any(), "the padding of down is not zero")
+        for section, (scales, down) in enumerate(zip(slot.scales, slot.down, strict=True)):
+            first = section * side.rank
+            side.inputs[own, first : first + len(down)] = scales * product_by_row(x[own], down[:, :k].T)
 
 
 @model
 def expand_rows(call: Call) -> None:
-    rows, n, columns, rank = call.arguments["rows"], call.n, call.columns, call.rank_pitch
+    rows = call.arguments["rows"]
+    side = SideProduct(call, rows)
+    n = side.outputs
     call.require(call.launch.grid[0] * 128 >= n and call.launch.grid[1] * 8 >= rows, "blocks are missing")
-    slots, ranks = slots_of(call, rows)
-    inputs = call.rows("inputs", rows, columns, columns, HALF)
-    up = call.rows("up", len(ranks) * rank, call.up_pitch, n, HALF, align=0).astype(F32).reshape(len(ranks), rank, n)
-    products = np.zeros((rows, n), F32)
-    section = sum((np.arange(n) >= end).astype(int) for end in (call.end0, call.end1, call.end2))
-    for slot in np.unique(slots[slots > 0]):
-        own, used = np.flatnonzero(slots == slot), -(-int(ranks[slot - 1]) // 8) * 8
-        for place in range(columns // rank):
-            of = np.flatnonzero(section == place)
-            part = inputs[own, place * rank : place * rank + used].astype(F32)
-            products[np.ix_(own, of)] = product_by_row(part, up[slot - 1, :used][:, of])
-    y = added(call.rows("sums", rows, call.sums_pitch, n, F32, align=0), products)
+    y = added(call.rows("sums", rows, call.sums_pitch, n, F32, align=0), side.products())
     y = y + call.vector("bias", n, F32) if call.bias else y
     call.rows("out", rows, call.out_pitch, n, TYPES[call.template["T"]], align=0)[...] = y
 

@@ -13,6 +13,7 @@ from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.backend.routing import sigmoid
+from bminf_lite.backend.side_products import added
 from bminf_lite.backend.values import ForwardBatch, Norm, ShortConvolution, StateCache
 from bminf_lite.cuda.kernels.constants import (
     GEMV_CHUNK,
@@ -32,6 +33,7 @@ from bminf_lite.cuda.kernels.rowwise.pooling import KINDS
 from bminf_lite.cuda.runtime.cublaslt import Order
 
 from .launching import Call, model
+from .models_adapters import SideProduct
 
 F32, F16 = np.float32, np.float16
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = Source
@@ -103,13 +105,14 @@ def write_outputs(call: Call, y: np.ndarray, pitch: int, out: np.ndarray | None 
     out[...] = out + rounded(y) if epilogue == ADD else y
 
 
-def write_scaled(call: Call, acc: np.ndarray) -> None:
-    """The sums themselves, or what the epilogue makes of them with scales and bias."""
+def write_scaled(call: Call, acc: np.ndarray, side: np.ndarray | None = None) -> None:
+    """The sums themselves, or what the epilogue makes of them with scales, a side product and bias."""
     rows, n = acc.shape
     if call.number("EPILOGUE") == TO_INT32:
         call.rows("out", rows, call.out_pitch, n, np.int32, align=0)[...] = acc
         return
     y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", n, F32) * acc.astype(F32))
+    y = y if side is None else added(y, side)
     write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, call.out_pitch)
 
 
@@ -148,7 +151,7 @@ def skinny_gemm(call: Call) -> None:
 
 
 @model
-def skinny_gemm_hopper(call: Call) -> None:
+def skinny_gemm_hopper(call: Call, side: np.ndarray | None = None) -> None:
     rows, n, steps, stages = (call.arguments[name] for name in ("rows", "n", "steps", "stages"))
     epilogue, tiles = call.number("EPILOGUE"), call.number("TILES")
     matrices, cluster, x_box, box = 2 if epilogue == GATED else 1, 2, 8 * tiles * 128, 64 * 128
@@ -161,7 +164,14 @@ def skinny_gemm_hopper(call: Call) -> None:
     needed = stages * (2 * box + 24) + kept + 2 * 64 * 8 * tiles * 4 + 32
     call.require(stages >= 4 and call.launch.shared >= needed, "too little shared memory")
     acc = x.astype(np.float64) @ w.T.astype(np.float64)
-    write_scaled(call, acc)
+    write_scaled(call, acc, side)
+
+
+@model
+def skinny_gemm_hopper_adapted(call: Call) -> None:
+    ends = (call.end0, call.end1, call.end2, call.outputs)
+    call.require(all(end % 32 == 0 for end in ends), "a section ends inside what a thread has")
+    skinny_gemm_hopper(call, SideProduct(call, call.arguments["rows"]).products())
 
 
 @model
@@ -239,9 +249,13 @@ def transform(call: Call) -> None:
         values = rounded(FUNCTIONS[prepare - GATE](values[:, :k]) * values[:, k:])
     elif prepare >= ACTIVATE:
         values = rounded(FUNCTIONS[prepare - ACTIVATE](values))
+    unrotated = values
     if call.number("ROTATED"):
         call.require(call.rotation <= 8 * min(threads, 32), "a block lies in more than a warp of neighbouring threads")
         values = rotated(values, call.rotation)
+    if target == Target.CODES_AND_HALF:
+        call.rows("data", rows, call.pitch, padded, F16)[...] = np.pad(unrotated, ((0, 0), (0, padded - k)))
+        target = 0
     write_rows(call, values, padded, target)
 
 

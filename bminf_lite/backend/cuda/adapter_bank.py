@@ -1,40 +1,21 @@
 """The slots of adapters beside a weight in the GPU's memory, and adapters in pinned memory of the host.
 
-See :mod:`..adapter_slots`, and ``rowwise/adapters.cu`` for how the slots are laid out.
+See :mod:`..adapter_slots`, and ``common/adapters.cuh`` for how the slots are laid out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import PAD, round_up
-from ...cuda.kernels.rowwise.adapters import MAX_SECTIONS, RANKS, AdapterArrays, SavedArrays
+from ...cuda.kernels.rowwise.adapters import HEADER, MAX_SECTIONS, RANKS, AdapterArrays, SavedArrays, slot_bytes
 from ...errors import UsageError
 from ..adapter_slots import AdapterSlots, Sections
 from .arrays import Arrays
-
-
-@dataclass(frozen=True)
-class PinnedAdapter:
-    """An adapter of one weight in pinned host memory, padded to a ``rank`` that is a multiple of ``RANKS``.
-
-    ``down`` is fp16 ``[sections, rank, pitch]``, ``scales`` fp32 ``[sections, rank]``, ``up`` fp16 ``[rank, pitch]``,
-    and ``used`` int32 ``[1]`` the largest rank of a section.
-    """
-
-    down: np.ndarray
-    scales: np.ndarray
-    up: np.ndarray
-    used: np.ndarray
-
-    @property
-    def rank(self) -> int:
-        return int(self.up.shape[0])
 
 
 class AdapterBank:
@@ -46,29 +27,28 @@ class AdapterBank:
         self.slots = slots
         self._arrays = arrays
         self._widths = tuple(widths)
-        ends, rank, sections = np.cumsum(widths).tolist(), round_up(slots.max_rank, RANKS), len(widths)
-        self.adapters = AdapterArrays(
-            down=arrays.zeros((slots.count, sections * rank, round_up(features, PAD)), np.float16),
-            scales=arrays.zeros((slots.count, sections * rank), np.float32),
-            up=arrays.zeros((slots.count, rank, round_up(ends[-1], PAD)), np.float16),
-            ranks=arrays.zeros((slots.count,), np.int32),
-            ends=ends,
-            features=features,
-        )
+        ends, rank = np.cumsum(widths).tolist(), round_up(slots.max_rank, RANKS)
+        nbytes = slot_bytes(rank, len(widths), features, ends[-1])
+        self.adapters = AdapterArrays(arrays.zeros((slots.count, nbytes), np.uint8), rank, ends, features)
 
     @property
     def nbytes(self) -> int:
-        of = self.adapters
-        return int(of.down.nbytes + of.scales.nbytes + of.up.nbytes + of.ranks.nbytes)
+        return int(self.adapters.memory.nbytes)
 
-    def prepare(self, sections: Sections) -> PinnedAdapter:
-        """A copy in pinned memory; values beyond fp16 become infinities."""
-        of = self.adapters
-        used = max(part.a.shape[0] for part in sections if part is not None)
-        rank = round_up(used, RANKS)
-        down = _pinned(self._arrays, (len(sections), rank, of.down.shape[2]), np.float16)
-        scales = _pinned(self._arrays, (len(sections), rank), np.float32)
-        up = _pinned(self._arrays, (rank, of.up.shape[2]), np.float16)
+    def prepare(self, sections: Sections) -> np.ndarray:
+        """A slot's contents in pinned memory, uint8, for the ranks that are used; values beyond fp16 become infinities.
+
+        An adapter of a weight is one copy to the device, whatever its sections.
+        """
+        of, count = self.adapters, len(sections)
+        rank = round_up(max(part.a.shape[0] for part in sections if part is not None), RANKS)
+        pitch, outputs = round_up(of.features, PAD), of.ends[-1]
+        block = _pinned(self._arrays, (slot_bytes(rank, count, of.features, outputs),), np.uint8)
+        block[:4].view(np.int32)[0] = rank
+        rest = block[HEADER:]
+        scales, rest = _split(rest, (count, rank), np.float32)
+        down, rest = _split(rest, (count, rank, pitch), np.float16)
+        up, _ = _split(rest, (outputs, rank), np.float16)
         first = 0
         with np.errstate(over="ignore"):
             for place, (part, width) in enumerate(zip(sections, self._widths, strict=True)):
@@ -76,29 +56,24 @@ class AdapterBank:
                     own = part.a.shape[0]
                     down[place, :own, : part.a.shape[1]] = part.a
                     scales[place, :own] = part.scale
-                    up[:own, first : first + width] = part.b.T
+                    up[first : first + width, :own] = part.b
                 first += width
-        count = _pinned(self._arrays, (1,), np.int32)
-        count[0] = used
-        return PinnedAdapter(down, scales, up, count)
+        return block
 
-    def put(self, slot: int, prepared: PinnedAdapter | None) -> None:
-        """Copies behind the steps that were started before, and ahead of later ones."""
-        of, place = self.adapters, slot - 1
+    def put(self, slot: int, prepared: np.ndarray | None) -> None:
+        """A copy behind the steps that were started before, and ahead of later ones."""
+        place = self.adapters.memory[slot - 1]
         if prepared is None:
-            of.ranks[place : place + 1].data.memset_async(0, 4, self._arrays.stream)
+            place.data.memset_async(0, 4, self._arrays.stream)
             return
-        for section in range(len(self._widths)):
-            first = section * of.rank_pitch
-            rows = slice(first, first + prepared.rank)
-            self._copy(of.down[place, rows], prepared.down[section])
-            self._copy(of.scales[place, rows], prepared.scales[section])
-        self._copy(of.up[place, : prepared.rank], prepared.up)
-        self._copy(of.ranks[place : place + 1], prepared.used)
+        _copy(self._arrays, place[: len(prepared)], prepared)
         self._arrays.hold(prepared)
 
-    def _copy(self, target: cp.ndarray, source: np.ndarray) -> None:
-        _copy(self._arrays, target, source)
+
+def _split(block: np.ndarray, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The array at the beginning of a block of bytes, and the rest of the block."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return block[:nbytes].view(dtype).reshape(shape), block[nbytes:]
 
 
 class SavedBank:

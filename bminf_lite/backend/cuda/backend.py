@@ -65,7 +65,7 @@ from .deferred import DeferredNorm, NormAddend, QuantizedActivations, ResidualSt
 from .float_products import FloatProducts
 from .fused import FusedGemms
 from .graph_capture import CapturedGraph, GraphMemory
-from .int8_products import FusedProducts, GemvProducts, InputCodes, SumProducts
+from .int8_products import AdaptedProducts, FusedProducts, GemvProducts, InputCodes, SumProducts
 from .kernels import Kernels
 from .latent import LatentLaunches, LatentMatrices, load_latent_matrices
 from .layer_caches import LayerCaches, copies_of_blocks
@@ -155,7 +155,7 @@ class CudaBackend(Backend):
             SumProducts(results, codes),
             FloatProducts(results),
         )
-        return Products(results, kernels)
+        return Products(results, kernels, AdaptedProducts(results, codes, self.fused))
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from ...cuda.kernels.arrays import address, pitch_of
 from ...cuda.kernels.constants import SKINNY_ROWS, Epilogue
 from ...cuda.kernels.gemm.gemm_hopper import MIN_ROWS, ScaledGemm
 from ...cuda.kernels.gemm.igemm import Int8Gemm
+from ...cuda.kernels.gemm.skinny_gemm_hopper import SECTION_MULTIPLE, SkinnyGemmHopper
+from ...cuda.kernels.rowwise.adapters import SideInputs
 from .arrays import Arrays
 from .deferred import QuantizedActivations, Weight, nbytes_of
 
@@ -42,12 +44,24 @@ class FusedGemms:
                 )
         return known
 
+    def supports_adapters(self, rows: int, weight: Weight, epilogue: Epilogue) -> bool:
+        """Whether a kernel can add the adapters of ``rows`` to the product: that for a few rows of 9.0 can."""
+        assert weight.adapters is not None
+        skinny = self.int8_gemm.skinny_gemm
+        fits = weight.is_row_major and isinstance(skinny, SkinnyGemmHopper)
+        if not fits or any(end % SECTION_MULTIPLE for end in weight.adapters.adapters.ends):
+            return False
+        if rows > skinny.max_rows:
+            return False
+        return epilogue is not Epilogue.GATED or weight.out_features % (2 * SKINNY_ROWS) == 0
+
     def multiply(
-        self, codes: QuantizedActivations, weight: Weight, out: cp.ndarray, epilogue: Epilogue, activation: int = 0
-    ) -> None:
+        self, codes: QuantizedActivations, weight: Weight, out: cp.ndarray, epilogue: Epilogue, activation: int = 0,
+        side: SideInputs | None = None,
+    ) -> None:  # fmt: skip
         """Write the product to ``out`` ``[rows, features]`` with ``epilogue``; ``activation`` is an ``Activation``.
 
-        :meth:`supports` must be true of the product.
+        :meth:`supports` must be true of the product, or with a ``side`` product :meth:`supports_adapters`.
         """
         x, scale, rows = codes.values.ptr, codes.scales.ptr, codes.layout.rows
         observed, stream = self.int8_gemm.device.observer is not None, self.arrays.stream.ptr
@@ -70,10 +84,11 @@ class FusedGemms:
                 bytes_moved=bytes_moved,
             )
             return
+        adapted = {} if side is None else {"side": side.arguments}
         self.int8_gemm.skinny_gemm.launch(
             x, scale, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
             out.data.ptr, pitch_of(out), rows, weight.out_features, weight.pitch, stream, epilogue, activation,
-            bytes_moved=bytes_moved,
+            bytes_moved=bytes_moved, **adapted,
         )  # fmt: skip
 
     @functools.cached_property

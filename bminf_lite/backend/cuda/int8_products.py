@@ -13,8 +13,18 @@ from ...cuda.kernels.constants import Epilogue
 from ...cuda.kernels.gemm.gemm_hopper import MIN_ROWS
 from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.gemv import gemv
+from ...cuda.kernels.rowwise.adapters import SideInputs
+from ...cuda.kernels.rowwise.rows import MAX_NORM_WIDTH
 from ..values import Array, Norm
-from .deferred import DeferredMatmul, DeferredNorm, NormAddend, QuantizedActivations, ResidualStream, Weight
+from .deferred import (
+    Deferred,
+    DeferredMatmul,
+    DeferredNorm,
+    NormAddend,
+    QuantizedActivations,
+    ResidualStream,
+    Weight,
+)
 from .fused import FusedGemms
 from .materialize import STALE, Materializer
 from .products import Product, ProductResults
@@ -37,6 +47,21 @@ class InputCodes:
             return product.codes
         product.codes = codes = self._quantized(product.x, product.weight)
         return codes
+
+    def with_half(self, product: Product) -> tuple[QuantizedActivations, cp.ndarray]:
+        """:meth:`of`, and ``x`` as padded fp16 rows, which are not rotated. A norm is computed once for both."""
+        materializer, x = self.materializer, product.x
+        assert product.weight.plan is not None
+        if isinstance(x, DeferredNorm) and x.values is None and x.shape[1] <= MAX_NORM_WIDTH:
+            if product.codes is None:
+                product.codes = self._allocate(product.weight.plan.activation(x.shape[0]))
+            half = materializer.arrays.rows(x.shape[0], x.shape[1], np.float16)
+            materializer.transform(x, product.codes, product.weight.rotation, half)
+            return product.codes, half
+        half = materializer.to_half(x)
+        if isinstance(x, Deferred):
+            product.x = half
+        return self.of(product), half
 
     def _quantized(self, x: Array, weight: Weight) -> QuantizedActivations:
         assert weight.plan is not None
@@ -138,6 +163,34 @@ class FusedProducts:
         out = self.results.place(product)
         self.gemms.multiply(self.codes.of(product), product.weight, out, product.epilogue, product.function)
         return self.results.placed(product, out)
+
+
+class AdaptedProducts:
+    """Rows whose adapters a kernel with an epilogue adds. One row takes it too, which the others quantize first."""
+
+    def __init__(self, results: ProductResults, codes: InputCodes, gemms: FusedGemms) -> None:
+        self.results = results
+        self.codes = codes
+        self.gemms = gemms
+
+    def supports(self, product: Product) -> bool:
+        weight = product.weight
+        if weight.plan is None or weight.side_products or weight.adapters is None:
+            return False
+        return self.gemms.supports_adapters(product.x.shape[0], weight, product.epilogue)
+
+    def run(self, product: Product) -> Array:
+        weight, results = product.weight, self.results
+        assert weight.adapters is not None
+        slots, adapters = weight.adapters.slots.rows, weight.adapters.adapters
+        rows, kernels = product.x.shape[0], results.kernels
+        assert len(slots) == rows, "the rows of a product are not those of the step"
+        codes, half = self.codes.with_half(product)
+        side = SideInputs(slots, adapters, results.arrays.empty((rows, adapters.columns), np.float16))
+        kernels.adapters.shrink(kernels.step, half, side)
+        out = results.place(product)
+        self.gemms.multiply(codes, weight, out, product.epilogue, product.function, side)
+        return results.placed(product, out)
 
 
 class SumProducts:

@@ -38,10 +38,13 @@ class Materializer:
         self.arrays = arrays
         self.kernels = kernels
 
-    def transform(self, x: Array, out: cp.ndarray | QuantizedActivations, rotation: int = 1) -> None:
+    def transform(
+        self, x: Array, out: cp.ndarray | QuantizedActivations, rotation: int = 1, half: cp.ndarray | None = None
+    ) -> None:
         """Write ``x``, deferred or not, as codes or as fp16 or fp32 values.
 
-        Codes and fp16 values may be those of ``x`` transformed in blocks of ``rotation`` elements.
+        Codes and fp16 values may be those of ``x`` transformed in blocks of ``rotation`` elements. A norm that is not
+        computed yet, and becomes codes, may go to padded fp16 rows ``half`` too, not transformed.
         """
         if isinstance(x, DeferredNorm) and x.values is None:
             assert not x.stale, STALE
@@ -50,7 +53,9 @@ class Materializer:
             self._add_norm(residual)
             if x.shape[1] <= MAX_NORM_WIDTH:
                 assert not isinstance(residual.pending, NormAddend)
-                self.write_rows(residual.pending, out, residual.values, x.norm, rotation)
+                if half is not None:
+                    self.materialize(residual)
+                self.write_rows(residual.pending, out, residual.values, x.norm, rotation, half)
                 residual.pending = None
                 return
             fp32_out = isinstance(out, cp.ndarray) and out.dtype == np.float32
@@ -71,6 +76,7 @@ class Materializer:
     def write_rows(
         self, source: cp.ndarray | DeferredMatmul | DeferredActivation | None, out: cp.ndarray | QuantizedActivations,
         residual: cp.ndarray | None = None, norm: Norm | None = None, rotation: int = 1,
+        half: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Read rows, add them to the residual stream, normalise, gate or rotate them, and write codes or values."""
         rows, k = (residual if residual is not None else source).shape  # type: ignore[union-attr]
@@ -80,7 +86,7 @@ class Materializer:
             activation, values, gated = ACTIVATIONS[source.activation], source.source, source.gated
         self.kernels.rows.transform(
             self.kernels.step, row_source(values), row_target(out), rows, k, residual, norm, activation, moved,
-            rotation, gated=gated,
+            rotation, gated=gated, half=half,
         )  # fmt: skip
 
     def as_residual(self, x: Array) -> ResidualStream:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...cuda.kernels.arrays import PAD, is_padded, pitch_of, round_up
 from ...cuda.kernels.constants import ACTIVATIONS, Epilogue
+from ...cuda.kernels.rowwise.adapters import SideInputs
 from ...cuda.kernels.rowwise.rows import ROW
 from ..values import Array
 from .adapter_bank import AdapterBank
@@ -141,15 +142,21 @@ class ProductResults:
 class Products:
     """All products of one backend."""
 
-    def __init__(self, results: ProductResults, kernels: Sequence[ProductKernel]) -> None:
+    def __init__(self, results: ProductResults, kernels: Sequence[ProductKernel], adapted: ProductKernel) -> None:
         self.results = results
         self.kernels = tuple(kernels)
+        self.adapted = adapted
 
     def run(self, product: Product) -> Array:
-        """Compute the product by the first kernel that supports it, and add its side products if there are any."""
+        """Compute the product by the first kernel that supports it, and add its side products if there are any.
+
+        ``adapted`` is the kernel of products with adapters of requests, which adds them itself.
+        """
         bank = product.weight.adapters
         if bank is not None and bank.slots.rows is None:
             product.weight, bank = product.weight.without_adapters, None
+        if bank is not None and self.adapted.supports(product):
+            return self.adapted.run(product)
         if product.weight.side_products or bank is not None:
             return self._with_side_products(product)
         for kernel in self.kernels:
@@ -186,10 +193,9 @@ class Products:
         """Add what the adapters of the step's rows make of ``x``."""
         results, kernels, rows = self.results, self.results.kernels, bank.slots.rows
         assert len(rows) == x.shape[0], "the rows of a product are not those of the step"
-        values = results.materializer.to_half(x)
-        inputs = results.arrays.empty((len(rows), bank.adapters.columns), np.float16)
-        kernels.adapters.shrink(kernels.step, values, rows, bank.adapters, inputs)
-        kernels.adapters.expand(kernels.step, sums, rows, inputs, bank.adapters, bias, out)
+        side = SideInputs(rows, bank.adapters, results.arrays.empty((len(rows), bank.adapters.columns), np.float16))
+        kernels.adapters.shrink(kernels.step, results.materializer.to_half(x), side)
+        kernels.adapters.expand(kernels.step, sums, side, bias, out)
 
     def _split(self, x: Array, side: Outliers) -> tuple[cp.ndarray, cp.ndarray]:
         """``x`` with zeros in the columns of ``side``, and these columns in fp16."""

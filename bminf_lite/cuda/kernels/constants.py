@@ -101,12 +101,16 @@ class RowOp(IntEnum):
 
 
 class Target(IntEnum):
-    """The output of a kernel over rows: int8 codes and a scale per row, values, or fp32 values that are added to."""
+    """The output of a kernel over rows: int8 codes and a scale per row, values, or fp32 values that are added to.
+
+    ``CODES_AND_HALF``: codes, and the values before they are rotated.
+    """
 
     CODES = 0
     TO_HALF = 1
     TO_FLOAT = 2
     ADD_TO_FLOAT = 3
+    CODES_AND_HALF = 4
 
 
 class WeightType(IntEnum):

@@ -13,6 +13,7 @@
 //
 // The kernel is warp-specialised. One thread loads the weight by TMA, and starts before the kernel waits for its input;
 // another loads x; a warpgroup multiplies; a warpgroup applies the epilogue, while the next tile is multiplied.
+#include "common/adapters.cuh"
 #include "common/async.cuh"
 #include "common/cluster.cuh"
 #include "common/common.cuh"
@@ -189,12 +190,128 @@ struct Outputs {
     int rows, count;
 };
 
+// No side product, and its sums.
+struct NoSide {
+    static constexpr bool EXISTS = false;
+};
+
+template <int TILES, int COUNT, int MATRICES>
+struct NoSums {
+    __device__ __forceinline__ NoSums(const NoSide&, int) {}
+};
+
+// The side product of what this thread has of a tile, by tensor cores, whose left operand are 16 channels of `up`. The
+// right one are the rows of x that this warp has: columns 2 i and 2 i + 1 are its two rows of tile i of x, of up to 4
+// tiles; with 8 tiles there are two right operands.
+template <int TILES, int COUNT, int MATRICES>
+struct SideSums {
+    static constexpr int RIGHT = (TILES + 3) / 4;
+    const SideProduct& side;
+    int rows, own_slot, own_rank;  // of a row of this warp for each lane
+    int slots[RIGHT][2];           // of the rows whose sums this lane has
+
+    // Row `index` of this warp, 2 TILES in all.
+    __device__ __forceinline__ static int row_of(int index) {
+        return index / 2 * 8 + threadIdx.x / WARP * 2 + index % 2;
+    }
+    __device__ __forceinline__ SideSums(const SideProduct& side, int rows) : side(side), rows(rows) {
+        const int lane = threadIdx.x % WARP, row = row_of(lane);
+        own_slot = lane < 2 * TILES && row < rows ? side.slots[row] : 0;
+        own_rank = side.rank(own_slot);
+#pragma unroll
+        for (int h = 0; h < RIGHT; ++h)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int from = h * 8 + lane % 4 * 2 + i;
+                slots[h][i] = __shfl_sync(FULL, own_slot, from);
+                if (from >= 2 * TILES) slots[h][i] = 0;
+            }
+    }
+    // What a step of RANKS ranks multiplies.
+    struct Operands {
+        uint2 low[COUNT][MATRICES], high[COUNT][MATRICES], right[MATRICES][RIGHT];
+    };
+    // channels(i, m): the first channel of a part of the tile. The parts of a matrix belong to one section.
+    template <class F>
+    __device__ __forceinline__ void load(Operands& x, int slot, int rank, int at, const F& channels) const {
+        const __half* up = side.up(slot, rank);
+        const int group = threadIdx.x % WARP / 4;
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                x.low[i][m] = side.up_ranks(up, rank, channels(i, m) + group, at);
+                x.high[i][m] = side.up_ranks(up, rank, channels(i, m) + group + 8, at);
+            }
+            const int section = side.section(channels(0, m));
+#pragma unroll
+            for (int h = 0; h < RIGHT; ++h)
+                x.right[m][h] =
+                    side.input_ranks(min(row_of(h * 8 + group), rows - 1), min(section, side.sections - 1), at);
+        }
+    }
+    // found: the sums. The operands of a step are loaded while the step before is multiplied.
+    template <class F>
+    __device__ __forceinline__ void add(float (&found)[COUNT][TILES][MATRICES], const F& channels) const {
+        const int lane = threadIdx.x % WARP, local = lane % 16, bit = lane / 16;
+        float sums[COUNT][MATRICES][RIGHT][4] = {}, d[COUNT][MATRICES][RIGHT][4] = {};
+        unsigned left = __ballot_sync(FULL, own_rank > 0);
+        int slot = 0, rank = 0, at = 0;
+        const auto next = [&] {  // the next step, unless `left` is empty
+            at += RANKS;
+            if (at < rank) return;
+            if (slot) left &= ~__ballot_sync(FULL, own_slot == slot);
+            const int from = left ? __ffs(left) - 1 : 0;
+            slot = __shfl_sync(FULL, own_slot, from), rank = __shfl_sync(FULL, own_rank, from), at = 0;
+        };
+        Operands x, ahead;
+        next();
+        if (left) load(ahead, slot, rank, at, channels);
+#pragma unroll 1
+        while (left) {
+            x = ahead;
+            const int now = slot;
+            next();
+            if (left) load(ahead, slot, rank, at, channels);
+            const bool is_last = !left || slot != now;
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+                for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+                    for (int h = 0; h < RIGHT; ++h) {
+                        mma_ranks(d[i][m][h], x.low[i][m], x.high[i][m], x.right[m][h]);
+                        if (!is_last) continue;
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            if (slots[h][e % 2] == now) sums[i][m][h][e] = d[i][m][h][e];
+                            d[i][m][h][e] = 0;
+                        }
+                    }
+        }
+        // From the lanes of the sums to those that store them: channel `local`, row `bit` of a tile.
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+            for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) {
+                    float of[4];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) of[e] = __shfl_sync(FULL, sums[i][m][t / 4][e], local % 8 * 4 + t % 4);
+                    const float first = bit ? of[1] : of[0], second = bit ? of[3] : of[2];
+                    found[i][t][m] = local < 8 ? first : second;
+                }
+    }
+};
+
 // The warpgroup that applies the epilogue. Thread t has the rows 8 i + t / 16 of x, and channel t % 16 of each part of
 // a tile; the two parts of a gated layer are gate and up.
-template <int TILES, int EPILOGUE, int F>
+template <int TILES, int EPILOGUE, int F, class Side>
 __device__ __forceinline__ void epilogue_warps(
-    const Shared<TILES>& shared, const WorkTile& work, const Outputs& outputs) {
+    const Shared<TILES>& shared, const WorkTile& work, const Outputs& outputs, const Side& side) {
     constexpr int MATRICES = EPILOGUE == GATED ? 2 : 1, COUNT = PARTS / MATRICES;
+    constexpr bool HAS_SIDE = Side::EXISTS;
     const int local = threadIdx.x % PART_ROWS, token = threadIdx.x / PART_ROWS, rank = block_rank_in_cluster();
     const int index_in_part =
         (local % 8 * 4 + token / 2) * 4 + local / 8 * 2 + token % 2;  // the order of wgmma's accumulators
@@ -222,8 +339,13 @@ __device__ __forceinline__ void epilogue_warps(
         const int row = t * 8 + token;
         x_scale[t] = EPILOGUE != TO_INT32 && row < outputs.rows ? __ldcg(outputs.x_scale + row) : 0.0f;
     }
+    using Sums = typename Conditional<HAS_SIDE, SideSums<TILES, COUNT, MATRICES>, NoSums<TILES, COUNT, MATRICES>>::type;
+    const Sums side_sums(side, outputs.rows);
     PipelineState buffer(2);
     for (int tile = 0; tile < work.tiles; ++tile, buffer.next()) {
+        float added[COUNT][TILES][MATRICES];
+        if constexpr (HAS_SIDE)
+            side_sums.add(added, [&](int i, int m) { return m * outputs.count + channel_of(tile, i) - local; });
         float residual[COUNT][TILES];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -258,30 +380,32 @@ __device__ __forceinline__ void epilogue_warps(
                 if (row < outputs.rows && channel < outputs.count)
                     store_scaled<EPILOGUE, F>(
                         outputs.out, row * outputs.pitch + channel, sums[i][t], x_scale[t], channels[i],
-                        outputs.bias != nullptr, residual[i][t]);
+                        outputs.bias != nullptr, residual[i][t], HAS_SIDE ? added[i][t] : nullptr);
             }
         if (tile + 1 < work.tiles) load_channels(tile + 1);
     }
 }
 
-// TILES: tiles of 8 rows of x. F: the function of GATED and ACTIVATED. Boxes of the tensor maps, of DEPTH columns:
-// x_map 8 * TILES rows; w_map 64 rows, or 32 with GATED. `tiles` tiles and `steps` stages of BOXES * DEPTH columns
-// cover the weight. Clusters of CLUSTER blocks. `stages` >= WINDOW and `resident`: see Shared, which is the dynamic
-// shared memory. One block fits an SM. The bound for 8 tiles limits registers, so that it fits beside a block of the
-// kernel that quantizes its input.
-template <int TILES, int EPILOGUE, int F>
-__global__ void __launch_bounds__(THREADS, TILES == 8 ? 2 : 1) skinny_gemm_hopper(
-    const float* x_scale, const float* w_scale, const float* bias, void* out, long long out_pitch, int rows, int n,
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, int tiles, int steps, int stages,
-    bool resident) {
+// The operands of the kernel but its side product, and the kernel.
+struct Product {
+    const float *x_scale, *w_scale, *bias;
+    void* out;
+    long long out_pitch;
+    int rows, n, tiles, steps, stages;
+    bool resident;
+};
+
+template <int TILES, int EPILOGUE, int F, class Side>
+__device__ __forceinline__ void multiply(
+    const Product& product, const TensorMap& x_map, const TensorMap& w_map, const Side& side) {
     constexpr bool IS_GATED = EPILOGUE == GATED;
     extern __shared__ __align__(1024) char memory[];
     launch_dependent_grids();
-    const Shared<TILES> shared(memory, stages, (steps + CLUSTER - 1) / CLUSTER, resident);
-    const WorkTile work(tiles, steps);
-    const int outputs = IS_GATED ? n / 2 : n;
+    const Shared<TILES> shared(memory, product.stages, (product.steps + CLUSTER - 1) / CLUSTER, product.resident);
+    const WorkTile work(product.tiles, product.steps);
+    const int outputs = IS_GATED ? product.n / 2 : product.n;
     WeightProducer<TILES, IS_GATED> weight = {
-        shared, work, w_map, outputs, PipelineState(stages), PipelineState(stages)};
+        shared, work, w_map, outputs, PipelineState(product.stages), PipelineState(product.stages)};
     if (threadIdx.x == FIRST_LOADER) {
         shared.init();
         for (int i = 0; i < WINDOW && weight.remaining(); ++i) weight.load();
@@ -296,10 +420,37 @@ __global__ void __launch_bounds__(THREADS, TILES == 8 ? 2 : 1) skinny_gemm_hoppe
         wait_on_dependent_grids();
         load_activations(shared, work, x_map);
     } else if (threadIdx.x < WARPGROUP) {
-        epilogue_warps<TILES, EPILOGUE, F>(shared, work, {x_scale, w_scale, bias, out, out_pitch, rows, outputs});
+        epilogue_warps<TILES, EPILOGUE, F>(
+            shared, work,
+            {product.x_scale, product.w_scale, product.bias, product.out, product.out_pitch, product.rows, outputs},
+            side);
     } else if (threadIdx.x < FIRST_LOADER) {
         mma_warps<TILES, IS_GATED>(shared, work);
     }
+}
+
+// TILES: tiles of 8 rows of x. F: the function of GATED and ACTIVATED. Boxes of the tensor maps, of DEPTH columns:
+// x_map 8 * TILES rows; w_map 64 rows, or 32 with GATED. `tiles` tiles and `steps` stages of BOXES * DEPTH columns
+// cover the weight. Clusters of CLUSTER blocks. `stages` >= WINDOW and `resident`: see Shared, which is the dynamic
+// shared memory. One block fits an SM. The bound for 8 tiles limits registers, so that it fits beside a block of the
+// kernel that quantizes its input.
+template <int TILES, int EPILOGUE, int F>
+__global__ void __launch_bounds__(THREADS, TILES == 8 ? 2 : 1) skinny_gemm_hopper(
+    const float* x_scale, const float* w_scale, const float* bias, void* out, long long out_pitch, int rows, int n,
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, int tiles, int steps, int stages,
+    bool resident) {
+    multiply<TILES, EPILOGUE, F>(
+        {x_scale, w_scale, bias, out, out_pitch, rows, n, tiles, steps, stages, resident}, x_map, w_map, NoSide());
+}
+
+// The same with a side product. The sections of its weight end at multiples of 16 channels.
+template <int TILES, int EPILOGUE, int F>
+__global__ void __launch_bounds__(THREADS, 1) skinny_gemm_hopper_adapted(
+    const SideProduct side, const float* x_scale, const float* w_scale, const float* bias, void* out,
+    long long out_pitch, int rows, int n, const __grid_constant__ TensorMap x_map,
+    const __grid_constant__ TensorMap w_map, int tiles, int steps, int stages, bool resident) {
+    multiply<TILES, EPILOGUE, F>(
+        {x_scale, w_scale, bias, out, out_pitch, rows, n, tiles, steps, stages, resident}, x_map, w_map, side);
 }
 
 }  // namespace bminf

@@ -27,6 +27,9 @@ KERNEL_CACHE_SIZE = 1024
 """Shapes whose launches are kept; beyond that, the least recently used is dropped."""
 RESERVED_SHARED_MEMORY = 11 << 8
 """Shared memory for the dependent kernel over rows that is resident beside this one."""
+SHRINK_SHARED_MEMORY = 12 << 10
+"""Shared memory for the kernel of adapters' inputs that is resident beside one with a side product."""
+SECTION_MULTIPLE = 2 * ROWS // 4
 _STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
 _INT8 = TensorMapDataType.INT8  # looking it up takes the host 0.07 us
 
@@ -40,14 +43,15 @@ class SkinnyGemmHopper(SkinnyGemm):
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
+        self._kernel_adapted = functools.cache(self._load_adapted)
         self._launch_of = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_launch)
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         if capability == (9, 0):
-            yield KernelFamily(
-                cls.source, "bminf::skinny_gemm_hopper", (cls.tile_counts, *EPILOGUE_ARGUMENTS), possible_epilogue
-            )
+            values = cls.tile_counts, *EPILOGUE_ARGUMENTS
+            yield KernelFamily(cls.source, "bminf::skinny_gemm_hopper", values, possible_epilogue)
+            yield KernelFamily(cls.source, "bminf::skinny_gemm_hopper_adapted", values, _possible_adapted)
 
     def supports(self, rows: int) -> bool:
         return 1 < rows <= self.max_rows
@@ -69,18 +73,22 @@ class SkinnyGemmHopper(SkinnyGemm):
         activation: int = 0,
         bytes_moved: int = 0,
         dependent: bool = True,
+        side: tuple[int, ...] = (),
     ) -> None:
-        """As the base class's, and also of a single row; ``dependent`` as in :class:`Kernel`."""
+        """As the base class's, and also of a single row; ``dependent`` as in :class:`Kernel`.
+
+        ``side`` are the arguments of a side product, whose sections end at multiples of :data:`SECTION_MULTIPLE`.
+        """
         kernel, grid, box_rows, weight_rows, shared, numbers = self._launch_of(
-            rows, out_features, pitch, epilogue, activation
+            rows, out_features, pitch, epilogue, activation, bool(side)
         )
         x_map = tensor_map_2d(x, _INT8, rows, pitch, pitch, box_rows, False)
         w_map = tensor_map_2d(w, _INT8, out_features, pitch, pitch, weight_rows, False)
-        arguments = (x_scale, w_scale, bias, out, out_pitch, rows, out_features, x_map, w_map, *numbers)
+        arguments = (*side, x_scale, w_scale, bias, out, out_pitch, rows, out_features, x_map, w_map, *numbers)
         kernel(grid, THREADS, arguments, shared, stream, dependent, CLUSTER, bytes_moved)
 
     def _find_launch(
-        self, rows: int, out_features: int, pitch: int, epilogue: Epilogue, activation: int
+        self, rows: int, out_features: int, pitch: int, epilogue: Epilogue, activation: int, adapted: bool
     ) -> tuple[Kernel, int, int, int, int, tuple[int, ...]]:
         """The kernel, its blocks, the rows of both boxes, shared memory, and its last arguments."""
         gated = epilogue is Epilogue.GATED
@@ -89,8 +97,12 @@ class SkinnyGemmHopper(SkinnyGemm):
         tiles, weight_rows = self.tiles(rows), ROWS // (1 + gated)
         weight_tiles, steps = -(-out_features // (1 + gated) // weight_rows), -(-pitch // columns)
         clusters = min(self._num_sms // CLUSTER, weight_tiles)
-        resident, stages, shared = self._divide(tiles, steps, weight_tiles > clusters)
-        kernel = self._kernel(tiles, epilogue, activation)
+        resident, stages, shared = self._divide(
+            tiles, steps, weight_tiles > clusters, SHRINK_SHARED_MEMORY if adapted else 0
+        )
+        kernel = (
+            self._kernel_adapted(tiles, epilogue, activation) if adapted else self._kernel(tiles, epilogue, activation)
+        )
         return kernel, clusters * CLUSTER, 8 * tiles, weight_rows, shared, (weight_tiles, steps, stages, resident)
 
     @functools.cached_property
@@ -98,10 +110,13 @@ class SkinnyGemmHopper(SkinnyGemm):
         """Shared memory per block beside a dependent kernel; this kernel has no static part."""
         return self._device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) - RESERVED_SHARED_MEMORY
 
-    def _divide(self, tiles: int, steps: int, several: bool) -> tuple[bool, int, int]:
-        """Whether activations stay in shared memory, used for ``several`` tiles; stages; and bytes in total."""
+    def _divide(self, tiles: int, steps: int, several: bool, reserved: int) -> tuple[bool, int, int]:
+        """Whether activations stay in shared memory, used for ``several`` tiles; stages; and bytes in total.
+
+        ``reserved`` bytes are left to kernels beside this one.
+        """
         weight, activations = BOXES * ROWS * ROW_BYTES, BOXES * 8 * tiles * ROW_BYTES
-        room, in_all = self._shared, -(-steps // CLUSTER) * activations
+        room, in_all = self._shared - reserved, -(-steps // CLUSTER) * activations
         sums = 2 * ROWS * 8 * tiles * 4 + _SUMS_BARRIERS
         resident = several and sums + in_all + WINDOW * (weight + _STAGE_BARRIERS) <= room
         fixed, each = (sums + in_all, weight) if resident else (sums, weight + activations)
@@ -112,3 +127,12 @@ class SkinnyGemmHopper(SkinnyGemm):
     def _load(self, tiles: int, epilogue: Epilogue, activation: int) -> Kernel:
         expression = f"bminf::skinny_gemm_hopper<{tiles}, {int(epilogue)}, {activation}>"
         return load(self._device, self.source, expression)
+
+    def _load_adapted(self, tiles: int, epilogue: Epilogue, activation: int) -> Kernel:
+        expression = f"bminf::skinny_gemm_hopper_adapted<{tiles}, {int(epilogue)}, {activation}>"
+        return load(self._device, self.source, expression)
+
+
+def _possible_adapted(tiles: int, epilogue: int, activation: int) -> bool:
+    unused = Epilogue.TO_INT32, Epilogue.TO_BFLOAT16
+    return epilogue not in unused and possible_epilogue(tiles, epilogue, activation)

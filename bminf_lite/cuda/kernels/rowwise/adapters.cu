@@ -4,121 +4,221 @@
 //     expand_rows   out = sums + inputs @ up[slot] + bias; a row without a slot gets no product
 //     saved_products, saved_embed   a head, or a table of tokens, in place of the model's
 //
-// A weight that is stacked from several matrices has a section for each. down: fp16 [slots, columns, pitch] with zeros
-// behind column k, where columns = sections * rank_pitch; scales: fp32 [slots, columns]; up: fp16 [slots, rank_pitch,
-// up_pitch], whose columns belong to the sections by `end0`, `end1` and `end2`, the outputs at which the first three
-// end. ranks: [slots], the largest rank of a slot's sections; rank_pitch is a multiple of 16, and down, scales and up
-// have zeros behind the ranks of sections up to a multiple of 16.
-//
-// A row's sums have one order, whatever the other rows and their slots are: see shrink_rows and expand_rows.
+// See common/adapters.cuh for a slot. The kernels of products that add the side product themselves need no
+// expand_rows. A row's sums have one order, whatever the other rows and their slots are: see shrink_rows.
+#include "common/adapters.cuh"
+#include "common/cluster.cuh"
 #include "common/common.cuh"
 #include "common/tensor_cores.cuh"
 
 using namespace bminf;
 
-constexpr int SHRINK_WARPS = 8, CHUNK = 32, RANKS = 16, EXPAND_ROWS = 8;
+constexpr int SHRINK_WARPS = 8, PARTS = 8, CHUNK = 32, SHRINK_ROWS = 64, EXPAND_ROWS = 8;
 
-// Whether a row of a tile is the first with its slot, so that its block computes the slot.
+// Whether a row of a tile is the first with its slot.
 __device__ __forceinline__ bool leads(const int* slots, int first, int row, int slot) {
     for (int r = first; r < row; ++r)
         if (slots[r] == slot) return false;
     return true;
 }
 
-// x: fp16 [rows, x_pitch]; slots: [rows]; inputs: fp16 [rows, columns]. The grid is (columns / RANKS, tiles of 8 *
-// TILES rows, rows of a tile). The block of a tile's row computes RANKS columns of the rows with that row's slot, if no
-// row of the tile before it has the slot. Tensor cores multiply 16 columns by 8 rows. Of each 32 elements of k a lane
-// reads 8 neighbouring ones, which two mma take in turn; chunk c of 32 elements belongs to warp c % SHRINK_WARPS. The
-// warps' sums are added one after another.
-template <int TILES>
-__global__ void __launch_bounds__(SHRINK_WARPS* WARP) shrink_rows(
-    const __half* x, long long x_pitch, const int* slots, const __half* __restrict__ down, int pitch,
-    const float* __restrict__ scales, const int* ranks, __half* inputs, int rows, int k, int columns, int rank_pitch) {
-    __shared__ float partial[SHRINK_WARPS][TILES][RANKS][8];
-    launch_dependent_grids();
-    wait_on_dependent_grids();
-    const int first = blockIdx.y * 8 * TILES, row = first + blockIdx.z, column = blockIdx.x * RANKS;
-    if (row >= rows) return;
-    const int slot = slots[row];
-    if (slot <= 0 || column % rank_pitch >= ranks[slot - 1] || !leads(slots, first, row, slot)) return;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, part = lane % 4 * 8;
-    const __half* weight = down + (static_cast<size_t>(slot - 1) * columns + column + group) * pitch;
-    float sums[TILES][4] = {};
-#pragma unroll 2
-    for (int begin = warp * CHUNK; begin < k; begin += SHRINK_WARPS * CHUNK) {
-        const int at = begin + part;
-        const uint4 low = ld_global_v4(weight + at), high = ld_global_v4(weight + 8 * static_cast<size_t>(pitch) + at);
-        const unsigned even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+__device__ __forceinline__ int count_rows(unsigned long long mask) {
+    return __popc(static_cast<unsigned>(mask)) + __popc(static_cast<unsigned>(mask >> 32));
+}
+
+// The slots of the SHRINK_ROWS rows of a tile, two in each lane of every warp.
+struct TileSlots {
+    int own[2];
+
+    __device__ __forceinline__ TileSlots(const int* slots, int first, int rows) {
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            const int own = first + tile * 8 + group;
-            uint4 values = {};
-            if (own < rows && at < k) values = ld_global_cg_v4(x + own * x_pitch + at), zero_tail(values, at, k);
-            mma_m16n8k16(sums[tile], even, values.x, values.y);
-            mma_m16n8k16(sums[tile], odd, values.z, values.w);
+        for (int h = 0; h < 2; ++h) {
+            const int row = first + h * WARP + threadIdx.x % WARP;
+            own[h] = row < rows ? slots[row] : 0;
         }
     }
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) partial[warp][tile][group + i / 2 * 8][lane % 4 * 2 + i % 2] = sums[tile][i];
-    __syncthreads();
-    for (int i = threadIdx.x; i < TILES * 8 * RANKS; i += SHRINK_WARPS * WARP) {
-        const int own = i / RANKS, rank = i % RANKS;
-        if (first + own >= rows || slots[first + own] != slot) continue;
-        float sum = 0;
-#pragma unroll
-        for (int w = 0; w < SHRINK_WARPS; ++w) sum = __fadd_rn(sum, partial[w][own / 8][rank][own % 8]);
-        const float scale = scales[static_cast<size_t>(slot - 1) * columns + column + rank];
-        inputs[static_cast<size_t>(first + own) * columns + column + rank] = __float2half_rn(__fmul_rn(scale, sum));
+    __device__ __forceinline__ unsigned long long rows_of(int slot) const {
+        const unsigned low = __ballot_sync(FULL, own[0] == slot), high = __ballot_sync(FULL, own[1] == slot);
+        return static_cast<unsigned long long>(high) << 32 | low;
     }
+    // The rows with the slot that is number `index` of those that occur, and this slot; no rows if there are fewer.
+    __device__ __forceinline__ unsigned long long find(int index, int& slot) const {
+        unsigned long long left = ~rows_of(0);
+        while (left) {
+            const unsigned low = left, high = left >> 32;
+            const int row = low ? __ffs(low) - 1 : WARP + __ffs(high) - 1;
+            slot = __shfl_sync(FULL, row < WARP ? own[0] : own[1], row % WARP);
+            const unsigned long long found = rows_of(slot);
+            if (index-- == 0) return found;
+            left &= ~found;
+        }
+        return 0;
+    }
+};
+
+// x: fp16 [rows, x_pitch]; the inputs of `side` are written. The grid is (CLUSTER * groups of 16 * GROUPS columns,
+// tiles of SHRINK_ROWS rows, slots of a tile at once). A cluster finds the rows of a tile that have its slot, and
+// computes its columns of these, 8 * TILES rows at a time.
+//
+// The order of a sum: the chunks of 32 elements of k are cut into PARTS parts of neighbouring ones, and each part into
+// SHRINK_WARPS. A warp adds up its chunks in order. Of each chunk a lane reads 8 neighbouring elements, which two mma
+// take in turn. The warps of a part are added one after another, then the parts. Each block of a cluster has a part;
+// without clusters a block has all of them.
+//
+// Dynamic shared memory: (SHRINK_WARPS + 1) * GROUPS * 16 * TILES * 8 floats.
+template <int TILES, int GROUPS, int CLUSTER>
+__global__ void __launch_bounds__(SHRINK_WARPS* WARP)
+    shrink_rows(const SideProduct side, const __half* x, long long x_pitch, int rows, int k) {
+    static_assert(CLUSTER == 1 || CLUSTER == PARTS, "a block has a part, or all");
+    constexpr int SUMS = GROUPS * RANKS * TILES * 8, THREADS = SHRINK_WARPS * WARP;
+    extern __shared__ __align__(16) float shared[];
+    __shared__ int list[SHRINK_ROWS];
+    __half* const inputs = const_cast<__half*>(side.inputs);
+    float* const totals = shared + SHRINK_WARPS * SUMS;
+    launch_dependent_grids();
+    const int first = blockIdx.y * SHRINK_ROWS, part = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
+    const int column = blockIdx.x / CLUSTER * GROUPS * RANKS, chunks = (k + CHUNK - 1) / CHUNK;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, quarter = lane % 4 * 8;
+    const TileSlots tile(side.slots, first, rows);
+    bool has_waited = false;
+    for (int index = blockIdx.z;; index += gridDim.z) {
+        int slot;
+        const unsigned long long mask = tile.find(index, slot);
+        if (!mask) break;
+        const int rank = side.rank(slot), count = count_rows(mask);
+        // Columns of the inputs are rows of `down`, but for ranks that the slot does not have.
+        const float* scales = reinterpret_cast<const float*>(side.adapter(slot) + ADAPTER_HEADER);
+        const __half* down = reinterpret_cast<const __half*>(scales + side.sections * rank);
+        const __half* weights[GROUPS];
+        bool any = false;
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            const int section = (column + g * RANKS) / side.rank_pitch, at = (column + g * RANKS) % side.rank_pitch;
+            const bool inside = section < side.sections && at < rank;
+            any |= inside;
+            weights[g] =
+                inside ? down + static_cast<size_t>(section * rank + at + group) * side.down_pitch + quarter : nullptr;
+        }
+        if (!any) continue;
+        if (warp == 0)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = h * WARP + lane;
+                if (mask >> row & 1) list[count_rows(mask & ((1ull << row) - 1))] = row;
+            }
+        __syncthreads();
+        if (!has_waited) wait_on_dependent_grids(), has_waited = true;
+        for (int from = 0; from < count; from += TILES * 8) {
+            const __half* own[TILES];
+#pragma unroll
+            for (int t = 0; t < TILES; ++t)
+                own[t] = x + (first + list[min(from + t * 8 + group, count - 1)]) * x_pitch + quarter;
+#pragma unroll 1
+            for (int p = part; p < (CLUSTER > 1 ? part + 1 : PARTS); ++p) {
+                float sums[GROUPS][TILES][4] = {};
+                const int piece = p * SHRINK_WARPS + warp, end = chunks * (piece + 1) / (PARTS * SHRINK_WARPS);
+#pragma unroll 2
+                for (int chunk = chunks * piece / (PARTS * SHRINK_WARPS); chunk < end; ++chunk) {
+                    const int at = chunk * CHUNK;
+                    uint4 values[TILES];
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t) {
+                        uint4 loaded = {};
+                        if (from + t * 8 < count && at + quarter < k)
+                            loaded = ld_global_cg_v4(own[t] + at), zero_tail(loaded, at + quarter, k);
+                        values[t] = loaded;
+                    }
+#pragma unroll
+                    for (int g = 0; g < GROUPS; ++g) {
+                        if (!weights[g]) continue;
+                        const uint4 low = ld_global_v4(weights[g] + at);
+                        const uint4 high = ld_global_v4(weights[g] + 8 * static_cast<size_t>(side.down_pitch) + at);
+                        const unsigned even[4] = {low.x, high.x, low.y, high.y},
+                                       odd[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+                        for (int t = 0; t < TILES; ++t) {
+                            if (from + t * 8 >= count) break;
+                            mma_m16n8k16(sums[g][t], even, values[t].x, values[t].y);
+                            mma_m16n8k16(sums[g][t], odd, values[t].z, values[t].w);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int rank = group + i / 2 * 8, row = t * 8 + lane % 4 * 2 + i % 2;
+                            shared[warp * SUMS + (g * RANKS + rank) * TILES * 8 + row] = sums[g][t][i];
+                        }
+                __syncthreads();
+                for (int i = threadIdx.x; i < SUMS; i += THREADS) {
+                    float sum = 0;
+#pragma unroll
+                    for (int w = 0; w < SHRINK_WARPS; ++w) sum = __fadd_rn(sum, shared[w * SUMS + i]);
+                    totals[i] = CLUSTER == 1 && p > 0 ? __fadd_rn(totals[i], sum) : sum;
+                }
+                __syncthreads();
+            }
+            if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
+            for (int i = part * THREADS + threadIdx.x; i < SUMS; i += CLUSTER * THREADS) {
+                const int place = i / (TILES * 8), row = from + i % (TILES * 8), to = column + place;
+                const int section = to / side.rank_pitch, at = to % side.rank_pitch;
+                if (row >= count || section >= side.sections || at >= rank) continue;
+                float sum = ld_shared_cluster<CLUSTER>(totals + i, 0);
+#pragma unroll
+                for (int p = 1; p < CLUSTER; ++p) sum = __fadd_rn(sum, ld_shared_cluster<CLUSTER>(totals + i, p));
+                inputs[static_cast<size_t>(first + list[row]) * side.input_columns + to] =
+                    __float2half_rn(__fmul_rn(scales[section * rank + at], sum));
+            }
+            cluster_sync<CLUSTER>();  // the sums have been read, and the list
+        }
+    }
+    if (!has_waited) wait_on_dependent_grids();
 }
 
 // sums: fp32 [rows, sums_pitch], which may be `out`; bias: fp32 [n] or null; out: [rows, out_pitch]. The grid is
-// (blocks of 128 outputs, tiles of EXPAND_ROWS rows). A thread computes one output of the rows of a tile, by fma over
-// the rank in its order. A product of zero is not added, so that the sum keeps the sign of a zero.
+// (blocks of 128 outputs, tiles of EXPAND_ROWS rows). A warp computes 16 outputs of the rows of a tile.
 template <class T>
-__global__ void __launch_bounds__(128) expand_rows(
-    const float* sums, long long sums_pitch, const int* slots, const __half* inputs, int columns, const int* ranks,
-    const __half* __restrict__ up, int up_pitch, const float* __restrict__ bias, T* out, long long out_pitch, int rows,
-    int n, int rank_pitch, int end0, int end1, int end2) {
+__global__ void __launch_bounds__(256) expand_rows(
+    const SideProduct side, const float* sums, long long sums_pitch, const float* __restrict__ bias, T* out,
+    long long out_pitch, int rows) {
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const int column = blockIdx.x * 128 + threadIdx.x, first = blockIdx.y * EXPAND_ROWS;
+    const int lane = threadIdx.x % WARP, group = lane / 4, column = (blockIdx.x * 8 + threadIdx.x / WARP) * 16;
+    const int first = blockIdx.y * EXPAND_ROWS, count = min(EXPAND_ROWS, rows - first), n = side.outputs;
     if (column >= n) return;
-    const int section = (column >= end0) + (column >= end1) + (column >= end2);
-    inputs += static_cast<size_t>(first) * columns + section * rank_pitch;
-    int own[EXPAND_ROWS];
+    float products[4] = {};  // outputs `group` and 8 behind, rows lane % 4 * 2 and the next
+    int own[2];
 #pragma unroll
-    for (int r = 0; r < EXPAND_ROWS; ++r) own[r] = first + r < rows ? slots[first + r] : 0;
-    float products[EXPAND_ROWS] = {};
+    for (int r = 0; r < 2; ++r) own[r] = lane % 4 * 2 + r < count ? side.slots[first + lane % 4 * 2 + r] : 0;
 #pragma unroll 1
-    for (int row = first; row < min(first + EXPAND_ROWS, rows); ++row) {
-        const int slot = slots[row];
-        if (slot <= 0 || !leads(slots, first, row, slot)) continue;
-        const __half* values = up + static_cast<size_t>(slot - 1) * rank_pitch * up_pitch + column;
-        for (int begin = 0; begin < ranks[slot - 1]; begin += 8) {
-            float weight[8];
+    for (int row = first; row < first + count; ++row) {
+        const int slot = side.slots[row];
+        if (slot <= 0 || !leads(side.slots, first, row, slot)) continue;
+        const int rank = side.rank(slot);
+        const __half* up = side.up(slot, rank);
+#pragma unroll 1
+        for (int section = side.section(column); section <= side.section(min(column + 15, n - 1)); ++section) {
+            float d[4] = {};
+#pragma unroll 1
+            for (int at = 0; at < rank; at += RANKS)
+                mma_ranks(
+                    d, side.up_ranks(up, rank, column + group, at), side.up_ranks(up, rank, column + group + 8, at),
+                    side.input_ranks(first + min(group, count - 1), section, at));
 #pragma unroll
-            for (int j = 0; j < 8; ++j) weight[j] = __half2float(values[static_cast<size_t>(begin + j) * up_pitch]);
-#pragma unroll
-            for (int r = 0; r < EXPAND_ROWS; ++r) {
-                if (own[r] != slot) continue;
-                const uint4 raw = ld_global_cg_v4(inputs + static_cast<size_t>(r) * columns + begin);
-                float part[8];
-                load8(reinterpret_cast<const __half*>(&raw), part);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) products[r] = fmaf(part[j], weight[j], products[r]);
-            }
+            for (int i = 0; i < 4; ++i)
+                if (own[i % 2] == slot && side.section(column + group + i / 2 * 8) == section) products[i] = d[i];
         }
     }
 #pragma unroll
-    for (int r = 0; r < EXPAND_ROWS; ++r) {
-        if (first + r >= rows) break;
-        float y = sums[(first + r) * sums_pitch + column];
-        if (products[r] != 0) y = __fadd_rn(y, products[r]);
-        if (bias) y = __fadd_rn(y, bias[column]);
-        out[(first + r) * out_pitch + column] = static_cast<T>(y);
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane % 4 * 2 + i % 2, output = column + group + i / 2 * 8;
+        if (row >= count || output >= n) continue;
+        float y = add_side(sums[(first + row) * sums_pitch + output], products[i]);
+        if (bias) y = __fadd_rn(y, bias[output]);
+        out[(first + row) * out_pitch + output] = static_cast<T>(y);
     }
 }
 

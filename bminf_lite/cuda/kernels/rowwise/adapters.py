@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..arrays import address, ceil_div, nbytes_of, pitch_of
+from ..arrays import PAD, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 
@@ -14,12 +14,25 @@ if TYPE_CHECKING:
     import cupy as cp
 
 RANKS = 16
-"""Ranks that a block computes; the ranks of slots are padded to a multiple of it."""
-TILES = (1, 4)
-"""Tiles of 8 rows that a block of ``shrink_rows`` computes: the first for up to :data:`FEW_ROWS` rows."""
-FEW_ROWS = 64
+"""The ranks of slots are padded to a multiple of it."""
+HEADER = 128
+"""Bytes of a slot before its scales; the first four are the rank."""
+PARTS = 8
+"""Parts of the columns whose sums are added: those of a cluster's blocks, where the GPU has clusters."""
+TILES = (1, 4, 8)
+"""Tiles of 8 rows that a block of ``shrink_rows`` computes at once: the last for more than :data:`FEW_ROWS` rows."""
+GROUPS = (1, 2, 3)
+"""Groups of ``RANKS`` columns that a block computes; more than one for more than :data:`FEW_ROWS` rows."""
+SHRINK_ROWS = FEW_ROWS = 64
+MANY_ROWS = 512
+"""Above ``MANY_ROWS`` rows, which are prompts, most tiles of :data:`SHRINK_ROWS` rows have one slot."""
 EXPAND_ROWS = 8
 MAX_SECTIONS = 4
+
+
+def slot_bytes(rank: int, sections: int, features: int, outputs: int) -> int:
+    """Bytes of an adapter of a padded ``rank``, as ``common/adapters.cuh`` lays it out, and of a slot for it."""
+    return round_up(HEADER + sections * rank * (4 + 2 * round_up(features, PAD)) + 2 * rank * outputs, HEADER)
 
 
 @dataclass(frozen=True)
@@ -33,23 +46,47 @@ class SavedArrays:
 
 @dataclass(frozen=True)
 class AdapterArrays:
-    """The slots of one weight, as ``adapters.cu`` describes them; ``ends`` are the outputs at which sections end."""
+    """The slots of one weight, uint8 ``[slots, bytes]``, as ``common/adapters.cuh`` describes them.
 
-    down: cp.ndarray
-    scales: cp.ndarray
-    up: cp.ndarray
-    ranks: cp.ndarray
+    Each has room for ``rank_pitch`` ranks of ``features`` inputs; ``ends`` are the outputs at which sections end.
+    """
+
+    memory: cp.ndarray
+    rank_pitch: int
     ends: Sequence[int]
     features: int
 
     @property
     def columns(self) -> int:
         """Ranks of all sections."""
-        return int(self.scales.shape[1])
+        return len(self.ends) * self.rank_pitch
 
     @property
-    def rank_pitch(self) -> int:
-        return int(self.up.shape[1])
+    def nbytes_of_slot(self) -> int:
+        return int(self.memory.shape[1])
+
+
+@dataclass(frozen=True)
+class SideInputs:
+    """What the kernel of a product needs of a side product: the rows' ``slots``, the adapters, and their inputs.
+
+    ``values`` is fp16 ``[rows, columns]``. Rows without a slot, and columns behind the rank of a row's slot, are not
+    written.
+    """
+
+    slots: cp.ndarray
+    adapters: AdapterArrays
+    values: cp.ndarray
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """The ``SideProduct`` of a kernel."""
+        of, (*ends, n) = self.adapters, self.adapters.ends
+        ends += [n] * (MAX_SECTIONS - 1 - len(ends))
+        return (
+            self.slots.data.ptr, of.memory.data.ptr, of.memory.shape[1], self.values.data.ptr, of.columns,
+            of.rank_pitch, round_up(of.features, PAD), len(of.ends), *ends, n,
+        )  # fmt: skip
 
 
 class AdapterKernels:
@@ -62,81 +99,39 @@ class AdapterKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "shrink_rows", (TILES,))
+        cluster = PARTS if capability >= (9, 0) else 1
+        yield KernelFamily(cls.source, "shrink_rows", (TILES, GROUPS, (cluster,)), _possible_shrink)
         yield KernelFamily(cls.source, "expand_rows", (("__half", "float"),))
         yield KernelFamily(cls.source, "saved_products")
         yield KernelFamily(cls.source, "saved_embed")
 
-    def shrink(
-        self, step: StepContext, x: cp.ndarray, slots: cp.ndarray, adapters: AdapterArrays, inputs: cp.ndarray
-    ) -> None:
-        """The inputs of the side product, fp16 ``[rows, columns]``, of padded fp16 rows ``x``.
-
-        Rows without a slot, and columns behind the rank of a row's slot, are not written.
-        """
-        rows, columns = inputs.shape
-        tiles = TILES[0] if rows <= FEW_ROWS else TILES[1]
+    def shrink(self, step: StepContext, x: cp.ndarray, side: SideInputs) -> None:
+        """Write the inputs of the side product, of padded fp16 rows ``x``."""
+        of, rows = side.adapters, len(side.values)
+        few = rows <= FEW_ROWS
+        tiles = TILES[-1] if not few else TILES[0] if rows <= 8 else TILES[1]
+        ranks = of.columns // RANKS
+        groups = 1 if few else next(g for g in reversed(GROUPS) if ranks % g == 0)
+        slots = min(len(of.memory), rows, SHRINK_ROWS if rows <= MANY_ROWS else 2)
+        cluster = PARTS if self._launcher.has_clusters else 1
         self._launcher.launch(
-            step,
-            self.source,
-            f"shrink_rows<{tiles}>",
-            (columns // RANKS, ceil_div(rows, 8 * tiles), min(rows, 8 * tiles)),
-            256,
-            (
-                x.data.ptr,
-                pitch_of(x),
-                slots.data.ptr,
-                adapters.down.data.ptr,
-                adapters.down.shape[2],
-                adapters.scales.data.ptr,
-                adapters.ranks.data.ptr,
-                inputs.data.ptr,
-                rows,
-                adapters.features,
-                columns,
-                adapters.rank_pitch,
-            ),
-            bytes_moved=nbytes_of(x, inputs) + adapters.down.nbytes // len(adapters.down),
-        )
+            step, self.source, f"shrink_rows<{tiles}, {groups}, {cluster}>",
+            (cluster * ranks // groups, ceil_div(rows, SHRINK_ROWS), slots), 256,
+            (*side.arguments, x.data.ptr, pitch_of(x), rows, of.features),
+            shared=9 * groups * RANKS * tiles * 8 * 4, cluster=cluster if cluster > 1 else None,
+            bytes_moved=nbytes_of(x, side.values) + of.nbytes_of_slot,
+        )  # fmt: skip
 
     def expand(
-        self,
-        step: StepContext,
-        sums: cp.ndarray,
-        slots: cp.ndarray,
-        inputs: cp.ndarray,
-        adapters: AdapterArrays,
-        bias: cp.ndarray | None,
-        out: cp.ndarray,
+        self, step: StepContext, sums: cp.ndarray, side: SideInputs, bias: cp.ndarray | None, out: cp.ndarray
     ) -> None:
         """``sums`` fp32 ``[rows, n]`` plus the side product and the bias, in ``out``: fp16 or fp32, also ``sums``."""
         kind, (rows, n) = "__half" if out.itemsize == 2 else "float", out.shape
-        ends = [*adapters.ends[:-1], *(n for _ in range(MAX_SECTIONS - len(adapters.ends)))]
         self._launcher.launch(
-            step,
-            self.source,
-            f"expand_rows<{kind}>",
-            (ceil_div(n, 128), ceil_div(rows, EXPAND_ROWS)),
-            128,
-            (
-                sums.data.ptr,
-                pitch_of(sums),
-                slots.data.ptr,
-                inputs.data.ptr,
-                inputs.shape[1],
-                adapters.ranks.data.ptr,
-                adapters.up.data.ptr,
-                adapters.up.shape[2],
-                address(bias),
-                out.data.ptr,
-                pitch_of(out),
-                rows,
-                n,
-                adapters.rank_pitch,
-                *ends,
-            ),
-            bytes_moved=nbytes_of(sums, inputs, out) + adapters.up.nbytes // len(adapters.up),
-        )
+            step, self.source, f"expand_rows<{kind}>", (ceil_div(n, 128), ceil_div(rows, EXPAND_ROWS)), 256,
+            (*side.arguments, sums.data.ptr, pitch_of(sums), address(bias), out.data.ptr, pitch_of(out), rows),
+            bytes_moved=nbytes_of(sums, side.values, out) + side.adapters.nbytes_of_slot,
+        )  # fmt: skip
 
     def saved_products(
         self, step: StepContext, x: cp.ndarray, slots: cp.ndarray, saved: SavedArrays, y: cp.ndarray
@@ -195,3 +190,7 @@ class AdapterKernels:
             ),
             bytes_moved=2 * nbytes_of(residual),
         )
+
+
+def _possible_shrink(tiles: int, groups: int, cluster: int) -> bool:
+    return groups == 1 or tiles == TILES[-1]

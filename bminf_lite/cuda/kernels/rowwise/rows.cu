@@ -82,23 +82,24 @@ __device__ __forceinline__ auto norm_of(const NormParams<Layout>& params) {
     }
 }
 
-// The norm of a row in place, rotated if ROTATED. With TOP it returns the absmax of the result.
-template <int THREADS, bool CENTER, bool TOP, bool ROTATED, int VECTORS, class Norm>
+// The norm of a row in place, rotated if ROTATED. With TOP it returns the absmax of the result. Calls `normed` between.
+template <int THREADS, bool CENTER, bool TOP, bool ROTATED, int VECTORS, class Norm, class F>
 __device__ __forceinline__ float norm_and_rotate(
-    float (&v)[VECTORS][8], const Norm& norm, int rotation, float rotation_scale,
-    RowScratch<THREADS, VECTORS>& scratch) {
+    float (&v)[VECTORS][8], const Norm& norm, int rotation, float rotation_scale, RowScratch<THREADS, VECTORS>& scratch,
+    const F& normed) {
     const float top = normalise_row<THREADS, CENTER, (TOP && !ROTATED)>(v, norm, scratch);
+    normed();
     if constexpr (!ROTATED) return top;
     rotate_in_layout<typename Norm::Layout>(v, rotation, rotation_scale);
     return TOP ? row_max<THREADS>(v, scratch, 1) : 0.0f;
 }
 
 // The codes of the norm of a row of which each of THREADS threads has one vector. stream: the row; padded: elements
-// that it has in memory, and that the codes have.
-template <Order OUT, bool CENTER, bool ROTATED, int THREADS, class Norm>
+// that it has in memory, and that the codes have. half_out: where the norm goes before it is rotated, if WITH_HALF.
+template <Order OUT, bool CENTER, bool ROTATED, bool WITH_HALF, int THREADS, class Norm>
 __device__ __forceinline__ void quantize_norm(
-    const float* stream, const Norm& norm, int padded, int row, int8* out, long long out_ld, float* scales,
-    int rotation, float rotation_scale, RowScratch<THREADS, 1>& scratch) {
+    const float* stream, __half* half_out, const Norm& norm, int padded, int row, int8* out, long long out_ld,
+    float* scales, int rotation, float rotation_scale, RowScratch<THREADS, 1>& scratch) {
     using Layout = typename Norm::Layout;
     uint4 raw[2];
     float v[1][8];
@@ -106,8 +107,18 @@ __device__ __forceinline__ void quantize_norm(
     for (int half = 0; half < 2; ++half) raw[half] = ld_global_v4(stream + min(Layout::column(0, half), padded - 4));
     load8(reinterpret_cast<const float*>(raw), v[0]);
     clear_tail<Layout>(v[0], 0, norm.k);
+    const auto normed = [&] {
+        if constexpr (!WITH_HALF) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int column = Layout::column(0, half);
+            const float* y = v[0] + 4 * half;
+            if (column < padded)
+                *reinterpret_cast<uint2*>(half_out + column) = {pack_half2(y[0], y[1]), pack_half2(y[2], y[3])};
+        }
+    };
     const RowScale s =
-        row_scale(norm_and_rotate<THREADS, CENTER, true, ROTATED>(v, norm, rotation, rotation_scale, scratch));
+        row_scale(norm_and_rotate<THREADS, CENTER, true, ROTATED>(v, norm, rotation, rotation_scale, scratch, normed));
     if (threadIdx.x == 0) scales[row] = s.scale;
     const uint2 codes = quantize8(v[0], s.ratio);
 #pragma unroll
@@ -216,8 +227,9 @@ constexpr int blocks_of(int source, int prepare, int target, int threads, int ve
 // data: x [rows, k], or [rows, 2 * k] for a gate, see Values, laid out by IN. residual: fp32 [rows, residual_pitch],
 // read by norms, and written if there is an x. out: int8 codes laid out by OUT with leading dimension out_ld, and their
 // scales, fp32 [rows]; or fp16 or fp32 with rows of out_ld elements, which may be the residual stream or, without a
-// gate, x itself. rotation, rotation_scale: those of rotate_row, if ROTATED; at most 8 * min(THREADS, 32) elements.
-// For ADD_TO_FLOAT rotation_scale is a factor on the sums. A block has max(THREADS, 128) threads.
+// gate, x itself. With CODES_AND_HALF there is no x, and `data` is where the fp16 goes. rotation, rotation_scale: those
+// of rotate_row, if ROTATED; at most 8 * min(THREADS, 32) elements. For ADD_TO_FLOAT rotation_scale is a factor on the
+// sums. A block has max(THREADS, 128) threads.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT, bool ROTATED>
 __global__ void __launch_bounds__(
     THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, TARGET, THREADS, VECTORS, ROTATED))
@@ -228,6 +240,8 @@ __global__ void __launch_bounds__(
     constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM,
                    GATE = PREPARE >= GATE_SILU && PREPARE < ACTIVATE_SILU;
     constexpr bool LOADED = NORM && VECTORS == 1 && THREADS >= 128;  // with fewer threads there are many rows
+    constexpr bool WITH_HALF = TARGET == CODES_AND_HALF, QUANTIZED = TARGET == CODES || WITH_HALF;
+    static_assert(!WITH_HALF || (NORM && SOURCE == NONE), "only a norm is written twice");
     constexpr Order ORDER = static_cast<Order>(IN);
     __shared__ RowScratch<THREADS, NORM ? VECTORS : 1> scratch;
     launch_dependent_grids();
@@ -237,16 +251,17 @@ __global__ void __launch_bounds__(
         for (int i = 0; i < VECTORS; ++i)
             if ((i * THREADS + thread) * 8 < k) prefetch_l2(norm_weight + (i * THREADS + thread) * 8);
     const int padded = (k + 15) / 16 * 16;
-    constexpr bool HALVES = LOADED && SOURCE == NONE && TARGET == CODES;
+    constexpr bool HALVES = LOADED && SOURCE == NONE && QUANTIZED;
     using Layout = typename Conditional<HALVES, HalfVectors<THREADS>, WholeVectors<THREADS>>::type;
     const NormParams<Layout> params = {norm_weight, norm_bias, eps, k, padded};
     const auto norm = norm_of<LOADED, PREPARE == LAYER_NORM>(params);
     wait_on_dependent_grids();
     const int row = min(index, rows - 1), written = index < rows ? padded : 0;
+    __half* const half_out = WITH_HALF ? static_cast<__half*>(const_cast<void*>(data)) + row * pitch : nullptr;
     if constexpr (HALVES) {
-        quantize_norm<static_cast<Order>(OUT), PREPARE == LAYER_NORM, ROTATED>(
-            residual + row * residual_pitch, norm, padded, row, static_cast<int8*>(out), out_ld, scales, rotation,
-            rotation_scale, scratch);
+        quantize_norm<static_cast<Order>(OUT), PREPARE == LAYER_NORM, ROTATED, WITH_HALF>(
+            residual + row * residual_pitch, half_out, norm, padded, row, static_cast<int8*>(out), out_ld, scales,
+            rotation, rotation_scale, scratch);
         return;
     }
     if constexpr (is_half_to_codes(SOURCE, PREPARE, TARGET, ROTATED)) {
@@ -314,18 +329,22 @@ __global__ void __launch_bounds__(
         for (int i = 0; i < VECTORS; ++i) store_vector(residual + row * residual_pitch, column_of(i), written, v[i]);
     float top = 0;
     if constexpr (NORM) {
-        top = norm_and_rotate<THREADS, PREPARE == LAYER_NORM, TARGET == CODES, ROTATED>(
-            v, norm, rotation, rotation_scale, scratch);
+        top = norm_and_rotate<THREADS, PREPARE == LAYER_NORM, QUANTIZED, ROTATED>(
+            v, norm, rotation, rotation_scale, scratch, [&] {
+                if constexpr (WITH_HALF)
+#pragma unroll
+                    for (int i = 0; i < VECTORS; ++i) store_vector(half_out, column_of(i), written, v[i]);
+            });
     } else {
         if constexpr (ROTATED) rotate_row(v, rotation, rotation_scale);
         if constexpr (TARGET == CODES) top = row_max<THREADS>(v, scratch);
     }
     const RowScale s = row_scale(top);
-    if (TARGET == CODES && thread == 0 && written) scales[row] = s.scale;
+    if (QUANTIZED && thread == 0 && written) scales[row] = s.scale;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int column = column_of(i);
-        if constexpr (TARGET == CODES) {
+        if constexpr (QUANTIZED) {
             if (column >= written) continue;
             int8* codes = static_cast<int8*>(out) + offset<static_cast<Order>(OUT)>(row, column, out_ld);
             *reinterpret_cast<uint2*>(codes) = quantize8(v[i], s.ratio);

@@ -38,7 +38,7 @@ RESIDENT_THREADS = 1024
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are kept; beyond that, the least recently used is dropped."""
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = map(int, Source)
-CODES, TO_HALF, TO_FLOAT, ADD_TO_FLOAT = map(int, Target)
+CODES, TO_HALF, TO_FLOAT, ADD_TO_FLOAT, CODES_AND_HALF = map(int, Target)
 IDENTITY, RMS_NORM, LAYER_NORM = map(int, (RowOp.IDENTITY, RowOp.RMS_NORM, RowOp.LAYER_NORM))
 GATE, ACTIVATE = int(RowOp.GATE_SILU), int(RowOp.ACTIVATE_SILU)
 ROW = int(Order.ROW)
@@ -105,16 +105,21 @@ class RowKernels:
         self, step: StepContext | None, source: RowSource, target: RowTarget, rows: int, k: int,
         residual: cp.ndarray | None = None, norm: Norm | None = None, activation: int | None = None,
         bytes_moved: int = 0, rotation: int = 1, scale: float = 1.0, gated: bool = True,
+        half: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Read ``rows`` of ``k`` elements, add them to ``residual``, normalise or activate them, and write the result.
 
         With ``norm``, ``residual`` fp32 is normalised after ``source`` was added to it, unless that is ``NO_ROWS``.
         With ``activation`` that is applied; rows of a ``gated`` one have ``2 k`` elements: gate and up. What becomes
         codes or fp16 may be rotated before, in blocks of ``rotation`` elements, at most ``MAX_ROTATION``. The sums of a
-        ``sum_target`` are multiplied by ``scale``.
+        ``sum_target`` are multiplied by ``scale``. A norm alone that becomes codes in rows also goes to the padded fp16
+        rows ``half``, not rotated, if there are any.
         """
         read, source_kind, order = source
         written, target_kind, out_order = target
+        if half is not None:
+            assert norm is not None and source_kind == NONE and target_kind == CODES and out_order == ROW
+            read, target_kind = (half.data.ptr, 0, 0, 0, pitch_of(half)), CODES_AND_HALF
         if norm is None:
             row_op = IDENTITY if activation is None else (GATE if gated else ACTIVATE) + activation
         elif norm.center:
@@ -326,7 +331,8 @@ def _possible_transform(
         and not (is_norm and threads * vectors * 8 > MAX_NORM_WIDTH)
         and (in_order == ROW or source == FROM_INT32)
         and (out_order == ROW or target == CODES)
-        and (rotated == "false" or target in (CODES, TO_HALF))
+        and (rotated == "false" or target in (CODES, TO_HALF, CODES_AND_HALF))
+        and (target != CODES_AND_HALF or (source == NONE and is_norm))
         and (target != ADD_TO_FLOAT or (source == NONE and is_norm))
     )
 
