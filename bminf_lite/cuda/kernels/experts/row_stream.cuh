@@ -75,8 +75,8 @@ private:
 };
 
 // The pipeline through which a warp reads its units. From 9.0 on it consists of STAGES units in shared memory. Each
-// lane copies what it will read itself, 16 bytes of each chunk, so that lanes do not wait for each other. Bulk copies
-// would take one instruction for a unit, but an SM starts one of them in about 110 cycles, and units are small.
+// lane copies what it will read itself, 16 bytes of each chunk, so that lanes do not wait for each other. A bulk copy
+// would take one instruction for a unit, but units are small, and small bulk copies were slower (docs/kernels.md).
 // Before 9.0 it consists of the next unit in registers. `unit` is the next unit to be loaded, `oldest` the stage of the
 // next to be multiplied. UNIT: bytes of a unit, a multiple of 256.
 template <int UNIT>
