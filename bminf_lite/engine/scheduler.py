@@ -3,19 +3,19 @@
 Requests wait in order of priority and arrival until a row of the sampler and blocks of the cache are free for their
 whole prompt. Then they run: their prompt is computed in pieces, and each step adds a token. A step holds the next token
 of every sequence that decodes, and pieces of prompts up to a budget of tokens. If blocks run out, a running request is
-preempted: it gives its blocks back, waits again, and recomputes its tokens. It is one of the lowest priority that was
-preempted least often, and of these the youngest.
+preempted: it gives its blocks back, waits again, and recomputes its tokens. Of the running requests of the lowest
+priority it is one that was preempted least often, and of those the newest.
 
 A :class:`.Drafter` may guess tokens that follow a request's newest one. A step that computes no prompt checks them: it
-samples behind each. :meth:`Scheduler.postprocess` accepts those that equal the choices, and :meth:`Scheduler.commit`
-advances the request. :class:`.DraftControl` decides how many are worth their time.
+samples a token behind each. :meth:`Scheduler.postprocess` accepts those that equal the choices, and
+:meth:`Scheduler.commit` counts them as computed. :class:`.DraftControl` decides how many are worth their time.
 
 The host may be ahead of the device: a request's newest token is pending until the step that chooses it is fetched, and
-the next step is planned without knowing it. How many tokens a step with drafts brings is not known either. If drafts
-are made on the device, the next step is planned all the same, with blocks for all of them, and the device finds the
-positions; else no step is planned before that is fetched: its requests would miss it. Blocks are taken before a step is
-launched, so no step runs out of them. A block that is given back may still be written by a launched step. This is
-harmless: the device runs steps in order, and a block's next holder writes it in a later step.
+the next step is planned without knowing it. How many tokens a step with drafts brings is not known either. If the
+device makes the drafts, the next step is planned all the same, with blocks for all of them, and the device finds the
+positions. Otherwise planning waits for that step's result, unless all its drafts are expected to be accepted. Blocks
+are taken before a step is launched, so no step runs out of them. A block that is given back may still be written by a
+launched step. This is harmless: the device runs steps in order, and a block's next holder writes it in a later step.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn. Its length is limited, and fits (:meth:`.BlockManager.shortage`)."""
+        """Let a request wait for its turn. By :meth:`.BlockManager.shortage`, it fits when it runs alone."""
         request.arrival = self._arrivals = self._arrivals + 1
         adapter = 0 if request.adapter is None else request.adapter.serial
         request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids, adapter)
@@ -237,8 +237,9 @@ class Scheduler:
     def _may_run_ahead(self) -> bool:
         """Whether a step is planned behind one whose accepted drafts are not known.
 
-        No request may reach its end in that, a prompt's positions must be known, and so must those of snapshots. Drafts
-        that the host makes follow those that are being checked, so it must expect that all of these are accepted.
+        Not if a request could end in that step, if a prompt waits or is being computed, or if the model keeps
+        snapshots. Drafts that the host makes follow those that are being checked, so it must expect that all of these
+        are accepted.
         """
         return (
             self.drafter is not None
@@ -311,9 +312,10 @@ class Scheduler:
         return found
 
     def _propose(self, request: Request, most: int) -> Sequence[int]:
-        """Up to ``most`` drafts behind the newest token of a request. If that is pending, it must be the first guess.
+        """Up to ``most`` drafts behind the newest token of a request.
 
-        Behind drafts that are being checked, these and one token more are the first guesses.
+        If the newest token is pending, the drafter's first guess stands for it and is not checked. Behind drafts that
+        are being checked, the first guesses stand for these and the token behind them.
 
         Drafts behind an end-of-sequence token, and those that a grammar forbids, are left out. A grammar that has not
         seen the newest token allows none.
@@ -349,7 +351,7 @@ class Scheduler:
         return self.blocks.extend(request.blocks, computed, computed + unchecked + 1 + count)
 
     def commit(self, request: Request, num_drafts: int, num_accepted_tokens: int) -> None:
-        """Keep what a step has computed of the accepted drafts of a request, and forget its others."""
+        """Count the accepted drafts of a request as computed, and forget the others. The caller appends the tokens."""
         request.num_unchecked_drafts -= num_drafts
         request.draft_tokens = ()
         if request.row > 0:  # it was not preempted, and has not ended

@@ -1,7 +1,7 @@
 """What a part of a layer states and computes, and the layer: norms around parts.
 
 A new kind of layer is a new :class:`Part` in a file of its own, and the operation of :class:`.base.Backend` that it
-calls. Nothing else in the package knows which parts there are.
+calls. There is no list of parts.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class PartTensors:
     - ``tensors``: all of them, with shapes and roles;
     - ``readers``: the matrices that read the part's input;
     - ``writers``: the matrices, and their biases, whose output is added to the residual stream;
-    - ``folds``: places inside the part where factors can move, and ``value_heads`` those between heads;
-    - ``key_heads``: heads whose keys may be scaled;
+    - ``folds``: places where one matrix of the part can be multiplied by a factor per channel and the next one divided
+      by it; ``value_heads`` has those between the values of heads and the matrix that reads them;
+    - ``key_heads``: heads whose keys may be scaled, and their queries divided by the same;
     - ``rotatable``: the matrices whose input ``w8a8-rotate`` rotates, see :class:`.spec.Spec`;
     - ``foldable``: factors per channel may move from a norm to the ``readers``;
     - ``fused``, ``source_readers``: see :class:`.spec.Spec`;
     - ``bounded``: gate, up and down of gated products with a known bound, which read the part's input;
-    - ``gated``: those that read a norm of the part's own (see :class:`.spec.GatedProduct`).
+    - ``gated``: gated products that read a norm inside the part instead (see :class:`.spec.GatedProduct`).
     """
 
     tensors: Tensors
@@ -169,7 +170,7 @@ class Part(ABC):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The same of a part that may be several mixers."""
+        """All layouts of the part: several if it contains several mixers."""
         return () if self.layout is None else (self.layout,)
 
     @property
@@ -184,7 +185,7 @@ class Part(ABC):
 
     @property
     def num_readers(self) -> int:
-        """Products that read the part's input, of those that a step computes one after another."""
+        """How many products read the part's input one after another; matrices that are stacked into one count once."""
         return 1
 
     @property
@@ -194,7 +195,7 @@ class Part(ABC):
 
     @property
     def shared_heads(self) -> int:
-        """Heads of keys and values, of which ranks divide the number, or are a multiple of it; 0 without any."""
+        """The number of key and value heads: a multiple of the number of ranks, or a divisor of it; 0 without any."""
         return 0
 
     @property
@@ -255,8 +256,8 @@ class LayerParts:
     scale: str | None = None
 
     def __post_init__(self) -> None:
-        assert sum(sub.part.is_mixer for sub in self.sublayers) <= 1, "mixers of a layer are side by side"
-        assert self.scale is None or self.sublayers[-1].post_norm, "which is multiplied too"
+        assert sum(sub.part.is_mixer for sub in self.sublayers) <= 1, "SideBySidePart makes one mixer of several"
+        assert self.scale is None or self.sublayers[-1].post_norm, "`scale` needs a post_norm on the last part"
         if self.parallel:
             assert self.sublayers[0].norm and self.sublayers[0].part.is_mixer
             assert not any(sub.post_norm or sub.stream_norm for sub in self.sublayers)
@@ -278,7 +279,7 @@ class LayerParts:
 
     @property
     def shared_norm_vectors(self) -> int:
-        """Vectors of the norms that the products of several parts apply, counted once for each part but the first."""
+        """How many vectors of norms a step reads again, because several products apply the same norm to their input."""
         shared = sum(sub.norm is None for sub in self.sublayers[1:]) if self.parallel else 0
         found = shared * self.sublayers[0].norm.num_vectors if shared and self.sublayers[0].norm else 0
         return found + sum(sub.norm.num_vectors * (sub.part.num_readers - 1) for sub in self.sublayers if sub.norm)
