@@ -26,8 +26,15 @@ GROUPS = (1, 2, 3)
 SHRINK_ROWS = FEW_ROWS = 64
 MANY_ROWS = 512
 """Above ``MANY_ROWS`` rows, which are prompts, most tiles of :data:`SHRINK_ROWS` rows have one slot."""
+STATIC_SHARED = 512
+"""Static shared memory of a block of ``shrink_rows``, at most."""
 EXPAND_ROWS = 8
 MAX_SECTIONS = 4
+
+
+def shrink_shared(tiles: int, groups: int) -> int:
+    """Bytes of dynamic shared memory of ``shrink_rows``: the sums of eight warps, and their totals."""
+    return 9 * groups * RANKS * tiles * 8 * 4
 
 
 def slot_bytes(rank: int, sections: int, features: int, outputs: int) -> int:
@@ -111,14 +118,15 @@ class AdapterKernels:
         few = rows <= FEW_ROWS
         tiles = TILES[-1] if not few else TILES[0] if rows <= 8 else TILES[1]
         ranks = of.columns // RANKS
-        groups = 1 if few else next(g for g in reversed(GROUPS) if ranks % g == 0)
+        room = self._launcher.max_shared - STATIC_SHARED
+        groups = 1 if few else next(g for g in reversed(GROUPS) if ranks % g == 0 and shrink_shared(tiles, g) <= room)
         slots = min(len(of.memory), rows, SHRINK_ROWS if rows <= MANY_ROWS else 2)
         cluster = PARTS if self._launcher.has_clusters else 1
         self._launcher.launch(
             step, self.source, f"shrink_rows<{tiles}, {groups}, {cluster}>",
             (cluster * ranks // groups, ceil_div(rows, SHRINK_ROWS), slots), 256,
             (*side.arguments, x.data.ptr, pitch_of(x), rows, of.features),
-            shared=9 * groups * RANKS * tiles * 8 * 4, cluster=cluster if cluster > 1 else None,
+            shared=shrink_shared(tiles, groups), cluster=cluster if cluster > 1 else None,
             bytes_moved=nbytes_of(x, side.values) + of.nbytes_of_slot,
         )  # fmt: skip
 
