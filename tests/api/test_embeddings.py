@@ -348,6 +348,18 @@ def test_a_pooling_may_be_chosen(model: Model, tmp_path: Path):
         joined.embed(TEXTS, pooling="cls")
 
 
+def test_the_command_writes_a_table(folder: Path, model: Model, tmp_path: Path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    (tmp_path / "texts.jsonl").write_text(
+        "\n".join(json.dumps({"id": f"n{i}", "text": t}) for i, t in enumerate(TEXTS))
+    )
+    paths = str(folder), str(tmp_path / "texts.jsonl"), str(tmp_path / "out.parquet")
+    assert CliRunner().invoke(main, ["embed", *paths, "--device", "cpu"]).exit_code == 0
+    columns = parquet.read_table(paths[2]).to_pydict()
+    assert columns["id"] == ["n0", "n1", "n2", "n3"] and columns["text"] == TEXTS
+    np.testing.assert_allclose(columns["embedding"], model.embed(TEXTS), atol=1e-6)
+
+
 def test_the_command_embeds_with_a_model_that_generates(tmp_path: Path):
     folder = write_encoder(tmp_path / "model", **DECODER)
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
