@@ -753,10 +753,27 @@ class Backend(HostDevice):
         """
         slots = batch.block_tables[cache.group][:, 0]
         mixed = silu(convolved(qkvz[:, : spec.channels], spec.convolution, cache["inputs"], slots, batch))
-        inputs = delta_net.token_inputs(mixed, gates, spec)
+        inputs = delta_net.token_inputs(mixed, gates[:, : spec.value_heads], gates[:, spec.value_heads :], spec)
         out = in_chunks(delta_net.DeltaChunk, inputs, cache, batch)
         gate = silu(qkvz[:, spec.channels :].astype(np.float32).reshape(out.shape))
         return self._round((normalise(out, spec.norm) * gate).reshape(len(mixed), -1))
+
+    @silently
+    def kimi_delta(
+        self, qkv: Array, rates: Array, decays: Array, gate: Array, spec: DeltaNetSpec, cache: StateCache,
+        batch: ForwardBatch,
+    ) -> Array:  # fmt: skip
+        """Kimi Delta Attention of a step's tokens, as :mod:`.delta_net` defines it: -> ``[T, value_features]``.
+
+        It is :meth:`gated_delta_net` with a ``spec`` that is ``per_channel``. ``qkv`` is ``[T, channels]``, ``rates``
+        fp32 ``[T, value_heads]`` and ``decays`` fp32 ``[T, value_heads * key_dim]`` before their functions, and
+        ``gate`` ``[T, value_features]`` becomes a sigmoid.
+        """
+        slots = batch.block_tables[cache.group][:, 0]
+        mixed = silu(convolved(qkv, spec.convolution, cache["inputs"], slots, batch))
+        out = in_chunks(delta_net.ChannelChunk, delta_net.token_inputs(mixed, rates, decays, spec), cache, batch)
+        gates = sigmoid(gate.astype(np.float32).reshape(out.shape))
+        return self._round((normalise(out, spec.norm) * gates).reshape(len(mixed), -1))
 
     def mamba2_spec(self, spec: Mamba2Spec) -> Mamba2Spec:
         """``spec``, whose arrays are fp32 on the host, with them on the device."""

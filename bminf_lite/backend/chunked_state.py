@@ -27,17 +27,18 @@ SOFTPLUS_MAX = np.float32(20)
 
 
 def state_arrays(
-    key_heads: int, value_heads: int, key_dim: int, value_dim: int, channels: int, taps: int
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, channels: int, taps: int, per_channel: bool = False
 ) -> tuple[StateArray, ...]:
     """What a sequence keeps: the state at a chunk's start, rows of the tokens since, and inputs of a convolution.
 
-    Value head ``h`` reads key head ``h // (value_heads // key_heads)``.
+    A head has one decay, or ``per_channel`` one for each element of a key. Value head ``h`` reads key head
+    ``h // (value_heads // key_heads)``.
     """
     return (
         StateArray("state", (value_heads, key_dim, value_dim), is_sharded=True),
         StateArray("keys", (key_heads, key_dim), ring=CHUNK, is_sharded=True),
         StateArray("deltas", (value_heads, value_dim), ring=CHUNK, is_sharded=True),
-        StateArray("decays", (value_heads,), ring=CHUNK, is_sharded=True),
+        StateArray("decays", (value_heads, key_dim) if per_channel else (value_heads,), ring=CHUNK, is_sharded=True),
         StateArray("inputs", (channels,), dtype=None, ring=taps, is_sharded=True),
         StateArray("end", (), "int32"),
     )

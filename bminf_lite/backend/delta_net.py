@@ -15,6 +15,14 @@ chunk's start.
     delta_i = beta_i * (v_i - (exp(d_i) * (k_i @ S) + sum(exp(d_i - d_j) * (k_i @ k_j) * delta_j for j < i)))
     out_i = exp(d_i) * (q_i @ S) + sum(exp(d_i - d_j) * (q_i @ k_j) * delta_j for j <= i)
 
+In Kimi Delta Attention (https://arxiv.org/abs/2510.26692) each element ``r`` of a key has a log-decay of its own. Then
+the factors stand inside the products,
+
+    delta_i = beta_i * (v_i - ((exp(d_i) * k_i) @ S + sum(sum(k_i * k_j * exp(d_i - d_j)) * delta_j for j < i)))
+    out_i = (exp(d_i) * q_i) @ S + sum(sum(q_i * k_j * exp(d_i - d_j)) * delta_j for j <= i)
+
+and the state behind the chunk is ``exp(d_l)[:, None] * S + sum(outer(exp(d_l - d_j) * k_j, delta_j))``.
+
 :mod:`.chunked_state` says where chunks lie, and what becomes of the state behind them.
 """
 
@@ -27,6 +35,7 @@ import numpy as np
 from .chunked_state import Chunk, softplus
 from .functions import silently
 from .routing import sigmoid
+from .values import STATE_CHUNK as CHUNK
 from .values import DeltaNetSpec
 
 NORM_EPS = np.float32(1e-6)
@@ -38,7 +47,7 @@ class TokenInputs:
     """What the recurrence reads of each token, fp32.
 
     ``queries`` and ``keys`` are ``[T, key_heads, key_dim]``, ``values`` ``[T, value_heads, value_dim]``, and
-    ``log_decays`` and ``rates`` ``[T, value_heads]``.
+    ``log_decays`` and ``rates`` ``[T, value_heads]``; log-decays of channels are ``[T, value_heads, key_dim]``.
     """
 
     queries: np.ndarray
@@ -56,20 +65,24 @@ class TokenInputs:
 
 
 @silently
-def token_inputs(mixed: np.ndarray, gates: np.ndarray, spec: DeltaNetSpec) -> TokenInputs:
-    """The inputs of tokens with ``mixed`` queries, keys and values ``[T, channels]`` and ``gates`` ``[T, 2 * heads]``.
+def token_inputs(mixed: np.ndarray, rates: np.ndarray, decays: np.ndarray, spec: DeltaNetSpec) -> TokenInputs:
+    """The inputs of tokens with ``mixed`` queries, keys and values ``[T, channels]``.
 
-    Queries and keys are divided by their lengths, ``sqrt(sum(x * x) + NORM_EPS)``, and queries by the root of
-    ``key_dim``. A rate of learning is ``max_rate * sigmoid(b)``, and a log-decay ``decay_rates *
+    ``rates`` ``[T, value_heads]`` and ``decays`` ``[T, value_heads]`` or ``[T, value_heads * key_dim]`` are those
+    before their functions. Queries and keys are divided by their lengths, ``sqrt(sum(x * x) + NORM_EPS)``, and queries
+    by the root of ``key_dim``. A rate of learning is ``max_rate * sigmoid(b)``, and a log-decay ``decay_rates *
     softplus(a + decay_bias)``.
     """
     keys, tokens = spec.key_features, len(mixed)
     heads = (tokens, spec.key_heads, spec.key_dim)
     queries = _of_length_1(mixed[:, :keys].reshape(heads)) * np.float32(spec.key_dim**-0.5)
     values = mixed[:, 2 * keys :].reshape(tokens, spec.value_heads, spec.value_dim)
-    b, a = np.split(gates.astype(np.float32), 2, axis=1)
-    log_decays = spec.decay_rates * softplus(a + spec.decay_bias)
-    rates = np.float32(spec.max_rate) * sigmoid(b)
+    log_decays = softplus(decays.astype(np.float32) + spec.decay_bias)
+    if spec.per_channel:
+        log_decays = spec.decay_rates[:, None] * log_decays.reshape(tokens, spec.value_heads, spec.key_dim)
+    else:
+        log_decays = spec.decay_rates * log_decays
+    rates = np.float32(spec.max_rate) * sigmoid(rates.astype(np.float32))
     return TokenInputs(queries, _of_length_1(mixed[:, keys : 2 * keys].reshape(heads)), values, log_decays, rates)
 
 
@@ -93,4 +106,29 @@ class DeltaChunk(Chunk):
         earlier = (scores[:, :1] @ self.deltas)[:, 0]
         self.deltas[:, i] = rate[:, None] * (value - (from_key + earlier))
         found: np.ndarray = from_query + (scores[:, 1:] @ self.deltas)[:, 0]
+        return found
+
+
+class ChannelChunk(Chunk):
+    """A chunk of the delta rule whose channels decay apart: ``decays`` are ``[value_heads, CHUNK, key_dim]``."""
+
+    def output(self, i: int, token: TokenInputs) -> np.ndarray:
+        (query,), (key,), (value,), (log_decay,), (rate,) = (
+            token.queries, token.keys, token.values, token.log_decays, token.rates,
+        )  # fmt: skip
+        self.keys[:, i] = key
+        decay = self.add_decay(i, log_decay)
+        pair = np.stack([key, query], axis=1)
+        since = np.minimum(decay - self.decays, np.float32(0))
+        factors = np.where(np.arange(CHUNK)[:, None] <= i, np.exp(since), np.float32(0))
+        read, scores = self.read_state(pair * np.exp(decay)), pair @ (self.keys * factors).swapaxes(1, 2)
+        earlier = (scores[:, :1] @ self.deltas)[:, 0]
+        self.deltas[:, i] = rate[:, None] * (value - (read[:, 0] + earlier))
+        found: np.ndarray = read[:, 1] + (scores[:, 1:] @ self.deltas)[:, 0]
+        return found
+
+    def next_state(self) -> np.ndarray:
+        last = self.decays[:, -1]
+        keys = self.keys * np.exp(last[:, None] - self.decays)
+        found: np.ndarray = np.exp(last)[:, :, None] * self.state + keys.swapaxes(1, 2) @ self.deltas
         return found

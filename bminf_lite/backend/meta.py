@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..cuda.kernels.arrays import HEAD_PAD, PAD, round_up
+from ..cuda.kernels.recurrent.chunks import prepared_bytes_per_token
+from ..cuda.kernels.recurrent.delta_net import heads_of as heads_of_delta_net
+from ..cuda.kernels.recurrent.mamba2 import heads_of as heads_of_mamba2
 from ..cuda.kernels.rowwise.adapters import RANKS, slot_bytes
 from ..memory.arena import ALIGNMENT
 from ..memory.step_time import ExpertBytes
@@ -165,12 +168,15 @@ class MetaBackend(Backend):
     def delta_net_spec(self, spec: DeltaNetSpec) -> DeltaNetSpec:
         """The products before it are still there in fp16; inputs and outputs of the recurrence are fp32."""
         inputs, outputs = spec.channels, spec.value_features
-        self._widest = max(self._widest, 6 * inputs + 8 * outputs + 12 * spec.value_heads)
+        prepared = prepared_bytes_per_token(heads_of_delta_net(spec))
+        sums = 8 * heads_of_delta_net(spec).sums + 4 * spec.value_heads
+        self._widest = max(self._widest, 6 * inputs + 8 * outputs + sums + prepared)
         return super().delta_net_spec(spec)
 
     def mamba2_spec(self, spec: Mamba2Spec) -> Mamba2Spec:
         """The product before it is still there in fp16; inputs and outputs of the recurrence are fp32."""
-        self._widest = max(self._widest, 6 * spec.channels + 8 * spec.features + 12 * spec.heads)
+        prepared = prepared_bytes_per_token(heads_of_mamba2(spec))
+        self._widest = max(self._widest, 6 * spec.channels + 8 * spec.features + 12 * spec.heads + prepared)
         return super().mamba2_spec(spec)
 
     def table(self, values: np.ndarray) -> Array:

@@ -389,6 +389,10 @@ class DeltaNetSpec:
     element of queries, keys and values. ``decay_rates`` are fp32 ``[value_heads]``, not positive, and ``decay_bias``
     too. ``norm`` is that of a head's output, whose weight fp32 ``[value_dim]`` all heads share. Rates of learning are
     below ``max_rate``.
+
+    With ``per_channel`` (Kimi Delta Attention, https://arxiv.org/abs/2510.26692) each element of a key has a decay of
+    its own, there are as many key heads as value heads, and ``decay_bias`` is fp32 ``[value_heads * key_dim]``. The
+    gate of an output is then a sigmoid.
     """
 
     key_heads: int
@@ -400,6 +404,7 @@ class DeltaNetSpec:
     decay_bias: Array
     norm: Norm
     max_rate: float = 1.0
+    per_channel: bool = False
 
     @property
     def key_features(self) -> int:

@@ -32,6 +32,11 @@ class Heads:
     key_dim: int = 16
     value_dim: int = 8
     max_rate: float = 1.0
+    per_channel: bool = False
+
+    @property
+    def decays(self) -> int:
+        return self.value_heads * (self.key_dim if self.per_channel else 1)
 
     @property
     def channels(self) -> int:
@@ -49,17 +54,17 @@ class Layer:
         self.ops, self.heads = ops, heads
         self.taps = rng.standard_normal((TAPS, heads.channels)).astype(np.float32)
         self.rates = -np.exp(rng.uniform(-3, 2, heads.value_heads)).astype(np.float32)
-        self.bias = rng.standard_normal(heads.value_heads).astype(np.float32)
+        self.bias = rng.standard_normal(heads.decays).astype(np.float32)
         self.norm_weight = rng.uniform(0.5, 1.5, heads.value_dim).astype(np.float32)
         width = heads.channels + heads.value_heads * heads.value_dim
         self.qkvz = rng.standard_normal((sequences, length, width)).astype(ops.activation_dtype)
-        self.gates = rng.standard_normal((sequences, length, 2 * heads.value_heads)).astype(np.float32)
+        self.gates = rng.standard_normal((sequences, length, heads.value_heads + heads.decays)).astype(np.float32)
         sizes = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
         self.spec = DeltaNetSpec(
             *sizes, ShortConvolution(ops.array(self.taps)), ops.vector(self.rates), ops.vector(self.bias),
-            Norm(ops.vector(self.norm_weight), 1e-6), heads.max_rate,
+            Norm(ops.vector(self.norm_weight), 1e-6), heads.max_rate, heads.per_channel,
         )  # fmt: skip
-        layout = State(state_arrays(*sizes, heads.channels, TAPS)).with_drafts(drafts)
+        layout = State(state_arrays(*sizes, heads.channels, TAPS, heads.per_channel)).with_drafts(drafts)
         self.cache: StateCache = layout.make(ops, sequences + 1, None)
         for array in self.cache.arrays:  # what no sequence may read
             ops.assign(array, np.full(array.shape, 1 << 20 if array.dtype == np.int32 else np.nan))
@@ -84,8 +89,17 @@ class Layer:
             self.ops.array(np.concatenate([*(x[s, a:b] for s, a, b in parts), np.full_like(x[0, : rows + tokens], 9)]))
             for x in (self.qkvz, self.gates)
         )
-        found = self.ops.host(self.ops.gated_delta_net(qkvz, gates, self.spec, self.cache, batch))
+        found = self.ops.host(self.mixed(qkvz, gates, batch))
         return np.split(found[: sum(counts) - rows], np.cumsum(counts[: len(parts)])[:-1])
+
+    def mixed(self, qkvz: Any, gates: Any, batch: ForwardBatch) -> Any:
+        if not self.heads.per_channel:
+            return self.ops.gated_delta_net(qkvz, gates, self.spec, self.cache, batch)
+        channels, heads = self.heads.channels, self.heads.value_heads
+        host = [self.ops.host(x) for x in (qkvz, gates)]
+        parts = host[0][:, :channels], host[1][:, :heads], host[1][:, heads:], host[0][:, channels:]
+        arrays = [self.ops.array(np.ascontiguousarray(part)) for part in parts]
+        return self.ops.kimi_delta(*arrays, self.spec, self.cache, batch)
 
     def whole(self, sequence: int) -> np.ndarray:
         """The results of a text that a layer with the same weights reads at once."""
@@ -111,20 +125,23 @@ def recurrence(layer: Layer, sequence: int = 0) -> np.ndarray:
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     v = mixed[:, 2 * keys :].reshape(-1, heads.value_heads, heads.value_dim)
     beta, a = heads.max_rate / (1 + np.exp(-gates[:, : heads.value_heads])), gates[:, heads.value_heads :]
-    decay = np.exp(layer.rates * np.log1p(np.exp(a + layer.bias)))
+    a = (a + layer.bias).reshape(len(a), heads.value_heads, -1)
+    decay = np.exp(layer.rates[:, None] * np.log1p(np.exp(a)))  # of each channel, or of all
     state, out = np.zeros((heads.value_heads, heads.key_dim, heads.value_dim)), np.empty(v.shape)
     for t in range(len(v)):
-        state *= decay[t, :, None, None]
+        state *= decay[t, :, :, None]
         delta = beta[t, :, None] * (v[t] - np.einsum("hk,hkv->hv", k[t], state))
         state += k[t, :, :, None] * delta[:, None]
         out[t] = np.einsum("hk,hkv->hv", q[t], state) / np.sqrt(heads.key_dim)
     out *= layer.norm_weight / np.sqrt((out * out).mean(-1, keepdims=True) + 1e-6)
-    found: np.ndarray = out.reshape(len(out), -1) * (z / (1 + np.exp(-z)))
+    found: np.ndarray = out.reshape(len(out), -1) * ((1 if heads.per_channel else z) / (1 + np.exp(-z)))
     return found
 
 
 each_size = pytest.mark.parametrize(
-    "heads", [Heads(), Heads(1, 3, 8, 24, 2.0), Heads(3, 3, 12, 12), Heads(1, 2, 128, 128)], ids=str
+    "heads",
+    [Heads(), Heads(1, 3, 8, 24, 2.0), Heads(3, 3, 12, 12), Heads(1, 2, 128, 128), Heads(3, 3, 20, 24, 1.0, True)],
+    ids=str,
 )
 
 
@@ -148,7 +165,7 @@ def test_a_text_in_steps(backend: Backend, heads: Heads, sizes: list[int]) -> No
     np.testing.assert_array_equal(np.concatenate(found), layer.whole(0))
 
 
-@pytest.mark.parametrize("heads", [Heads(), Heads(1, 6, 24, 72)], ids=str)
+@pytest.mark.parametrize("heads", [Heads(), Heads(1, 6, 24, 72), Heads(2, 2, 128, 72, 1.0, True)], ids=str)
 def test_a_long_text_in_steps(backend: Backend, heads: Heads) -> None:
     """Its chunks are prepared by another kernel where a step has enough of its tokens; a short text shares the step."""
     layer = Layer(backend, heads, sequences=2, length=LONG)
@@ -161,17 +178,23 @@ def test_a_long_text_in_steps(backend: Backend, heads: Heads) -> None:
             np.testing.assert_array_equal(np.concatenate([parts[1 - i] for parts in found]), whole[i][:end])
 
 
-def test_a_text_that_is_cut_anywhere(backend: Backend) -> None:
-    layer = Layer(backend, Heads())
+CHANNELS = Heads(2, 2, 12, 8, 1.0, True)
+each_decay = pytest.mark.parametrize("heads", [Heads(), CHANNELS], ids=["a decay", "decays of channels"])
+
+
+@each_decay
+def test_a_text_that_is_cut_anywhere(backend: Backend, heads: Heads) -> None:
+    layer = Layer(backend, heads)
     whole = layer.whole(0)
     for cut in range(1, LENGTH):
         found = [layer.step([(0, 0, cut)])[0], layer.step([(0, cut, LENGTH)])[0]]
         np.testing.assert_array_equal(np.concatenate(found), whole)
 
 
-def test_the_last_token_again(backend: Backend) -> None:
+@each_decay
+def test_the_last_token_again(backend: Backend, heads: Heads) -> None:
     """A prompt that is in the cache goes on from its last token, before and behind the end of a chunk."""
-    layer = Layer(backend, Heads())
+    layer = Layer(backend, heads)
     whole = layer.whole(0)
     for end in (2, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK):
         layer.step([(0, 0, end)])
@@ -193,11 +216,12 @@ def test_sequences_of_one_step(backend: Backend) -> None:
         np.testing.assert_array_equal(found, whole[sequence][first:end])
 
 
-@given(st.data())
-def test_drafts_of_which_some_are_rejected(backend: Backend, data: Any) -> None:
+@each_decay
+@given(data=st.data())
+def test_drafts_of_which_some_are_rejected(backend: Backend, heads: Heads, data: Any) -> None:
     """Rows of drafts follow their sequence, also across the end of a chunk; rejected ones leave nothing."""
     drafts = data.draw(st.integers(1, 5))
-    layer = Layer(backend, Heads(1, 2, 8, 8), sequences=2, drafts=drafts)
+    layer = Layer(backend, replace(heads, key_dim=8), sequences=2, drafts=drafts)
     truth = [layer.whole(i) for i in range(2)]
     ends = [data.draw(st.integers(1, 20)) for _ in range(2)]
     layer.step([(i, 0, end) for i, end in enumerate(ends)])

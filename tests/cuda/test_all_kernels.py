@@ -56,8 +56,8 @@ TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/prefi
 """Each tiling is a family of its own, and the selection is one of tilings."""
 SHARED = ("attention/decode.cu", "attention/latent.cu", "gemm/float_gemm.cu")
 """Each architecture compiles a share of the families."""
-RECURRENT_SPILL = 96
-"""Bytes that a scan of chunks may spill: addresses that wait for the end of a chunk."""
+RECURRENT_SPILL = 256
+"""Bytes that a scan of chunks may spill: addresses that wait for the end of a chunk. NVRTC 13.0 spills up to 224."""
 NEVER_SPILL = ("sampling/sample.cu", "gemm/dp4a.cu")
 SAMPLING_SPILL = 8
 """Bytes that ``best_token`` may spill on 9.0 where logits are adjusted, to count the drafts before a row."""

@@ -9,8 +9,9 @@ import numpy as np
 
 from bminf_lite.backend import chunked_state, delta_net, mamba2
 from bminf_lite.backend.chunked_state import CHUNK, Chunk
-from bminf_lite.backend.delta_net import DeltaChunk, TokenInputs
+from bminf_lite.backend.delta_net import ChannelChunk, DeltaChunk, TokenInputs
 from bminf_lite.backend.functions import normalise, silu
+from bminf_lite.backend.routing import sigmoid
 from bminf_lite.backend.values import DeltaNetSpec, GatedNorm, Mamba2Spec, Norm, StateCache
 from bminf_lite.cuda.kernels.constants import DELTA_NET_MAX_KEY_DIM as MAX_KEY_DIM
 from bminf_lite.cuda.kernels.constants import PLACES_OF_32
@@ -40,7 +41,7 @@ def slot_arrays(call: Call, slots: int, sizes: tuple[int, int, int, int]) -> dic
         "state": ("states", F32, (heads, keys, values)),
         "keys": ("keys", F32, (call.ring_rows, key_heads, keys)),
         "deltas": ("deltas", F32, (call.ring_rows, heads, values)),
-        "decays": ("decays", F32, (call.ring_rows, heads)),
+        "decays": ("decays", F32, (call.ring_rows, heads, keys) if has_channels(call) else (call.ring_rows, heads)),
         "end": ("ends", np.int32, ()),
     }
     found = {}
@@ -56,21 +57,33 @@ def sizes_of(call: Call) -> tuple[int, int, int, int]:
     return call.key_heads, call.value_heads, call.key_dim, call.value_dim
 
 
+def has_channels(call: Call) -> bool:
+    """Whether each element of a key has a decay."""
+    return "CHANNELS" in call.template and bool(call.number("CHANNELS"))
+
+
+def sums_of(call: Call) -> int:
+    """Sums of log-decays of a token."""
+    return int(call.value_heads * (call.key_dim if has_channels(call) else 1))
+
+
 def inputs_of(call: Call, tokens: int) -> tuple[TokenInputs, DeltaNetSpec]:
     """What the recurrence reads of the tokens, and the sizes of the layer."""
     sizes = sizes_of(call)
-    rates, bias = (call.vector(name, call.value_heads, F32) for name in ("decay_rates", "decay_bias"))
     none: Any = None
-    spec = DeltaNetSpec(*sizes, none, rates, bias, none, call.max_rate)
+    width = sums_of(call)
+    of_heads, bias = call.vector("decay_rates", call.value_heads, F32), call.vector("decay_bias", width, F32)
+    spec = DeltaNetSpec(*sizes, none, of_heads, bias, none, call.max_rate, has_channels(call))
     mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
-    gates = call.rows("gates", tokens, call.gates_pitch, 2 * call.value_heads, F32, 4)
-    return delta_net.token_inputs(mixed, gates, spec), spec
+    rates = call.rows("token_rates", tokens, call.token_rates_pitch, call.value_heads, F32, 4)
+    decays = call.rows("token_decays", tokens, call.token_decays_pitch, width, F32, 4)
+    return delta_net.token_inputs(mixed, rates, decays, spec), spec
 
 
 @model
 def delta_rule(call: Call) -> None:
     inputs, _ = inputs_of(call, int(sequences_of(call)[0][-1]))
-    in_chunks(call, DeltaChunk, inputs)
+    in_chunks(call, ChannelChunk if has_channels(call) else DeltaChunk, inputs)
 
 
 @model
@@ -84,9 +97,9 @@ def check_places(call: Call, state_rows: int) -> None:
     tokens = int(sequences_of(call)[0][-1])
     call.require(key_heads == call.key_heads and parts * HEADS_AT_ONCE >= group, "blocks are missing")
     call.require(places * 32 >= (tokens - 31) * PLACES_OF_32, "places are missing")
-    call.vector("rows", places * key_heads * rows_bytes(state_rows), np.int8, 16)
+    call.vector("rows", places * key_heads * rows_bytes(state_rows, has_channels(call)), np.int8, 16)
     call.vector("factors", places * call.value_heads * FACTORS_BYTES, np.int8, 16)
-    call.vector("sums", tokens * call.value_heads, F32, 4)
+    call.vector("sums", tokens * sums_of(call), F32, 4)
 
 
 def in_chunks(call: Call, kind: type[Chunk], inputs: Any) -> None:
@@ -99,7 +112,7 @@ def in_chunks(call: Call, kind: type[Chunk], inputs: Any) -> None:
     kept = StateCache(arrays | {name: arrays[name].copy() for name in ("keys", "decays", "end")})
     width = heads * dim
     out = call.rows("out", tokens, call.out_pitch, width, F32, 4)
-    sums = call.rows("sums", tokens, heads, heads, F32, 4)
+    sums = call.rows("sums", tokens, sums_of(call), sums_of(call), F32, 4)
     for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
         if first == end:
             continue
@@ -108,7 +121,7 @@ def in_chunks(call: Call, kind: type[Chunk], inputs: Any) -> None:
         for i in range(first, end):
             own = inputs.log_decays[i]
             total = own if (start + i - first) % CHUNK == 0 else total + own
-            sums[i] = total
+            sums[i] = total.ravel()
         y = chunked_state.outputs(kind, inputs.of(rows), kept, slot, start, bool(is_draft[b]))
         out[rows] = y.reshape(-1, width)
 
@@ -122,7 +135,8 @@ def delta_output(call: Call) -> None:
     gate = call.rows("gate", rows, call.gate_pitch, heads * dim, F16, 2).astype(F32)
     out = call.rows("out", rows, call.out_pitch, heads * dim, F16, 2)
     norm = Norm(call.vector("norm_weight", dim, F32), call.eps)
-    out[:tokens] = normalise(x, norm).reshape(tokens, heads * dim) * silu(gate[:tokens])
+    gate_of = sigmoid if has_channels(call) else silu
+    out[:tokens] = normalise(x, norm).reshape(tokens, heads * dim) * gate_of(gate[:tokens])
     out[tokens:] = 0
     inputs, _ = inputs_of(call, tokens)
     store_keys(call, inputs.keys)
@@ -133,12 +147,15 @@ def store_keys(call: Call, keys: np.ndarray) -> None:
     sizes = sizes_of(call)
     cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
     arrays = slot_arrays(call, int(slots.max(initial=0)) + 1, sizes)
-    sums = call.rows("sums", int(cu_seqlens[-1]), sizes[1], sizes[1], F32, 4)
+    sums = call.rows("sums", int(cu_seqlens[-1]), sums_of(call), sums_of(call), F32, 4)
     for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
         start, slot = int(context_lens[b]), slots[b]
         for i in range(first, end):
             place = (start + i - first) % call.ring_rows
-            arrays["keys"][slot, place], arrays["decays"][slot, place] = keys[i], sums[i]
+            arrays["keys"][slot, place], arrays["decays"][slot, place] = (
+                keys[i],
+                sums[i].reshape(arrays["decays"].shape[2:]),
+            )
         if first < end and not is_draft[b]:
             arrays["end"][slot] = (start + end - first - 1) // CHUNK * CHUNK
 

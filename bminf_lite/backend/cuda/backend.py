@@ -704,26 +704,39 @@ class CudaBackend(Backend):
     def gated_delta_net(
         self, qkvz: Array, gates: Array, spec: DeltaNetSpec, cache: StateCache, batch: ForwardBatch
     ) -> Array:
+        rows, gates = self.materializer.to_half(qkvz), self.materializer.materialize(gates)
+        rates, decays = gates[:, : spec.value_heads], gates[:, spec.value_heads :]
+        return self._delta_rule(rows, rates, decays, rows[:, spec.channels :], spec, cache, batch)
+
+    def kimi_delta(
+        self, qkv: Array, rates: Array, decays: Array, gate: Array, spec: DeltaNetSpec, cache: StateCache,
+        batch: ForwardBatch,
+    ) -> Array:  # fmt: skip
+        to_half, materialize = self.materializer.to_half, self.materializer.materialize
+        return self._delta_rule(
+            to_half(qkv), materialize(rates), materialize(decays), to_half(gate), spec, cache, batch
+        )
+
+    def _delta_rule(
+        self, rows: Array, rates: Array, decays: Array, gate: Array, spec: DeltaNetSpec, cache: StateCache,
+        batch: ForwardBatch,
+    ) -> Array:  # fmt: skip
         if spec.key_dim > DELTA_NET_MAX_KEY_DIM:
             raise UsageError(
                 f"keys of a gated DeltaNet have {spec.key_dim} elements; a GPU computes up to {DELTA_NET_MAX_KEY_DIM}: "
                 "load the model with device='cpu'"
             )
-        rows, table = self.materializer.to_half(qkvz), batch.block_tables[cache.group]
-        tokens, values = len(rows), spec.value_features
+        tokens, values, table = len(rows), spec.value_features, batch.block_tables[cache.group]
         mixed, found = (self.arrays.rows(tokens, width, np.float32) for width in (spec.channels, values))
         self.kernels.short_convolution.launch(
             self.kernels.step, rows, spec.convolution, cache["inputs"], table, batch, mixed
         )
-        out, sums = (
-            self.arrays.rows(tokens, values, np.float16),
-            self.arrays.empty((tokens, spec.value_heads), np.float32),
-        )
-        memory = self._prepared(self.kernels.delta_net.prepared(delta_net_heads(spec), cache["keys"].shape[1], batch))
+        heads, out = delta_net_heads(spec), self.arrays.rows(tokens, values, np.float16)
+        sums = self.arrays.empty((tokens, heads.sums), np.float32)
+        memory = self._prepared(self.kernels.delta_net.prepared(heads, cache["keys"].shape[1], batch))
         self.kernels.delta_net.launch(
-            self.kernels.step, mixed, self.materializer.materialize(gates), rows[:, spec.channels :], spec, cache,
-            table, batch, memory, sums, found, out,
-        )  # fmt: skip
+            self.kernels.step, mixed, rates, decays, gate, spec, cache, table, batch, memory, sums, found, out
+        )
         return out
 
     def mamba2(self, inputs: Array, spec: Mamba2Spec, cache: StateCache, batch: ForwardBatch) -> Array:

@@ -111,9 +111,30 @@ struct Vectors {
     float unit[CHUNK];
 };
 
-template <int N>
+// Keys and queries as the formulas multiply them with the state. With CHANNELS, keys have the decay until the chunk's
+// end and queries that since its start; `readers` are keys with the latter, and `decay` is that of a whole chunk.
+template <int N, bool CHANNELS>
 struct Rows {
     Vectors<N> keys, queries;
+
+    __device__ __forceinline__ const Vectors<N>& reading(int kind) const { return kind ? queries : keys; }
+    __device__ __forceinline__ float decay_of(float of_chunk, int) const { return of_chunk; }
+};
+template <int N>
+struct Rows<N, true> {
+    Vectors<N> keys, queries, readers;
+    float decay[N];
+
+    __device__ __forceinline__ const Vectors<N>& reading(int kind) const { return kind ? queries : readers; }
+    __device__ __forceinline__ float decay_of(float, int row) const { return decay[row]; }
+};
+
+// A chunk's keys, queries and sums of log-decays, from which rows with CHANNELS are made.
+template <int N, bool CHANNELS>
+struct ChannelRoom {};
+template <int N>
+struct ChannelRoom<N, true> {
+    float keys[CHUNK][N + 4], queries[CHUNK][N + 4], sums[CHUNK][N + 4];
 };
 
 // What the tokens of a chunk have of a value head. from_keys and from_queries: products of a token's key or query with
@@ -133,16 +154,17 @@ struct WarpRoom {
     float values[CHUNK][PITCH];   // of new tokens; deltas of known ones
 };
 
-template <int N>
+template <int N, bool CHANNELS>
 struct Stage {
-    Rows<N> rows;
+    Rows<N, CHANNELS> rows;
     Factors factors;
 };
 
-template <int N, int STAGES>
+template <int N, int STAGES, bool CHANNELS>
 struct Shared {
-    Stage<N> stages[STAGES];
+    Stage<N, CHANNELS> stages[STAGES];
     WarpRoom room[WARPS];
+    ChannelRoom<N, CHANNELS> channels;
 };
 
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
@@ -232,7 +254,7 @@ __device__ __forceinline__ void split_row(Vectors<N>& vectors, int row, const fl
 // Keys of the chunk's known tokens, from the ring. Called by all threads.
 template <int N>
 __device__ __forceinline__ void load_known_rows(
-    Rows<N>& rows, const Recurrence& net, const Text& text, const Part& part, int key_head) {
+    Vectors<N>& keys, const Recurrence& net, const Text& text, const Part& part, int key_head) {
     constexpr int COUNT = CHUNK / WARPS;
     const float* ring = net.keys + text.slot * net.keys_pitch + key_head * net.key_dim;
     const int first = threadIdx.x / WARP;
@@ -245,13 +267,13 @@ __device__ __forceinline__ void load_known_rows(
     }
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
-        if (first + i * WARPS < part.known) split_row<N>(rows.keys, first + i * WARPS, x[i]);
+        if (first + i * WARPS < part.known) split_row<N>(keys, first + i * WARPS, x[i]);
 }
 
 // Keys and queries of the chunk's new tokens. Called by all threads.
 template <int N, class Rule>
 __device__ __forceinline__ void load_new_rows(
-    Rows<N>& rows, const Recurrence& net, const Rule& rule, const Part& part, int key_head) {
+    Rows<N, false>& rows, const Recurrence& net, const Rule& rule, const Part& part, int key_head) {
     constexpr int COUNT = 4;  // rows of a warp that are loaded at once
     const int count = 2 * (part.count - part.known);
 #pragma unroll 1
@@ -306,7 +328,7 @@ struct Products {
     float x[4];
 
     template <int N>
-    __device__ __forceinline__ void compute(const Rows<N>& rows, const Part& part) {
+    __device__ __forceinline__ void compute(const Rows<N, false>& rows, const Part& part) {
         const int kind = threadIdx.x / WARP / 2, eighth = threadIdx.x / WARP % 2, lane = threadIdx.x % WARP;
         PairProduct product = {};
         if ((CORRECTS || kind) && eighth * 8 < part.count) {
@@ -332,7 +354,7 @@ struct Products {
 
     // Adds the decay, for rows of new tokens.
     template <int N>
-    __device__ __forceinline__ void store(Factors& factors, const Rows<N>& rows, const Part& part) const {
+    __device__ __forceinline__ void store(Factors& factors, const Rows<N, false>& rows, const Part& part) const {
         const int kind = threadIdx.x / WARP / 2, eighth = threadIdx.x / WARP % 2, lane = threadIdx.x % WARP;
         if (!CORRECTS && !kind) return;
 #pragma unroll
@@ -351,6 +373,100 @@ struct Products {
     }
 };
 
+// With CHANNELS, all that does not depend on the state, in three phases that are a barrier apart. Called by all
+// threads. First keys, queries and log-decays, or the sums of known tokens.
+template <int N, class Rule>
+__device__ __forceinline__ void load_channels(
+    ChannelRoom<N, true>& room, Factors& factors, const Recurrence& net, const Rule& rule, const Text& text,
+    const Part& part, int head) {
+    const int lane = threadIdx.x % WARP, features = net.value_heads * net.key_dim;
+    const long long slot = text.slot;
+#pragma unroll 2
+    for (int i = threadIdx.x / WARP; i < 3 * part.count; i += WARPS) {
+        const int row = i / 3, kind = i % 3;
+        const bool is_known = row < part.known;
+        if (is_known && kind == 1) continue;
+        const long long kept = static_cast<long long>(net.ring_row(part.end + row)) * features + head * net.key_dim;
+        float x[N / WARP];
+        if (kind == 2)
+            load_row<N>(
+                x, is_known ? net.decays + slot * net.decays_pitch + kept : rule.decay(net, part.token_of(row), head),
+                net.key_dim);
+        else
+            load_row<N>(
+                x,
+                is_known ? net.keys + slot * net.keys_pitch + kept : rule.vector(net, kind, part.token_of(row), head),
+                net.key_dim);
+        if (!is_known && kind < 2) rule.scale(net, kind, x);
+        float* to = kind == 0 ? room.keys[row] : kind == 1 ? room.queries[row] : room.sums[row];
+#pragma unroll
+        for (int j = 0; j < N / WARP; ++j) {
+            const int d = j / 2 * 64 + lane * 2 + j % 2;
+            to[d] = kind == 2 && !is_known && d < net.key_dim ? rule.log_decay(x[j], net, head, d) : x[j];
+        }
+    }
+    for (int row = threadIdx.x; row < part.count; row += THREADS) {
+        if (row >= part.known) factors.rates[row] = rule.rate_and_decay(net, part.token_of(row), head).x;
+        factors.decays[row] = factors.remaining[row] = 1.0f;
+    }
+}
+
+// Then the sums, of which new ones go to `sums` [T, value_heads * key_dim] if that is not null.
+template <int N>
+__device__ __forceinline__ void add_channels(
+    ChannelRoom<N, true>& room, Rows<N, true>& rows, const Recurrence& net, const Part& part, int head, float* sums) {
+    for (int d = threadIdx.x; d < N; d += THREADS) {
+        float sum = part.known ? room.sums[part.known - 1][d] : 0.0f;
+        for (int i = part.known; i < part.count; ++i) {
+            sum = __fadd_rn(sum, room.sums[i][d]);
+            room.sums[i][d] = sum;
+            if (sums && d < net.key_dim)
+                sums[(static_cast<long long>(part.token_of(i)) * net.value_heads + head) * net.key_dim + d] = sum;
+        }
+        rows.decay[d] = expf(sum);
+    }
+}
+
+// Then the rows, and products of new tokens with each other.
+template <int N>
+__device__ __forceinline__ void compute_channels(
+    const ChannelRoom<N, true>& room, Rows<N, true>& rows, Factors& factors, const Part& part) {
+    const int lane = threadIdx.x % WARP;
+    for (int i = threadIdx.x / WARP; i < 3 * part.count; i += WARPS) {
+        const int row = i / 3, kind = i % 3;  // keys, queries, and keys that read
+        if (kind == 0 ? part.count < CHUNK : row < part.known) continue;
+        const float* from = kind == 1 ? room.queries[row] : room.keys[row];
+        float x[N / WARP];
+#pragma unroll
+        for (int j = 0; j < N / WARP; ++j) {
+            const int d = j / 2 * 64 + lane * 2 + j % 2;
+            const float own = room.sums[row][d];
+            x[j] = __fmul_rn(from[d], expf(kind ? own : __fsub_rn(room.sums[CHUNK - 1][d], own)));
+        }
+        split_row<N>(kind == 0 ? rows.keys : kind == 1 ? rows.queries : rows.readers, row, x);
+    }
+    constexpr int LANES = 8;
+    for (int i = threadIdx.x / LANES; i < CHUNK * (part.count - part.known); i += THREADS / LANES) {
+        const int j = i % CHUNK, row = part.known + i / CHUNK;
+        float of_key = 0, of_query = 0;
+        if (j <= row)
+            for (int d = threadIdx.x % LANES; d < N; d += LANES) {
+                const float since = __fsub_rn(room.sums[row][d], room.sums[j][d]);
+                const float key = __fmul_rn(room.keys[j][d], expf(since > 0.0f ? 0.0f : since));  // a NaN stays
+                of_key = fmaf(room.keys[row][d], key, of_key);
+                of_query = fmaf(room.queries[row][d], key, of_query);
+            }
+#pragma unroll
+        for (int d = LANES / 2; d; d /= 2) {
+            of_key = __fadd_rn(of_key, __shfl_xor_sync(FULL, of_key, d));
+            of_query = __fadd_rn(of_query, __shfl_xor_sync(FULL, of_query, d));
+        }
+        if (j > row || threadIdx.x % LANES) continue;
+        factors.from_keys[j][row] = of_key;
+        factors.from_queries[j][row % 2][row / 2] = of_query;
+    }
+}
+
 // Copies `count` bytes, a multiple of 16, by all threads.
 __device__ __forceinline__ void copy_out(char* to, const void* from, int count) {
     for (int i = threadIdx.x * 16; i < count; i += THREADS * 16)
@@ -362,7 +478,8 @@ __device__ __forceinline__ void copy_out(char* to, const void* from, int count) 
 // [T, value_heads].
 template <int N, class Rule>
 __device__ __forceinline__ void prepare(
-    const Recurrence& net, const Rule& rule, char* rows, char* factors, float* sums, Stage<N>& stage) {
+    const Recurrence& net, const Rule& rule, char* rows, char* factors, float* sums, Stage<N, Rule::CHANNELS>& stage,
+    ChannelRoom<N, Rule::CHANNELS>& room) {
     const Sequences step = net.sequences();
     int sequence = 0, behind = net.count;
     while (behind - sequence > 1) {
@@ -377,33 +494,45 @@ __device__ __forceinline__ void prepare(
     const int chunk = blockIdx.x - Text::first_place(text.first_token), key_head = blockIdx.y;
     if (chunk < 0 || text.loaded + chunk * CHUNK >= text.stop || !text.is_prepared()) return;
     const Part part(text, chunk);
-    load_known_rows<N>(stage.rows, net, text, part, key_head);
-    load_new_rows<N>(stage.rows, net, rule, part, key_head);
-    __syncthreads();
-    Products<Rule::CORRECTS> products;
-    products.compute<N>(stage.rows, part);
+    using OwnRows = Rows<N, Rule::CHANNELS>;
     const long long place = blockIdx.x;
-    if (blockIdx.z == 0)
-        copy_out(rows + (place * net.key_heads + key_head) * sizeof(Rows<N>), &stage.rows, sizeof(Rows<N>));
-    const int group = net.value_heads / net.key_heads, first = blockIdx.z * HEADS_AT_ONCE;
-    for (int i = first; i < min(first + HEADS_AT_ONCE, group); ++i) {
-        const int head = key_head * group + i, row = threadIdx.x;
-        if (threadIdx.x < WARP) load_decays(stage.factors, net, rule, text, part, head);
+    rows += (place * net.key_heads + key_head) * sizeof(OwnRows);
+    if constexpr (Rule::CHANNELS) {
+        load_channels<N>(room, stage.factors, net, rule, text, part, key_head);
         __syncthreads();
-        products.store<N>(stage.factors, stage.rows, part);
-        if (row >= part.known && row < part.count)
-            sums[static_cast<long long>(part.token_of(row)) * net.value_heads + head] = stage.factors.sums[row];
+        add_channels<N>(room, stage.rows, net, part, key_head, sums);
         __syncthreads();
-        copy_out(factors + (place * net.value_heads + head) * sizeof(Factors), &stage.factors, sizeof(Factors));
+        compute_channels<N>(room, stage.rows, stage.factors, part);
         __syncthreads();
+        copy_out(rows, &stage.rows, sizeof(OwnRows));
+        copy_out(factors + (place * net.value_heads + key_head) * sizeof(Factors), &stage.factors, sizeof(Factors));
+    } else {
+        load_known_rows<N>(stage.rows.keys, net, text, part, key_head);
+        load_new_rows<N>(stage.rows, net, rule, part, key_head);
+        __syncthreads();
+        Products<Rule::CORRECTS> products;
+        products.compute<N>(stage.rows, part);
+        if (blockIdx.z == 0) copy_out(rows, &stage.rows, sizeof(OwnRows));
+        const int group = net.value_heads / net.key_heads, first = blockIdx.z * HEADS_AT_ONCE;
+        for (int i = first; i < min(first + HEADS_AT_ONCE, group); ++i) {
+            const int head = key_head * group + i, row = threadIdx.x;
+            if (threadIdx.x < WARP) load_decays(stage.factors, net, rule, text, part, head);
+            __syncthreads();
+            products.store<N>(stage.factors, stage.rows, part);
+            if (row >= part.known && row < part.count)
+                sums[static_cast<long long>(part.token_of(row)) * net.value_heads + head] = stage.factors.sums[row];
+            __syncthreads();
+            copy_out(factors + (place * net.value_heads + head) * sizeof(Factors), &stage.factors, sizeof(Factors));
+            __syncthreads();
+        }
     }
 }
 
 // Starts copies of a prepared chunk. Called by all threads.
-template <int N>
-__device__ __forceinline__ void fetch(Stage<N>& stage, const char* rows, const char* factors) {
+template <class OwnStage>
+__device__ __forceinline__ void fetch(OwnStage& stage, const char* rows, const char* factors) {
     char* to = reinterpret_cast<char*>(&stage.rows);
-    for (int i = threadIdx.x * 16; i < static_cast<int>(sizeof(Rows<N>)); i += THREADS * 16)
+    for (int i = threadIdx.x * 16; i < static_cast<int>(sizeof(stage.rows)); i += THREADS * 16)
         cp_async_16(to + i, rows + i);
     to = reinterpret_cast<char*>(&stage.factors);
     for (int i = threadIdx.x * 16; i < static_cast<int>(sizeof(Factors)); i += THREADS * 16)
@@ -433,8 +562,8 @@ struct State {
     }
 
     // Keys, if CORRECTS, and queries of new tokens times the state; all tokens of a WHOLE chunk are new.
-    template <bool CORRECTS, bool WHOLE>
-    __device__ __forceinline__ void read(WarpRoom& room, const Rows<N>& rows, const Part& part) const {
+    template <bool CORRECTS, bool WHOLE, bool CHANNELS>
+    __device__ __forceinline__ void read(WarpRoom& room, const Rows<N, CHANNELS>& rows, const Part& part) const {
         const int lane = threadIdx.x % WARP;
         float largest[2] = {};
 #pragma unroll
@@ -449,7 +578,7 @@ struct State {
         unsigned at[2];
 #pragma unroll
         for (int kind = 0; kind < 2; ++kind) {
-            const Vectors<N>& vectors = kind ? rows.queries : rows.keys;
+            const Vectors<N>& vectors = rows.reading(kind);
             at[kind] = cast_smem_ptr_to_uint(&(lane < 16 ? vectors.high : vectors.low)[lane % 8][lane / 8 % 2 * 8]);
         }
         constexpr int EIGHTH = 8 * (N + 8) * sizeof(__half);
@@ -480,14 +609,15 @@ struct State {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int row = eighth * 8 + lane % 4 * 2 + i % 2;
-                    const float unit = (kind ? rows.queries : rows.keys).unit[row];
+                    const float unit = rows.reading(kind).unit[row];
                     room.read[kind][row][lane / 4 + i / 2 * 8] =
                         __fmul_rn(__fmul_rn(products[kind][eighth].sum(i), units[i / 2].unit), unit);
                 }
     }
 
     // The state behind a whole chunk, whose deltas lie in `room`, with decays until its end.
-    __device__ __forceinline__ void advance(const WarpRoom& room, const Rows<N>& rows, float decay) {
+    template <bool CHANNELS>
+    __device__ __forceinline__ void advance(const WarpRoom& room, const Rows<N, CHANNELS>& rows, float of_chunk) {
         const int lane = threadIdx.x % WARP;
         const float* deltas = &room.read[0][0][0];
         float2 pairs[4];
@@ -524,8 +654,10 @@ struct State {
 #pragma unroll
             for (int t = 0; t < AT_ONCE; ++t)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
+                for (int i = 0; i < 4; ++i) {
+                    const float decay = rows.decay_of(of_chunk, (first + t) * 8 + lane % 4 * 2 + i % 2);
                     x[first + t][i] = fmaf(decay, x[first + t][i], __fmul_rn(added[t].sum(i), units[i / 2].unit));
+                }
         }
     }
 };
@@ -620,9 +752,9 @@ __device__ __forceinline__ void part_of_chunk(const Factors& factors, WarpRoom& 
 
 // The text and the state of a block of `scan`, and the keys of its first chunk that are in the ring. Returns whether
 // there is a text. Called by all threads.
-template <int N, bool PREPARED>
+template <int N, bool PREPARED, bool CHANNELS>
 __device__ __forceinline__ bool begin(
-    const Recurrence& net, Text& text, State<N>& state, Shared<N, PREPARED ? 2 : 1>& shared) {
+    const Recurrence& net, Text& text, State<N>& state, Shared<N, PREPARED ? 2 : 1, CHANNELS>& shared) {
     const int sequence = blockIdx.x, head = blockIdx.y;
     text = Text(net, sequence);
     if (text.own_stop == text.start || net.sequences().is_draft(sequence, net.has_drafts)) return false;
@@ -631,8 +763,9 @@ __device__ __forceinline__ bool begin(
     const int first_column = blockIdx.z * COLUMNS + threadIdx.x / WARP * WARP_COLUMNS;
     state.each(
         net, first_column, [&](float& x, int offset, bool exists) { x = exists && text.start ? kept[offset] : 0.0f; });
-    if (!PREPARED || !text.is_prepared())
-        load_known_rows<N>(shared.stages[0].rows, net, text, Part(text, 0), head / (net.value_heads / net.key_heads));
+    if (!CHANNELS && !(PREPARED && text.is_prepared()))
+        load_known_rows<N>(
+            shared.stages[0].rows.keys, net, text, Part(text, 0), head / (net.value_heads / net.key_heads));
     return true;
 }
 
@@ -642,7 +775,7 @@ __device__ __forceinline__ bool begin(
 template <int N, bool PREPARED, class Rule>
 __device__ __forceinline__ void scan(
     const Recurrence& net, const Rule& rule, const Text& text, const char* rows, const char* factors, float* sums,
-    float* out, long long out_pitch, State<N>& state, Shared<N, PREPARED ? 2 : 1>& shared) {
+    float* out, long long out_pitch, State<N>& state, Shared<N, PREPARED ? 2 : 1, Rule::CHANNELS>& shared) {
     const int head = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int key_head = head / (net.value_heads / net.key_heads);
     const int first_column = blockIdx.z * COLUMNS + warp * WARP_COLUMNS, column = first_column + lane % WARP_COLUMNS;
@@ -651,44 +784,54 @@ __device__ __forceinline__ void scan(
     float* const deltas = net.deltas + text.slot * net.deltas_pitch + value;
     WarpRoom& room = shared.room[warp];
     const long long place = Text::first_place(text.first_token);
-    const char* own_rows = rows + (place * net.key_heads + key_head) * sizeof(Rows<N>);
+    const char* own_rows = rows + (place * net.key_heads + key_head) * sizeof(Rows<N, Rule::CHANNELS>);
     const char* own_factors = factors + (place * net.value_heads + head) * sizeof(Factors);
     Values values;
     values.load(net, rule, text, Part(text, 0), value, has_column);
-    if (is_prepared) fetch<N>(shared.stages[0], own_rows, own_factors);
+    if (is_prepared) fetch(shared.stages[0], own_rows, own_factors);
 #pragma unroll 1
     for (int chunk = 0;; ++chunk) {
         const Part part(text, chunk);
-        Stage<N>& stage = shared.stages[is_prepared ? chunk % 2 : 0];
+        Stage<N, Rule::CHANNELS>& stage = shared.stages[is_prepared ? chunk % 2 : 0];
         const bool is_last = text.stop <= part.end + CHUNK;
         if (is_prepared) {
             values.store(room);
             cp_async_wait_all();
             __syncthreads();
             if (!is_last) {
-                own_rows += net.key_heads * sizeof(Rows<N>);
+                own_rows += net.key_heads * sizeof(stage.rows);
                 own_factors += net.value_heads * sizeof(Factors);
-                fetch<N>(shared.stages[PREPARED ? (chunk + 1) % 2 : 0], own_rows, own_factors);
+                fetch(shared.stages[PREPARED ? (chunk + 1) % 2 : 0], own_rows, own_factors);
             }
         } else {
-            if (chunk) load_known_rows<N>(stage.rows, net, text, part, key_head);
-            load_new_rows<N>(stage.rows, net, rule, part, key_head);
-            if (warp == WARPS - 1) load_decays(stage.factors, net, rule, text, part, head);
-            values.store(room);
-            __syncthreads();
-            Products<Rule::CORRECTS> products;
-            products.compute<N>(stage.rows, part);
-            products.store<N>(stage.factors, stage.rows, part);
-            if (blockIdx.z == 0 && threadIdx.x >= part.known && threadIdx.x < part.count)
-                sums[static_cast<long long>(part.token_of(threadIdx.x)) * net.value_heads + head] =
-                    stage.factors.sums[threadIdx.x];
+            if constexpr (Rule::CHANNELS) {
+                load_channels<N>(shared.channels, stage.factors, net, rule, text, part, head);
+                values.store(room);
+                __syncthreads();
+                add_channels<N>(shared.channels, stage.rows, net, part, head, blockIdx.z == 0 ? sums : nullptr);
+                __syncthreads();
+                compute_channels<N>(shared.channels, stage.rows, stage.factors, part);
+                __syncthreads();
+            } else {
+                if (chunk) load_known_rows<N>(stage.rows.keys, net, text, part, key_head);
+                load_new_rows<N>(stage.rows, net, rule, part, key_head);
+                if (warp == WARPS - 1) load_decays(stage.factors, net, rule, text, part, head);
+                values.store(room);
+                __syncthreads();
+                Products<Rule::CORRECTS> products;
+                products.compute<N>(stage.rows, part);
+                products.store<N>(stage.factors, stage.rows, part);
+                if (blockIdx.z == 0 && threadIdx.x >= part.known && threadIdx.x < part.count)
+                    sums[static_cast<long long>(part.token_of(threadIdx.x)) * net.value_heads + head] =
+                        stage.factors.sums[threadIdx.x];
+            }
         }
         if (!is_last) values.load(net, rule, text, Part(text, chunk + 1), value, has_column);
         const bool is_whole = part.known == 0 && part.count == CHUNK;
         if (is_whole)
-            state.template read<Rule::CORRECTS, true>(room, stage.rows, part);
+            state.template read<Rule::CORRECTS, true, Rule::CHANNELS>(room, stage.rows, part);
         else
-            state.template read<Rule::CORRECTS, false>(room, stage.rows, part);
+            state.template read<Rule::CORRECTS, false, Rule::CHANNELS>(room, stage.rows, part);
         if (!is_prepared) __syncthreads();
         __syncwarp();
         const auto write = [&](int row, float y) {
@@ -758,9 +901,10 @@ __device__ __forceinline__ void keep_rows(const Recurrence& net, const Rule& rul
             if (d < net.key_dim) keys[head * net.key_dim + d] = x[i];
         }
     }
-    float* decays = net.decays + slot * net.decays_pitch + place * net.value_heads;
-    for (int head = blockIdx.y * blockDim.x + threadIdx.x; head < net.value_heads; head += gridDim.y * blockDim.x)
-        decays[head] = sums[static_cast<long long>(token) * net.value_heads + head];
+    const int width = net.value_heads * (Rule::CHANNELS ? net.key_dim : 1);  // of the sums of a token
+    float* decays = net.decays + slot * net.decays_pitch + static_cast<long long>(place) * width;
+    for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x)
+        decays[i] = sums[static_cast<long long>(token) * width + i];
 }
 
 }  // namespace bminf

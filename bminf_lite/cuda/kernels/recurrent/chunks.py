@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....backend.values import ForwardBatch, StateCache
+from ....errors import UsageError
 from ..arrays import address, ceil_div, nbytes_of, pitch_of
 from ..constants import PLACES_OF_32, PREPARED_TOKENS, RECURRENT_THREADS, STATE_CHUNK
 from ..launcher import Launcher, StepContext
@@ -27,25 +28,40 @@ ROOM_BYTES = 4 * 3 * STATE_CHUNK * (WARP_COLUMNS + 4)
 """Bytes of ``WarpRoom``."""
 
 
-def rows_bytes(rows: int) -> int:
+def rows_bytes(rows: int, per_channel: bool = False) -> int:
     """Bytes of ``Rows``, the keys and queries of a chunk, of states of up to ``rows`` rows."""
-    return 2 * (2 * STATE_CHUNK * (rows + 8) * 2 + STATE_CHUNK * 4)
-
-
-def shared_bytes(rows: int, stages: int) -> int:
-    """Bytes of shared memory of a block of ``scan``."""
-    return stages * (rows_bytes(rows) + FACTORS_BYTES) + WARPS * ROOM_BYTES
+    vectors = 2 * STATE_CHUNK * (rows + 8) * 2 + STATE_CHUNK * 4
+    return 3 * vectors + 4 * rows if per_channel else 2 * vectors
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of keys and of values, elements of a key and of a value, and the rows a kernel's states have room for."""
+    """Heads of keys and of values, elements of a key and of a value, and the rows a kernel's states have room for.
+
+    ``per_channel``: each element of a key has a decay.
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     rows: int
+    per_channel: bool = False
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the keys and queries of a chunk."""
+        return rows_bytes(self.rows, self.per_channel)
+
+    @property
+    def sums(self) -> int:
+        """Sums of log-decays of a token."""
+        return self.value_heads * (self.key_dim if self.per_channel else 1)
+
+    def shared_bytes(self, stages: int) -> int:
+        """Bytes of shared memory of a block of ``scan``."""
+        channels = 3 * STATE_CHUNK * (self.rows + 4) * 4 if self.per_channel else 0
+        return stages * (self.rows_bytes + FACTORS_BYTES) + WARPS * ROOM_BYTES + channels
 
 
 @dataclass(frozen=True)
@@ -58,12 +74,17 @@ class Prepared:
     @property
     def rows_bytes(self) -> int:
         """Bytes of the keys and queries of all places, which come first."""
-        return self.places * self.heads.key_heads * rows_bytes(self.heads.rows)
+        return self.places * self.heads.key_heads * self.heads.rows_bytes
 
     @property
     def nbytes(self) -> int:
         """All bytes."""
         return self.rows_bytes + self.places * self.heads.value_heads * FACTORS_BYTES
+
+
+def prepared_bytes_per_token(heads: Heads) -> int:
+    """What :class:`Prepared` takes for a token of a step, rounded up."""
+    return ceil_div(Prepared(PLACES_OF_32, heads).nbytes, 32)
 
 
 class ChunkKernels:
@@ -72,6 +93,7 @@ class ChunkKernels:
     source: str
     prepare: str
     scan: str
+    prepares_in_static_memory = True
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -82,7 +104,7 @@ class ChunkKernels:
 
     def prepared(self, heads: Heads, ring_rows: int, batch: ForwardBatch) -> Prepared:
         """The memory of chunks that a step prepares."""
-        fits = shared_bytes(heads.rows, 2) <= self._launcher.max_shared and ring_rows <= MAX_PREPARED_RING
+        fits = heads.shared_bytes(2) <= self._launcher.max_shared and ring_rows <= MAX_PREPARED_RING
         is_long = batch.max_query_len >= PREPARED_TOKENS
         return Prepared(len(batch.tokens) * PLACES_OF_32 // 32 if fits and is_long else 0, heads)
 
@@ -103,8 +125,14 @@ class ChunkKernels:
         """The outputs of all tokens, ``found`` fp32 ``[T, value_heads * value_dim]``.
 
         ``rule`` has the members of the rule's struct. ``memory`` is that of :meth:`prepared`, None if it has no places.
-        ``sums`` fp32 ``[T, value_heads]``, dense, takes the sums of log-decays.
+        ``sums`` fp32 ``[T, heads.sums]``, dense, takes the sums of log-decays. Raises ``UsageError`` if the GPU has too
+        little shared memory.
         """
+        if heads.shared_bytes(1) > self._launcher.max_shared:
+            raise UsageError(
+                f"layers with decays of channels need {heads.shared_bytes(1)} bytes of shared memory; this GPU has "
+                f"{self._launcher.max_shared}: load the model with device='cpu'"
+            )
         prepared = self.prepared(heads, cache["keys"].shape[1], batch)
         rows = factors = 0
         if prepared.places:
@@ -113,12 +141,13 @@ class ChunkKernels:
             parts = ceil_div(heads.value_heads // heads.key_heads, HEADS_AT_ONCE)
             self._launcher.launch(
                 step, self.source, f"{self.prepare}{self.template(heads)}", (prepared.places, heads.key_heads, parts),
-                RECURRENT_THREADS, (*net, *rule, rows, factors, sums.data.ptr), bytes_moved=prepared.nbytes,
+                RECURRENT_THREADS, (*net, *rule, rows, factors, sums.data.ptr),
+                shared=0 if self.prepares_in_static_memory else heads.shared_bytes(1), bytes_moved=prepared.nbytes,
             )  # fmt: skip
         is_unwritten = step.is_unwritten(cache["state"].data.ptr, writes=True)
         self._launcher.launch(
             step, self.source, f"{self.scan}{self.template(heads, 'true' if prepared.places else 'false')}",
             (batch.batch_size, heads.value_heads, ceil_div(heads.value_dim, COLUMNS)), RECURRENT_THREADS,
             (*net, *rule, rows, factors, sums.data.ptr, found.data.ptr, pitch_of(found), not is_unwritten),
-            shared=shared_bytes(heads.rows, 2 if prepared.places else 1), bytes_moved=nbytes_of(found),
+            shared=heads.shared_bytes(2 if prepared.places else 1), bytes_moved=nbytes_of(found),
         )  # fmt: skip

@@ -48,17 +48,18 @@ struct StateSpace {
         return __fadd_rn(y, __fmul_rn(skip[head], x));
     }
 
-    static constexpr bool CORRECTS = false;
+    static constexpr bool CORRECTS = false, CHANNELS = false;
 };
 
 // See `prepare`, of states of up to N rows.
 template <int N>
 __global__ void __launch_bounds__(THREADS)
     state_prepare(const Recurrence net, const StateSpace rule, char* rows, char* factors, float* sums) {
-    __shared__ Stage<N> stage;
+    __shared__ Stage<N, false> stage;
+    ChannelRoom<N, false> room;
     launch_dependent_grids();
     wait_on_dependent_grids();
-    prepare<N>(net, rule, rows, factors, sums, stage);
+    prepare<N>(net, rule, rows, factors, sums, stage, room);
 }
 
 // See `scan`. Unless it `waits`, what the slots keep is read before the kernel's predecessors have ended.
@@ -67,12 +68,12 @@ __global__ void __launch_bounds__(THREADS, 2) state_space(
     const Recurrence net, const StateSpace rule, const char* rows, const char* factors, float* sums, float* out,
     long long out_pitch, int waits) {
     extern __shared__ __align__(16) char memory[];
-    auto& shared = *reinterpret_cast<Shared<N, PREPARED ? 2 : 1>*>(memory);
+    auto& shared = *reinterpret_cast<Shared<N, PREPARED ? 2 : 1, false>*>(memory);
     launch_dependent_grids();
     if (waits) wait_on_dependent_grids();
     State<N> state;
     Text text;
-    const bool has_text = begin<N, PREPARED>(net, text, state, shared);
+    const bool has_text = begin<N, PREPARED, false>(net, text, state, shared);
     wait_on_dependent_grids();
     if (has_text) scan<N, PREPARED>(net, rule, text, rows, factors, sums, out, out_pitch, state, shared);
 }

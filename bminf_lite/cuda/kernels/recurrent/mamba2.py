@@ -22,7 +22,7 @@ STATE_ROWS = (128, MAX_STATE_DIM)
 
 def heads_of(spec: Mamba2Spec) -> Heads:
     """The sizes of a layer."""
-    rows = next(rows for rows in STATE_ROWS if spec.state_dim <= rows)
+    rows = next((rows for rows in STATE_ROWS if spec.state_dim <= rows), MAX_STATE_DIM)
     return Heads(spec.groups, spec.heads, spec.state_dim, spec.head_dim, rows)
 
 
