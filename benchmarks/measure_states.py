@@ -248,9 +248,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=("alone", "latent", "model"))
     parser.add_argument("--shapes", default="qwen3.6-27b", help="of `model`, with commas: names as in bench --shape")
     parser.add_argument("--tokens", type=int, default=PROMPT, help="of `model`")
-    parser.add_argument(
-        "--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1], help="of `model`"
-    )
+    parser.add_argument("--batches", default="1", help="sequences of a step of `model`, with commas")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     ops = create(arguments.device)
@@ -261,9 +259,8 @@ def main() -> None:
         elif part == "latent":
             measure_latent(profiler)
         else:
-            measure_model(
-                profiler, arguments.shapes.split(","), arguments.tokens, map(int, arguments.batches.split(","))
-            )
+            batches = [int(batch) for batch in arguments.batches.split(",")]
+            measure_model(profiler, arguments.shapes.split(","), arguments.tokens, batches)
 
 
 if __name__ == "__main__":

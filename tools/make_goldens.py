@@ -259,6 +259,22 @@ NEMOTRON_H: Case = {
     "time_step_min": 1e-30,
 }
 """transformers bounds the time steps of prompts by ``time_step_min``, see ``models/nemotron_h.py``."""
+KIMI_LINEAR: Case = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_token": 4,
+    "moe_intermediate_size": 24,
+    "linear_head_dim": 12,
+    "linear_num_heads": 3,
+    "rms_norm_eps": 1e-3,
+    "pad_token_id": 0,
+    "routed_scaling_factor": 0.5,
+}
 SHARED_EXPERT: Case = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
@@ -346,6 +362,7 @@ BASES |= {
     }
     | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "nemotron_h": BASE | NEMOTRON_H,
+    "kimi_linear": BASE | KIMI_LINEAR,
     "mamba2": {
         "hidden_size": 48,
         "num_hidden_layers": 2,
@@ -416,6 +433,28 @@ CASES |= {
             "moe_latent_size": 24,
             "mlp_hidden_act": "relu",
             "conv_kernel": 3,
+        },
+    },
+    "kimi_linear": {
+        "two kinds": {
+            "linear_attn_config": {
+                "full_attn_layers": [2, 4],
+                "kda_layers": [1, 3],
+                "head_dim": 12,
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            }
+        },
+        "groups, queries compressed, dense layers": {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "num_expert_group": 3,
+            "topk_group": 2,
+            "q_lora_rank": 20,
+            "num_shared_experts": 2,
+            "moe_renormalize": False,
+            "linear_conv_kernel_dim": 3,
+            "routed_scaling_factor": 1.5,
         },
     },
     "mamba2": {

@@ -74,7 +74,7 @@ def require_published_form(read: ConfigReader, **values: Any) -> None:
             read.problem(name, f"{name} is {given!r}; this version runs {value!r} only, as transformers does")
 
 
-def query_rank(read: ConfigReader, default: int) -> int | None:
+def query_rank(read: ConfigReader, default: int | None) -> int | None:
     """The width to which queries are compressed; None if they are not."""
     found: int | None = read.value_or_none(integer("q_lora_rank", default, high=2**16))
     return found

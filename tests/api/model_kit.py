@@ -15,7 +15,7 @@ from tiny_models import RandomWeights
 from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import LatentCache, LayerCache
+from bminf_lite.backend.values import LatentCache, LayerCache, StateCache
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.placement import make_engine_config
@@ -73,6 +73,11 @@ class WatchedBackend(RowwiseBackend):
 
     def latent_cache(self, *shape: int, **kind: Any) -> LatentCache:
         cache = super().latent_cache(*shape, **kind)
+        self.arrays += [weakref.ref(array) for array in cache.arrays]
+        return cache
+
+    def state_cache(self, *arguments: Any, **kind: Any) -> StateCache:
+        cache = super().state_cache(*arguments, **kind)
         self.arrays += [weakref.ref(array) for array in cache.arrays]
         return cache
 

@@ -69,6 +69,9 @@ def one_of_each_kind(config: dict[str, Any]) -> dict[str, Any]:
     if "hybrid_override_pattern" in config:
         letters = "".join(dict.fromkeys(config["hybrid_override_pattern"]))
         return {"num_hidden_layers": len(letters), "hybrid_override_pattern": letters}
+    if "linear_attn_config" in config:
+        numbers = {"kda_layers": [1], "full_attn_layers": [2]}
+        return {"num_hidden_layers": 2, "linear_attn_config": config["linear_attn_config"] | numbers}
     kinds = list(dict.fromkeys(config.get("layer_types", ())))
     if not kinds:
         return {}

@@ -61,6 +61,7 @@ PARAMETERS = {
     "granite-4.0-h-small": 32.207e9,
     "nemotron-3-nano-30b-a3b": 31.58e9,
     "mamba-codestral-7b": 7.285e9,
+    "kimi-linear-48b-a3b": 49.12e9,
     "mixtral-8x7b": 46.70e9,
     "qwen3-30b-a3b": 30.53e9,
     "olmoe-1b-7b": 6.919e9,

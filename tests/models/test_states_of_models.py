@@ -87,7 +87,8 @@ def test_preempted_requests_give_what_they_give_alone(golden: Golden) -> None:
     new = 80
     with served(golden, num_blocks=7) as model:
         found = run(model, [request(i, ids, frozenset([97]), max_new_tokens=new) for i, ids in enumerate(prompts)])
-    assert sum(r.num_preemptions for r in found) > 0
+    keeps_tokens = golden.config["model_type"] != "mamba2"  # whose sequences never outgrow the cache
+    assert (sum(r.num_preemptions for r in found) > 0) == keeps_tokens
     assert results(found) == alone(golden, prompts, new)
 
 

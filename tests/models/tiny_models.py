@@ -40,7 +40,7 @@ DECODERS = (
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MAMBAS = ("falcon_h1", "granitemoehybrid", "nemotron_h")
-STATES = ("lfm2", *DELTA_NETS, *MAMBAS, "olmo_hybrid", "mamba2")
+STATES = ("lfm2", *DELTA_NETS, *MAMBAS, "olmo_hybrid", "mamba2", "kimi_linear")
 """Families with layers that keep a state."""
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 """Families with latent attention. They have experts, too."""
@@ -49,7 +49,7 @@ RENAMED = {"kimi_k2": "deepseek_v3"}
 MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
-    "granitemoehybrid", "nemotron_h", "gemma4_text",
+    "granitemoehybrid", "nemotron_h", "gemma4_text", "kimi_linear",
 )  # fmt: skip
 """Families with experts; those of Gemma 4 are in its first case alone."""
 SCALED_INPUTS = ("llama4_text",)

@@ -461,6 +461,41 @@ def mamba2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }
 
 
+def kimi_linear(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    groups = draw.one_of((1, 1), (2, 1), (3, 2))
+    kinds = [draw.one_of("linear_attention", FULL) for _ in range(layers - 1)]
+    return {
+        "rope_parameters": None,
+        "max_position_embeddings": None,
+        "model_max_length": 128,
+        "num_key_value_heads": heads,
+        "layer_types": ["linear_attention", *kinds, FULL],
+        "num_hidden_layers": layers + 1,
+        "mlp_layer_types": [draw.one_of("dense", "sparse", "sparse") for _ in range(layers + 1)],
+        "kv_lora_rank": draw.up_to(40, 8),
+        "q_lora_rank": draw.one_of(None, draw.up_to(40, 8)),
+        "qk_rope_head_dim": 2 * draw.up_to(8),
+        "qk_nope_head_dim": draw.up_to(30, 4),
+        "v_head_dim": draw.up_to(30, 4),
+        "num_experts": 6,
+        "num_experts_per_token": draw.up_to(3),
+        "num_shared_experts": draw.up_to(3),
+        "num_expert_group": groups[0],
+        "topk_group": groups[1],
+        "moe_renormalize": draw.flag(),
+        "moe_intermediate_size": draw.up_to(60, 8),
+        "routed_scaling_factor": draw.one_of(1.0, 2.5),
+        "attention_bias": draw.flag(),
+        "tie_word_embeddings": False,
+        "linear_num_heads": draw.up_to(5),
+        "linear_head_dim": draw.up_to(30, 8),
+        "linear_conv_kernel_dim": draw.up_to(6, 2),
+        "rms_norm_eps": 1e-3,
+        "pad_token_id": 0,
+    }
+
+
 def olmo_hybrid(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     layers, key_heads = config["num_hidden_layers"], draw.up_to(4)
     kinds = [draw.one_of("linear_attention", FULL) for _ in range(layers - 1)]
@@ -492,6 +527,6 @@ OWN = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), latents),
     "lfm2": lfm2, "qwen3_next": delta_net, "qwen3_5_text": delta_net, "qwen3_5_moe_text": delta_net,
     "falcon_h1": falcon_h1, "granitemoehybrid": granitemoehybrid, "nemotron_h": nemotron_h, "olmo_hybrid": olmo_hybrid,
-    "mamba2": mamba2,
+    "mamba2": mamba2, "kimi_linear": kimi_linear,
 }  # fmt: skip
 """What each family adds to the common keys."""

@@ -274,7 +274,7 @@ def test_a_saved_checkpoint_loads_generates_and_migrates(golden: Golden, tmp_pat
         with bminf_lite.load(tmp_path / recipe, device="cpu") as model:
             logits = model.logits(golden.tokens, source=golden.source)
         is_loose = golden.source is not None or golden.config["model_type"] in MIXTURES  # rounding changes a choice
-        assert 1e-4 < relative_error(logits, golden.logits) < (0.2 if is_loose else 0.06)
+        assert 1e-4 < relative_error(logits, golden.logits) < (0.25 if is_loose else 0.06)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

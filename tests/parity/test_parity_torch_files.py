@@ -82,11 +82,14 @@ def test_what_is_no_state(tmp_path: Path, zipped: bool) -> None:
         TorchFile(path)
 
 
-UNEQUAL = ("olmo_hybrid",)
-"""transformers 5.23 writes the convolution of queries, keys and values in three equal parts, whatever their widths."""
+JOINED = ("olmo_hybrid", "kimi_linear")
+"""Families whose ``state_dict`` has the convolution of queries, keys and values in one tensor, and files in three.
+
+transformers 5.23 writes that of OLMo Hybrid in equal parts, whatever their widths.
+"""
 
 
-@pytest.mark.parametrize("family", [family for family in EVERY if family not in UNEQUAL])
+@pytest.mark.parametrize("family", [family for family in EVERY if family not in JOINED])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_model_s_bin_files_are_its_safetensors(tmp_path: Path, family: str, shards: int) -> None:
     """Every family's ``state_dict``, with what is shared and what is not a parameter, in both forms."""
