@@ -36,6 +36,10 @@ last bits of fp32, which moves some codes of activations by one.
 """
 INT8_CACHE = 0.000198
 """The same of the float model with an int8 cache."""
+SEARCH_SAMPLES, SEARCH_CHARACTERS = 4, 12_000
+"""Pieces of 512 tokens to calibrate on, and a text of some more, of which one is held out."""
+SEARCHED = 0.0032
+"""A bound of the divergence of ``auto``, between what it was on these windows and the best recipe for all products."""
 MARGIN = 0.05
 """Of a divergence: far more than codes that move by one change it, and less than recipes differ."""
 GPU_MARGIN = 0.2
@@ -76,6 +80,19 @@ def test_a_recipe_costs_what_it_did(source: Path, folders: dict[str, Path], wind
     found = compare(folders[recipe], source, windows, "cpu", layers=False).divergence
     assert found.tokens == TOKENS
     assert found.kl == pytest.approx(DIVERGENCE[recipe], rel=MARGIN)
+
+
+@pytest.mark.timeout(600)
+def test_a_search_costs_less_than_any_recipe(source: Path, windows: list[Window], tmp_path: Path) -> None:
+    """``auto`` with few samples; the windows are of another part of the text."""
+    text = tmp_path / "text.txt"
+    whole = HELD_OUT.read_text("utf-8")
+    text.write_text(whole[len(whole) // 2 :][:SEARCH_CHARACTERS], encoding="utf-8")
+    report = bminf_lite.migrate(source, tmp_path / "auto", "auto", calibrate=text, samples=SEARCH_SAMPLES, device="cpu")
+    found = compare(tmp_path / "auto", source, windows, "cpu", layers=False).divergence
+    assert found.kl < SEARCHED
+    trade = report.cost["trade"]
+    assert trade["assignment"]["measured"] < min(point["measured"] for point in trade["uniform"].values())
 
 
 @pytest.mark.gpu
