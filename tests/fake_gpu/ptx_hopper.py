@@ -42,8 +42,9 @@ def _copy_box(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     for i, thread in enumerate(threads):
         parameters = grid.parameters[int(maps[i]) - grid.PARAMETERS :]
         described = struct.unpack(TENSOR_MAP, parameters[: struct.calcsize(TENSOR_MAP)])
-        address, all_columns, all_rows, pitch, element, box = described
-        assert element == 0, "boxes of int8 alone are copied"
+        address, element, rank, *numbers = described
+        (all_columns, all_rows), pitch, (width, box) = numbers[:2], numbers[5], numbers[9:11]
+        assert element == 0 and rank == 2 and width == ROW_BYTES, "boxes of rows of int8 alone are copied"
         block, start = int(grid.block[thread]), int(to[i])
         assert start % 1024 == 0 and start + box * ROW_BYTES <= grid.pitch, "a box that is not aligned or not in memory"
         data = np.zeros((box, ROW_BYTES), np.uint8)
