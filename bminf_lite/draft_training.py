@@ -8,7 +8,8 @@ readers take the model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,9 +17,11 @@ import numpy as np
 
 from .api import Model, load
 from .backend.values import Array, ForwardBatch
+from .checkpoint.checksum import FileChecksums
+from .checkpoint.manifest import MANIFEST_FILE
 from .checkpoint.offline_rotation import ROTATED_STREAM, stream_rotation
 from .checkpoint.opened_model import open_model
-from .checkpoint.output_folder import output_folder
+from .checkpoint.output_folder import check_target, output_folder
 from .checkpoint.writer import SafetensorsWriter, TensorDeclaration, write_json
 from .engine.speculative import EAGLE3
 from .errors import UsageError
@@ -143,6 +146,10 @@ def write_head(
         finally:
             writer.close()
         write_json(partial / "config.json", dict(config))
+        written = sorted(path for path in partial.rglob("*") if path.is_file())
+        with ThreadPoolExecutor(1, "checksums") as pool:
+            files = [asdict(record) for record in FileChecksums(written, partial, pool).records()]
+        write_json(partial / MANIFEST_FILE, {"files": files})  # by which a later head may replace this one
 
 
 def train_head(
@@ -164,6 +171,7 @@ def train_head(
     """
     from .torch.draft_head import draft_tokens, train
 
+    check_target(folder, force)  # before the work
     parsed = eagle3.parse(config)
     layers = parsed.layers_of(cast(Decoder, model.network).config.num_layers)
     with open_model(path) as opened:

@@ -20,6 +20,7 @@ from bminf_lite.checkpoint.draft_head import open_head
 from bminf_lite.cli import main
 from bminf_lite.draft_training import head_config, write_head
 from bminf_lite.engine.draft_model import HeadedNetwork
+from bminf_lite.errors import CheckpointError
 from bminf_lite.layers.cache import KVCache
 from bminf_lite.models import _eagle3 as eagle3
 from bminf_lite.models._eagle3 import Eagle3Head
@@ -43,7 +44,7 @@ class KnownStreams:
         start = int(batch.context_lens[0])
         return np.array(self.embedded[start : start + len(batch.tokens)])
 
-    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool, observe: Any) -> None:
+    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool, observe: Any, observes_end: bool) -> None:
         start = int(batch.context_lens[0])
         for layer, stream in enumerate(self.streams):
             observe(layer, np.array(stream[start : start + len(batch.tokens)]))
@@ -126,6 +127,12 @@ def test_a_head_is_written_in_the_public_form(tmp_path: Path) -> None:
     with open_head(tmp_path / "head") as head:
         assert not head.config.has_embedding and head.config.has_token_map
         assert "midlayer.hidden_norm.weight" in head.checkpoint._name_in_file.values()
+    with pytest.raises(CheckpointError, match="already exists"):
+        write_head(tmp_path / "head", config, Head(parsed, 1).tensors(), tokens)
+    write_head(tmp_path / "head", config, Head(parsed, 2).tensors(), tokens, force=True)
+    (tmp_path / "head" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"would delete them: notes\.txt"):
+        write_head(tmp_path / "head", config, Head(parsed, 1).tensors(), tokens, force=True)
 
 
 def test_the_layers_of_a_new_head() -> None:
