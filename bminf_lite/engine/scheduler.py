@@ -300,13 +300,15 @@ class Scheduler:
     def _with_room(self, counts: dict[Request, int], rows: int, is_known: bool = True) -> dict[Request, int]:
         """The requests whose drafts have ``rows`` and blocks in the cache, which are taken; with their numbers.
 
-        With ``is_known``, the host has to know their newest tokens.
+        With ``is_known``, the host has to know their newest tokens. All get as many guesses as the one that wants most,
+        so a request has none where the context ends before these.
         """
-        found = {}
+        found, longest = {}, self.config.context_length - max(counts.values(), default=0)
         for request, count in counts.items():
             most = min(count, rows)
             waits = is_known and request.num_pending_tokens
-            if most > 0 and not waits and self._has_room_for_drafts(request, most):
+            fits = request.num_tokens + request.num_unchecked_drafts <= longest
+            if most > 0 and fits and not waits and self._has_room_for_drafts(request, most):
                 found[request] = most
                 rows -= most
         return found

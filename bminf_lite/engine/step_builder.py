@@ -216,7 +216,8 @@ class StepBuilder:
     def guesses(self, newest: Mapping[Request, int], count: int, ahead: Mapping[Request, int]) -> GuessPlan:
         """The plan of ``count`` guesses behind the newest token of each request, whose position is given.
 
-        Those of ``ahead`` may be as much higher. ``count`` more tokens of each have blocks.
+        Those of ``ahead`` may be as much higher. The context has room for ``count`` more tokens of each, and the blocks
+        of a request have room for those guesses that are checked.
         """
         requests = list(newest)
         for request in requests:

@@ -162,3 +162,19 @@ def test_both_models_are_in_one_plan(tmp_path: Path) -> None:
         assert group == cache_groups(target.config, layout)[0]
         assert group.num_layers == golden.config["num_hidden_layers"] + 1
         assert both.cache_per_token == own.cache_per_token + other.cache_per_token
+
+
+@pytest.mark.parametrize("draft", [LLAMA, ONE_LAYER], ids=["itself", "one layer"])
+def test_a_text_that_ends_with_the_context_beside_one_that_goes_on(draft: dict[str, Any]) -> None:
+    """The guesses of the other text, of which there are more, have no positions of the first one."""
+    limit = LLAMA["max_position_embeddings"]
+
+    def asked() -> list[Request]:
+        sizes = (limit - 12, 12), (20, 40)
+        return [request(i, tokens(count, count), max_new_tokens=new) for i, (count, new) in enumerate(sizes)]
+
+    with served(None) as model:
+        expected = results(run(model, asked()))
+    with served(draft) as model:
+        assert results(run(model, asked())) == expected
+        assert model.stats().draft_tokens > 0
