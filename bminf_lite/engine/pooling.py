@@ -181,9 +181,10 @@ class PoolingQueue:
         """Start to compute texts. None for those that cannot be now, and for one that is computed in pieces."""
         texts, poolings = [text for _, text in chosen], chosen[0][0].poolings
         count = sum(len(text.token_ids) for text in texts)
-        if count > self.max_tokens and self.network.reads_pieces:
+        size = max(self.max_tokens, FEWEST_TOKENS)
+        if len(chosen) == 1 and count > size and self.network.reads_pieces:
             tokens = np.asarray(texts[0].token_ids, np.int32)
-            self._long = LongText(chosen[0], self.max_tokens, self.network.pieces(tokens, self.max_tokens))
+            self._long = LongText(chosen[0], size, self.network.pieces(tokens, size))
             return None
         try:
             fetches = self._compute(texts, poolings)

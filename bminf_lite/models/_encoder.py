@@ -308,11 +308,10 @@ class TextVectors:
                         found = block(residuals[i], own, replace(step, block_tables=own_tables))
                         residuals[i] = ops.complete(found)
                     yield
-        vectors = []
-        for step, residual in zip(steps, residuals, strict=True):
+        for i, step in enumerate(steps):  # each in place of its residual stream, which takes as much memory
             with ops.step(step):
-                vectors.append(ops.complete(self._normed(residual)))
-        return vectors
+                residuals[i] = ops.complete(self._normed(residuals[i]))
+        return residuals
 
     @property
     def parts_at_once(self) -> int:

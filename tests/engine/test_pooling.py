@@ -166,6 +166,21 @@ def test_pieces_become_smaller_where_memory_is_short_and_end_with_their_request(
     assert "is gone" in str(other.error) and not queue.has_work
 
 
+def test_a_piece_has_no_fewer_tokens_than_the_bound_however_short_memory_was():
+    """Many short texts that did not fit together lower the bound below it; a longer text goes on in such pieces."""
+    network = StubNetwork(room=0, reads_pieces=True)
+    queue = PoolingQueue(network, 32, 100)
+    queue.add(request_of(*[1] * 32))
+    run(queue)
+    assert queue.max_tokens == 1
+    network.room = 40
+    queue.add(whole := request_of(30))
+    queue.add(cut := request_of(100))
+    run(queue)
+    assert network.batches == [[30], [32] * 4]
+    assert whole.error is None and cut.error is None and len(cut.vectors) == 1
+
+
 def test_another_error_ends_the_requests_and_is_raised():
     network = StubNetwork()
     queue = PoolingQueue(network, 5, 100)
