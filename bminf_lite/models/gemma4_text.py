@@ -110,7 +110,8 @@ def heads_of_layers(read: ConfigReader, types: list[str]) -> list[tuple[int, int
         named = {int(layer): x for layer, x in given.items()} if _is_layers(given) else {}
         own = [named.get(layer, {}) for layer in range(len(types))]
         if not (_is_layers(given) and all(map(_is_heads, own))):
-            text = f"per_layer_config is {given!r}, not a mapping of layers to numbers under {', '.join(HEAD_KEYS)}"
+            names = ", ".join(sorted(HEAD_KEYS))
+            text = f"per_layer_config is {given!r}, not a mapping of layers to numbers under {names}"
             read.problem("per_layer_config", text)
             return [plain] * len(types)
         found = [(x.get("num_key_value_heads", plain[0]), x.get("head_dim", plain[1])) for x in own]
