@@ -1,7 +1,7 @@
 """Measure what drafts cost and bring: checks, the guesses of an EAGLE-3 head, many streams, and texts of a real model.
 
     python benchmarks/measure_drafts.py [--shape llama-3-8b] [--device cuda] [--context 512] [--new 240] [--cases head]
-    python benchmarks/measure_drafts.py --model MODEL [--drafts ngram] [--check-cost 1.1] [--device cpu] FILE...
+    python benchmarks/measure_drafts.py --model MODEL [--drafts ngram] [--check-cost 1.4] [--device cpu] FILE...
 
 The first form has random weights. Acceptance is forced in ``checks``, ``head`` and ``streams``: a drafter knows what
 the model will choose, and lets as many drafts of a check be right as the case says; what a head guesses is replaced on
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=32, help="requests of the case streams")
     parser.add_argument("--model", help="a checkpoint that continues texts, in place of a shape")
     parser.add_argument("--drafts", default="ngram", help="what load(speculative=...) gets for --model")
-    parser.add_argument("--check-cost", type=float, default=1.1, help="the time of a check, of a plain step")
+    parser.add_argument("--check-cost", type=float, default=1.4, help="the time of a check, of a plain step")
     parser.add_argument("--texts", type=int, default=20, help="texts of each FILE")
     parser.add_argument("files", nargs="*", type=Path)
     options = parser.parse_args(arguments)

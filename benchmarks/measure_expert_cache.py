@@ -45,6 +45,8 @@ def main() -> None:
     parser.add_argument("--routing", type=Path)
     parser.add_argument("--shape", choices=MARKS)
     arguments = parser.parse_args()
+    if arguments.routing is not None and arguments.shape is None:
+        parser.error("--routing is of one model: say by --shape of which")
     print(f"{'shape':15} {'experts':>13} {'policy':28} {'hits':>7} {'of best':>8} {'copies':>7}")
     for shape, gib in MARKS.items():
         if arguments.shape not in (None, shape):
@@ -55,6 +57,10 @@ def main() -> None:
             routing = zipf_routing(rng, arguments.tokens, layers, experts, top_k, arguments.exponent)
         else:
             routing = np.load(arguments.routing)
+            if routing.shape[1:] != (layers, top_k):
+                parser.error(
+                    f"{arguments.routing} is {list(routing.shape)}, but {shape} needs [tokens, {layers}, {top_k}]"
+                )
         uses, tokens = uses_of(routing, experts), len(routing)
         total, best = sum(map(len, uses)), best_hits(uses, capacity)
         of = f"{capacity:,} of {layers * experts:,}"

@@ -3,11 +3,12 @@
     python benchmarks/measure_states.py alone latent
     python benchmarks/measure_states.py model --shapes qwen3.6-27b --tokens 2048
 
-``alone`` runs gated DeltaNet and Mamba 2 behind their first products, at the sizes of Qwen3.6-27B and Nemotron 3 Nano:
-a prompt of 2,048 tokens at once, and one token of 1 and of 64 sequences in a graph of layers with states of their own,
-whose bytes exceed the GPU's cache. The time of a prompt is that of each kernel by the GPU's events. ``latent`` runs
-attention to latent rows of 64 sequences behind 4,096 tokens with 20 and 128 heads. ``model`` runs whole models of
-random weights, a prompt and a step behind 512 tokens, and adds up the time of their kernels by name.
+``alone`` runs gated DeltaNet and Mamba 2 behind their first products, at the sizes of Qwen3.6-27B, Nemotron 3 Nano and
+Falcon-H1 7B: a prompt of 2,048 tokens and eight of 256, and one token of 1, 8 and 64 sequences in a graph of layers
+with states of their own, whose bytes exceed the GPU's cache. The time of a prompt is that of each kernel by the GPU's
+events. ``latent`` runs attention to latent rows of 64 sequences behind 4,096 tokens with 20 and 128 heads. ``model``
+runs whole models of random weights, a prompt and a step behind 512 tokens, and adds up the time of their kernels by
+name.
 """
 
 from __future__ import annotations
