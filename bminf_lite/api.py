@@ -124,11 +124,13 @@ def load(
       before it; see docs/scheduling.md. A model that makes vectors of texts has 8,192 by default, on a GPU up to 65,536
       if it is small, and one whose tokens see those behind them has as many as its longest text at least.
     - ``speculative``: where guesses of a request's next tokens come from, which a step checks all at once: ``"ngram"``,
-      ``"suffix"``, a mapping with the fields of :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as
+      ``"suffix"``, ``"mtp"`` for a layer of the checkpoint, a mapping with the fields of
+      :class:`~bminf_lite.engine.speculative.SpeculativeConfig`, such as
       ``{"model": "path", "num_speculative_tokens": 4}`` for a draft model or ``{"method": "eagle3", "model": "path"}``
       for an EAGLE-3 head, or an instance; None or ``"none"`` for no guesses. ``"auto"`` takes n-grams on a GPU, where
       results have the same bits with them, for models without experts, and else none (docs/guides/speculative.md). A
-      draft model and a head take memory of their own, and a context is at most as long as that of a draft model.
+      draft model, a head and a layer take memory of their own, and a context is at most as long as that of a draft
+      model.
     - ``adapters``: LoRA adapters for single requests, as a mapping from names to folders that PEFT saved
       (docs/guides/adapters.md). It may be empty: then :meth:`Model.load_adapter` adds some later. None for a model that
       takes none.

@@ -123,8 +123,8 @@ speculative_option = click.option(
     default="auto",
     show_default=True,
     callback=_parse_speculative_or_auto,
-    help="Check guesses of the next tokens: ngram, suffix, none, or options as JSON. auto takes ngram where results "
-    "have the same bits with it.",
+    help="Check guesses of the next tokens: ngram, suffix, mtp (a layer of the checkpoint), none, or options as JSON. "
+    "auto takes ngram where results have the same bits with it.",
 )
 
 
