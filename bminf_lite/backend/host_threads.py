@@ -11,7 +11,7 @@ import contextvars
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
 from .blas_threads import blas_threads
@@ -76,14 +76,21 @@ class Later:
         while self._waiting:
             self._wait()
 
+    def cancel(self) -> None:
+        """Drop what waits, and wait for what runs, so that the data that it reads may be closed."""
+        for future in self._waiting:
+            future.cancel()
+        wait(self._waiting)
+        self._waiting.clear()
+
     def _wait(self) -> None:
+        first = self._waiting[0]
         try:
-            self._waiting.popleft().result()
+            first.result()
         except BaseException:
-            for future in self._waiting:
-                future.cancel()
-            self._waiting.clear()
+            self.cancel()
             raise
+        self._waiting.popleft()
 
 
 def _alone(work: Callable[..., None], *arguments: Any) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..backend.adapter_slots import AdapterSite, SavedMatrix
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch
 from .loading import Weights
-from .norm import NormLayer
 
 
 class Embedding:
@@ -38,18 +36,6 @@ def saved_site(ops: Backend, name: str, rows: int, columns: int) -> Any:
     bank = ops.saved_bank(rows, columns)
     slots.sites.append(AdapterSite((name,), lambda name, part: part, bank, SavedMatrix))
     return bank
-
-
-@dataclass(frozen=True)
-class NormedEmbedding:
-    """Rows of a table, normalised before the first layer."""
-
-    embedding: Embedding
-    norm: NormLayer
-
-    def __call__(self, batch: ForwardBatch) -> Array:
-        """A step's tokens to the residual stream, fp32 ``[T, features]``."""
-        return self.norm(self.embedding(batch))
 
 
 class PositionEmbedding:

@@ -134,6 +134,8 @@ def migrate(
             raise OutOfMemory(
                 f"no room to calibrate on {len(tokens.samples)} samples at once: {error}. Use fewer (--samples)"
             ) from error
+        finally:
+            search.cancel()
         return search
 
     known: list[tuple[Batch, np.ndarray]] = []

@@ -104,7 +104,8 @@ class _Way:
 class QuantizationSearch:
     """An observer that decides each product. ``recipe`` must have a calibration.
 
-    On the CPU another thread decides while the model goes on, so :meth:`finish` before the model is closed.
+    On the CPU another thread decides while the model goes on, so :meth:`finish` before the model is closed, or
+    :meth:`cancel` after an error.
 
     With ``alternatives``, it collects several options of each product instead, as far as the recipe and the product
     allow them: w8a8, w8a8 with its input rotated, w8a8 with outlier columns, and w8a16. :meth:`result` then takes one
@@ -146,6 +147,10 @@ class QuantizationSearch:
     def finish(self) -> None:
         """Wait for the thread that decides; raises its first error."""
         self._later.finish()
+
+    def cancel(self) -> None:
+        """Decide no more products, and wait for the one that is being decided."""
+        self._later.cancel()
 
     @property
     def options(self) -> list[tuple[ProductOption, ...]]:

@@ -80,6 +80,35 @@ def test_an_error_ends_what_waits() -> None:
     later.finish()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_runs_behind_an_error_or_a_cancellation(fails: bool) -> None:
+    """What work reads may be closed then: the piece that runs has ended, and no other begins."""
+    later, begin, running, done = Later(HOST), threading.Event(), threading.Event(), list[int]()
+
+    def first() -> None:
+        begin.wait()
+        assert not fails
+
+    def slow() -> None:
+        running.set()
+        time.sleep(0.05)
+        done.append(1)
+
+    later.submit(first)
+    later.submit(slow)
+    begin.set()
+    running.wait()
+    if fails:
+        with pytest.raises(AssertionError):
+            later.submit(done.append, 2)
+        assert done[:1] == [1]
+    else:
+        later.cancel()
+        assert done == [1]
+    later.cancel()
+    assert not later._waiting
+
+
 def test_each_has_one_thread_of_blas() -> None:
     class Library:
         count = 8

@@ -137,8 +137,7 @@ constexpr int ROW_WARPS = D > 256 ? 2 : 1;
 
 // BM: a multiple of 16 * WARPS / ROW_WARPS<D>; BN: a power of two, at least 16 and at most 128. BLOCKS: blocks per SM
 // that must be able to run. MASK: what a query sees. SCORES: a ScoreKind. CACHE: __half or int8. Dynamic shared memory:
-// BM + 2
-// * BN rows of D + 8 fp16. The running result is in p.running.
+// BM + 2 * BN rows of D + 8 fp16. The running result is in p.running.
 template <int D, int BM, int BN, int WARPS, int BLOCKS, int MASK, int SCORES, class CACHE>
 __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const __grid_constant__ PrefillParams p) {
     constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, SHARING = ROW_WARPS<D>;

@@ -571,10 +571,6 @@ struct RunningResult {
     }
 };
 
-// Bytes of the outputs in the running result of a block with ROWS rows.
-template <int D, int ROWS>
-constexpr int RUNNING_BYTES = ROWS * D * static_cast<int>(sizeof(float));
-
 // A record in memory: o [ROWS, D] in the order of fragment_of, then (top, sum) [ROWS, 2], in fp32.
 template <int D, int ROWS>
 struct Record {

@@ -47,9 +47,6 @@ struct Choice {
             const int id = chooser(warp, scratch).choose(logits + warp * router.num_experts);
             if (lane < router.top_k) ids[warp * router.top_k + lane] = id;
         }
-#if __CUDA_ARCH__ >= 900
-        if (router.top_groups < router.num_groups) fence_proxy_async();
-#endif
         __syncthreads();
     }
 

@@ -443,7 +443,8 @@ __global__ void __launch_bounds__(THREADS, TILES == 8 ? 2 : 1) skinny_gemm_hoppe
         {x_scale, w_scale, bias, out, out_pitch, rows, n, tiles, steps, stages, resident}, x_map, w_map, NoSide());
 }
 
-// The same with a side product. The sections of its weight end at multiples of 16 channels.
+// The same with a side product. The sections of its weight end at multiples of PARTS * PART_ROWS channels, those that a
+// block finishes of a tile.
 template <int TILES, int EPILOGUE, int F>
 __global__ void __launch_bounds__(THREADS, 1) skinny_gemm_hopper_adapted(
     const SideProduct side, const float* x_scale, const float* w_scale, const float* bias, void* out,

@@ -28,8 +28,9 @@ KERNEL_CACHE_SIZE = 1024
 RESERVED_SHARED_MEMORY = 11 << 8
 """Shared memory for the dependent kernel over rows that is resident beside this one."""
 SHRINK_SHARED_MEMORY = 12 << 10
-"""Shared memory for the kernel of adapters' inputs that is resident beside one with a side product."""
-SECTION_MULTIPLE = 2 * ROWS // 4
+"""Shared memory for the kernel of adapters' inputs, up to 8 rows, that is resident beside one with a side product."""
+SECTION_MULTIPLE = ROWS // CLUSTER
+"""Channels that a block finishes of a tile: all belong to one section of a weight with adapters."""
 _STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
 _INT8 = TensorMapDataType.INT8  # looking it up takes the host 0.07 us
 
