@@ -65,7 +65,7 @@ def create_ranks(
     if device == "auto" and backends[0].name == "cpu":
         raise DeviceError(
             f"{gpus} GPUs were asked for (gpus={gpus}), but this machine has none that can be used (bminf-lite doctor "
-            "says why): give gpus=1, or device='cpu', which computes the parts by threads and helps to test"
+            "says why): give one GPU, or the device cpu, on which threads compute the parts, which helps to test"
         )
     try:
         kind, _, number = backends[0].name.partition(":")

@@ -13,6 +13,7 @@ the shapes of a product, so every product here has one shape: that of a whole ch
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ def state_arrays(
 
 
 @dataclass
-class Chunk:
+class Chunk(ABC):
     """The ``state`` at a chunk's start ``[value_heads, key_dim, value_dim]``, and the rows of its first tokens.
 
     ``keys`` are ``[key_heads, CHUNK, key_dim]``, ``deltas`` ``[value_heads, CHUNK, value_dim]`` and ``decays``, sums
@@ -57,12 +58,12 @@ class Chunk:
     deltas: np.ndarray
     decays: np.ndarray
 
+    @abstractmethod
     def output(self, i: int, token: Any) -> np.ndarray:
         """The result ``[value_heads, value_dim]`` of ``token``, the ``i``-th of the chunk, whose row is added.
 
         ``token`` is what the kind of recurrence reads of one token.
         """
-        raise NotImplementedError
 
     @property
     def group(self) -> int:

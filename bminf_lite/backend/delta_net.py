@@ -99,33 +99,24 @@ class DeltaChunk(Chunk):
             token.queries, token.keys, token.values, token.log_decays, token.rates,
         )  # fmt: skip
         self.keys[:, i] = key
-        decay = self.add_decay(i, log_decay)
-        pair = np.stack([key, query], axis=1)
-        read, scores = self.read_state(pair), self.scores(i, pair)
-        from_key, from_query = (np.exp(decay) * read[:, j] for j in range(2))
-        earlier = (scores[:, :1] @ self.deltas)[:, 0]
-        self.deltas[:, i] = rate[:, None] * (value - (from_key + earlier))
-        found: np.ndarray = from_query + (scores[:, 1:] @ self.deltas)[:, 0]
-        return found
-
-
-class ChannelChunk(Chunk):
-    """A chunk of the delta rule whose channels decay apart: ``decays`` are ``[value_heads, CHUNK, key_dim]``."""
-
-    def output(self, i: int, token: TokenInputs) -> np.ndarray:
-        (query,), (key,), (value,), (log_decay,), (rate,) = (
-            token.queries, token.keys, token.values, token.log_decays, token.rates,
-        )  # fmt: skip
-        self.keys[:, i] = key
-        decay = self.add_decay(i, log_decay)
-        pair = np.stack([key, query], axis=1)
-        since = np.minimum(decay - self.decays, np.float32(0))
-        factors = np.where(np.arange(CHUNK)[:, None] <= i, np.exp(since), np.float32(0))
-        read, scores = self.read_state(pair * np.exp(decay)), pair @ (self.keys * factors).swapaxes(1, 2)
+        read, scores = self.read(i, self.add_decay(i, log_decay), np.stack([key, query], axis=1))
         earlier = (scores[:, :1] @ self.deltas)[:, 0]
         self.deltas[:, i] = rate[:, None] * (value - (read[:, 0] + earlier))
         found: np.ndarray = read[:, 1] + (scores[:, 1:] @ self.deltas)[:, 0]
         return found
+
+    def read(self, i: int, decay: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What token ``i``'s key and query ``[key_heads, 2, key_dim]`` read: of the state, and scores of the chunk."""
+        return np.exp(decay)[:, None] * self.read_state(pair), self.scores(i, pair)
+
+
+class ChannelChunk(DeltaChunk):
+    """A chunk of the delta rule whose channels decay apart: ``decays`` are ``[value_heads, CHUNK, key_dim]``."""
+
+    def read(self, i: int, decay: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        since = np.minimum(decay - self.decays, np.float32(0))
+        factors = np.where(np.arange(CHUNK)[:, None] <= i, np.exp(since), np.float32(0))
+        return self.read_state(pair * np.exp(decay)), pair @ (self.keys * factors).swapaxes(1, 2)
 
     def next_state(self) -> np.ndarray:
         last = self.decays[:, -1]

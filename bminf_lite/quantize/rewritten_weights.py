@@ -97,7 +97,7 @@ class SharedWeights:
         self._kept.clear()
 
     def weight(self, name: str) -> HostWeight:
-        """The matrix ``name``, which nobody may write to."""
+        """The matrix ``name``. It is shared, so it is read only."""
         with self._lock:
             if name not in self._kept:
                 found = self._weights.weight(name)

@@ -375,7 +375,7 @@ class EngineClient:
     ) -> np.ndarray:
         """What the engine makes of texts, fp32 ``[n, width]``: their vectors, or a classifier's numbers.
 
-        ``wait`` waits for the answer, or cancels it, which the engine is told then. Raises what ``wait`` does, and
+        ``wait`` waits for the answer, or cancels it; then the engine is told. Raises what ``wait`` does, and
         ``QueueFull``, ``RequestRefused`` and ``EngineFailure``.
         """
         tokens = [np.asarray(text.token_ids).tolist() for text in texts]

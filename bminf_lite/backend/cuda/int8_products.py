@@ -6,6 +6,8 @@ the GPU has a kernel for them, take a kernel with an epilogue. cublasLt computes
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cupy as cp
 import numpy as np
 
@@ -135,13 +137,13 @@ class GemvProducts:
         return gemv.Addend(pending.values, pending.norm, stream.values)
 
 
+@dataclass(frozen=True)
 class FusedProducts:
     """Rows that a kernel with an epilogue takes."""
 
-    def __init__(self, results: ProductResults, codes: InputCodes, gemms: FusedGemms) -> None:
-        self.results = results
-        self.codes = codes
-        self.gemms = gemms
+    results: ProductResults
+    codes: InputCodes
+    gemms: FusedGemms
 
     def supports(self, product: Product) -> bool:
         weight = product.weight
@@ -165,13 +167,13 @@ class FusedProducts:
         return self.results.placed(product, out)
 
 
+@dataclass(frozen=True)
 class AdaptedProducts:
     """Rows whose adapters a kernel with an epilogue adds. One row takes it too, which the others quantize first."""
 
-    def __init__(self, results: ProductResults, codes: InputCodes, gemms: FusedGemms) -> None:
-        self.results = results
-        self.codes = codes
-        self.gemms = gemms
+    results: ProductResults
+    codes: InputCodes
+    gemms: FusedGemms
 
     def supports(self, product: Product) -> bool:
         weight = product.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,7 +88,7 @@ def prepared_bytes_per_token(heads: Heads) -> int:
     return ceil_div(Prepared(PLACES_OF_32, heads).nbytes, 32)
 
 
-class ChunkKernels:
+class ChunkKernels(ABC):
     """The kernels before and of a scan over the chunks of a recurrence."""
 
     source: str
@@ -98,9 +99,9 @@ class ChunkKernels:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
+    @abstractmethod
     def template(self, heads: Heads, *arguments: str) -> str:
         """The template arguments of a kernel; ``arguments`` are those behind the number of rows."""
-        raise NotImplementedError
 
     def prepared(self, heads: Heads, ring_rows: int, batch: ForwardBatch) -> Prepared:
         """The memory of chunks that a step prepares."""
