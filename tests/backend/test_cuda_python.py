@@ -68,6 +68,7 @@ CASES = {
         "models/test_mixtures.py::test_a_gpu_gives_what_the_reference_gives[w8a8-rotate-all-qwen2_moe: plain weights]",
         "models/test_mixtures.py::test_a_gpu_gives_what_the_reference_gives[float-ernie4_5_moe: plain weights]",
         "models/test_mixtures.py::test_a_gpu_gives_what_the_reference_gives[w8a8-gpt_oss: plain weights]",
+        f"models/test_encoders.py{REFERENCE}[w8a8-bert: one head, one layer]",
         "evaluation/test_compare.py::test_a_gpu_finds_what_a_cpu_finds",
     ),
     "sm_120": (

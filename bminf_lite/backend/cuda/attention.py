@@ -54,6 +54,7 @@ class AttentionLaunches:
         multiple of ``head_pitch``.
         """
         prefill, scores = self.kernels.attention_prefill, scores_of(spec)
+        assert table is not None or pitch_of(cache.keys) % cache.keys.shape[2] == 0
         kind: dict[str, Any] = {
             "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": len(batch.tokens),
             "batch_size": batch.batch_size, "max_query_len": batch.max_query_len, "max_context_len": max_context_len,

@@ -639,9 +639,13 @@ class CudaBackend(Backend):
         return out
 
     def _heads_of_step(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> tuple[cp.ndarray, LayerCache]:
-        """Queries, keys and values ``[T, heads, head_pitch]``: in ``qkv`` itself, if nothing is to be done to them."""
+        """Queries, keys and values ``[T, heads, head_pitch]``: in ``qkv`` itself, if nothing is to be done to them.
+
+        There the rows of ``qkv`` are padded to whole heads.
+        """
         tokens, pitch = qkv.shape[0], round_up(spec.head_dim, HEAD_PAD)
-        is_ready = pitch == spec.head_dim and spec.rope is None and spec.q_norm is None and spec.k_norm is None
+        is_plain = spec.rope is None and spec.q_norm is None and spec.k_norm is None
+        is_ready = is_plain and pitch == spec.head_dim and round_up(qkv.shape[1], PAD) % pitch == 0
         if not is_ready:
             keys, values = (self.arrays.empty((tokens, spec.kv_heads, pitch), np.float16) for _ in range(2))
             packed = LayerCache(keys, values)
