@@ -439,6 +439,31 @@ def test_a_token_has_the_same_bits_in_every_batch(kernels: ExpertKernels, name: 
             np.testing.assert_array_equal(a, b[rows])
 
 
+def in_slots(layer: ExpertLayerWeights, random: np.random.Generator) -> ExpertLayerWeights:
+    """The same weights in the slots of a cache, some of which hold something else."""
+    experts = layer.router.spec.num_experts
+    slots = random.permutation(2 * experts)[:experts].astype(np.int32)
+
+    def moved(weights: ExpertMatrices) -> ExpertMatrices:
+        values = np.full((2 * experts, *weights.matrix.shape[1:]), 99, weights.matrix.dtype)
+        values[slots] = cp.asnumpy(weights.matrix)
+        return replace(weights, matrix=cp.asarray(values), slots=cp.asarray(slots))
+
+    return replace(layer, hidden=moved(layer.hidden), down=moved(layer.down))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_may_lie_in_slots(kernels: ExpertKernels, name: str) -> None:
+    sizes, activation, spec = LAYERS[name]
+    layer = RandomLayer(sizes, activation, **spec)
+    device = layer.on_device(cp.asarray)
+    for count in (1, 3, 19):
+        x = layer.tokens(count)
+        moved = in_slots(device, layer.random)
+        for found, expected in zip(run(kernels, layer, moved, x), run(kernels, layer, device, x), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
 def test_rows_that_are_no_numbers_stay_in_their_tokens(kernels: ExpertKernels) -> None:
     sizes, activation, spec = LAYERS["qwen3"]
     layer = RandomLayer(sizes, activation, **spec)

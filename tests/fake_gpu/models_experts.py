@@ -210,8 +210,22 @@ def epilogue(call: Call, y: np.ndarray, gated: bool, is_activated: bool) -> np.n
     return y.astype(F16)
 
 
-def weights_of(call: Call, experts: int, n: int, dtype: type) -> np.ndarray:
-    return call.rows("weight", experts * n, call.pitch, call.pitch, dtype).reshape(experts, n, -1)
+def slots_of(call: Call, experts: int, used: np.ndarray) -> np.ndarray:
+    """Where the weights of each expert lie, if those of ``used`` experts are somewhere; 0 for the others."""
+    if not call.slots:
+        return np.arange(experts)
+    slots = call.vector("slots", experts, np.int32)
+    call.require((slots[used] >= 0).all(), "an expert that was chosen has no slot")
+    return np.maximum(slots, 0)
+
+
+def weights_of(call: Call, experts: int, n: int, dtype: type, used: np.ndarray) -> np.ndarray:
+    """The weights of each expert, of which ``used`` ones are read."""
+    slots = slots_of(call, experts, used)
+    count = max(slots[used].max(initial=0) + 1, 0 if call.slots else experts)
+    return call.rows("weight", count * n, call.pitch, call.pitch, dtype).reshape(count, n, -1)[
+        np.minimum(slots, count - 1)
+    ]
 
 
 def sorted_experts(call: Call, experts: int) -> np.ndarray:
@@ -232,7 +246,7 @@ def grouped_gemm(call: Call) -> None:
     experts, k = sorted_experts(call, call.experts), call.k
     call.require(call.launch.block == GROUPED_THREADS and call.n % 8 == 0 and k % 16 == 0, "threads or sizes")
     x = call.rows("x", len(experts), call.pitch, k, np.int8)
-    weight = weights_of(call, call.experts, call.n, np.int8)[..., :k]
+    weight = weights_of(call, call.experts, call.n, np.int8, experts)[..., :k]
     write_products(call, product(call, x, experts, weight, call.vector("x_scale", len(experts), F32)))
 
 
@@ -241,7 +255,7 @@ def grouped_gemm_hopper(call: Call) -> None:
     experts = sorted_experts(call, call.experts)
     x, other, w = call.mapped("x8_map", 8), call.mapped("x_map", 32), call.mapped("w_map", 128)
     call.require(x.shape == other.shape and len(x) == len(experts) and call.steps * 128 >= x.shape[1], "rows or steps")
-    weight = w.reshape(call.experts, call.n, -1)
+    weight = w.reshape(-1, call.n, w.shape[1])[slots_of(call, call.experts, experts)]
     write_products(call, product(call, x, experts, weight, call.vector("x_scale", len(experts), F32)))
 
 
@@ -255,7 +269,7 @@ def float_products(call: Call) -> None:
     if call.order:
         rows = call.vector("order", len(experts), np.int32) // call.top_k
     x = call.rows("x", int(rows.max()) + 1, call.x_pitch, up(k, 8), F16)[:, :k]
-    weight = weights_of(call, call.experts, call.n, np.int8 if is_int8 else F16)
+    weight = weights_of(call, call.experts, call.n, np.int8 if is_int8 else F16, experts)
     call.require(not weight[..., k:].any(), "the padding of the weight is not zeros")
     write_products(call, product(call, x[rows], experts, weight[..., :k], None))
 
@@ -277,7 +291,7 @@ def few_tokens_hidden(call: Call) -> None:
     codes = call.rows("codes", tokens, call.pitch, k, np.int8)
     scales = np.repeat(call.vector("x_scale", tokens, F32), top_k)
     scales = scales * weights.ravel() if call.scales_input else scales
-    weight = weights_of(call, call.num_experts, n, np.int8)[..., :k]
+    weight = weights_of(call, call.num_experts, n, np.int8, ids)[..., :k]
     y = product(call, np.repeat(codes, top_k, axis=0), ids.ravel(), weight, scales)
     found = epilogue(call, y, gated, not gated)
     call.rows("hidden", pairs, call.hidden_pitch, call.features, F16)[...] = found
@@ -294,6 +308,6 @@ def few_tokens_down(call: Call) -> None:
     call.tensor("topk_weights", ids.shape, F32)[...] = weights
     hidden = call.rows("hidden", pairs, call.hidden_pitch, k, F16)
     codes, scales = quantize_rows(rotated(hidden, call.rotation))
-    weight = weights_of(call, call.num_experts, columns, np.int8)[..., :k]
+    weight = weights_of(call, call.num_experts, columns, np.int8, ids)[..., :k]
     results = rounded(product(call, codes, ids.ravel(), weight, scales)).reshape(tokens, top_k, columns)
     write_sums(call, results, np.ones_like(weights) if call.scales_input else weights, columns)

@@ -8,9 +8,9 @@
 // The codes of the tokens are those of rotated tokens where the first matrices rotate their input. The rotation of the
 // hidden values may be left out.
 //
-// codes: int8 [tokens, pitch]; x_scale: fp32 [tokens]; weight: int8 [experts, n, pitch]; w_scale, bias: fp32 [experts,
-// n]; hidden: fp16 [pairs, hidden_pitch]; out: fp32 [tokens, out_pitch]. The rows of gate and up alternate in groups of
-// eight. The sums are exact, so the work divides among blocks and warps as in gemv.cu.
+// codes: int8 [tokens, pitch]; x_scale: fp32 [tokens]; weight: int8 [experts, n, pitch], or in slots; w_scale, bias:
+// fp32 [experts, n]; hidden: fp16 [pairs, hidden_pitch]; out: fp32 [tokens, out_pitch]. The rows of gate and up
+// alternate in groups of eight. The sums are exact, so the work divides among blocks and warps as in gemv.cu.
 //
 // The first kernel lets the second one start when it has waited for the logits. So the second one chooses and loads its
 // first weights while the first one computes. The weights of the chosen experts' results have no part in the choice:
@@ -20,6 +20,7 @@
 #include "experts/activation.cuh"
 #include "experts/routing.cuh"
 #include "experts/row_stream.cuh"
+#include "experts/slots.cuh"
 
 using namespace bminf;
 
@@ -38,14 +39,18 @@ struct Choice {
     const Router& router;
     const float* logits;
     int tokens;
-    int* ids;  // shared memory
+    const int* slots;      // see slots.cuh
+    int *ids, *own_slots;  // shared memory
 
     // scratch: shared memory, which may be used for copies afterwards.
     __device__ __forceinline__ void choose(char* scratch) const {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         if (warp < tokens) {
             const int id = chooser(warp, scratch).choose(logits + warp * router.num_experts);
-            if (lane < router.top_k) ids[warp * router.top_k + lane] = id;
+            if (lane < router.top_k) {
+                const int pair = warp * router.top_k + lane;
+                ids[pair] = id, own_slots[pair] = slot_of(slots, id);
+            }
         }
         __syncthreads();
     }
@@ -87,10 +92,11 @@ struct Share {
 template <int EACH, bool GATED, int F, int UNIT>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     const Router router, const float* logits, const int8* codes, const float* x_scale, const int8* __restrict__ weight,
-    const float* __restrict__ w_scale, const float* __restrict__ bias, __half* hidden, long long hidden_pitch,
-    int tokens, int features, int k, int pitch, bool scales_input, float limit, float alpha, int scratch_bytes) {
+    const int* slots, const float* __restrict__ w_scale, const float* __restrict__ bias, __half* hidden,
+    long long hidden_pitch, int tokens, int features, int k, int pitch, bool scales_input, float limit, float alpha,
+    int scratch_bytes) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ int ids[MAX_FEW_PAIRS];
+    __shared__ int ids[MAX_FEW_PAIRS], own_slots[MAX_FEW_PAIRS];
     __shared__ float scales[MAX_FEW_PAIRS];  // of the pairs' inputs
     const int width = (pitch + UNIT - 1) / UNIT * UNIT, top_k = router.top_k;
     constexpr int MATRICES = 1 + GATED;
@@ -99,7 +105,7 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     const int first_pair = share.first / features, first_feature = share.first % features;
     int8* tokens_codes = reinterpret_cast<int8*>(shared + scratch_bytes);
     int* sums = reinterpret_cast<int*>(tokens_codes + tokens * width);
-    const ExpertRows of_block = {weight, ids + first_pair, each, 0, each, pitch};
+    const ExpertRows of_block = {weight, ids + first_pair, own_slots + first_pair, each, 0, each, pitch};
     const RowUnits units(rows, width / UNIT, each, MATRICES * first_feature);
     RowStream<UNIT> stream(of_block, units, shared);
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) sums[i] = 0;
@@ -116,7 +122,7 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
             column < k ? __ldcg(reinterpret_cast<const int4*>(codes + static_cast<size_t>(token) * pitch + column))
                        : zeros;
     }
-    const Choice<EACH> choice = {router, logits, tokens, ids};
+    const Choice<EACH> choice = {router, logits, tokens, slots, ids, own_slots};
     choice.choose(shared);
     stream.start();
     // Output i: its first row among those of the block, and its pair and feature.
@@ -267,12 +273,12 @@ __device__ __forceinline__ void quantize_pairs(
 template <int EACH, bool ADD, int UNIT, bool ROTATED>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     const Router router, const float* logits, int* topk_ids, float* topk_weights, const __half* hidden,
-    long long hidden_pitch, const int8* __restrict__ weight, const float* __restrict__ w_scale,
+    long long hidden_pitch, const int8* __restrict__ weight, const int* slots, const float* __restrict__ w_scale,
     const float* __restrict__ bias, float* out, long long out_pitch, int tokens, int columns, int k, int pitch,
     bool scales_input, int rotation, float rotation_scale, const float* addend, long long addend_pitch,
     const float* gate, int scratch_bytes) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ int ids[MAX_FEW_PAIRS];
+    __shared__ int ids[MAX_FEW_PAIRS], own_slots[MAX_FEW_PAIRS];
     __shared__ float weights[MAX_FEW_PAIRS], x_scales[MAX_FEW_PAIRS];
     const int width = (pitch + UNIT - 1) / UNIT * UNIT, top_k = router.top_k;
     const int pairs = tokens * top_k;
@@ -283,9 +289,9 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     float* w_scales = reinterpret_cast<float*>(sums + rows);
     float* biases = w_scales + rows;
     launch_dependent_grids();
-    const Choice<EACH> choice = {router, logits, tokens, ids};
+    const Choice<EACH> choice = {router, logits, tokens, slots, ids, own_slots};
     choice.choose(shared);
-    const ExpertRows of_block = {weight, ids, columns, share.first, share.count, pitch};
+    const ExpertRows of_block = {weight, ids, own_slots, columns, share.first, share.count, pitch};
     const RowUnits units(rows, width / UNIT, share.count, 0);
     RowStream<UNIT> stream(of_block, units, shared);
     stream.start();

@@ -4,9 +4,9 @@
 //     y = w_scale[expert, channel] * (x[row] @ weight[expert].T) + bias[expert, channel]
 //     out = fp16(y), or fp16(f(fp16(y))), or fp16(f(fp16(gate)) * fp16(up))
 //
-// x: fp16 [.., x_pitch]; offsets: [experts + 1]; weight: fp16 or int8 [experts, n, pitch], with zeros behind column k;
-// w_scale: fp32 [experts, n], or null for ones; bias: the same, or null; out: fp16 [pairs, out_pitch]. The rows of gate
-// and up alternate in groups of eight.
+// x: fp16 [.., x_pitch]; offsets: [experts + 1]; weight: fp16 or int8 [experts, n, pitch], with zeros behind column k,
+// or in slots (slots.cuh); w_scale: fp32 [experts, n], or null for ones; bias: the same, or null; out: fp16 [pairs,
+// out_pitch]. The rows of gate and up alternate in groups of eight.
 //
 // Sorted row p reads row order[p] / top_k of x, or row p if `order` is null. A warp computes one output of up to ROWS
 // rows of an expert, so it reads the weight once for all of them. A sum has one order, whatever the other rows: a lane
@@ -16,6 +16,7 @@
 #include "constants/epilogue.cuh"
 #include "experts/activation.cuh"
 #include "experts/schedule.cuh"
+#include "experts/slots.cuh"
 
 using namespace bminf;
 
@@ -75,8 +76,8 @@ __device__ __forceinline__ void load_elements(const __half* row, int column, int
 template <class W, int ROWS, int EPILOGUE, int F>
 __global__ void __launch_bounds__(FLOAT_THREADS) float_products(
     const __half* x, long long x_pitch, const int* order, int top_k, const int* offsets, const W* __restrict__ weight,
-    const float* __restrict__ w_scale, const float* __restrict__ bias, __half* out, long long out_pitch, int experts,
-    int n, int k, int pitch, float limit, float alpha) {
+    const int* slots, const float* __restrict__ w_scale, const float* __restrict__ bias, __half* out,
+    long long out_pitch, int experts, int n, int k, int pitch, float limit, float alpha) {
     constexpr bool IS_GATED = EPILOGUE == GATED;
     constexpr int MATRICES = IS_GATED ? 2 : 1, COUNT = WeightVector<W>::COUNT;
     __shared__ ExpertTiles tiles;
@@ -89,13 +90,14 @@ __global__ void __launch_bounds__(FLOAT_THREADS) float_products(
         const ExpertTile tile = tiles.find<ROWS>(index, experts, weight_tiles);
         const int output = tile.weight_tile * WARPS + warp;
         if (output >= outputs) continue;
+        const size_t slot = slot_of(slots, tile.expert);
         size_t channels[MATRICES];
         const W* rows_of_weight[MATRICES];
 #pragma unroll
         for (int m = 0; m < MATRICES; ++m) {
             const int channel = IS_GATED ? output / 8 * 16 + output % 8 + 8 * m : output;
             channels[m] = static_cast<size_t>(tile.expert) * n + channel;
-            rows_of_weight[m] = weight + channels[m] * pitch;
+            rows_of_weight[m] = weight + (slot * n + channel) * pitch;
         }
         const __half* rows[ROWS];
 #pragma unroll

@@ -5,8 +5,8 @@
 //     out = fp16(y), or fp16(f(fp16(y))), or fp16(f(fp16(gate)) * fp16(up))
 //
 // x: int8 [pairs, pitch], sorted by expert; x_scale: fp32 [pairs]; offsets: [experts + 1]; weight: int8 [experts, n,
-// pitch]; w_scale, bias: fp32 [experts, n]; out: fp16 [pairs, out_pitch]. The rows of gate and up alternate in groups
-// of eight, so a thread has both sums of an output.
+// pitch], or in slots (slots.cuh); w_scale, bias: fp32 [experts, n]; out: fp16 [pairs, out_pitch]. The rows of gate and
+// up alternate in groups of eight, so a thread has both sums of an output.
 //
 // The weight is the left operand, in tiles of GROUPED_ROWS channels, and the rows of one expert are the right operand,
 // in tiles of up to 8 * TILES rows (schedule.cuh). Blocks are persistent. Their pipeline of stages of GROUPED_COLUMNS
@@ -17,6 +17,7 @@
 #include "constants/epilogue.cuh"
 #include "experts/activation.cuh"
 #include "experts/schedule.cuh"
+#include "experts/slots.cuh"
 
 using namespace bminf;
 
@@ -52,23 +53,31 @@ __device__ __forceinline__ int place(int row, int piece) {
 // A position in the work of a block: a tile, and a stage of it.
 struct Cursor {
     const ExpertTiles& tiles;
-    int experts, weight_tiles, steps, index, end, step = 0;
+    const int* slots;
+    int experts, weight_tiles, steps, index, end, step = 0, slot;
     ExpertTile tile;
 
-    __device__ __forceinline__ Cursor(const ExpertTiles& tiles, int experts, int weight_tiles, int steps)
+    __device__ __forceinline__
+    Cursor(const ExpertTiles& tiles, const int* slots, int experts, int weight_tiles, int steps)
         : tiles(tiles),
+          slots(slots),
           experts(experts),
           weight_tiles(weight_tiles),
           steps(steps),
           index(blockIdx.x),
           end(tiles.starts[experts] * weight_tiles) {
-        if (valid()) tile = tiles.find(index, experts, weight_tiles);
+        find();
     }
     __device__ __forceinline__ bool valid() const { return index < end; }
     __device__ __forceinline__ void next() {
         if (++step < steps) return;
         step = 0, index += gridDim.x;
-        if (valid()) tile = tiles.find(index, experts, weight_tiles);
+        find();
+    }
+
+private:
+    __device__ __forceinline__ void find() {
+        if (valid()) tile = tiles.find(index, experts, weight_tiles), slot = slot_of(slots, tile.expert);
     }
 };
 
@@ -127,7 +136,7 @@ struct GroupedOutputs {
 // GROUPED_COLUMNS bytes; ExpertTiles.
 template <int TILES, int EPILOGUE, int F>
 __global__ void __launch_bounds__(GROUPED_THREADS) grouped_gemm(
-    const int8* x, const float* x_scale, const int* offsets, const int8* __restrict__ weight,
+    const int8* x, const float* x_scale, const int* offsets, const int8* __restrict__ weight, const int* slots,
     const float* __restrict__ w_scale, const float* __restrict__ bias, __half* out, long long out_pitch, int experts,
     int n, int k, int pitch, float limit, float alpha) {
     constexpr int STAGE = (GROUPED_ROWS + 8 * TILES) * GROUPED_COLUMNS;
@@ -138,7 +147,7 @@ __global__ void __launch_bounds__(GROUPED_THREADS) grouped_gemm(
     tiles.load<8 * TILES>(offsets, experts);
     const int weight_tiles = (n + GROUPED_ROWS - 1) / GROUPED_ROWS;
     const int steps = (k + GROUPED_COLUMNS - 1) / GROUPED_COLUMNS;
-    Cursor ahead(tiles, experts, weight_tiles, steps), now = ahead;
+    Cursor ahead(tiles, slots, experts, weight_tiles, steps), now = ahead;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
     const auto load = [&](int stage) {
@@ -146,7 +155,7 @@ __global__ void __launch_bounds__(GROUPED_THREADS) grouped_gemm(
             const unsigned target = cast_smem_ptr_to_uint(shared + stage * STAGE);
             const int piece = threadIdx.x % PIECES, column = ahead.step * GROUPED_COLUMNS + piece * 16;
             const int from = column < k ? column : 0;  // an address that exists
-            const int8* matrix = weight + static_cast<size_t>(ahead.tile.expert) * n * pitch + from;
+            const int8* matrix = weight + static_cast<size_t>(ahead.slot) * n * pitch + from;
 #pragma unroll
             for (int row = threadIdx.x / PIECES; row < GROUPED_ROWS; row += GROUPED_THREADS / PIECES) {
                 const int channel = ahead.tile.weight_tile * GROUPED_ROWS + row;

@@ -15,6 +15,7 @@
 #include "constants/grouped_gemm_hopper.cuh"
 #include "experts/activation.cuh"
 #include "experts/schedule.cuh"
+#include "experts/slots.cuh"
 
 namespace bminf {
 
@@ -61,11 +62,12 @@ struct GroupedShared {
 
 // ---- the loads ---------------------------------------------------------------------------------------------------
 
-// The thread that loads. `n`: channels of an expert.
+// The thread that loads. `n`: channels of an expert; slots: see slots.cuh.
 template <int BLOCK_M, int MAX_N>
 struct Producer {
     const GroupedShared<BLOCK_M, MAX_N>& shared;
     const TensorMap &small_map, &x_map, &w_map;
+    const int* slots;
     int n, steps;
 
     // Loads the tiles of this block, of `end` tiles. EARLY: see the kernel.
@@ -76,7 +78,8 @@ struct Producer {
             if (blockIdx.x < end) {
                 early = min(shared.stages, steps);
                 const ExpertTile tile = tiles.find(blockIdx.x, experts, weight_tiles);
-                for (int step = 0; step < early; ++step) load_weight(tile, step, step);
+                const int channel = first_channel(tile);
+                for (int step = 0; step < early; ++step) load_weight(tile, channel, step, step);
             }
             wait_on_dependent_grids();
         }
@@ -84,11 +87,12 @@ struct Producer {
         int count = 0;
         for (int index = blockIdx.x; index < end; index += gridDim.x) {
             const ExpertTile tile = tiles.find(index, experts, weight_tiles);
+            const int channel = first_channel(tile);
 #pragma unroll 1
             for (int step = 0; step < steps; ++step, ++count, pipe.next()) {
                 if (count >= early) {
                     mbarrier_wait(shared.empty(pipe.index), pipe.phase ^ 1);
-                    load_weight(tile, step, pipe.index);
+                    load_weight(tile, channel, step, pipe.index);
                 }
                 load_rows(tile, step, pipe.index);
             }
@@ -96,9 +100,12 @@ struct Producer {
     }
 
 private:
-    __device__ __forceinline__ void load_weight(const ExpertTile& tile, int step, int stage) const {
+    // Of the tile, among the weights of all experts or slots.
+    __device__ __forceinline__ int first_channel(const ExpertTile& tile) const {
+        return slot_of(slots, tile.expert) * n + tile.weight_tile * BLOCK_M;
+    }
+    __device__ __forceinline__ void load_weight(const ExpertTile& tile, int channel, int step, int stage) const {
         mbarrier_arrive_expect_tx(shared.full(stage), (BLOCK_M + width_for(tile.rows)) * BLOCK_K);
-        const int channel = tile.expert * n + tile.weight_tile * BLOCK_M;
 #pragma unroll
         for (int i = 0; i < BLOCK_M / W_BOX; ++i)
             tma_load_2d(
@@ -296,14 +303,15 @@ private:
 
 // BLOCK_M: channels of a tile, 128 or 256. MAX_N: rows of a tile at most, one of the widths. F: see expert_activation.
 // Boxes of the tensor maps, of BLOCK_K columns: x8_map 8 rows, x_map 32 rows, w_map W_BOX rows of the weights of all
-// experts. n: channels of an expert, a multiple of 8, or with GATED of 16. `steps` stages cover a row of x. EARLY: the
-// offsets were complete before the kernel could start, so the first stages of the weight are loaded before it waits for
-// its input. Dynamic shared memory: see GroupedShared.
+// experts, or slots. n: channels of an expert, a multiple of 8, or with GATED of 16. `steps` stages cover a row of x.
+// EARLY: the offsets were complete before the kernel could start, so the first stages of the weight are loaded before
+// it waits for its input. Dynamic shared memory: see GroupedShared.
 template <int BLOCK_M, int MAX_N, int EPILOGUE, int F, bool EARLY>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) grouped_gemm_hopper(
-    const float* x_scale, const int* offsets, const float* w_scale, const float* bias, __half* out, long long out_pitch,
-    int experts, int n, int steps, int stages, float limit, float alpha, const __grid_constant__ TensorMap x8_map,
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map) {
+    const float* x_scale, const int* offsets, const int* slots, const float* w_scale, const float* bias, __half* out,
+    long long out_pitch, int experts, int n, int steps, int stages, float limit, float alpha,
+    const __grid_constant__ TensorMap x8_map, const __grid_constant__ TensorMap x_map,
+    const __grid_constant__ TensorMap w_map) {
     extern __shared__ __align__(1024) char memory[];
     const GroupedShared<BLOCK_M, MAX_N> shared = {memory, stages};
     if (threadIdx.x == 2 * WARPGROUP) shared.init();
@@ -315,7 +323,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) grouped_gemm_hopper(
     if (threadIdx.x >= 2 * WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 2 * WARPGROUP)
-            Producer<BLOCK_M, MAX_N>{shared, x8_map, x_map, w_map, n, steps}.template run<EARLY>(
+            Producer<BLOCK_M, MAX_N>{shared, x8_map, x_map, w_map, slots, n, steps}.template run<EARLY>(
                 tiles, experts, weight_tiles, end);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");

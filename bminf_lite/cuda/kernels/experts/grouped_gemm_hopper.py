@@ -96,20 +96,19 @@ class GroupedGemmHopper(GroupedGemm):
             tensor_map_2d(codes.data.ptr, TensorMapDataType.INT8, pairs, columns, pitch_of(codes), box, False)
             for box in BOXES
         ]
-        channels = weight.num_experts * weight.out_features
+        channels = len(weight.matrix) * weight.out_features
         w_map = tensor_map_2d(
             weight.matrix.data.ptr, TensorMapDataType.INT8, channels, columns, weight.pitch, WEIGHT_BOX
         )
         clamp = (0.0, 0.0) if activation is None else clamp_arguments(activation)
-        _, w_scale, bias = weight.arguments
+        _, *operands = weight.arguments
         kernel(
             grid,
             THREADS,
             (
                 scales.data.ptr,
                 offsets.data.ptr,
-                w_scale,
-                bias,
+                *operands,
                 out.data.ptr,
                 pitch_of(out),
                 weight.num_experts,

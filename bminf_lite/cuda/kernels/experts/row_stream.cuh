@@ -32,16 +32,17 @@ __device__ __forceinline__ int warp_sum(int x) {
 }
 
 // The rows of a block: the rows from `first` on, `size` of them, of each of the block's experts, one after another. The
-// block may begin within the first of these. ids: of the experts, in shared memory; each: rows of an expert.
+// block may begin within the first of these. ids: of the experts, and slots: where their weights lie, in shared memory;
+// each: rows of an expert.
 struct ExpertRows {
     const int8* weight;
-    const int* ids;
+    const int *ids, *slots;
     int each, first, size, pitch;
 
     // The number of a row among those of all experts.
     __device__ __forceinline__ int index(int expert, int place) const { return ids[expert] * each + first + place; }
     __device__ __forceinline__ const int8* address(int expert, int place) const {
-        return weight + static_cast<size_t>(index(expert, place)) * pitch;
+        return weight + static_cast<size_t>(slots[expert] * each + first + place) * pitch;
     }
 };
 

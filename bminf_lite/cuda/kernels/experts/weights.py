@@ -35,7 +35,8 @@ class ExpertMatrices:
 
     ``scale``, of int8 weights, and ``bias`` are fp32 ``[experts, out_features]``. Rows are padded to ``PAD`` elements;
     that of float products holds zeros. Those of a gated layer lie as :func:`alternate_gate_and_up` says. ``dynamic``:
-    inputs are quantized too (w8a8). ``rotation`` is the block of the inputs' transform.
+    inputs are quantized too (w8a8). ``rotation`` is the block of the inputs' transform. With ``slots``, int32
+    ``[experts]``, ``matrix`` is that of an :class:`.ExpertCache`, and has an expert in each slot or none.
     """
 
     matrix: cp.ndarray
@@ -44,10 +45,11 @@ class ExpertMatrices:
     in_features: int
     rotation: int = 1
     dynamic: bool = True
+    slots: cp.ndarray | None = None
 
     @property
     def num_experts(self) -> int:
-        return int(self.matrix.shape[0])
+        return len(self.matrix if self.slots is None else self.slots)
 
     @property
     def out_features(self) -> int:
@@ -63,13 +65,13 @@ class ExpertMatrices:
         return int(self.matrix.shape[2])
 
     @property
-    def arguments(self) -> tuple[int, int, int]:
-        """The addresses of the codes, the scales and the bias."""
-        return self.matrix.data.ptr, address(self.scale), address(self.bias)
+    def arguments(self) -> tuple[int, int, int, int]:
+        """The addresses of the codes, the slots, the scales and the bias."""
+        return self.matrix.data.ptr, address(self.slots), address(self.scale), address(self.bias)
 
     def bytes_of(self, experts: int) -> int:
         """Bytes that a product reads if ``experts`` of the experts were chosen."""
-        return nbytes_of(self.matrix, self.scale, self.bias) * experts // self.num_experts
+        return int(self.matrix[0].nbytes) * experts + nbytes_of(self.scale, self.bias) * experts // self.num_experts
 
 
 @dataclass(frozen=True)
