@@ -26,6 +26,7 @@ from bminf_lite.cuda.kernels.constants import (
     FEW_THREADS,
     GROUPED_THREADS,
     ROUTER_THREADS,
+    SORT_LIST,
     SORT_THREADS,
     SUM_THREADS,
     Activation,
@@ -135,8 +136,9 @@ def choose_experts(call: Call) -> None:
 
 @model
 def sort_by_expert(call: Call) -> None:
-    experts, pairs = call.launch.grid[0], call.pairs
-    call.require(call.launch.block == SORT_THREADS, "threads")
+    experts, pairs, own = call.experts, call.pairs, call.each * call.top_k
+    call.require(call.launch.block == SORT_THREADS >= experts and own <= SORT_LIST, "threads")
+    call.require(call.launch.grid[0] == -(-pairs // own), "blocks are missing")
     ids = call.vector("topk_ids", pairs, np.int32)
     order, offsets = experts_in_order(ids[:, None], experts)
     call.vector("offsets", experts + 1, np.int32)[...] = offsets

@@ -853,6 +853,17 @@ def _vote(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     grid.put(target, np.repeat(function(votes, axis=1), 32), lanes)
 
 
+def _match_any(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """The lanes of its warp that have a lane's value, as a mask."""
+    assert instruction.op[1] == "any", instruction
+    target, source, _ = instruction.operands
+    warps = _whole_warps(grid, lanes)
+    values = np.broadcast_to(grid.get(source, instruction.kind, lanes), warps.size).reshape(-1, 32)
+    same = values[:, :, None] == values[:, None]
+    masks = (same.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(axis=2, dtype=np.uint32)
+    grid.put(target, masks.ravel(), lanes)
+
+
 def _popcount(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, source = instruction.operands
     grid.put(target, np.bitwise_count(grid.get(source, instruction.kind, lanes)).astype(np.uint32), lanes)
@@ -1046,8 +1057,8 @@ def _sync_warp(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 _EXECUTE: dict[str, Callable[[Grid, Instruction, Lanes], None]] = {
     "ld": _load, "st": _store, "red": _reduce_in_memory, "mov": _move, "cvt": _convert, "cvta": _cast_address,
     "setp": _compare, "selp": _select, "shfl": _shuffle, "redux": _reduce_warp, "mbarrier": _mbarrier, "cp": _copy,
-    "griddepcontrol": _order_launches, "bar": _sync_warp, "vote": _vote, "popc": _popcount, "atom": _add_and_load,
-    "clz": _find_bits, "bfind": _find_bits, "brev": _find_bits, "mma": _multiply_matrices,
-    "ldmatrix": _load_matrices,
+    "griddepcontrol": _order_launches, "bar": _sync_warp, "vote": _vote, "match": _match_any,
+    "popc": _popcount, "atom": _add_and_load, "clz": _find_bits, "bfind": _find_bits, "brev": _find_bits,
+    "mma": _multiply_matrices, "ldmatrix": _load_matrices,
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }  # fmt: skip

@@ -290,9 +290,10 @@ MAX_EXPERTS = 512
 """A lane of the warp that chooses a token's experts has up to 16 of them."""
 ROUTER_THREADS = 256
 CHOOSE_THREADS = 128
-SORT_THREADS = 256
+SORT_THREADS = 512
+"""Threads of a block that sorts pairs: at least one for each expert."""
 SORT_LIST = 1024
-"""Pairs of an expert whose rows a block copies before it looks for further ones."""
+"""Pairs that a block sorts, at most."""
 SUM_THREADS = 256
 FEW_THREADS = 512
 FEW_CHUNK = 512

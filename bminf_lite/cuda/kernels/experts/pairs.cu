@@ -6,24 +6,16 @@
 using namespace bminf;
 
 constexpr int WARPS = SORT_THREADS / WARP;
-constexpr int EACH = SORT_THREADS * 4;  // pairs that a block looks at together, four by each thread
+constexpr int LOADS = 16;  // ids that a thread loads at once
+static_assert(MAX_EXPERTS <= SORT_THREADS);
 
-// The number of this thread's pairs that belong to `expert`, as a mask, and how many belong to experts before it.
-struct Found {
-    unsigned mask = 0;
-    int before = 0;
-
-    __device__ __forceinline__ Found(const int* topk_ids, int pairs, int first, int expert) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int id = first + i < pairs ? topk_ids[first + i] : expert + 1;
-            mask |= static_cast<unsigned>(id == expert) << i, before += id < expert;
-        }
-    }
+// How many pairs of each expert come before a block's pairs, are among them, and come behind them.
+struct Counts {
+    int before[MAX_EXPERTS], own[MAX_EXPERTS], behind[MAX_EXPERTS];
 };
 
-// The sum over the threads before this one, and over all.
-__device__ __forceinline__ int2 block_prefix(int x, int (&warps)[WARPS]) {
+// The sum over the threads before this one.
+__device__ __forceinline__ int block_prefix(int x, int (&warps)[WARPS]) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     int sum = x;
 #pragma unroll
@@ -31,32 +23,75 @@ __device__ __forceinline__ int2 block_prefix(int x, int (&warps)[WARPS]) {
         const int other = __shfl_up_sync(FULL, sum, d);
         if (lane >= d) sum += other;
     }
-    __syncthreads();  // the sums of a call before have been read
     if (lane == WARP - 1) warps[warp] = sum;
     __syncthreads();
-    int before = 0, total = 0;
+    int before = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
+    for (int w = 0; w < WARPS; ++w)
         if (w < warp) before += warps[w];
-        total += warps[w];
-    }
-    return make_int2(before + sum - x, total);
+    return before + sum - x;
 }
 
-// Copies rows of x to the places of their pairs: `count` of them, listed in shared memory as (pair, place).
-__device__ __forceinline__ void copy_rows(
-    const int2* list, int count, const uint4* x, const float* scales, const float* factors, int top_k, int words,
-    uint4* sorted, float* sorted_scales) {
+// For each of a block's pairs, how many before it among them have its expert. Called by one warp.
+__device__ __forceinline__ void rank_own(const int* ids, int count, int (&own)[MAX_EXPERTS], int* ranks) {
     const int lane = threadIdx.x % WARP;
-    for (int i = threadIdx.x / WARP; i < count; i += WARPS) {
-        const int2 entry = list[i];
-        const int token = entry.x / top_k;
-        if (lane == 0 && scales)
-            sorted_scales[entry.y] = factors ? __fmul_rn(scales[token], factors[entry.x]) : scales[token];
-        const uint4* from = x + static_cast<size_t>(token) * words;
-        uint4* to = sorted + static_cast<size_t>(entry.y) * words;
-#pragma unroll 4
-        for (int word = lane; word < words; word += WARP) to[word] = from[word];
+    for (int base = 0; base < count; base += LOADS / 2 * WARP) {
+        int id[LOADS / 2];
+#pragma unroll
+        for (int i = 0; i < LOADS / 2; ++i) {
+            const int pair = base + i * WARP + lane;
+            id[i] = pair < count ? ids[pair] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS / 2; ++i) {
+            if (base + i * WARP >= count) break;
+            const unsigned same = __match_any_sync(FULL, id[i]);
+            const int rank = __popc(same & ((1u << lane) - 1)), before = id[i] < 0 ? 0 : own[id[i]];
+            __syncwarp();
+            if (id[i] >= 0) {
+                ranks[base + i * WARP + lane] = before + rank;
+                if (rank == 0) own[id[i]] = before + __popc(same);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+// Counts the pairs before `first` and from `end` on. Called by the warps behind the first one.
+__device__ __forceinline__ void count_others(const int* ids, int pairs, int first, int end, Counts& counts) {
+    constexpr int THREADS = SORT_THREADS - WARP;
+    for (int base = threadIdx.x - WARP; base < pairs; base += LOADS * THREADS) {
+        int id[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int pair = base + i * THREADS;
+            id[i] = pair < pairs && (pair < first || pair >= end) ? ids[pair] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i)
+            if (id[i] >= 0) atomicAdd((base + i * THREADS < first ? counts.before : counts.behind) + id[i], 1);
+    }
+}
+
+// Copies the rows of `tokens` tokens to the places of their pairs. A warp has up to four parts of rows at once.
+__device__ __forceinline__ void copy_rows(
+    const uint4* x, int tokens, int top_k, int words, const int* places, uint4* sorted) {
+    constexpr int AT_ONCE = 4;
+    const int lane = threadIdx.x % WARP, parts = (words + WARP - 1) / WARP, end = tokens * parts;
+    for (int first = threadIdx.x / WARP; first < end; first += AT_ONCE * WARPS) {
+        uint4 values[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int part = first + i * WARPS, word = part % parts * WARP + lane;
+            if (part < end && word < words) values[i] = x[static_cast<size_t>(part / parts) * words + word];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int part = first + i * WARPS, word = part % parts * WARP + lane;
+            if (part >= end || word >= words) continue;
+            for (int j = 0; j < top_k; ++j)
+                sorted[static_cast<size_t>(places[part / parts * top_k + j]) * words + word] = values[i];
+        }
     }
 }
 
@@ -64,53 +99,43 @@ __device__ __forceinline__ void copy_rows(
 // place of each pair among the sorted ones. The rows of x [tokens, words of 16 bytes], unless it is null, are copied to
 // the places of their pairs, and so are `scales` [tokens], unless null, times `factors` [pairs], unless null.
 //
-// Grid: (experts, parts). The blocks of an expert all find its pairs; the first one writes them, and each copies its
-// share of their rows. Every block counts the pairs before its expert's itself, so none waits for another.
+// A block has the pairs of `each` tokens, at most SORT_LIST. It counts those of all other blocks itself, so that none
+// waits for another: the place of a pair is that of its expert's first one, and how many of the expert come before it.
 __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
-    const int* topk_ids, int pairs, int top_k, int* offsets, int* sorted_pairs, int* places, const void* x,
-    const float* scales, const float* factors, int words, void* sorted, float* sorted_scales) {
-    __shared__ int warps[WARPS];
-    __shared__ int2 list[SORT_LIST];
+    const int* topk_ids, int pairs, int top_k, int experts, int each, int* offsets, int* sorted_pairs, int* places,
+    const void* x, const float* scales, const float* factors, int words, void* sorted, float* sorted_scales) {
+    __shared__ Counts counts;
+    __shared__ int warps[WARPS], list[SORT_LIST];
     launch_dependent_grids();
+    const int thread = threadIdx.x, first = blockIdx.x * each * top_k, count = min(each * top_k, pairs - first);
+    if (thread < experts) counts.before[thread] = counts.own[thread] = counts.behind[thread] = 0;
+    __syncthreads();
     wait_on_dependent_grids();
-    const int expert = blockIdx.x, part = blockIdx.y, parts = gridDim.y;
-    int before = 0, own = 0;
-    for (int first = threadIdx.x * 4; first < pairs; first += EACH) {
-        const Found found(topk_ids, pairs, first, expert);
-        before += found.before, own += __popc(found.mask);
+    if (thread < WARP)
+        rank_own(topk_ids + first, count, counts.own, list);
+    else
+        count_others(topk_ids, pairs, first, first + count, counts);
+    __syncthreads();
+    const int before = thread < experts ? counts.before[thread] : 0;
+    const int all = thread < experts ? before + counts.own[thread] + counts.behind[thread] : 0;
+    const int offset = block_prefix(all, warps);
+    if (thread < experts) {
+        counts.before[thread] = offset + before;
+        if (blockIdx.x == 0) offsets[thread] = offset;
     }
-    before = block_prefix(before, warps).y, own = block_prefix(own, warps).y;
-    if (part == 0 && threadIdx.x == 0) {
-        offsets[expert] = before;
-        if (expert == gridDim.x - 1) offsets[expert + 1] = pairs;
+    if (blockIdx.x == 0 && thread == 0) offsets[experts] = pairs;
+    __syncthreads();
+    for (int i = thread; i < count; i += SORT_THREADS) {
+        const int pair = first + i, place = counts.before[topk_ids[pair]] + list[i], token = pair / top_k;
+        list[i] = places[pair] = place;
+        sorted_pairs[place] = pair;
+        if (x && scales) sorted_scales[place] = factors ? __fmul_rn(scales[token], factors[pair]) : scales[token];
     }
-    // The list holds a part of an expert's pairs; another pass over the ids finds the next part.
-    for (int done = 0; done < own; done += SORT_LIST * parts) {
-        int count = 0;  // of the expert's pairs before `base`
-        for (int base = 0; base < pairs; base += EACH) {
-            const int first = base + threadIdx.x * 4;
-            const Found found(topk_ids, pairs, first, expert);
-            const int2 prefix = block_prefix(__popc(found.mask), warps);
-            int index = count + prefix.x;
-            count += prefix.y;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (!(found.mask >> i & 1)) continue;
-                const int pair = first + i, place = before + index, listed = index - done;
-                if (part == 0 && done == 0) sorted_pairs[place] = pair, places[pair] = place;
-                if (listed >= 0 && listed < SORT_LIST * parts && index % parts == part)
-                    list[listed / parts] = make_int2(pair, place);
-                ++index;
-            }
-        }
-        __syncthreads();
-        const int listed = min(own - done, SORT_LIST * parts);
-        if (x)
-            copy_rows(
-                list, listed / parts + (listed % parts > part), static_cast<const uint4*>(x), scales, factors, top_k,
-                words, static_cast<uint4*>(sorted), sorted_scales);
-        __syncthreads();
-    }
+    if (!x) return;
+    __syncthreads();
+    copy_rows(
+        static_cast<const uint4*>(x) + static_cast<size_t>(blockIdx.x) * each * words, count / top_k, top_k, words,
+        list, static_cast<uint4*>(sorted));
 }
 
 // out = sum over j of weights[t, j] * results[places[t, j]], from rank 0 on, and then gate[t] * addend[t], each product

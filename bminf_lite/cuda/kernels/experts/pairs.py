@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, pointer_and_pitch
-from ..constants import SORT_THREADS, SUM_THREADS
+from ..constants import SORT_LIST, SORT_THREADS, SUM_THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 
@@ -70,19 +70,22 @@ class PairKernels:
         Rows of ``codes`` lie one after another without gaps, and are padded to a multiple of 16 bytes. ``factors`` fp32
         ``[T, top_k]`` multiply the scales.
         """
-        pairs, top_k, experts = topk_ids.size, topk_ids.shape[1], len(out.offsets) - 1
+        (tokens, top_k), pairs = topk_ids.shape, topk_ids.size
+        each = tokens_of_a_block(tokens, top_k, self._launcher.num_sms)
         words = 0 if codes is None else pitch_of(codes) // 16
         assert (codes is None) == (out.codes is None) and pointer_and_pitch(codes)[1] == pointer_and_pitch(out.codes)[1]
         self._launcher.launch(
             step,
             self.source,
             "sort_by_expert",
-            (experts, parts_of(pairs, experts, self._launcher.num_sms)),
+            ceil_div(tokens, each),
             SORT_THREADS,
             (
                 topk_ids.data.ptr,
                 pairs,
                 top_k,
+                len(out.offsets) - 1,
+                each,
                 out.offsets.data.ptr,
                 out.pairs.data.ptr,
                 out.places.data.ptr,
@@ -135,6 +138,6 @@ class PairKernels:
         )
 
 
-def parts_of(pairs: int, experts: int, num_sms: int) -> int:
-    """Blocks for each expert: few experts leave most SMs without work, and few pairs need none of the others."""
-    return max(1, min(2 * num_sms // experts, ceil_div(pairs, experts)))
+def tokens_of_a_block(tokens: int, top_k: int, num_sms: int) -> int:
+    """How many tokens' pairs a block sorts: every SM has a block, unless that would be too many pairs for one."""
+    return min(ceil_div(tokens, num_sms), SORT_LIST // top_k)
