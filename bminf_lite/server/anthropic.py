@@ -99,7 +99,7 @@ class _Blocks:
                 told_events += self._open("thinking") + self._delta("thinking_delta", "thinking", event.text)
             elif isinstance(event, CallBegin):
                 told_events += self.close() + self._begin(
-                    {"type": "tool_use", "id": self._call_id(), "name": event.name}
+                    {"type": "tool_use", "id": self._prepared.call_id(event), "name": event.name}
                 )
             elif isinstance(event, ArgumentsDelta):
                 told_events += self._delta("input_json_delta", "partial_json", event.text)
@@ -122,9 +122,6 @@ class _Blocks:
             told_events = sse("content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta})
         self._pieces, self._is_open = [], False
         return told_events + sse("content_block_stop", {"type": "content_block_stop", "index": index})
-
-    def _call_id(self) -> str:
-        return self._prepared.new_call_id()
 
     def _open(self, kind: str) -> bytes:
         """Begin a block of text or thinking, unless it is open."""

@@ -18,7 +18,7 @@ from ..text.reasoning import ReasoningFormat, find_reasoning_format
 from ..text.text_stream import TextStream
 from ..text.token_bytes import TokenTexts
 from ..text.tokenizer import Tokenizer
-from ..text.tool_calls import Tool, ToolCallParser, ToolFormat, parameters_of, tool_grammar
+from ..text.tool_calls import CallBegin, Tool, ToolCallParser, ToolFormat, parameters_of, tool_grammar
 from .answer import Answer
 from .errors import ApiError, bad_request
 from .generating import checked_grammar, encode, grammar_of, render
@@ -96,10 +96,10 @@ class PreparedConversation:
         """Whether an answer may end before the engine ends it: at a stop string, or behind a tool call."""
         return bool(stop or self.default_stops or self.tools)
 
-    def new_call_id(self) -> str:
-        """A random id for a call."""
+    def call_id(self, begin: CallBegin) -> str:
+        """The id of a call: what the model wrote, or a random one."""
         assert self.tools is not None
-        return self.tools.new_call_id()
+        return begin.id or self.tools.new_call_id()
 
 
 async def prepare(server: ServerState, conversation: Conversation, client: str) -> PreparedConversation:

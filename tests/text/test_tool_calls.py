@@ -15,13 +15,19 @@ from bminf_lite.text.reasoning import Content
 from bminf_lite.text.tool_calls import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GEMMA4,
     GENERIC,
+    GLM45,
     HERMES,
+    KIMI_K2,
+    LFM2,
     LLAMA3_JSON,
     LLAMA4_PYTHONIC,
+    MINIMAX_M2,
     MISTRAL,
     MISTRAL_ARGS,
     QWEN3_CODER,
+    SEED_OSS,
     TOOL_FORMATS,
     ArgumentsDelta,
     CallBegin,
@@ -137,6 +143,47 @@ BOTH = [("weather", ARGUMENTS), ("add", ADD)]
             [("weather", '{"city": "Paris )]\\"", "days": [1, {"n": null}]}'), ("add", '{"a": -2.5, "b": "x+1"}')],
         ),
         (LLAMA4_PYTHONIC, "So <|python_start|>[unknown()]<|python_end|>", ["So", ("unknown", "{}")]),
+        (
+            LFM2,
+            "<|tool_call_start|>[add(a=1), add(a='x')]<|tool_call_end|>Adding.",
+            [("add", '{"a": 1}'), ("add", '{"a": "x"}'), "Adding."],
+        ),
+        (
+            GLM45,
+            "Hm.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris }]</arg_value>\n<arg_key>days"
+            '</arg_key>\n<arg_value>[1, {"n": null}]</arg_value>\n</tool_call>\n<tool_call>add<arg_key>a</arg_key>'
+            "<arg_value>1</arg_value></tool_call><tool_call>add</tool_call>",
+            ["Hm.", ("weather", '{"city": "Paris }]", "days": [1, {"n": null}]}'), ("add", '{"a": 1}'), ("add", "{}")],
+        ),
+        (
+            MINIMAX_M2,
+            'So.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris "1"</parameter>\n'
+            '</invoke>\n<invoke name="add">\n</invoke>\n</minimax:tool_call> "> ok',
+            ["So.", ("weather", '{"city": "Paris \\"1\\""}'), ("add", "{}"), '"> ok'],
+        ),
+        (
+            SEED_OSS,
+            "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>",
+            [("add", '{"a": 1}')],
+        ),
+        (
+            KIMI_K2,
+            f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0 <|tool_call_argument_begin|>"
+            f"{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>{ADD}"
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            BOTH,
+        ),
+        (
+            GEMMA4,
+            '<|tool_call>call:weather{city:<|"|>Paris }],"<|"|>,days:[1,{n:null}], on:true}<tool_call|>'
+            "<|tool_call>call:add{}<tool_call|>",
+            [("weather", '{"city": "Paris }],\\"", "days": [1, {"n": null}], "on": true}'), ("add", "{}")],
+        ),
+        (
+            GEMMA4,
+            '<|tool_call>call:add{a:two words,<|"|>b<|"|>:[]}',
+            [("add", '{"a": "two words", "b": []}')],
+        ),
     ],
 )
 def test_calls_are_found(form, text, expected):
@@ -174,6 +221,12 @@ def test_calls_are_found(form, text, expected):
         (LLAMA4_PYTHONIC, "[1, 2]"),
         (LLAMA4_PYTHONIC, "[unknown(a=1)]"),
         (LLAMA4_PYTHONIC, "See [add(a=1)]"),
+        (LFM2, "[add(a=1)]"),
+        (GLM45, "<tool_call>Hello world</tool_call>"),
+        (MINIMAX_M2, '<minimax:tool_call>\n<invoke name="add"'),
+        (KIMI_K2, "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0 1"),
+        (GEMMA4, "<|tool_call>add{a:1}<tool_call|>"),
+        (GEMMA4, "<|tool_call>call:add"),
     ],
 )
 def test_text_that_is_no_call_is_content(form, text):
@@ -196,6 +249,10 @@ def test_text_that_is_no_call_is_content(form, text):
         (QWEN3_CODER, "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2", [("add", '{"a": 1')]),
         (QWEN3_CODER, "<tool_call><function=add>x</tool_call>", [("add", ""), "x"]),
         (LLAMA4_PYTHONIC, "[add(a=1, b=[2", [("add", '{"a": 1')]),
+        (GLM45, "<tool_call>add<arg_key>a</arg_key>1</tool_call>ok", [("add", "")]),
+        (GEMMA4, '<|tool_call>call:add{a:1,b:<|"|>x', [("add", '{"a": 1')]),
+        (GEMMA4, "<|tool_call>call:add{a:[1,{b:2],c:3]}<tool_call|>", [("add", '{"a": "[1,{b:2],c:3]"}')]),
+        (GEMMA4, "<|tool_call>call:add{a:1,b}<tool_call|>ok", [("add", '{"a": 1'), "ok"]),
         (LLAMA4_PYTHONIC, "[add(a=1, 2)] ok", [("add", '{"a": 1'), "2)] ok"]),
         (LLAMA4_PYTHONIC, f"[add(a={'[' * 300}{']' * 300})]", [("add", f'{{"a": {"[" * 300}{"]" * 300}}}')]),
         (
@@ -219,6 +276,9 @@ FRAGMENTS = [
     "\n", "add", "text", "null", "<", "é🙂", "<function=add>", "<parameter=a>", "</parameter>", "</function>",
     "[add(", "a=", ")", "'",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "add<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "\n```json\n",
+    "<arg_key>a</arg_key>", "<arg_value>1</arg_value>", "<minimax:tool_call>", '<invoke name="add">', "</invoke>",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.add:0", "<|tool_call_argument_begin|>",
+    "<|tool_call>", "call:add{", '<|"|>', "a:", "<tool_call|>",
     "\n```",     "<|python_start|>", '{"name": "add", "arguments": {', '{"name": "x"}',
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
@@ -308,7 +368,7 @@ CALLS = st.lists(
 
 
 def is_json(form):
-    return form.syntax not in ("xml", "python")
+    return form.syntax not in ("xml", "python", "braces")
 
 
 @given(
@@ -328,6 +388,13 @@ TEXTUAL = st.dictionaries(st.sampled_from(["s", "text-1"]), st.text(max_size=6),
 SCHEMA = {"properties": {"s": {"type": "string"}, "text-1": {"type": ["string", "null"]}}}
 
 
+def has_plain_keys(value):
+    """Whether the keys of all objects in a value are words."""
+    if isinstance(value, list):
+        return all(map(has_plain_keys, value))
+    return not isinstance(value, dict) or all(k.isidentifier() and has_plain_keys(v) for k, v in value.items())
+
+
 @given(
     st.sampled_from([form for form in FORMS if not is_json(form)]),
     st.lists(st.tuples(st.sampled_from(NAMES), NAMED, TEXTUAL), min_size=1, max_size=3),
@@ -339,6 +406,8 @@ def test_calls_that_are_not_json_become_json(form, calls, places):
     for name, values, texts in calls:
         if form.syntax == "xml":  # which has no marks for a string
             values = {key: value for key, value in values.items() if not isinstance(value, str)}
+        if form.syntax == "braces":  # which has none for a key
+            values = {key: value for key, value in values.items() if has_plain_keys(value)}
         expected.append((name, values | {key: text for key, text in texts.items() if text != "null"}))
     found = parse(form, cut(written(form, expected), places), schemas=dict.fromkeys(["weather", "add"], SCHEMA))
     assert [(name, json.loads(arguments)) for name, arguments in found] == expected
@@ -358,6 +427,8 @@ def test_arguments_arrive_while_they_are_written():
     [
         (HERMES, "word "), (HERMES, '<tool_call>{"name": "add", "x": "'), (HERMES, '<tool_call>{"a":1,'),
         (HERMES, "<tool_call>["), (QWEN3_CODER, "<tool_call><function=add><parameter=a>"),
+        (GEMMA4, '<|tool_call>call:add{a:<|"|>b'), (GEMMA4, "<|tool_call>call:add{a:[1,"),
+        (GLM45, "<tool_call>add<arg_key>a"), (MINIMAX_M2, '<minimax:tool_call><invoke name="add">'),
         (LLAMA4_PYTHONIC, "[add(a=[1,"), (DEEPSEEK_V31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add"),
     ],
 )  # fmt: skip
@@ -375,6 +446,12 @@ def test_a_long_text_costs_the_same_per_character(form, piece):
     seconds(100)
     # once: the garbage collector, or another process, may take time beside one of the two
     assert any(seconds(8000) < 24 * max(seconds(1000), 0.002) for _ in range(10))
+
+
+def test_ids_that_a_model_writes():
+    parser = ToolCallParser(KIMI_K2, NAMES)
+    events = parser.push(written(KIMI_K2, [("add", {"a": 1})]).replace("add:0", "add:17 ")) + parser.flush()
+    assert events == [CallBegin(0, "add", "functions.add:17"), ArgumentsDelta(0, '{"a": 1}'), CallEnd(0)]
 
 
 def test_ids_of_calls():

@@ -163,6 +163,7 @@ def test_arguments_of_all_types(form, accepts):
 
     def text(**arguments):
         order = ["days", "exact", "unit", "places"] if form.syntax != "python" else ["exact", "days", "unit", "places"]
+        order = sorted(order) if form.syntax == "braces" else order
         ordered = {key: arguments[key] for key in order if key in arguments}
 
         def literal(value):

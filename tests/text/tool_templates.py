@@ -260,8 +260,60 @@ NO_SYSTEM = """{% for message in messages %}
 <{{ message.role }}>{{ message.content | trim }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
+
+def _plain(before: str, call: str, behind: str = "") -> str:
+    """A template that differs from others in its calls alone: what is before, of, and behind them."""
+    calls = f"{before}{{% for call in message.tool_calls %}}{call}{{% endfor %}}{behind}"
+    return (
+        "{%- if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+        "{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+        f"{{% if message.tool_calls %}}{calls}{{% endif %}}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+
+ITEMS = "{% for key, value in call.function.arguments.items() %}"
+TEXT = "{{ value if value is string else value | tojson }}"
+GLM45 = _plain(
+    "", "\n<tool_call>{{ call.function.name }}"
+    f"{ITEMS}\n<arg_key>{{{{ key }}}}</arg_key>\n<arg_value>{TEXT}</arg_value>{{% endfor %}}\n</tool_call>",
+)  # fmt: skip
+SEED_OSS = _plain(
+    "", "<seed:tool_call>\n<function={{ call.function.name }}>\n"
+    f"{ITEMS}<parameter={{{{ key }}}}>{TEXT}</parameter>\n{{% endfor %}}</function>\n</seed:tool_call>",
+)  # fmt: skip
+MINIMAX_M2 = _plain(
+    "\n<minimax:tool_call>\n", '<invoke name="{{ call.function.name }}">\n'
+    f'{ITEMS}<parameter name="{{{{ key }}}}">{TEXT}</parameter>\n{{% endfor %}}</invoke>\n', "</minimax:tool_call>",
+)  # fmt: skip
+KIMI_K2 = _plain(
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.{{ call.function.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
+    "{{ call.function.arguments | tojson }}<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+LFM2 = _plain(
+    "<|tool_call_start|>[",
+    "{{ call.function.name }}("
+    f"{ITEMS}{{{{ key }}}}={{{{ value | tojson }}}}{{{{ '' if loop.last else ', ' }}}}{{% endfor %}})"
+    "{{ '' if loop.last else ', ' }}",
+    "]<|tool_call_end|>",
+)
+GEMMA4 = _plain(
+    "", "<|tool_call>call:{{ call.function.name }}{{ '{' }}"
+    "{% for key, value in call.function.arguments | dictsort %}{{ key }}:"
+    """{{ '<|"|>' + value + '<|"|>' if value is string else value | tojson }}{{ '' if loop.last else ',' }}"""
+    "{% endfor %}}<tool_call|>",
+)  # fmt: skip
+
 ALL = {
     "hermes": QWEN,
+    "glm45": GLM45,
+    "seed_oss": SEED_OSS,
+    "minimax_m2": MINIMAX_M2,
+    "kimi_k2": KIMI_K2,
+    "lfm2": LFM2,
+    "gemma4": GEMMA4,
     "qwen3_coder": QWEN3_CODER,
     "llama3_json": LLAMA3,
     "llama4_pythonic": LLAMA4_PYTHONIC,
@@ -282,8 +334,23 @@ SPECIAL = [
     "[CALL_ID]",
     "[THINK]",
     "[/THINK]",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_start|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
 ]
 TEXTUAL = [
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
     "<tool_call>",
     "</tool_call>",
     "<think>",

@@ -106,7 +106,7 @@ class _Chat:
         content = "".join(event.text for event in events if isinstance(event, Content))
         calls = [
             {
-                "id": self._prepared.new_call_id(),
+                "id": self._prepared.call_id(begin),
                 "type": "function",
                 "function": {"name": begin.name, "arguments": arguments_of(events, call_number(begin))},
             }
@@ -171,7 +171,7 @@ class _Chat:
             call["function"] = {"arguments": event.text}
         else:
             function = {"name": event.name, "arguments": ""}
-            call |= {"id": self._prepared.new_call_id(), "type": "function", "function": function}
+            call |= {"id": self._prepared.call_id(event), "type": "function", "function": function}
         return _encode({"tool_calls": [call]})
 
 

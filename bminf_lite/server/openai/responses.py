@@ -95,7 +95,7 @@ class _Items:
             elif isinstance(event, Reasoning):
                 told += self._open("reasoning") + self._text(event.text, [])
             elif isinstance(event, CallBegin):
-                told += self.close() + self._begin_call(event.name)
+                told += self.close() + self._begin_call(event)
             elif isinstance(event, ArgumentsDelta):
                 told += self._text(event.text, [])
             else:
@@ -155,9 +155,9 @@ class _Items:
         self._delta_head = self._head(f"response.{text_kind}.delta", {"content_index": 0})
         return told
 
-    def _begin_call(self, name: str) -> bytes:
-        item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "call_id": self._prepared.new_call_id()}
-        self.items.append(item | {"name": name, "arguments": "", "status": "in_progress"})
+    def _begin_call(self, begin: CallBegin) -> bytes:
+        item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "call_id": self._prepared.call_id(begin)}
+        self.items.append(item | {"name": begin.name, "arguments": "", "status": "in_progress"})
         self._delta_head = self._head("response.function_call_arguments.delta", {})
         return self._added(self.items[-1])
 

@@ -18,6 +18,22 @@ Tool = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class XmlTags:
+    """The tags of a call in XML, each pair around what it names; white space may stand between them.
+
+    ``padding`` precedes and follows a value. If ``has_lines``, a line ends behind the tags of the function and of each
+    parameter.
+    """
+
+    function: tuple[str, str] = ("<function=", ">")
+    key: tuple[str, str] = ("<parameter=", ">")
+    value: tuple[str, str] = ("", "</parameter>")
+    end: str = "</function>"
+    padding: str = "\n"
+    has_lines: bool = True
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """A form in which models write calls. ``begin`` and ``end`` enclose a call; they may be special tokens.
 
@@ -28,10 +44,13 @@ class ToolFormat:
       - ``named``: the name, ``arguments_mark``, and the arguments as JSON.
       - ``marked``: calls like ``named`` ones, each within ``call_marks``. If ``is_fenced``, the word ``function`` and
         another ``arguments_mark`` precede the name, and the arguments are within a fence of Markdown.
-      - ``xml``: ``<function=name>``, and each argument as a text within ``<parameter=name>``.
+      - ``xml``: the function's name and its arguments, each a text, within ``tags``.
       - ``python``: a list of calls as Python writes them.
+      - ``braces``: ``call:``, the name, and the arguments in braces, with keys as they are and strings within
+        ``string_mark``.
     - ``has_bare_calls``: an answer that begins with a call may leave out ``begin``.
     - ``constraint``: what may stand behind the name of a ``named`` call.
+    - ``id_prefix``: a name is part of the call's id, which is this text, the name, a colon and a number.
     - ``text_mark``: what precedes an answer that is text.
     - ``is_generic``: the chat template gets a description of the functions in a message, by :func:`.generic_messages`.
     """
@@ -39,7 +58,7 @@ class ToolFormat:
     name: str
     begin: str
     end: str = ""
-    syntax: Literal["json", "named", "marked", "xml", "python"] = "json"
+    syntax: Literal["json", "named", "marked", "xml", "python", "braces"] = "json"
     arguments_key: str = "arguments"
     has_bare_calls: bool = False
     is_list: bool = False
@@ -47,13 +66,20 @@ class ToolFormat:
     call_marks: tuple[str, str] = ("", "")
     is_fenced: bool = False
     constraint: str = ""
+    id_prefix: str = ""
+    tags: XmlTags = XmlTags()
+    string_mark: str = ""
     text_mark: str = ""
     is_generic: bool = False
 
     @property
     def visible_tokens(self) -> tuple[str, ...]:
         """The texts that a detokenizer must not drop if they are special tokens."""
-        marks = (self.begin, self.end, *self.call_marks, self.arguments_mark, CALL_ID * (self.syntax == "named"))
+        marks: tuple[str, ...] = (self.begin, self.end, *self.call_marks, self.arguments_mark, self.string_mark)
+        if self.syntax == "named":
+            marks += (CALL_ID,)
+        if self.tags.value[0]:
+            marks += (*self.tags.key, *self.tags.value)
         return tuple(mark for mark in marks if mark)
 
     def new_call_id(self) -> str:
@@ -71,6 +97,15 @@ LLAMA3_JSON = ToolFormat("llama3_json", "<|python_tag|>", arguments_key="paramet
 MISTRAL = ToolFormat("mistral", _MISTRAL, is_list=True)
 MISTRAL_ARGS = ToolFormat("mistral_args", _MISTRAL, syntax="named", arguments_mark="[ARGS]")
 QWEN3_CODER = ToolFormat("qwen3_coder", "<tool_call>", "</tool_call>", syntax="xml")
+SEED_OSS = ToolFormat("seed_oss", "<seed:tool_call>", "</seed:tool_call>", syntax="xml", tags=XmlTags(padding=""))
+GLM45 = ToolFormat(
+    "glm45", "<tool_call>", "</tool_call>", syntax="xml",
+    tags=XmlTags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", "", has_lines=False),
+)  # fmt: skip
+MINIMAX_M2 = ToolFormat(
+    "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", syntax="xml", is_list=True,
+    tags=XmlTags(('<invoke name="', '">'), ('<parameter name="', '">'), end="</invoke>", padding=""),
+)  # fmt: skip
 DEEPSEEK_V31 = ToolFormat(
     "deepseek_v31",
     "<｜tool▁calls▁begin｜>",
@@ -80,9 +115,20 @@ DEEPSEEK_V31 = ToolFormat(
     call_marks=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
 )
 DEEPSEEK_V3 = replace(DEEPSEEK_V31, name="deepseek_v3", is_fenced=True)
+KIMI_K2 = ToolFormat(
+    "kimi_k2",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    syntax="marked",
+    arguments_mark="<|tool_call_argument_begin|>",
+    call_marks=("<|tool_call_begin|>", "<|tool_call_end|>"),
+    id_prefix="functions.",
+)
 LLAMA4_PYTHONIC = ToolFormat(
     "llama4_pythonic", "<|python_start|>", "<|python_end|>", syntax="python", has_bare_calls=True
 )
+LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", syntax="python")
+GEMMA4 = ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", syntax="braces", string_mark='<|"|>')
 HARMONY = ToolFormat(
     "harmony", HARMONY_CALL, "<|call|>", syntax="named", arguments_mark=MESSAGE,
     constraint=" <|constrain|>json", text_mark=HARMONY_REASONING.answer,
@@ -94,12 +140,18 @@ TOOL_FORMATS = {
     for form in (
         HERMES,
         QWEN3_CODER,
+        GLM45,
+        SEED_OSS,
+        MINIMAX_M2,
         LLAMA3_JSON,
         LLAMA4_PYTHONIC,
+        LFM2,
         MISTRAL,
         MISTRAL_ARGS,
         DEEPSEEK_V3,
         DEEPSEEK_V31,
+        KIMI_K2,
+        GEMMA4,
         HARMONY,
         GENERIC,
     )
@@ -112,13 +164,18 @@ def find_tool_format(template: str | None, has_token: Callable[[str], bool]) -> 
 
     It is ``generic`` for a template that does not read ``tools``, and for one that fits none of these:
 
-    - ``qwen3_coder`` (Qwen3-Coder, Qwen 3.5): it mentions ``<tool_call>`` and ``<function=``.
+    - ``seed_oss`` (Seed-OSS), ``minimax_m2`` (MiniMax M2): it mentions ``<seed:tool_call>`` or ``<minimax:tool_call>``.
+    - ``gemma4`` (Gemma 4): it mentions ``<|tool_call>``.
+    - ``kimi_k2`` (Kimi K2 and Linear): it mentions ``<|tool_calls_section_begin|>``.
+    - ``glm45`` (GLM 4.5 to 4.7): it mentions ``<tool_call>`` and ``<arg_key>``.
+    - ``qwen3_coder`` (Qwen3-Coder, Qwen 3.5, Nemotron 3): it mentions ``<tool_call>`` and ``<function=``.
     - ``hermes`` (Hermes, Qwen 2.5 and 3): it mentions ``<tool_call>`` around JSON.
     - ``mistral_args``, ``mistral``: it mentions ``[TOOL_CALLS]`` with or without ``[ARGS]``.
     - ``deepseek_v3`` (DeepSeek V3 and R1), ``deepseek_v31``: it mentions ``<｜tool▁calls▁begin｜>`` with or without a
       fence for JSON.
     - ``harmony`` (gpt-oss): it mentions the channel of its reasoning. :class:`.HarmonyParser` reads an answer first.
     - ``llama4_pythonic`` (Llama 4 and 3.2): it describes calls as ``[func_name1(``.
+    - ``lfm2`` (LFM2): it mentions ``<|tool_call_start|>``, or the vocabulary has it.
     - ``llama3_json`` (Llama 3.1 to 3.3): the vocabulary has ``<|python_tag|>``.
     """
     source = template or ""
@@ -126,15 +183,22 @@ def find_tool_format(template: str | None, has_token: Callable[[str], bool]) -> 
         return GENERIC
     if _MISTRAL in source:
         return MISTRAL_ARGS if MISTRAL_ARGS.arguments_mark in source else MISTRAL
+    for form in (SEED_OSS, MINIMAX_M2, KIMI_K2, GEMMA4):
+        if form.begin in source:
+            return form
     if HERMES.begin in source:
-        return QWEN3_CODER if "<function=" in source else HERMES
+        if GLM45.tags.key[0] in source:
+            return GLM45
+        return QWEN3_CODER if QWEN3_CODER.tags.function[0] in source else HERMES
     if DEEPSEEK_V3.begin in source:
         return DEEPSEEK_V3 if "```json" in source else DEEPSEEK_V31
     if HARMONY_REASONING.begin in source:
         return HARMONY
     if "[func_name1(" in source:
         return LLAMA4_PYTHONIC
-    return LLAMA3_JSON if has_token(LLAMA3_JSON.begin) else GENERIC
+    if LFM2.begin in source:
+        return LFM2
+    return next((form for form in (LLAMA3_JSON, LFM2) if has_token(form.begin)), GENERIC)
 
 
 def tool_format(name: str) -> ToolFormat:

@@ -40,7 +40,7 @@ def tool_grammar(
     Arguments follow the function's schema ``parameters``; without one they are ``{}``. If no call is required, those of
     a function that is not strict are any object. Raises ``UsageError`` for a name that no function has.
     Whether the schemas are valid is found when the grammar is compiled. In XML, of the schema of a string only ``enum``
-    is enforced.
+    is enforced; in braces, that of a string, a list or an object gives types, ``enum``, members and items.
     """
     if name is not None:
         named = [tool for tool in tools if tool["function"]["name"] == name]
@@ -52,7 +52,10 @@ def tool_grammar(
         return None
     begin, rest = mark_rule(form.begin, token_id), _after_begin(form, parallel, token_id)
     repeats = parallel and (
-        form.syntax == "xml" or (form.syntax == "named" and not form.end) or (form.syntax == "json" and bool(form.end))
+        (form.syntax == "xml" and not form.is_list)
+        or form.syntax == "braces"
+        or (form.syntax == "named" and not form.end)
+        or (form.syntax == "json" and bool(form.end))
     )
     if required:
         optional, separator = "?" * form.has_bare_calls, r'"\n"? ' * bool(form.end)
@@ -72,7 +75,8 @@ def tool_grammar(
         function = tool["function"]
         schema = _arguments_schema(function, any_object=not required and not function.get("strict"))
         rules += _CALL_RULES[form.syntax](form, function["name"], i, schema, token_id)
-    rules += _SHARED_RULES.get(form.syntax, ())
+    if form.syntax in _SHARED_RULES:
+        rules += _SHARED_RULES[form.syntax](form, token_id)
     return after_reasoning("\n".join(rules), reasoning, reasoning_is_open, token_id)
 
 
@@ -87,11 +91,19 @@ def _after_begin(form: ToolFormat, parallel: bool, token_id: TokenId) -> str:
         return f'"[" call {_MORE_CALLS * parallel}"]" {mark_rule(form.end, token_id)}?'
     if form.syntax == "named" and form.end:  # the end ends the answer
         return f"call {mark_rule(form.end, token_id)}?"
+    if form.syntax == "braces":
+        return f"call {mark_rule(form.end, token_id)}"
     if form.end:
-        return rf'"\n" call "\n" {mark_rule(form.end, token_id)}'
+        line, more = _line(form), r'("\n" call)* ' * (form.is_list and parallel)
+        return f"{line} call {more}{line} {mark_rule(form.end, token_id)}"
     if form.is_list:
         return f'" "? "[" call {_MORE_CALLS * parallel}"]"'
     return 'call ("; " call)*' if form.has_bare_calls and parallel else "call"
+
+
+def _line(form: ToolFormat) -> str:
+    """The end of a line behind a tag, as a part of a rule."""
+    return r'"\n"' if form.syntax != "xml" or form.tags.has_lines else r'"\n"?'
 
 
 _MORE_CALLS = '(", " call)* '
@@ -115,6 +127,8 @@ def _named_call(form: ToolFormat, name: str, number: int, schema: dict[str, Any]
     mark, arguments = mark_rule(form.arguments_mark, token_id), f"arguments_{number}"
     constraint = f"({mark_rule(form.constraint, token_id)})? " if form.constraint else ""
     begin, end = f"{json.dumps(name)} {constraint}{mark}", ""
+    if form.id_prefix:
+        begin = f"{json.dumps(f'{form.id_prefix}{name}:')} /[0-9]+/ {mark}"
     if form.is_fenced:
         begin, end = rf'"function" {mark} {json.dumps(name)} "\n```json\n"', r'"\n```"'
     return [f"call_{number}: {begin} {arguments} {end}", f"{arguments}: %json {json.dumps(schema)}"]
@@ -122,23 +136,130 @@ def _named_call(form: ToolFormat, name: str, number: int, schema: dict[str, Any]
 
 def _xml_call(form: ToolFormat, name: str, number: int, schema: dict[str, Any], token_id: TokenId) -> list[str]:
     """Parameters in the order of the schema. The text of a string ends where its tag is closed."""
-    rules, parts = [], []
+    tags, line, rules, parts = form.tags, _line(form), list[str](), list[str]()
+    padding = json.dumps(tags.padding) if tags.padding else ""
+    end = f"{padding} {mark_rule(tags.value[1], token_id)} {line}"
     for i, (key, value, is_required) in enumerate(_parameters(schema)):
         rule = f"parameter_{number}_{i}"
         types = types_of(value)
         choices = value.get("enum")
-        begin = json.dumps(f"<parameter={key}>\n")
+        begin = _xml_begin(form, json.dumps(key), token_id)
         if "string" not in types:
-            rules += [rf'{rule}: {begin} {rule}_value "\n</parameter>\n"', f"{rule}_value: %json {json.dumps(value)}"]
+            rules += [f"{rule}: {begin} {rule}_value {end}", f"{rule}_value: %json {json.dumps(value)}"]
         elif choices and types == {"string"}:
             texts = " | ".join(json.dumps(choice) for choice in choices)
-            rules.append(rf'{rule}: {begin} ({texts}) "\n</parameter>\n"')
+            rules.append(f"{rule}: {begin} ({texts}) {end}")
         else:
-            rules.append(rf'{rule}: {begin} until_parameter "\n"')
+            rules.append(f"{rule}: {begin} until_value {line}")
         parts.append(rule + "?" * (not is_required))
     if "properties" not in schema:
         parts = ["any_parameter*"]
-    return [f'call_{number}: {json.dumps(f"<function={name}>" + chr(10))} {" ".join(parts)} "</function>"', *rules]
+    before, behind = tags.function
+    head = f"{json.dumps(before + name + behind)} {line}"
+    return [f"call_{number}: {head} {' '.join(parts)} {json.dumps(tags.end) if tags.end else ''}", *rules]
+
+
+def _xml_begin(form: ToolFormat, key: str, token_id: TokenId) -> str:
+    """What precedes a parameter's value; ``key`` is its name as a part of a rule."""
+    tags = form.tags
+    parts = [mark_rule(tags.key[0], token_id), key, mark_rule(tags.key[1], token_id)]
+    if tags.value[0]:
+        parts += [_line(form), mark_rule(tags.value[0], token_id)]
+    return " ".join(parts + [json.dumps(tags.padding)] * bool(tags.padding))
+
+
+def _braces_call(form: ToolFormat, name: str, number: int, schema: dict[str, Any], token_id: TokenId) -> list[str]:
+    """Members in the order of their names, in which chat templates write them."""
+    values = _BracesValues(f"value_{number}", schema, mark_rule(form.string_mark, token_id))
+    arguments = values.members(schema)
+    return [f'call_{number}: {json.dumps(f"call:{name}{{")} {arguments} "}}"', *values.rules]
+
+
+class _BracesValues:
+    """The rules of values in braces: of the schema ``root``, their names begin with ``name``."""
+
+    def __init__(self, name: str, root: Mapping[str, Any], quote: str):
+        self.rules: list[str] = []
+        self._name, self._root, self._quote = name, root, quote
+        self._count = 0
+        self._references: dict[str, str] = {}
+
+    def members(self, schema: Mapping[str, Any]) -> str:
+        """The members of an object, without its braces."""
+        properties = schema.get("properties")
+        if properties is None:
+            return "any_members"
+        required, first = schema.get("required") or (), self._new_name()
+        names = sorted(properties)
+        for i, key in enumerate(names):
+            member = f"{json.dumps(f'{key}:')} {self.value(properties[key])}"
+            others = "" if key in required else f" | {first}_{i + 1}"
+            self.rules.append(f"{first}_{i}: {member} {first}_more_{i + 1}{others}")
+            others = "" if key in required else f" | {first}_more_{i + 1}"
+            self.rules.append(f'{first}_more_{i}: "," {member} {first}_more_{i + 1}{others}')
+        self.rules += [f'{first}_{len(names)}: ""', f'{first}_more_{len(names)}: ""']
+        return f"{first}_0"
+
+    def value(self, schema: Any) -> str:
+        """The name of the rule of a value, or of what every value follows."""
+        if not isinstance(schema, Mapping):
+            return "any_value" if schema is not False else self._json({"not": {}})
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            if reference not in self._references:
+                self._references[reference] = name = self._new_name()
+                self.rules.append(f"{name}: {self.value(self._resolved(reference))}")
+            return self._references[reference]
+        if "const" in schema or "enum" in schema:
+            choices = schema["enum"] if "enum" in schema else [schema["const"]]
+            return self._rule(" | ".join(map(self._literal, choices)))
+        for key in ("anyOf", "oneOf"):
+            if schema.get(key):
+                return self._rule(" | ".join(map(self.value, schema[key])))
+        types = sorted(types_of(schema)) or ["object"] * ("properties" in schema) or ["array"] * ("items" in schema)
+        return self._rule(" | ".join(self._typed(kind, schema) for kind in types)) if types else "any_value"
+
+    def _typed(self, kind: str, schema: Mapping[str, Any]) -> str:
+        if kind == "string":
+            return f"{self._quote} until_quote"
+        if kind == "array":
+            item = self.value(schema.get("items", True))
+            return f'"[" ({item} ("," {item})*)? "]"'
+        if kind == "object":
+            return f'"{{" {self.members(schema)} "}}"'
+        return self._json({**schema, "type": kind})
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self._quote} {json.dumps(value)} {self._quote}"
+        if isinstance(value, list):
+            return f'"[" {_COMMA.join(map(self._literal, value))} "]"'
+        if isinstance(value, dict):
+            members = (f"{json.dumps(f'{key}:')} {self._literal(value[key])}" for key in sorted(value))
+            return f'"{{" {_COMMA.join(members)} "}}"'
+        return json.dumps(json.dumps(value))
+
+    def _resolved(self, reference: str) -> Any:
+        found: Any = self._root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        # a reference to nothing fails where the grammar is compiled
+        return {"type": f"unknown reference {reference}"} if found is None else found
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        return self._rule(f"%json {json.dumps(schema)}")
+
+    def _rule(self, body: str) -> str:
+        name = self._new_name()
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def _new_name(self) -> str:
+        self._count += 1
+        return f"{self._name}_{self._count}"
+
+
+_COMMA = ' "," '
 
 
 def _python_call(form: ToolFormat, name: str, number: int, schema: dict[str, Any], token_id: TokenId) -> list[str]:
@@ -176,21 +297,39 @@ def _parameters(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], bo
     return found
 
 
+def _shared_xml(form: ToolFormat, token_id: TokenId) -> list[str]:
+    begin = _xml_begin(form, r'/[^<>"\n]+/', token_id)
+    return [
+        f"any_parameter: {begin} until_value {_line(form)}",
+        rule_until("until_value", form.tags.value[1], token_id),
+    ]
+
+
+def _shared_python(form: ToolFormat, token_id: TokenId) -> list[str]:
+    return [
+        'any_argument: /[A-Za-z_][A-Za-z0-9_]*/ "=" any_value',
+        'any_value: "True" | "False" | "None" | any_json',
+        f"any_json: %json {json.dumps({'x-guidance': _SPACING})}",
+    ]
+
+
+def _shared_braces(form: ToolFormat, token_id: TokenId) -> list[str]:
+    return [
+        rule_until("until_quote", form.string_mark, token_id),
+        'any_members: (any_member ("," any_member)*)?',
+        r'any_member: /[^\s:{}\[\],<>"]+/ ":" any_value',
+        f'any_value: {mark_rule(form.string_mark, token_id)} until_quote | any_literal | "{{" any_members "}}" '
+        '| "[" (any_value ("," any_value)*)? "]"',
+        'any_literal: %json {"type": ["boolean", "null", "number"]}',
+    ]
+
+
 _CALL_RULES = {
     "json": _json_call,
     "named": _named_call,
     "marked": _named_call,
     "xml": _xml_call,
     "python": _python_call,
+    "braces": _braces_call,
 }
-_SHARED_RULES = {
-    "xml": (
-        r'any_parameter: "<parameter=" /[^<>\n]+/ ">\n" until_parameter "\n"',
-        r"until_parameter[lazy]: /(.|\n)*<\/parameter>/",
-    ),
-    "python": (
-        'any_argument: /[A-Za-z_][A-Za-z0-9_]*/ "=" any_value',
-        'any_value: "True" | "False" | "None" | any_json',
-        f"any_json: %json {json.dumps({'x-guidance': _SPACING})}",
-    ),
-}
+_SHARED_RULES = {"xml": _shared_xml, "python": _shared_python, "braces": _shared_braces}

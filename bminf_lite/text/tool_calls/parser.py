@@ -11,14 +11,18 @@ from typing import Any, NamedTuple
 from ..reasoning import Content
 from ..stop_strings import overlap
 from .formats import CALL_ID, ToolFormat
-from .values import json_of_literal, json_of_parameter
+from .values import json_of_braces, json_of_literal, json_of_parameter
 
 
 class CallBegin(NamedTuple):
-    """A call of the function ``name`` begins; ``call`` counts the calls of an answer from 0."""
+    """A call of the function ``name`` begins; ``call`` counts the calls of an answer from 0.
+
+    ``id`` is the call's id if the model writes one, which its chat template expects to see again.
+    """
 
     call: int
     name: str
+    id: str = ""
 
 
 class ArgumentsDelta(NamedTuple):
@@ -42,8 +46,7 @@ _NAME = string.ascii_letters + string.digits + "_.-"
 _LITERAL = string.ascii_letters + string.digits + "+-."
 _ARGUMENTS = ("arguments", "parameters")
 _FENCE = "```json"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_CALL = "call:"
 
 
 class ToolCallParser:
@@ -117,7 +120,9 @@ class ToolCallParser:
             self._is_in_call = True
             start = yield from self._skip(_SPACE, len(form.begin))
             if form.syntax == "xml":
-                is_call = yield from self._xml_call(start)
+                is_call = yield from self._xml_calls(start)
+            elif form.syntax == "braces":
+                is_call = yield from self._braces_call(start)
             elif form.syntax == "python":
                 is_call = yield from self._python_calls(start)
             elif form.syntax == "marked":
@@ -198,7 +203,11 @@ class ToolCallParser:
         """Take a name, the mark and arguments. If they are not there, what was read is content."""
         mark = self._form.arguments_mark
         end = yield from self._skip(_NAME, at)
-        name = self._text[at:end]
+        name, call_id = self._text[at:end], ""
+        if self._form.id_prefix and (yield from self._at(end)) == ":":
+            end = yield from self._skip(string.digits, end + 1)
+            call_id, name = self._text[at:end], name.removeprefix(self._form.id_prefix)
+            end = yield from self._skip(_SPACE, end)
         if name and (yield from self._is(CALL_ID, end)):
             end = yield from self._skip(_NAME, end + len(CALL_ID))
         if name and (yield from self._is(mark, end)):
@@ -212,7 +221,7 @@ class ToolCallParser:
         if not name or (yield from self._at(end)) != "{":
             self._content(end)
             return False
-        call = self._begin(name, end)
+        call = self._begin(name, end, call_id)
         if (yield from self._arguments(call)):
             self._events.append(CallEnd(call))
         return True
@@ -234,40 +243,106 @@ class ToolCallParser:
             self._content(at)
         return is_call
 
+    def _xml_calls(self, at: int) -> Generator[None, None, bool]:
+        """Take a call as XML, or several where the form allows that. False, and content, if there is none."""
+        is_call = yield from self._xml_call(at)
+        while is_call and self._form.is_list:
+            at = yield from self._skip(_SPACE, 0)
+            if not (yield from self._is(self._form.tags.function[0], at)) or not (yield from self._xml_call(at)):
+                break
+        return is_call
+
     def _xml_call(self, at: int) -> Generator[None, None, bool]:
         """Take a call as XML. If its first tag is not there, what was read is content."""
-        is_call = yield from self._is(_FUNCTION, at)
-        start = at + len(_FUNCTION) if is_call else at
+        tags = self._form.tags
+        (before_name, behind_name), (before_key, behind_key), (before_value, behind_value) = (
+            tags.function, tags.key, tags.value,
+        )  # fmt: skip
+        is_call = yield from self._is(before_name, at)
+        start = at + len(before_name) if is_call else at
         end = yield from self._skip(_NAME, start)
-        if not is_call or end == start or (yield from self._at(end)) != ">":
+        name, stop = self._text[start:end], end + len(behind_name)
+        if is_call and name and not behind_name:  # what follows tells whether that was a name
+            stop = yield from self._skip(_SPACE, end)
+            is_call = (yield from self._is(before_key, stop)) or (yield from self._is(self._form.end, stop))
+        elif is_call and name:
+            is_call = yield from self._is(behind_name, end)
+        if not is_call or not name:
             self._content(end)
             return False
-        name = self._text[start:end]
         properties = self._schemas.get(name, {}).get("properties") or {}
-        call, before = self._begin(name, end + 1), "{"
+        call, before = self._begin(name, stop), "{"
         at = yield from self._skip(_SPACE, 0)
-        while (yield from self._is(_PARAMETER, at)):
-            start = at + len(_PARAMETER)
-            key_end = yield from self._find(">", start)
-            value_end = -1 if key_end < 0 else (yield from self._find(_PARAMETER_END, key_end))
+        while (yield from self._is(before_key, at)):
+            start = at + len(before_key)
+            key_end = yield from self._find(behind_key, start)
+            begin = -1 if key_end < 0 else (yield from self._find(before_value, key_end + len(behind_key)))
+            value_end = -1 if begin < 0 else (yield from self._find(behind_value, begin + len(before_value)))
             if value_end < 0:
                 self._consume(len(self._text))
                 self._events.append(CallEnd(call))
                 return True
-            key, value = self._text[start:key_end], self._text[key_end + 1 : value_end]
-            self._consume(value_end + len(_PARAMETER_END))
+            key, value = self._text[start:key_end], self._text[begin + len(before_value) : value_end]
+            self._consume(value_end + len(behind_value))
             schema = properties.get(key)
             text = json_of_parameter(
-                value.removeprefix("\n").removesuffix("\n"), schema if isinstance(schema, Mapping) else {}
+                value.removeprefix(tags.padding).removesuffix(tags.padding),
+                schema if isinstance(schema, Mapping) else {},
             )
             self._events.append(ArgumentsDelta(call, f"{before}{json.dumps(key)}: {text}"))
             before = ", "
             at = yield from self._skip(_SPACE, 0)
-        if (yield from self._is(_FUNCTION_END, at)):
-            self._consume(at + len(_FUNCTION_END))
+        if (yield from self._is(tags.end or self._form.end, at)):
+            self._consume((at + len(tags.end)) * bool(tags.end))
             self._events.append(ArgumentsDelta(call, "{}" if before == "{" else "}"))
         self._events.append(CallEnd(call))
         return True
+
+    def _braces_call(self, at: int) -> Generator[None, None, bool]:
+        """Take a name and arguments in braces, each when it is complete. If they are not there, it is content."""
+        is_call = yield from self._is(_CALL, at)
+        start = at + len(_CALL) if is_call else at
+        end = yield from self._skip(_NAME, start)
+        name = self._text[start:end]
+        if not is_call or not name or (yield from self._at(end)) != "{":
+            self._content(end)
+            return False
+        call, before = self._begin(name, end + 1), "{"
+        while True:
+            start = yield from self._skip(_SPACE, 0)
+            if (yield from self._at(start)) == "}":
+                self._consume(start + 1)
+                self._events.append(ArgumentsDelta(call, "{}" if before == "{" else "}"))
+                break
+            stop = yield from self._braces_value(start)
+            mark = yield from self._at(stop)
+            key, colon, value = self._text[start:stop].partition(":")
+            if not mark or not colon:
+                self._consume(stop)
+                break
+            text = json_of_braces(value, self._form.string_mark)
+            key = key.strip().removeprefix(self._form.string_mark).removesuffix(self._form.string_mark)
+            self._events.append(ArgumentsDelta(call, f"{before}{json.dumps(key)}: {text}"))
+            self._consume(stop + (mark == ","))
+            before = ", "
+        self._events.append(CallEnd(call))
+        return True
+
+    def _braces_value(self, at: int) -> Generator[None, None, int]:
+        """The end of a member that begins at ``at``: the comma or the bracket behind it."""
+        mark, depth = self._form.string_mark, 0
+        while character := (yield from self._at(at)):
+            if character == mark[0] and (yield from self._is(mark, at)):
+                at = yield from self._find(mark, at + len(mark))
+                if at < 0:
+                    return len(self._text)
+                at += len(mark)
+                continue
+            if depth == 0 and character in ",}]":
+                break
+            depth += (character in "{[") - (character in "}]")
+            at += 1
+        return min(at, len(self._text))
 
     def _python_calls(self, at: int, only: frozenset[str] | None = None) -> Generator[None, None, bool]:
         """Take a list of calls as Python writes them. False, and content, if it does not begin with a call."""
@@ -335,11 +410,11 @@ class ToolCallParser:
             at += 1
         return min(at, len(self._text))
 
-    def _begin(self, name: str, consumed: int) -> int:
+    def _begin(self, name: str, consumed: int, call_id: str = "") -> int:
         """A call is certain: white space before it, and its text up to ``consumed``, are no content."""
         self._consume(consumed)
         self._space, self._is_after_call, self._is_in_call = "", True, True
-        self._events.append(CallBegin(self._count, name))
+        self._events.append(CallBegin(self._count, name, call_id))
         self._count += 1
         return self._count - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_LITERAL = 10_000
@@ -47,6 +47,77 @@ def json_of_literal(text: str) -> str:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return _dumped(text)
     return text
+
+
+def json_of_braces(text: str, mark: str) -> str:
+    """The JSON of a value whose strings are within ``mark`` and whose keys are as they are; else of a string."""
+    reader = _BracesReader(text, mark)
+    try:
+        return _dumped(reader.whole())
+    except (ValueError, RecursionError):
+        return _dumped(text.strip())
+
+
+class _BracesReader:
+    """Reads one value of Gemma's form of objects. Raises ``ValueError`` for what is none."""
+
+    def __init__(self, text: str, mark: str):
+        self._text, self._mark, self._at = text, mark, 0
+
+    def whole(self) -> Any:
+        """The value that the text is."""
+        value = self._value()
+        if self._next():
+            raise ValueError
+        return value
+
+    def _next(self) -> str:
+        while self._text[self._at : self._at + 1].isspace():
+            self._at += 1
+        return self._text[self._at : self._at + 1]
+
+    def _value(self) -> Any:
+        first = self._next()
+        if self._text.startswith(self._mark, self._at):
+            start = self._at + len(self._mark)
+            end = self._text.index(self._mark, start)
+            self._at = end + len(self._mark)
+            return self._text[start:end]
+        if first == "[":
+            return [self._value() for _ in self._items("]")]
+        if first == "{":
+            members: dict[str, Any] = {}
+            for _ in self._items("}"):
+                self._next()
+                colon = self._text.index(":", self._at)
+                key, self._at = self._text[self._at : colon].strip(), colon + 1
+                members[key.removeprefix(self._mark).removesuffix(self._mark)] = self._value()
+            return members
+        end = self._at
+        while end < len(self._text) and self._text[end] not in ",]}":
+            end += 1
+        literal, self._at = self._text[self._at : end].strip(), end
+        if not literal:
+            raise ValueError
+        try:
+            return json.loads(literal, parse_constant=_refuse)
+        except ValueError:
+            return literal
+
+    def _items(self, closing: str) -> Iterator[None]:
+        """Stop before each item in brackets, and behind the ``closing`` one."""
+        self._at += 1
+        if self._next() == closing:
+            self._at += 1
+            return
+        while True:
+            yield
+            mark = self._next()
+            self._at += 1
+            if mark == closing:
+                return
+            if mark != ",":
+                raise ValueError
 
 
 def _parsed(text: str) -> ast.expr:
