@@ -32,9 +32,11 @@ OPERATIONS = (
     "norm_add",
     "norm_qk",
     "soft_cap",
+    "all_reduce_add",
+    "all_gather_columns",
     "sample",
 )
-"""The operations of a forward pass and of sampling."""
+"""The operations of a forward pass, of ranks and of sampling."""
 LINEAR_OPERATIONS = ("product", "linear", "linear_add", "gated_linear", "activated_linear")
 
 

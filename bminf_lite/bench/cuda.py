@@ -49,6 +49,9 @@ class CudaProfiler(Profiler):
 
     def time(self, work: Callable[[], T]) -> tuple[float, T]:
         start, end = cp.cuda.Event(), cp.cuda.Event()
+        if self.meet is not None:
+            self.ops.stream.synchronize()
+            self.meet()
         start.record(self.ops.stream)
         result = work()
         end.record(self.ops.stream)

@@ -54,7 +54,7 @@ def read_shape(name: str) -> dict[str, Any]:
 class BenchModel:
     """A model that is ready to run.
 
-    ``parameters`` counts elements, tied ones once; ``nbytes`` are the bytes that were loaded. ``plan`` says where the
+    ``parameters`` counts elements, tied ones once; ``nbytes`` are the bytes that were read. ``plan`` says where the
     weights are; None on a CPU. ``peers`` has the networks of the other ranks of a model that is divided.
     """
 
@@ -72,13 +72,19 @@ class BenchModel:
         return (self.network, *self.peers)
 
     @property
+    def ranks(self) -> list[BenchModel]:
+        """The model as each rank has it."""
+        return [replace(self, network=network, peers=()) for network in self.networks]
+
+    @property
     def ops(self) -> Backend:
-        """The backend."""
+        """The backend, of the first rank."""
         return self.network.ops
 
     def cache_bytes(self, tokens: float, states: float = 0.0) -> float:
-        """Bytes of the keys and values of ``tokens`` tokens of one sequence, and of ``states`` of its states."""
-        layout, itemsize = self.engine_config.cache_layout, self.ops.activation_dtype.itemsize
+        """Bytes of a rank's keys and values of ``tokens`` tokens of one sequence, and of ``states`` of its states."""
+        layout = self.engine_config.cache_layout.shard(self.ops.communicator.tp_size)
+        itemsize = self.ops.activation_dtype.itemsize
         return tokens * layout.bytes_per_token(itemsize) + states * layout.bytes_per_sequence(itemsize)
 
 

@@ -53,14 +53,20 @@ class Span:
 
 
 class Profiler:
-    """Measures the CPU. ``ceiling_bytes`` is the size of the buffers for measuring its limits."""
+    """Measures the CPU. ``ceiling_bytes`` is the size of the buffers for measuring its limits.
+
+    ``meet`` is called before each time is taken: the ranks of a divided model wait there for each other.
+    """
 
     def __init__(self, ops: Backend, ceiling_bytes: int = 256 << 20):
         self.ops = ops
         self.ceiling_bytes = ceiling_bytes
+        self.meet: Callable[[], None] | None = None
 
     def time(self, work: Callable[[], T]) -> tuple[float, T]:
         """Seconds that the device takes for ``work()``, and its result."""
+        if self.meet is not None:
+            self.meet()
         start = time.perf_counter()
         result = work()
         return time.perf_counter() - start, result

@@ -20,7 +20,10 @@ UNKNOWN = Ceilings(math.nan, math.nan, math.nan)
 
 @dataclass
 class Report:
-    """The results of one run of the benchmark."""
+    """The results of one run of the benchmark.
+
+    Of a model on several devices, the bytes and shares are those of the first, and ``ceilings`` the limits of one.
+    """
 
     device: str
     versions: Mapping[str, str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.communicator import RankFailed, on_ranks
 from ..backend.cpu import CpuBackend
 from ..errors import UsageError
 from .calls import LinearCosts, trace_calls
@@ -36,6 +38,40 @@ def make_profiler(ops: Backend) -> Profiler:
     return CudaProfiler(ops)
 
 
+def on_each_rank(bench_model: BenchModel, profiler: Profiler, work: Callable[[BenchModel, Profiler], T]) -> T:
+    """``work`` with the model as each rank has it, all at once; returns what the first rank's gives.
+
+    ``profiler`` is the first rank's; the others get their own. Ranks run the same steps, because each draws the same
+    random tokens, and wait for each other before each time that is taken. A model that is not divided has one rank.
+    Raises the error of a rank that failed, or whose sums may be wrong.
+    """
+    ranks = bench_model.ranks
+    if len(ranks) == 1:
+        return work(ranks[0], profiler)
+    barrier = threading.Barrier(len(ranks))
+
+    def meet() -> None:
+        try:
+            barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise RankFailed("another rank has failed") from error
+
+    def run(rank: int) -> T:
+        own = profiler if rank == 0 else type(profiler)(ranks[rank].ops, profiler.ceiling_bytes)
+        own.meet = meet
+        try:
+            found = work(ranks[rank], own)
+            own.ops.communicator.check()
+            return found
+        except BaseException:
+            barrier.abort()
+            raise
+        finally:
+            own.meet = None
+
+    return on_ranks([rank.ops for rank in ranks], run)[0]
+
+
 @dataclass(frozen=True)
 class Workload:
     """``tokens`` prompt tokens (``pp``) or decoded tokens (``tg``) of ``batch`` sequences, after ``depth`` tokens.
@@ -57,6 +93,7 @@ class Workload:
 class Measurement:
     """The result of a workload: seconds of each repetition, bytes per token, and peaks of memory in bytes.
 
+    Bytes and operations of a divided model are those of its first rank.
     ``token_bytes`` counts the weights, once for each step, and the keys and values; activations are left out.
     ``operations`` are those of the products for one token, a multiplication and an addition counted as two.
     ``streamed_bytes`` are the bytes of streamed weights that were copied to the device for one token.
@@ -148,16 +185,14 @@ def run_tests(
 ) -> list[Measurement]:
     """Run each workload ``repetitions`` times after a warm-up, and pass each result to ``on_result``.
 
+    ``profiler`` is that of the model's device, or of the first rank's.
     Raises ``BminfError`` if :func:`.check_results` finds a wrong result, ``OutOfMemory`` if the cache does not fit.
     """
     measurements = []
     if bench_model.engine_config.is_encoder_decoder:  # a prompt becomes a source, which has no tokens before it
         tests = dict.fromkeys(replace(t, kind="enc", depth=0) if t.kind == "pp" else t for t in tests)
     for test in tests:
-        profiler.reset_peaks()
-        with closing(Session(bench_model, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
-            runs = WORKLOAD_RUNNERS[test.kind](session, profiler, test, repetitions)
-            peaks = profiler.peaks()
+        runs, peaks = on_each_rank(bench_model, profiler, partial(_run, test=test, repetitions=repetitions))
         tokens = test.batch * test.tokens
         per_token = test.batch if test.kind == "tg" else tokens
         nbytes = runs.costs.nbytes / per_token + cache_bytes_per_token(bench_model, test)
@@ -165,6 +200,15 @@ def run_tests(
         measurements.append(Measurement(test, tuple(runs.seconds), nbytes, operations, *peaks, streamed))
         on_result(measurements[-1])
     return measurements
+
+
+def _run(
+    bench_model: BenchModel, profiler: Profiler, test: Workload, repetitions: int
+) -> tuple[Repetitions, tuple[int, int | None]]:
+    """The repetitions of a workload on one rank, and its peaks of memory."""
+    profiler.reset_peaks()
+    with closing(Session(bench_model, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
+        return WORKLOAD_RUNNERS[test.kind](session, profiler, test, repetitions), profiler.peaks()
 
 
 @dataclass
@@ -247,7 +291,14 @@ def cache_bytes_per_token(bench_model: BenchModel, test: Workload) -> float:
 
 
 def trace_step(bench_model: BenchModel, profiler: Profiler, batch: int = 1, depth: int = 0) -> Trace:
-    """Time the parts of one decode step of ``batch`` sequences after ``depth`` tokens; results are checked."""
+    """Time the parts of one decode step of ``batch`` sequences after ``depth`` tokens; results are checked.
+
+    Of a divided model the parts are those of the first rank, whose sums wait for the others.
+    """
+    return on_each_rank(bench_model, profiler, partial(_traced, batch=batch, depth=depth))
+
+
+def _traced(bench_model: BenchModel, profiler: Profiler, batch: int, depth: int) -> Trace:
     with closing(Session(bench_model, batch, depth + TRACED_STEPS + WARM_UP_STEPS)) as session:
         position = session.fill_context(depth)
         session.prepare_decode(position)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..bench.runner import Measurement
     from ..bench.serving import Load
     from ..engine.speculative import SpeculativeConfig
+    from ..models._config import ModelConfig
 
 
 def numbers(value: str) -> tuple[int, ...]:
@@ -132,6 +133,9 @@ def bench(
     because they do not fit the memory limit, it also prints the bytes copied for a token, the share of the link's
     speed, and the speed that "plan" predicts.
 
+    With --gpus the bytes, the shares and the memory are those of the first GPU, which waits for the others' sums. The
+    trace of a step shows that wait.
+
     With --offline or --online, requests of exactly --input and --output tokens go through the engine as a caller's do.
     Prints tokens per second, and the median and 99th percentile of the time to the first token and between tokens.
 
@@ -156,7 +160,7 @@ def bench(
     from ..bench.report import Report
     from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step, workloads
     from ..bench.serving import Load
-    from ..checkpoint.opened_model import describe_model
+    from ..checkpoint.opened_model import describe_model, open_model
 
     if (model is None) == (shape is None) and not (kernels and model is None):
         raise click.UsageError(f"Give either MODEL or --shape, which is one of: {', '.join(shape_names())}.")
@@ -168,8 +172,8 @@ def bench(
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
     _check_load(offline, online, requests, max_batch, trace, kernels, speculative)
-    if gpus > 1 and offline is None and online is None:
-        raise click.UsageError("--gpus is for --offline and --online: other tests measure one GPU.")
+    if gpus > 1 and kernels:
+        raise click.UsageError("--kernels measures one GPU: leave out --gpus.")
     if shape is not None and speculative is not None and speculative.model is not None:
         raise click.UsageError("--speculative with a model needs MODEL: a shape has no tokens for it to guess.")
     config = None if shape is None else read_shape(shape)
@@ -200,18 +204,26 @@ def bench(
             _run_load(load, loaded, f"{name}, int8 cache" if kv_cache == "int8" else name, output, plot)
         else:
             assert config is not None
-            parsed = describe_model(config).config
-            most = max(parsed.hidden_size * max_num_batched_tokens, parsed.vocab_size)
+            most = _largest_sum(describe_model(config).config, max_num_batched_tokens)
             ranks = backend.create_ranks(gpus, device, memory_limit, most)
             _run_load(load, *_random_model(load, ranks, make_model), output, plot)
         return
     with closing(backend.create(device)) as ops:  # first: after a large model, reads were measured up to 13 % slower
         ceilings = make_profiler(ops).ceilings()
-    with closing(backend.create(device, memory_limit)) as ops:
-        profiler = make_profiler(ops)
-        report = Report(ops.describe(), profiler.versions(), ceilings)
+    most = 1
+    if gpus > 1 and config is not None:
+        most = _largest_sum(describe_model(config).config, max_num_batched_tokens)
+    elif gpus > 1 and model is not None:
+        with open_model(model) as opened:
+            most = _largest_sum(opened.config, max_num_batched_tokens)
+    ranks = backend.create_ranks(gpus, device, memory_limit, most)
+    with ExitStack() as stack:
+        stack.callback(backend.close_ranks, ranks)
+        profiler = make_profiler(ranks[0])
+        name = ranks[0].describe()
+        report = Report(name if gpus == 1 else f"{gpus} x {name}", profiler.versions(), ceilings)
         if model is not None or shape is not None:
-            bench_model = report.bench_model = make_model(ops)
+            bench_model = report.bench_model = make_model(ranks)
             if trace:
                 report.trace = trace_step(bench_model, profiler, batches[0], depths[0])
             elif not kernels:
@@ -221,6 +233,11 @@ def bench(
     click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
     if plot is not None:
         drawing.save(report, plot)
+
+
+def _largest_sum(config: ModelConfig, tokens: int) -> int:
+    """The most values that ranks add or gather at once in steps of ``tokens`` tokens."""
+    return max(config.hidden_size * tokens, config.vocab_size)
 
 
 def _check_load(

@@ -59,6 +59,7 @@ CASES = {
         "backend/test_peers.py::test_a_rank_that_fails_ends_the_wait_of_the_others_at_once",
         "backend/test_peers.py::test_a_rank_that_hangs_is_named_within_seconds",
         "backend/test_peers.py::test_captured_steps_are_replayed_beside_others",
+        "bench/test_bench_cuda.py::test_a_model_divided_between_two_gpus",
     ),
     "sm_86": (
         f"{GOLDENS}{REFERENCE}[w8a8-qwen2: grouped]",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 
-from bminf_lite.bench.model import random_model, read_shape
+from bminf_lite.backend import close_ranks, create_ranks
+from bminf_lite.bench.model import BenchModel, random_model, read_shape
 from bminf_lite.bench.runner import Workload, run_tests, trace_step
 from bminf_lite.bench.session import Session
+from bminf_lite.cuda.runtime.driver import device_count
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+SMALL = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 512}
 
 
 @pytest.fixture
@@ -36,8 +40,7 @@ def profiler(cuda_backend):
 
 @pytest.fixture(scope="module")
 def bench_model(cuda_backend):
-    small = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 512}
-    return random_model("small", read_shape("llama-tiny") | small, cuda_backend)
+    return random_model("small", read_shape("llama-tiny") | SMALL, cuda_backend)
 
 
 def test_ceilings(profiler) -> None:
@@ -51,6 +54,29 @@ def test_speeds_and_peaks(bench_model, profiler) -> None:
         assert measurement.speed > 1
         assert measurement.peak_reserved >= measurement.peak_used > bench_model.nbytes / 2
         assert measurement.bandwidth > 0
+
+
+@pytest.fixture
+def divided() -> Iterator[BenchModel]:
+    """A model that two GPUs divide."""
+    if device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    ranks = create_ranks(2, "cuda", "512MiB", 128 * 512)
+    try:
+        yield random_model("small", read_shape("llama-tiny") | SMALL, ranks, max_num_batched_tokens=256)
+    finally:
+        close_ranks(ranks)
+
+
+def test_a_model_divided_between_two_gpus(divided: BenchModel, profiler) -> None:
+    tests, own = [Workload("pp", 30, 0, 2), Workload("tg", 6, 10)], type(profiler)(divided.ops, 1 << 20)
+    for measurement in run_tests(divided, own, tests, 2):
+        assert measurement.speed > 1 and 0 < measurement.token_bytes < divided.nbytes
+
+
+def test_trace_of_a_model_divided_between_two_gpus(divided: BenchModel, profiler) -> None:
+    trace = trace_step(divided, type(profiler)(divided.ops, 1 << 20), depth=10)
+    assert any("all_reduce" in span.name for span in trace.spans)
 
 
 def test_results_lie_where_it_is_seen_if_nothing_is_written(bench_model, monkeypatch) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tiny_models import goldens
 
 from bminf_lite import models
 from bminf_lite.api import Model
+from bminf_lite.backend import create_ranks
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.functions import normalise, softmax
@@ -228,6 +230,49 @@ class Broken(CpuBackend):
 
     def sample(self, logits, sampler, batch=None):
         return self.chosen.copy()
+
+
+def test_a_divided_model_is_measured_on_all_ranks_at_once() -> None:
+    """Each rank runs every step; bytes, operations and the parts of a step are those of the first."""
+    ranks = create_ranks(2, "cpu")
+    bench_model = random_model("divided", SHAPE, ranks)
+    steps = [0, 0]
+    for own in bench_model.ranks:
+        count_steps(own, steps)
+    tests = [Workload("pp", 8), Workload("tg", 4, depth=6, batch=2)]
+    prefill, decode = run_tests(bench_model, Profiler(ranks[0]), tests, 2)
+    assert len(prefill.seconds) == len(decode.seconds) == 2
+    assert decode.operations == prefill.operations + 2 * (BEHIND_ATTENTION + 300 * 64) * 7 / 8 / 2 == PRODUCTS
+    assert decode.token_bytes < (STEP_BYTES / 2 + random_model("whole", SHAPE, CpuBackend()).cache_bytes(9.5)) * 0.6
+    assert steps[0] == steps[1] > 10
+    names = [span.name.split(" ")[0] for span in trace_step(bench_model, Profiler(ranks[0]), depth=5).spans]
+    assert names.count("all_reduce_add") == 4 and names.count("all_gather_columns") == 1
+    assert all(ops.communicator.tp_size == 2 for ops in ranks)
+
+
+def count_steps(own: BenchModel, steps: list[int]) -> None:
+    """Count in ``steps`` the results that a rank fetches."""
+    fetch, rank = own.ops.fetch, own.ops.communicator.tp_rank
+
+    def counted(*arguments: Any) -> Any:
+        steps[rank] += 1
+        return fetch(*arguments)
+
+    own.ops.fetch = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", ["pp", "tg"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_ends_the_others(kind: str, failing: int) -> None:
+    ranks = create_ranks(2, "cpu")
+    bench_model = random_model("divided", SHAPE, ranks)
+
+    def fail(*arguments: Any) -> Any:
+        raise BminfError(f"rank {failing} is out of order")
+
+    ranks[failing].fetch = fail  # type: ignore[method-assign]
+    with pytest.raises(BminfError, match=f"rank {failing} is out of order"):
+        run_tests(bench_model, Profiler(ranks[0]), [Workload(kind, 4)], 1)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,15 @@ def test_a_trace_as_csv() -> None:
     assert rows[0]["name"].startswith("embed") and rows[-1]["name"].startswith("sample")
 
 
+@pytest.mark.parametrize("given", [(DEMO,), ("--shape", "llama-tiny")], ids=["a folder", "a shape"])
+def test_a_model_divided_among_ranks(given: tuple[object, ...]) -> None:
+    result = bench(*given, "--gpus", 2, "-p", 5, "-n", 2, "-r", 1, "-o", "json")
+    assert result.exit_code == 0, result.stderr
+    prompt, decoded = json.loads(result.stdout)["tests"]
+    assert prompt["test"] == "pp5" and decoded["test"] == "tg2"
+    assert prompt["device"].startswith("2 x ") and decoded["tokens_per_second"] > 0
+
+
 def test_kernels_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Profiler, "kernels", lambda self: iter(()))
     result = bench("--kernels")
@@ -128,6 +137,7 @@ def test_a_shape_that_the_host_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> N
         ["--shape", "llama-tiny", "--trace", "-b", "1,2"],
         ["--shape", "llama-tiny", "--trace", "-n", "0", "-p", "0"],
         ["--kernels", "--offline", "4"],
+        ["--kernels", "--gpus", "2"],
         ["--shape", "llama-tiny", "--offline", "4", "--online", "2"],
         ["--shape", "llama-tiny", "--online", "0"],
     ],
