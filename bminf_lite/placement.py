@@ -297,11 +297,13 @@ def with_draft_model(
 def with_long_texts(needed: MemoryRequirements, config: ModelConfig) -> MemoryRequirements:
     """What a model needs that makes vectors of texts which it computes in pieces.
 
-    It keeps the fp32 residual stream of a whole text, and what one layer of each kind keeps.
+    It keeps the fp32 residual stream of a whole text and what layers read beside it, and what one layer of each kind
+    keeps.
     """
     kinds = {layouts for layouts in config.layer_layouts if layouts}
     kept = sum(group.token_bytes for layouts in kinds for group in cache_groups(config, CacheLayout(layouts)))
-    return replace(needed, text_bytes_per_token=4 * config.hidden_size + kept)
+    rows = 4 * config.hidden_size + 2 * config.layer_input_features
+    return replace(needed, text_bytes_per_token=rows + kept)
 
 
 def plan_placement(

@@ -87,6 +87,11 @@ class ModelConfig(ABC):
         return {}
 
     @property
+    def layer_input_features(self) -> int:
+        """What layers read of a token beside the residual stream, in values of the activation type."""
+        return 0
+
+    @property
     def shared_norm_vectors(self) -> int:
         """Vectors of those norms, of all layers that decode, which two products apply: each normalises for itself."""
         return 0

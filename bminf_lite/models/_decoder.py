@@ -65,6 +65,10 @@ class DecoderConfig(ModelConfig):
         return max((layer for layer, parts in enumerate(self.layer_parts) if parts.layouts), default=0)
 
     @property
+    def layer_input_features(self) -> int:
+        return self.input.layer_input_features
+
+    @property
     def shared_norm_vectors(self) -> int:
         return sum(layer.shared_norm_vectors for layer in self.layer_parts)
 

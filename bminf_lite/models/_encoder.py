@@ -100,6 +100,10 @@ class EncoderConfig(ModelConfig):
         parts = (sub.part for layer in self.layer_parts for sub in layer.sublayers)
         return not any(isinstance(part, EncoderAttentionPart) for part in parts)
 
+    @property
+    def layer_input_features(self) -> int:
+        return self.input.layer_input_features
+
     def layer_name(self, layer: int) -> str:
         """The prefix of the tensors of layer ``layer``."""
         return f"{self.prefix}.{layer}"

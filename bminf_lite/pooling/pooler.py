@@ -43,11 +43,6 @@ class PoolingModel:
         return self.settings.size(self.features)
 
     @property
-    def is_reranker(self) -> bool:
-        """Whether the model reads a query and a text together, and gives one number."""
-        return self.has_classes and self.scores is not None and len(self.scores.labels) == 1
-
-    @property
     def has_classes(self) -> bool:
         """Whether the model classifies texts."""
         return self.classifier is not None and self.classifier.pooling is not None

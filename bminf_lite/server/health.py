@@ -13,7 +13,6 @@ from starlette.routing import Route
 
 from ..version import __version__
 from .errors import ApiError
-from .protocol import ModelInfo
 from .state import ServerState
 
 
@@ -22,16 +21,15 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def capabilities(info: ModelInfo) -> dict[str, bool]:
-    """What a model makes of texts; empty for one that only generates."""
-    if info.pooling is None:
-        return {}
-    labels, reads_whole = info.pooling.labels, not info.pooling.classifies_tokens
-    return {
-        "embeddings": not labels,
-        "rerank": len(labels) < 2 and reads_whole,
-        "classify": bool(labels) and reads_whole,
-    }
+def capabilities(server: ServerState) -> dict[str, bool]:
+    """What a model does: ``chat``, ``rerank``, and if it makes vectors of texts ``embeddings`` and ``classify``."""
+    found, pooling = {"chat": server.has_chat, "rerank": server.ranks_by_answers}, server.client.info.pooling
+    if pooling is not None:
+        labels, reads_whole = pooling.labels, not pooling.classifies_tokens
+        found |= {"embeddings": not labels, "classify": bool(labels) and reads_whole}
+        if not server.client.info.generates:
+            found["rerank"] = len(labels) < 2 and reads_whole
+    return found
 
 
 def routes(server: ServerState) -> list[Route]:
@@ -71,7 +69,7 @@ def routes(server: ServerState) -> list[Route]:
             "type": "model",
             "display_name": name,
             "created_at": started_text,
-            "capabilities": {"chat": server.has_chat, **capabilities(server.client.info)},
+            "capabilities": capabilities(server),
             "default_sampling_params": server.default_sampling,
         }
 

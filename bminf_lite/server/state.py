@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from ..engine.sampling_params import SamplingParams
-from ..errors import BminfError
+from ..errors import BminfError, UsageError
+from ..pooling.yes_no import Questions
 from ..text.prompts import PromptEncoder
 from ..text.token_bytes import TokenTexts
 from ..text.tokenizer import Tokenizer
@@ -65,6 +66,14 @@ class ServerState:
         except BminfError:  # each request that needs it gets the reason
             return False
         return tokenizer.chat_template is not None or tokenizer.answers_dialogues
+
+    @cached_property
+    def ranks_by_answers(self) -> bool:
+        """Whether the model generates and can be asked about texts: it chats, and has tokens of "yes" and "no"."""
+        try:
+            return self.has_chat and bool(Questions(self.prompts).answers)
+        except UsageError:  # each request that ranks gets the reason
+            return False
 
     @cached_property
     def default_sampling(self) -> dict[str, float | None]:

@@ -324,6 +324,10 @@ def test_what_a_long_text_keeps_follows_from_the_layers() -> None:
     described = describe_model(read_json(CONFIGS / "llama-3-8b.json"), CONFIGS)
     needed = with_long_texts(EIGHT_B, described.config)
     assert needed.text_bytes_per_token == 4 * 4096 + 2 * 2 * 8 * 128, "the residual stream, a layer's keys and values"
+    config = read_json(CONFIGS / "gemma-4-e2b.json")
+    own, without = (describe_model(x, CONFIGS) for x in (config, config | {"hidden_size_per_layer_input": 0}))
+    more, less = (with_long_texts(EIGHT_B, model.config).text_bytes_per_token for model in (own, without))
+    assert more - less == 2 * 35 * 256, "what each layer reads of a token, in fp16"
 
 
 def test_captured_steps_with_adapters_are_planned_beside_those_without() -> None:

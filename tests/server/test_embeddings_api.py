@@ -30,13 +30,22 @@ class Served:
         self.model = bminf_lite.load(folder, device="cpu", **options)
         self.app = application(self.model, served_model_name="mine")
 
-    def post(self, path: str, body: Any) -> httpx.Response:
+    def request(self, method: str, path: str, body: Any = None) -> httpx.Response:
         async def run() -> httpx.Response:
             transport = httpx.ASGITransport(self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                return await client.post(path, json=body)
+                return await client.request(method, path, json=body)
 
         return asyncio.run(run())
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return self.request("POST", path, body)
+
+    @property
+    def capabilities(self) -> set[str]:
+        """What ``/v1/models`` says that the model does."""
+        found = self.request("GET", "/v1/models").json()["data"][0]["capabilities"]
+        return {name for name, can in found.items() if can}
 
     def json(self, path: str, body: Any) -> Any:
         response = self.post(path, body)
@@ -81,6 +90,7 @@ def test_vectors_as_numbers_and_in_base64(embedder: Served):
 
 
 def test_token_ids_dimensions_and_prompts(embedder: Served):
+    assert embedder.capabilities == {"embeddings", "rerank"}
     ids = [embedder.model.tokenizer.encode(text) for text in TEXTS]
     for given in (ids, ids[0]):
         rows = [item["embedding"] for item in embedder.json("/v1/embeddings", {"input": given})["data"]]
@@ -194,6 +204,7 @@ def test_a_model_that_labels_tokens(tmp_path: Path):
 
 def test_a_model_that_generates_makes_no_vectors(tmp_path: Path):
     served = Served(tiny_checkpoint.write(tmp_path / "model"))
+    assert served.capabilities <= {"chat"}
     no_answers = "the model's vocabulary has no token for 'yes' or 'no'"
     assert no_answers in served.error("/v1/rerank", {"query": "a", "documents": ["b"]})
     for path, body in (("/v1/embeddings", {"input": "a"}), ("/classify", {"input": "a"})):
@@ -239,6 +250,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_a_model_that_generates_ranks_by_yes_and_no(judge: Served):
+    assert judge.capabilities == {"chat", "rerank", "embeddings"}
     for instruction in (None, "find cats"):
         expected = judge.model.rerank("the cat", TEXTS, instruction=instruction)
         body = {"query": "the cat", "documents": TEXTS, "instruction": instruction}

@@ -104,7 +104,7 @@ def test_models(fake: LiveServer):
     assert answer["data"][0]["type"] == "model" and answer["data"][0]["display_name"] == NAME  # Anthropic's
     created = datetime.fromisoformat(answer["data"][0]["created_at"])
     assert created.timestamp() == answer["data"][0]["created"] and created.tzinfo is not None
-    assert answer["data"][0]["capabilities"] == {"chat": True}
+    assert answer["data"][0]["capabilities"] == {"chat": True, "rerank": False}
     assert answer["data"][0]["default_sampling_params"] == {
         "temperature": 0.0,
         "top_p": 1.0,

@@ -813,6 +813,7 @@ class CudaBackend(Backend):
         return copy
 
     def insert_positions(self, positions: Array, sampler: SamplerState) -> None:
+        """The next kernel must be one that may follow it: see ``sampling/sample.cu``."""
         addresses = positions.data.ptr, sampler.rows.data.ptr, sampler.table.data.ptr
         self.kernels.sampler.launch_insert_positions(*addresses, positions.shape[-1], positions.size, self.stream.ptr)
 

@@ -59,6 +59,11 @@ class InputPart:
         return self.hidden_size if self.embedding_size is None else self.embedding_size
 
     @property
+    def layer_input_features(self) -> int:
+        """Values that layers read of a token beside the residual stream."""
+        return 0 if self.layer_inputs is None else self.layer_inputs.features
+
+    @property
     def is_only_a_table(self) -> bool:
         """Whether the residual stream starts as rows of the table, times a number."""
         return all(

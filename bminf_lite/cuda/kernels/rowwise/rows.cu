@@ -433,8 +433,8 @@ __global__ void __launch_bounds__(512) norm_qk(
 
 // out[row] = table[tokens[row]], with SCALED times `scale`; table: fp16 [vocab, pitch]; out: the residual stream, fp32
 // [rows, out_pitch]. A block handles one row. As the first kernel of a step it calls launch_dependent_grids after it
-// has waited: the kernels after it start when all earlier steps have ended, so they may read the cache and weights
-// before they wait.
+// has waited: the kernels after it start when all earlier steps have ended, and what wrote this step's integers. So
+// they may read these, the cache and weights before they wait.
 template <bool SCALED>
 __global__ void __launch_bounds__(256) embed(
     const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k, float scale) {

@@ -204,6 +204,10 @@ __global__ void __launch_bounds__(THREADS, PART_BLOCKS) most_likely(const Argume
     a.result[blockIdx.y] = a.tokens ? a.tokens[token] : token;
 }
 
+// Three kernels change the integers of a step in place. They let the next one start before they have written, so only
+// kernels may follow that wait before they let their own successor start: others of these three, then `embed`
+// (rowwise/rows.cu). The kernels behind `embed` read tokens and positions before their wait.
+
 // Replaces -1 - i among drafts [count] by guesses[i], and the token at the same place too; copy [count] gets the
 // drafts.
 __global__ void __launch_bounds__(THREADS)
