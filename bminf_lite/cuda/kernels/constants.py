@@ -310,6 +310,14 @@ EXPERT_FLOAT_THREADS = 256
 """Threads of a block of float products with sorted pairs."""
 GROUPED_HOPPER_WEIGHT_BOX = 128
 """Rows of the weight in a box, on compute capability 9.0."""
+FETCH_THREADS = 1024
+"""Threads of the block that finds which experts are missing in the slots of a cache."""
+COPY_THREADS = 256
+"""Threads of a block that copies experts into slots."""
+EXPERT_HALF_LIFE = 512
+"""Tokens of a layer after which the choice of an expert counts half, see :mod:`bminf_lite.memory.expert_cache`."""
+EXPERT_CHOICE = 1 << 8
+"""What such a choice is worth at first."""
 CLAMPED_SWIGLU = len(Activation)
 """gpt-oss's activation, among the numbers of the others."""
 
@@ -414,6 +422,10 @@ HEADERS = {
         GROUPED_ROWS=GROUPED_ROWS,
         GROUPED_COLUMNS=GROUPED_COLUMNS,
         FLOAT_THREADS=EXPERT_FLOAT_THREADS,
+        FETCH_THREADS=FETCH_THREADS,
+        COPY_THREADS=COPY_THREADS,
+        EXPERT_HALF_LIFE=EXPERT_HALF_LIFE,
+        EXPERT_CHOICE=EXPERT_CHOICE,
         CLAMPED_SWIGLU=CLAMPED_SWIGLU,
     ),
     "constants/grouped_gemm_hopper.cuh": render_header(BLOCK_K=GROUPED_COLUMNS, W_BOX=GROUPED_HOPPER_WEIGHT_BOX),
