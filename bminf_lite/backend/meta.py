@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..cuda.kernels.arrays import HEAD_PAD, PAD, round_up
+from ..cuda.kernels.experts.weights import expert_matrix_shape
 from ..cuda.kernels.recurrent.chunks import prepared_bytes_per_token
 from ..cuda.kernels.recurrent.delta_net import heads_of as heads_of_delta_net
 from ..cuda.kernels.recurrent.mamba2 import heads_of as heads_of_mamba2
@@ -127,16 +128,19 @@ class MetaBackend(Backend):
         if biases is not None:
             rows = sum(round_up(len(b), PAD) for b in (biases.router, *biases.hidden, *biases.down))
             self.non_layer_bytes += aligned(rows * 4)
-        before, products = sum(self.layer_bytes[-1]) + self.non_layer_bytes, self.layer_products[-1]
-        inner, out = (self._weights_of_experts(matrices) for matrices in (hidden, down))
+        in_layers, beside, products = sum(self.layer_bytes[-1]), self.non_layer_bytes, self.layer_products[-1]
+        inner, hidden_bytes = self._weights_of_experts(hidden, 2 if activation.gated else 1)
+        out, down_bytes = self._weights_of_experts(down, 1)
         self.layer_products[-1] = products + 3
         hidden_units = inner // 2 if activation.gated else inner
         self._widest = max(self._widest, _bytes_of_experts(spec, features, hidden_units, out))
-        nbytes = sum(self.layer_bytes[-1]) + self.non_layer_bytes - before
-        self.expert_bytes.append(ExpertBytes(nbytes, spec.num_experts, spec.top_k))
+        matrices = sum(self.layer_bytes[-1]) - in_layers
+        nbytes = matrices + self.non_layer_bytes - beside
+        of_expert = hidden_bytes, down_bytes
+        self.expert_bytes.append(ExpertBytes(nbytes, spec.num_experts, spec.top_k, matrices, of_expert))
 
-    def _weights_of_experts(self, matrices: Iterable[Sequence[HostWeight]]) -> int:
-        """Count the stacked matrices of each expert, and return the rows of one expert's.
+    def _weights_of_experts(self, matrices: Iterable[Sequence[HostWeight]], halves: int) -> tuple[int, int]:
+        """Count the stacked matrices of each expert, and return the rows and the bytes of one expert's.
 
         The same objects as the expert's before take as many bytes, which are not computed again.
         """
@@ -151,7 +155,7 @@ class MetaBackend(Backend):
             self.weight(parts)
             in_layer, beside = self.layer_bytes[-1][-1] - before[0], self.non_layer_bytes - before[1]
             previous = parts
-        return sum(part.shape[0] for part in previous)
+        return sum(part.shape[0] for part in previous), expert_matrix_bytes(previous, halves)
 
     def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
         """Two products, with the keys' matrices and the values', which are one array in 16 bits.
@@ -201,6 +205,12 @@ def _bytes_of_experts(spec: RouterSpec, features: int, hidden: int, out: int) ->
     features, hidden, out = (round_up(width, PAD) for width in (features, hidden, out))
     pair = features + 3 * hidden + 2 * out + 16  # four numbers: two of its place, and two scales
     return 4 * spec.num_experts + 5 * features + spec.top_k * (pair + 8)
+
+
+def expert_matrix_bytes(parts: Sequence[HostWeight], halves: int) -> int:
+    """Bytes of a matrix of an expert, of which a gated one has two ``halves``, as a GPU stores it."""
+    rows, columns = expert_matrix_shape(sum(part.shape[0] for part in parts), parts[0].shape[1], halves)
+    return rows * columns * (1 if int8_parts(parts) else 2)
 
 
 def bank_bytes(slots: AdapterSlots, widths: Sequence[int], features: int) -> int:

@@ -193,18 +193,38 @@ def sequential_tables(sequences: int, tokens: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class ExpertSlots:
+    """Slots of device memory for experts of several layers, all of which lie on the host.
+
+    ``expert_bytes`` are those of the two matrices of an expert; ``layers`` are the numbers of experts of the layers, of
+    which a layer's fit the slots.
+    """
+
+    expert_bytes: tuple[int, int]
+    slots: int
+    layers: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, and of the tables that say what is in them."""
+        return self.slots * (sum(self.expert_bytes) + 4) + 8 * sum(self.layers) + 16 * 1024
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where a model's weights live, for a backend whose memory is not the host's.
 
     ``streamed`` are the numbers of the layers whose matrices stay on the host and pass through ``slots`` slots of
     device memory of ``slot_size`` bytes each. Layers are numbered through all stacks, and each streamed stack has its
-    own slots. With ``host_tables``, embedding tables stay on the host, and the device reads rows from there.
+    own slots. With ``host_tables``, embedding tables stay on the host, and the device reads rows from there. With
+    ``experts``, which are told apart by the bytes of an expert, mixtures have slots for their experts.
     """
 
     streamed: tuple[int, ...] = ()
     slots: int = 2
     slot_size: int = 0
     host_tables: bool = False
+    experts: tuple[ExpertSlots, ...] = ()
 
 
 @dataclass(frozen=True)

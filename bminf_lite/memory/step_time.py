@@ -34,11 +34,17 @@ NORM_SECONDS = 1.3e-6
 
 @dataclass(frozen=True)
 class ExpertBytes:
-    """The matrices of a mixture of ``num_experts`` experts, in bytes, of which a token chooses ``top_k``."""
+    """The matrices of a mixture of ``num_experts`` experts, in bytes, of which a token chooses ``top_k``.
+
+    ``matrix_bytes`` are those without scales and biases, as they are counted among a layer's, and ``expert_bytes``
+    those of the two matrices of one expert.
+    """
 
     nbytes: int
     num_experts: int
     top_k: int
+    matrix_bytes: int = 0
+    expert_bytes: tuple[int, int] = (0, 0)
 
     def read(self, tokens: int) -> float:
         """Bytes that a step of ``tokens`` tokens reads, if each chooses its experts at random."""

@@ -30,7 +30,8 @@ INTERPRETED = {
     "rowwise/norm_unaligned.cu", "rowwise/quantize.cu", "rowwise/short_convolution.cu", "recurrent/delta_net.cu",
     "recurrent/mamba2.cu",
     "rowwise/adapters.cu", "experts/router.cu", "experts/pairs.cu", "experts/few_tokens.cu", "experts/grouped_gemm.cu",
-    "experts/grouped_gemm_hopper.cu", "experts/float_products.cu", "attention/latent.cu", "attention/latent_rows.cu",
+    "experts/grouped_gemm_hopper.cu", "experts/float_products.cu", "experts/fetch.cu",
+    "attention/latent.cu", "attention/latent_rows.cu",
     "attention/head_products.cu", "attention/decode.cu", "attention/prepare_heads.cu", "attention/prefill.cu",
     "attention/prefill_merge.cu", "rowwise/layer_inputs.cu",
 }  # fmt: skip

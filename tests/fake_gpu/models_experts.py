@@ -22,7 +22,9 @@ from bminf_lite.backend.routing import route, sigmoid
 from bminf_lite.backend.values import Norm
 from bminf_lite.cuda.kernels.constants import (
     CLAMPED_SWIGLU,
+    COPY_THREADS,
     EXPERT_FLOAT_THREADS,
+    FETCH_THREADS,
     FEW_THREADS,
     GROUPED_THREADS,
     ROUTER_THREADS,
@@ -32,6 +34,7 @@ from bminf_lite.cuda.kernels.constants import (
     Activation,
     Epilogue,
 )
+from bminf_lite.memory.expert_cache import ExpertPool
 
 from .launching import Call, model
 from .models_rows import norm_of, rounded, up
@@ -173,6 +176,33 @@ def weighted_sum(call: Call) -> None:
     results = call.rows("results", rows * top_k, call.pitch, columns, F16)[places].astype(F32)
     weights = call.vector("weights", rows * top_k, F32) if call.weights else np.ones(rows * top_k, F32)
     write_sums(call, results.reshape(rows, top_k, columns), weights.reshape(rows, top_k), columns)
+
+
+# -- a cache -----------------------------------------------------------------------------------------------------------
+
+
+@model
+def find_missing(call: Call) -> None:
+    call.require(call.launch.grid == (1, 1, 1) and call.launch.block == FETCH_THREADS, "one block finds them")
+    owners, end = call.vector("owners", call.num_slots, np.int32), call.first + call.experts
+    pool = ExpertPool(call.num_slots, [call.experts])
+    pool.starts, pool.owners, known = np.array([call.first, end]), owners, max(end, int(owners.max()) + 1)
+    pool.slots, pool.counts = (call.vector(name, known, np.int32) for name in ("slots", "counts"))
+    pool.clocks, found = call.vector("clock", 1, np.int32), call.vector("found", 2, np.uint64)
+    missing, slots = pool.fetch(0, call.tensor("topk_ids", (call.tokens, call.top_k), np.int32))
+    found += np.array([pool.hits, pool.misses], np.uint64)
+    copies = call.vector("copies", 1 + 2 * len(missing), np.int32)
+    copies[0], copies[1::2], copies[2::2] = len(missing), missing, slots
+
+
+@model
+def copy_experts(call: Call) -> None:
+    call.require(call.launch.block == COPY_THREADS, "threads")
+    count = int(call.vector("copies", 1, np.int32)[0])
+    for expert, slot in call.vector("copies", 1 + 2 * count, np.int32)[1:].reshape(-1, 2).tolist():
+        for name, words in (("hidden", call.hidden_words), ("down", call.down_words)):
+            source = call.vector(name, 16 * words, np.uint8, 16, expert * 16 * words)
+            call.vector(f"{name}_slots", 16 * words, np.uint8, 16, slot * 16 * words)[...] = source
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ..arrays import PAD, nbytes_of, pitch_of, round_up
 from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import CODES, ROW, RowKernels, RowTarget, array_source, array_target
+from .fetch import CachedLayer, FetchKernels
 from .few_tokens import FewTokens
 from .float_products import FloatProducts
 from .grouped_gemm import GroupedGemm
@@ -35,12 +36,16 @@ Empty = Callable[[tuple[int, ...], Any], "cp.ndarray"]
 
 @dataclass(frozen=True)
 class ExpertLayerWeights:
-    """A router and the two matrices of each expert, whose ``activation`` stands between them."""
+    """A router and the two matrices of each expert, whose ``activation`` stands between them.
+
+    With ``cached`` the matrices have slots of its cache.
+    """
 
     router: RouterWeights
     hidden: ExpertMatrices
     down: ExpertMatrices
     activation: ExpertActivation
+    cached: CachedLayer | None = None
 
     @property
     def features(self) -> int:
@@ -61,7 +66,7 @@ class ExpertKernels:
 
     def __init__(self, launcher: Launcher, rows: RowKernels) -> None:
         self.router, self.pairs = RouterKernels(launcher), PairKernels(launcher)
-        self.few_tokens = FewTokens(launcher)
+        self.few_tokens, self.fetch = FewTokens(launcher), FetchKernels(launcher)
         self.floats = FloatProducts(launcher)
         hopper = GroupedGemmHopper(launcher)
         self.grouped = hopper if hopper.supported else GroupedGemm(launcher)
@@ -69,7 +74,9 @@ class ExpertKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        for kernels in (RouterKernels, PairKernels, FewTokens, GroupedGemm, GroupedGemmHopper, FloatProducts):
+        for kernels in (
+            *(RouterKernels, PairKernels, FetchKernels, FewTokens, GroupedGemm, GroupedGemmHopper, FloatProducts),
+        ):
             yield from kernels.instantiations(capability)
 
     def forward(
@@ -108,13 +115,17 @@ class ExpertKernels:
                 source, features = array_source(latent), hidden.in_features
                 self._rows.transform(step, source, target, tokens, features, bytes_moved=moved, rotation=rotation)
         routing = Routing(*(empty((tokens, router.spec.top_k), kind) for kind in (np.int32, np.float32)))
-        if self.few_tokens.supports(tokens, router.spec, hidden, layer.down):
+        is_few = self.few_tokens.supports(tokens, router.spec, hidden, layer.down)
+        if layer.cached is not None or not is_few:
+            self.router.choose(step, logits, router, routing.ids, routing.weights)
+        if layer.cached is not None:
+            self.fetch.launch(step, routing.ids, layer.cached)
+        if is_few:
             values = empty((tokens * router.spec.top_k, round_up(layer.features, PAD)), np.float16)
             chosen = routing.ids, routing.weights
             self.few_tokens.hidden(step, logits, router, codes, scales, hidden, layer.activation, values)
             self.few_tokens.down(step, logits, router, values, layer.down, *chosen, out, add, addend)
         else:
-            self.router.choose(step, logits, router, routing.ids, routing.weights)
             self.many_tokens(step, rows if codes is None else (codes, scales), routing, layer, out, add, empty, addend)
         return routing
 

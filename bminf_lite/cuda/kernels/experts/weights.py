@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....backend.expert_values import WEIGHT_TYPES, ExpertActivation, RouterSpec
-from ..arrays import address, nbytes_of
+from ..arrays import PAD, address, nbytes_of, round_up
 from ..constants import ACTIVATIONS, CLAMPED_SWIGLU
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ def alternate_gate_and_up(x: np.ndarray) -> np.ndarray:
     experts, rows, *columns = x.shape
     grouped = x.reshape(experts, 2, rows // (2 * GROUP), GROUP, *columns)
     return np.ascontiguousarray(np.swapaxes(grouped, 1, 2)).reshape(x.shape)
+
+
+def expert_matrix_shape(rows: int, columns: int, halves: int) -> tuple[int, int]:
+    """That of an expert's matrix with its padding; the rows are those of two ``halves`` if it is gated, else of one."""
+    return halves * round_up(rows // halves, GROUP), round_up(columns, PAD)
 
 
 @dataclass(frozen=True)
