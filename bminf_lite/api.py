@@ -443,6 +443,15 @@ class Model:
         """GPU memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; empty on a CPU."""
         return self.ops.memory()
 
+    def expert_cache(self) -> dict[str, int]:
+        """Of a mixture with more experts than fit the GPU, what the cache of experts there has done since loading.
+
+        ``slots`` of all ``experts`` are on the GPU. ``hits`` and ``misses`` count the experts that a layer of a step
+        needed, and ``copied_bytes`` are those of the misses. Empty if all experts are on the device. Not to be called
+        while the model generates.
+        """
+        return self.ops.expert_cache()
+
     def warm_up(self) -> None:
         """Take all memory of the key-value cache and prepare the steps now, so that no request waits for that.
 

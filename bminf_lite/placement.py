@@ -37,7 +37,7 @@ from .errors import OutOfMemory, UsageError, require_whole
 from .files import expand
 from .layers.cache import CacheLayout, Layout
 from .memory.cache_memory import CacheGroup, cache_blocks
-from .memory.machine import available_memory, machine_of
+from .memory.machine import HOST_RESERVE, available_memory, machine_of
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size, parse_size
 from .memory.step_time import DecodeWork
@@ -321,7 +321,9 @@ def plan_placement(
         _require_host_memory(spec)
         return None
     needed, taken = get_requirements(), backends[0].communicator.nbytes
-    machine = Machine(min(memory["available"] + memory["used"] for memory in memories))
+    free = available_memory()
+    host = None if free is None else max(free - HOST_RESERVE, 0) // len(backends)
+    machine = Machine(min(memory["available"] + memory["used"] for memory in memories), host_memory=host)
     plan = plan_memory(replace(needed, fixed=needed.fixed + taken), machine, context, max_chunk=max_chunk)
     for ops in backends:
         ops.placement = plan.placement

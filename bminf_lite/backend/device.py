@@ -132,6 +132,15 @@ class HostDevice:
         """The device's name and properties, for display."""
         return "CPU (NumPy reference)"
 
+    def expert_cache(self) -> dict[str, int]:
+        """What a cache of experts on the device has done since loading; empty if all weights are there, or none.
+
+        ``slots`` and ``experts`` count how many experts have room there and how many there are, in all layers. ``hits``
+        and ``misses`` count the experts that a layer of a step needed, and ``copied_bytes`` are those of the misses.
+        Waits for the device.
+        """
+        return {}
+
     def memory(self) -> dict[str, int]:
         """Device memory in bytes; empty for a backend in host memory.
 

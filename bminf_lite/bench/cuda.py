@@ -74,7 +74,7 @@ class CudaProfiler(Profiler):
         return meter.peak
 
     def streamed_bytes(self) -> int:
-        return self.ops.loader.streamed_bytes
+        return self.ops.loader.streamed_bytes + self.ops.expert_cache().get("copied_bytes", 0)
 
     # -- limits -------------------------------------------------------------------------------------------------------
 

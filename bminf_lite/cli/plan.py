@@ -105,7 +105,8 @@ def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
     names = (
         "context", "batch", "chunk", "slots", "streamed", "streamed_prompt", "host_tables", "resident_bytes",
         "slot_bytes", "cache_bytes", "scratch_bytes", "total_bytes", "streamed_bytes", "prompt_bytes", "host_bytes",
-        "fits_host", "compute_seconds", "link_seconds", "step_seconds", "tokens_per_second",
+        "fits_host", "expert_slots", "expert_hits", "copied_expert_bytes", "compute_seconds", "link_seconds",
+        "step_seconds", "tokens_per_second",
     )  # fmt: skip
     return {
         "memory": plan.machine.memory,

@@ -13,6 +13,8 @@ from .device import MARGIN, device_limit, measure_speeds
 from .planner import Machine
 
 MEMINFO = Path("/proc/meminfo")
+HOST_RESERVE = 1 << 30
+"""Bytes of host memory that are left to other programs."""
 CONTEXT_BYTES = 544 << 20
 """Bytes of a CUDA context, the libraries and the kernels' code on an H200; fewer on smaller GPUs."""
 
@@ -23,15 +25,17 @@ def machine_of(
     link: float | None = None,
     bandwidth: float | None = None,
 ) -> Machine:
-    """A GPU with ``gpu_memory`` bytes, ``link`` and ``bandwidth`` in bytes per second, and this host's memory.
+    """A GPU with ``gpu_memory`` bytes, ``link`` and ``bandwidth`` in bytes per second, and its host's memory.
 
-    If ``gpu_memory`` or ``link`` is missing, this machine's first GPU is measured instead. Raises ``UsageError`` for a
+    If ``gpu_memory`` or ``link`` is missing, this machine's first GPU is measured instead. If both are given, they may
+    be another machine's, whose host's memory is not known. Raises ``UsageError`` for a
     limit larger than the GPU and for speeds that are none, and ``DeviceError`` without a usable GPU to measure.
     """
     for name, speed in (("link", link), ("bandwidth", bandwidth)):
         is_number = isinstance(speed, int | float) and not isinstance(speed, bool)
         if speed is not None and not (is_number and 0 < speed < inf):
             raise UsageError(f"{name} is {speed!r}, but must be bytes per second, more than 0")
+    is_described = gpu_memory is not None and link is not None
     if gpu_memory is None or link is None:
         gpu = first_gpu()
         free, total = gpu.memory()
@@ -41,7 +45,8 @@ def machine_of(
         free, total = gpu_memory - CONTEXT_BYTES, gpu_memory
     memory = usable_memory(memory_limit, free, total)
     is_limited = memory_limit is not None and memory < usable_memory(None, free, total)
-    return Machine(memory, link, bandwidth, available_memory(), 0 if is_limited else total - free + MARGIN)
+    host = None if is_described else available_memory()
+    return Machine(memory, link, bandwidth, host, 0 if is_limited else total - free + MARGIN)
 
 
 def first_gpu() -> Device:

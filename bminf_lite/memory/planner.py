@@ -5,6 +5,10 @@ the embedding tables, of which a token reads one row; then an encoder's layers, 
 layers that decode. Each step copies its streamed layers, one after another, into a few slots of device memory. Streamed
 layers are spread evenly through the depth, so that copies and compute stay close and two slots are enough.
 
+Of a mixture of experts no layer is streamed if everything else fits, and the experts of one layer: all experts stay in
+host memory, and what is left of the GPU's holds those that were chosen most of late (:mod:`.expert_cache`). Then a step
+takes as long as compute and the copies of missing experts together.
+
 A step takes as long as the slower of link and compute. The link copies every streamed layer once; compute is described
 in :mod:`.step_time`. A layer always uses the same slot; if the last streamed layer and the first share one, the link
 also waits for that layer's compute.
@@ -16,9 +20,10 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..backend.values import BLOCK_SIZE, Placement
+from ..backend.values import BLOCK_SIZE, ExpertSlots, Placement
 from ..errors import OutOfMemory, UsageError
 from .cache_memory import CacheGroup, cache_blocks
+from .expert_cache import ZIPF, ExpectedHits, expected_hits
 from .sizes import format_size
 from .step_time import DecodeWork
 
@@ -133,9 +138,10 @@ class Machine:
 class MemoryPlan:
     """Where a model's weights are stored, and the memory and time that follow.
 
-    ``streamed`` are the numbers of the streamed layers, in order, and ``streamed_prompt`` those of an encoder's; with
-    ``host_tables`` the embedding tables are in host memory. The cache has room for ``context`` tokens of ``batch``
-    sequences. ``chunk`` is the prompt tokens that are processed at once: ``max_chunk``, or fewer if memory is short.
+    ``streamed`` are the numbers of the streamed layers, in order, and ``streamed_prompt`` those of an encoder's. With
+    ``host_tables`` the embedding tables are in host memory, and with ``experts``, slots for some of them, all experts.
+    The cache has room for ``context`` tokens of ``batch`` sequences. ``chunk`` is the prompt tokens that are processed
+    at once: ``max_chunk``, or fewer if memory is short.
     """
 
     requirements: MemoryRequirements
@@ -148,6 +154,7 @@ class MemoryPlan:
     host_tables: bool = False
     slots: int = Placement.slots
     max_chunk: int = CHUNK
+    experts: tuple[ExpertSlots, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self))
@@ -170,14 +177,59 @@ class MemoryPlan:
     @property
     def host_bytes(self) -> int:
         """Weights in pinned host memory."""
-        return self.streamed_bytes + self.prompt_bytes + (self.requirements.tables if self.host_tables else 0)
+        tables = self.requirements.tables if self.host_tables else 0
+        return self.streamed_bytes + self.prompt_bytes + tables + self.host_expert_bytes
+
+    @property
+    def host_expert_bytes(self) -> int:
+        """Experts in pinned host memory, those that are in slots too among them."""
+        return sum(mixture.matrix_bytes for mixture in self.requirements.decode.experts) if self.experts else 0
+
+    @property
+    def expert_slots(self) -> int:
+        """Experts that the slots hold."""
+        return sum(pool.slots for pool in self.experts)
+
+    @property
+    def expert_bytes(self) -> int:
+        """The slots of experts."""
+        return sum(pool.nbytes for pool in self.experts)
+
+    @property
+    def expected_experts(self) -> tuple[ExpectedHits, ...]:
+        """What a layer of a step is expected to need and to copy, for each kind of experts."""
+        mixtures = {mixture.expert_bytes: mixture for mixture in self.requirements.decode.experts}
+        kinds = ((pool, mixtures[pool.expert_bytes]) for pool in self.experts)
+        return tuple(
+            expected_hits(pool.slots, len(pool.layers), mixture.num_experts, mixture.top_k, self.batch)
+            for pool, mixture in kinds
+        )
+
+    @property
+    def expert_hits(self) -> float | None:
+        """The share of the experts that a step needs which is expected to be in slots; None without slots."""
+        layers = [(len(pool.layers), found) for pool, found in zip(self.experts, self.expected_experts, strict=True)]
+        needed = sum(count * found.needed for count, found in layers)
+        return 1 - sum(count * found.misses for count, found in layers) / needed if layers else None
+
+    @property
+    def expert_copies(self) -> float:
+        """Experts that a step is expected to copy."""
+        pools = zip(self.experts, self.expected_experts, strict=True)
+        return sum(len(pool.layers) * found.misses for pool, found in pools)
+
+    @property
+    def copied_expert_bytes(self) -> float:
+        """Their bytes."""
+        pools = zip(self.experts, self.expected_experts, strict=True)
+        return sum(len(pool.layers) * found.misses * sum(pool.expert_bytes) for pool, found in pools)
 
     @property
     def placement(self) -> Placement:
         """The plan in the form that a backend expects."""
         first = len(self.requirements.prompt_layers)
         numbers = (*self.streamed_prompt, *(first + index for index in self.streamed))
-        return Placement(numbers, self.slots, self.slot_size, self.host_tables)
+        return Placement(numbers, self.slots, self.slot_size, self.host_tables, self.experts)
 
     @property
     def slot_size(self) -> int:
@@ -211,11 +263,12 @@ class MemoryPlan:
         if self.streamed:  # such steps are not captured
             return 0
         needed, variants = self.requirements, 2 if self.requirements.adapters else 1
-        return CAPTURED_TOKENS * needed.scratch_per_token + variants * (needed.weights // WEIGHTS_SHARE)
+        weights = needed.weights - self.host_expert_bytes
+        return CAPTURED_TOKENS * needed.scratch_per_token + variants * (weights // WEIGHTS_SHARE)
 
     @property
     def total_bytes(self) -> int:
-        return self.resident_bytes + self.slot_bytes + self.cache_bytes + self.scratch_bytes
+        return self.resident_bytes + self.slot_bytes + self.expert_bytes + self.cache_bytes + self.scratch_bytes
 
     @property
     def cache_room(self) -> int:
@@ -295,16 +348,19 @@ class MemoryPlan:
         """All copies of a decode step, one after another."""
         if self.machine.link is None:
             return None
-        return self.streamed_bytes / self.machine.link + len(self.streamed) * COPY_LATENCY
+        streamed = self.streamed_bytes / self.machine.link + len(self.streamed) * COPY_LATENCY
+        return streamed + self.copied_expert_bytes / self.machine.link
 
     @property
     def step_seconds(self) -> float | None:
         """A decode step of the whole batch; None if it depends on an unknown speed."""
-        if not self.streamed:
+        if not self.streamed and not self.experts:
             return self.compute_seconds
         link, compute = self.link_seconds, self.compute_seconds
         if link is None:
             return None
+        if self.experts:
+            return link + (compute or 0.0)
         return step_time(len(self.streamed), len(self.requirements.layers), self.slots, link, compute or 0.0)
 
     @property
@@ -315,7 +371,7 @@ class MemoryPlan:
     @property
     def link_bound(self) -> bool:
         """Whether a step waits for copies rather than for compute."""
-        return bool(self.streamed) and (self.link_seconds or 0.0) >= (self.compute_seconds or 0.0)
+        return bool(self.streamed or self.experts) and (self.link_seconds or 0.0) >= (self.compute_seconds or 0.0)
 
 
 def step_time(streamed: int, layers: int, slots: int, link: float, compute: float) -> float:
@@ -364,7 +420,7 @@ def default_context(plan: MemoryPlan) -> int:
     the cache gets a share of the memory: whole blocks, one at least.
     """
     whole = plan.requirements.context_length
-    resident = replace(plan, streamed=(), streamed_prompt=(), host_tables=False)
+    resident = replace(plan, streamed=(), streamed_prompt=(), host_tables=False, experts=())
     room = resident.cache_room
     several = FEW_SEQUENCES * FEW_LOGITS_SHARE * plan.requirements.scratch_per_sequence
     for spare in (min(several, room // SEQUENCES_SHARE), 0):
@@ -372,6 +428,8 @@ def default_context(plan: MemoryPlan) -> int:
         if beside >= min(whole, ENOUGH_CONTEXT):
             return beside
     context = min(_context_in(plan, plan.machine.memory // CACHE_SHARE), largest_context(plan))
+    if with_experts(replace(plan, host_tables=True, context=BLOCK_SIZE), 0):
+        context = min(context, ENOUGH_CONTEXT)  # more of it would take the place of experts
     return min(whole, max(context, BLOCK_SIZE))
 
 
@@ -393,6 +451,8 @@ def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
     for count in (0, *range(fewest, encoder + 1)):
         plan = replace(plan, streamed_prompt=evenly_spaced(encoder, count))
         yield plan
+    for spare in (everything.machine.memory // CAPTURE_SHARE, 0):
+        yield from with_experts(plan, spare)
     for count in range(fewest, layers + 1):
         yield replace(plan, streamed=evenly_spaced(layers, count))
     while chunk > SMALLEST_CHUNK:
@@ -400,12 +460,42 @@ def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
         yield smallest(replace(everything, chunk=chunk))
 
 
+def with_experts(plan: MemoryPlan, spare: int) -> list[MemoryPlan]:
+    """``plan`` with all experts in host memory and slots for as many as fit beside ``spare`` bytes.
+
+    Empty if the experts of a layer do not fit, if there are none, or if the host has too little memory for all.
+    """
+    least = _with_fewest_experts(plan)
+    room = plan.machine.memory - spare - least.total_bytes
+    if not least.experts or room < 0 or not least.fits_host:
+        return []
+    whole = sum(sum(pool.layers) * sum(pool.expert_bytes) for pool in least.experts)
+
+    def more(pool: ExpertSlots) -> ExpertSlots:
+        slots = pool.slots + room * sum(pool.layers) // (whole + 4 * sum(pool.layers))
+        return replace(pool, slots=min(slots, sum(pool.layers)))
+
+    return [replace(least, experts=tuple(map(more, least.experts)))]
+
+
+def _with_fewest_experts(plan: MemoryPlan) -> MemoryPlan:
+    """``plan`` with slots for the experts of one layer alone; none if there are no experts."""
+    layers: dict[tuple[int, int], list[int]] = {}
+    for mixture in plan.requirements.decode.experts:
+        layers.setdefault(mixture.expert_bytes, []).append(mixture.num_experts)
+    if (0, 0) in layers:
+        return replace(plan, experts=())
+    return replace(plan, experts=tuple(ExpertSlots(size, max(own), tuple(own)) for size, own in layers.items()))
+
+
 def smallest(plan: MemoryPlan) -> MemoryPlan:
-    """``plan`` with the least memory: every layer is streamed if that saves memory."""
-    bare = replace(plan, streamed=(), streamed_prompt=(), host_tables=True)
+    """``plan`` with the least memory: every layer is streamed if that saves memory, or experts have few slots."""
+    bare = replace(plan, streamed=(), streamed_prompt=(), host_tables=True, experts=())
     without_encoder = replace(bare, streamed_prompt=tuple(range(len(plan.requirements.prompt_layers))))
     all_layers = tuple(range(len(plan.requirements.layers)))
-    choices = (bare, without_encoder, replace(bare, streamed=all_layers), replace(without_encoder, streamed=all_layers))
+    choices = [bare, without_encoder, replace(bare, streamed=all_layers), replace(without_encoder, streamed=all_layers)]
+    if _with_fewest_experts(bare).fits_host:
+        choices.append(_with_fewest_experts(bare))
     return min(choices, key=lambda p: p.total_bytes)
 
 
@@ -432,9 +522,9 @@ def _context_in(plan: MemoryPlan, room: int) -> int:
 
 def suggestions(plan: MemoryPlan) -> list[str]:
     """Changes that would stream less, each with its effect."""
-    if not plan.streamed and not plan.streamed_prompt:
+    if not plan.streamed and not plan.streamed_prompt and not plan.experts:
         return []
-    everything = replace(plan, streamed=(), streamed_prompt=(), host_tables=False, chunk=plan.max_chunk)
+    everything = replace(plan, streamed=(), streamed_prompt=(), host_tables=False, experts=(), chunk=plan.max_chunk)
     speed = f": {everything.tokens_per_second:,.0f} tokens/s" if everything.tokens_per_second else ""
     whole = format_size(everything.total_bytes + plan.machine.reserved)
     found = [f"{whole} of GPU memory would hold everything{speed}"]
@@ -449,11 +539,14 @@ def suggestions(plan: MemoryPlan) -> list[str]:
 def _change(plan: MemoryPlan, what: str, context: int | None = None, batch: int | None = None) -> str:
     """The effect of a smaller context or batch, in words; empty if it has none."""
     other = plan_memory(plan.requirements, plan.machine, context or plan.context, batch or plan.batch, plan.max_chunk)
-    more = len(plan.streamed) - len(other.streamed)
+    kind, more = "layer", len(plan.streamed) - len(other.streamed)
+    if plan.experts and other.experts:
+        kind, more = "expert", other.expert_slots - plan.expert_slots
     if more <= 0:
         return ""
     speed = other.tokens_per_second
-    return f"{what} would let {more} more layer{'s' * (more > 1)} stay" + (f": {speed:,.1f} tokens/s" if speed else "")
+    text = f"{what} would let {more:,} more {kind}{'s' * (more > 1)} stay"
+    return text + (f": {speed:,.1f} tokens/s" if speed else "")
 
 
 def _check(requirements: MemoryRequirements, context: int | None, batch: int) -> None:
@@ -472,10 +565,13 @@ def _explain(plan: MemoryPlan) -> str:
     memory = plan.machine.memory
     least = smallest(replace(plan, chunk=SMALLEST_CHUNK))
     slots = f"slots for streamed layers {format_size(least.slot_bytes)}, " if least.slot_bytes else ""
+    if least.experts:
+        slots = f"slots for the experts of one layer {format_size(least.expert_bytes)}, "
     enough = -(-least.total_bytes // (1 << 20))
     text = (
         f"{format_size(memory)} of GPU memory do not hold this model with room for {plan.context:,} tokens of "
-        f"{plan.batch} sequence{'s' * (plan.batch > 1)}, even if every layer is streamed: weights that stay "
+        f"{plan.batch} sequence{'s' * (plan.batch > 1)}, even if "
+        f"{'all experts are in host memory' if least.experts else 'every layer is streamed'}: weights that stay "
         f"{format_size(least.resident_bytes)}, {slots}cache {format_size(least.cache_bytes)}, scratch "
         f"{format_size(least.scratch_bytes)}; "
     )
@@ -502,6 +598,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         if speed is not None
     ]
     slots = f"slots {format_size(plan.slot_bytes)}, " if plan.slot_bytes else ""
+    slots += f"slots of experts {format_size(plan.expert_bytes)}, " if plan.experts else ""
     encoder = f"{len(requirements.prompt_layers)} layers of an encoder and " if requirements.prompt_layers else ""
     states, kept = requirements.cache_per_sequence, requirements.text_bytes_per_token
     snapshots = any(group.has_snapshots for group in requirements.cache)
@@ -555,6 +652,13 @@ def host_text(plan: MemoryPlan) -> str:
             f"{len(plan.streamed_prompt)} of the encoder's {len(plan.requirements.prompt_layers)} layers, "
             f"{format_size(plan.prompt_bytes)}, which each prompt copies"
         )
+    if plan.experts:
+        total = sum(sum(pool.layers) for pool in plan.experts)
+        parts.append(
+            f"{total:,} experts, {format_size(plan.host_expert_bytes)}, of which the GPU has {plan.expert_slots:,}; of "
+            f"those that a step needs it has {plan.expert_hits:.0%} and copies {plan.expert_copies:,.1f}, "
+            f"{format_size(round(plan.copied_expert_bytes))} (simulated: experts drawn by Zipf's law, exponent {ZIPF})"
+        )
     if plan.host_tables:
         parts.append(f"embedding {format_size(plan.requirements.tables)}")
     text = ", ".join(parts)
@@ -567,7 +671,7 @@ def host_text(plan: MemoryPlan) -> str:
 def speed_text(plan: MemoryPlan) -> str:
     """The predicted speed, or the option that it needs."""
     if plan.tokens_per_second is None:
-        missing = "--link" if plan.streamed else "--bandwidth"
+        missing = "--link" if plan.streamed or plan.experts else "--bandwidth"
         return f"not known: give {missing}"
     bound = "the link" if plan.link_bound else "the GPU's memory"
     unknown = " at most, as --bandwidth is not known" if plan.machine.bandwidth is None else ""

@@ -346,3 +346,34 @@ def test_layers_that_read_the_caches_of_others_take_their_time() -> None:
     assert sum(group.token_bytes for group in decode.shared) == 4 * (4 * 512 + 16 * 256)
     alone = replace(decode, shared=())
     assert decode.seconds((), 32768, 1, 4e12) > alone.seconds((), 32768, 1, 4e12) + 4 * 4 * 512 * 32768 / 4e12
+
+
+@pytest.mark.parametrize(("shape", "limit"), [("qwen3-30b-a3b", 12), ("mixtral-8x7b", 24), ("gpt-oss-120b", 24)])
+def test_experts_that_do_not_fit_have_slots(shape: str, limit: int) -> None:
+    needed = requirements_of(CONFIGS / f"{shape}.json", recipe="w8a8")
+    mixtures = needed.decode.experts
+    machine = Machine(limit << 30, link=50e9, bandwidth=4e12)
+    plan = plan_memory(needed, machine)
+    assert plan.fits and not plan.streamed and plan.context == 4096
+    (pool,) = plan.experts
+    assert pool.layers == tuple(mixture.num_experts for mixture in mixtures)
+    assert max(pool.layers) <= pool.slots < sum(pool.layers) and plan.placement.experts == plan.experts
+    assert sum(pool.layers) * sum(pool.expert_bytes) <= plan.host_expert_bytes == plan.host_bytes - needed.tables
+    assert plan.left <= machine.memory // CAPTURE_SHARE + sum(pool.expert_bytes)
+    assert plan.expert_hits is not None and 0.6 < plan.expert_hits < 0.9
+    text = str(plan)
+    assert f"{pool.slots:,}; of those that a step needs it has {plan.expert_hits:.0%}" in text and "Zipf" in text
+    assert plan.step_seconds == plan.link_seconds + plan.compute_seconds
+    assert any("more experts stay" in advice for advice in suggestions(plan))
+    larger = plan_memory(needed, replace(machine, memory=machine.memory + (2 << 30)))
+    assert larger.expert_slots > plan.expert_slots and larger.tokens_per_second > plan.tokens_per_second
+    without = plan_memory(needed, replace(machine, host_memory=1 << 30))
+    assert without.streamed and not without.experts, "kernels read experts in pinned memory alone"
+
+
+def test_a_limit_below_the_experts_of_one_layer_is_an_error_that_helps() -> None:
+    needed = requirements_of(CONFIGS / "gpt-oss-120b.json", recipe="w8a8")
+    with pytest.raises(OutOfMemory, match="slots for the experts of one layer") as error:
+        plan_memory(needed, Machine(3 << 30), 512)
+    (enough,) = re.findall(r"raise the memory limit to (\d+)MiB", str(error.value))
+    assert plan_memory(needed, Machine(int(enough) * MIB), 512).fits

@@ -252,11 +252,25 @@ class CudaBackend(Backend):
         numbers["available"] = min(self.arena.limit - self.arena.used, max(0, self.device.memory()[0] - MARGIN))
         return numbers
 
+    def expert_cache(self) -> dict[str, int]:
+        pools = self.mixture_loader.pools
+        if not pools:
+            return {}
+        counts = {planned: store.counts() for planned, store in pools.items()}
+        return {
+            "slots": sum(planned.slots for planned in pools),
+            "experts": sum(sum(planned.layers) for planned in pools),
+            "hits": sum(hits for hits, _ in counts.values()),
+            "misses": sum(misses for _, misses in counts.values()),
+            "copied_bytes": sum(misses * sum(planned.expert_bytes) for planned, (_, misses) in counts.items()),
+        }
+
     def close(self) -> None:
         self.communicator.close()
         self.stream.synchronize()
         self.arrays.close()
         self.loader.close()
+        self.mixture_loader.close()
         self.scratch.clear()
         self.arena.close()
 
@@ -302,7 +316,8 @@ class CudaBackend(Backend):
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
         biases: ExpertBiases | None = None,
     ) -> ExpertLayerWeights:  # fmt: skip
-        return self.mixture_loader.load(spec, router, hidden, down, activation, correction_bias, biases)
+        slots = self.placement.experts
+        return self.mixture_loader.load(spec, router, hidden, down, activation, correction_bias, biases, slots)
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         return self.loader.blocks(build, count, self.placement)

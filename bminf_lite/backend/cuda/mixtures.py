@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import cupy as cp
 import numpy as np
 
-from ...cuda.kernels.arrays import PAD, round_up
 from ...cuda.kernels.constants import MAX_EXPERTS
 from ...cuda.kernels.experts.layer import ExpertLayerWeights
 from ...cuda.kernels.experts.pairs import Addend
 from ...cuda.kernels.experts.router import MAX_TOP_K, MAX_WIDTH, RouterKernels
-from ...cuda.kernels.experts.weights import GROUP, ExpertMatrices, RouterWeights, alternate_gate_and_up
+from ...cuda.kernels.experts.weights import (
+    GROUP,
+    ExpertMatrices,
+    RouterWeights,
+    alternate_gate_and_up,
+    expert_matrix_shape,
+)
 from ...errors import UsageError
 from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
+from ..meta import expert_matrix_bytes
 from ..quantization import HostWeight, Int8Weight, int8_parts
-from ..values import Array
+from ..values import Array, ExpertSlots
 from .arrays import Arrays
 from .deferred import DeferredNorm, ResidualStream
+from .expert_store import ExpertStore
 from .kernels import Kernels
 from .materialize import STALE, Materializer
 from .weight_loader import Loader
@@ -37,13 +44,21 @@ class MixtureLoader:
     def __init__(self, loader: Loader, arrays: Arrays) -> None:
         self.loader = loader
         self.arrays = arrays
+        self.pools: dict[ExpertSlots, ExpertStore] = {}
+
+    def close(self) -> None:
+        """Free the host's memory, which no kernel reads any more."""
+        self.pools.clear()
 
     def load(
         self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None,
-        biases: ExpertBiases | None,
+        biases: ExpertBiases | None, slots: Sequence[ExpertSlots] = (),
     ) -> ExpertLayerWeights:  # fmt: skip
-        """See :meth:`Backend.mixture`. Raises ``UsageError`` for what the kernels do not take."""
+        """See :meth:`Backend.mixture`. With ``slots`` the experts lie on the host, and those that fit also in these.
+
+        Raises ``UsageError`` for what the kernels do not take, ``OutOfMemory`` if the host has no memory for them.
+        """
         features = router.shape[1]
         matrix = self.arrays.rows(spec.num_experts, features, np.float32)
         with self.arrays.current():
@@ -57,37 +72,63 @@ class MixtureLoader:
                 f"GPU there are at most {MAX_EXPERTS}, {MAX_TOP_K} and {MAX_WIDTH}: load the model with device='cpu'"
             )
         of_hidden, of_down = (None, None) if biases is None else (biases.hidden, biases.down)
+        (first_hidden, hidden), (first_down, down) = _first_of(hidden), _first_of(down)
+        halves = 2 if activation.gated else 1
+        store = self._store((expert_matrix_bytes(first_hidden, halves), expert_matrix_bytes(first_down, 1)), slots)
+        memories = (None, None) if store is None else (store.cache.hidden, store.cache.down)
         with self.loader.uploading():
-            before = self._matrices(hidden, spec.num_experts, activation.gated, of_hidden)
+            before = self._matrices(hidden, spec.num_experts, activation.gated, of_hidden, 0, memories[0])
             columns = _hidden_units(before, activation)
-            behind = self._matrices(down, spec.num_experts, False, of_down, columns)
+            behind = self._matrices(down, spec.num_experts, False, of_down, columns, memories[1])
         if spec.scales_input and not before.dynamic:
             raise UsageError(
                 "the router's weights multiply the inputs of these experts, which a GPU computes in w8a8 alone: "
                 "migrate the model with the recipe w8a8-rotate-all, or load it with device='cpu'"
             )
-        return ExpertLayerWeights(weights, before, behind, activation)
+        if store is None:
+            return ExpertLayerWeights(weights, before, behind, activation)
+        cached = store.keep(spec.num_experts)
+        own = store.cache.slots[cached.first : cached.first + cached.experts]
+        before, behind = replace(before, slots=own), replace(behind, slots=own)
+        return ExpertLayerWeights(weights, before, behind, activation, cached)
+
+    def _store(self, expert_bytes: tuple[int, int], slots: Sequence[ExpertSlots]) -> ExpertStore | None:
+        """The pool for experts of this size; None if they stay on the device."""
+        for planned in slots:
+            if planned.expert_bytes == expert_bytes:
+                if planned not in self.pools:
+                    self.pools[planned] = ExpertStore(self.arrays, planned)
+                return self.pools[planned]
+        assert not slots, f"no slots are planned for experts of {expert_bytes} bytes"
+        return None
 
     def _matrices(
         self, experts: Iterable[Sequence[HostWeight]], count: int, gated: bool,
-        biases: Sequence[np.ndarray] | None, columns: int = 0,
+        biases: Sequence[np.ndarray] | None, columns: int = 0, slots: cp.ndarray | None = None,
     ) -> ExpertMatrices:  # fmt: skip
         """The matrices of each expert, which are read one after another.
 
         Rows of the gate and of up are each padded to a multiple of ``GROUP``, as are the ``biases`` ``[rows]`` of each.
-        ``columns``, if given, count the padding of the inputs.
+        ``columns``, if given, count the padding of the inputs. They are made in the first of ``slots``, uint8 ``[n,
+        bytes]``, if there are some.
         """
         checked = _checked(experts)
         kind, first = next(checked)
         rows, k = sum(part.shape[0] for part in first), first[0].shape[1]
         halves = 2 if gated else 1
-        half = round_up(rows // halves, GROUP)
+        shape = expert_matrix_shape(rows, k, halves)
+        half = shape[0] // halves
         if not gated and half != rows:
             raise UsageError(
                 f"experts with {rows} outputs; on a GPU their number is a multiple of {GROUP}: load the model with "
                 "device='cpu'"
             )
-        values = self.loader.zeros((count, halves * half, round_up(k, PAD)), kind.dtype)
+        if slots is None:
+            values = self.loader.zeros((count, *shape), kind.dtype)
+        else:
+            values = cp.ndarray((len(slots), *shape), kind.dtype, slots.data)
+            assert values.nbytes == slots.nbytes, "slots of another size"
+            slots.data.memset_async(0, slots[:count].nbytes, self.arrays.stream)
         scales: list[np.ndarray] | None = [] if kind.is_int8 else None
         waiting: list[Half] = []
         for expert, (_, parts) in enumerate(chain([(kind, first)], checked)):
@@ -201,6 +242,13 @@ def _refused(part: Int8Weight) -> str | None:
         "with columns of outliers": part.outliers is not None,
     }
     return ", ".join(name for name, applies in found.items() if applies) or None
+
+
+def _first_of(experts: Iterable[Sequence[HostWeight]]) -> tuple[Sequence[HostWeight], Iterable[Sequence[HostWeight]]]:
+    """The first expert, and all of them."""
+    others = iter(experts)
+    first = next(others)
+    return first, chain([first], others)
 
 
 class MixtureLayers:

@@ -23,12 +23,10 @@ import numpy as np
 from ...errors import OutOfMemory
 from ...memory import staging
 from ...memory.arena import Block, Scratch
-from ...memory.machine import available_memory
+from ...memory.machine import HOST_RESERVE, available_memory
 from ...memory.sizes import format_size
 
 runtime = cp.cuda.runtime
-HOST_RESERVE = 1 << 30
-"""Bytes of host memory that are left to other programs."""
 TOUCH_THREADS = 8
 PAGE_BYTES = 4096
 
