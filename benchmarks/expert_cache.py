@@ -17,19 +17,6 @@ NEVER = 1 << 62
 """The next use of an expert that no later token needs."""
 
 
-def zipf_routing(
-    rng: np.random.Generator, tokens: int, layers: int, experts: int, top_k: int, exponent: float = 1.2
-) -> np.ndarray:
-    """Experts int32 ``[tokens, layers, top_k]``, drawn without replacement: the one of rank ``r`` of a layer with a
-    probability in proportion to ``r ** -exponent``. Each layer has its own order of ranks.
-    """
-    logits = -exponent * np.log(np.arange(1, experts + 1))
-    orders = np.stack([rng.permutation(experts) for _ in range(layers)])
-    noise = rng.gumbel(size=(tokens, layers, experts))  # the largest sums are such a draw
-    ranks = np.argpartition(-(logits + noise), top_k - 1, axis=-1)[..., :top_k]
-    return np.take_along_axis(orders[None], ranks, axis=2).astype(np.int32)
-
-
 def uses_of(routing: np.ndarray, experts: int) -> list[list[int]]:
     """The experts that each layer of each token needs, numbered through all layers, one after another in time."""
     layers = routing.shape[1]

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bminf_lite.memory.expert_cache import zipf_routing
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from expert_cache import LeastFrequent, LeastRecent, Prefetch, best_hits, policy_hits, uses_of, zipf_routing
+from expert_cache import LeastFrequent, LeastRecent, Prefetch, best_hits, policy_hits, uses_of
 
 
 def most_hits(uses: list[list[int]], capacity: int) -> int:
