@@ -30,6 +30,7 @@ from bminf_lite.backend.routing import route
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from bminf_lite.cuda.kernels.experts import router  # noqa: E402
 from bminf_lite.cuda.kernels.experts.grouped_gemm import GroupedGemm  # noqa: E402
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels, ExpertLayerWeights  # noqa: E402
 from bminf_lite.cuda.kernels.experts.pairs import Addend, SortedPairs  # noqa: E402
@@ -161,6 +162,21 @@ def test_logits_have_one_order_of_sums(kernels: ExpertKernels, hidden: int, expe
     codes, scales = quantize_rows(rotated(normed, rotation))
     assert (np.abs(together[1].astype(int) - codes) <= 1).all()
     np.testing.assert_allclose(together[2], scales, rtol=2.0**-20)
+
+
+@pytest.mark.parametrize(("hidden", "experts", "rows"), [(100, 40, 70), (260, 33, 33)])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_tiles_of_many_rows_have_the_same_order_of_sums(
+    kernels: ExpertKernels, hidden: int, experts: int, rows: int, dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = RandomLayer(Sizes(hidden, 32, 32, experts, 2), RELU)
+    device = layer.on_device(cp.asarray)
+    matrix = padded(layer.router.astype(np.float32), np.nan)[:, : hidden + -hidden % 16].astype(dtype)
+    device = replace(device, router=replace(device.router, matrix=cp.asarray(matrix)))
+    x = layer.tokens(rows)
+    expected = logits_on_device(kernels, layer, device, x)[0]
+    monkeypatch.setattr(router, "TILE_SHARE", 1000)
+    np.testing.assert_array_equal(logits_on_device(kernels, layer, device, x)[0], expected)
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------

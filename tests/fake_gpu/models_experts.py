@@ -28,6 +28,8 @@ from bminf_lite.cuda.kernels.constants import (
     FEW_THREADS,
     GROUPED_THREADS,
     ROUTER_THREADS,
+    ROUTER_TILE,
+    ROUTER_TILE_THREADS,
     SORT_LIST,
     SORT_THREADS,
     SUM_THREADS,
@@ -93,6 +95,15 @@ def router_many_rows(call: Call) -> None:
     rows, warps = call.arguments["rows"], ROUTER_THREADS // 32
     covered = call.launch.grid[0] * warps * call.number("EXPERTS") >= call.experts
     call.require(covered and call.launch.grid[1] * call.number("ROWS") >= rows, "blocks are missing")
+    write_logits(call, call.rows("x", rows, call.x_pitch, call.k, F32))
+
+
+@model
+def router_tiles(call: Call) -> None:
+    rows = call.arguments["rows"]
+    across, down = call.launch.grid[:2]
+    call.require(across * ROUTER_TILE >= call.experts and down * ROUTER_TILE >= rows, "blocks are missing")
+    call.require(call.launch.block == ROUTER_TILE_THREADS and call.launch.shared >= 1 << 16, "threads or shared memory")
     write_logits(call, call.rows("x", rows, call.x_pitch, call.k, F32))
 
 

@@ -289,6 +289,8 @@ SAMPLING_BUCKETS_PER_OCTAVE = 24
 MAX_EXPERTS = 512
 """A lane of the warp that chooses a token's experts has up to 16 of them."""
 ROUTER_THREADS = 256
+ROUTER_TILE, ROUTER_TILE_THREADS = 32, 512
+"""Rows and experts of a block that multiplies many rows, and its threads."""
 CHOOSE_THREADS = 128
 SORT_THREADS = 512
 """Threads of a block that sorts pairs: at least one for each expert."""
@@ -411,6 +413,8 @@ HEADERS = {
         WeightType,
         MAX_EXPERTS=MAX_EXPERTS,
         ROUTER_THREADS=ROUTER_THREADS,
+        ROUTER_TILE=ROUTER_TILE,
+        ROUTER_TILE_THREADS=ROUTER_TILE_THREADS,
         CHOOSE_THREADS=CHOOSE_THREADS,
         SORT_THREADS=SORT_THREADS,
         SORT_LIST=SORT_LIST,

@@ -6,6 +6,7 @@
 //
 // x: fp32 [rows, x_pitch]; weight: fp16 or fp32 [experts, pitch]; bias: fp32 [experts] or null; logits: fp32 [rows,
 // experts]. k is a multiple of 4.
+#include "common/async.cuh"
 #include "common/common.cuh"
 #include "common/rotation.cuh"
 #include "experts/routing.cuh"
@@ -14,6 +15,7 @@ using namespace bminf;
 
 constexpr int STEP = 4 * WARP;  // elements that a warp multiplies at once
 constexpr int WARPS = ROUTER_THREADS / WARP;
+constexpr int TILE = ROUTER_TILE, TILE_THREADS = ROUTER_TILE_THREADS;
 
 // Four elements of a weight as they are in memory. The compiler would move load() behind the wait for the input, but
 // not load_now().
@@ -162,7 +164,7 @@ __device__ __forceinline__ void add_parts(float (&sums)[SUMS]) {
     if constexpr (DISTANCE > 1) add_parts<DISTANCE / 2>(sums);
 }
 
-// Logits of many rows. A warp has ROWS rows and EXPERTS experts, its lanes the parts of their sums. x: the norms, fp32
+// Logits of more rows. A warp has ROWS rows and EXPERTS experts, its lanes the parts of their sums. x: the norms, fp32
 // [rows, x_pitch]. Grid: (experts / (EXPERTS * WARPS), rows / ROWS).
 template <int ROWS, int EXPERTS, class W>
 __global__ void __launch_bounds__(ROUTER_THREADS, 2) router_many_rows(
@@ -202,6 +204,164 @@ __global__ void __launch_bounds__(ROUTER_THREADS, 2) router_many_rows(
         const int expert = first_expert + index % EXPERTS;
         if (row < rows && expert < experts)
             logits[static_cast<size_t>(row) * experts + expert] = bias ? __fadd_rn(sums[i], bias[expert]) : sums[i];
+    }
+}
+
+// ---- many rows ---------------------------------------------------------------------------------------------------
+
+// A stage of router_tiles: STEP columns of TILE rows of x, and then of TILE rows of the weight.
+template <class W>
+struct TileStage {
+    static constexpr int ROW_BYTES = STEP * sizeof(float), WEIGHT_BYTES = STEP * sizeof(W);  // of a row
+    static constexpr int BYTES = TILE * (ROW_BYTES + WEIGHT_BYTES), COUNT = 3;
+
+    // The place of 16 bytes in a row, such that those of two neighbouring rows are in different banks.
+    __device__ __forceinline__ static int place(int row, int chunk) { return (chunk ^ row % 2 * 4) * 16; }
+
+    // Four elements of the weight.
+    __device__ __forceinline__ static float4 weight(unsigned address) {
+        if constexpr (sizeof(W) == 4) {
+            const int4 raw = ld_shared_v4(address);
+            return make_float4(
+                __int_as_float(raw.x), __int_as_float(raw.y), __int_as_float(raw.z), __int_as_float(raw.w));
+        } else {
+            unsigned raw[2];
+            ld_shared_v2(raw, address);
+            const float2 low = unpack_half2(raw[0]), high = unpack_half2(raw[1]);
+            return make_float4(low.x, low.y, high.x, high.y);
+        }
+    }
+};
+
+// The copies of an operand of router_tiles: a thread has 16 bytes of one row, or of two.
+template <class T>
+struct TileCopies {
+    static constexpr int CHUNKS = STEP * sizeof(T) / 16, EACH = 16 / sizeof(T);
+    static constexpr int ROWS = TILE_THREADS / CHUNKS, COUNT = TILE / ROWS;
+    const T* source;
+    unsigned offsets[COUNT], target;
+    int left;  // elements of a row, from this thread's on
+
+    // Of TILE rows from `first` on, of `end` rows of k elements.
+    __device__ __forceinline__ TileCopies(const T* source, int pitch, int first, int end, int k) : source(source) {
+        const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            offsets[i] = min(first + row + i * ROWS, end - 1) * pitch + min(chunk * EACH, pitch - EACH);
+        target = row * (CHUNKS * 16) + TileStage<T>::place(row, chunk);
+        left = k - chunk * EACH;
+    }
+    __device__ __forceinline__ void start(unsigned stage, int step) const {
+        const int bytes = max(0, min(EACH, left - step * STEP)) * static_cast<int>(sizeof(T));
+        const T* from = source + (bytes ? step * STEP : 0);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            cp_async_16_partial(stage + target + i * ROWS * CHUNKS * 16, from + offsets[i], bytes);
+    }
+};
+
+// One level of the tree, over two warps: each keeps one half of the sums, the upper warp the upper half, and adds the
+// other's. buffer: SUMS / 2 floats for each thread.
+template <int SUMS>
+__device__ __forceinline__ void add_warp(
+    const float (&sums)[SUMS], bool upper, int distance, float* buffer, float (&kept)[SUMS / 2]) {
+    constexpr int KEPT = SUMS / 2;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    __syncthreads();  // the buffer is free
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) buffer[(warp * KEPT + i) * WARP + lane] = upper ? sums[i] : sums[i + KEPT];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i)
+        kept[i] = (upper ? sums[i + KEPT] : sums[i]) + buffer[((warp ^ distance) * KEPT + i) * WARP + lane];
+}
+
+// One level of the tree, over two lanes.
+template <int SUMS>
+__device__ __forceinline__ void add_lane(const float (&sums)[SUMS], int distance, float (&kept)[SUMS / 2]) {
+    const bool upper = threadIdx.x & distance;
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; ++i) {
+        const float low = sums[i], high = sums[i + SUMS / 2];
+        kept[i] = (upper ? high : low) + __shfl_xor_sync(FULL, upper ? low : high, distance);
+    }
+}
+
+// Logits of many rows: a block has a tile of TILE rows and TILE experts, whose operands it copies to shared memory.
+// Four warps share a quarter of the tile, and each of them has eight of the parts; four lanes share a part, and each of
+// them has every other row and every other expert of the quarter. x: the norms, fp32 [rows, x_pitch]. Grid: (experts /
+// TILE, rows / TILE). Dynamic shared memory: TileStage<W>::COUNT stages, and at least TILE_THREADS * 32 floats.
+template <class W>
+__global__ void __launch_bounds__(TILE_THREADS, 1) router_tiles(
+    const float* x, long long x_pitch, const W* __restrict__ weight, const float* __restrict__ bias, float* logits,
+    int rows, int experts, int k, int pitch) {
+    using Stage = TileStage<W>;
+    static_assert(TILE == 32 && TILE_THREADS == 16 * WARP);
+    constexpr int AT_ONCE = sizeof(W) == 4 ? 8 : 4;  // experts; more would take more registers than there are
+    extern __shared__ __align__(128) char memory[];
+    const unsigned stages = cast_smem_ptr_to_uint(memory);
+    launch_dependent_grids();
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, steps = (k + STEP - 1) / STEP;
+    const int first_row = blockIdx.y * TILE, first_expert = blockIdx.x * TILE;
+    const TileCopies<W> weight_copies(weight, pitch, first_expert, experts, k);
+    const TileCopies<float> x_copies(x, static_cast<int>(x_pitch), first_row, rows, k);
+    const auto load_weight = [&](int step) {
+        weight_copies.start(stages + step % Stage::COUNT * Stage::BYTES + TILE * Stage::ROW_BYTES, step);
+    };
+    const auto load_rows = [&](int step) { x_copies.start(stages + step % Stage::COUNT * Stage::BYTES, step); };
+#pragma unroll
+    for (int step = 0; step < Stage::COUNT - 1; ++step) load_weight(step);
+    wait_on_dependent_grids();
+#pragma unroll
+    for (int step = 0; step < Stage::COUNT - 1; ++step) {
+        load_rows(step);
+        cp_async_commit_group();
+    }
+    const int own_row = warp / 4 % 2 * 16 + lane % 2, own_expert = warp / 8 * 16 + lane / 2 % 2;
+    const int part = warp % 4 * 8 + lane / 4;
+    const unsigned own_x = own_row * Stage::ROW_BYTES + Stage::place(lane, part);
+    const unsigned own_w =
+        TILE * Stage::ROW_BYTES + own_expert * Stage::WEIGHT_BYTES +
+        (sizeof(W) == 4 ? Stage::place(lane / 2, part) : Stage::place(lane / 2, part / 2) + part % 2 * 8);
+    float sums[64] = {};  // of eight rows by eight experts
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        cp_async_wait_group<Stage::COUNT - 2>();
+        __syncthreads();  // also: the stage of the step before has been read
+        const unsigned stage = stages + step % Stage::COUNT * Stage::BYTES;
+        const int next = step + Stage::COUNT - 1;
+        if (next < steps) load_weight(next), load_rows(next);
+        cp_async_commit_group();
+#pragma unroll
+        for (int first = 0; first < 8; first += AT_ONCE) {
+            float4 w[AT_ONCE];
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; ++e)
+                w[e] = Stage::weight(stage + own_w + (first + e) * 2 * Stage::WEIGHT_BYTES);
+#pragma unroll
+            for (int r = 0; r < 8; ++r) {
+                const float4 values = TileStage<float>::weight(stage + own_x + r * 2 * Stage::ROW_BYTES);
+#pragma unroll
+                for (int e = 0; e < AT_ONCE; ++e) sums[r * 8 + first + e] = dot4(values, w[e], sums[r * 8 + first + e]);
+            }
+        }
+    }
+    cp_async_wait_all();
+    float* buffer = reinterpret_cast<float*>(memory);
+    float of_16[32], of_8[16], of_4[8], of_2[4], of_1[2];  // parts that far apart have been added
+    add_warp(sums, warp & 2, 2, buffer, of_16);
+    add_warp(of_16, warp & 1, 1, buffer, of_8);
+    add_lane(of_8, 16, of_4);
+    add_lane(of_4, 8, of_2);
+    add_lane(of_2, 4, of_1);
+    const int index = warp % 4 * 16 + lane / 4 * 2;  // see add_lane: the highest bit first
+    const int row = first_row + own_row + index / 8 * 2;
+    if (row >= rows) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int expert = first_expert + own_expert + (index % 8 + i) * 2;
+        if (expert < experts)
+            logits[static_cast<size_t>(row) * experts + expert] = bias ? __fadd_rn(of_1[i], bias[expert]) : of_1[i];
     }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ....backend.values import Norm
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, pointer_and_pitch
-from ..constants import CHOOSE_THREADS, MAX_EXPERTS, ROUTER_THREADS
+from ..constants import CHOOSE_THREADS, MAX_EXPERTS, ROUTER_THREADS, ROUTER_TILE, ROUTER_TILE_THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import norm_arguments, vectors_for
@@ -28,6 +29,9 @@ ROWS = 8
 """Rows of a warp, where there are many."""
 EXPERTS = (4, 8)
 """Experts of a warp then. Fewer of them make more blocks."""
+TILE_STAGES = 3
+TILE_SHARE = 3
+"""From one tile for this many SMs on, blocks multiply tiles of ``ROUTER_TILE`` rows and experts from shared memory."""
 EACH = (1, 4, 8, 16)
 """Experts of a lane of the warp that chooses."""
 MAX_TOP_K = 32
@@ -47,6 +51,8 @@ class RouterKernels:
         yield KernelFamily(cls.source, "router_few_rows", (BOOLEANS, VECTORS, TYPES, BOOLEANS))
         yield KernelFamily(cls.source, "router_norm", (BOOLEANS, VECTORS, BOOLEANS))
         yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), EXPERTS, TYPES))
+        if capability >= (8, 0):
+            yield KernelFamily(cls.source, "router_tiles", (TYPES,))
         yield KernelFamily(cls.source, "choose_experts", (EACH,))
         yield KernelFamily(cls.source, "scalar_gate", (BOOLEANS, VECTORS))
 
@@ -113,6 +119,16 @@ class RouterKernels:
             bytes_moved=nbytes_of(x, normed, codes),
             cache=rows > self._launcher.num_sms,
         )
+        arguments = (*pointer_and_pitch(normed), router.matrix.data.ptr, bias, out.data.ptr, rows, experts, k, pitch)
+        moved = nbytes_of(normed, router.matrix, out)
+        tiles = ceil_div(experts, ROUTER_TILE), ceil_div(rows, ROUTER_TILE)
+        shared = tile_bytes(router.matrix.dtype.itemsize)
+        if shared <= self._launcher.max_shared and math.prod(tiles) * TILE_SHARE >= self._launcher.num_sms:
+            name = f"router_tiles<{kind}>"
+            self._launcher.launch(
+                step, self.source, name, tiles, ROUTER_TILE_THREADS, arguments, shared, bytes_moved=moved, cache=True
+            )
+            return
         each = EXPERTS[ceil_div(rows, ROWS) * ceil_div(experts, EXPERTS[1] * WARPS) >= self._launcher.num_sms]
         grid = ceil_div(experts, each * WARPS), ceil_div(rows, ROWS)
         self._launcher.launch(
@@ -121,8 +137,8 @@ class RouterKernels:
             f"router_many_rows<{ROWS}, {each}, {kind}>",
             grid,
             ROUTER_THREADS,
-            (*pointer_and_pitch(normed), router.matrix.data.ptr, bias, out.data.ptr, rows, experts, k, pitch),
-            bytes_moved=nbytes_of(normed, router.matrix, out),
+            arguments,
+            bytes_moved=moved,
             cache=True,
         )
 
@@ -160,6 +176,11 @@ class RouterKernels:
             (x.data.ptr, pitch_of(x), *norm_arguments(norm), weight.data.ptr, out.data.ptr, k),
             bytes_moved=nbytes_of(x, weight, out),
         )
+
+
+def tile_bytes(itemsize: int) -> int:
+    """Bytes of shared memory of ``router_tiles``: of its stages, or half of the sums of all threads."""
+    return max(TILE_STAGES * ROUTER_TILE * 128 * (4 + itemsize), ROUTER_TILE_THREADS * 32 * 4)
 
 
 def experts_of_a_lane(experts: int) -> int:
