@@ -150,22 +150,32 @@ __global__ void __launch_bounds__(SUM_THREADS) weighted_sum(
     __shared__ float weights_of_row[WARP];
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const int row = blockIdx.y, column = (blockIdx.x * SUM_THREADS + threadIdx.x) * 8;
+    const int row = blockIdx.y, own = (blockIdx.x * SUM_THREADS + threadIdx.x) * 8,
+              column = min(own, (columns - 1) / 8 * 8);
+    float* target = out + row * out_pitch + column;
+    float before[8], sum[8];
+    if constexpr (ADD) load8(target, before);
     if (threadIdx.x < top_k) {
         places_of_row[threadIdx.x] = places[row * top_k + threadIdx.x];
         weights_of_row[threadIdx.x] = weights ? weights[row * top_k + threadIdx.x] : 1.0f;
     }
     __syncthreads();
-    if (column >= columns) return;
-    float sum[8];
-#pragma unroll 4
-    for (int j = 0; j < top_k; ++j) {
-        float x[8];
-        load8(results + places_of_row[j] * pitch + column, x);
+    for (int first = 0; first < top_k; first += 4) {
+        uint4 raw[4];  // behind the last rank its values once more
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float y = __fmul_rn(weights_of_row[j], x[i]);
-            sum[i] = j == 0 ? y : __fadd_rn(sum[i], y);
+        for (int j = 0; j < 4; ++j)
+            raw[j] = ld_global_v4(results + places_of_row[min(first + j, top_k - 1)] * pitch + column);
+        __syncwarp();  // otherwise the compiler places each load next to its use
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (first + j >= top_k) break;
+            float x[8];
+            load8(reinterpret_cast<const __half*>(&raw[j]), x);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float y = __fmul_rn(weights_of_row[first + j], x[i]);
+                sum[i] = first + j == 0 ? y : __fadd_rn(sum[i], y);
+            }
         }
     }
     if (addend) {
@@ -175,12 +185,9 @@ __global__ void __launch_bounds__(SUM_THREADS) weighted_sum(
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(factor, x[i]));
     }
-    float* target = out + row * out_pitch + column;
     if constexpr (ADD) {
-        float before[8];
-        load8(target, before);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(before[i], sum[i]);
     }
-    store8(target, sum);
+    if (own < columns) store8(target, sum);
 }
