@@ -41,7 +41,17 @@ from .latent import (
     store_rows,
 )
 from .latent import split_heads as split_latent_heads
-from .mixture import Mixture, choose_experts, expert_result, input_factors, make_mixture, mix, result_weights
+from .mixture import (
+    Mixture,
+    SharedExpert,
+    choose_experts,
+    expert_result,
+    input_factors,
+    make_mixture,
+    mix,
+    result_weights,
+    shared_result,
+)
 from .quantization import (
     HostWeight,
     int8_parts,
@@ -166,6 +176,8 @@ class Backend(HostDevice):
 
     def __init__(self, activation_dtype: type = np.float32):
         super().__init__(activation_dtype)
+        self.choices: list[Array] | None = None
+        """Where each :meth:`experts` adds the experts of its tokens, int32 ``[T, top_k]``; None for nowhere."""
         self.adapter_slots: AdapterSlots | None = None
         """Room for adapters beside the weights of the model that is built next; None for a model without adapters."""
 
@@ -417,18 +429,23 @@ class Backend(HostDevice):
         addend: Array = None,
         gate: Array = None,
         routed: Array = None,
+        shared: SharedExpert | None = None,
     ) -> Array:
         """The sum of what each token's experts make of it: ``[T, in]`` -> fp32 ``[T, out]``; see :mod:`.mixture`.
 
         The router reads ``routed``, by default ``x``, which is a :meth:`norm`. An ``addend`` fp32 ``[T, out]``, times
-        the ``gate`` fp32 ``[T, 1]`` if there is one, is added to the sum. With a ``residual`` fp32 ``[T, out]``, which
-        may be overwritten, the result is added to that.
+        the ``gate`` fp32 ``[T, 1]`` if there is one, is added to the sum, or what a ``shared`` expert makes of ``x``.
+        With a ``residual`` fp32 ``[T, out]``, which may be overwritten, the result is added to that.
 
         An expert computes :meth:`linear` of :meth:`gated_linear` or :meth:`activated_linear`, each rounded to the
         activation type. The results of a token are multiplied by the router's weights, unless these multiply the
         inputs, and added in fp32 in the order of the experts' ranks.
         """
+        if shared is not None:
+            addend, gate = shared_result(self, x, shared)
         topk_ids, topk_weights = choose_experts(x if routed is None else routed, mixture)
+        if self.choices is not None:
+            self.choices.append(topk_ids)
 
         def result_of(expert: int, tokens: np.ndarray) -> Array:
             factors = input_factors(topk_ids, topk_weights, mixture, expert, tokens)

@@ -37,6 +37,20 @@ class Mixture:
     router_bias: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class SharedExpert:
+    """A feed-forward layer for every token beside the experts of a mixture, of which the router has no part.
+
+    ``hidden`` and ``down`` are weights of the backend: gate and up stacked, and the matrix behind the ``activation``,
+    which has no ``limit``. The result is multiplied by :meth:`Backend.scalar_gate` of ``gate`` fp32 ``[in]``, or by 1.
+    """
+
+    hidden: Any
+    down: Any
+    activation: ExpertActivation
+    gate: Array | None = None
+
+
 def make_mixture(
     weight: Callable[[Sequence[HostWeight], Sequence[np.ndarray | None]], Any],
     spec: RouterSpec,
@@ -72,11 +86,13 @@ class ExpertProducts(Protocol):
 
     def host(self, x: Array) -> np.ndarray: ...
 
-    def linear(self, x: Array, weight: Any) -> Array: ...
+    def linear(self, x: Array, weight: Any, fp32: bool = False) -> Array: ...
 
     def gated_linear(self, x: Array, weight: Any, activation: str) -> Array: ...
 
     def activated_linear(self, x: Array, weight: Any, activation: str) -> Array: ...
+
+    def scalar_gate(self, x: Array, vector: Array) -> Array: ...
 
 
 def choose_experts(x: np.ndarray, mixture: Mixture) -> tuple[np.ndarray, np.ndarray]:
@@ -116,6 +132,13 @@ def expert_result(ops: ExpertProducts, x: Array, mixture: Mixture, expert: int) 
     else:
         hidden = ops.activated_linear(x, weight, activation.function)
     return ops.linear(hidden, mixture.down[expert])
+
+
+def shared_result(ops: ExpertProducts, x: Array, shared: SharedExpert) -> tuple[Array, Array | None]:
+    """What a shared expert makes of rows, fp32 ``[T, out]``, and what multiplies it, fp32 ``[T, 1]``; None for 1."""
+    gate = None if shared.gate is None else ops.scalar_gate(x, shared.gate)
+    product = ops.gated_linear if shared.activation.gated else ops.activated_linear
+    return ops.linear(product(x, shared.hidden, shared.activation.function), shared.down, fp32=True), gate
 
 
 def mix(

@@ -126,11 +126,6 @@ class RowParallelLinear:
         y = self.product.fp32(x)
         return self.ops.all_reduce_add(y, self.bias) if self.is_partial else y
 
-    def partial(self, x: Array) -> Array:
-        """What this rank adds to :meth:`fp32` of a layer without a bias: fp32 ``[T, out]``."""
-        assert self.bias is None
-        return self.product.fp32(x)
-
     def add_to(self, residual: Array, x: Array) -> Array:
         """``residual + self(x)``, fp32 ``[T, out]``; ``residual`` may be overwritten."""
         if not self.is_partial:

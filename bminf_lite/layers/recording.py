@@ -16,7 +16,17 @@ import numpy as np
 from ..backend.adapter_slots import Bank
 from ..backend.base import Backend
 from ..backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
-from ..backend.mixture import Mixture, choose_experts, expert_result, input_factors, make_mixture, mix, result_weights
+from ..backend.mixture import (
+    Mixture,
+    SharedExpert,
+    choose_experts,
+    expert_result,
+    input_factors,
+    make_mixture,
+    mix,
+    result_weights,
+    shared_result,
+)
 from ..backend.quantization import HostWeight
 from ..backend.side_products import Adapter
 from ..backend.values import Array, LatentSpec
@@ -127,8 +137,11 @@ class _HookedBackend:
         addend: Array = None,
         gate: Array = None,
         routed: Array = None,
+        shared: SharedExpert | None = None,
     ) -> Array:
-        """The backend's operation, in which every expert is observed, in order of their numbers."""
+        """The backend's operation, in which every expert is observed, a shared one first, in order of their numbers."""
+        if shared is not None:
+            addend, gate = shared_result(self, x, shared)
         rows = np.asarray(self._ops.host(x))
         chooser = rows if routed is None else np.asarray(self._ops.host(routed))
         choices = topk_ids, topk_weights = choose_experts(chooser, mixture)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,12 @@ from bminf_lite.cuda.kernels.experts.grouped_gemm import GroupedGemm  # noqa: E4
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels, ExpertLayerWeights  # noqa: E402
 from bminf_lite.cuda.kernels.experts.pairs import Addend, SortedPairs  # noqa: E402
 from bminf_lite.cuda.kernels.experts.router import FEW_ROWS  # noqa: E402
-from bminf_lite.cuda.kernels.experts.weights import ExpertMatrices, RouterWeights, alternate_gate_and_up  # noqa: E402
+from bminf_lite.cuda.kernels.experts.weights import (  # noqa: E402
+    ExpertMatrices,
+    RouterWeights,
+    SharedWeights,
+    alternate_gate_and_up,
+)
 from bminf_lite.cuda.kernels.launcher import Launcher  # noqa: E402
 from bminf_lite.cuda.kernels.rowwise.rows import RowKernels  # noqa: E402
 
@@ -399,11 +404,16 @@ LAYERS = {  # the kernels of few tokens compute three tokens of those with many 
 
 
 def run(
-    kernels: ExpertKernels, layer: RandomLayer, device: ExpertLayerWeights, x: np.ndarray, add: bool = False
+    kernels: ExpertKernels,
+    layer: RandomLayer,
+    device: ExpertLayerWeights,
+    x: np.ndarray,
+    add: bool = False,
+    **more: Any,
 ) -> list[np.ndarray]:
     """Results, ids and weights of a residual stream."""
-    out = rows_on_device(np.full((len(x), layer.sizes.out), 0.5, np.float32), cp.asarray)
-    routing = kernels.forward(None, rows_on_device(x, cp.asarray), layer.norm(cp.asarray), device, out, add, empty)
+    out, norm = rows_on_device(np.full((len(x), layer.sizes.out), 0.5, np.float32), cp.asarray), layer.norm(cp.asarray)
+    routing = kernels.forward(None, rows_on_device(x, cp.asarray), norm, device, out, add, empty, **more)
     return [cp.asnumpy(v) for v in (out, routing.ids, routing.weights)]
 
 
@@ -478,6 +488,61 @@ def test_weights_may_lie_in_slots(kernels: ExpertKernels, name: str) -> None:
         moved = in_slots(device, layer.random)
         for found, expected in zip(run(kernels, layer, moved, x), run(kernels, layer, device, x), strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+SHARED = {  # with many experts, of which three tokens seldom have one in common
+    "qwen3_next": (Sizes(256, 96, 256, 104, 4, False), RELU, {"renormalise": True}, True),
+    "deepseek_v3, rotated": (Sizes(128, 272, 136, 64, 2, False, (128, 16)), RELU, {"score": Score.SIGMOID}, False),
+    "llama4": (Sizes(96, 64, 96, 32, 1, False), RELU, {"score": Score.SIGMOID, "scales_input": True}, False),
+    "nemotron_h": (Sizes(96, 272, 64, 160, 6, False), ExpertActivation("relu_squared", gated=False), {}, True),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix as dense products read it: ``WeightRows``."""
+
+    matrix: Any
+    scale: Any
+    out_features: int
+    in_features: int
+    pitch: int
+    bias: None = None
+    group_size: int = 0
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, weights: ExpertWeights, expert: int) -> Matrix:
+        codes, scale = padded(weights.values[expert], 77), weights.scale
+        assert scale is not None
+        return cls(cp.asarray(codes), cp.asarray(scale[expert]), *weights.values.shape[1:], codes.shape[1])
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_expert_of_all_tokens_is_one_more_pair(kernels: ExpertKernels, name: str, count: int) -> None:
+    """It has the bits of a product of its own, which is added behind the others'."""
+    sizes, activation, spec, has_gate = SHARED[name]
+    layer = RandomLayer(sizes, activation, **spec)
+    device, x = layer.on_device(cp.asarray), layer.tokens(count)
+    other = RandomLayer(sizes, activation, seed=1, **spec)
+    vector = cp.asarray(padded((other.random.normal(size=sizes.hidden) / 9).astype(np.float32))) if has_gate else None
+    shared = SharedWeights(Matrix.of(other.layer.hidden, 2), Matrix.of(other.layer.down, 2), vector)
+    assert kernels.takes_shared(count, device, shared)
+    _, codes, scales = logits_on_device(kernels, layer, device, x)
+    half, experts = np.dtype(np.float16), np.full(count, 2)
+    y = rounded(expert_linear_codes(codes, scales, experts, other.layer.hidden), half)
+    y = rounded(activated(y.astype(np.float32), activation), half)
+    addend = expert_linear(y, experts, other.layer.down)
+    gate = None
+    if vector is not None:
+        gate = empty((count,), np.float32)
+        kernels.router.scalar_gate(None, rows_on_device(x, cp.asarray), layer.norm(cp.asarray), vector, gate)
+    for add in (False, True):
+        expected = run(kernels, layer, device, x, add, addend=Addend(rows_on_device(addend, cp.asarray), gate))
+        found = run(kernels, layer, device, x, add, shared=shared)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_rows_that_are_no_numbers_stay_in_their_tokens(kernels: ExpertKernels) -> None:

@@ -36,6 +36,7 @@ from bminf_lite.cuda.kernels.constants import (
     Activation,
     Epilogue,
 )
+from bminf_lite.cuda.kernels.experts.weights import alternate_gate_and_up
 from bminf_lite.memory.expert_cache import ExpertPool
 
 from .launching import Call, model
@@ -71,13 +72,16 @@ def write_logits(call: Call, normed: np.ndarray) -> None:
 
 @model
 def router_few_rows(call: Call) -> None:
-    rows, warps, blocks = call.launch.grid[1], ROUTER_THREADS // 32, call.launch.grid[0] - bool(call.codes)
+    rows, warps = call.launch.grid[1], ROUTER_THREADS // 32
+    blocks = call.launch.grid[0] - bool(call.codes) - bool(call.gate)
     call.require(blocks * warps >= call.experts and call.launch.block == ROUTER_THREADS, "blocks")
     norm = router_norm_of(call)
     normed = normalise(call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], norm)
     write_logits(call, normed)
     if call.codes:
         write_codes(call, normed)
+    if call.gate:
+        write_gate(call, normed, "gate_weight", "gate")
 
 
 @model
@@ -111,8 +115,12 @@ def router_tiles(call: Call) -> None:
 def scalar_gate(call: Call) -> None:
     rows = call.launch.grid[0]
     normed = normalise(call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], router_norm_of(call))
-    weight = call.vector("weight", up(call.k, 16), F32, 16)[: call.k]
-    call.vector("out", rows, F32)[...] = sigmoid(product_by_row(normed.astype(F32), weight[:, None]))[:, 0]
+    write_gate(call, normed, "weight", "out")
+
+
+def write_gate(call: Call, normed: np.ndarray, weight: str, out: str) -> None:
+    vector = call.vector(weight, up(call.k, 16), F32, 16)[: call.k]
+    call.vector(out, len(normed), F32)[...] = sigmoid(product_by_row(normed.astype(F32), vector[:, None]))[:, 0]
 
 
 def chosen(call: Call, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -168,11 +176,14 @@ def sort_by_expert(call: Call) -> None:
     call.vector("sorted_scales", pairs, F32)[...] = scales * factors
 
 
-def write_sums(call: Call, results: np.ndarray, weights: np.ndarray, columns: int) -> None:
+def write_sums(
+    call: Call, results: np.ndarray, weights: np.ndarray, columns: int, addend: np.ndarray | None = None
+) -> None:
     """The sum of the experts of each token, ``results`` fp32 ``[T, top_k, columns]``, and what is added to it."""
     total, rows = sum_of_experts(results, weights), len(weights)
     if call.addend:
         addend = call.rows("addend", rows, call.addend_pitch, columns, F32, 0)
+    if addend is not None:
         gate = call.vector("gate", rows, F32)[:, None] if call.gate else F32(1)
         total = total + gate * addend
     out = call.rows("out", rows, call.out_pitch, columns, F32, 0)
@@ -327,23 +338,38 @@ def few_tokens_shared(call: Call, rows: int, own: int, each: int) -> None:
 @model
 def few_tokens_hidden(call: Call) -> None:
     tokens, top_k, gated, k = call.tokens, call.top_k, bool(call.number("GATED")), call.k
-    n, pairs, blocks = call.features * (1 + gated), tokens * top_k, call.launch.grid[0]
+    pairs = tokens * (top_k + bool(call.shared_weight))
+    n, blocks = call.features * (1 + gated), call.launch.grid[0]
     group = 8 if gated else 1
     few_tokens_shared(call, tokens, -(-pairs * call.features // group // blocks) * group * (1 + gated), 4)
     ids, weights = chosen(call, tokens)
     codes = call.rows("codes", tokens, call.pitch, k, np.int8)
-    scales = np.repeat(call.vector("x_scale", tokens, F32), top_k)
+    own = call.vector("x_scale", tokens, F32)
+    scales = np.repeat(own, top_k)
     scales = scales * weights.ravel() if call.scales_input else scales
     weight = weights_of(call, call.num_experts, n, np.int8, ids)[..., :k]
     y = product(call, np.repeat(codes, top_k, axis=0), ids.ravel(), weight, scales)
+    if call.shared_weight:
+        beside = shared_product(call, codes, own, n)
+        beside = alternate_gate_and_up(beside[:, :, None])[:, :, 0] if gated else beside
+        y = np.concatenate([y.reshape(tokens, top_k, n), beside[:, None]], axis=1).reshape(pairs, n)
     found = epilogue(call, y, gated, not gated)
     call.rows("hidden", pairs, call.hidden_pitch, call.features, F16)[...] = found
+
+
+def shared_product(call: Call, codes: np.ndarray, scales: np.ndarray, n: int) -> np.ndarray:
+    """The product of each token's row with a matrix of the shared expert, fp32 ``[T, n]``."""
+    call.require(not call.bias, "an expert beside a shared one has a bias")
+    weight = call.rows("shared_weight", n, call.pitch, codes.shape[1], np.int8).astype(np.float64)
+    sums = (codes.astype(np.float64) @ weight.T).astype(F32)
+    return scales[:, None] * (call.vector("shared_scale", n, F32) * sums)
 
 
 @model
 def few_tokens_down(call: Call) -> None:
     tokens, top_k, columns, k = call.tokens, call.top_k, call.columns, call.k
-    pairs = tokens * top_k
+    each = top_k + bool(call.shared_weight)
+    pairs = tokens * each
     few_tokens_shared(call, pairs, pairs * -(-columns // call.launch.grid[0]), 12)
     call.require((call.rotation > 1) == bool(call.number("ROTATED")), "a rotation of its own instantiation")
     ids, weights = chosen(call, tokens)
@@ -352,5 +378,8 @@ def few_tokens_down(call: Call) -> None:
     hidden = call.rows("hidden", pairs, call.hidden_pitch, k, F16)
     codes, scales = quantize_rows(rotated(hidden, call.rotation))
     weight = weights_of(call, call.num_experts, columns, np.int8, ids)[..., :k]
-    results = rounded(product(call, codes, ids.ravel(), weight, scales)).reshape(tokens, top_k, columns)
-    write_sums(call, results, np.ones_like(weights) if call.scales_input else weights, columns)
+    by_token = [v.reshape(tokens, each, *v.shape[1:]) for v in (codes, scales)]
+    routed, own = (v[:, :top_k].reshape(tokens * top_k, *v.shape[2:]) for v in by_token)
+    results = rounded(product(call, routed, ids.ravel(), weight, own)).reshape(tokens, top_k, columns)
+    beside = shared_product(call, *(v[:, top_k] for v in by_token), columns) if call.shared_weight else None
+    write_sums(call, results, np.ones_like(weights) if call.scales_input else weights, columns, beside)

@@ -37,6 +37,7 @@ from ..adapter_slots import Bank
 from ..base import Backend, HeadsOfRank
 from ..calibration import CalibrationOps
 from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
+from ..mixture import SharedExpert, shared_result
 from ..quantization import HostWeight
 from ..sampling import MAX_LOGPROBS, SamplerState
 from ..side_products import Adapter
@@ -392,8 +393,14 @@ class CudaBackend(Backend):
         addend: Array = None,
         gate: Array = None,
         routed: Array = None,
+        shared: SharedExpert | None = None,
     ) -> Array:
-        return self.mixtures.forward(x, mixture, residual, addend, gate, routed)
+        if shared is not None and not self.mixtures.takes_shared(x, mixture, routed, shared):
+            (addend, gate), shared = shared_result(self, x, shared), None
+        out, chosen = self.mixtures.forward(x, mixture, residual, addend, gate, routed, shared)
+        if self.choices is not None:
+            self.choices.append(chosen)
+        return out
 
     def add_experts(self, found: Array, residual: Array, addend: Array, gate: Array) -> Array:
         if addend is not None:

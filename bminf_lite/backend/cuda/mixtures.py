@@ -17,16 +17,18 @@ from ...cuda.kernels.experts.weights import (
     GROUP,
     ExpertMatrices,
     RouterWeights,
+    SharedWeights,
     alternate_gate_and_up,
     expert_matrix_shape,
 )
 from ...errors import UsageError
 from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ..meta import expert_matrix_bytes
+from ..mixture import SharedExpert
 from ..quantization import HostWeight, Int8Weight, int8_parts
 from ..values import Array, ExpertSlots
 from .arrays import Arrays
-from .deferred import DeferredNorm, ResidualStream
+from .deferred import DeferredNorm, ResidualStream, Weight
 from .expert_store import ExpertStore
 from .kernels import Kernels
 from .materialize import STALE, Materializer
@@ -267,22 +269,39 @@ class MixtureLayers:
         addend: Array = None,
         gate: Array = None,
         routed: Array = None,
-    ) -> Array:
-        """See :meth:`Backend.experts`. What the router reads is a norm of a residual stream unchanged since."""
+        shared: SharedExpert | None = None,
+    ) -> tuple[Array, cp.ndarray]:
+        """See :meth:`Backend.experts`; also the experts of each token, int32 ``[T, top_k]``.
+
+        What the router reads is a norm of a residual stream unchanged since. A ``shared`` expert is one that
+        :meth:`takes_shared`.
+        """
         added = None if addend is None else Addend(self.arrays.padded(self.materializer.materialize(addend)), gate)
         chooser, hidden = x if routed is None else routed, mixture.hidden
         values = self._stream_of(chooser)
         rows = None if hidden.dynamic else self.materializer.to_half(x, hidden.rotation)
         latent = self.materializer.to_half(x) if hidden.dynamic and routed is not None else None
+        beside = None if shared is None else SharedWeights(shared.hidden, shared.down, shared.gate)
         self.kernels.step.reads(None)
         if residual is None:
             out = self.arrays.rows(x.shape[0], mixture.down.out_features, np.float32)
-            self._run(values, chooser, mixture, out, False, rows, added, latent)
-            return out
+            return out, self._run(values, chooser, mixture, out, False, rows, added, latent, beside)
         target = self.materializer.as_residual(residual)
         self.materializer.flush_residual(target)
-        self._run(values, chooser, mixture, target.values, True, rows, added, latent)
-        return ResidualStream(target.values)
+        chosen = self._run(values, chooser, mixture, target.values, True, rows, added, latent, beside)
+        return ResidualStream(target.values), chosen
+
+    def takes_shared(self, x: Array, mixture: ExpertLayerWeights, routed: Array, shared: SharedExpert) -> bool:
+        """Whether the kernels of the experts compute the shared one too: in w8a8, its inputs rotated as theirs."""
+        experts = self.kernels.experts
+        return (
+            routed is None
+            and isinstance(x, DeferredNorm)
+            and shared.activation == mixture.activation
+            and _is_plain(shared.hidden, mixture.hidden)
+            and _is_plain(shared.down, mixture.down)
+            and experts.takes_shared(x.shape[0], mixture, SharedWeights(shared.hidden, shared.down, shared.gate))
+        )
 
     def scalar_gate(self, x: Array, vector: cp.ndarray) -> cp.ndarray:
         """See :meth:`Backend.scalar_gate`; of the same norm."""
@@ -301,8 +320,20 @@ class MixtureLayers:
 
     def _run(
         self, values: cp.ndarray, x: DeferredNorm, mixture: ExpertLayerWeights, out: cp.ndarray, add: bool,
-        rows: cp.ndarray | None, addend: Addend | None, latent: cp.ndarray | None,
-    ) -> None:  # fmt: skip
-        self.kernels.experts.forward(
-            self.kernels.step, values, x.norm, mixture, out, add, self.arrays.empty, rows, addend, latent
+        rows: cp.ndarray | None, addend: Addend | None, latent: cp.ndarray | None, shared: SharedWeights | None,
+    ) -> cp.ndarray:  # fmt: skip
+        routing = self.kernels.experts.forward(
+            self.kernels.step, values, x.norm, mixture, out, add, self.arrays.empty, rows, addend, latent, shared
         )
+        return routing.ids
+
+
+def _is_plain(weight: Weight, other: ExpertMatrices) -> bool:
+    """Whether a product is that of a matrix alone in w8a8, whose input is rotated as that of other matrices."""
+    has_adapters = weight.adapters is not None and weight.adapters.slots.rows is not None
+    return (
+        weight.plan is not None
+        and weight.is_row_major
+        and weight.rotation == other.rotation
+        and not (weight.side_products or has_adapters)
+    )

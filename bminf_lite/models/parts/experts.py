@@ -11,14 +11,14 @@ import numpy as np
 from ...backend.base import Backend
 from ...backend.communicator import shard
 from ...backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
-from ...backend.mixture import Mixture
+from ...backend.mixture import Mixture, SharedExpert
 from ...backend.quantization import HostWeight
 from ...backend.values import Array, ForwardBatch, LayerCache, Norm
 from ...layers.linear import ColumnsOfRank, Linear
 from ...layers.loading import RowTransform
 from ...layers.norm import NormLayer
 from ..spec import Fold, FusedExperts, GatedProduct, Parameter, Role, Tensors, linear, router, weights_of
-from .feed_forward import FeedForward, FeedForwardPart
+from .feed_forward import FeedForwardPart
 from .norms import NormPart
 from .part import LayerSource, Part, PartLayer, PartTensors
 
@@ -235,8 +235,11 @@ class ExpertsPart(Part):
             return ExpertsOfStream(source.ops, mixture, is_partial, own, NormLayer(source.ops, chooser))
         if self.shared is None:
             return Experts(source.ops, mixture, is_partial)
+        shared = self.shared.build(source)
+        activation = ExpertActivation(shared.activation, self.shared.gated)
         gate = None if self.shared_gate is None else source.ops.vector(vector(f"{self.shared_gate}.weight")[0])
-        return ExpertsWithShared(source.ops, mixture, is_partial, self.shared.build(source), gate)
+        beside = SharedExpert(shared.inner.weight, shared.down.product.weight, activation, gate)
+        return ExpertsWithShared(source.ops, mixture, is_partial, beside)
 
     def _biases(self, source: LayerSource) -> ExpertBiases:
         """The biases of the router and the experts."""
@@ -296,19 +299,12 @@ class ExpertsOfStream(Experts):
 
 @dataclass(frozen=True)
 class ExpertsWithShared(Experts):
-    """The same beside a ``shared`` feed-forward layer for every token, whose output is multiplied by a ``gate``."""
+    """The same beside a feed-forward layer for every token, of which a rank computes its part."""
 
-    shared: FeedForward
-    gate: Array | None
+    shared: SharedExpert
 
-    def hidden(self, x: Array, cache: LayerCache, batch: ForwardBatch, only_last: bool) -> tuple[Array, Array, Array]:
-        """The input itself; the rank's part of the shared layer, fp32 ``[T, out]``; and the gate fp32 ``[T, 1]``."""
-        gate = None if self.gate is None else self.ops.scalar_gate(x, self.gate)
-        return x, self.shared.partial(self.shared.hidden(x, cache, batch, False)), gate
-
-    def _experts(self, hidden: tuple[Array, Array, Array], residual: Array) -> Array:
-        x, shared, gate = hidden
-        return self.ops.experts(x, self.mixture, residual, shared, gate)
+    def _experts(self, hidden: Array, residual: Array) -> Array:
+        return self.ops.experts(hidden, self.mixture, residual, shared=self.shared)
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,6 @@ class FeedForward:
     def fp32(self, hidden: Array) -> Array:
         return self.down.fp32(hidden)
 
-    def partial(self, hidden: Array) -> Array:
-        """What this rank adds to :meth:`fp32`, fp32 ``[T, features]``."""
-        return self.down.partial(hidden)
-
     def add_to(self, residual: Array, hidden: Array) -> Array:
         return self.down.add_to(residual, hidden)
 

@@ -5,6 +5,9 @@
 //     out[t]  (+)= sum over j of weights[t, j] * fp16(scaled(quantize(rotate(hidden[t, j])) @ weight[expert].T) + bias)
 //                 + gate[t] * addend[t]
 //
+// An expert may be shared by all tokens: then each token has one more pair, its last, whose result in fp32 is the
+// addend. Experts have no biases then.
+//
 // The codes of the tokens are those of rotated tokens where the first matrices rotate their input. The rotation of the
 // hidden values may be left out.
 //
@@ -20,7 +23,6 @@
 #include "experts/activation.cuh"
 #include "experts/routing.cuh"
 #include "experts/row_stream.cuh"
-#include "experts/slots.cuh"
 
 using namespace bminf;
 
@@ -31,34 +33,32 @@ constexpr int BLOCKS_PER_SM = 2;
 constexpr int BLOCKS_PER_SM = 1;
 #endif
 
-constexpr int GATE_GROUP = 8;  // rows of the gate, or of up, that lie together
-
-// The experts of a block's tokens, of all pairs, found by a warp for each token.
+// The experts of a block's tokens, of all pairs, found by a warp for each token, which has `each` pairs: those of its
+// experts by rank, and that of the shared one if there is one more.
 template <int EACH>
 struct Choice {
     const Router& router;
     const float* logits;
-    int tokens;
-    const int* slots;      // see slots.cuh
-    int *ids, *own_slots;  // shared memory
+    int tokens, each;
+    const ExpertMatrix& matrix;
+    int* ids;             // shared memory
+    const int8** starts;  // of the experts' rows, shared memory
 
     // scratch: shared memory, which may be used for copies afterwards.
     __device__ __forceinline__ void choose(char* scratch) const {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         if (warp < tokens) {
             const int id = chooser(warp, scratch).choose(logits + warp * router.num_experts);
-            if (lane < router.top_k) {
-                const int pair = warp * router.top_k + lane;
-                ids[pair] = id, own_slots[pair] = slot_of(slots, id);
-            }
+            const int own = lane < router.top_k ? id : ExpertMatrix::SHARED, pair = warp * each + lane;
+            if (lane < each) ids[pair] = own, starts[pair] = matrix.rows_of(own);
         }
         __syncthreads();
     }
 
-    // Calls store(pair, weight) for every pair, in one thread each.
+    // Calls store(pair, weight) for every pair of an expert that was chosen, in one thread each.
     template <class Store>
     __device__ __forceinline__ void find_weights(const Store& store) const {
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, pair = warp * router.top_k + lane;
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, pair = warp * each + lane;
         if (warp >= tokens) return;
         const bool is_chosen = lane < router.top_k;
         const float weight =
@@ -92,28 +92,30 @@ struct Share {
 template <int EACH, bool GATED, int F, int UNIT>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     const Router router, const float* logits, const int8* codes, const float* x_scale, const int8* __restrict__ weight,
-    const int* slots, const float* __restrict__ w_scale, const float* __restrict__ bias, __half* hidden,
-    long long hidden_pitch, int tokens, int features, int k, int pitch, bool scales_input, float limit, float alpha,
-    int scratch_bytes) {
+    const int* slots, const float* __restrict__ w_scale, const float* __restrict__ bias,
+    const SharedExpert shared_expert, __half* hidden, long long hidden_pitch, int tokens, int features, int k,
+    int pitch, bool scales_input, float limit, float alpha, int scratch_bytes) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ int ids[MAX_FEW_PAIRS], own_slots[MAX_FEW_PAIRS];
+    __shared__ int ids[MAX_FEW_PAIRS];
+    __shared__ const int8* starts[MAX_FEW_PAIRS];
     __shared__ float scales[MAX_FEW_PAIRS];  // of the pairs' inputs
-    const int width = (pitch + UNIT - 1) / UNIT * UNIT, top_k = router.top_k;
+    const int width = (pitch + UNIT - 1) / UNIT * UNIT, pairs = router.top_k + (shared_expert.shared_weight != nullptr);
     constexpr int MATRICES = 1 + GATED;
-    const Share<GATED ? GATE_GROUP : 1> share(tokens * top_k * features);
+    const Share<GATED ? GATE_GROUP : 1> share(tokens * pairs * features);
     const int rows = MATRICES * share.count, each = MATRICES * features;
     const int first_pair = share.first / features, first_feature = share.first % features;
     int8* tokens_codes = reinterpret_cast<int8*>(shared + scratch_bytes);
     int* sums = reinterpret_cast<int*>(tokens_codes + tokens * width);
-    const ExpertRows of_block = {weight, ids + first_pair, own_slots + first_pair, each, 0, each, pitch};
+    const ExpertMatrix matrix = {weight, slots, w_scale, shared_expert, each, pitch};
+    const ExpertRows<GATED> of_block = {matrix, starts + first_pair, ids + first_pair, 0, each};
     const RowUnits units(rows, width / UNIT, each, MATRICES * first_feature);
-    RowStream<UNIT> stream(of_block, units, shared);
+    RowStream<UNIT, GATED> stream(of_block, units, shared);
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) sums[i] = 0;
     wait_on_dependent_grids();
     launch_dependent_grids();
     // The last warps copy the codes while the first ones choose.
     const int from_last = FEW_THREADS - 1 - threadIdx.x;
-    if (from_last < tokens * top_k) scales[from_last] = __ldcg(x_scale + from_last / top_k);
+    if (from_last < tokens * pairs) scales[from_last] = __ldcg(x_scale + from_last / pairs);
 #pragma unroll 1
     for (int i = from_last; i < tokens * width / 16; i += FEW_THREADS) {
         const int token = i / (width / 16), column = i % (width / 16) * 16;
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
             column < k ? __ldcg(reinterpret_cast<const int4*>(codes + static_cast<size_t>(token) * pitch + column))
                        : zeros;
     }
-    const Choice<EACH> choice = {router, logits, tokens, slots, ids, own_slots};
+    const Choice<EACH> choice = {router, logits, tokens, pairs, matrix, ids, starts};
     choice.choose(shared);
     stream.start();
     // Output i: its first row among those of the block, and its pair and feature.
@@ -137,16 +139,16 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     const auto load_operands = [&](const int2& at) {
 #pragma unroll
         for (int m = 0; m < MATRICES; ++m) {
-            const int index = ids[at.x] * each + row_of(at.y) + m * GATE_GROUP;
-            w_scales[m] = ld_global(w_scale + index);
-            if (bias) biases[m] = ld_global(bias + index);
+            const int id = ids[at.x], row = matrix.row_of<GATED>(id, row_of(at.y) + m * GATE_GROUP);
+            w_scales[m] = ld_global(matrix.scales_of(id) + row);
+            if (bias) biases[m] = ld_global(bias + id * each + row);
         }
     };
     int2 at = output(threadIdx.x < share.count ? threadIdx.x : 0);
     if (threadIdx.x < share.count) load_operands(at);
     if (scales_input)
         choice.find_weights([&](int pair, float weight) { scales[pair] = __fmul_rn(scales[pair], weight); });
-    const unsigned inverse = (65535 + top_k) / top_k;  // pair / top_k == pair * inverse / 65536
+    const unsigned inverse = (65535 + pairs) / pairs;  // pair / pairs == pair * inverse / 65536
     multiply_units<UNIT>(
         stream, units,
         [&](const RowUnits& unit) { return tokens_codes + ((first_pair + unit.expert) * inverse >> 16) * width; },
@@ -266,39 +268,43 @@ __device__ __forceinline__ void quantize_pairs(
 }
 
 // k: elements of a row of `hidden`, whose pitch in the weight is `pitch`. ADD: to fp32 values in memory. ROTATED: the
-// rows are rotated in blocks of `rotation` elements. addend: fp32 [tokens, addend_pitch] or null; gate: [tokens], or
-// null for ones. With scales_input the results are added as they are. The first block writes topk_ids and topk_weights,
-// [tokens, top_k]. Dynamic shared memory as above, with pairs * width bytes of codes; then an fp32 scale and an fp32
-// bias for each row that the block has.
+// rows are rotated in blocks of `rotation` elements. addend: fp32 [tokens, addend_pitch], or null where an expert is
+// shared or none is; gate: [tokens], or null for ones. With scales_input the results are added as they are.
+// launches_early: the successor may start at once, else after the wait, so that its loads do not delay those of this
+// kernel. The first block writes topk_ids and topk_weights, [tokens, top_k]. Dynamic shared memory as above, with
+// pairs * width bytes of codes; then an fp32 scale and an fp32 bias for each row that the block has.
 template <int EACH, bool ADD, int UNIT, bool ROTATED>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     const Router router, const float* logits, int* topk_ids, float* topk_weights, const __half* hidden,
     long long hidden_pitch, const int8* __restrict__ weight, const int* slots, const float* __restrict__ w_scale,
-    const float* __restrict__ bias, float* out, long long out_pitch, int tokens, int columns, int k, int pitch,
-    bool scales_input, int rotation, float rotation_scale, const float* addend, long long addend_pitch,
-    const float* gate, int scratch_bytes) {
+    const float* __restrict__ bias, const SharedExpert shared_expert, float* out, long long out_pitch, int tokens,
+    int columns, int k, int pitch, bool scales_input, int rotation, float rotation_scale, const float* addend,
+    long long addend_pitch, const float* gate, int scratch_bytes, bool launches_early) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ int ids[MAX_FEW_PAIRS], own_slots[MAX_FEW_PAIRS];
+    __shared__ int ids[MAX_FEW_PAIRS];
+    __shared__ const int8* starts[MAX_FEW_PAIRS];
     __shared__ float weights[MAX_FEW_PAIRS], x_scales[MAX_FEW_PAIRS];
     const int width = (pitch + UNIT - 1) / UNIT * UNIT, top_k = router.top_k;
-    const int pairs = tokens * top_k;
+    const int each = top_k + (shared_expert.shared_weight != nullptr), pairs = tokens * each;
     const Share<1> share(columns);
     const int rows = pairs * share.count;
     int8* codes = reinterpret_cast<int8*>(shared + scratch_bytes);
     int* sums = reinterpret_cast<int*>(codes + pairs * width);
     float* w_scales = reinterpret_cast<float*>(sums + rows);
     float* biases = w_scales + rows;
-    launch_dependent_grids();
-    const Choice<EACH> choice = {router, logits, tokens, slots, ids, own_slots};
+    if (launches_early) launch_dependent_grids();
+    const ExpertMatrix matrix = {weight, slots, w_scale, shared_expert, columns, pitch};
+    const Choice<EACH> choice = {router, logits, tokens, each, matrix, ids, starts};
     choice.choose(shared);
-    const ExpertRows of_block = {weight, ids, own_slots, columns, share.first, share.count, pitch};
+    const ExpertRows<false> of_block = {matrix, starts, ids, share.first, share.count};
     const RowUnits units(rows, width / UNIT, share.count, 0);
-    RowStream<UNIT> stream(of_block, units, shared);
+    RowStream<UNIT, false> stream(of_block, units, shared);
     stream.start();
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) {
-        const int pair = i / share.count, index = of_block.index(pair, i - pair * share.count);
-        sums[i] = 0, w_scales[i] = w_scale[index], biases[i] = bias ? bias[index] : 0.0f;
+        const int pair = i / share.count, place = i - pair * share.count;
+        sums[i] = 0, w_scales[i] = ld_global(matrix.scales_of(ids[pair]) + share.first + place);
+        biases[i] = bias ? bias[ids[pair] * columns + share.first + place] : 0.0f;
     }
     choice.find_weights([&](int pair, float weight) { weights[pair] = weight; });
     // What is added to an output, and what it is added to, of a thread's first output.
@@ -311,11 +317,17 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     const int outputs = tokens * share.count, first = threadIdx.x;
     int token = first < outputs ? first / share.count : 0;
     wait_on_dependent_grids();
+    if (!launches_early) launch_dependent_grids();
     if (first < outputs) load_operands(token, share.first + first - token * share.count);
     quantize_pairs<ROTATED>(hidden, hidden_pitch, pairs, k, width, rotation, rotation_scale, codes, x_scales);
     __syncthreads();
     multiply_units<UNIT>(stream, units, [&](const RowUnits& unit) { return codes + unit.expert * width; }, sums);
     __syncthreads();
+    const auto result = [&](int pair, int column) {
+        const int row = pair * share.count + column;
+        const float y = scaled(__int2float_rn(sums[row]), x_scales[pair], w_scales[row]);
+        return bias ? __fadd_rn(y, biases[row]) : y;
+    };
 #pragma unroll 1
     for (int i = first; i < outputs; i += FEW_THREADS) {
         if (i != first) token = i / share.count, load_operands(token, share.first + i - token * share.count);
@@ -323,15 +335,16 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
         float total = 0;
 #pragma unroll 4
         for (int j = 0; j < top_k; ++j) {
-            const int pair = token * top_k + j, row = pair * share.count + column;
-            float y = scaled(__int2float_rn(sums[row]), x_scales[pair], w_scales[row]);
-            if (bias) y = __fadd_rn(y, biases[row]);
-            y = __fmul_rn(scales_input ? 1.0f : weights[pair], rounded(y));
+            float y = result(token * each + j, column);
+            y = __fmul_rn(scales_input ? 1.0f : weights[token * each + j], rounded(y));
             total = j == 0 ? y : __fadd_rn(total, y);
         }
+        if (each > top_k) total = __fadd_rn(total, __fmul_rn(factor, result(token * each + top_k, column)));
         if (addend) total = __fadd_rn(total, __fmul_rn(factor, other));
         out[token * out_pitch + share.first + column] = ADD ? __fadd_rn(before, total) : total;
     }
-    if (blockIdx.x == 0 && threadIdx.x < pairs)
-        topk_ids[threadIdx.x] = ids[threadIdx.x], topk_weights[threadIdx.x] = weights[threadIdx.x];
+    if (blockIdx.x == 0 && threadIdx.x < tokens * top_k) {
+        const int pair = threadIdx.x / top_k * each + threadIdx.x % top_k;
+        topk_ids[threadIdx.x] = ids[pair], topk_weights[threadIdx.x] = weights[pair];
+    }
 }

@@ -7,18 +7,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ....backend.expert_values import ExpertActivation, RouterSpec
 from ...runtime.driver import shared_memory_per_block
 from ...runtime.kernel import Kernel
-from ..arrays import ceil_div, nbytes_of, pitch_of, round_up
+from ..arrays import WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import CLAMPED_SWIGLU, FEW_CHUNK, FEW_THREADS, MAX_EXPERTS, MAX_FEW_PAIRS, MAX_FEW_TOKENS, Activation
 from ..gemv.gemv import LONG_CODES, UNIT_OVERHEAD, defines_for, pipeline_chunks
 from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import KERNEL_CACHE_SIZE
 from .pairs import Addend, addend_arguments
-from .router import EACH, experts_of_a_lane
-from .weights import GROUP, ExpertMatrices, RouterWeights, activation_number, clamp_arguments
+from .router import EACH, MAX_TOP_K, experts_of_a_lane
+from .weights import (
+    GROUP,
+    ExpertMatrices,
+    RouterWeights,
+    SharedWeights,
+    activation_number,
+    clamp_arguments,
+    shared_arguments,
+)
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -31,6 +41,13 @@ STATIC_SHARED_MEMORY = 8 << 10
 FUNCTIONS = (*numbers(Activation), CLAMPED_SWIGLU)
 UNITS = (2048, 1536, 768)
 """Bytes of a unit of a row."""
+PIPELINES_TO_LAUNCH_LATE = 2
+"""The second product lets its successor start after its wait, if its blocks read at most that many pipelines of bytes.
+
+The successor's first weights would only delay its own then. Microseconds of a layer of a whole model on an H200:
+Qwen3-30B-A3B, with 1 of them, 53.0 instead of 54.3; Qwen3.6-35B-A3B, with 1.1, 98.5 instead of 99.8; but gpt-oss-20b,
+with 2.7, 112.6 instead of 111.4.
+"""
 PAIRS_OF_EXPERTS = 1 / 8
 """Several tokens are taken while they have at most this many pairs for each expert: few pairs share an expert then.
 
@@ -42,12 +59,17 @@ beside 166.
 
 @dataclass(frozen=True)
 class _Plan:
-    """The part of a launch that depends on sizes."""
+    """The part of a launch that depends on sizes.
+
+    ``chunks`` are those in flight per warp, and ``bytes_of_block`` what a block reads of the weights, at most.
+    """
 
     kernel: Kernel
     grid: int
     shared: int
     scratch: int
+    chunks: int
+    bytes_of_block: int
 
 
 class FewTokens:
@@ -68,15 +90,18 @@ class FewTokens:
             yield KernelFamily(cls.source, "few_tokens_hidden", values, _possible_hidden, defines)
             yield KernelFamily(cls.source, "few_tokens_down", (EACH, BOOLEANS, UNITS[::-1], BOOLEANS), defines=defines)
 
-    def supports(self, tokens: int, spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices) -> bool:
+    def supports(
+        self, tokens: int, spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices, has_shared: bool = False
+    ) -> bool:
         """Whether the kernels take ``tokens`` tokens: inputs are quantized, and their codes fit shared memory.
 
-        Several tokens are taken if they seldom have an expert in common.
+        Several tokens are taken if they seldom have an expert in common. ``has_shared``: beside one that they all have,
+        see :meth:`takes_shared`.
         """
-        pairs, num_sms = tokens * spec.top_k, self._launcher.num_sms
+        pairs, num_sms = tokens * (spec.top_k + has_shared), self._launcher.num_sms
         if tokens > MAX_FEW_TOKENS or pairs > MAX_FEW_PAIRS or not (hidden.dynamic and down.dynamic):
             return False
-        if tokens > 1 and pairs > PAIRS_OF_EXPERTS * spec.num_experts:
+        if tokens > 1 and tokens * spec.top_k > PAIRS_OF_EXPERTS * spec.num_experts:
             return False
         matrices = hidden.out_features // down.in_features
         rows = share_of(pairs * down.in_features, matrices, num_sms)[1]
@@ -84,6 +109,16 @@ class FewTokens:
         rows = pairs * share_of(down.out_features, 1, num_sms)[1]
         second = self._shared(tokens, pairs, down.pitch, rows, 12)
         return max(first[0], second[0]) <= self._launcher.max_shared - STATIC_SHARED_MEMORY
+
+    @staticmethod
+    def takes_shared(spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices, shared: SharedWeights) -> bool:
+        """Whether an expert that all tokens have can be one of a token's: its matrices are as large as the others'."""
+        pairs = ((hidden, shared.hidden), (down, shared.down))
+        return spec.top_k < MAX_TOP_K and all(
+            own.bias is None and other.bias is None and other.group_size == 0 and other.matrix.dtype == np.int8
+            and (other.out_features, other.in_features, other.pitch) == (*own.shape, own.pitch)
+            for own, other in pairs
+        )  # fmt: skip
 
     def hidden(
         self,
@@ -95,13 +130,16 @@ class FewTokens:
         weight: ExpertMatrices,
         activation: ExpertActivation,
         out: cp.ndarray,
+        shared: SharedWeights | None = None,
     ) -> None:
         """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
 
         ``codes`` int8 ``[T, pitch]``, of rotated tokens if the weights rotate their input, and ``scales`` fp32 ``[T]``
-        -> ``out`` fp16 ``[T * top_k, features]``.
+        -> ``out`` fp16 ``[T * top_k, features]``. With a ``shared`` expert, which each token has last, there are
+        ``top_k + 1`` rows for each.
         """
         tokens, spec = len(logits), router.spec
+        pairs = tokens * (spec.top_k + (shared is not None))
         features = weight.out_features // (2 if activation.gated else 1)
         plan = self._plan(
             "hidden",
@@ -109,7 +147,7 @@ class FewTokens:
             f"{BOOLEANS[activation.gated]}, {activation_number(activation)}",
             tokens,
             tokens,
-            tokens * spec.top_k * features,
+            pairs * features,
             2 if activation.gated else 1,
             4,
             weight.pitch,
@@ -123,6 +161,7 @@ class FewTokens:
                 codes.data.ptr,
                 scales.data.ptr,
                 *weight.arguments,
+                *shared_arguments(shared.hidden if shared else None),
                 out.data.ptr,
                 pitch_of(out),
                 tokens,
@@ -137,7 +176,7 @@ class FewTokens:
             self._launcher.stream,
             True,
             None,
-            weight.bytes_of(min(tokens * spec.top_k, spec.num_experts)) + nbytes_of(codes, out),
+            _bytes_read(weight, tokens * spec.top_k, shared.hidden if shared else None) + nbytes_of(codes, out),
         )
         _one_block_per_sm(step)
 
@@ -153,14 +192,19 @@ class FewTokens:
         out: cp.ndarray,
         add: bool,
         addend: Addend | None = None,
+        shared: SharedWeights | None = None,
+        gate: cp.ndarray | None = None,
     ) -> None:
         """The result from what :meth:`hidden`, which must be the kernel before, has written; fp32 ``[T, out]``.
 
         Also ``topk_ids`` int32 and ``topk_weights`` fp32, ``[T, top_k]``. The kernel reads ``logits`` before its
-        predecessor has ended. An ``addend`` is added to the sum. With ``add`` the result is added to ``out``.
+        predecessor has ended. An ``addend`` is added to the sum, or the result of the ``shared`` expert, times its
+        ``gate`` fp32 ``[T]`` if there is one. With ``add`` the result is added to ``out``.
         """
+        assert addend is None or shared is None
         tokens, spec = len(logits), router.spec
-        pairs = tokens * spec.top_k
+        pairs = tokens * (spec.top_k + (shared is not None))
+        values, pitch, factors = addend_arguments(addend)
         plan = self._plan(
             "down",
             spec.num_experts,
@@ -184,6 +228,7 @@ class FewTokens:
                 hidden.data.ptr,
                 pitch_of(hidden),
                 *weight.arguments,
+                *shared_arguments(shared.down if shared else None),
                 out.data.ptr,
                 pitch_of(out),
                 tokens,
@@ -193,14 +238,17 @@ class FewTokens:
                 spec.scales_input,
                 weight.rotation,
                 weight.rotation**-0.5,
-                *addend_arguments(addend),
+                values,
+                pitch,
+                factors or address(gate),
                 plan.scratch,
+                plan.bytes_of_block > PIPELINES_TO_LAUNCH_LATE * WARPS * plan.chunks * FEW_CHUNK,
             ),
             plan.shared,
             self._launcher.stream,
             True,
             None,
-            weight.bytes_of(min(pairs, spec.num_experts)) + nbytes_of(hidden, out),
+            _bytes_read(weight, tokens * spec.top_k, shared.down if shared else None) + nbytes_of(hidden, out),
         )
         _one_block_per_sm(step)
 
@@ -227,7 +275,7 @@ class FewTokens:
         shared, chunks, scratch = self._shared(tokens, rows, pitch, own, each, unit)
         expression = f"few_tokens_{name}<{experts_of_a_lane(experts)}, {arguments}, {unit}{more}>"
         kernel = self._launcher.kernel(self.source, expression, False, defines_for(chunks))
-        return _Plan(kernel, grid, shared, scratch)
+        return _Plan(kernel, grid, shared, scratch, chunks, own * round_up(pitch, unit))
 
     def _shared(
         self, tokens: int, rows: int, pitch: int, own: int, each: int, unit: int = UNITS[0]
@@ -254,6 +302,10 @@ def best_unit(rows: int, pitch: int) -> int:
         return ceil_div(units, WARPS) * (ceil_div(unit, FEW_CHUNK) + UNIT_OVERHEAD)
 
     return min(UNITS, key=cost)
+
+
+def _bytes_read(weight: ExpertMatrices, pairs: int, shared: WeightRows | None) -> int:
+    return weight.bytes_of(min(pairs, weight.num_experts)) + (0 if shared is None else shared.nbytes)
 
 
 def _one_block_per_sm(step: StepContext | None) -> None:

@@ -25,7 +25,7 @@ from .grouped_gemm import GroupedGemm
 from .grouped_gemm_hopper import GroupedGemmHopper
 from .pairs import Addend, PairKernels, SortedPairs
 from .router import FEW_ROWS, RouterKernels
-from .weights import ExpertMatrices, RouterWeights
+from .weights import ExpertMatrices, RouterWeights, SharedWeights
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -91,13 +91,15 @@ class ExpertKernels:
         rows: cp.ndarray | None = None,
         addend: Addend | None = None,
         latent: cp.ndarray | None = None,
+        shared: SharedWeights | None = None,
     ) -> Routing:
         """``experts(norm(x))``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, out]``, or added to it. ``out`` may be ``x``.
 
         Both have padded rows. The router and the experts read the same norm. Experts whose inputs are not quantized
         read ``rows``: the norm in fp16, transformed as they transform their input, with padded rows. An ``addend`` is
         added to their sum. Experts whose inputs are quantized read ``latent``, fp16 with padded rows, if it
-        is given, and not the norm. ``empty`` gives memory that must stay until the kernels have run.
+        is given, and not the norm. ``empty`` gives memory that must stay until the kernels have run. What a ``shared``
+        expert makes of the norm, which needs :meth:`takes_shared`, is added to the sum instead of an ``addend``.
         """
         tokens, router, hidden = len(x), layer.router, layer.hidden
         assert self.router.supports(router) and hidden.dynamic == (rows is None)
@@ -105,8 +107,11 @@ class ExpertKernels:
         codes = empty((tokens, hidden.pitch), np.int8) if hidden.dynamic else None
         scales = empty((tokens,), np.float32) if hidden.dynamic else None
         normed = empty((tokens, round_up(router.in_features, PAD)), np.float32) if tokens > FEW_ROWS else None
+        gate = None
+        if shared is not None and shared.gate is not None:
+            gate = shared.gate, empty((tokens,), np.float32)
         if latent is None:
-            self.router.logits(step, x, norm, router, logits, normed, codes, scales, hidden.rotation)
+            self.router.logits(step, x, norm, router, logits, normed, codes, scales, hidden.rotation, gate)
         else:
             self.router.logits(step, x, norm, router, logits, normed)
             if codes is not None and scales is not None:
@@ -115,19 +120,27 @@ class ExpertKernels:
                 source, features = array_source(latent), hidden.in_features
                 self._rows.transform(step, source, target, tokens, features, bytes_moved=moved, rotation=rotation)
         routing = Routing(*(empty((tokens, router.spec.top_k), kind) for kind in (np.int32, np.float32)))
-        is_few = self.few_tokens.supports(tokens, router.spec, hidden, layer.down)
+        is_few = self.few_tokens.supports(tokens, router.spec, hidden, layer.down, shared is not None)
         if layer.cached is not None or not is_few:
             self.router.choose(step, logits, router, routing.ids, routing.weights)
         if layer.cached is not None:
             self.fetch.launch(step, routing.ids, layer.cached)
         if is_few:
-            values = empty((tokens * router.spec.top_k, round_up(layer.features, PAD)), np.float16)
-            chosen = routing.ids, routing.weights
-            self.few_tokens.hidden(step, logits, router, codes, scales, hidden, layer.activation, values)
-            self.few_tokens.down(step, logits, router, values, layer.down, *chosen, out, add, addend)
+            pairs = tokens * (router.spec.top_k + (shared is not None))
+            values = empty((pairs, round_up(layer.features, PAD)), np.float16)
+            chosen, factors = (routing.ids, routing.weights), None if gate is None else gate[1]
+            self.few_tokens.hidden(step, logits, router, codes, scales, hidden, layer.activation, values, shared)
+            self.few_tokens.down(step, logits, router, values, layer.down, *chosen, out, add, addend, shared, factors)
         else:
             self.many_tokens(step, rows if codes is None else (codes, scales), routing, layer, out, add, empty, addend)
         return routing
+
+    def takes_shared(self, tokens: int, layer: ExpertLayerWeights, shared: SharedWeights) -> bool:
+        """Whether :meth:`forward` computes a shared expert of ``tokens`` tokens with the others."""
+        spec, hidden, down = layer.router.spec, layer.hidden, layer.down
+        return self.few_tokens.takes_shared(spec, hidden, down, shared) and self.few_tokens.supports(
+            tokens, spec, hidden, down, True
+        )
 
     def many_tokens(
         self,

@@ -81,22 +81,66 @@ __device__ __forceinline__ void store_codes(
     }
 }
 
+// out = sigmoid(norm(x) @ weight) of a row, backend/routing.py's sigmoid: x: fp32 [k]; weight: fp32 [k], padded, which
+// is loaded before the wait. Called by all threads of a block: a thread sums its elements by fma from the first on, a
+// warp its lanes in a tree, those 16 apart first, and the warps are added one after another.
+template <bool CENTER, int VECTORS>
+__device__ __forceinline__ void write_gate(
+    const float* x, const float* norm_weight, const float* norm_bias, float eps, const float* weight, float* out, int k,
+    RowScratch<ROUTER_THREADS, VECTORS>& scratch) {
+    __shared__ float warps[WARPS];
+    const int padded = (k + 15) / 16 * 16;
+    const auto column = [](int i) { return (i * ROUTER_THREADS + threadIdx.x) * 8; };
+    uint4 raw[VECTORS][2] = {};
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            if (column(i) < padded) raw[i][j] = ld_global_cg_v4(weight + column(i) + 4 * j);
+    const RowNorm<CENTER, VECTORS> norm({norm_weight, norm_bias, eps, k, padded}, 1.0 / k);
+    wait_on_dependent_grids();
+    float v[VECTORS][8], sum = 0;
+    norm_of_row<CENTER, false>(x, norm, v, scratch);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        float w[8];
+        load8(reinterpret_cast<const float*>(raw[i]), w);
+        zero_tail(w, column(i), k);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum = fmaf(v[i][j], w[j], sum);
+    }
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    sum = warps[0];
+#pragma unroll
+    for (int i = 1; i < WARPS; ++i) sum = __fadd_rn(sum, warps[i]);
+    *out = __fdiv_rn(1.0f, __fadd_rn(1.0f, portable_exp(-sum)));
+}
+
 // Logits of a few rows: each warp has one expert and one row, and loads the expert's weight before the kernel waits for
-// its input. Blocks normalise their row themselves. Unless `codes` is null, one more block of a row, the last one, only
-// writes its codes, int8 [rows, codes_pitch], and their scales, fp32 [rows]. ROTATED: the codes are those of the norm
-// rotated in blocks of `rotation` elements (see rotate_row); the logits are those of the norm. Grid: (experts / WARPS
-// blocks, and that one; rows).
+// its input. Blocks normalise their row themselves. Unless `codes` is null, one more block of a row only writes its
+// codes, int8 [rows, codes_pitch], and their scales, fp32 [rows]; unless `gate` is null, another one writes the gate of
+// `gate_weight`, fp32 [rows]: see write_gate. ROTATED: the codes are those of the norm rotated in blocks of `rotation`
+// elements (see rotate_row); the logits are those of the norm. Grid: (experts / WARPS blocks, that of the codes, that
+// of the gate; rows).
 template <bool CENTER, int VECTORS, class W, bool ROTATED>
 __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
     const W* __restrict__ weight, const float* __restrict__ bias, float* logits, int8* codes, long long codes_pitch,
-    float* scales, int rotation, float rotation_scale, int experts, int k, int pitch) {
+    float* scales, int rotation, float rotation_scale, const float* gate_weight, float* gate, int experts, int k,
+    int pitch) {
     __shared__ RowScratch<ROUTER_THREADS, VECTORS> scratch;
     __shared__ __align__(16) float row[VECTORS * ROUTER_THREADS * 8];
     constexpr int STEPS = VECTORS * ROUTER_THREADS * 8 / STEP, MOST = sizeof(W) == 4 ? 16 : ROTATED ? 24 : 32;
     constexpr int LOADED = STEPS < MOST ? STEPS : MOST;  // steps whose weights are in registers before the wait
     launch_dependent_grids();
     const int lane = threadIdx.x % WARP, expert = blockIdx.x * WARPS + threadIdx.x / WARP, token = blockIdx.y;
+    if (gate && blockIdx.x == gridDim.x - 1)
+        return write_gate<CENTER, VECTORS>(
+            x + token * x_pitch, norm_weight, norm_bias, eps, gate_weight, gate + token, k, scratch);
     const W* own = weight + static_cast<size_t>(min(expert, experts - 1)) * pitch;
     RawFour<W> loaded[LOADED];
 #pragma unroll
@@ -107,7 +151,7 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     wait_on_dependent_grids();
     float v[VECTORS][8];
     const float top = norm_of_row<CENTER, !ROTATED>(x + token * x_pitch, norm, v, scratch);
-    if (codes && blockIdx.x == gridDim.x - 1)
+    if (codes && blockIdx.x == gridDim.x - 1 - (gate != nullptr))
         return store_codes<ROTATED>(
             v, top, rotation, rotation_scale, padded, codes + token * codes_pitch, scales + token, scratch);
 #pragma unroll
@@ -384,35 +428,13 @@ __global__ void __launch_bounds__(CHOOSE_THREADS)
     topk_weights[row * router.top_k + lane] = weight;
 }
 
-// out[t] = sigmoid(norm(x[t]) @ weight), backend/routing.py's sigmoid: x: fp32 [rows, x_pitch]; weight: fp32 [k],
-// padded. A block for each row: a thread sums its elements by fma from the first on, a warp its lanes in a tree, those
-// 16 apart first, and the warps are added one after another.
+// out[t] = sigmoid(norm(x[t]) @ weight), see write_gate. x: fp32 [rows, x_pitch]. A block for each row.
 template <bool CENTER, int VECTORS>
 __global__ void __launch_bounds__(ROUTER_THREADS) scalar_gate(
     const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
     const float* __restrict__ weight, float* out, int k) {
     __shared__ RowScratch<ROUTER_THREADS, VECTORS> scratch;
-    __shared__ float warps[WARPS];
     launch_dependent_grids();
-    const int padded = (k + 15) / 16 * 16;
-    float w[VECTORS][8], v[VECTORS][8];
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) load_row8(weight, (i * ROUTER_THREADS + threadIdx.x) * 8, k, padded, w[i]);
-    const RowNorm<CENTER, VECTORS> norm({norm_weight, norm_bias, eps, k, padded}, 1.0 / k);
-    wait_on_dependent_grids();
-    norm_of_row<CENTER, false>(x + blockIdx.x * x_pitch, norm, v, scratch);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i)
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sum = fmaf(v[i][j], w[i][j], sum);
-#pragma unroll
-    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
-    if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = sum;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    sum = warps[0];
-#pragma unroll
-    for (int i = 1; i < WARPS; ++i) sum = __fadd_rn(sum, warps[i]);
-    out[blockIdx.x] = __fdiv_rn(1.0f, __fadd_rn(1.0f, portable_exp(-sum)));
+    write_gate<CENTER, VECTORS>(
+        x + blockIdx.x * x_pitch, norm_weight, norm_bias, eps, weight, out + blockIdx.x, k, scratch);
 }

@@ -73,12 +73,14 @@ class RouterKernels:
         codes: cp.ndarray | None = None,
         scales: cp.ndarray | None = None,
         rotation: int = 1,
+        gate: tuple[cp.ndarray, cp.ndarray] | None = None,
     ) -> None:
         """``norm(x) @ weight.T + bias``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, experts]``, dense.
 
         The norm of each row is also quantized, to ``codes`` int8 ``[T, pitch]`` and ``scales`` fp32 ``[T]``, if they
         are given; before that it is transformed in blocks of ``rotation`` elements. ``normed`` is memory for the norms
-        of more than ``FEW_ROWS`` rows, fp32 ``[T, in]`` with padded rows.
+        of more than ``FEW_ROWS`` rows, fp32 ``[T, in]`` with padded rows. Of at most that many rows, a ``gate`` may be
+        computed too: the weight and the result of :meth:`scalar_gate`.
         """
         rows, experts, k = len(x), router.spec.num_experts, router.in_features
         center, vectors = BOOLEANS[norm.center], vectors_for(k, ROUTER_THREADS)
@@ -86,12 +88,14 @@ class RouterKernels:
         pitch, bias = pitch_of(router.matrix), address(router.bias)
         rotated = BOOLEANS[rotation > 1]
         quantized = (*pointer_and_pitch(codes), address(scales), rotation, rotation**-0.5)
+        assert gate is None or rows <= FEW_ROWS
         if rows <= FEW_ROWS:
+            gate_weight, gate_out = (0, 0) if gate is None else (v.data.ptr for v in gate)
             self._launcher.launch(
                 step,
                 self.source,
                 f"router_few_rows<{center}, {vectors}, {kind}, {rotated}>",
-                (ceil_div(experts, WARPS) + (codes is not None), rows),
+                (ceil_div(experts, WARPS) + (codes is not None) + (gate is not None), rows),
                 ROUTER_THREADS,
                 (
                     x.data.ptr,
@@ -101,6 +105,8 @@ class RouterKernels:
                     bias,
                     out.data.ptr,
                     *quantized,
+                    gate_weight,
+                    gate_out,
                     experts,
                     k,
                     pitch,

@@ -4,6 +4,7 @@
 #include "common/async.cuh"
 #include "common/common.cuh"
 #include "constants/experts.cuh"
+#include "experts/slots.cuh"
 
 namespace bminf {
 
@@ -31,18 +32,54 @@ __device__ __forceinline__ int warp_sum(int x) {
 #endif
 }
 
-// The rows of a block: the rows from `first` on, `size` of them, of each of the block's experts, one after another. The
-// block may begin within the first of these. ids: of the experts, and slots: where their weights lie, in shared memory;
-// each: rows of an expert.
-struct ExpertRows {
-    const int8* weight;
-    const int *ids, *slots;
-    int each, first, size, pitch;
+constexpr int GATE_GROUP = 8;  // rows of the gate, or of up, that lie together
 
-    // The number of a row among those of all experts.
-    __device__ __forceinline__ int index(int expert, int place) const { return ids[expert] * each + first + place; }
+// The matrix of an expert that every token has, [n, pitch] with the pitch of the others, or null, and its scales. Those
+// of gate and up lie one behind the other.
+struct SharedExpert {
+    const int8* shared_weight;
+    const float* shared_scale;
+};
+
+// A matrix of experts and its scales: int8 [experts, each, pitch], or in slots (slots.cuh), and fp32 [experts, each];
+// and that of the shared one, whose number is SHARED.
+struct ExpertMatrix {
+    static constexpr int SHARED = -1;
+    const int8* weight;
+    const int* slots;
+    const float* w_scale;
+    const SharedExpert& shared;
+    int each, pitch;
+
+    __device__ __forceinline__ const int8* rows_of(int id) const {
+        return id == SHARED ? shared.shared_weight : weight + static_cast<size_t>(slot_of(slots, id)) * each * pitch;
+    }
+    __device__ __forceinline__ const float* scales_of(int id) const {
+        return id == SHARED ? shared.shared_scale : w_scale + id * each;
+    }
+    // Row `row` of an expert, those of gate and up in groups, as it is counted in memory.
+    template <bool GATED>
+    __device__ __forceinline__ int row_of(int id, int row) const {
+        if (!GATED || id != SHARED) return row;
+        return row / (2 * GATE_GROUP) * GATE_GROUP + row % GATE_GROUP + (row & GATE_GROUP ? each / 2 : 0);
+    }
+};
+
+// The rows of a block: the rows from `first` on, `size` of them, of each of the block's experts, one after another. The
+// block may begin within the first of these. starts: where the experts' rows are, in shared memory; ids: their numbers.
+// GATED: they are rows of gate and up.
+template <bool GATED>
+struct ExpertRows {
+    const ExpertMatrix& matrix;
+    const int8* const* starts;
+    const int* ids;
+    int first, size;
+
+    __device__ __forceinline__ int row_of(int expert, int place) const {
+        return matrix.row_of<GATED>(GATED ? ids[expert] : 0, first + place);
+    }
     __device__ __forceinline__ const int8* address(int expert, int place) const {
-        return weight + static_cast<size_t>(slots[expert] * each + first + place) * pitch;
+        return starts[expert] + static_cast<size_t>(row_of(expert, place)) * matrix.pitch;
     }
 };
 
@@ -80,10 +117,10 @@ private:
 // would take one instruction for a unit, but units are small, and small bulk copies were slower (docs/kernels.md).
 // Before 9.0 it consists of the next unit in registers. `unit` is the next unit to be loaded, `oldest` the stage of the
 // next to be multiplied. UNIT: bytes of a unit, a multiple of 256.
-template <int UNIT>
+template <int UNIT, bool GATED>
 struct RowStream {
     static constexpr int CHUNKS = (UNIT + FEW_CHUNK - 1) / FEW_CHUNK;
-    const ExpertRows& rows;
+    const ExpertRows<GATED>& rows;
     int lane;
     RowUnits unit;
 #if __CUDA_ARCH__ >= 900
@@ -95,7 +132,7 @@ struct RowStream {
 #endif
 
     // pipelines: ROW_WARPS * PIPELINE_BYTES of shared memory.
-    __device__ __forceinline__ RowStream(const ExpertRows& rows, const RowUnits& first, char* pipelines)
+    __device__ __forceinline__ RowStream(const ExpertRows<GATED>& rows, const RowUnits& first, char* pipelines)
         : rows(rows),
           lane(threadIdx.x % WARP),
           unit(first) {
@@ -150,7 +187,7 @@ private:
             const int8* source = rows.address(unit.expert, unit.place) + column;
 #pragma unroll
             for (int i = 0; i < CHUNKS; ++i) {
-                const bool exists = has_part(i) && column + i * FEW_CHUNK < rows.pitch;
+                const bool exists = has_part(i) && column + i * FEW_CHUNK < rows.matrix.pitch;
 #if __CUDA_ARCH__ >= 900
                 if (exists) cp_async_16(stages + stage * UNIT + i * FEW_CHUNK, source + i * FEW_CHUNK);
 #else
@@ -167,10 +204,11 @@ private:
 
 // Adds the products of a warp's units, from `unit` on, to the sums of their rows. codes: a function from a unit to
 // those of its row, with zeros up to whole units.
-template <int UNIT, class Codes>
-__device__ __forceinline__ void multiply_units(RowStream<UNIT>& stream, RowUnits unit, const Codes& codes, int* sums) {
+template <int UNIT, bool GATED, class Codes>
+__device__ __forceinline__ void multiply_units(
+    RowStream<UNIT, GATED>& stream, RowUnits unit, const Codes& codes, int* sums) {
     const int lane = threadIdx.x % WARP;
-    constexpr int CHUNKS = RowStream<UNIT>::CHUNKS;
+    constexpr int CHUNKS = RowStream<UNIT, GATED>::CHUNKS;
     int4 c[CHUNKS];
     const int8* held = nullptr;  // whose codes are in c
 #pragma unroll 1

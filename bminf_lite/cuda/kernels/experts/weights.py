@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....backend.expert_values import WEIGHT_TYPES, ExpertActivation, RouterSpec
-from ..arrays import PAD, address, nbytes_of, round_up
+from ..arrays import PAD, WeightRows, address, nbytes_of, round_up
 from ..constants import ACTIVATIONS, CLAMPED_SWIGLU
 
 if TYPE_CHECKING:
@@ -77,6 +77,23 @@ class ExpertMatrices:
     def bytes_of(self, experts: int) -> int:
         """Bytes that a product reads if ``experts`` of the experts were chosen."""
         return int(self.matrix[0].nbytes) * experts + nbytes_of(self.scale, self.bias) * experts // self.num_experts
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """The matrices of an expert that every token has, int8 in rows as padded as those of the others, without biases.
+
+    Their results in fp32 are multiplied by the sigmoid of ``gate``, fp32 ``[in]`` padded, times the input, or by 1.
+    """
+
+    hidden: WeightRows
+    down: WeightRows
+    gate: cp.ndarray | None = None
+
+
+def shared_arguments(matrix: WeightRows | None) -> tuple[int, int]:
+    """The members of ``SharedExpert`` in ``row_stream.cuh``."""
+    return (0, 0) if matrix is None else (matrix.matrix.data.ptr, address(matrix.scale))
 
 
 @dataclass(frozen=True)
