@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ..backend.base import Backend, NumpyWeight
 from ..backend.expert_values import RouterSpec
-from ..backend.values import LayerCache
+from ..backend.mixture import SharedExpert
+from ..backend.values import Array, LayerCache
 
 OPERATIONS = (
     "embed",
@@ -37,6 +40,8 @@ OPERATIONS = (
     "sample",
 )
 """The operations of a forward pass, of ranks and of sampling."""
+LEAST_BALANCE = 0.9
+"""The least share of the experts that random tokens choose, on average, of balanced routing."""
 LINEAR_OPERATIONS = ("product", "linear", "linear_add", "gated_linear", "activated_linear")
 
 
@@ -87,15 +92,54 @@ def trace_calls(ops: Backend, callback: Callable[[OpCall], object]) -> Iterator[
             delattr(ops, name)
 
 
+@dataclass(frozen=True)
+class ExpertUse:
+    """How many of its experts a layer reads in a step, the mean over layers and steps.
+
+    ``counted`` are those that the tokens chose, and ``expected`` what they would choose on average if each chose at
+    random and alone.
+    """
+
+    num_experts: float
+    counted: float
+    expected: float
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether the choices are nearly those of such tokens."""
+        return self.counted >= LEAST_BALANCE * self.expected
+
+
+@dataclass(frozen=True)
+class MixtureCost:
+    """A call of a layer of experts by ``tokens`` tokens: the bytes of all experts, and how they are chosen."""
+
+    nbytes: int
+    spec: RouterSpec
+    tokens: int
+
+    @property
+    def expected(self) -> float:
+        """The experts that are read if each token chooses at random."""
+        return share_of_chosen(self.spec, self.tokens) * self.spec.num_experts
+
+    def read(self, experts: float) -> float:
+        """The bytes of as many experts."""
+        return self.nbytes * experts / self.spec.num_experts
+
+
 @dataclass
 class LinearCosts:
     """The costs of products: bytes of weights read, and operations, two for each element of a weight and row.
 
-    Of a layer of experts those count that random tokens choose, on average.
+    Of a layer of experts those count that random tokens choose, on average, until :meth:`count` says how many the
+    tokens of a step chose.
     """
 
-    nbytes: int = 0
+    nbytes: float = 0
     operations: int = 0
+    mixtures: list[MixtureCost] = field(default_factory=list)
+    experts: ExpertUse | None = None
 
     def add(self, call: OpCall) -> None:
         """Count the call if it is a product."""
@@ -109,8 +153,35 @@ class LinearCosts:
             for matrices in (mixture.hidden, mixture.down):
                 nbytes += bytes_of_all(matrices)
                 elements += elements_of_one(matrices)
-            self.nbytes += round(nbytes * share_of_chosen(spec, x.shape[0]))
+            self.mixtures.append(mixture_cost := MixtureCost(nbytes, spec, x.shape[0]))
+            self.nbytes += mixture_cost.read(mixture_cost.expected)
             self.operations += 2 * x.shape[0] * spec.top_k * elements
+            for shared in (value for value in call.args if isinstance(value, SharedExpert)):
+                for weight in (shared.hidden, shared.down):
+                    self.nbytes += weight.nbytes
+                    self.operations += 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
+
+    def count(self, steps: Sequence[Sequence[np.ndarray]]) -> None:
+        """Count the experts that the tokens of ``steps`` chose, int ``[T, top_k]`` of each layer of experts."""
+        if not self.mixtures:
+            return
+        counted = np.mean([[len(np.unique(ids)) for ids in layers] for layers in steps], axis=0)
+        for cost, experts in zip(self.mixtures, counted, strict=True):
+            self.nbytes += cost.read(experts - cost.expected)
+        of_layers = [(cost.spec.num_experts, cost.expected) for cost in self.mixtures]
+        num_experts, expected = np.mean(of_layers, axis=0).tolist()
+        self.experts = ExpertUse(num_experts, float(counted.mean()), expected)
+
+
+@contextmanager
+def recorded_choices(ops: Backend) -> Iterator[list[Array]]:
+    """What each layer of experts chooses meanwhile, int32 ``[T, top_k]`` on the device; steps must not be replayed."""
+    found: list[Array] = []
+    ops.choices = found
+    try:
+        yield found
+    finally:
+        ops.choices = None
 
 
 def router_of(mixture: Any) -> RouterSpec:

@@ -30,6 +30,11 @@ from ..memory.planner import MemoryPlan
 from ..models.spec import Role, Spec
 from ..placement import checkpoint_requirements, make_engine_config, plan_placement, recipe_schemes, requirements
 
+CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
+"""How the names of biases end by which a router chooses, and which a training keeps balanced with."""
+LARGEST_CORRECTION = 0.01
+"""The largest of them, beside scores between 0 and 1 whose standard deviation is about 0.2."""
+
 
 def shape_names() -> list[str]:
     """The shapes that come with the package, sorted."""
@@ -201,7 +206,10 @@ class CountingWeights:
 
 
 class RandomWeights:
-    """Random int8 weights for ``spec``, scaled so that a layer's output is about as large as its input."""
+    """Random int8 weights for ``spec``, scaled so that a layer's output is about as large as its input.
+
+    Each expert is about as likely as another: the biases that correct a router's choice are small.
+    """
 
     def __init__(self, spec: Spec, recipe: Recipe):
         self._spec = spec
@@ -231,6 +239,8 @@ class RandomWeights:
         random = np.random.default_rng(self._seeds[name])
         if parameter.role is Role.ROUTER:
             return random.standard_normal(parameter.shape).astype(np.float32) / np.float32(parameter.shape[1] ** 0.5)
+        if name.endswith(CORRECTION_BIASES):
+            return random.uniform(-LARGEST_CORRECTION, LARGEST_CORRECTION, parameter.shape).astype(np.float32)
         if name.endswith(".bias"):
             return random.uniform(-0.1, 0.1, parameter.shape).astype(np.float32)
         return random.uniform(0.5, 1.5, parameter.shape).astype(np.float32)

@@ -57,6 +57,9 @@ class Report:
             "bytes_per_token": round(m.token_bytes),
             "percent_of_read": 100 * m.bandwidth / self.ceilings.read,
             "percent_of_int8": 100 * m.operations * m.speed / self.ceilings.int8,
+            "experts": None if m.experts is None else m.experts.num_experts,
+            "experts_read": None if m.experts is None else m.experts.counted,
+            "experts_expected": None if m.experts is None else m.experts.expected,
             "streamed_bytes_per_token": round(m.streamed_bytes),
             "percent_of_link": self._percent_of_link(m),
             "predicted_tokens_per_second": self._prediction(m.test),
@@ -133,6 +136,12 @@ class Report:
                 f"One decode step after {self.trace.depth} tokens takes {1e6 * self.trace.step_seconds:.1f} us as it "
                 f"is run; its {len(self.trace.spans)} parts take {1e6 * self.trace.alone:.1f} us one by one."
             )
+        parts += [
+            f"{m.test}: the routing is not balanced: a layer reads {m.experts.counted:.1f} experts on average, and "
+            f"{m.experts.expected:.1f} if each token chose at random."
+            for m in self.measurements
+            if m.experts is not None and not m.experts.is_balanced
+        ]
         c = self.ceilings
         link = "" if c.link is None else f"from pinned host memory {c.link / 1e9:,.1f} GB/s, "
         parts.append(
@@ -194,6 +203,10 @@ def _format_test_row(row: Row) -> Row:
         "% link": _figure(row["percent_of_link"]),
         "planned t/s": _figure(row["predicted_tokens_per_second"], 2),
     }
+    experts = {
+        "experts read": f"{_figure(row['experts_read'])} of {_figure(row['experts'], 0)}",
+        "if balanced": _figure(row["experts_expected"]),
+    }
     return {
         "model": row["model"],
         "size": _size(row["size_bytes"]),
@@ -207,6 +220,7 @@ def _format_test_row(row: Row) -> Row:
         "% int8": f"{row['percent_of_int8']:.1f}",
         "peak used": _size(row["peak_used_bytes"]),
         "peak reserved": "" if reserved is None else _size(reserved),
+        **(experts if row["experts"] is not None else {}),
         **(streaming if row["streamed_bytes_per_token"] else {}),
     }
 

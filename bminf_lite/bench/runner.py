@@ -16,13 +16,15 @@ from ..backend.base import Backend
 from ..backend.communicator import RankFailed, on_ranks
 from ..backend.cpu import CpuBackend
 from ..errors import UsageError
-from .calls import LinearCosts, trace_calls
+from .calls import ExpertUse, LinearCosts, recorded_choices, trace_calls
 from .model import BenchModel
 from .profiler import Profiler, Span, T
 from .session import Session, check_results
 
 WARM_UP_STEPS = 3
 """Decode steps before the first that is timed: one eager, one captured, one replayed."""
+COUNTED_STEPS = 8
+"""Decode steps, spread over those that are timed, of which the chosen experts are counted."""
 TRACED_STEPS = 20
 """Decode steps whose mean is the time of a traced step with graphs."""
 
@@ -96,7 +98,8 @@ class Measurement:
     Bytes and operations of a divided model are those of its first rank.
     ``token_bytes`` counts the weights, once for each step, and the keys and values; activations are left out.
     ``operations`` are those of the products for one token, a multiplication and an addition counted as two.
-    ``streamed_bytes`` are the bytes of streamed weights that were copied to the device for one token.
+    ``streamed_bytes`` are the bytes of streamed weights that were copied to the device for one token, and ``experts``
+    those that a step read of each layer of experts.
     """
 
     test: Workload
@@ -106,6 +109,7 @@ class Measurement:
     peak_used: int
     peak_reserved: int | None
     streamed_bytes: float = 0.0
+    experts: ExpertUse | None = None
 
     @cached_property
     def speeds(self) -> list[float]:
@@ -197,7 +201,8 @@ def run_tests(
         per_token = test.batch if test.kind == "tg" else tokens
         nbytes = runs.costs.nbytes / per_token + cache_bytes_per_token(bench_model, test)
         operations, streamed = runs.costs.operations / per_token, runs.streamed_bytes / tokens / repetitions
-        measurements.append(Measurement(test, tuple(runs.seconds), nbytes, operations, *peaks, streamed))
+        measured = Measurement(test, tuple(runs.seconds), nbytes, operations, *peaks, streamed, runs.costs.experts)
+        measurements.append(measured)
         on_result(measurements[-1])
     return measurements
 
@@ -234,8 +239,9 @@ class Repetitions:
 def _prefill(session: Session, profiler: Profiler, test: Workload, repetitions: int) -> Repetitions:
     position = session.fill_context(test.depth) if test.depth else 0
     runs, results = Repetitions(), list[np.ndarray]()
-    with trace_calls(session.ops, runs.costs.add):
+    with recorded_choices(session.ops) as chosen, trace_calls(session.ops, runs.costs.add):
         results += session.prepare_prefill(test.tokens, position)()
+    runs.costs.count([[session.ops.host(ids) for ids in chosen]])
     for _ in range(WARM_UP_STEPS if session.captures_prefill(test.tokens) else 0):
         session.prepare_prefill(test.tokens, position)()
     for _ in range(repetitions):
@@ -272,7 +278,24 @@ def _decode(session: Session, profiler: Profiler, test: Workload, repetitions: i
         session.prepare_decode(position)
         results = runs.time(profiler, partial(session.decode, test.tokens))
         check_results(results, session.bench_model.engine_config.vocab_size, str(test))
+    if runs.costs.mixtures:
+        runs.costs.count(_choices(session, position, test.tokens))
     return runs
+
+
+def _choices(session: Session, position: int, tokens: int) -> list[list[np.ndarray]]:
+    """The experts that some of ``tokens`` decode steps from ``position`` on chose, as those that were timed."""
+    session.prepare_decode(position)
+    counted = {round(step) for step in np.linspace(0, tokens - 1, min(tokens, COUNTED_STEPS))}
+    steps = []
+    for step in range(tokens):
+        if step not in counted:
+            session.decode(1)
+            continue
+        with recorded_choices(session.ops) as chosen:
+            session.ops.host(session.decode_eagerly())
+        steps.append([session.ops.host(ids) for ids in chosen])
+    return steps
 
 
 WORKLOAD_RUNNERS = {"pp": _prefill, "enc": _encode, "tg": _decode}

@@ -13,6 +13,7 @@ import pytest
 
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.bench import plot
+from bminf_lite.bench.calls import ExpertUse
 from bminf_lite.bench.model import random_model
 from bminf_lite.bench.profiler import Ceilings, Span
 from bminf_lite.bench.report import Report
@@ -60,6 +61,17 @@ def test_markdown(report: Report) -> None:
     assert "read 4,000.0 GB/s, copy 3,500.0 GB/s, int8 product 1,000 TOPS" in text
     for table in text.split("\n\n")[:4]:
         assert len({len(line) for line in table.splitlines()}) == 1, "columns line up"
+
+
+def test_the_experts_that_were_read(report: Report) -> None:
+    even, uneven = ExpertUse(128, 80.0, 82.4), ExpertUse(128, 41.0, 82.4)
+    report.measurements = [replace(m, experts=x) for m, x in zip(report.measurements, (even, uneven), strict=True)]
+    text = report.markdown()
+    assert "80.0 of 128" in text and "82.4" in text
+    assert "tg128 @ d512: the routing is not balanced: a layer reads 41.0 experts" in text
+    assert "pp512: the routing" not in text
+    row = json.loads(report.json())["tests"][1]
+    assert (row["experts"], row["experts_read"], row["experts_expected"]) == (128, 41.0, 82.4)
 
 
 def test_json(report: Report) -> None:

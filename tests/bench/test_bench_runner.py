@@ -24,7 +24,7 @@ from bminf_lite.backend.functions import normalise, softmax
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.values import STATE_CHUNK, Norm
 from bminf_lite.bench import cases as plain
-from bminf_lite.bench.calls import LinearCosts, OpCall, trace_calls
+from bminf_lite.bench.calls import ExpertUse, LinearCosts, OpCall, recorded_choices, trace_calls
 from bminf_lite.bench.model import BenchModel, RandomWeights, random_model, read_shape
 from bminf_lite.bench.profiler import Profiler
 from bminf_lite.bench.runner import Workload, run_tests, time_kernels, trace_step, workloads
@@ -349,6 +349,44 @@ def test_a_token_reads_the_experts_that_it_chooses() -> None:
     every = sum(int(weight.nbytes) for weight in (*mixture.hidden, *mixture.down))
     share = mixture.spec.top_k / mixture.spec.num_experts
     assert costs[64].nbytes - costs[1].nbytes == pytest.approx((1 - share) * every, rel=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
+def test_the_experts_that_steps_chose_are_counted(model_type: str) -> None:
+    """Of decode steps those spread over the timed ones, whose sequences differ; of a prompt its own."""
+    model = random_model("small", next(goldens(model_type)).config, CpuBackend())
+    costs = LinearCosts()
+    with closing(Session(model, 3, 8)) as session:
+        session.prepare_decode(session.fill_context(1))
+        with trace_calls(model.ops, costs.add), recorded_choices(model.ops) as chosen:
+            session.decode(1)
+    assert model.ops.choices is None and len(chosen) == len(costs.mixtures) > 0
+    spec, before = costs.mixtures[0].spec, costs.nbytes
+    assert {ids.shape for ids in chosen} == {(3, spec.top_k)}
+    alike = np.repeat(np.arange(spec.top_k)[None], 3, axis=0)
+    costs.count([[alike] * len(chosen)])
+    assert costs.experts == ExpertUse(spec.num_experts, spec.top_k, costs.mixtures[0].expected)
+    assert not costs.experts.is_balanced
+    every = sum(mixture.nbytes for mixture in costs.mixtures)
+    left_out = (costs.mixtures[0].expected - spec.top_k) / spec.num_experts
+    assert before - costs.nbytes == pytest.approx(left_out * every)
+
+    tests = [Workload("pp", 40), Workload("tg", 12, depth=2, batch=3)]
+    for measured in run_tests(model, Profiler(model.ops, ceiling_bytes=1 << 20), tests, 1):
+        assert measured.experts is not None
+        assert spec.top_k <= measured.experts.counted <= spec.num_experts == measured.experts.num_experts
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe", "nemotron_h"])
+def test_random_models_choose_their_experts_evenly(model_type: str) -> None:
+    """Tokens that differ choose nearly as many experts as those that choose at random."""
+    model, costs = random_model("small", next(goldens(model_type)).config, CpuBackend()), LinearCosts()
+    with closing(Session(model, 8, 2)) as session:
+        session.prepare_decode(session.fill_context(1))
+        with trace_calls(model.ops, costs.add), recorded_choices(model.ops) as chosen:
+            session.decode(1)
+    costs.count([chosen])
+    assert costs.experts is not None and costs.experts.counted >= 0.8 * costs.experts.expected
 
 
 def test_a_trace_names_every_operation_in_order(bench_model: BenchModel, profiler: Profiler):
