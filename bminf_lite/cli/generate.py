@@ -148,6 +148,8 @@ def generate(
             click.echo(stats_text(results, time.perf_counter() - started, *limits), err=True)
             if memory := loaded.memory():
                 click.echo(memory_text(memory), err=True)
+            if experts := loaded.expert_cache():
+                click.echo(experts_text(experts), err=True)
 
 
 def grammar_of(json_schema: Path | None, regex: str | None, choice: tuple[str, ...]) -> Grammar | None:
@@ -250,3 +252,12 @@ def memory_text(memory: dict[str, int]) -> str:
     """The most GPU memory that the model used."""
     used, reserved, limit = (format_size(memory[name]) for name in ("peak_used", "peak_reserved", "limit"))
     return f"GPU memory {used} used and {reserved} reserved at most, {limit} allowed"
+
+
+def experts_text(experts: dict[str, int]) -> str:
+    """How many experts were on the GPU when they were needed."""
+    needed = experts["hits"] + experts["misses"]
+    return (
+        f"{experts['slots']:,} of {experts['experts']:,} experts on the GPU, {experts['hits'] / max(needed, 1):.1%} of "
+        f"those that steps needed; {format_size(experts['copied_bytes'])} of others copied"
+    )

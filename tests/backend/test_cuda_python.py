@@ -169,7 +169,8 @@ def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(pr
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("gemma-2-9b", "12GiB", "int8"), ("mt5-xl", "6GiB", "fp16"), ("qwen3-8b", "10GiB", "fp16"),
-                         ("gpt2-xl", "4GiB", "fp16"), ("llama-3-8b", "12GiB", "int8"))
+                         ("gpt2-xl", "4GiB", "fp16"), ("llama-3-8b", "12GiB", "int8"),
+                         ("granite-3.1-3b-a800m", "1536MiB", "fp16"))
         ),
     ],
 )  # fmt: skip
