@@ -6,7 +6,8 @@
 ``alone`` runs gated DeltaNet and Mamba 2 behind their first products, at the sizes of Qwen3.6-27B, Nemotron 3 Nano and
 Falcon-H1 7B: a prompt of 2,048 tokens and eight of 256, and one token of 1, 8 and 64 sequences in a graph of layers
 with states of their own, whose bytes exceed the GPU's cache. The time of a prompt is that of each kernel by the GPU's
-events. ``latent`` runs attention to latent rows of 64 sequences behind 4,096 tokens with 20 and 128 heads. ``model``
+events. ``latent`` runs attention to latent rows: with 20 and 128 heads, one token of 64 sequences behind 4,096 tokens,
+and with 20 one token of one sequence behind 512 and 4,096, and a prompt. ``model``
 runs whole models of random weights, a prompt and a step behind 512 tokens, and adds up the time of their kernels by
 name.
 """
@@ -166,10 +167,14 @@ def measure_alone(profiler: Profiler) -> None:
                 print_spans(profiler.trace(lambda layers=layers: layers.run(0)))  # type: ignore[misc]
 
 
-def measure_latent(profiler: Profiler, sequences: int = 64, behind: int = 4096) -> None:
-    """Attention to latent rows, without the products with the matrices of heads."""
+LATENT = ((20, 64, 1, 4096), (128, 64, 1, 4096), (20, 1, 1, 512), (20, 1, 1, 4096), (20, 1, PROMPT, 0))
+"""Heads, sequences, and tokens of each and those behind which they are."""
+
+
+def measure_latent(profiler: Profiler) -> None:
+    """Attention to latent rows, without the products with the matrices of heads, and with them."""
     ops = profiler.ops
-    for heads in (20, 128):
+    for heads, sequences, tokens, behind in LATENT:
         rank, rotary, nope, value = 512, 64, 128, 128
         rng = np.random.default_rng(0)
         rope = Rope(ops.vector(1 / 100 ** (np.arange(rotary // 2) / (rotary // 2))), 1.0)
@@ -177,29 +182,31 @@ def measure_latent(profiler: Profiler, sequences: int = 64, behind: int = 4096) 
         spec = LatentSpec(heads, nope, rotary, value, rank, (nope + rotary) ** -0.5, norm, rope, None)
         matrix = (rng.standard_normal((heads * (nope + value), rank)) / rank**0.5).astype(np.float16)
         expand = ops.latent_weight(matrix, spec)
-        tables = sequential_tables(sequences, behind + 1)
+        tables = sequential_tables(sequences, behind + tokens)
         cache = Latent(rank, rotary, False).make(ops, 1 + sequences * tables.shape[1], None)
         for array in cache.arrays:
             block = rng.standard_normal(array.shape[1:]).astype(array.dtype)
             for b in range(len(array)):
                 ops.assign(array[b], block)
-        batch = ForwardBatch.packed(ops.array, [np.zeros(1)] * sequences, [behind] * sequences, [tables])
-        q = ops.array(rng.standard_normal((sequences, spec.query_features)).astype(ops.activation_dtype))
-        kv = ops.array(rng.standard_normal((sequences, rank + rotary)).astype(np.float32))
+        batch = ForwardBatch.packed(ops.array, [np.zeros(tokens)] * sequences, [behind] * sequences, [tables])
+        q = ops.array(rng.standard_normal((sequences * tokens, spec.query_features)).astype(ops.activation_dtype))
+        kv = ops.array(rng.standard_normal((sequences * tokens, rank + rotary)).astype(np.float32))
 
         def run(_: int = 0) -> None:
             ops.latent_attention(q, kv, spec, expand, cache, batch)  # noqa: B023
 
         spans = profiler.trace(run)
         whole = profiler.median_seconds(run)
-        own = [span.seconds for span in spans if "latent_attention" in span.name or "latent_merge" in span.name]
+        own = [
+            span.seconds for span in spans if span.name.startswith(("latent_attention", "latent_merge", "latent_few"))
+        ]
         seconds = sum(own) or whole
         nbytes, operations = (
-            sequences * behind * 2 * (rank + rotary),
-            2 * sequences * heads * behind * (2 * rank + rotary),
+            sequences * (behind + tokens) * 2 * (rank + rotary),
+            2 * sequences * tokens * heads * (behind + tokens / 2) * (2 * rank + rotary),
         )
         print(
-            f"{heads} heads, {sequences} sequences behind {behind}: {1e6 * seconds:.1f} us alone "
+            f"{heads} heads, {sequences} sequences, {tokens} tokens behind {behind}: {1e6 * seconds:.1f} us alone "
             f"({nbytes / seconds / 1e12:.2f} TB/s, {operations / seconds / 1e12:.0f} TFLOPS); {1e6 * whole:.1f} us "
             "with the products of heads"
         )

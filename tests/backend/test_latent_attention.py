@@ -53,6 +53,13 @@ class Layer:
         for array in self.cache.arrays:  # what no sequence may read
             ops.assign(array[1:], np.full(array[1:].shape, 99 if array.dtype == np.int8 else np.nan, array.dtype))
 
+    def fill(self) -> None:
+        """Put anything into the rows of all tokens."""
+        rng = np.random.default_rng(0)
+        for array in self.cache.arrays:
+            drawn = rng.integers(-127, 128, array.shape) if array.dtype == np.int8 else rng.uniform(-1, 1, array.shape)
+            self.ops.assign(array[:], drawn.astype(array.dtype))
+
     def step(self, parts: Sequence[tuple[int, int, int]], padding: int = 0, bound: int = 0) -> list[np.ndarray]:
         """The results of tokens ``[first, end)`` of sequences, each ``(sequence, first, end)``.
 
@@ -187,6 +194,31 @@ def test_blocks_share_segments_in_any_way(cuda_backend: Any, int8: bool, monkeyp
         found.append(np.concatenate(layer.step([(0, 0, length - 1)]) + layer.step([(0, length - 1, length)])))
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rank", [256, 512])
+def test_clusters_for_few_rows_give_the_same_bits(
+    cuda_backend: Any, rank: int, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, two and three segments, a whole one, sequences of a step, drafts, and padding behind them."""
+    kernel, length = cuda_backend.kernels.latent_attention, 2 * LATENT_SEGMENT + 20
+    ends = (1, 200, LATENT_SEGMENT, LATENT_SEGMENT + 1, 300, 2 * LATENT_SEGMENT + 1, length)
+    found = []
+    for few in (0, 1000):
+        monkeypatch.setattr(type(kernel), "max_few", few)
+        results: list[np.ndarray] = []
+        layer = Layer(cuda_backend, (5, 16, 64, 16, rank), 2, int8=int8, length=length)
+        layer.fill()
+        for parts in (
+            *([(0, end - 1, end)] for end in ends), [(1, 290, 300), (0, 99, 100)],
+            [(0, token, token + 1) for token in range(length - 4, length)] + [(1, 255, 256)],
+        ):  # fmt: skip
+            with cuda_backend.kernels.in_step():  # rows of earlier steps are read at once
+                results += layer.step(parts, padding=2, bound=300)
+        found.append(np.concatenate(results))
+    np.testing.assert_array_equal(found[1], found[0])
 
 
 @pytest.mark.gpu

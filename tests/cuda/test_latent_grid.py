@@ -13,7 +13,14 @@ from instantiations import CAPABILITIES
 
 from bminf_lite.backend.values import LATENT_SEGMENT, ForwardBatch, LatentSpec, Norm, Rope
 from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, INT8
-from bminf_lite.cuda.kernels.attention.latent import BLOCKS_PER_SM, LatentAttentionKernels, latent_config
+from bminf_lite.cuda.kernels.attention.latent import (
+    BLOCKS_PER_SM,
+    LatentAttentionKernels,
+    few_columns,
+    few_shared,
+    latent_config,
+)
+from bminf_lite.cuda.kernels.constants import LATENT_FEW_ROWS
 from bminf_lite.cuda.kernels.instantiations import Capability
 from bminf_lite.cuda.runtime.driver import shared_memory_per_block
 
@@ -33,6 +40,12 @@ def test_every_gpu_has_a_kernel_with_room_in_shared_memory(capability: Capabilit
             assert element != INT8 or config.stages <= 2
 
 
+@pytest.mark.parametrize(("capability", "columns"), [((8, 0), ()), ((9, 0), (32, 64)), ((12, 0), (32,))])
+def test_clusters_for_few_rows_need_their_shared_memory(capability: Capability, columns: tuple[int, ...]) -> None:
+    assert few_columns(capability) == columns
+    assert all(few_shared(c, 8 * c + 64) < shared_memory_per_block(capability) for c in columns)
+
+
 def test_a_gpu_with_much_shared_memory_reads_a_row_once_for_64_heads() -> None:
     assert [latent_config((9, 0), 512, 576, n, "__half").rows for n in (1, 16, 20, 33, 128)] == [16, 16, 32, 64, 64]
 
@@ -48,7 +61,13 @@ def test_the_grid_has_a_tile_for_all_rows_and_few_blocks(data: st.DataObject) ->
     spec = LatentSpec(heads, 128, 64, 128, 512, 1.0, Norm(None, 1e-6), Rope(None))
     launcher = SimpleNamespace(device=SimpleNamespace(compute_capability=(9, 0)), num_sms=sms)
     grid = LatentAttentionKernels(cast("Any", launcher)).grid(spec, batch, "__half", most)
-    assert grid.tiles >= sum(-(-count * heads // grid.config.rows) for count in counts)
+    rows = LATENT_FEW_ROWS if grid.is_few else grid.config.rows
+    assert grid.tiles >= sum(-(-count * heads // rows) for count in counts)
+    if grid.is_few:
+        segments = -(-longest // LATENT_SEGMENT)
+        assert grid.blocks == grid.records == segments and 2 * segments * grid.tiles <= sms
+        assert segments == 1 or 4 * grid.record_elements(512) <= most
+        return
     assert grid.blocks == 1 or (grid.blocks - 1) * grid.tiles < BLOCKS_PER_SM * sms
     segments = -(-longest // LATENT_SEGMENT)
     assert grid.records == (segments if grid.blocks > 1 else 1) and grid.blocks <= segments

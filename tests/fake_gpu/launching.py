@@ -28,14 +28,15 @@ from .races import words
 INTERPRETED = {
     "gemv/gemv.cu", "rowwise/rows.cu", "rowwise/pointwise.cu", "rowwise/layer_norm_many_rows.cu",
     "rowwise/norm_unaligned.cu", "rowwise/quantize.cu", "rowwise/short_convolution.cu", "recurrent/delta_net.cu",
-    "recurrent/mamba2.cu",
-    "rowwise/adapters.cu", "experts/router.cu", "experts/pairs.cu", "experts/few_tokens.cu", "experts/grouped_gemm.cu",
-    "experts/grouped_gemm_hopper.cu", "experts/float_products.cu", "experts/fetch.cu",
-    "attention/latent.cu", "attention/latent_rows.cu",
-    "attention/head_products.cu", "attention/decode.cu", "attention/prepare_heads.cu", "attention/prefill.cu",
-    "attention/prefill_merge.cu", "rowwise/layer_inputs.cu",
+    "recurrent/mamba2.cu", "rowwise/adapters.cu", "experts/router.cu", "experts/pairs.cu", "experts/few_tokens.cu",
+    "experts/grouped_gemm.cu", "experts/grouped_gemm_hopper.cu", "experts/float_products.cu", "experts/fetch.cu",
+    "attention/latent.cu", "attention/latent_rows.cu", "attention/head_products.cu", "attention/decode.cu",
+    "attention/prepare_heads.cu", "attention/prefill.cu", "attention/latent_few.cu", "attention/prefill_merge.cu",
+    "rowwise/layer_inputs.cu",
 }  # fmt: skip
 """Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
+CLUSTERS = {"attention/latent_few.cu"}
+"""Of these, sources whose clusters have no mbarriers, so that their own code runs here too."""
 Model = Callable[["Call"], None]
 MODELS: dict[str, Model] = {}
 
@@ -179,7 +180,11 @@ def check(machine: Machine, launch: Launch) -> None:
 def run(machine: Machine, launch: Launch) -> None:
     """When its turn comes."""
     call = call_of(machine, launch)
-    if machine.runs_ptx and launch.kernel.source in INTERPRETED and (launch.cluster or 1) == 1:
+    if (
+        machine.runs_ptx
+        and launch.kernel.source in INTERPRETED
+        and ((launch.cluster or 1) == 1 or launch.kernel.source in CLUSTERS)
+    ):
         run_ptx(machine, launch)
         return
     if call.declaration.name not in MODELS:
@@ -221,7 +226,9 @@ def run_ptx(machine: Machine, launch: Launch) -> None:
 
     code = ptx.program(kernel.source, arch, kernel.expression, kernel.defines)
     pending = machine.order.start(launch.dependent)
-    grid = ptx.Grid(code, launch.grid, launch.block, launch.parameters, launch.shared, check, pending)
+    grid = ptx.Grid(
+        code, launch.grid, launch.block, launch.parameters, launch.shared, check, pending, launch.cluster or 1
+    )
     grid.run()
     if launch.dependent and not grid.waited.any():
         raise FakeGpuError(f"{kernel.expression} could end before the kernels before it, as it does not wait for them")

@@ -10,7 +10,15 @@ from bminf_lite.backend.latent import cached_rows, latent_queries, position_fact
 from bminf_lite.backend.latent import latent_rows as rows_of
 from bminf_lite.backend.values import BLOCK_SIZE, LATENT_SEGMENT, LatentCache, LatentSpec, Norm, PositionScale, Rope
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
-from bminf_lite.cuda.kernels.constants import HEAD_PRODUCTS_COLUMNS, LATENT_HEADS, LATENT_KEYS, LATENT_MAX_KEY
+from bminf_lite.cuda.kernels.attention.latent import few_shared
+from bminf_lite.cuda.kernels.constants import (
+    HEAD_PRODUCTS_COLUMNS,
+    LATENT_CLUSTER,
+    LATENT_FEW_ROWS,
+    LATENT_HEADS,
+    LATENT_KEYS,
+    LATENT_MAX_KEY,
+)
 
 from .launching import Call, model
 from .models_attention import tables_of
@@ -83,7 +91,7 @@ def head_products(call: Call) -> None:
 def latent_attention(call: Call) -> None:
     cu_seqlens, context_lens, tables = sequences_of(call)
     rows, heads, rank, depth = call.number("ROWS"), call.heads, call.rank, call.depth
-    (tiles, blocks), counts, end = call.launch.grid[:2], np.diff(cu_seqlens), int(cu_seqlens[-1])
+    (tiles, blocks), counts = call.launch.grid[:2], np.diff(cu_seqlens)
     call.require(tiles >= (-(-counts * heads // rows)).sum(), "row tiles are missing")
     call.require(8 * call.number("COLUMNS") >= rank and rank % 8 == 0, "the instantiation is too small")
     call.require(
@@ -95,8 +103,14 @@ def latent_attention(call: Call) -> None:
     call.require(call.records_of_tile >= (segments if blocks > 1 else 1), "records are missing")
     if segments > 1:
         call.vector("records", tiles * call.records_of_tile * rows * (rank + 2), F32, 16)
+    attend_to_rows(call, cu_seqlens, context_lens, tables)
+
+
+def attend_to_rows(call: Call, cu_seqlens: np.ndarray, context_lens: np.ndarray, tables: np.ndarray) -> None:
+    """The means of all tokens."""
+    heads, rank, counts, end = call.heads, call.rank, np.diff(cu_seqlens), int(cu_seqlens[-1])
     cache = cache_of(call, tables)
-    queries = call.tensor("q", (end, heads, depth), F16)
+    queries = call.tensor("q", (end, heads, call.depth), F16)
     means = call.rows("means", end * heads, call.mean_pitch, rank, F16).reshape(end, heads, rank)
     for b in np.flatnonzero(counts):
         own, total = slice(cu_seqlens[b], cu_seqlens[b + 1]), int(context_lens[b] + counts[b])
@@ -105,6 +119,23 @@ def latent_attention(call: Call) -> None:
             queries[own], keys, keys[..., :rank], call.scale / LOG2_E, int(context_lens[b]), segment=LATENT_SEGMENT,
             weight_dtype=F16,
         )  # fmt: skip
+
+
+@model
+def latent_few(call: Call) -> None:
+    cu_seqlens, context_lens, tables = sequences_of(call)
+    heads, rank = call.heads, call.rank
+    (blocks, tiles), counts = call.launch.grid[:2], np.diff(cu_seqlens)
+    call.require(tiles >= (-(-counts * heads // LATENT_FEW_ROWS)).sum(), "row tiles are missing")
+    call.require(LATENT_CLUSTER * call.number("COLUMNS") == rank, "the instantiation has other columns")
+    call.require(call.launch.cluster == LATENT_CLUSTER, "clusters")
+    call.require(call.launch.shared >= few_shared(call.number("COLUMNS"), call.depth), "too little shared memory")
+    segments = int((-(-(context_lens + counts) // LATENT_SEGMENT)).max(initial=0))
+    call.require(blocks >= LATENT_CLUSTER * segments, "segments are missing")
+    if segments > 1:
+        call.vector("records", tiles * blocks // LATENT_CLUSTER * LATENT_FEW_ROWS * (rank + 2 * LATENT_CLUSTER), F32, 8)
+    call.require(not call.vector("arrivals", tiles * LATENT_CLUSTER, np.int32).any(), "arrivals are counted from 0")
+    attend_to_rows(call, cu_seqlens, context_lens, tables)
 
 
 @model

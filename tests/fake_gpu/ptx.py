@@ -41,6 +41,8 @@ _PACKED = {"f16x2": np.uint32, "bf16x2": np.uint32, "u16x2": np.uint32, "bf16": 
 _LOWEST = 1 << 12
 """No object of a process lies below this address."""
 _SHARED = 1 << 60
+_CLUSTER, _IN_BLOCK = 24, (1 << 24) - 1
+"""Above this bit of a cluster address is the number of the block in its cluster, plus one."""
 _LOCAL = 1 << 61
 """Where each thread's local memory begins. Addresses in it are the same in all address spaces."""
 """The generic address of a block's shared memory."""
@@ -243,6 +245,8 @@ def compiled(name: str, text: str, arch: str, expression: str, defines: tuple[st
 
 # -- running it --------------------------------------------------------------------------------------------------------
 
+CLUSTER_BARRIER = 1 << 10
+"""The number of a cluster's barrier."""
 RUNS, ENDED, BLOCKED, WAITS = 0, 1, 2, 3
 """States of a thread: ``BLOCKED`` at an mbarrier whose phase is not complete, ``WAITS + i`` at barrier i."""
 
@@ -259,14 +263,16 @@ class Grid:
 
     def __init__(
         self, code: Program, grid: Sequence[int], threads: int, parameters: bytes, shared: int, check: Check,
-        pending: np.ndarray = NO_WORDS,
+        pending: np.ndarray = NO_WORDS, cluster: int = 1,
     ) -> None:  # fmt: skip
+        self.cluster = cluster  # blocks of a cluster, which are neighbours in x
         self.program, self.threads, self.parameters, self.check = code, threads, parameters, check
         self.grid = dict(zip("xyz", (*grid, 1, 1), strict=False))
         self.blocks = int(np.prod(list(self.grid.values())))
         self.count = self.blocks * threads
         self.block = np.repeat(np.arange(self.blocks), threads)
         self.thread = np.tile(np.arange(threads), self.blocks)
+        self.relaxed = np.zeros(self.count, np.bool_)  # at a cluster's barrier without an order of memory
         self.pitch = -(-(code.static_shared + shared) // 16) * 16
         self.shared = np.full(self.blocks * self.pitch, 0xFF, np.uint8)
         self.local = np.full(self.count * code.local_bytes, 0xFF, np.uint8)
@@ -338,6 +344,10 @@ class Grid:
                 counters[lanes] = counter
                 self._wait(instruction, chosen, states)
                 return
+            if op[:3] == ("barrier", "cluster", "wait"):
+                counters[lanes] = counter
+                self._wait_for_cluster(self.numbers(chosen), states)
+                return
             if (
                 op[0] == "mbarrier"
                 and op[1] in ("try_wait", "test_wait")
@@ -372,6 +382,16 @@ class Grid:
         leave = (states == WAITS + number) & complete[self.block]
         states[leave] = RUNS
         self.join(np.flatnonzero(leave), number, self.block)
+
+    def _wait_for_cluster(self, lanes: np.ndarray, states: np.ndarray) -> None:
+        """All threads of a cluster come here, in whose place an arrival before does nothing."""
+        states[lanes] = WAITS + CLUSTER_BARRIER
+        group = self.block // self.cluster
+        waiting = np.bincount(group[states == WAITS + CLUSTER_BARRIER], minlength=self.blocks)
+        leave = np.flatnonzero((states == WAITS + CLUSTER_BARRIER) & (waiting == self.threads * self.cluster)[group])
+        states[leave] = RUNS
+        if leave.size and not self.relaxed[leave].any():
+            self.join(leave, CLUSTER_BARRIER, self.block)
 
     def join(self, threads: np.ndarray, barrier: int, group: np.ndarray) -> None:
         """These threads leave a barrier. Of each group, all have waited for the kernels before if one has."""
@@ -435,6 +455,7 @@ class Grid:
                 "ctaid": lambda: self._block_index(axis),
                 "nctaid": lambda: self.grid[axis],
                 "laneid": lambda: self.thread % 32,
+                "cluster_ctarank": lambda: self.block % self.cluster,
             }
             self.special[operand] = np.atleast_1d(np.asarray(values[name]()))
         return self.special[operand]
@@ -472,8 +493,11 @@ class Grid:
         if space == "generic" and (address >= _SHARED).all():
             space, address = "shared", address - _SHARED
         if space == "shared":
-            assert (address >= 0).all() and (address + size * count <= self.pitch).all(), "beyond shared memory"
-            at = self.block[lanes] * self.pitch + address
+            rank, address = (address >> _CLUSTER) - 1, address & _IN_BLOCK
+            block = self.block[lanes]
+            block = np.where(rank < 0, block, block // self.cluster * self.cluster + rank)
+            assert (rank < self.cluster).all() and (address + size * count <= self.pitch).all(), "beyond shared memory"
+            at = block * self.pitch + address
             if self.races is not None:
                 self.races.access(kind, at, size * count, self.numbers(lanes))
             return self.shared.view(unsigned(8 * size)), at // size
@@ -642,6 +666,17 @@ def _converted(value: np.ndarray, origin: str, to: str, op: Sequence[str]) -> np
 def _saturated(values: np.ndarray) -> np.ndarray:
     """``.sat`` of floats: from 0 to 1, where NaN becomes 0."""
     return np.asarray(np.clip(np.nan_to_num(values, nan=0.0), 0, 1).astype(values.dtype))
+
+
+def _map_rank(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """``mapa``: the cluster address of what lies at an address of a block's own."""
+    target, source, rank = instruction.operands
+    found = grid.get(source, "u32", lanes) + (grid.get(rank, "u32", lanes) + np.uint32(1) << np.uint32(_CLUSTER))
+    grid.put(target, found.astype(np.uint32), lanes)
+
+
+def _arrive_at_cluster(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    grid.relaxed[lanes] = "relaxed" in instruction.op
 
 
 def _cast_address(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
@@ -1060,5 +1095,6 @@ _EXECUTE: dict[str, Callable[[Grid, Instruction, Lanes], None]] = {
     "griddepcontrol": _order_launches, "bar": _sync_warp, "vote": _vote, "match": _match_any,
     "popc": _popcount, "atom": _add_and_load, "clz": _find_bits, "bfind": _find_bits, "brev": _find_bits,
     "mma": _multiply_matrices, "ldmatrix": _load_matrices,
+    "mapa": _map_rank, "barrier": _arrive_at_cluster,
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }  # fmt: skip

@@ -141,7 +141,9 @@ class CudaBackend(Backend):
         self.scratch = ZeroedScratch(self.arrays, self.arena)
         self.caches = LayerCaches(self.device, self.arena, self.arrays)
         self.launches = AttentionLaunches(self.arrays, self.kernels, self.materializer, self.scratch, self.arena.limit)
-        self.latents = LatentLaunches(self.arrays, self.kernels, self.materializer, self.launches.max_record_bytes)
+        self.latents = LatentLaunches(
+            self.arrays, self.kernels, self.materializer, self.scratch, self.launches.max_record_bytes
+        )
         self.copies = cp.cuda.Stream(non_blocking=True)
         """Copies to the sampler, and to kernels that wait, beside a model that computes."""
         self._sampled = cp.cuda.Event(disable_timing=True)  # behind the last sampler, which may read what is copied

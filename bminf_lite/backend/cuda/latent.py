@@ -1,7 +1,7 @@
 """Attention to latent rows on a GPU: the matrices of heads, and the launches of an operation.
 
 Five kernels: new rows go to the cache, and the queries' ends are rotated; the keys' matrices are absorbed into the
-queries; attention to the rows, and the merge of its segments; the values' matrices.
+queries; attention to the rows, and the merge of its segments if it is not a part of that; the values' matrices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...errors import DeviceError, OutOfMemory
 from ..latent import float_matrix
 from ..quantization import HostWeight, Int8Weight
 from ..values import LATENT_SEGMENT, Array, ForwardBatch, LatentCache, LatentSpec
-from .arrays import Arrays
+from .arrays import Arrays, ZeroedScratch
 from .deferred import DeferredMatmul
 from .kernels import Kernels
 from .materialize import Materializer
@@ -43,10 +43,14 @@ def load_latent_matrices(loader: Loader, matrix: HostWeight, spec: LatentSpec) -
 class LatentLaunches:
     """The launches of the operation; records of a launch take at most ``max_record_bytes``."""
 
-    def __init__(self, arrays: Arrays, kernels: Kernels, materializer: Materializer, max_record_bytes: int):
+    def __init__(
+        self, arrays: Arrays, kernels: Kernels, materializer: Materializer, scratch: ZeroedScratch,
+        max_record_bytes: int,
+    ):  # fmt: skip
         self.arrays = arrays
         self.kernels = kernels
         self.materializer = materializer
+        self.scratch = scratch
         self.max_record_bytes = max_record_bytes
 
     def attention(
@@ -94,7 +98,8 @@ class LatentLaunches:
                 grid = kernel.grid(spec, batch, element_of(cache), 0)  # slower, and the same bits
                 records = self.arrays.empty((grid.record_elements(spec.rank),), np.float32)
         table = batch.block_tables[cache.group]
-        kernel.launch(self.kernels.step, queries, spec, cache, batch, table, grid, records, means)
+        arrivals = self.scratch.zeros("latent arrivals", kernel.arrival_elements, np.int32)
+        kernel.launch(self.kernels.step, queries, spec, cache, batch, table, grid, records, arrivals, means)
         return means
 
     def _fp32(self, x: Array) -> cp.ndarray:

@@ -214,6 +214,8 @@ PREPARE_ELEMENTS = 8
 LATENT_THREADS = 256
 LATENT_KEYS = 32
 """Rows of the cache in a tile of attention to latents."""
+LATENT_FEW_ROWS, LATENT_CLUSTER = 32, 8
+"""Pairs of a token and a head in a tile of few, and the blocks of a cluster that share its segment."""
 LATENT_ROWS_THREADS = 64
 """Threads that have a token's latent, of at most 8 elements each."""
 LATENT_HEADS = 16
@@ -371,7 +373,13 @@ HEADERS = {
     "constants/mamba2.cuh": render_header(OUTPUT_THREADS=MAMBA2_OUTPUT_THREADS),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, N=PREPARE_ELEMENTS),
-    "constants/latent.cuh": render_header(THREADS=LATENT_THREADS, KEYS=LATENT_KEYS, LATENT_SEGMENT=LATENT_SEGMENT),
+    "constants/latent.cuh": render_header(
+        THREADS=LATENT_THREADS,
+        KEYS=LATENT_KEYS,
+        LATENT_SEGMENT=LATENT_SEGMENT,
+        LATENT_FEW_ROWS=LATENT_FEW_ROWS,
+        LATENT_CLUSTER=LATENT_CLUSTER,
+    ),
     "constants/latent_rows.cuh": render_header(THREADS=LATENT_ROWS_THREADS, HEADS=LATENT_HEADS, MAX_KEY=LATENT_MAX_KEY),
     "constants/head_products.cuh": render_header(
         THREADS=HEAD_PRODUCTS_THREADS, COLUMNS=HEAD_PRODUCTS_COLUMNS, CHUNK=HEAD_PRODUCTS_COLUMNS

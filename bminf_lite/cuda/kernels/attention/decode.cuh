@@ -235,13 +235,6 @@ __device__ __forceinline__ void red_add_release(int* counter, int x) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
 }
 
-// The same, and acquires the counter; returns what it was before.
-__device__ __forceinline__ int atomic_add_acq_rel(int* counter, int x) {
-    int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(x) : "memory");
-    return before;
-}
-
 // Adds 1 to a counter, or makes it 0 if it is `last`.
 __device__ __forceinline__ void red_increment(int* counter, int last) {
     asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");

@@ -16,70 +16,16 @@
 // of its rows, one after another, and keeps what is merged in its record. Where it has several, they take the segments
 // in turn and write a record of each, and latent_merge merges them: the same merges in the same order. Tiles whose keys
 // are one segment need none.
-#include "attention/int8_cache.cuh"
-#include "attention/softmax.cuh"
-#include "common/async.cuh"
+#include "attention/latent.cuh"
 #include "common/tensor_cores.cuh"
-#include "constants/latent.cuh"
 
 using namespace bminf;
 
 constexpr int WARPS = THREADS / WARP;
 constexpr int SCORE_PITCH = (KEYS + 4) * 4;  // bytes of a row of scores: fp32, and in their place the weights in fp16
 
-// ROWS neighbouring pairs (token, head) of a sequence. row: the first one among those of the step, `rows` are there.
-// first: the first one among those of the sequence. end: keys that the last one sees.
-struct RowTile {
-    int sequence, row, rows, first, context, end;
-
-    __device__ __forceinline__ int segments() const { return (end + LATENT_SEGMENT - 1) / LATENT_SEGMENT; }
-};
-
-// The tile of this number, if there is one: those of a sequence lie in order. Called by all lanes of a warp.
-template <int ROWS>
-__device__ __forceinline__ bool find_row_tile(
-    const int* cu_seqlens, const int* context_lens, int sequences, int heads, int index, RowTile& tile) {
-    const int lane = threadIdx.x % WARP;
-    for (int base = 0; base < sequences; base += WARP) {
-        const int own = min(base + lane, sequences - 1), start = cu_seqlens[own], tokens = cu_seqlens[own + 1] - start;
-        const int context = context_lens[own], tiles = base + lane < sequences ? (tokens * heads + ROWS - 1) / ROWS : 0;
-        int sum = tiles;
-#pragma unroll
-        for (int d = 1; d < WARP; d *= 2) {
-            const int before = __shfl_up_sync(FULL, sum, d);
-            if (lane >= d) sum += before;
-        }
-        const int at = __popc(__ballot_sync(FULL, sum <= index));
-        if (at < WARP) {
-            const int first = (index - __shfl_sync(FULL, sum - tiles, at)) * ROWS;
-            const int all = __shfl_sync(FULL, tokens, at) * heads;
-            tile.sequence = base + at, tile.first = first, tile.rows = min(ROWS, all - first);
-            tile.row = __shfl_sync(FULL, start, at) * heads + first;
-            tile.context = __shfl_sync(FULL, context, at);
-            tile.end = tile.context + (first + tile.rows - 1) / heads + 1;
-            return true;
-        }
-        index -= __shfl_sync(FULL, sum, WARP - 1);
-    }
-    return false;
-}
-
-// Where a sequence's rows lie in the cache.
-template <class CACHE>
-struct Source {
-    const CACHE* cache;
-    const __half* scales;
-    const int* table;
-    int depth, rank, end;  // end: the keys from there on are zeros
-
-    // The index in the cache of key `key`, the first of a tile; it and the rest of the tile lie in one block.
-    __device__ __forceinline__ long long at(int key) const {
-        return static_cast<long long>(table[key / BLOCK_SIZE]) * BLOCK_SIZE + key % BLOCK_SIZE;
-    }
-};
-
 // Starts to load the tile of KEYS rows from `key` on, to rows that are `pitch` bytes apart.
-__device__ __forceinline__ void load_tile(const Source<__half>& source, int key, unsigned target, int pitch) {
+__device__ __forceinline__ void load_tile(const LatentSource<__half>& source, int key, unsigned target, int pitch) {
     const __half* const rows = source.cache + source.at(key) * source.depth;
     const int lane = threadIdx.x % WARP;
     for (int i = threadIdx.x / WARP; i < KEYS; i += WARPS)
@@ -96,7 +42,7 @@ struct CodePieces {
     uint4 codes[N];
     unsigned scales[N];  // fp16: of the latent in the low half, of the key in the high one
 
-    __device__ __forceinline__ void fetch(const Source<int8>& source, int key) {
+    __device__ __forceinline__ void fetch(const LatentSource<int8>& source, int key) {
         const long long first = source.at(key);
         const int pieces = source.depth / 16;
 #pragma unroll
@@ -111,7 +57,7 @@ struct CodePieces {
     }
 
     // Writes fp16(scale * code). The pieces of a row have latents up to `rank`.
-    __device__ __forceinline__ void store(const Source<int8>& source, unsigned target, int pitch) const {
+    __device__ __forceinline__ void store(const LatentSource<int8>& source, unsigned target, int pitch) const {
         const int pieces = source.depth / 16;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -300,10 +246,6 @@ __device__ __forceinline__ float* record_of(float* records, long long index, int
     return records + index * ROWS * (rank + 2);
 }
 
-__device__ __forceinline__ void store_means(__half* mean, float low, float high, float sum) {
-    *reinterpret_cast<__half2*>(mean) = __halves2half2(attention_output(low, sum), attention_output(high, sum));
-}
-
 // ROWS: 16, 32 or 64. COLUMNS: of the latents of a warp: rank is at most COLUMNS * WARPS. STAGES: tiles of keys in
 // shared memory. scale: of the scores, times log2(e). records: fp32, ROWS * (rank + 2) each, and records_of_tile for
 // each tile: one, or if a tile has several blocks one for each segment; needed if some sequence may have several
@@ -339,8 +281,8 @@ __global__ void __launch_bounds__(THREADS, 1) latent_attention(
                 queries + i * pitch + piece * 16, q + static_cast<long long>(tile.row + row) * depth + piece * 8,
                 i < tile.rows);
         }
-    const Source<CACHE> source = {cache, scales, block_tables + static_cast<long long>(tile.sequence) * table_pitch,
-                                  depth, rank,   tile.end};
+    const LatentSource<CACHE> source = {
+        cache, scales, block_tables + static_cast<long long>(tile.sequence) * table_pitch, depth, rank, tile.end};
     int ahead = first_key;  // the next key to load
     [[maybe_unused]] CodePieces<MAX_PIECES> pieces;
     if constexpr (IS_INT8<CACHE>) {

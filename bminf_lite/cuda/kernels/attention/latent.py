@@ -1,4 +1,4 @@
-"""Attention to latent rows: the launchers of ``latent.cu``, ``latent_rows.cu`` and ``head_products.cu``."""
+"""Attention to latent rows: the launchers of ``latent*.cu`` and ``head_products.cu``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ..arrays import HEAD_PAD, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import (
     HEAD_PRODUCTS_COLUMNS,
     HEAD_PRODUCTS_THREADS,
+    LATENT_CLUSTER,
+    LATENT_FEW_ROWS,
     LATENT_HEADS,
     LATENT_KEYS,
     LATENT_MAX_KEY,
@@ -36,6 +38,10 @@ TOKENS = (16, 64)
 """Tokens of a block of products with the matrices of heads."""
 BLOCKS_PER_SM = 4
 """A launch has at most about this many blocks for each SM, of which one runs at a time."""
+FEW_SEGMENTS_PER_SM = 0.5
+"""Segments of row tiles for each SM up to which clusters share a segment."""
+FEW_COLUMNS = (32, 64)
+"""Elements of a latent that one block of a cluster sums."""
 
 
 def unsupported(spec: LatentSpec) -> str | None:
@@ -96,27 +102,47 @@ def latent_config(capability: Capability, rank: int, depth: int, rows: int, elem
     return next(c for c in possible if c.shared(c.max_depth()) <= room)
 
 
+def few_shared(columns: int, depth: int) -> int:
+    """Bytes of dynamic shared memory of a block of ``latent_few`` with ``columns`` columns of latents."""
+    rows = LATENT_FEW_ROWS + LATENT_SEGMENT // LATENT_CLUSTER
+    scores = LATENT_FEW_ROWS * (LATENT_SEGMENT + 4) * 4
+    return rows * (depth + 8) * 2 + LATENT_SEGMENT * (columns + 8) * 2 + scores
+
+
+def few_columns(capability: Capability) -> tuple[int, ...]:
+    """The columns of a block for which a GPU has clusters, and room in shared memory."""
+    if capability < (9, 0):
+        return ()
+    room = shared_memory_per_block(capability) - 2048
+    return tuple(c for c in FEW_COLUMNS if few_shared(c, LATENT_CLUSTER * c + KEY_COLUMNS) <= room)
+
+
 @dataclass(frozen=True)
 class LatentGrid:
     """``tiles`` tiles of rows, each with ``blocks`` blocks, which share its segments.
 
-    A tile has ``records`` records: one, or where it has several blocks one for each segment.
+    A tile has ``records`` records: one, or where it has several blocks one for each segment. If ``is_few``, a tile has
+    ``LATENT_FEW_ROWS`` rows and a cluster for each segment.
     """
 
     config: LatentConfig
     tiles: int
     blocks: int
     records: int
+    is_few: bool = False
 
     def record_elements(self, rank: int) -> int:
         """fp32 numbers of all records."""
+        if self.is_few:
+            return self.tiles * self.records * LATENT_FEW_ROWS * (rank + 2 * LATENT_CLUSTER)
         return self.tiles * self.records * self.config.rows * (rank + 2)
 
 
 class LatentAttentionKernels:
-    """The kernels of ``latent.cu``."""
+    """The kernels of ``latent.cu`` and ``latent_few.cu``."""
 
     source = "attention/latent.cu"
+    few = "attention/latent_few.cu"
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -134,6 +160,8 @@ class LatentAttentionKernels:
             elements = tuple(element for element in ELEMENTS if (config, element) in chosen)
             yield KernelFamily(cls.source, "latent_attention", ((config.template(),), elements))
         yield KernelFamily(cls.source, "latent_merge", (tuple(dict.fromkeys(config.rows for config in configs)),))
+        if few_columns(capability):
+            yield KernelFamily(cls.few, "latent_few", (few_columns(capability), ELEMENTS))
 
     def grid(self, spec: LatentSpec, batch: ForwardBatch, element: str, max_record_bytes: int) -> LatentGrid:
         """Which blocks compute what, by bounds that a captured graph keeps."""
@@ -141,33 +169,63 @@ class LatentAttentionKernels:
             self._launcher.device.compute_capability, spec.rank, depth_of(spec), batch.max_query_len * spec.heads,
             element,
         )  # fmt: skip
-        tiles = len(batch.tokens) * spec.heads // config.rows + batch.batch_size
         segments = ceil_div(batch.max_context_len, LATENT_SEGMENT)
+        few = LatentGrid(config, max_tiles(spec, batch, LATENT_FEW_ROWS), segments, segments, True)
+        if (
+            spec.rank in [LATENT_CLUSTER * c for c in few_columns(self._launcher.device.compute_capability)]
+            and few.tiles * segments <= self.max_few
+            and (segments == 1 or 4 * few.record_elements(spec.rank) <= max_record_bytes)
+        ):
+            return few
+        tiles = max_tiles(spec, batch, config.rows)
         blocks = min(segments, ceil_div(BLOCKS_PER_SM * self._launcher.num_sms, tiles))
         found = LatentGrid(config, tiles, blocks, segments)
         if blocks == 1 or 4 * found.record_elements(spec.rank) > max_record_bytes:
             return LatentGrid(config, tiles, 1, 1)
         return found
 
+    @property
+    def max_few(self) -> int:
+        """The most segments of row tiles that clusters compute."""
+        return int(FEW_SEGMENTS_PER_SM * self._launcher.num_sms)
+
+    @property
+    def arrival_elements(self) -> int:
+        """int32 numbers of the scratch ``arrivals``, which is zero before the first launch and after each."""
+        return LATENT_CLUSTER * self.max_few
+
     def launch(
         self, step: StepContext, queries: cp.ndarray, spec: LatentSpec, cache: LatentCache, batch: ForwardBatch,
-        table: cp.ndarray, grid: LatentGrid, records: cp.ndarray | None, means: cp.ndarray,
+        table: cp.ndarray, grid: LatentGrid, records: cp.ndarray | None, arrivals: cp.ndarray, means: cp.ndarray,
     ) -> None:  # fmt: skip
         """``queries`` fp16 ``[T, heads, depth]`` -> ``means`` fp16 ``[T, heads, mean_pitch]`` of the latents they see.
 
         The rows of the step's tokens are in the cache. ``records`` is fp32, of ``grid.record_elements``; it may be None
-        if no sequence has more than ``LATENT_SEGMENT`` tokens.
+        if no sequence has more than ``LATENT_SEGMENT`` tokens. ``arrivals`` is int32, of ``arrival_elements``; no other
+        kernel may use it at the same time.
         """
         config, depth, pitch = grid.config, depth_of(spec), means.shape[2]
         sequences = address(batch.cu_seqlens), address(batch.context_lens), batch.batch_size, spec.heads
+        nbytes = nbytes_of(queries, means) + batch.batch_size * batch.max_context_len * depth * cache.rows.itemsize
+        # With drafts, rows before a sequence's own are of this step.
+        is_unwritten = step.is_unwritten(cache.rows.data.ptr, writes=True) and not batch.has_drafts
+        if grid.is_few:
+            columns = spec.rank // LATENT_CLUSTER
+            self._launcher.launch(
+                step, self.few, f"latent_few<{columns}, {element_of(cache)}>",
+                (LATENT_CLUSTER * grid.records, grid.tiles), LATENT_THREADS,
+                (queries.data.ptr, cache.rows.data.ptr, address(cache.scales), table.data.ptr, pitch_of(table),
+                 *sequences, depth, spec.rank, spec.scale * LOG2_E, address(records), arrivals.data.ptr,
+                 means.data.ptr, pitch),
+                shared=few_shared(columns, depth), cluster=LATENT_CLUSTER, dependent=is_unwritten, bytes_moved=nbytes,
+            )  # fmt: skip
+            return
         self._launcher.launch(
             step, self.source, f"latent_attention<{config.template()}, {element_of(cache)}>",
             (grid.tiles, grid.blocks), LATENT_THREADS,
             (queries.data.ptr, cache.rows.data.ptr, address(cache.scales), table.data.ptr, pitch_of(table), *sequences,
              depth, spec.rank, spec.scale * LOG2_E, address(records), grid.records, means.data.ptr, pitch),
-            shared=config.shared(depth),
-            bytes_moved=nbytes_of(queries, means)
-            + batch.batch_size * batch.max_context_len * depth * cache.rows.itemsize,
+            shared=config.shared(depth), bytes_moved=nbytes,
         )  # fmt: skip
         if grid.blocks > 1:
             vectors = config.rows * spec.rank // 4
@@ -246,6 +304,12 @@ class HeadProducts:
              out.data.ptr, out_pitch, out_head, tokens),
             bytes_moved=heads * k * n * matrix.itemsize,
         )  # fmt: skip
+
+
+def max_tiles(spec: LatentSpec, batch: ForwardBatch, rows: int) -> int:
+    """The most tiles of ``rows`` pairs of a token and a head of one sequence."""
+    tokens = len(batch.tokens)
+    return min(tokens * spec.heads // rows + batch.batch_size, tokens * ceil_div(spec.heads, rows))
 
 
 def element_of(cache: LatentCache) -> str:

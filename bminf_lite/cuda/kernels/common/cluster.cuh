@@ -85,6 +85,10 @@ __device__ __forceinline__ void st_shared_cluster(unsigned remote, int x) {
     asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(remote), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void st_shared_cluster_v2(unsigned remote, float x, float y) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(x), "f"(y) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_cluster_v4(unsigned remote, const int (&x)[4]) {
     asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "r"(x[0]), "r"(x[1]), "r"(x[2]),
                  "r"(x[3])

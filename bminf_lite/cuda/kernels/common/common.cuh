@@ -161,6 +161,14 @@ __device__ __forceinline__ float ld_global_cg(const float* p) {
     return x;
 }
 
+// Adds to a counter, and returns what it was before. What this block wrote before is visible to those who acquire it,
+// and this block acquires what others released.
+__device__ __forceinline__ int atomic_add_acq_rel(int* counter, int x) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(x) : "memory");
+    return before;
+}
+
 // Loads a cache line of 128 bytes into the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
