@@ -222,6 +222,32 @@ def test_clusters_for_few_rows_give_the_same_bits(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("rank", [256, 512])
+def test_wgmma_gives_the_same_bits(cuda_backend: Any, rank: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of which some are partly empty, whose segments one block has, or some; and sequences of a step."""
+    kernel, length = cuda_backend.kernels.latent_attention, 2 * LATENT_SEGMENT + 100
+    if not kernel.has_wgmma:
+        pytest.skip("needs wgmma")
+    ends, found, chosen = (1, 64, LATENT_SEGMENT, LATENT_SEGMENT + 1, length), [], kernel.grid
+    monkeypatch.setattr(type(kernel), "max_few", 0)
+    for has_wgmma in (False, True):
+        monkeypatch.setattr(type(kernel), "has_wgmma", has_wgmma)
+        if has_wgmma:
+            records = 1 if blocks == 1 else 3
+            monkeypatch.setattr(kernel, "grid", lambda *a, r=records: replace(chosen(*a), blocks=blocks, records=r))
+        layer, results = Layer(cuda_backend, (5, 16, 64, 16, rank), 2, length=length), []
+        layer.fill()
+        for parts in (
+            *([(0, end - 1, end)] for end in ends), [(1, 290, 300), (0, 99, 100)], [(0, 250, 280)],
+            [(1, length - 20, length)],
+        ):  # fmt: skip
+            results += layer.step(parts, padding=2, bound=3 * LATENT_SEGMENT)
+        found.append(np.concatenate(results))
+    np.testing.assert_array_equal(found[1], found[0])
+
+
+@pytest.mark.gpu
 def test_sizes_that_no_kernel_takes(cuda_backend: Any) -> None:
     cases = {
         (2, 4, 4, 4, 12): "latents of 12", (2, 4, 4, 4, 520): "latents of 520", (2, 4, 3, 4, 16): "rotated keys of 3",

@@ -44,6 +44,7 @@ MAY_USE = {
     "shrink_rows": 255,
     "skinny_gemm_hopper_adapted": 168,
     "latent_attention": 255,
+    "latent_hopper": 240,
     "float_gemm_hopper": 240,
     "float_gemm": 255,
     "delta_rule": 255,

@@ -15,9 +15,13 @@ from bminf_lite.backend.values import LATENT_SEGMENT, ForwardBatch, LatentSpec, 
 from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, INT8
 from bminf_lite.cuda.kernels.attention.latent import (
     BLOCKS_PER_SM,
+    HOPPER_RANKS,
+    HOPPER_ROWS,
+    Form,
     LatentAttentionKernels,
     few_columns,
     few_shared,
+    hopper_shared,
     latent_config,
 )
 from bminf_lite.cuda.kernels.constants import LATENT_FEW_ROWS
@@ -46,6 +50,10 @@ def test_clusters_for_few_rows_need_their_shared_memory(capability: Capability, 
     assert all(few_shared(c, 8 * c + 64) < shared_memory_per_block(capability) for c in columns)
 
 
+def test_tiles_by_wgmma_fit_in_shared_memory() -> None:
+    assert all(hopper_shared(rank) <= shared_memory_per_block((9, 0)) for rank in HOPPER_RANKS)
+
+
 def test_a_gpu_with_much_shared_memory_reads_a_row_once_for_64_heads() -> None:
     assert [latent_config((9, 0), 512, 576, n, "__half").rows for n in (1, 16, 20, 33, 128)] == [16, 16, 32, 64, 64]
 
@@ -59,16 +67,18 @@ def test_the_grid_has_a_tile_for_all_rows_and_few_blocks(data: st.DataObject) ->
     tokens, sequences = sum(counts) + data.draw(st.integers(0, 9)), len(counts) + data.draw(st.integers(0, 3))
     batch = ForwardBatch(np.zeros(tokens), None, None, (), sequences, max(counts), longest)
     spec = LatentSpec(heads, 128, 64, 128, 512, 1.0, Norm(None, 1e-6), Rope(None))
-    launcher = SimpleNamespace(device=SimpleNamespace(compute_capability=(9, 0)), num_sms=sms)
+    capability = data.draw(st.sampled_from([(8, 0), (9, 0)]))
+    launcher = SimpleNamespace(device=SimpleNamespace(compute_capability=capability), num_sms=sms)
     grid = LatentAttentionKernels(cast("Any", launcher)).grid(spec, batch, "__half", most)
-    rows = LATENT_FEW_ROWS if grid.is_few else grid.config.rows
+    rows = {Form.FEW: LATENT_FEW_ROWS, Form.HOPPER: HOPPER_ROWS}.get(grid.form, grid.config.rows)
     assert grid.tiles >= sum(-(-count * heads // rows) for count in counts)
-    if grid.is_few:
+    if grid.form is Form.FEW:
         segments = -(-longest // LATENT_SEGMENT)
-        assert grid.blocks == grid.records == segments and 2 * segments * grid.tiles <= sms
-        assert segments == 1 or 4 * grid.record_elements(512) <= most
+        assert grid.blocks == grid.records == segments and 4 * segments * grid.tiles <= sms
+        assert segments == 1 or 4 * grid.record_elements(512, tokens * heads) <= most
         return
-    assert grid.blocks == 1 or (grid.blocks - 1) * grid.tiles < BLOCKS_PER_SM * sms
+    assert grid.form is Form.HOPPER or grid.blocks == 1 or (grid.blocks - 1) * grid.tiles < BLOCKS_PER_SM * sms
+    assert grid.form is Form.MMA_SYNC or grid.residents == min(sms, grid.tiles * grid.blocks)
     segments = -(-longest // LATENT_SEGMENT)
     assert grid.records == (segments if grid.blocks > 1 else 1) and grid.blocks <= segments
-    assert grid.blocks == 1 or 4 * grid.record_elements(512) <= most
+    assert grid.blocks == 1 or 4 * grid.record_elements(512, tokens * heads) <= most

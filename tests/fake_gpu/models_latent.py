@@ -10,7 +10,7 @@ from bminf_lite.backend.latent import cached_rows, latent_queries, position_fact
 from bminf_lite.backend.latent import latent_rows as rows_of
 from bminf_lite.backend.values import BLOCK_SIZE, LATENT_SEGMENT, LatentCache, LatentSpec, Norm, PositionScale, Rope
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
-from bminf_lite.cuda.kernels.attention.latent import few_shared
+from bminf_lite.cuda.kernels.attention.latent import HOPPER_ROWS, HOPPER_THREADS, few_shared, hopper_shared
 from bminf_lite.cuda.kernels.constants import (
     HEAD_PRODUCTS_COLUMNS,
     LATENT_CLUSTER,
@@ -136,6 +136,30 @@ def latent_few(call: Call) -> None:
         call.vector("records", tiles * blocks // LATENT_CLUSTER * LATENT_FEW_ROWS * (rank + 2 * LATENT_CLUSTER), F32, 8)
     call.require(not call.vector("arrivals", tiles * LATENT_CLUSTER, np.int32).any(), "arrivals are counted from 0")
     attend_to_rows(call, cu_seqlens, context_lens, tables)
+
+
+@model
+def latent_hopper(call: Call) -> None:
+    call.arguments |= {"rank": call.number("RANK"), "depth": call.number("RANK") + 64, "scales": 0}
+    call.template["CACHE"] = "__half"
+    cu_seqlens, context_lens, tables = sequences_of(call)
+    counts = np.diff(cu_seqlens)
+    call.require(call.pairs >= cu_seqlens[-1] * call.heads, "records of too few pairs")
+    call.require(call.tiles >= (-(-counts * call.heads // HOPPER_ROWS)).sum(), "row tiles are missing")
+    call.require(call.launch.block == HOPPER_THREADS, "threads")
+    call.require(call.launch.shared >= hopper_shared(call.rank), "too little shared memory")
+    segments = int((-(-(context_lens + counts) // LATENT_SEGMENT)).max(initial=0))
+    if call.parts > 1:
+        call.require(call.segments >= segments, "records are missing")
+        call.vector("records", call.pairs * call.segments * (call.rank + 2), F32, 16)
+    elif segments > 1:
+        call.vector("merged", call.launch.grid[0] * HOPPER_ROWS * call.rank, F32, 16)
+    attend_to_rows(call, cu_seqlens, context_lens, tables)
+
+
+@model
+def latent_hopper_merge(call: Call) -> None:
+    """Nothing: the model of the kernel before it computes whole results."""
 
 
 @model

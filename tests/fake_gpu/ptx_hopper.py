@@ -1,4 +1,4 @@
-"""Instructions of compute capability 9.0 for ``ptx.py``: TMA copies of boxes, wgmma of int8, and transposing stores.
+"""Instructions of compute capability 9.0 for ``ptx.py``: TMA copies of boxes, wgmma, and transposing stores.
 
 Operands in shared memory have rows of 128 bytes with the 128-byte swizzle. A copy and a product are complete when they
 are issued. What orders accesses to shared memory is not checked in kernels that have these instructions: their warps
@@ -12,6 +12,8 @@ import struct
 
 import numpy as np
 
+from bminf_lite.cuda.runtime.tensor_maps import TensorMapDataType
+
 from .machine import TENSOR_MAP
 from .ptx import _EXECUTE, _LOWEST, _NOTHING, Grid, Instruction, Lanes, _complete_phase, _memory, _parts
 from .ptx import _copy as copy_without_map
@@ -19,6 +21,7 @@ from .races import Kind
 
 ROW_BYTES = 128
 WARPGROUP = 128
+_ELEMENTS = {int(TensorMapDataType.INT8): 1, int(TensorMapDataType.FLOAT16): 2}
 _SWIZZLED_128, _GROUP_OF_8 = 1, 64
 """In a matrix descriptor: the kind of swizzle, and 1024 bytes from eight rows to the next, in units of 16 bytes."""
 
@@ -44,11 +47,13 @@ def _copy_box(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         described = struct.unpack(TENSOR_MAP, parameters[: struct.calcsize(TENSOR_MAP)])
         address, element, rank, *numbers = described
         (all_columns, all_rows), pitch, (width, box) = numbers[:2], numbers[5], numbers[9:11]
-        assert element == 0 and rank == 2 and width == ROW_BYTES, "boxes of rows of int8 alone are copied"
+        assert element in _ELEMENTS and rank == 2, "boxes of rows of int8 or fp16 alone are copied"
+        itemsize = _ELEMENTS[element]
+        assert width * itemsize == ROW_BYTES, "a box of other rows"
         block, start = int(grid.block[thread]), int(to[i])
         assert start % 1024 == 0 and start + box * ROW_BYTES <= grid.pitch, "a box that is not aligned or not in memory"
         data = np.zeros((box, ROW_BYTES), np.uint8)
-        first, column = int(rows[i]), int(columns[i])
+        first, column, all_columns = int(rows[i]), int(columns[i]) * itemsize, all_columns * itemsize
         assert first >= 0 and column >= 0
         height, width = min(box, all_rows - first), min(ROW_BYTES, all_columns - column)
         if height > 0 and width > 0:
@@ -72,8 +77,51 @@ def _operand(grid: Grid, descriptor: int, block: int, rows: int) -> np.ndarray:
     return grid.shared[block * grid.pitch + places].view(np.int8)
 
 
+def _half_operand(grid: Grid, descriptor: int, block: int, rows: int, by_columns: bool) -> np.ndarray:
+    """fp16 ``[rows, 16]`` at a matrix descriptor; ``by_columns``: it lies as ``[rows / 64][16][64]``."""
+    assert descriptor >> 62 == _SWIZZLED_128 and descriptor >> 32 & 0x3FFF == _GROUP_OF_8, hex(descriptor)
+    start, row, column = (descriptor & 0x3FFF) << 4, np.arange(rows)[:, None], np.arange(16)
+    if by_columns:
+        between = (descriptor >> 16 & 0x3FFF) << 4
+        places = start + row // 64 * between + column * ROW_BYTES + row % 64 * 2
+    else:
+        places = start + row * ROW_BYTES + column * 2
+    places = swizzled(places)
+    assert places.max() + 2 <= grid.pitch, "an operand beyond shared memory"
+    both: np.ndarray = grid.shared.view(np.uint16)[(block * grid.pitch + places) // 2].view(np.float16)
+    return both
+
+
+def _wgmma_of_halves(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
+    """Both operands in shared memory, of which each may lie by columns. Sums of 16 products are rounded once."""
+    match = re.fullmatch(r"m64n(\d+)k16", instruction.op[4])
+    assert match, instruction
+    width, (sums, left, right, add, *numbers) = int(match[1]), instruction.operands
+    assert numbers[:2] == ["1", "1"] and numbers[2] == "0", instruction
+    names, threads = _parts(sums), grid.numbers(lanes)
+    assert len(names) == width // 2 and len(threads) % WARPGROUP == 0 and not (threads[::WARPGROUP] % WARPGROUP).any()
+    both = [np.broadcast_to(grid.get(o, "u64", lanes), threads.shape) for o in (left, right)]
+    adds = np.broadcast_to(grid.get(add, "pred", lanes), threads.shape)
+    thread = np.arange(WARPGROUP)
+    row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    before = [np.array(np.broadcast_to(grid.get(n, "f32", lanes), threads.shape)) for n in names]
+    for group in range(0, len(threads), WARPGROUP):
+        block = int(grid.block[threads[group]])
+        a = _half_operand(grid, int(both[0][group]), block, 64, False).astype(np.float64)
+        b = _half_operand(grid, int(both[1][group]), block, width, numbers[3] == "1").astype(np.float64)
+        product, own = a @ b.T, slice(group, group + WARPGROUP)
+        for i, total in enumerate(before):
+            part = product[row + i % 4 // 2 * 8, i // 4 * 8 + column + i % 2]
+            total[own] = np.where(adds[own], total[own] + part, part)
+    for name, total in zip(names, before, strict=True):
+        grid.put(name, total, lanes)
+
+
 def _wgmma(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     if instruction.op[1] != "mma_async":
+        return
+    if instruction.op[-3:] == ("f32", "f16", "f16"):
+        _wgmma_of_halves(grid, instruction, lanes)
         return
     assert instruction.op[-3:] == ("s32", "s8", "s8"), instruction
     match = re.fullmatch(r"m64n(\d+)k32", instruction.op[4])

@@ -89,14 +89,14 @@ class LatentLaunches:
     def _means(self, queries: cp.ndarray, spec: LatentSpec, cache: LatentCache, batch: ForwardBatch) -> cp.ndarray:
         """The means of latents, fp16 ``[T, heads, rank]``."""
         means = self.arrays.empty((len(queries), spec.heads, spec.rank), np.float16)
-        kernel, records = self.kernels.latent_attention, None
+        kernel, records, pairs = self.kernels.latent_attention, None, len(queries) * spec.heads
         grid = kernel.grid(spec, batch, element_of(cache), self.max_record_bytes)
         if batch.max_context_len > LATENT_SEGMENT:
             try:
-                records = self.arrays.empty((grid.record_elements(spec.rank),), np.float32)
+                records = self.arrays.empty((grid.record_elements(spec.rank, pairs),), np.float32)
             except OutOfMemory:
                 grid = kernel.grid(spec, batch, element_of(cache), 0)  # slower, and the same bits
-                records = self.arrays.empty((grid.record_elements(spec.rank),), np.float32)
+                records = self.arrays.empty((grid.record_elements(spec.rank, pairs),), np.float32)
         table = batch.block_tables[cache.group]
         arrivals = self.scratch.zeros("latent arrivals", kernel.arrival_elements, np.int32)
         kernel.launch(self.kernels.step, queries, spec, cache, batch, table, grid, records, arrivals, means)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from ....backend.values import ForwardBatch, LatentCache, LatentSpec
 from ...runtime.driver import shared_memory_per_block
+from ...runtime.tensor_maps import TensorMapDataType, tensor_map_2d
 from ..arrays import HEAD_PAD, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import (
+    BLOCK_SIZE,
     HEAD_PRODUCTS_COLUMNS,
     HEAD_PRODUCTS_THREADS,
     LATENT_CLUSTER,
@@ -38,8 +41,14 @@ TOKENS = (16, 64)
 """Tokens of a block of products with the matrices of heads."""
 BLOCKS_PER_SM = 4
 """A launch has at most about this many blocks for each SM, of which one runs at a time."""
-FEW_SEGMENTS_PER_SM = 0.5
+FEW_SEGMENTS_PER_SM = 0.25
 """Segments of row tiles for each SM up to which clusters share a segment."""
+HOPPER_THREADS = 384
+"""Two warpgroups that compute, and one of which a thread copies."""
+HOPPER_ROWS, HOPPER_RANKS = 64, (256, 512)
+"""Pairs of a token and a head of a tile by wgmma, and the elements of latents that it takes, before keys of 64."""
+HOPPER_OVERHEAD = 0.5
+"""What an item of work by wgmma costs beside its segments, in segments."""
 FEW_COLUMNS = (32, 64)
 """Elements of a latent that one block of a cluster sums."""
 
@@ -117,32 +126,51 @@ def few_columns(capability: Capability) -> tuple[int, ...]:
     return tuple(c for c in FEW_COLUMNS if few_shared(c, LATENT_CLUSTER * c + KEY_COLUMNS) <= room)
 
 
+def hopper_shared(rank: int) -> int:
+    """Bytes of dynamic shared memory of ``latent_hopper``."""
+    tile, stages = HOPPER_ROWS * (rank + KEY_COLUMNS) * 2, 2 if rank > 256 else 4
+    return (stages + 1) * tile + HOPPER_ROWS * 128 + stages * 16 + HOPPER_ROWS * (2 + 8 + 1) * 4
+
+
+class Form(Enum):
+    """The kernels that compute attention to latent rows; all give the same bits."""
+
+    MMA_SYNC = "latent.cu"
+    FEW = "latent_few.cu"
+    HOPPER = "latent_hopper.cu"
+
+
 @dataclass(frozen=True)
 class LatentGrid:
     """``tiles`` tiles of rows, each with ``blocks`` blocks, which share its segments.
 
-    A tile has ``records`` records: one, or where it has several blocks one for each segment. If ``is_few``, a tile has
-    ``LATENT_FEW_ROWS`` rows and a cluster for each segment.
+    A tile has ``records`` records: one, or where it has several blocks one for each segment. ``FEW`` has a cluster for
+    each segment of a tile of ``LATENT_FEW_ROWS`` rows. ``HOPPER`` has items of work, ``blocks`` of a tile, and
+    ``residents`` blocks that take them.
     """
 
     config: LatentConfig
     tiles: int
     blocks: int
     records: int
-    is_few: bool = False
+    form: Form = Form.MMA_SYNC
+    residents: int = 0
 
-    def record_elements(self, rank: int) -> int:
-        """fp32 numbers of all records."""
-        if self.is_few:
+    def record_elements(self, rank: int, pairs: int) -> int:
+        """fp32 numbers of all records, for ``pairs`` pairs of a token and a head."""
+        if self.form is Form.FEW:
             return self.tiles * self.records * LATENT_FEW_ROWS * (rank + 2 * LATENT_CLUSTER)
+        if self.form is Form.HOPPER:
+            return pairs * self.records * (rank + 2) if self.blocks > 1 else self.residents * HOPPER_ROWS * rank
         return self.tiles * self.records * self.config.rows * (rank + 2)
 
 
 class LatentAttentionKernels:
-    """The kernels of ``latent.cu`` and ``latent_few.cu``."""
+    """The kernels of ``latent.cu``, ``latent_few.cu`` and ``latent_hopper.cu``."""
 
     source = "attention/latent.cu"
     few = "attention/latent_few.cu"
+    hopper = "attention/latent_hopper.cu"
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -162,6 +190,9 @@ class LatentAttentionKernels:
         yield KernelFamily(cls.source, "latent_merge", (tuple(dict.fromkeys(config.rows for config in configs)),))
         if few_columns(capability):
             yield KernelFamily(cls.few, "latent_few", (few_columns(capability), ELEMENTS))
+        if capability == (9, 0):
+            yield KernelFamily(cls.hopper, "latent_hopper", (HOPPER_RANKS,))
+            yield KernelFamily(cls.hopper, "latent_hopper_merge", (HOPPER_RANKS,))
 
     def grid(self, spec: LatentSpec, batch: ForwardBatch, element: str, max_record_bytes: int) -> LatentGrid:
         """Which blocks compute what, by bounds that a captured graph keeps."""
@@ -169,20 +200,39 @@ class LatentAttentionKernels:
             self._launcher.device.compute_capability, spec.rank, depth_of(spec), batch.max_query_len * spec.heads,
             element,
         )  # fmt: skip
-        segments = ceil_div(batch.max_context_len, LATENT_SEGMENT)
-        few = LatentGrid(config, max_tiles(spec, batch, LATENT_FEW_ROWS), segments, segments, True)
-        if (
-            spec.rank in [LATENT_CLUSTER * c for c in few_columns(self._launcher.device.compute_capability)]
-            and few.tiles * segments <= self.max_few
-            and (segments == 1 or 4 * few.record_elements(spec.rank) <= max_record_bytes)
-        ):
+        capability, num_sms = self._launcher.device.compute_capability, self._launcher.num_sms
+        segments, pairs = ceil_div(batch.max_context_len, LATENT_SEGMENT), len(batch.tokens) * spec.heads
+
+        def fits(grid: LatentGrid) -> bool:
+            return segments == 1 or 4 * grid.record_elements(spec.rank, pairs) <= max_record_bytes
+
+        few = LatentGrid(config, max_tiles(spec, batch, LATENT_FEW_ROWS), segments, segments, Form.FEW)
+        takes_few = spec.rank in [LATENT_CLUSTER * c for c in few_columns(capability)]
+        if takes_few and few.tiles * segments <= self.max_few and fits(few):
             return few
+        if self.has_wgmma and spec.rank in HOPPER_RANKS and depth_of(spec) == spec.rank + 64 and element != INT8:
+            tiles = max_tiles(spec, batch, HOPPER_ROWS)
+            parts = min(
+                range(1, segments + 1),
+                key=lambda n: (ceil_div(tiles * n, num_sms) * (ceil_div(segments, n) + HOPPER_OVERHEAD), n),
+            )
+            for blocks in (parts, 1):
+                records = segments if blocks > 1 else 1
+                items = tiles * blocks
+                found = LatentGrid(config, tiles, blocks, records, Form.HOPPER, min(items, num_sms))
+                if fits(found):
+                    return found
         tiles = max_tiles(spec, batch, config.rows)
-        blocks = min(segments, ceil_div(BLOCKS_PER_SM * self._launcher.num_sms, tiles))
+        blocks = min(segments, ceil_div(BLOCKS_PER_SM * num_sms, tiles))
         found = LatentGrid(config, tiles, blocks, segments)
-        if blocks == 1 or 4 * found.record_elements(spec.rank) > max_record_bytes:
+        if blocks == 1 or 4 * found.record_elements(spec.rank, pairs) > max_record_bytes:
             return LatentGrid(config, tiles, 1, 1)
         return found
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether the GPU has wgmma."""
+        return self._launcher.device.compute_capability == (9, 0)
 
     @property
     def max_few(self) -> int:
@@ -209,7 +259,28 @@ class LatentAttentionKernels:
         nbytes = nbytes_of(queries, means) + batch.batch_size * batch.max_context_len * depth * cache.rows.itemsize
         # With drafts, rows before a sequence's own are of this step.
         is_unwritten = step.is_unwritten(cache.rows.data.ptr, writes=True) and not batch.has_drafts
-        if grid.is_few:
+        if grid.form is Form.HOPPER:
+            most = len(cache.rows) if cache.memory is None else cache.memory.most
+            map_ = tensor_map_2d(
+                cache.rows.data.ptr, TensorMapDataType.FLOAT16, most * BLOCK_SIZE, depth, depth, BLOCK_SIZE
+            )
+            pairs = len(queries) * spec.heads
+            merged, records_at = (0, address(records)) if grid.blocks > 1 else (address(records), 0)
+            self._launcher.launch(
+                step, self.hopper, f"latent_hopper<{spec.rank}>", grid.residents, HOPPER_THREADS,
+                (queries.data.ptr, cache.rows.data.ptr, table.data.ptr, pitch_of(table), *sequences,
+                 spec.scale * LOG2_E, grid.tiles, grid.blocks, merged, records_at, pairs, grid.records,
+                 means.data.ptr, pitch, map_),
+                shared=hopper_shared(spec.rank), bytes_moved=nbytes,
+            )  # fmt: skip
+            if grid.blocks > 1:
+                self._launcher.launch(
+                    step, self.hopper, f"latent_hopper_merge<{spec.rank}>",
+                    (len(queries), ceil_div(spec.heads * spec.rank // 4, LATENT_THREADS)), LATENT_THREADS,
+                    (*sequences, records_at, pairs, grid.records, means.data.ptr, pitch),
+                )  # fmt: skip
+            return
+        if grid.form is Form.FEW:
             columns = spec.rank // LATENT_CLUSTER
             self._launcher.launch(
                 step, self.few, f"latent_few<{columns}, {element_of(cache)}>",
@@ -309,7 +380,7 @@ class HeadProducts:
 def max_tiles(spec: LatentSpec, batch: ForwardBatch, rows: int) -> int:
     """The most tiles of ``rows`` pairs of a token and a head of one sequence."""
     tokens = len(batch.tokens)
-    return min(tokens * spec.heads // rows + batch.batch_size, tokens * ceil_div(spec.heads, rows))
+    return max(1, min(tokens * spec.heads // rows + batch.batch_size, tokens * ceil_div(spec.heads, rows)))
 
 
 def element_of(cache: LatentCache) -> str:

@@ -121,6 +121,21 @@ DEFINE_WGMMA_F16(128, UP_TO_63, ACC_16, "%64", "%65", "%66")
 DEFINE_WGMMA_F16_REGISTERS(64, UP_TO_31, ACC_8, "%32,%33,%34,%35", "%36", "%37")
 DEFINE_WGMMA_F16_REGISTERS(128, UP_TO_63, ACC_16, "%64,%65,%66,%67", "%68", "%69")
 
+// wgmma_nn(c, a, b, add): c = a @ b + (add ? c : 0) of fp16, a [64, 16] and b [16, N] in shared memory (read along its
+// columns).
+#define DEFINE_WGMMA_NN(N, REGISTERS, ACCUMULATOR, A, B, ADD)                                            \
+    __device__ __forceinline__ void wgmma_nn(                                                            \
+        float (&c)[N / 8][4], unsigned long long a, unsigned long long b, bool add) {                    \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD                                         \
+                     ", 0;\n"                                                                            \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" REGISTERS "}, " A ", " B \
+                     ", add, 1, 1, 0, 1;\n}"                                                             \
+                     : ACCUMULATOR("+f", 0)                                                              \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                      \
+    }
+DEFINE_WGMMA_NN(128, UP_TO_63, ACC_16, "%64", "%65", "%66")
+DEFINE_WGMMA_NN(256, UP_TO_127, ACC_32, "%128", "%129", "%130")
+
 // wgmma_nt(c, a, b, add): c = a @ b.T + (add ? c : 0) of fp16, a [64, 16] in registers or in shared memory, and b [N,
 // 16] in shared memory.
 #define DEFINE_WGMMA_NT(N, REGISTERS, ACCUMULATOR, A, B, ADD, A_SHARED, B_SHARED, ADD_SHARED)                          \
