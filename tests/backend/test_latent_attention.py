@@ -248,6 +248,34 @@ def test_wgmma_gives_the_same_bits(cuda_backend: Any, rank: int, blocks: int, mo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_input", [False, True])
+def test_products_of_heads_have_the_same_bits_for_many_tokens(cuda_backend: Any, by_input: bool) -> None:
+    """One block of tokens and a part of another, with factors and without; ``k`` has more chunks than a pipeline."""
+    import cupy as cp
+
+    heads, tokens, kernels = 2, 140, cuda_backend.kernels
+    for k, n in ((320, 128), (64, 256)):
+        rng = np.random.default_rng(k)
+        width, rows_of_head, first = (n, k + 24, 8) if by_input else (k, n + 24, 16)
+        x = cp.asarray(rng.standard_normal((tokens, heads, k + 8)).astype(np.float16))
+        w = cp.asarray((rng.standard_normal((heads * rows_of_head, width)) / 16).astype(np.float16))
+        factors = cp.asarray(rng.uniform(1, 2, tokens).astype(np.float32))
+        for many in (None, factors):
+            found = []
+            for piece in (tokens, 20):
+                out = cp.zeros((tokens, heads, n + 16), np.float16)
+                for at in range(0, tokens, piece):
+                    own = slice(at, at + piece)
+                    kernels.head_products.launch(
+                        kernels.step, x[own], heads * (k + 8), k + 8, w, first, rows_of_head, heads, k, n, by_input,
+                        out[own], heads * (n + 16), n + 16, len(x[own]), None if many is None else many[own],
+                    )  # fmt: skip
+                found.append(cuda_backend.host(out))
+            np.testing.assert_array_equal(found[0], found[1])
+            assert found[0][:, :, :n].any(axis=(1, 2)).all() and not found[0][:, :, n:].any()
+
+
+@pytest.mark.gpu
 def test_sizes_that_no_kernel_takes(cuda_backend: Any) -> None:
     cases = {
         (2, 4, 4, 4, 12): "latents of 12", (2, 4, 4, 4, 520): "latents of 520", (2, 4, 3, 4, 16): "rotated keys of 3",

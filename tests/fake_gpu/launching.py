@@ -32,7 +32,7 @@ INTERPRETED = {
     "experts/grouped_gemm.cu", "experts/grouped_gemm_hopper.cu", "experts/float_products.cu", "experts/fetch.cu",
     "attention/latent.cu", "attention/latent_rows.cu", "attention/head_products.cu", "attention/decode.cu",
     "attention/prepare_heads.cu", "attention/prefill.cu", "attention/latent_few.cu", "attention/prefill_merge.cu",
-    "attention/latent_hopper.cu", "rowwise/layer_inputs.cu",
+    "attention/latent_hopper.cu", "rowwise/layer_inputs.cu", "attention/head_products_hopper.cu",
 }  # fmt: skip
 """Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
 CLUSTERS = {"attention/latent_few.cu"}

@@ -10,7 +10,15 @@ from bminf_lite.backend.latent import cached_rows, latent_queries, position_fact
 from bminf_lite.backend.latent import latent_rows as rows_of
 from bminf_lite.backend.values import BLOCK_SIZE, LATENT_SEGMENT, LatentCache, LatentSpec, Norm, PositionScale, Rope
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
-from bminf_lite.cuda.kernels.attention.latent import HOPPER_ROWS, HOPPER_THREADS, few_shared, hopper_shared
+from bminf_lite.cuda.kernels.attention.latent import (
+    HOPPER_COLUMNS,
+    HOPPER_PRODUCTS_SHARED,
+    HOPPER_ROWS,
+    HOPPER_THREADS,
+    HOPPER_TOKENS,
+    few_shared,
+    hopper_shared,
+)
 from bminf_lite.cuda.kernels.constants import (
     HEAD_PRODUCTS_COLUMNS,
     LATENT_CLUSTER,
@@ -85,6 +93,21 @@ def head_products(call: Call) -> None:
         matrix = call.rows("w", rows, call.w_pitch, width, F16, 16, 2 * head * call.w_rows * call.w_pitch).astype(F32)
         out = call.rows("out", tokens, call.out_pitch, n, F16, 2, 2 * head * call.out_head)
         out[...] = product_by_row(x.astype(F32), matrix if by_input else matrix.T) * factors
+
+
+@model
+def head_products_hopper(call: Call) -> None:
+    tokens, k, by_input, out_pitch = call.tokens, call.k, call.number("BY_INPUT"), call.out_pitch
+    (columns, blocks, heads), n = call.launch.grid, call.launch.grid[0] * HOPPER_COLUMNS
+    call.require(blocks * HOPPER_TOKENS >= tokens, "blocks are missing")
+    call.require(call.launch.shared >= HOPPER_PRODUCTS_SHARED and k % 64 == 0 and columns > 0, "a chunk")
+    x, w = call.mapped("x_map", 64), call.mapped("w_map", 64)
+    factors = call.vector("factors", tokens, F32)[:, None] if call.factors else F32(1)
+    for head in range(heads):
+        own = w[head * call.w_rows : head * call.w_rows + (k if by_input else n)].astype(F32)
+        own = own[:, :n] if by_input else own[:, :k].T
+        out = call.rows("out", tokens, out_pitch, n, F16, 16, 2 * head * call.out_head)
+        out[...] = product_by_row(x[:, head * call.x_head : head * call.x_head + k].astype(F32), own) * factors
 
 
 @model

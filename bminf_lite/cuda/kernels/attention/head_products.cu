@@ -21,7 +21,9 @@ template <int TOKENS, bool BY_INPUT>
 __global__ void __launch_bounds__(THREADS) head_products(
     const __half* x, long long x_pitch, int x_head, int aligned, const __half* w, int w_pitch, int w_rows, int k, int n,
     const float* factors, __half* out, long long out_pitch, int out_head, int tokens) {
-    constexpr int GROUPS = TOKENS / 16, STAGES = 2, WIDTH = COLUMNS / (THREADS / WARP);  // columns of a warp
+    // Few tokens wait for memory, so more chunks are on their way.
+    constexpr int GROUPS = TOKENS / 16, STAGES = TOKENS > 16 ? 2 : 4;
+    constexpr int WIDTH = COLUMNS / (THREADS / WARP);  // columns of a warp
     static_assert(WIDTH == 16, "two tiles of a warp");
     __shared__ __align__(16) char inputs[STAGES][TOKENS * PITCH], weights[STAGES][COLUMNS * PITCH];
     static_assert(COLUMNS == CHUNK, "a chunk of w is square, so it fits either way");
@@ -59,18 +61,24 @@ __global__ void __launch_bounds__(THREADS) head_products(
             }
         }
     };
-    load_weights(0, 0);  // no earlier kernel of a step writes weights
+    constexpr int AHEAD = STAGES - 1;
+#pragma unroll
+    for (int stage = 0; stage < AHEAD; ++stage)
+        if (stage * CHUNK < k) load_weights(stage, stage * CHUNK);  // no earlier kernel of a step writes weights
     wait_on_dependent_grids();
-    load_inputs(0, 0);
-    cp_async_commit_group();
+#pragma unroll
+    for (int stage = 0; stage < AHEAD; ++stage) {
+        if (stage * CHUNK < k) load_inputs(stage, stage * CHUNK);
+        cp_async_commit_group();
+    }
     float sums[GROUPS][2][4] = {};
-    for (int from = 0, stage = 0; from < k; from += CHUNK, stage ^= 1) {
-        if (from + CHUNK < k) {
-            load_weights(stage ^ 1, from + CHUNK);
-            load_inputs(stage ^ 1, from + CHUNK);
+    for (int from = 0, stage = 0; from < k; from += CHUNK, stage = (stage + 1) % STAGES) {
+        if (from + AHEAD * CHUNK < k) {
+            load_weights((stage + AHEAD) % STAGES, from + AHEAD * CHUNK);
+            load_inputs((stage + AHEAD) % STAGES, from + AHEAD * CHUNK);
         }
         cp_async_commit_group();
-        cp_async_wait_group<1>();
+        cp_async_wait_group<AHEAD>();
         __syncthreads();
         const unsigned a_row = cast_smem_ptr_to_uint(inputs[stage]) + lane % 16 * PITCH + lane / 16 * 16;
         const unsigned b_row = cast_smem_ptr_to_uint(weights[stage]) +

@@ -39,6 +39,10 @@ ROWS = (64, 32, 16)
 """Pairs of a token and a head that a block has."""
 TOKENS = (16, 64)
 """Tokens of a block of products with the matrices of heads."""
+HOPPER_TOKENS, HOPPER_COLUMNS = 128, 128
+"""Tokens and columns of a block of these products by wgmma."""
+HOPPER_PRODUCTS_THREADS, HOPPER_PRODUCTS_SHARED = 256, 3 * (HOPPER_TOKENS + HOPPER_COLUMNS) * 128 + 1024
+"""Its threads, and bytes of dynamic shared memory: three chunks of 64 elements."""
 BLOCKS_PER_SM = 4
 """A launch has at most about this many blocks for each SM, of which one runs at a time."""
 FEW_SEGMENTS_PER_SM = 0.25
@@ -342,9 +346,10 @@ class LatentRows:
 
 
 class HeadProducts:
-    """The kernel of ``head_products.cu``."""
+    """The kernels of ``head_products.cu`` and ``head_products_hopper.cu``."""
 
     source = "attention/head_products.cu"
+    hopper = "attention/head_products_hopper.cu"
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -352,6 +357,8 @@ class HeadProducts:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         yield KernelFamily(cls.source, "head_products", (TOKENS, BOOLEANS))
+        if capability == (9, 0):
+            yield KernelFamily(cls.hopper, "head_products_hopper", (BOOLEANS,))
 
     def launch(
         self, step: StepContext, x: cp.ndarray, x_pitch: int, x_head: int, matrix: cp.ndarray, first_row: int,
@@ -367,11 +374,26 @@ class HeadProducts:
         """
         size = TOKENS[tokens > TOKENS[0]]
         pitch = pitch_of(matrix)
+        own = matrix.data.ptr + first_row * pitch * matrix.itemsize
+        whole = (
+            k % 64 == 0 and n % HOPPER_COLUMNS == 0 and not any(i % 8 for i in (x_pitch, x_head, out_pitch, out_head))
+        )
+        if tokens > TOKENS[-1] and whole and self._launcher.device.compute_capability == (9, 0):
+            element = TensorMapDataType.FLOAT16
+            x_map = tensor_map_2d(x.data.ptr, element, tokens, x_head * (heads - 1) + k, x_pitch, 64)
+            w_map = tensor_map_2d(own, element, rows_of_head * heads - first_row, pitch, pitch, 64)
+            self._launcher.launch(
+                step, self.hopper, f"head_products_hopper<{BOOLEANS[by_input]}>",
+                (n // HOPPER_COLUMNS, ceil_div(tokens, HOPPER_TOKENS), heads), HOPPER_PRODUCTS_THREADS,
+                (x_head, rows_of_head, k, address(factors), out.data.ptr, out_pitch, out_head, tokens, x_map, w_map),
+                shared=HOPPER_PRODUCTS_SHARED, bytes_moved=heads * k * n * matrix.itemsize,
+            )  # fmt: skip
+            return
         self._launcher.launch(
             step, self.source, f"head_products<{size}, {BOOLEANS[by_input]}>",
             (ceil_div(tokens, size), ceil_div(n, HEAD_PRODUCTS_COLUMNS), heads), HEAD_PRODUCTS_THREADS,
             (x.data.ptr, x_pitch, x_head, x_pitch % 8 == 0 and x_head % 8 == 0,
-             matrix.data.ptr + first_row * pitch * matrix.itemsize, pitch, rows_of_head, k, n, address(factors),
+             own, pitch, rows_of_head, k, n, address(factors),
              out.data.ptr, out_pitch, out_head, tokens),
             bytes_moved=heads * k * n * matrix.itemsize,
         )  # fmt: skip
