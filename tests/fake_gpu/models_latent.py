@@ -6,7 +6,8 @@ import numpy as np
 
 from bminf_lite.backend.attention import attend
 from bminf_lite.backend.functions import product_by_row
-from bminf_lite.backend.latent import cached_rows, latent_queries, position_factors, store_rows
+from bminf_lite.backend.latent import cached_rows, position_factors, store_rows
+from bminf_lite.backend.latent import latent_queries as queries_of
 from bminf_lite.backend.latent import latent_rows as rows_of
 from bminf_lite.backend.values import BLOCK_SIZE, LATENT_SEGMENT, LatentCache, LatentSpec, Norm, PositionScale, Rope
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
@@ -52,9 +53,14 @@ def sequences_of(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @model
 def latent_rows(call: Call) -> None:
     cu_seqlens, context_lens, tables = sequences_of(call)
-    end, heads, rank, rope = int(cu_seqlens[-1]), call.heads, call.rank, call.rope_dim
     tokens, parts = call.launch.grid[:2]
-    call.require(tokens >= end and (parts - 1) * LATENT_HEADS >= heads, "blocks are missing")
+    call.require(tokens >= cu_seqlens[-1] and (parts - 1) * LATENT_HEADS >= call.heads, "blocks are missing")
+    write_rows(call, cu_seqlens, context_lens, tables, tokens)
+
+
+def write_rows(call: Call, cu_seqlens: np.ndarray, context_lens: np.ndarray, tables: np.ndarray, tokens: int) -> None:
+    """The rows of the step's tokens, and the ends of their queries."""
+    end, heads, rank, rope = int(cu_seqlens[-1]), call.heads, call.rank, call.rope_dim
     call.require(8 * call.launch.block >= rank and rope <= LATENT_MAX_KEY, "rows are too long")
     spec = LatentSpec(
         heads, call.nope_dim, rope, 0, rank, 1.0, Norm(call.vector("norm_weight", rank, F32, 16), call.eps),
@@ -65,7 +71,7 @@ def latent_rows(call: Call) -> None:
     q = call.rows("q", end, call.q_pitch, spec.query_features, F16, align=0)
     queries = call.tensor("queries", (tokens, heads, call.depth), F16)[:end]
     without = np.zeros((heads, call.nope_dim, rank), F32)
-    queries[..., rank : spec.row_dim] = latent_queries(q, without, spec, positions)[..., rank:]
+    queries[..., rank : spec.row_dim] = queries_of(q, without, spec, positions)[..., rank:]
     queries[..., spec.row_dim :] = 0
     if call.original:
         call.vector("factors", tokens, F32)[:end] = position_factors(spec.position_scale, positions)
@@ -76,6 +82,24 @@ def latent_rows(call: Call) -> None:
     for b in np.flatnonzero(np.diff(cu_seqlens)):
         own = padded[cu_seqlens[b] : cu_seqlens[b + 1]]
         store_rows(cache, tables[b], int(context_lens[b]), own, rank)
+
+
+@model
+def latent_queries(call: Call) -> None:
+    cu_seqlens, context_lens, tables = sequences_of(call)
+    _, columns, blocks = call.launch.grid
+    heads, rank, tokens, k = call.heads, call.rank, call.tokens, call.nope_dim
+    call.require(tokens <= 16 and columns * HEAD_PRODUCTS_COLUMNS >= rank, "blocks are missing")
+    call.require((blocks - heads) * columns >= tokens * call.parts, "blocks of rows are missing")
+    call.require((call.parts - 1) * LATENT_HEADS >= heads and k <= call.w_rows, "parts, or the matrix")
+    call.arguments |= {"original": 0, "beta": 0.0}
+    write_rows(call, cu_seqlens, context_lens, tables, tokens)
+    queries = call.tensor("queries", (tokens, heads, call.depth), F16)
+    for head in range(heads):
+        offset = head * (k + call.rope_dim)
+        x = call.rows("q", tokens, call.q_pitch, k, F16, 16 if call.aligned else 2, 2 * offset)
+        matrix = call.rows("matrix", k, call.w_pitch, rank, F16, 16, 2 * head * call.w_rows * call.w_pitch)
+        queries[:, head, :rank] = product_by_row(x.astype(F32), matrix.astype(F32))
 
 
 @model

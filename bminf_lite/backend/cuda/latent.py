@@ -1,7 +1,8 @@
 """Attention to latent rows on a GPU: the matrices of heads, and the launches of an operation.
 
-Five kernels: new rows go to the cache, and the queries' ends are rotated; the keys' matrices are absorbed into the
-queries; attention to the rows, and the merge of its segments if it is not a part of that; the values' matrices.
+Up to five kernels: new rows go to the cache, and the queries' ends are rotated; the keys' matrices are absorbed into
+the queries, for few tokens in the same launch; attention to the rows, and the merge of its segments if it is not a part
+of that; the values' matrices.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import pitch_of
-from ...cuda.kernels.attention.latent import depth_of, element_of, unsupported
+from ...cuda.kernels.attention.latent import TOKENS, depth_of, element_of, unsupported
 from ...errors import DeviceError, OutOfMemory
 from ..latent import float_matrix
 from ..quantization import HostWeight, Int8Weight
@@ -78,6 +79,9 @@ class LatentLaunches:
         factors = None if spec.position_scale is None else self.arrays.empty((tokens,), np.float32)
         queries = self.arrays.empty((tokens, spec.heads, depth), np.float16)
         table = batch.block_tables[cache.group]
+        if tokens <= TOKENS[0] and factors is None:
+            self.kernels.latent_rows.launch_queries(step, half, rows, spec, cache, batch, table, expand.matrix, queries)
+            return queries
         self.kernels.latent_rows.launch(step, half, rows, spec, cache, batch, table, queries, factors)
         self.kernels.head_products.launch(
             step, half, pitch_of(half), spec.nope_dim + spec.rope_dim, expand.matrix, 0,

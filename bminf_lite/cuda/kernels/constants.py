@@ -216,7 +216,7 @@ LATENT_KEYS = 32
 """Rows of the cache in a tile of attention to latents."""
 LATENT_FEW_ROWS, LATENT_CLUSTER = 32, 8
 """Pairs of a token and a head in a tile of few, and the blocks of a cluster that share its segment."""
-LATENT_ROWS_THREADS = 64
+LATENT_ROWS_THREADS = 128
 """Threads that have a token's latent, of at most 8 elements each."""
 LATENT_HEADS = 16
 """Heads whose queries a block rotates."""
@@ -380,7 +380,9 @@ HEADERS = {
         LATENT_FEW_ROWS=LATENT_FEW_ROWS,
         LATENT_CLUSTER=LATENT_CLUSTER,
     ),
-    "constants/latent_rows.cuh": render_header(THREADS=LATENT_ROWS_THREADS, HEADS=LATENT_HEADS, MAX_KEY=LATENT_MAX_KEY),
+    "constants/latent_rows.cuh": render_header(
+        LATENT_ROWS_THREADS=LATENT_ROWS_THREADS, HEADS=LATENT_HEADS, MAX_KEY=LATENT_MAX_KEY
+    ),
     "constants/head_products.cuh": render_header(
         THREADS=HEAD_PRODUCTS_THREADS, COLUMNS=HEAD_PRODUCTS_COLUMNS, CHUNK=HEAD_PRODUCTS_COLUMNS
     ),

@@ -1,119 +1,16 @@
-// Products of each head's part of some rows with the head's own matrix, on the tensor cores:
-//
-//     out[t, h] = fp16(factors[t] * (x[t, h] @ w[h]))
-//
-// x: fp16, head h of a row lies x_head elements behind the one before, in rows x_pitch apart, with k elements; out: the
-// same with out_head, out_pitch and n elements. w: fp16 rows w_pitch apart; head h has rows from h * w_rows on: k rows
-// of n elements if BY_INPUT, else n rows of k elements; what pads rows is zeros. factors: fp32 [T], null for ones. Each
-// element is one chain of k16 steps from zero, so it has the same bits for any number of tokens.
-//
-// A block has TOKENS tokens and 64 columns of one head; the grid is (blocks of tokens, blocks of columns, heads). w is
-// aligned to 16 bytes, with w_pitch a multiple of 8; `aligned`: so are the heads of x.
-#include "common/async.cuh"
-#include "common/tensor_cores.cuh"
-#include "constants/head_products.cuh"
+// Products of each head's part of some rows with the head's own matrix (head_products.cuh). The grid is (blocks of
+// tokens, blocks of columns, heads).
+#include "attention/head_products.cuh"
 
 using namespace bminf;
-
-constexpr int PITCH = (CHUNK + 8) * 2;  // bytes of a row in shared memory
 
 template <int TOKENS, bool BY_INPUT>
 __global__ void __launch_bounds__(THREADS) head_products(
     const __half* x, long long x_pitch, int x_head, int aligned, const __half* w, int w_pitch, int w_rows, int k, int n,
     const float* factors, __half* out, long long out_pitch, int out_head, int tokens) {
-    // Few tokens wait for memory, so more chunks are on their way.
-    constexpr int GROUPS = TOKENS / 16, STAGES = TOKENS > 16 ? 2 : 4;
-    constexpr int WIDTH = COLUMNS / (THREADS / WARP);  // columns of a warp
-    static_assert(WIDTH == 16, "two tiles of a warp");
-    __shared__ __align__(16) char inputs[STAGES][TOKENS * PITCH], weights[STAGES][COLUMNS * PITCH];
-    static_assert(COLUMNS == CHUNK, "a chunk of w is square, so it fits either way");
+    __shared__ HeadProductsScratch<TOKENS> scratch;
     launch_dependent_grids();
-    const int lane = threadIdx.x % WARP, column = threadIdx.x / WARP * WIDTH;
-    const int first_token = blockIdx.x * TOKENS, first_column = blockIdx.y * COLUMNS;
-    const __half* const matrix = w + static_cast<long long>(blockIdx.z) * w_rows * w_pitch;
-    x += static_cast<long long>(blockIdx.z) * x_head;
-    const auto load_weights = [&](int stage, int from) {
-        const unsigned target = cast_smem_ptr_to_uint(weights[stage]);
-        const int first_row = BY_INPUT ? from : first_column, end_row = BY_INPUT ? k : n;
-        const int left = BY_INPUT ? first_column : from;
-        for (int i = threadIdx.x; i < CHUNK * (CHUNK / 8); i += THREADS) {
-            const int row = i / (CHUNK / 8), piece = i % (CHUNK / 8) * 8;
-            const bool is_there = first_row + row < end_row && left + piece < w_pitch;
-            cp_async_16(
-                target + row * PITCH + piece * 2,
-                is_there ? matrix + static_cast<long long>(first_row + row) * w_pitch + left + piece : matrix,
-                is_there);
-        }
-    };
-    const auto load_inputs = [&](int stage, int from) {
-        const unsigned target = cast_smem_ptr_to_uint(inputs[stage]);
-        for (int i = threadIdx.x; i < TOKENS * (CHUNK / 8); i += THREADS) {
-            const int row = i / (CHUNK / 8), piece = i % (CHUNK / 8) * 8;
-            const int count = first_token + row < tokens ? max(0, min(8, k - from - piece)) : 0;
-            const unsigned place = target + row * PITCH + piece * 2;
-            const __half* const origin = count ? x + (first_token + row) * x_pitch + from + piece : x;
-            if (aligned) {
-                cp_async_16_partial(place, origin, 2 * count);
-            } else {
-#pragma unroll
-                for (int j = 0; j < 8; ++j)
-                    st_shared_half(place + 2 * j, j < count ? origin[j] : __float2half_rn(0.0f));
-            }
-        }
-    };
-    constexpr int AHEAD = STAGES - 1;
-#pragma unroll
-    for (int stage = 0; stage < AHEAD; ++stage)
-        if (stage * CHUNK < k) load_weights(stage, stage * CHUNK);  // no earlier kernel of a step writes weights
-    wait_on_dependent_grids();
-#pragma unroll
-    for (int stage = 0; stage < AHEAD; ++stage) {
-        if (stage * CHUNK < k) load_inputs(stage, stage * CHUNK);
-        cp_async_commit_group();
-    }
-    float sums[GROUPS][2][4] = {};
-    for (int from = 0, stage = 0; from < k; from += CHUNK, stage = (stage + 1) % STAGES) {
-        if (from + AHEAD * CHUNK < k) {
-            load_weights((stage + AHEAD) % STAGES, from + AHEAD * CHUNK);
-            load_inputs((stage + AHEAD) % STAGES, from + AHEAD * CHUNK);
-        }
-        cp_async_commit_group();
-        cp_async_wait_group<AHEAD>();
-        __syncthreads();
-        const unsigned a_row = cast_smem_ptr_to_uint(inputs[stage]) + lane % 16 * PITCH + lane / 16 * 16;
-        const unsigned b_row = cast_smem_ptr_to_uint(weights[stage]) +
-                               (BY_INPUT ? lane % 16 * PITCH + lane / 16 * 16 + column * 2
-                                         : (column + lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16);
-#pragma unroll
-        for (int step = 0; step < CHUNK / 16; ++step) {
-            unsigned b[4];
-            if constexpr (BY_INPUT)
-                ldmatrix_x4_trans(b, b_row + step * 16 * PITCH);
-            else
-                ldmatrix_x4(b, b_row + step * 32);
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                unsigned a[4];
-                ldmatrix_x4(a, a_row + group * 16 * PITCH + step * 32);
-                mma_m16n8k16(sums[group][0], a, b[0], b[1]);
-                mma_m16n8k16(sums[group][1], a, b[2], b[3]);
-            }
-        }
-        __syncthreads();
-    }
-    cp_async_wait_all();
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-        for (int high = 0; high < 2; ++high) {
-            const int token = first_token + group * 16 + lane / 4 + high * 8;
-            if (token >= tokens) continue;
-            const float factor = factors ? factors[token] : 1.0f;
-            __half* const row = out + token * out_pitch + static_cast<long long>(blockIdx.z) * out_head;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = first_column + column + i / 2 * 8 + lane % 4 * 2 + i % 2;
-                if (at < n) row[at] = __float2half_rn(__fmul_rn(sums[group][i / 2][2 * high + i % 2], factor));
-            }
-        }
+    multiply_head<TOKENS, BY_INPUT>(
+        scratch, blockIdx.x, blockIdx.y, blockIdx.z, x, x_pitch, x_head, aligned, w, w_pitch, w_rows, k, n, factors,
+        out, out_pitch, out_head, tokens);
 }

@@ -312,9 +312,10 @@ class LatentAttentionKernels:
 
 
 class LatentRows:
-    """The kernel of ``latent_rows.cu``."""
+    """The kernels of ``latent_rows.cu`` and ``latent_queries.cu``."""
 
     source = "attention/latent_rows.cu"
+    queries = "attention/latent_queries.cu"
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -322,6 +323,31 @@ class LatentRows:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         yield KernelFamily(cls.source, "latent_rows", (ELEMENTS,))
+        yield KernelFamily(cls.queries, "latent_queries", (ELEMENTS,))
+
+    def launch_queries(
+        self, step: StepContext, q: cp.ndarray, kv: cp.ndarray, spec: LatentSpec, cache: LatentCache,
+        batch: ForwardBatch, table: cp.ndarray, matrix: cp.ndarray, queries: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """:meth:`launch`, and the first columns of ``queries`` by the matrices of heads, for at most ``TOKENS[0]``.
+
+        ``matrix`` is fp16 ``[heads * (nope_dim + value_dim), rank]`` with padded rows. The spec has no position scale.
+        """
+        assert len(batch.tokens) <= TOKENS[0] and spec.position_scale is None
+        parts, columns = 1 + ceil_div(spec.heads, LATENT_HEADS), ceil_div(spec.rank, HEAD_PRODUCTS_COLUMNS)
+        blocks = ceil_div(len(batch.tokens) * parts, columns)
+        head = spec.nope_dim + spec.rope_dim
+        self._launcher.launch(
+            step, self.queries, f"latent_queries<{element_of(cache)}>",
+            (1, columns, spec.heads + blocks), HEAD_PRODUCTS_THREADS,
+            (kv.data.ptr, pitch_of(kv), spec.norm.weight.data.ptr, round_up(spec.rank, 8), spec.norm.eps,
+             spec.rope.frequencies.data.ptr, spec.rope.scale, q.data.ptr, pitch_of(q), spec.heads, spec.nope_dim,
+             spec.rope_dim, spec.rank, depth_of(spec), address(batch.cu_seqlens), address(batch.context_lens),
+             table.data.ptr, pitch_of(table), batch.batch_size, cache.rows.data.ptr, address(cache.scales),
+             queries.data.ptr, pitch_of(q) % 8 == 0 and head % 8 == 0, matrix.data.ptr, pitch_of(matrix),
+             spec.nope_dim + spec.value_dim, len(batch.tokens), parts),
+            bytes_moved=nbytes_of(q, kv) + spec.heads * spec.nope_dim * spec.rank * matrix.itemsize,
+        )  # fmt: skip
 
     def launch(
         self, step: StepContext, q: cp.ndarray, kv: cp.ndarray, spec: LatentSpec, cache: LatentCache,

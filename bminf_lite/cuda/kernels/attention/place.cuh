@@ -9,9 +9,10 @@ struct Place {
     int token, sequence, position;
 };
 
-// Each lane looks at one of the sequences, or at one in `step` of those that are left. Called by all lanes of a warp.
-__device__ __forceinline__ Place find_place(const int* cu_seqlens, const int* context_lens, int sequences) {
-    const int lane = threadIdx.x % WARP, token = cu_seqlens[0] + blockIdx.x;
+// The token number `index` of the step. Each lane looks at one of the sequences, or at one in `step` of those that are
+// left. Called by all lanes of a warp.
+__device__ __forceinline__ Place find_place(const int* cu_seqlens, const int* context_lens, int sequences, int index) {
+    const int lane = threadIdx.x % WARP, token = cu_seqlens[0] + index;
     for (int first = 0, left = sequences;;) {
         const int step = (left + WARP - 1) / WARP, own = min(lane * step, left - 1);
         const int start = cu_seqlens[first + own], context = context_lens[first + own];
@@ -20,6 +21,11 @@ __device__ __forceinline__ Place find_place(const int* cu_seqlens, const int* co
         if (step == 1) return {token, first + last, token + __shfl_sync(FULL, context - start, last)};
         first += last * step, left = min(step, left - last * step);
     }
+}
+
+// That of the block.
+__device__ __forceinline__ Place find_place(const int* cu_seqlens, const int* context_lens, int sequences) {
+    return find_place(cu_seqlens, context_lens, sequences, blockIdx.x);
 }
 
 }  // namespace bminf
