@@ -198,7 +198,9 @@ def measure_latent(profiler: Profiler) -> None:
         spans = profiler.trace(run)
         whole = profiler.median_seconds(run)
         own = [
-            span.seconds for span in spans if span.name.startswith(("latent_attention", "latent_merge", "latent_few"))
+            span.seconds
+            for span in spans
+            if span.name.startswith(("latent_attention", "latent_merge", "latent_few", "latent_hopper"))
         ]
         seconds = sum(own) or whole
         nbytes, operations = (

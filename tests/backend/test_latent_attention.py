@@ -251,19 +251,17 @@ def test_wgmma_gives_the_same_bits(cuda_backend: Any, rank: int, blocks: int, mo
 @pytest.mark.parametrize("by_input", [False, True])
 def test_products_of_heads_have_the_same_bits_for_many_tokens(cuda_backend: Any, by_input: bool) -> None:
     """One block of tokens and a part of another, with factors and without; ``k`` has more chunks than a pipeline."""
-    import cupy as cp
-
-    heads, tokens, kernels = 2, 140, cuda_backend.kernels
+    heads, tokens, kernels, array = 2, 140, cuda_backend.kernels, cuda_backend.array
     for k, n in ((320, 128), (64, 256)):
         rng = np.random.default_rng(k)
         width, rows_of_head, first = (n, k + 24, 8) if by_input else (k, n + 24, 16)
-        x = cp.asarray(rng.standard_normal((tokens, heads, k + 8)).astype(np.float16))
-        w = cp.asarray((rng.standard_normal((heads * rows_of_head, width)) / 16).astype(np.float16))
-        factors = cp.asarray(rng.uniform(1, 2, tokens).astype(np.float32))
+        x = array(rng.standard_normal((tokens, heads, k + 8)).astype(np.float16))
+        w = array((rng.standard_normal((heads * rows_of_head, width)) / 16).astype(np.float16))
+        factors = array(rng.uniform(1, 2, tokens).astype(np.float32))
         for many in (None, factors):
             found = []
             for piece in (tokens, 20):
-                out = cp.zeros((tokens, heads, n + 16), np.float16)
+                out = array(np.zeros((tokens, heads, n + 16), np.float16))
                 for at in range(0, tokens, piece):
                     own = slice(at, at + piece)
                     kernels.head_products.launch(

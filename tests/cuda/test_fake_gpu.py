@@ -108,7 +108,16 @@ def test_kernels_compute_by_their_own_code(profile: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize(("profile", "tests"), [("h200", "segments_are_merged"), ("sm_86", "blocks_share and True")])
+@pytest.mark.parametrize(
+    ("profile", "tests"),
+    [
+        ("h200", "segments_are_merged"),
+        ("sm_86", "blocks_share and True"),
+        ("h200", "clusters_for_few and 256 and False"),
+        ("h200", "wgmma_gives and 256-3"),
+        ("h200", "products_of_heads"),
+    ],
+)
 def test_latent_attention_computes_by_its_own_code(profile: str, tests: str) -> None:
     """Tensor cores, segments and their merges, and int8 rows; the two differ in how many rows a block has."""
     run_ptx(profile, str(Path(__file__).parents[1] / "backend" / "test_latent_attention.py"), "-k", tests)

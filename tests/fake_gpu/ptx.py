@@ -1,10 +1,10 @@
 """Runs a kernel's own code on the CPU: its PTX, each instruction at once for all threads of the grid that are at it.
 
-Registers are NumPy arrays with an element for each thread. Of the threads that can run, those at the lowest address run
-next, so that threads that took different ways meet again behind them. Copies are complete when they are issued. Blocks
-do not wait for each other, so kernels with clusters do not run here. Of the matrix instructions, those of int8 and of
-fp16 with fp32 sums do; the latter are rounded once. Approximate instructions (``ex2.approx``) are rounded once, too.
-``fma`` is computed with 64 bits of precision and rounded then.
+Registers are NumPy arrays with an element for each thread. Of the threads that can run, those at the lowest address
+run next, so that threads that took different ways meet again behind them. Copies are complete when they are issued.
+Blocks wait for each other at the barrier of a cluster alone, so kernels whose clusters have mbarriers do not run here.
+Of the matrix instructions, those of int8 and of fp16 with fp32 sums do; the latter are rounded once. Approximate
+instructions (``ex2.approx``) are rounded once, too. ``fma`` is computed with 64 bits of precision and rounded then.
 
 Besides values it checks what a GPU leaves to chance or to a crash: the alignment of accesses, their bounds in shared
 memory, warps that are together at a shuffle, barriers that are never complete, waits for copies that were not started,
