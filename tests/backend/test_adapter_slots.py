@@ -224,6 +224,41 @@ def test_behind_every_epilogue(backend: Backend, slots: AdapterSlots, operation:
         assert (found[[0, 2, 3]] != plain[[0, 2, 3]]).any(axis=1).all()
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("operation", ["add", "gate", "activate", "half", "float"])
+def test_long_rows_of_slots_behind_every_epilogue(backend: Backend, operation: str, with_bias: bool) -> None:
+    """Prompts of several requests: the rows of a tile have one slot, or several, or none, in every tile of columns."""
+    rng, features, widths = np.random.default_rng(3), 200, (352, 352)
+    backend.adapter_slots = AdapterSlots(SLOTS, 48)
+    try:
+        base = backend.weight([random_int8(rng, width, features, with_bias) for width in widths])
+        weight, bank = backend.with_adapters(base, widths, features)
+        for slot, rank in enumerate((48, 16, 5), start=1):
+            bank.put(slot, bank.prepare([random_adapter(rng, width, rank, features) for width in widths]))
+        ids = [1] * 70 + [0] * 41 + [2, 3, 0] * 11 + [2] * 150
+        x = random_rows(rng, len(ids), features, backend.activation_dtype.type)
+        residual = random_rows(rng, len(ids), sum(widths), np.float32)
+
+        def result(rows: slice) -> np.ndarray:
+            with backend.step(step_of(backend, ids[rows])):
+                given = backend.array(x[rows])
+                if operation == "add":
+                    return np.array(backend.host(backend.linear_add(given, weight, backend.array(residual[rows]))))
+                if operation == "gate":
+                    return np.array(backend.host(backend.gated_linear(given, weight, "silu")))
+                if operation == "activate":
+                    return np.array(backend.host(backend.activated_linear(given, weight, "gelu")))
+                return np.array(backend.host(backend.linear(given, weight, fp32=operation == "float")))
+
+        together = result(slice(len(ids)))
+        for first in range(0, len(ids), 60):
+            np.testing.assert_array_equal(
+                bits(together[first : first + 60]), bits(result(slice(first, min(first + 60, len(ids)))))
+            )
+    finally:
+        backend.adapter_slots = None
+
+
 @pytest.mark.parametrize("ids", [[1], [0, 2, 1, 1, 3], [*range(4)] * 5])
 def test_rows_whose_slot_has_a_matrix_of_its_own(backend: Backend, slots: AdapterSlots, ids: list[int]) -> None:
     """Slot 2 has none. A row gets what it gets alone, and the others keep theirs."""

@@ -175,7 +175,14 @@ def skinny_gemm_hopper_adapted(call: Call) -> None:
 
 
 @model
-def gemm_hopper(call: Call) -> None:
+def gemm_hopper_adapted(call: Call) -> None:
+    ends = (call.end0, call.end1, call.end2, call.outputs)
+    call.require(all(end % 32 == 0 for end in ends), "a section ends inside of a batch")
+    gemm_hopper(call, SideProduct(call, call.arguments["rows"]).products())
+
+
+@model
+def gemm_hopper(call: Call, side: np.ndarray | None = None) -> None:
     rows, columns, channels = call.arguments["rows"], call.columns, call.channels
     epilogue, width, cluster, parts = (call.number(name) for name in ("EPILOGUE", "BLOCK_N", "CLUSTER", "SPLIT_K"))
     gated = epilogue == GATED
@@ -191,6 +198,7 @@ def gemm_hopper(call: Call) -> None:
     call.require((call.bias != 0) == bool(call.number("BIAS")), "a bias of its own instantiation")
     acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(F32)
     y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", channels, F32, 8) * acc)
+    y = y if side is None else added(y, side)
     y = y + call.vector("bias", channels, F32, 8) if call.bias else y
     y = y if epilogue == TO_FLOAT else rounded(y)
     if gated:

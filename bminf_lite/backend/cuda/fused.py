@@ -45,14 +45,15 @@ class FusedGemms:
         return known
 
     def supports_adapters(self, rows: int, weight: Weight, epilogue: Epilogue) -> bool:
-        """Whether a kernel can add the adapters of ``rows`` to the product: that for a few rows of 9.0 can."""
+        """Whether a kernel can add the adapters of ``rows`` to the product: those of 9.0 can."""
         assert weight.adapters is not None
         skinny = self.int8_gemm.skinny_gemm
         fits = weight.is_row_major and isinstance(skinny, SkinnyGemmHopper)
         if not fits or any(end % SECTION_MULTIPLE for end in weight.adapters.adapters.ends):
             return False
-        if rows > skinny.max_rows:
-            return False
+        if rows >= MIN_ROWS:
+            gemm = self.scaled_gemm
+            return gemm.supports(rows, weight.out_features, epilogue, adapted=True) and self._scaled_gemm_verified
         return epilogue is not Epilogue.GATED or weight.out_features % (2 * SKINNY_ROWS) == 0
 
     def multiply(
@@ -82,6 +83,7 @@ class FusedGemms:
                 activation=activation,
                 stream=stream,
                 bytes_moved=bytes_moved,
+                side=() if side is None else side.arguments,
             )
             return
         adapted = {} if side is None else {"side": side.arguments}

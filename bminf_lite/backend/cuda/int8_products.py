@@ -149,16 +149,11 @@ class FusedProducts:
         weight = product.weight
         if weight.plan is None:
             return False
-        kind = Epilogue.TO_HALF if self._leaves_activation(product) else product.epilogue
+        kind = Epilogue.TO_HALF if leaves_activation(product) else product.epilogue
         return self.gemms.supports(self.codes.of(product), weight, kind)
 
-    @staticmethod
-    def _leaves_activation(product: Product) -> bool:
-        """Whether the kernel that reads the product applies the activation: that for many rows only applies gates."""
-        return product.epilogue is Epilogue.ACTIVATED and product.x.shape[0] >= MIN_ROWS
-
     def run(self, product: Product) -> Array:
-        if self._leaves_activation(product):
+        if leaves_activation(product):
             y = self.results.arrays.rows(*product.shape, np.float16)
             self.gemms.multiply(self.codes.of(product), product.weight, y, Epilogue.TO_HALF)
             return self.results.finish(product, y)
@@ -169,7 +164,7 @@ class FusedProducts:
 
 @dataclass(frozen=True)
 class AdaptedProducts:
-    """Rows whose adapters a kernel with an epilogue adds. One row takes it too, which the others quantize first."""
+    """Rows whose adapters a kernel with an epilogue adds. One row takes it too, which is quantized first."""
 
     results: ProductResults
     codes: InputCodes
@@ -179,7 +174,8 @@ class AdaptedProducts:
         weight = product.weight
         if weight.plan is None or weight.side_products or weight.adapters is None:
             return False
-        return self.gemms.supports_adapters(product.x.shape[0], weight, product.epilogue)
+        kind = Epilogue.TO_HALF if leaves_activation(product) else product.epilogue
+        return self.gemms.supports_adapters(product.x.shape[0], weight, kind)
 
     def run(self, product: Product) -> Array:
         weight, results = product.weight, self.results
@@ -190,9 +186,18 @@ class AdaptedProducts:
         codes, half = self.codes.with_half(product)
         side = SideInputs(slots, adapters, results.arrays.empty((rows, adapters.columns), np.float16))
         kernels.adapters.shrink(kernels.step, half, side)
+        if leaves_activation(product):
+            y = results.arrays.rows(*product.shape, np.float16)
+            self.gemms.multiply(codes, weight, y, Epilogue.TO_HALF, side=side)
+            return results.finish(product, y)
         out = results.place(product)
         self.gemms.multiply(codes, weight, out, product.epilogue, product.function, side)
         return results.placed(product, out)
+
+
+def leaves_activation(product: Product) -> bool:
+    """Whether the kernel that reads the product applies the activation: that for many rows only applies gates."""
+    return product.epilogue is Epilogue.ACTIVATED and product.x.shape[0] >= MIN_ROWS
 
 
 class SumProducts:

@@ -21,6 +21,13 @@ __device__ __forceinline__ uint2 ld_global_cg_v2(const void* p) {
     return x;
 }
 
+// A load that the compiler leaves where it is.
+__device__ __forceinline__ uint2 ld_global_nc_v2(const void* p) {
+    uint2 x;
+    asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p) : "memory");
+    return x;
+}
+
 // The side product of a weight [outputs, k]. slots: of the rows, from 1 on, or 0; adapters: all slots of the weight, of
 // `adapter_stride` bytes each; inputs: fp16 [rows, input_columns], of which a section has `rank_pitch` columns. The
 // first three sections end at the outputs `end0`, `end1` and `end2`.
@@ -53,6 +60,11 @@ struct SideProduct {
         return ld_global_cg_v2(inputs + static_cast<size_t>(row) * input_columns + column);
     }
     static constexpr bool EXISTS = true;
+};
+
+// No side product.
+struct NoSide {
+    static constexpr bool EXISTS = false;
 };
 
 // d += the left rows (r and r + 8 of them, in `low` and `high`) times the right ones, over RANKS ranks.

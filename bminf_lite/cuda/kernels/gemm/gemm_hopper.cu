@@ -16,6 +16,7 @@
 // the weight: each loads half of it and multicasts that to both, which halves the reads of the weight from L2. With
 // SPLIT_K > 1, for products with fewer tiles than SMs, the blocks share one tile: each sums over a part of the columns,
 // then they exchange sums, and each finishes a part of the tile.
+#include "common/adapters.cuh"
 #include "common/async.cuh"
 #include "common/bfloat16.cuh"
 #include "common/cluster.cuh"
@@ -122,9 +123,11 @@ template <int COUNT, bool BIAS>
 struct Channels {
     float2 scale[COUNT], bias[BIAS ? COUNT : 1];
 
-    __device__ __forceinline__ float2 values(const int* sums, float x_scale, int n) const {
+    // side: of both channels, or null.
+    __device__ __forceinline__ float2 values(const int* sums, float x_scale, int n, const float* side = nullptr) const {
         float2 y = {
             scaled(__int2float_rn(sums[0]), x_scale, scale[n].x), scaled(__int2float_rn(sums[1]), x_scale, scale[n].y)};
+        if (side) y.x = add_side(y.x, side[0]), y.y = add_side(y.y, side[1]);
         if constexpr (BIAS) y.x = __fadd_rn(y.x, bias[n].x), y.y = __fadd_rn(y.y, bias[n].y);
         return y;
     }
@@ -146,6 +149,100 @@ struct EpilogueScales {
             const int from = min(group < WIDTH ? channel : channel + columns, channels - 2);
             c.scale[n] = *reinterpret_cast<const float2*>(w_scale + from);
             if constexpr (BIAS) c.bias[n] = *reinterpret_cast<const float2*>(bias + from);
+        }
+    }
+};
+
+// The rows of a warp without a side product.
+struct NoSideRows {
+    static constexpr bool several = false;
+    __device__ __forceinline__ NoSideRows(const NoSide&, int, int) {}
+    __device__ __forceinline__ void begin(int, int) {}
+};
+
+// The side product of a warp's 16 rows with its groups of a tile, a batch of them at a time, which belong to one
+// section. Of a slot that some of the rows have, tensor cores multiply the inputs of all rows by 8 outputs of `up`, and
+// a lane gets the sums for the same rows and channels as it has of the product.
+template <int WIDTH, int BATCH>
+struct SideRows {
+    static constexpr int NONE = 0xffff;  // the slot of rows that do not exist
+    // What a step of RANKS ranks multiplies.
+    template <int COUNT>
+    struct Operands {
+        uint2 low, high, up[COUNT];
+    };
+    const SideProduct& side;
+    int row, rows;    // this lane's first row, and of all rows
+    unsigned own;     // the slots of this lane's two rows
+    int first, rank;  // the least slot of the rows, and its rank
+    bool several;     // whether there are others
+    int column, columns;
+    Operands<BATCH> ahead;  // of the next batch, if there is one slot
+
+    __device__ __forceinline__ SideRows(const SideProduct& side, int row, int rows) : side(side), row(row), rows(rows) {
+        own = (row < rows ? side.slots[row] : NONE) | (row + 8 < rows ? side.slots[row + 8] : NONE) << 16;
+    }
+    __device__ __forceinline__ int slot(int h) const { return h ? own >> 16 : own & 0xffff; }
+    __device__ __forceinline__ int slot_behind(int least) const {
+        return __reduce_min_sync(FULL, min(slot(0) > least ? slot(0) : NONE, slot(1) > least ? slot(1) : NONE));
+    }
+    __device__ __forceinline__ int rank_of(int slot) const { return slot == NONE ? 0 : side.rank(slot); }
+    // group: the first of the batch. Beyond the last output, the last ones are loaded.
+    template <int COUNT>
+    __device__ __forceinline__ void load(Operands<COUNT>& x, int slot, int rank, int group, int at) const {
+        const int from = min(column + group % WIDTH * 8 + (group < WIDTH ? 0 : columns), side.outputs - COUNT * 8);
+        const int section = side.section(from);
+        const __half* up = side.up(slot, rank) + (from + threadIdx.x % WARP / 4) * static_cast<size_t>(rank) + at +
+                           threadIdx.x % 4 * 4;
+        x.low = side.input_ranks(min(row, rows - 1), section, at);
+        x.high = side.input_ranks(min(row + 8, rows - 1), section, at);
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n, up += 8 * rank) x.up[n] = ld_global_nc_v2(up);
+    }
+    template <int COUNT>
+    __device__ __forceinline__ static void multiply(float (&d)[COUNT][4], const Operands<COUNT>& x) {
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) mma_ranks(d[n], x.low, x.high, x.up[n]);
+    }
+    // Loads the operands of the first batch of a tile that begins at `column`; up lies `columns` behind the gate.
+    __device__ __forceinline__ void begin(int column, int columns) {
+        this->column = column, this->columns = columns;
+        first = slot_behind(-1), several = slot_behind(first) != NONE;
+        rank = rank_of(first);
+        if (rank && !several) load(ahead, first, rank, 0, 0);
+    }
+    // The sums of the batch of groups from `group` on of GROUPS, if the rows have one slot.
+    template <int GROUPS>
+    __device__ __forceinline__ void products(int group, float (&d)[BATCH][4]) {
+        if (!rank) return;
+        Operands<BATCH> x = ahead;
+#pragma unroll 1
+        for (int at = RANKS; at < rank; at += RANKS) {
+            load(ahead, first, rank, group, at);
+            multiply(d, x);
+            x = ahead;
+        }
+        if (group + BATCH < GROUPS) load(ahead, first, rank, group + BATCH, 0);
+        multiply(d, x);
+    }
+    // The sums of the groups from `group` on if there are several.
+    template <int COUNT>
+    __device__ __forceinline__ void products_of_several(int group, float (&found)[COUNT][4]) const {
+#pragma unroll 1
+        for (int now = first; now != NONE; now = slot_behind(now)) {
+            const int rank = rank_of(now);
+            float d[COUNT][4] = {};
+#pragma unroll 1
+            for (int at = 0; at < rank; at += RANKS) {
+                Operands<COUNT> x;
+                load(x, now, rank, group, at);
+                multiply(d, x);
+            }
+#pragma unroll
+            for (int n = 0; n < COUNT; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (slot(i / 2) == now) found[n][i] = d[n][i];
         }
     }
 };
@@ -180,40 +277,66 @@ struct TileLayout {
 
 // The scaled sums of a warp's 16 rows, which go to (row, column) of the result: in 16 bits, of a gated layer gate and
 // up apart, or in 32 bits for TO_FLOAT. They lie in registers as the sums do.
-template <int EPILOGUE, int N>
+template <int EPILOGUE, int N, bool HAS_SIDE>
 struct ScaledTile {
     using Layout = TileLayout<EPILOGUE, N>;
-    static constexpr int BATCH = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : 2;  // groups whose scales are loaded together
-    static constexpr bool IS_WIDE = EPILOGUE == TO_FLOAT;              // too many registers to be kept
+    // Groups whose scales are loaded together. With a side product they belong to one section.
+    static constexpr int BATCH = HAS_SIDE ? (Layout::WIDTH % 4 || N > 24 ? 2 : 4) : N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : 2;
+    static constexpr bool IS_WIDE = EPILOGUE == TO_FLOAT;  // too many registers to be kept
     unsigned values[N][IS_WIDE ? 4 : 2];
     int row, column;
 
-    // next: the operands of the first groups. Calls then(first, end) for pieces whose groups have been scaled.
-    template <bool BIAS, class F>
-    __device__ __forceinline__ void scale(
-        const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2], Channels<BATCH, BIAS> next,
-        const F& then) {
-#pragma unroll
-        for (int first = 0; first < N; first += BATCH) {
-            const Channels<BATCH, BIAS> channels = next;
-            if (first + BATCH < N) scaling.load<Layout::WIDTH>(next, column, first + BATCH);
-#pragma unroll
-            for (int n = 0; n < BATCH; ++n)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const float2 y = channels.values(c[first + n] + 2 * h, x_scale[h], n);
-                    unsigned* const v = values[first + n];
-                    // The statements keep the compiler from delaying the operations, which takes more registers.
-                    if constexpr (IS_WIDE) {
-                        v[2 * h] = __float_as_uint(y.x), v[2 * h + 1] = __float_as_uint(y.y);
-                        asm volatile("" : "+r"(v[2 * h]), "+r"(v[2 * h + 1]));
-                    } else {
-                        v[h] = EPILOGUE == TO_BFLOAT16 ? pack_bfloat162(y.x, y.y) : pack_half2(y.x, y.y);
-                        asm volatile("" : "+r"(v[h]));
-                    }
-                }
-            then(first / Layout::EACH, (first + BATCH) / Layout::EACH);
+    // The values of row h of a group. The statements keep the compiler from delaying the operations, which takes more
+    // registers.
+    __device__ __forceinline__ void keep(int group, int h, float2 y) {
+        unsigned* const v = values[group];
+        if constexpr (IS_WIDE) {
+            v[2 * h] = __float_as_uint(y.x), v[2 * h + 1] = __float_as_uint(y.y);
+            asm volatile("" : "+r"(v[2 * h]), "+r"(v[2 * h + 1]));
+        } else {
+            v[h] = EPILOGUE == TO_BFLOAT16 ? pack_bfloat162(y.x, y.y) : pack_half2(y.x, y.y);
+            asm volatile("" : "+r"(v[h]));
         }
+    }
+
+    // next: the operands of the first COUNT groups.
+    template <bool SEVERAL, int COUNT, bool BIAS, class Rows, class F>
+    __device__ __forceinline__ void scale_groups(
+        const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2], Channels<COUNT, BIAS> next,
+        Rows& side, const F& then) {
+#pragma unroll
+        for (int first = 0; first < N; first += COUNT) {
+            const Channels<COUNT, BIAS> channels = next;
+            if (first + COUNT < N) scaling.load<Layout::WIDTH>(next, column, first + COUNT);
+            float sums[COUNT][4] = {};
+            if constexpr (SEVERAL)
+                side.products_of_several(first, sums);
+            else if constexpr (HAS_SIDE)
+                side.template products<N>(first, sums);
+#pragma unroll
+            for (int n = 0; n < COUNT; ++n)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    keep(
+                        first + n, h,
+                        channels.values(c[first + n] + 2 * h, x_scale[h], n, HAS_SIDE ? sums[n] + 2 * h : nullptr));
+            then(first / Layout::EACH, (first + COUNT) / Layout::EACH);
+        }
+    }
+
+    // next: the operands of the first groups. Calls then(first, end) for pieces whose groups have been scaled.
+    template <bool BIAS, class Rows, class F>
+    __device__ __forceinline__ void scale(
+        const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2],
+        const Channels<BATCH, BIAS>& next, Rows& side, const F& then) {
+        if constexpr (HAS_SIDE)
+            if (side.several) {
+                Channels<2, BIAS> few;
+                scaling.load<Layout::WIDTH>(few, column, 0);
+                scale_groups<true>(c, scaling, x_scale, few, side, then);
+                return;
+            }
+        scale_groups<false>(c, scaling, x_scale, next, side, then);
     }
 
     // Writes a piece. Called for all pieces in order, which go through two boxes of shared memory at `staging`.
@@ -289,19 +412,18 @@ __device__ __forceinline__ void exchange_sums(const int (&c)[N][4], int (&mine)[
 
 // ---- the kernel --------------------------------------------------------------------------------------------------
 
-// ACTIVATION: the function of GATED. BLOCK_N: channels of a tile, 128, 160, 192, 224 or 256, or with SPLIT_K 64, 96 or
-// 128. Boxes of the tensor maps: x_map `height` rows of 128 columns; w_map BLOCK_N / 2 rows of 128 columns; out_map 16
-// rows of BOX_ROW bytes. `height`: rows of a tile that are computed, a multiple of 16. `stages` stages cover a row of
-// x. CLUSTER: 1 or 2; row_tiles, column_tiles and `band`, see TileScheduler, count the tiles of a cluster (CLUSTER *
-// height rows). SPLIT_K: with it CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic
-// shared memory: PIPELINE_BYTES; two boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
-template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K>
-__global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
-    const float* x_scale, const float* w_scale, const float* bias, int rows, int columns, int channels, int stages,
-    int height, int row_tiles, int column_tiles, int band, const __grid_constant__ TensorMap x_map,
-    const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap out_map) {
+// How tiles are computed, see gemm_hopper.
+struct Tiling {
+    int stages, height, row_tiles, column_tiles, band;
+};
+
+template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K, class Side>
+__device__ __forceinline__ void multiply(
+    const EpilogueScales& scaling, const Tiling& tiling, const TensorMap& x_map, const TensorMap& w_map,
+    const TensorMap& out_map, const Side& side) {
     static_assert(CLUSTER == 1 || SPLIT_K == 1, "the blocks of a cluster share the weight or a tile");
     constexpr int HALF = BLOCK_N / 2, COLUMNS = EPILOGUE == GATED ? HALF : BLOCK_N, OWN = BLOCK_N / 8 / SPLIT_K;
+    const int rows = scaling.rows, columns = scaling.columns, stages = tiling.stages, height = tiling.height;
     extern __shared__ __align__(1024) char shared[];
     const unsigned tiles = cast_smem_ptr_to_uint(shared), staging = tiles + PIPELINE_BYTES;
     Pipeline<BLOCK_N, CLUSTER> pipeline(tiles, staging + WARPS * 2 * BOX);
@@ -309,7 +431,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     __syncwarp();
     cluster_sync<CLUSTER * SPLIT_K>();
     launch_dependent_grids();
-    TileScheduler<COLUMNS, CLUSTER, SPLIT_K> tile(height, row_tiles, column_tiles, band);
+    TileScheduler<COLUMNS, CLUSTER, SPLIT_K> tile(height, tiling.row_tiles, tiling.column_tiles, tiling.band);
     const int warp = threadIdx.x / WARP, part = SPLIT_K > 1 ? block_rank_in_cluster() : 0;
     const int from = stages * part / SPLIT_K, to = stages * (part + 1) / SPLIT_K;
     if (warp >= WARPS) {
@@ -350,9 +472,10 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         wait_on_dependent_grids();
-        const EpilogueScales scaling = {x_scale, w_scale, bias, rows, columns, channels};
         const unsigned boxes = staging + warp * 2 * BOX;
-        using Result = ScaledTile<EPILOGUE, OWN>;
+        using Result = ScaledTile<EPILOGUE, OWN, Side::EXISTS>;
+        using Rows =
+            typename Conditional<Side::EXISTS, SideRows<Result::Layout::WIDTH, Result::BATCH>, NoSideRows>::type;
         constexpr int PIECES = Result::Layout::PIECES;
         Result result;            // of the tile before
         bool is_pending = false;  // whether there is one to be written
@@ -373,6 +496,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
             // Rows from `height` on are not loaded. Outside the matrix nothing is written.
             const int row = warp * 16 < height ? origin.x + warp * 16 : rows, mine = row + threadIdx.x % WARP / 4;
             const float scales[2] = {scaling.row(mine), scaling.row(mine + 8)};
+            Rows side_rows(side, mine, rows);
             int c[BLOCK_N / 8][4];
             // Starts the products of stage k, then calls `meanwhile`.
             const auto multiply = [&](int k, const auto& meanwhile) {
@@ -400,15 +524,16 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
             result.row = row, result.column = origin.y + part * (COLUMNS / SPLIT_K);
             Channels<Result::BATCH, BIAS> first;
             scaling.load<Result::Layout::WIDTH>(first, result.column, 0);
+            side_rows.begin(result.column, columns);
             wgmma_wait_group<0>();
             warpgroup_fence_operand(c);
             pipeline.release_previous();
             if constexpr (SPLIT_K > 1) {
                 int sums[OWN][4];
                 exchange_sums<SPLIT_K, EPILOGUE == GATED>(c, sums, tiles);
-                result.scale(sums, scaling, scales, first, write_wide);
+                result.scale(sums, scaling, scales, first, side_rows, write_wide);
             } else {
-                result.scale(c, scaling, scales, first, write_wide);
+                result.scale(c, scaling, scales, first, side_rows, write_wide);
             }
             if constexpr (!FITS && !Result::IS_WIDE) write(0, PIECES);
             is_pending = FITS;
@@ -417,6 +542,34 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
         __syncwarp();
     }
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();  // other blocks write to this block's shared memory
+}
+
+// ACTIVATION: the function of GATED. BLOCK_N: channels of a tile, 128, 160, 192, 224 or 256, or with SPLIT_K 64, 96 or
+// 128. Boxes of the tensor maps: x_map `height` rows of 128 columns; w_map BLOCK_N / 2 rows of 128 columns; out_map 16
+// rows of BOX_ROW bytes. `height`: rows of a tile that are computed, a multiple of 16. `stages` stages cover a row of
+// x. CLUSTER: 1 or 2; row_tiles, column_tiles and `band`, see TileScheduler, count the tiles of a cluster (CLUSTER *
+// height rows). SPLIT_K: with it CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic
+// shared memory: PIPELINE_BYTES; two boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
+template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K>
+__global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
+    const float* x_scale, const float* w_scale, const float* bias, int rows, int columns, int channels, int stages,
+    int height, int row_tiles, int column_tiles, int band, const __grid_constant__ TensorMap x_map,
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap out_map) {
+    multiply<EPILOGUE, ACTIVATION, BIAS, BLOCK_N, CLUSTER, SPLIT_K>(
+        {x_scale, w_scale, bias, rows, columns, channels}, {stages, height, row_tiles, column_tiles, band}, x_map,
+        w_map, out_map, NoSide());
+}
+
+// The same with a side product. The sections of its weight end at multiples of 32 channels.
+template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K>
+__global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper_adapted(
+    const SideProduct side, const float* x_scale, const float* w_scale, const float* bias, int rows, int columns,
+    int channels, int stages, int height, int row_tiles, int column_tiles, int band,
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+    const __grid_constant__ TensorMap out_map) {
+    multiply<EPILOGUE, ACTIVATION, BIAS, BLOCK_N, CLUSTER, SPLIT_K>(
+        {x_scale, w_scale, bias, rows, columns, channels}, {stages, height, row_tiles, column_tiles, band}, x_map,
+        w_map, out_map, side);
 }
 
 }  // namespace bminf

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,8 @@ from ..sources import load
 THREADS = 384
 STAGING_BYTES = THREADS * 2 // 3 // 32 * 2 * BOX_ROWS * ROW_BYTES
 EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.TO_BFLOAT16, Epilogue.ADD, Epilogue.GATED)
+ADAPTED_EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED)
+"""Those of products with a side product."""
 FLOAT_EPILOGUES = (Epilogue.TO_FLOAT, Epilogue.ADD)
 """The epilogues with fp32 results."""
 
@@ -70,6 +72,10 @@ class GemmTileConfig:
         """Whether each part of a split has columns, and enough results for the box that a warp writes."""
         return stages >= self.split_k and self.box_row_bytes(epilogue) >= min(NARROW)
 
+    def serves_adapted(self, activation: int, bias: bool) -> bool:
+        """Whether registers suffice for a side product too."""
+        return self.width < WIDEST or (activation != Activation.GELU and not bias)
+
     def cost(self, rows: int, channels: int, stages: int, epilogue: Epilogue, num_sms: int) -> float:
         """The relative duration of a product: stages of the weight that one SM passes over."""
         row_tiles, tall = -(-rows // ROWS), -(-rows // (ROWS * self.cluster))
@@ -79,6 +85,7 @@ class GemmTileConfig:
         return -(-tall * -(-channels // self.width) // (num_sms // self.blocks)) * passes
 
 
+WIDEST = 256
 EXCHANGE = 1500
 """Cost of exchanging sums between blocks, in the unit of ``GemmTileConfig.cost``: weight rows times stages."""
 SLOWER = {256: 1, 224: 1.02, 192: 1.02, 160: 1.03, 128: 1.05, 96: 1.1, 64: 1.2}
@@ -147,10 +154,13 @@ class ScaledGemm:
         if capability == (9, 0):
             values = numbers(EPILOGUES), numbers(Activation), BOOLEANS, tuple(_TILE_CONFIG_BY_ARGUMENTS)
             yield KernelFamily(cls.source, "bminf::gemm_hopper", values, _possible)
+            adapted = numbers(ADAPTED_EPILOGUES), *values[1:]
+            yield KernelFamily(cls.source, "bminf::gemm_hopper_adapted", adapted, _possible_adapted)
 
-    def supports(self, rows: int, channels: int, epilogue: Epilogue) -> bool:
+    def supports(self, rows: int, channels: int, epilogue: Epilogue, adapted: bool = False) -> bool:
         """Whether the kernel runs here, and is the fastest for ``rows`` and a weight of ``channels`` rows."""
-        return self.supported and rows >= MIN_ROWS and channels % 4 == 0 and epilogue in EPILOGUES
+        known = epilogue in (ADAPTED_EPILOGUES if adapted else EPILOGUES)
+        return self.supported and rows >= MIN_ROWS and channels % 4 == 0 and known
 
     @functools.cached_property
     def verified(self) -> bool:
@@ -205,6 +215,7 @@ class ScaledGemm:
         stream: int = 0,
         bytes_moved: int = 0,
         dependent: bool = True,
+        side: tuple[int, ...] = (),
     ) -> None:
         """Compute ``scaled(x @ w.T) + bias`` with ``epilogue``, one of ``EPILOGUES``.
 
@@ -215,11 +226,15 @@ class ScaledGemm:
 
         The result has an even number of columns; padding in the last 16 bytes of a row is overwritten.
         ``tile_config`` changes the speed alone; None is the first of :meth:`plausible_tiles`. ``bytes_moved`` and
-        ``dependent`` as in :class:`Kernel`.
+        ``dependent`` as in :class:`Kernel`. ``side`` are the arguments of a side product, whose sections end at
+        multiples of 32; ``epilogue`` is one of ``ADAPTED_EPILOGUES`` then.
         """
-        launch = self._kernel_launch(rows, channels, in_features, epilogue, activation, bias != 0, tile_config)
+        launch = self._kernel_launch(
+            rows, channels, in_features, epilogue, activation, bias != 0, tile_config, bool(side)
+        )
         element = TensorMapDataType.FLOAT32 if epilogue in FLOAT_EPILOGUES else TensorMapDataType.FLOAT16
         arguments = (
+            *side,
             x_scale,
             w_scale,
             bias,
@@ -230,12 +245,17 @@ class ScaledGemm:
         )
         launch.kernel(launch.grid, THREADS, arguments, launch.shared, stream, dependent, launch.cluster, bytes_moved)
 
-    def plausible_tiles(self, rows: int, channels: int, in_features: int, epilogue: Epilogue) -> list[GemmTileConfig]:
-        """Up to ``PLAUSIBLE`` tile configurations whose modelled cost is near the least, the cheapest first."""
+    def plausible_tiles(
+        self, rows: int, channels: int, in_features: int, epilogue: Epilogue, configs: Sequence[GemmTileConfig] = ()
+    ) -> list[GemmTileConfig]:
+        """Up to ``PLAUSIBLE`` tile configurations whose modelled cost is near the least, the cheapest first.
+
+        ``configs``: those that there are, if not all.
+        """
         stages = -(-in_features // STAGE_COLUMNS)
         costs = {
             config: config.cost(rows, channels, stages, epilogue, self._num_sms)
-            for config in TILE_CONFIGS
+            for config in configs or TILE_CONFIGS
             if config.serves(epilogue, stages)
         }
         cheapest = sorted(costs, key=costs.__getitem__)[:PLAUSIBLE]
@@ -250,10 +270,12 @@ class ScaledGemm:
         activation: int,
         bias: bool,
         tile_config: GemmTileConfig | None,
+        adapted: bool,
     ) -> _KernelLaunch:
         gated, stages = epilogue is Epilogue.GATED, -(-in_features // STAGE_COLUMNS)
         if tile_config is None:
-            tile_config = self.plausible_tiles(rows, channels, in_features, epilogue)[0]
+            configs = [c for c in TILE_CONFIGS if not adapted or c.serves_adapted(activation, bias)]
+            tile_config = self.plausible_tiles(rows, channels, in_features, epilogue, configs)[0]
         columns, width = channels // 2 if gated else channels, tile_config.columns(epilogue) * tile_config.split_k
         assert columns % 2 == 0 and epilogue in EPILOGUES, (columns, epilogue)
         row_tiles, column_tiles = -(-rows // (ROWS * tile_config.cluster)), -(-columns // width)
@@ -264,7 +286,7 @@ class ScaledGemm:
         band = band_of(in_features) // tile_config.cluster
         numbers = (rows, columns, channels, stages, height, row_tiles, column_tiles, band)
         arguments = f"{int(epilogue)}, {activation}, {str(bias).lower()}, {tile_config.arguments}"
-        kernel = self._kernel(f"bminf::gemm_hopper<{arguments}>")
+        kernel = self._kernel(f"bminf::gemm_hopper{'_adapted' if adapted else ''}<{arguments}>")
         cluster = tile_config.blocks if tile_config.blocks > 1 else None
         return _KernelLaunch(
             kernel,
@@ -299,3 +321,8 @@ _MANY_STAGES = 1024
 def _possible(epilogue: int, activation: int, bias: str, tile_config: str) -> bool:
     serves = _TILE_CONFIG_BY_ARGUMENTS[tile_config].serves(Epilogue(epilogue), _MANY_STAGES)
     return serves and (epilogue == Epilogue.GATED or activation == 0)
+
+
+def _possible_adapted(epilogue: int, activation: int, bias: str, tile_config: str) -> bool:
+    serves = _TILE_CONFIG_BY_ARGUMENTS[tile_config].serves_adapted(activation, bias == BOOLEANS[1])
+    return serves and _possible(epilogue, activation, bias, tile_config)

@@ -190,11 +190,7 @@ struct Outputs {
     int rows, count;
 };
 
-// No side product, and its sums.
-struct NoSide {
-    static constexpr bool EXISTS = false;
-};
-
+// The sums of no side product.
 template <int TILES, int COUNT, int MATRICES>
 struct NoSums {
     __device__ __forceinline__ NoSums(const NoSide&, int) {}
