@@ -1,6 +1,7 @@
 """Measure what LoRA adapters cost on a model with random weights, beside the same steps without.
 
     python benchmarks/measure_adapters.py [--shape llama-3-8b] [--device cuda] [--rank 16] [--slots 8] [--streams 32]
+        [--cases one streams prompt host]
 
 Every matrix of the layers, and the output head, has an adapter. Each case prints a line of JSON: the speed with
 adapters relative to that without, of one sequence, of streams that have as many adapters as there are slots, and of a
@@ -36,17 +37,19 @@ REPEATS = 5
 SHORT_PROMPT = 16
 
 
-def random_adapter(slots: AdapterSlots, config: dict[str, Any], rank: int, seed: int) -> LoadedAdapter:
-    """An adapter of every site, which changes results little."""
+CASES = "one", "streams", "prompt", "host"
+
+
+def random_adapter(slots: AdapterSlots, config: dict[str, Any], rank: int) -> Any:
+    """What an adapter of every site that changes results little puts in a slot."""
     architecture = models.find(config)
     parameters = architecture.spec(architecture.parse(config)).parameters
-    rng, parts = np.random.default_rng(seed), {}
+    rng, parts = np.random.default_rng(0), {}
     for name in slots.names():
         out, features = parameters[name].shape[::-1] if parameters[name].transposed else parameters[name].shape
         a, b = (rng.standard_normal(shape, np.float32) for shape in ((rank, features), (out, rank)))
         parts[name] = Adapter(a / np.float32(features**0.5), b / np.float32(rank**0.5), 0.01)
-    prepared = [slots.prepare(parts)]
-    return AdapterRegistry().add(str(seed), "", rank, 0, lambda: prepared)
+    return slots.prepare(parts)
 
 
 class Measured:
@@ -104,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the long prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens that are generated")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="what is measured (all)")
     options = parser.parse_args(arguments)
     config = dict(read_shape(options.shape))
     config["max_position_embeddings"] = max(options.prompt, options.new) + MORE
@@ -113,23 +117,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine_config = replace(found.engine_config, num_adapter_slots=options.slots, prefix_cache=False)
         model = Model([found.network], engine_config)
         with closing(model._engine):
-            adapters = [random_adapter(slots, config, options.rank, seed) for seed in range(options.slots + 1)]
+            prepared = [random_adapter(slots, config, options.rank)]
+            adapters = [
+                AdapterRegistry().add(str(i), "", options.rank, 0, lambda: prepared) for i in range(options.slots + 1)
+            ]
             measured = Measured(model, config["vocab_size"])
             print(json.dumps({"device": ops.describe(), "shape": options.shape, "rank": options.rank}), flush=True)
-            for case, count in (("one sequence", 1), (f"{options.streams} streams", options.streams)):
+            for case, count in (("one", 1), ("streams", options.streams)):
+                if case not in options.cases:
+                    continue
                 plain = measured.median([None] * count, SHORT_PROMPT, options.new)[1]
                 own = [adapters[i % options.slots] for i in range(count)]
                 adapted = measured.median(own, SHORT_PROMPT, options.new)[1]
-                steps = options.new - 1
-                report(case, plain_ms=1e3 * plain / steps, adapted_ms=1e3 * adapted / steps, speed=plain / adapted)
-            plain = measured.median([None], options.prompt, 1)[0]
-            adapted = measured.median([adapters[0]], options.prompt, 1)[0]
-            report(f"prompt of {options.prompt}", plain_ms=1e3 * plain, adapted_ms=1e3 * adapted, speed=plain / adapted)
-            resident = measured.median([adapters[0]], SHORT_PROMPT, 1)[0]
-            turns = [adapter for _ in range(1 + REPEATS) for adapter in adapters]  # the least recently used comes next
-            moved = [measured.seconds([adapter], SHORT_PROMPT, 1)[0] for adapter in turns]
-            fetched = statistics.median(moved[len(adapters) :])
-            report("adapter on the host", resident_ms=1e3 * resident, added_ms=1e3 * (fetched - resident))
+                steps, named = options.new - 1, "one sequence" if case == "one" else f"{count} streams"
+                report(named, plain_ms=1e3 * plain / steps, adapted_ms=1e3 * adapted / steps, speed=plain / adapted)
+            if "prompt" in options.cases:
+                plain = measured.median([None], options.prompt, 1)[0]
+                adapted = measured.median([adapters[0]], options.prompt, 1)[0]
+                case = f"prompt of {options.prompt}"
+                report(case, plain_ms=1e3 * plain, adapted_ms=1e3 * adapted, speed=plain / adapted)
+            if "host" in options.cases:
+                resident = measured.median([adapters[0]], SHORT_PROMPT, 1)[0]
+                turns = [adapter for _ in range(1 + REPEATS) for adapter in adapters]  # the least recently used is next
+                moved = [measured.seconds([adapter], SHORT_PROMPT, 1)[0] for adapter in turns]
+                fetched = statistics.median(moved[len(adapters) :])
+                report("adapter on the host", resident_ms=1e3 * resident, added_ms=1e3 * (fetched - resident))
 
 
 if __name__ == "__main__":

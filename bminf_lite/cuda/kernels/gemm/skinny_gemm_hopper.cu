@@ -194,6 +194,8 @@ struct Outputs {
 template <int TILES, int COUNT, int MATRICES>
 struct NoSums {
     __device__ __forceinline__ NoSums(const NoSide&, int) {}
+    template <class F>
+    __device__ __forceinline__ void prefetch(int, const F&) const {}
 };
 
 // The side product of what this thread has of a tile, by tensor cores, whose left operand are 16 channels of `up`. The
@@ -221,6 +223,21 @@ struct SideSums {
                 const int from = h * 8 + lane % 4 * 2 + i;
                 slots[h][i] = __shfl_sync(FULL, own_slot, from);
                 if (from >= 2 * TILES) slots[h][i] = 0;
+            }
+    }
+    // Fetches what this warp reads of `up` for its tiles into the L2 cache. channels(tile, m): the first of COUNT *
+    // PART_ROWS channels.
+    template <class F>
+    __device__ __forceinline__ void prefetch(int tiles, const F& channels) const {
+        const bool leads = __ffs(__match_any_sync(FULL, own_slot)) - 1 == threadIdx.x % WARP;
+        if (!leads || own_rank == 0) return;
+        const __half* up = side.up(own_slot, own_rank);
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+            for (int m = 0; m < MATRICES; ++m) {
+                const int first = channels(tile, m), count = min(COUNT * PART_ROWS, side.outputs - first);
+                if (count > 0) prefetch_bulk_l2(up + static_cast<size_t>(first) * own_rank, count * own_rank * 2);
             }
     }
     // What a step of RANKS ranks multiplies.
@@ -328,6 +345,9 @@ __device__ __forceinline__ void epilogue_warps(
             }
     };
     load_channels(0);
+    using Sums = typename Conditional<HAS_SIDE, SideSums<TILES, COUNT, MATRICES>, NoSums<TILES, COUNT, MATRICES>>::type;
+    const Sums side_sums(side, outputs.rows);
+    side_sums.prefetch(work.tiles, [&](int tile, int m) { return m * outputs.count + channel_of(tile, 0) - local; });
     wait_on_dependent_grids();
     float x_scale[TILES];
 #pragma unroll
@@ -335,8 +355,6 @@ __device__ __forceinline__ void epilogue_warps(
         const int row = t * 8 + token;
         x_scale[t] = EPILOGUE != TO_INT32 && row < outputs.rows ? __ldcg(outputs.x_scale + row) : 0.0f;
     }
-    using Sums = typename Conditional<HAS_SIDE, SideSums<TILES, COUNT, MATRICES>, NoSums<TILES, COUNT, MATRICES>>::type;
-    const Sums side_sums(side, outputs.rows);
     PipelineState buffer(2);
     for (int tile = 0; tile < work.tiles; ++tile, buffer.next()) {
         float added[COUNT][TILES][MATRICES];

@@ -56,6 +56,26 @@ struct TileSlots {
     }
 };
 
+// The chunks of piece `piece`; of PARTS * SHRINK_WARPS.
+__device__ __forceinline__ int2 piece_chunks(int chunks, int piece) {
+    return {chunks * piece / (PARTS * SHRINK_WARPS), chunks * (piece + 1) / (PARTS * SHRINK_WARPS)};
+}
+
+// Fetches what a warp reads of `down` into the L2 cache, while the kernel waits for its input.
+template <int GROUPS>
+__device__ __forceinline__ void prefetch_piece(
+    const __half* const (&weights)[GROUPS], int down_pitch, int chunks, int piece) {
+    const int2 range = piece_chunks(chunks, piece);
+#pragma unroll 1
+    for (int chunk = range.x; chunk < range.y; ++chunk)
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g)
+            if (weights[g] && threadIdx.x % 4 == 0) {
+                prefetch_l2(weights[g] + chunk * CHUNK);
+                prefetch_l2(weights[g] + 8 * static_cast<size_t>(down_pitch) + chunk * CHUNK);
+            }
+}
+
 // x: fp16 [rows, x_pitch]; the inputs of `side` are written. The grid is (CLUSTER * groups of 16 * GROUPS columns,
 // tiles of SHRINK_ROWS rows, slots of a tile at once). A cluster finds the rows of a tile that have its slot, and
 // computes its columns of these, 8 * TILES rows at a time.
@@ -106,8 +126,12 @@ __global__ void __launch_bounds__(SHRINK_WARPS* WARP)
                 const int row = h * WARP + lane;
                 if (mask >> row & 1) list[count_rows(mask & ((1ull << row) - 1))] = row;
             }
+        if (!has_waited) {
+            if constexpr (CLUSTER > 1)
+                prefetch_piece<GROUPS>(weights, side.down_pitch, chunks, part * SHRINK_WARPS + warp);
+            wait_on_dependent_grids(), has_waited = true;
+        }
         __syncthreads();
-        if (!has_waited) wait_on_dependent_grids(), has_waited = true;
         for (int from = 0; from < count; from += TILES * 8) {
             const __half* own[TILES];
 #pragma unroll
@@ -116,9 +140,9 @@ __global__ void __launch_bounds__(SHRINK_WARPS* WARP)
 #pragma unroll 1
             for (int p = part; p < (CLUSTER > 1 ? part + 1 : PARTS); ++p) {
                 float sums[GROUPS][TILES][4] = {};
-                const int piece = p * SHRINK_WARPS + warp, end = chunks * (piece + 1) / (PARTS * SHRINK_WARPS);
+                const int2 range = piece_chunks(chunks, p * SHRINK_WARPS + warp);
 #pragma unroll 2
-                for (int chunk = chunks * piece / (PARTS * SHRINK_WARPS); chunk < end; ++chunk) {
+                for (int chunk = range.x; chunk < range.y; ++chunk) {
                     const int at = chunk * CHUNK;
                     uint4 values[TILES];
 #pragma unroll
