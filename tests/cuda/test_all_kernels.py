@@ -41,6 +41,7 @@ OCCUPANCY_SPILL = 96
 MAY_USE = {
     "attention_decode": 255,
     "gemm_hopper": 240,
+    "gemm_hopper_adapted": 240,
     "shrink_rows": 255,
     "skinny_gemm_hopper_adapted": 168,
     "latent_attention": 255,
