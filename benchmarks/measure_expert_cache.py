@@ -2,12 +2,15 @@
 
     python benchmarks/measure_expert_cache.py [--tokens 1000] [--exponent 1.2] [--routing FILE.npy --shape NAME]
     python benchmarks/measure_expert_cache.py --gpu [--layers 8] ...
+    python benchmarks/measure_expert_cache.py --record MODEL --text FILE --routing FILE.npy
 
 The room for experts is what the planner leaves beside all other weights, a cache of 4,096 tokens and the scratch. The
 routing is drawn by Zipf's law, or recorded: int ``[tokens, layers, top_k]``. ``hits`` are shares of what is needed, and
 ``of best`` shares of Belady's hits. ``engine`` is the policy that runs (``memory/expert_cache.py``). A prefetched
 expert that is needed is a hit, at the given accuracy of predictions, with room for as many copies as a layer needs
 experts. ``copies`` are those a token, wrong predictions included. Only --gpu needs a GPU.
+
+--record writes the experts that a model on the CPU chooses for the tokens of a text, at most as many as its context.
 
 With --gpu the kernels of the engine's cache run alone, for the first ``--layers`` layers, whose experts lie in pinned
 host memory, and their share of the slots: the hits that they count, beside Belady's, the time of a token's copies, and
@@ -17,11 +20,15 @@ the share of the link's measured speed that they reach.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from expert_cache import LeastFrequent, LeastRecent, Policy, Prefetch, best_hits, policy_hits, uses_of
 
+from bminf_lite import Model, load
+from bminf_lite.backend import base
+from bminf_lite.backend.mixture import Mixture
 from bminf_lite.backend.values import ExpertSlots
 from bminf_lite.memory.expert_cache import ExpertPool, zipf_routing
 from bminf_lite.memory.planner import Machine, plan_memory
@@ -44,6 +51,33 @@ def room(shape: str, gib: int) -> tuple[ExpertSlots, int]:
     others = plan_memory(needed, Machine(1 << 50), CONTEXT).total_bytes - sum(mixture.nbytes for mixture in mixtures)
     layers = tuple(mixture.num_experts for mixture in mixtures)
     return ExpertSlots(mixtures[0].expert_bytes, ((gib << 30) - others) // size, layers), mixtures[0].top_k
+
+
+def recorded_routing(model: Model, token_ids: Sequence[int]) -> np.ndarray:
+    """The experts that a model on the CPU chooses for each token: int32 ``[tokens, layers, top_k]``."""
+    chosen: dict[int, list[np.ndarray]] = {}
+    choose = base.choose_experts
+
+    def record(x: np.ndarray, mixture: Mixture) -> tuple[np.ndarray, np.ndarray]:
+        found = choose(x, mixture)
+        chosen.setdefault(id(mixture), []).append(found[0])
+        return found
+
+    base.choose_experts = record
+    try:
+        model.logits(token_ids)
+    finally:
+        base.choose_experts = choose
+    return np.stack([np.concatenate(steps) for steps in chosen.values()], axis=1)
+
+
+def record_file(model: Path, text: Path, target: Path) -> None:
+    """Write the routing of a text to a file."""
+    with load(model, device="cpu") as loaded:
+        tokens = loaded.tokenizer.encode(text.read_text(encoding="utf-8"))[: loaded.engine_config.context_length]
+        routing = recorded_routing(loaded, tokens)
+    np.save(target, routing)
+    print(f"{target}: {len(routing):,} tokens, {routing.shape[1]} layers, {routing.shape[2]} experts of each")
 
 
 def pool_hits(pool: ExpertPool, routing: np.ndarray) -> tuple[int, int]:
@@ -104,7 +138,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=MARKS)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--layers", type=int, default=8, help="with --gpu, how many have memory")
+    parser.add_argument("--record", type=Path, metavar="MODEL")
+    parser.add_argument("--text", type=Path)
     arguments = parser.parse_args()
+    if arguments.record is not None:
+        if arguments.text is None or arguments.routing is None:
+            parser.error("--record needs a --text, and a file for its --routing")
+        record_file(arguments.record, arguments.text, arguments.routing)
+        return
     if arguments.routing is not None and arguments.shape is None:
         parser.error("--routing is of one model: say by --shape of which")
     if not arguments.gpu:

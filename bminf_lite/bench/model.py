@@ -124,6 +124,8 @@ def random_model(
         max_chunk=max_num_batched_tokens,
     )
     name = name if chosen.name == "w8a8" else f"{name}, {chosen.name}"
+    if plan is not None:
+        plan = replace(plan, exponent=0.0)  # such routers choose each expert about as often as another
     weights = RandomWeights(spec, chosen)
     made = _build(name, described, weights, ranks, plan, kv_cache, max_batch, max_num_batched_tokens)
     if speculative is None:

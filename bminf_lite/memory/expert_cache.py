@@ -97,7 +97,9 @@ class ExpectedHits:
 
 
 @functools.lru_cache(64)
-def expected_hits(num_slots: int, layers: int, experts: int, top_k: int, batch: int) -> ExpectedHits:
+def expected_hits(
+    num_slots: int, layers: int, experts: int, top_k: int, batch: int, exponent: float = ZIPF
+) -> ExpectedHits:
     """Of steps with ``batch`` tokens that draw their experts by Zipf's law, without correlation in time.
 
     The policy is simulated for a few layers that have their share of the slots, after as many tokens again. There are
@@ -108,7 +110,7 @@ def expected_hits(num_slots: int, layers: int, experts: int, top_k: int, batch: 
     pool = ExpertPool(max(num_slots * simulated // layers, experts), [experts] * simulated)
     steps = max(SIMULATED_TOKENS // batch, 2)
     tokens = 2 * steps * min(batch, SIMULATED_TOKENS)
-    routing = zipf_routing(np.random.default_rng(0), tokens, simulated, experts, top_k)
+    routing = zipf_routing(np.random.default_rng(0), tokens, simulated, experts, top_k, exponent)
     before = (0, 0)
     for step, chosen in enumerate(np.split(routing, 2 * steps)):
         if step == steps:

@@ -141,7 +141,8 @@ class MemoryPlan:
     ``streamed`` are the numbers of the streamed layers, in order, and ``streamed_prompt`` those of an encoder's. With
     ``host_tables`` the embedding tables are in host memory, and with ``experts``, slots for some of them, all experts.
     The cache has room for ``context`` tokens of ``batch`` sequences. ``chunk`` is the prompt tokens that are processed
-    at once: ``max_chunk``, or fewer if memory is short.
+    at once: ``max_chunk``, or fewer if memory is short. Predictions draw experts by Zipf's law with the ``exponent``, 0
+    for experts that are all as likely.
     """
 
     requirements: MemoryRequirements
@@ -155,6 +156,7 @@ class MemoryPlan:
     slots: int = Placement.slots
     max_chunk: int = CHUNK
     experts: tuple[ExpertSlots, ...] = ()
+    exponent: float = ZIPF
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self))
@@ -201,7 +203,7 @@ class MemoryPlan:
         mixtures = {mixture.expert_bytes: mixture for mixture in self.requirements.decode.experts}
         kinds = ((pool, mixtures[pool.expert_bytes]) for pool in self.experts)
         return tuple(
-            expected_hits(pool.slots, len(pool.layers), mixture.num_experts, mixture.top_k, self.batch)
+            expected_hits(pool.slots, len(pool.layers), mixture.num_experts, mixture.top_k, self.batch, self.exponent)
             for pool, mixture in kinds
         )
 
@@ -657,7 +659,7 @@ def host_text(plan: MemoryPlan) -> str:
         parts.append(
             f"{total:,} experts, {format_size(plan.host_expert_bytes)}, of which the GPU has {plan.expert_slots:,}; of "
             f"those that a step needs it has {plan.expert_hits:.0%} and copies {plan.expert_copies:,.1f}, "
-            f"{format_size(round(plan.copied_expert_bytes))} (simulated: experts drawn by Zipf's law, exponent {ZIPF})"
+            f"{format_size(round(plan.copied_expert_bytes))} (simulated: experts drawn by Zipf's law, exponent {plan.exponent})"
         )
     if plan.host_tables:
         parts.append(f"embedding {format_size(plan.requirements.tables)}")

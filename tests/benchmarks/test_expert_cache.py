@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_kit import make_model
+from tiny_models import goldens
 
 from bminf_lite.memory.expert_cache import zipf_routing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from expert_cache import LeastFrequent, LeastRecent, Prefetch, best_hits, policy_hits, uses_of
+from measure_expert_cache import recorded_routing
 
 
 def most_hits(uses: list[list[int]], capacity: int) -> int:
@@ -80,3 +83,13 @@ def test_right_predictions_are_hits() -> None:
     assert policy_hits(uses, 8, LeastFrequent(500.0), Prefetch(1.0, 2), 8)[0] == total
     without, wrong = (policy_hits(uses, 8, LeastFrequent(500.0), x, 8) for x in (None, Prefetch(0.0, 2)))
     assert wrong[1] > without[1], "wrong predictions take the link"
+
+
+def test_the_routing_of_a_model_is_recorded() -> None:
+    """In whatever steps its tokens are computed."""
+    config = next(goldens("qwen3_moe")).config
+    tokens = np.arange(40) * 7 % config["vocab_size"]
+    found = [recorded_routing(make_model(chunk=chunk, **config), tokens.tolist()) for chunk in (2048, 16)]
+    layers, top_k = config["num_hidden_layers"], config["num_experts_per_tok"]
+    assert found[0].shape[0] == 40 and found[0].shape[1] <= layers and found[0].shape[2] == top_k
+    np.testing.assert_array_equal(*found)

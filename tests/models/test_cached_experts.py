@@ -12,6 +12,7 @@ from tiny_models import SCALED_INPUTS, RandomWeights, TinyModel, goldens, random
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.values import ExpertSlots, Placement
+from bminf_lite.errors import OutOfMemory
 from bminf_lite.models import find
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +70,21 @@ def test_few_slots_give_the_bits_of_all(ops: Backend, cuda_backend: Backend, fam
     assert found["slots"] <= found["experts"] and found["misses"] and cuda_backend.expert_cache() == {}
     bytes_of_expert = {sum(pool.expert_bytes) for pool in ops.placement.experts}
     assert len(bytes_of_expert) > 1 or found["copied_bytes"] == found["misses"] * bytes_of_expert.pop()
+
+
+@pytest.mark.filterwarnings("ignore:the system does not pin")
+def test_a_host_that_pins_nothing_is_an_error(ops: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bminf_lite.backend.cuda import streamed_weights
+
+    def refuse(*_: int) -> None:
+        raise streamed_weights.runtime.CUDARuntimeError(2)
+
+    golden = next(goldens("qwen3_moe"))
+    weights = RandomWeights(golden.config, golden.seed, True)
+    ops.placement = Placement(experts=slots_for(golden.config, weights, 2))
+    monkeypatch.setattr(streamed_weights.runtime, "hostRegister", refuse)
+    with pytest.raises(OutOfMemory, match=r"no pinned memory for .* of experts.*raise the memory limit"):
+        TinyModel(ops, golden.config, weights)
 
 
 def test_an_expert_that_is_there_is_not_copied_again(ops: Backend) -> None:
