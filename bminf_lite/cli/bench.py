@@ -130,9 +130,8 @@ def bench(
     Processes random prompts (pp), or encodes sources (enc), and decodes tokens (tg) with the model in the folder MODEL,
     or with random weights of a shape. Prints tokens per second (the median of the runs ± their standard deviation), the
     bytes that a token must move, and the share of this device's measured rates that is reached. If layers are streamed
-    because they do not fit the memory limit, or experts copied, it also prints the bytes copied for a token, the share
-    of the link's speed, and the speed that "plan" predicts. Random weights choose all
-    experts alike, and so does that prediction.
+    because they do not fit the memory limit, or experts are copied, it also prints the bytes copied for a token, the
+    share of the link's speed, and the speed that "plan" predicts. Random weights choose all experts alike.
 
     With --gpus the bytes, the shares and the memory are those of the first GPU, which waits for the others' sums. The
     trace of a step shows that wait.

@@ -659,7 +659,8 @@ def host_text(plan: MemoryPlan) -> str:
         parts.append(
             f"{total:,} experts, {format_size(plan.host_expert_bytes)}, of which the GPU has {plan.expert_slots:,}; of "
             f"those that a step needs it has {plan.expert_hits:.0%} and copies {plan.expert_copies:,.1f}, "
-            f"{format_size(round(plan.copied_expert_bytes))} (simulated: experts drawn by Zipf's law, exponent {plan.exponent})"
+            f"{format_size(round(plan.copied_expert_bytes))} (simulated: experts drawn by Zipf's law, exponent "
+            f"{plan.exponent})"
         )
     if plan.host_tables:
         parts.append(f"embedding {format_size(plan.requirements.tables)}")
