@@ -9,9 +9,11 @@ import pytest
 from model_kit import make_model, prompt_of, request, run
 from tiny_models import RandomWeights, goldens
 
+from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.values import ExpertSlots, Placement
+from bminf_lite.bench.model import random_model
 from bminf_lite.models import find
 
 pytestmark = pytest.mark.gpu
@@ -47,3 +49,32 @@ def test_few_experts_on_the_gpu_generate_the_same_tokens(ops: Backend, cuda_back
         found.append([run(model, [one])[0].output_token_ids for one in requests()])
     assert found[0] == found[1] == found[2] == found[3]
     assert ops.expert_cache()["misses"] > 0
+
+
+WIDE = {
+    "model_type": "mixtral", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "num_local_experts": 32,
+    "num_experts_per_tok": 3,
+}  # fmt: skip
+"""Experts of 36 MiB."""
+
+
+def test_a_limit_that_experts_exceed_keeps_the_chosen_ones() -> None:
+    from bminf_lite.backend.cuda.backend import CudaBackend
+
+    found = []
+    for limit in ("88MiB", "1GiB"):
+        ops = CudaBackend(0, limit)
+        made = random_model("wide", WIDE, ops, max_num_batched_tokens=64)
+        assert made.plan is not None and bool(made.plan.experts) == (limit == "88MiB") and not made.plan.streamed
+        model = Model(made.network, made.engine_config)
+        requests = [request(i, prompt_of(length), max_new_tokens=6) for i, length in enumerate((90, 5))]
+        found.append([r.output_token_ids for r in run(model, requests)])
+        counts = model.expert_cache()
+        assert bool(counts) == bool(made.plan.experts) and ops.arena.peak_reserved <= ops.arena.limit
+        if counts:
+            assert counts["slots"] == made.plan.expert_slots < counts["experts"] == 192
+            assert counts["hits"] > 0 and counts["misses"] * (3 * 512 * 128) == counts["copied_bytes"]
+        model.close()
+        ops.close()
+    assert found[0] == found[1]
