@@ -368,6 +368,24 @@ class Engine:
             return
         self._tell(scheduler.end_overdue(time.perf_counter()))
         in_flight = self._in_flight
+        self._launch(scheduler, runner)
+        if in_flight:
+            step, launched = in_flight.popleft()
+            updated = scheduler.postprocess(step, launched.fetch())
+            try:
+                if len(in_flight) == 1:
+                    in_flight[0][1].sample()
+                elif runner.max_steps_in_flight and not in_flight and scheduler.running:
+                    self._add_arrived()
+                    self._launch(scheduler, runner)  # the device waits for this step, and callers can wait
+            finally:
+                self._tell(updated)
+        elif scheduler.has_requests:
+            raise BminfError("the scheduler has requests and plans no step: this is a bug in bminf-lite")
+
+    def _launch(self, scheduler: Scheduler, runner: Runner) -> None:
+        """Launch steps until the device has enough of them, or the next one cannot be planned yet."""
+        in_flight = self._in_flight
         while (
             len(in_flight) <= runner.max_steps_in_flight
             and not (in_flight and in_flight[-1][1].waits_for_tokens)
@@ -375,16 +393,6 @@ class Engine:
         ):
             in_flight.append((step, runner.launch(step)))
             self._num_steps += 1
-        if in_flight:
-            step, launched = in_flight.popleft()
-            updated = scheduler.postprocess(step, launched.fetch())
-            try:
-                if len(in_flight) == 1:
-                    in_flight[0][1].sample()
-            finally:
-                self._tell(updated)
-        elif scheduler.has_requests:
-            raise BminfError("the scheduler has requests and plans no step: this is a bug in bminf-lite")
 
     def _add_arrived(self) -> None:
         """Called in every turn: if Ctrl-C interrupts a caller before it wakes the thread, its cancellation wakes it."""

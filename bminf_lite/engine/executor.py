@@ -46,7 +46,7 @@ class ExecutedStep:
 
     logits: Array
     sampler: SamplerState
-    sampled: np.ndarray
+    sampled: slice | np.ndarray
     sequences: int
     taken: Array = None
     choice: Callable[[], np.ndarray] | None = None
@@ -78,6 +78,7 @@ class Executor:
         self.table = SamplerTable(self.ops, table_size)
         self.captured: dict[StepSize, CapturedStep] = {}
         self.guesses: dict[GuessSize, CapturedGuesses] = {}
+        self._grown: tuple[int, ...] = ()  # the blocks that the last plan needed
         self._packed = self.ops.array(np.zeros(0, np.int32))  # the integers of a step that is not captured
         self.encoder: SourceEncoder | None = None
         with _memory_for_the_cache():
@@ -124,13 +125,13 @@ class Executor:
         else:
             arrays = StepArrays(self.ops, self._packed_for(inputs), inputs, plan.max_query_len)
             forward = lambda: self.network(arrays.batch, self.cache)  # noqa: E731
-        sampler = self.table.state(arrays.rows, plan.variant, arrays.offsets, arrays.drafts)
+        sampler = self.table.state_of(arrays, plan.variant)
         arrays.write_step(inputs, sampler)
         drafts = None if guesses is None else self.ops.insert_guesses(arrays.batch.tokens, arrays.drafts, guesses)
         if plan.moves:
             self.ops.insert_positions(arrays.batch.context_lens, sampler)
         logits = forward()
-        step = ExecutedStep(logits, sampler, np.flatnonzero(inputs.rows), inputs.size.sequences)
+        step = ExecutedStep(logits, sampler, plan.sampled, inputs.size.sequences)
         if drafts is not None and self.reports:
             step.drafts = self.ops.fetch(drafts)
         end = step.sequences if plan.samples else 0
@@ -210,7 +211,7 @@ class Executor:
                 arrays.write_step(values, self.table.state(arrays.rows, SamplerVariant.GREEDY))  # loads its kernel
                 logits = step.forward()
                 for variant in SamplerVariant if run == 0 and step is steps[0] else ():
-                    state = self.table.state(arrays.rows, variant, arrays.offsets, arrays.drafts)
+                    state = self.table.state_of(arrays, variant)
                     self.ops.fetch(self.ops.sample(logits, state))()
             for guessed in guesses:
                 found = self._captured_guesses(guessed)
@@ -229,7 +230,10 @@ class Executor:
 
     def _grow(self, plan: StepPlan) -> None:
         """Enlarge the caches if the plan needs a block beyond them."""
-        self._grow_to(plan.num_blocks, (plan.num_source_blocks,))
+        needed = (*plan.num_blocks, plan.num_source_blocks)
+        if needed != self._grown:
+            self._grow_to(plan.num_blocks, (plan.num_source_blocks,))
+            self._grown = needed
 
     def _grow_to(self, *needed: Sequence[int]) -> None:
         """Enlarge the caches, by half at least, if they have fewer blocks in a group than ``needed``."""

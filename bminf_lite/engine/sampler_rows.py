@@ -6,7 +6,7 @@ takes rows, the executor writes them (:mod:`.sampler_table`). Row 0 belongs to n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,7 +148,7 @@ class SamplerRows:
         writes, self._writes = self._writes, []
         return writes
 
-    def variant(self, rows: Sequence[int]) -> SamplerVariant:
+    def variant(self, rows: Iterable[int]) -> SamplerVariant:
         """The variant of a step of the sequences in ``rows``."""
         return max((self._entries[row].variant for row in rows if row), default=SamplerVariant.GREEDY)
 

@@ -28,6 +28,7 @@ from ..backend.sampling import (
 )
 from ..backend.values import Array
 from .sampler_rows import MaskWrite, RowWrite, TableSize
+from .step_arrays import StepArrays
 
 
 class SamplerTable:
@@ -93,3 +94,11 @@ class SamplerTable:
         if variant >= SamplerVariant.ADJUST:
             self.allocate()
         return replace(self._state, rows=rows, variant=variant, offsets=offsets, drafts=drafts)
+
+    def state_of(self, arrays: StepArrays, variant: SamplerVariant) -> SamplerState:
+        """The same for a step with these arrays, which keep it for the next time."""
+        found = arrays.samplers.get(variant)
+        if found is None or found.bias is not self._state.bias:  # that came meanwhile
+            found = self.state(arrays.rows, variant, arrays.offsets, arrays.drafts)
+            arrays.samplers[variant] = found
+        return found

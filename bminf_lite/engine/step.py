@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -83,19 +84,21 @@ class Step:
     sources: Sequence[Request] = ()
     copies: Sequence[tuple[Request, Sequence[tuple[int, int]]]] = ()
 
-    @property
-    def others(self) -> list[ScheduledTokens]:
+    @cached_property
+    def others(self) -> Sequence[ScheduledTokens]:
         """The tokens behind those of the requests that decode."""
         return [*self.singles, *self.pieces]
 
-    @property
-    def requests(self) -> list[Request]:
+    @cached_property
+    def requests(self) -> Sequence[Request]:
         """The requests of all rows and pieces, in order."""
-        return [*self.decoding, *(part.request for part in self.others)]
+        return [*self.decoding, *(part.request for part in self.others)] if self.others else self.decoding
 
-    @property
-    def sampled(self) -> list[Request]:
+    @cached_property
+    def sampled(self) -> Sequence[Request]:
         """The requests of all tokens that sample, in order; a request with drafts occurs once for each of its rows."""
+        if not self.others:
+            return self.decoding
         return [*self.decoding, *(part.request for part in self.others if part.samples)]
 
     @property

@@ -18,7 +18,7 @@ from math import prod
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.sampling import SamplerState
+from ..backend.sampling import SamplerState, SamplerVariant
 from ..backend.values import BLOCK_SIZE, Array, ForwardBatch
 
 ALIGNMENT = 32
@@ -182,12 +182,13 @@ class StepArrays:
     """The integers of a step on the device: a model's ``batch``, ``rows``, ``offsets``, ``drafts`` and ``targets``.
 
     They lie in ``packed``, int32, as :meth:`write` copies them there; their shapes are those of ``inputs``.
-    ``max_query_len`` is a bound of the new tokens of a sequence.
+    ``max_query_len`` is a bound of the new tokens of a sequence. ``samplers`` are the sampler's states of such steps.
     """
 
     def __init__(self, ops: Backend, packed: Array, inputs: StepInputs, max_query_len: int):
         self._ops = ops
         self._packed = packed
+        self.samplers: dict[SamplerVariant, SamplerState] = {}
         arrays, size = split(self._packed, inputs.shapes), inputs.size
         tokens, cu_seqlens, context_lens, self.rows = arrays[:4]
         offsets, drafts, logit_rows, self.targets, last_positions, source_lens = arrays[4:10]
@@ -227,5 +228,6 @@ class CapturedStep:
     """A step of a fixed size: ``forward`` computes the logits of a batch, and is captured."""
 
     def __init__(self, ops: Backend, inputs: StepInputs, forward: Callable[[ForwardBatch], Array]):
-        self.arrays = StepArrays(ops, ops.array(inputs.packed), inputs, max(inputs.size.prompt_tokens, 1))
+        packed = ops.array(inputs.packed.copy())  # the inputs are used again
+        self.arrays = StepArrays(ops, packed, inputs, max(inputs.size.prompt_tokens, 1))
         self.forward = ops.capture(lambda: forward(self.arrays.batch))

@@ -29,6 +29,8 @@ from .step_arrays import StepInputs, StepSize, captured_sizes
 
 CAPTURED_LENGTHS = (1024, 4096, 16384)
 """Bounds of the lengths of sequences for which steps are captured, beside the model's context; in tokens."""
+MAX_KEPT_BYTES = 64 << 10
+"""The most bytes of the integers of a captured step whose arrays are kept from step to step."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class StepPlan:
 
     - ``inputs``: the integers of the step. If it ``is_captured``, they are padded to the size of a captured step.
     - ``max_query_len``: the most new tokens of a sequence, if it is not captured.
-    - ``samples``: whether any token is chosen, in the ``variant``.
+    - ``samples``: whether any token is chosen, for the rows ``sampled``, in the ``variant``.
     - ``num_taken``: rows of logits, the last ones, that requests take.
     - ``wants_top``: whether the scored prompt tokens report the most likely tokens.
     - ``guesses``: those that are made before the step; draft ``-1 - i`` of the inputs is guess ``i`` of them.
@@ -65,6 +67,7 @@ class StepPlan:
     is_captured: bool
     max_query_len: int
     samples: bool
+    sampled: slice | np.ndarray
     variant: SamplerVariant
     num_taken: int = 0
     wants_top: bool = False
@@ -125,6 +128,8 @@ class StepBuilder:
             has_adapters=config.num_adapter_slots > 0,
         )
         self._prompt_sizes = [size for size in self.sizes if size.prompts]
+        self._sizes_of_rows: dict[tuple[int, bool, bool], list[StepSize]] = {}  # those that rows without pieces fit
+        self._kept: dict[StepSize, StepInputs] = {}
         most = config.max_num_draft_rows // 2
         self.guess_sizes = guess_sizes(ops, lengths, min(most, config.max_num_seqs), config.num_draft_tokens)
 
@@ -174,31 +179,19 @@ class StepBuilder:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def build(self, step: Step) -> StepPlan:
-        """The plan of a step, which is launched before the next one is built."""
+        """The plan of a step, which is launched before the next one is built: that may have the same arrays."""
         for request, _ in step.copies:
             self._update_tables(request)  # it may begin with one token in the middle of a block
-        others, sampled = step.others, step.sampled
-        longest = max(step.positions, default=0) + 1 + max(step.ahead.values(), default=0)
-        exact = StepSize(
-            step.num_decodes,
-            len(step.pieces),
-            step.num_prompt_tokens,
-            max(longest, *(p.stop for p in others)) if others else longest,
-            has_drafts=bool(step.drafts),
-            has_adapters=any(r.lora_id for r in step.requests),
-        )
-        size = None
-        if not any(p.needs_more_logits for p in others):
-            sizes = self._prompt_sizes if step.pieces else self.sizes
-            size = next((size for size in sizes if exact.fits(size)), None)
+        others, size = step.others, self._captured_size(step)
+        inputs = self._inputs(step) if size is None else self._captured_inputs(step, size)
         pool = self.blocks.source_pool
-        inputs = self._inputs(step, exact) if size is None else self._captured_inputs(step, size)
         return StepPlan(
             inputs,
             is_captured=size is not None,
             max_query_len=max((p.num_tokens for p in step.pieces), default=1),
-            samples=bool(sampled),
-            variant=self.rows.variant([*{r.row: None for r in sampled}]),  # a request with drafts has several rows
+            samples=bool(step.sampled),
+            sampled=np.flatnonzero(inputs.rows) if others else slice(len(step.decoding)),
+            variant=self.rows.variant({r.row: None for r in step.sampled}),  # a request with drafts has several rows
             num_taken=sum(p.num_taken for p in others),
             wants_top=any(p.num_scored and p.request.num_prompt_top > 1 for p in others),
             guesses=self._step_guesses(step, inputs) if step.num_guesses else None,
@@ -212,6 +205,24 @@ class StepBuilder:
             source_lora_ids=[r.lora_id for r in step.sources],
             copies=[pairs for _, pairs in step.copies],
         )
+
+    def _captured_size(self, step: Step) -> StepSize | None:
+        """The first captured size that the step can be padded to, if it needs no more logits than such a step has."""
+        if any(p.needs_more_logits for p in step.others):
+            return None
+        longest, has_adapters = _longest(step), self.config.num_adapter_slots > 0 and _has_adapters(step)
+        if step.pieces:
+            exact = StepSize(
+                step.num_decodes, len(step.pieces), step.num_prompt_tokens, longest, bool(step.drafts), has_adapters
+            )
+            return next((size for size in self._prompt_sizes if exact.fits(size)), None)
+        key = step.num_decodes, bool(step.drafts), has_adapters
+        sizes = self._sizes_of_rows.get(key)
+        if sizes is None:
+            rows, has_drafts, has_adapters = key
+            exact = StepSize(rows, 0, 0, 0, has_drafts, has_adapters)
+            sizes = self._sizes_of_rows[key] = [size for size in self.sizes if exact.fits(size)]
+        return next((size for size in sizes if longest <= size.max_context_len), None)
 
     def guesses(self, newest: Mapping[Request, int], count: int, ahead: Mapping[Request, int]) -> GuessPlan:
         """The plan of ``count`` guesses behind the newest token of each request, whose position is given.
@@ -263,22 +274,39 @@ class StepBuilder:
         return self._captured_inputs(Step(), size)
 
     def _captured_inputs(self, step: Step, size: StepSize) -> StepInputs:
-        """The integers of a step that is padded to ``size``; tables are as wide as its longest sequences need."""
-        widths = [group.blocks_for(size.max_context_len) for group in self.blocks.groups]
-        source_width = blocks_for(self.config.max_source_length) if self.blocks.source_pool is not None else 0
-        only_last = size.prompts > 0
-        inputs = StepInputs(size, widths, source_width, only_last * size.sequences, only_last=only_last)
+        """The integers of a step that is padded to ``size``; tables are as wide as its longest sequences need.
+
+        Those that take little memory are kept, because it takes the host longer to make them than to fill them.
+        """
+        inputs = self._kept.get(size)
+        if inputs is None:
+            widths = [group.blocks_for(size.max_context_len) for group in self.blocks.groups]
+            source_width = blocks_for(self.config.max_source_length) if self.blocks.source_pool is not None else 0
+            only_last = size.prompts > 0
+            inputs = StepInputs(size, widths, source_width, only_last * size.sequences, only_last=only_last)
+            if inputs.packed.nbytes <= MAX_KEPT_BYTES:
+                self._kept[size] = inputs
+        else:
+            inputs.packed.fill(0)
         self._fill(inputs, step)
         inputs.fill_logit_lora_ids()
         return inputs
 
-    def _inputs(self, step: Step, size: StepSize) -> StepInputs:
-        """The integers of a step of exactly ``size``. Its logits are those to sample from, to score, and to hand out.
+    def _inputs(self, step: Step) -> StepInputs:
+        """The integers of a step that is not padded. Its logits are those to sample from, to score, and to hand out.
 
         To sample, each sequence has a row of logits; a step of decoding sequences alone has no others. Each has a row
         too where no other logits are wanted, because the last layer computes the last tokens without the others.
         """
         requests, others = step.requests, step.others
+        size = StepSize(
+            step.num_decodes,
+            len(step.pieces),
+            step.num_prompt_tokens,
+            _longest(step),
+            has_drafts=bool(step.drafts),
+            has_adapters=_has_adapters(step),
+        )
         samples = bool(step.decoding) or any(p.samples for p in others)
         widths = [max(len(_blocks(r).tables[group]) for r in requests) for group in range(len(self._tables))]
         source_width = blocks_for(max(len(r.source_token_ids) for r in requests))
@@ -300,56 +328,97 @@ class StepBuilder:
         return inputs
 
     def _fill(self, inputs: StepInputs, step: Step) -> None:
-        """Write the integers of the parts. Prompts lie behind the padding of the decoding sequences."""
-        size, num_decodes = inputs.size, step.num_decodes
-        requests, others, decoding = step.requests, step.others, len(step.decoding)
-        places = np.arange(len(requests))
-        places[num_decodes:] += size.decodes - num_decodes
-        tokens = [_newest(request, position) for request, position in zip(step.decoding, step.positions, strict=True)]
-        for part in others:
-            tokens += part.request.token_ids(part.start, part.stop)
-        inputs.tokens[:num_decodes] = tokens[:num_decodes]
-        inputs.tokens[size.decodes : size.decodes + len(tokens) - num_decodes] = tokens[num_decodes:]
-        if size.has_drafts:
-            inputs.offsets[:decoding], inputs.drafts[:decoding] = step.offsets, step.drafts
-            rows = np.flatnonzero(inputs.offsets)
-            inputs.tokens[rows] = np.maximum(inputs.drafts[rows], 0)
+        """Write the integers of the rows and parts, over zeros."""
+        size = inputs.size
+        ends = [*accumulate((p.num_tokens for p in step.pieces), initial=size.decodes)]
         inputs.cu_seqlens[: size.decodes] = np.arange(size.decodes)
-        begins = [*accumulate((p.num_tokens for p in step.pieces), initial=size.decodes)]
-        inputs.cu_seqlens[size.decodes :] = begins[-1]
-        inputs.cu_seqlens[size.decodes : size.decodes + len(begins)] = begins
-        if size.has_adapters:
-            ids = [r.lora_id for r in requests]
-            inputs.lora_ids[:num_decodes] = ids[:num_decodes]
-            counts = [p.num_tokens for p in step.pieces]
-            inputs.lora_ids[size.decodes : begins[-1]] = np.repeat(np.array(ids[num_decodes:], np.int32), counts)
+        inputs.cu_seqlens[size.decodes :] = ends[-1]
+        if step.decoding:
+            self._fill_decoding(inputs, step)
+        if step.others:
+            inputs.cu_seqlens[size.decodes : size.decodes + len(ends)] = ends
+            self._fill_others(inputs, step)
         if len(inputs.logit_rows) >= size.sequences:
             inputs.logit_rows[: size.sequences] = np.maximum(inputs.cu_seqlens[1:] - 1, 0)
-        if len(inputs.last_positions):
-            inputs.last_positions[places] = [*step.positions, *(p.stop - 1 for p in others)]
-        table_rows = [r.row for r in requests]
-        inputs.context_lens[places] = [*step.positions, *(p.start for p in others)]
+
+    def _fill_decoding(self, inputs: StepInputs, step: Step) -> None:
+        """Write the rows that decode, which lie first."""
+        decoding, positions, count = step.decoding, step.positions, len(step.decoding)
+        contexts = positions
+        if step.drafts:
+            inputs.offsets[:count], inputs.drafts[:count] = step.offsets, step.drafts
+            rows = zip(decoding, positions, step.offsets, step.drafts, strict=True)
+            inputs.tokens[:count] = [max(d, 0) if offset else _newest(r, position) for r, position, offset, d in rows]
+        else:
+            inputs.tokens[:count] = [_newest(r, position) for r, position in zip(decoding, positions, strict=True)]
         if step.ahead:
-            offsets = step.offsets or [0] * decoding
-            for place, (request, offset) in enumerate(zip(step.decoding, offsets, strict=True)):
-                if request in step.ahead:
-                    inputs.context_lens[place] = -len(request.prompt_token_ids) - offset
-        inputs.rows[places] = [*table_rows[:decoding], *(p.request.row if p.samples else 0 for p in others)]
-        changed = [p.request for p in others if p.num_tokens > 1 or p.start % BLOCK_SIZE == 0]  # what takes new blocks
-        changed += [r for r, i in zip(step.decoding, step.positions, strict=True) if i % BLOCK_SIZE == 0]
-        for request in (*changed, *step.ahead):
+            offsets, ahead = step.offsets or [0] * count, step.ahead
+            contexts = [
+                -len(r.prompt_token_ids) - offset if r in ahead else position
+                for r, position, offset in zip(decoding, positions, offsets, strict=True)
+            ]
+        table_rows = [r.row for r in decoding]
+        inputs.rows[:count], inputs.context_lens[:count] = table_rows, contexts
+        if len(inputs.last_positions):
+            inputs.last_positions[:count] = positions
+        if inputs.size.has_adapters:
+            inputs.lora_ids[:count] = [r.lora_id for r in decoding]
+        for request, position in zip(decoding, positions, strict=True):
+            if position % BLOCK_SIZE == 0:
+                self._update_tables(request)
+        for request in step.ahead:
             self._update_tables(request)
+        self._copy_tables(inputs, slice(count), decoding, table_rows)
+
+    def _fill_others(self, inputs: StepInputs, step: Step) -> None:
+        """Write tokens that do not sample, behind those that decode, and prompts, behind the padding of both."""
+        size, others, first, num_singles = inputs.size, step.others, len(step.decoding), len(step.singles)
+        places = np.arange(first, first + len(others))
+        places[num_singles:] += size.decodes - step.num_decodes
+        requests, counts = [p.request for p in others], [p.num_tokens for p in others]
+        inputs.tokens[first : first + num_singles] = [p.request.token_ids(p.start, p.stop)[0] for p in step.singles]
+        token = size.decodes
+        for part in step.pieces:
+            inputs.tokens[token : token + part.num_tokens] = part.request.token_ids(part.start, part.stop)
+            token += part.num_tokens
+        if size.has_adapters:
+            ids = np.repeat(np.array([r.lora_id for r in requests], np.int32), counts)
+            inputs.lora_ids[first : first + num_singles] = ids[:num_singles]
+            inputs.lora_ids[size.decodes : token] = ids[num_singles:]
+        inputs.context_lens[places] = [p.start for p in others]
+        inputs.rows[places] = [p.request.row if p.samples else 0 for p in others]
+        if len(inputs.last_positions):
+            inputs.last_positions[places] = [p.stop - 1 for p in others]
+        for part in others:
+            if part.num_tokens > 1 or part.start % BLOCK_SIZE == 0:  # what takes new blocks
+                self._update_tables(part.request)
+        self._copy_tables(inputs, places, requests, [r.row for r in requests])
+
+    def _copy_tables(
+        self, inputs: StepInputs, places: slice | np.ndarray, requests: Sequence[Request], rows: Sequence[int]
+    ) -> None:
+        """Write the block tables of requests, whose host tables are in ``rows``, to the ``places`` of a step."""
         for host, table in zip(self._tables, inputs.tables, strict=True):
-            table[places] = host.array[table_rows, : table.shape[1]]
+            table[places] = host.array[rows, : table.shape[1]]
         if len(inputs.source_lens):
             inputs.source_lens[places] = [len(r.source_token_ids) for r in requests]
-            inputs.source_table[places] = self._source_tables.array[table_rows, : inputs.source_table.shape[1]]
+            inputs.source_table[places] = self._source_tables.array[rows, : inputs.source_table.shape[1]]
 
     def _update_tables(self, request: Request) -> None:
         blocks = _blocks(request)
         for host, table in zip(self._tables, blocks.tables, strict=True):
             host.update(request, table)
         self._source_tables.update(request, blocks.source_table)
+
+
+def _longest(step: Step) -> int:
+    """The most tokens that a sequence of a step may have behind it."""
+    longest = max(step.positions, default=0) + 1 + max(step.ahead.values(), default=0)
+    return max(longest, *(p.stop for p in step.others)) if step.others else longest
+
+
+def _has_adapters(step: Step) -> bool:
+    return any(r.lora_id for r in step.requests)
 
 
 def _newest(request: Request, position: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -18,6 +18,10 @@ import numpy as np
 
 from ...cuda.kernels.arrays import PAD, is_padded, round_up
 
+MIN_STAGING_BYTES = 4096
+MAX_STAGINGS = 4
+"""Pinned buffers of a size that are kept while no copy uses them, when another one is made."""
+
 
 class Allocator(Protocol):
     """Memory for arrays: an arena, or scratch within one."""
@@ -25,6 +29,20 @@ class Allocator(Protocol):
     def allocate(self, nbytes: int) -> Any:
         """A block with an ``address``, which is freed with its last reference."""
         ...
+
+
+class Staging:
+    """Pinned memory of the host for a copy to or from the device, and an event behind the copy.
+
+    Making an event and a view takes the host longer than using them, so they stay together.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.event = cp.cuda.Event(disable_timing=True)
+        self._memory = cp.cuda.alloc_pinned_memory(size)
+        self.address: int = self._memory.ptr
+        self.bytes = np.frombuffer(self._memory, np.uint8, size)
 
 
 class Arrays:
@@ -39,8 +57,8 @@ class Arrays:
         self.device = device
         with cp.cuda.Device(device):
             self._downloads = cp.cuda.Stream(non_blocking=True)
-        self._pinned: deque[tuple[int, Any]] = deque()
-        self._writes: deque[tuple[cp.cuda.Event, int, Any]] = deque()
+            self._written = cp.cuda.Event(disable_timing=True)  # behind what is downloaded next
+        self._stagings: defaultdict[int, deque[Staging]] = defaultdict(deque)
         self._downloaded: deque[tuple[cp.cuda.Event, cp.ndarray]] = deque()  # arrays whose memory a copy may read
         self._held: deque[tuple[cp.cuda.Event, Any]] = deque()  # what the stream's work may read
 
@@ -93,22 +111,22 @@ class Arrays:
 
         The returned function waits for the copy. The array's memory is kept until then.
         """
-        pinned, runtime = self._take_pinned(x.nbytes), cp.cuda.runtime
-        written, copied = (cp.cuda.Event(disable_timing=True) for _ in range(2))
-        written.record(self.stream)
-        self._downloads.wait_event(written)
-        runtime.memcpyAsync(pinned.ptr, x.data.ptr, x.nbytes, runtime.memcpyDeviceToHost, self._downloads.ptr)
+        staging, runtime = self._take_staging(x.nbytes), cp.cuda.runtime
+        self._written.record(self.stream)
+        self._downloads.wait_event(self._written)
+        runtime.memcpyAsync(staging.address, x.data.ptr, x.nbytes, runtime.memcpyDeviceToHost, self._downloads.ptr)
+        copied = staging.event
         copied.record(self._downloads)
         _drop_complete(self._downloaded)
         self._downloaded.append((copied, x))
-        shape, dtype, size, nbytes = x.shape, x.dtype, x.size, x.nbytes
+        shape, dtype, nbytes = x.shape, x.dtype, x.nbytes
 
         @functools.cache  # the pinned memory is given back once
         def wait() -> np.ndarray:
             copied.synchronize()
             _drop_complete(self._downloaded)
-            values = np.frombuffer(pinned, dtype, size).reshape(shape).copy()
-            self._pinned.append((nbytes, pinned))
+            values: np.ndarray = staging.bytes[:nbytes].view(dtype).reshape(shape).copy()
+            self._give_staging(staging)
             return values
 
         return wait
@@ -136,32 +154,32 @@ class Arrays:
         copy engine, ``copy(to, from, nbytes)`` may copy.
         """
         assert (target.shape, target.dtype) == (values.shape, values.dtype) and target.flags.c_contiguous, target.shape
-        stream, event = stream or self.stream, cp.cuda.Event(disable_timing=True)
-        if not values.size:
-            return stream.record(event)
-        while self._writes and self._writes[0][0].done:
-            _, size, pinned = self._writes.popleft()
-            self._pinned.append((size, pinned))
-        size = max(4096, 1 << (values.nbytes - 1).bit_length())  # few sizes, so that buffers can be reused
-        pinned = self._take_pinned(size)
-        np.frombuffer(pinned, values.dtype, values.size).reshape(values.shape)[...] = values
-        if copy is not None:
-            copy(target.data.ptr, pinned.ptr, values.nbytes)
-        else:
+        nbytes, stream = values.nbytes, stream or self.stream
+        staging = self._take_staging(nbytes)
+        staging.bytes[:nbytes] = values.reshape(-1).view(np.uint8)
+        if copy is not None and nbytes:
+            copy(target.data.ptr, staging.address, nbytes)
+        elif nbytes:
             runtime = cp.cuda.runtime
-            runtime.memcpyAsync(target.data.ptr, pinned.ptr, values.nbytes, runtime.memcpyHostToDevice, stream.ptr)
-        event.record(stream)
-        self._writes.append((event, size, pinned))
-        return event
+            runtime.memcpyAsync(target.data.ptr, staging.address, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        staging.event.record(stream)
+        self._give_staging(staging)
+        return staging.event
 
-    def _take_pinned(self, nbytes: int) -> Any:
-        for index, (size, pinned) in enumerate(self._pinned):
-            if size == nbytes:
-                del self._pinned[index]
-                return pinned
-        while len(self._pinned) > 8:
-            self._pinned.popleft()
-        return cp.cuda.alloc_pinned_memory(nbytes)
+    def _take_staging(self, nbytes: int) -> Staging:
+        """Pinned memory whose last copy is complete; there are few sizes, so that it is mostly found."""
+        size = max(MIN_STAGING_BYTES, 1 << (nbytes - 1).bit_length())
+        kept = self._stagings[size]
+        if kept and kept[0].event.done:
+            return kept.popleft()
+        for others in self._stagings.values():
+            while len(others) > MAX_STAGINGS and others[0].event.done:
+                others.popleft()
+        return Staging(size)
+
+    def _give_staging(self, staging: Staging) -> None:
+        """Keep pinned memory for other copies, which wait for its event."""
+        self._stagings[staging.size].append(staging)
 
     @contextmanager
     def current(self) -> Iterator[None]:

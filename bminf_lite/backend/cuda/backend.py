@@ -211,8 +211,10 @@ class CudaBackend(Backend):
 
     def fetch(self, x: Array) -> Callable[[], np.ndarray]:
         values, check = self.materializer.materialize(x), self.communicator.check
-        with self.arrays.current():
-            download = self.arrays.download(cp.ascontiguousarray(values))
+        if not values.flags.c_contiguous:
+            with self.arrays.current():
+                values = cp.ascontiguousarray(values)
+        download = self.arrays.download(values)
 
         def wait() -> np.ndarray:
             found = download()
