@@ -1,15 +1,21 @@
 """Measure what drafts cost and bring: checks, the guesses of an EAGLE-3 head, many streams, and texts of a real model.
 
     python benchmarks/measure_drafts.py [--shape llama-3-8b] [--device cuda] [--context 512] [--new 240] [--cases head]
+    python benchmarks/measure_drafts.py --shape llama-3-70b --cases draft [--draft-shape llama-3.2-1b]
     python benchmarks/measure_drafts.py --model MODEL [--drafts ngram] [--check-cost 1.4] [--device cpu] FILE...
 
-The first form has random weights. Acceptance is forced in ``checks``, ``head`` and ``streams``: a drafter knows what
-the model will choose, and lets as many drafts of a check be right as the case says; what a head guesses is replaced on
-the device. Everything else is as served, times of the host included. ``ngram`` has real n-grams of a text that hardly
-repeats. Each case prints a line of JSON: milliseconds of a step or a check, tokens per second, and both relative to
-plain decoding. The head has the model's width, one layer and 32,000 tokens.
+The first form has random weights. Acceptance is forced in ``checks``, ``head``, ``draft`` and ``streams``: a drafter
+knows what the model will choose, and lets as many drafts of a check be right as the case says; what a head or a draft
+model guesses is replaced on the device. Everything else is as served, times of the host included. ``ngram`` has real
+n-grams of a text that hardly repeats. ``schema`` decodes an array of small objects, as a JSON schema wants it, without
+drafts, with real n-grams, and with forced ones. Each case prints a line of JSON: milliseconds of a step or a check,
+tokens per second, and both relative to plain decoding, with ``schema`` to that without one. The head has the model's
+width, one layer and 32,000 tokens.
 
-The second form lets a real model continue the texts of each FILE (UTF-8, or JSONL with a "text" per line), greedy and
+The second form is the case ``draft`` alone, which needs the memory of both models: a draft model of another shape with
+the same vocabulary, whose checks bring 3.5 tokens. A quarter of ``--new`` tokens is measured.
+
+The third form lets a real model continue the texts of each FILE (UTF-8, or JSONL with a "text" per line), greedy and
 at temperature 0.7. It prints how many tokens a check brings, and with that how many times as fast decoding is if a
 check takes ``--check-cost`` of a plain step, as the first form measures it.
 """
@@ -27,26 +33,47 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from measure_grammar import large_vocabulary
 
 from bminf_lite import backend
 from bminf_lite.api import Model, load
 from bminf_lite.backend.quantization import Int8Weight
-from bminf_lite.bench.model import BenchModel, random_model, read_shape
+from bminf_lite.backend.values import Placement
+from bminf_lite.bench.model import BenchModel, RandomWeights, random_model, read_shape
+from bminf_lite.checkpoint.opened_model import describe_model
+from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.draft_training import COPIED
 from bminf_lite.engine.draft_model import DraftedNetwork, HeadedNetwork
 from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.evaluation.corpus import read_texts
+from bminf_lite.grammar.matcher import GrammarCompiler
 from bminf_lite.models import _eagle3 as eagle3
 from bminf_lite.models._eagle3 import Eagle3Config, Eagle3Head
+from bminf_lite.text.json_tokenizer import JsonTokenizer
 
 CHECKS = ((4, 4), (7, 7), (7, 0))
 """Drafts of a check, and how many of them are right."""
-HEAD_DRAFTS, HEAD_RIGHT = 5, 3
-"""Guesses of the head, and how many are right: 4 tokens a check."""
+HEAD_DRAFTS, HEAD_BRINGS = 5, (4,)
+"""Guesses of the head, and the tokens that its checks bring, in turn."""
+MODEL_DRAFTS, MODEL_BRINGS = 4, (3, 4)
+"""The same of a draft model."""
+SCHEMA_DRAFTS, SCHEMA_RIGHT = 5, 3
+"""Drafts of a text with a schema, and how many are right."""
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["first", "second", "third"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "done": {"type": "boolean"},
+    },
+    "required": ["name", "count", "done"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
 DRAFT_VOCAB = 32_000
-CASES = ("head", "checks", "ngram", "streams")
+CASES = ("head", "checks", "ngram", "streams", "schema")
 HEAT = 0.7
 """The temperature of texts that are not greedy."""
 MORE = 64
@@ -81,14 +108,20 @@ class ForcedDrafter(Drafter):
 class ForcedGuesses:
     """Replaces the guesses that a network has made on the device, in the same graph, by those that are forced.
 
-    A sequence begins with ``context`` tokens, behind which the model chooses ``expected``.
+    A sequence begins with ``context`` tokens, behind which the model chooses ``expected``. Checks bring as many tokens
+    as ``brings`` says, in turn: the last token of each is guessed wrong.
     """
 
-    def __init__(self, network: DraftedNetwork, expected: Sequence[int], context: int, right: int, vocab_size: int):
-        self.ops, self.right, self.make = network.ops, right, network.guess
+    def __init__(
+        self, network: DraftedNetwork, expected: Sequence[int], context: int, brings: Sequence[int], vocab_size: int
+    ):
+        self.ops, self.make = network.ops, network.guess
         behind = np.zeros(context + len(expected) + MORE, np.int32)
         behind[context : context + len(expected) - 1] = expected[1:]
-        self.tables = [self.ops.array((behind + wrong) % vocab_size) for wrong in (0, 1)]
+        ends = context - 1 + np.cumsum(np.resize(brings, len(behind)))
+        ends = ends[ends < len(behind)]
+        behind[ends] = (behind[ends] + 1) % vocab_size
+        self.table = self.ops.array(behind)
 
     def guess(self, cache: Any, batches: Sequence[Any], guesses: Any) -> None:
         """See :meth:`.DraftedNetwork.guess`."""
@@ -96,7 +129,7 @@ class ForcedGuesses:
         arrays = getattr(self.ops, "arrays", None)
         with arrays.current() if arrays is not None else nullcontext():
             for place, batch in enumerate(batches):
-                guesses[place][...] = self.tables[place >= self.right][batch.context_lens]
+                guesses[place][...] = self.table[batch.context_lens]
 
 
 class RandomHeadWeights:
@@ -132,7 +165,18 @@ def head_of(config: dict[str, Any], found: BenchModel) -> HeadedNetwork:
     return HeadedNetwork(network, network.config.num_layers, head)
 
 
-def timed(model: Model, prompts: list[list[int]], new: int) -> Timed:
+def draft_model_of(shape: str, found: BenchModel, positions: int) -> DraftedNetwork:
+    """The model with a random draft model of a shape, on its device."""
+    described = describe_model(dict(read_shape(shape)) | {"max_position_embeddings": positions})
+    found.ops.placement = Placement()
+    second = described.architecture.Model(
+        described.config, RandomWeights(described.spec, load_recipe("w8a8")), found.ops
+    )
+    network: Any = found.network
+    return DraftedNetwork(network, network.config.num_layers, second)
+
+
+def timed(model: Model, prompts: list[list[int]], new: int, **options: Any) -> Timed:
     """The tokens behind the first quarter, after runs that load and capture what they need.
 
     Times are those after which the engine has recorded a step, so that the beginning and the end do not count.
@@ -148,7 +192,7 @@ def timed(model: Model, prompts: list[list[int]], new: int) -> Timed:
     for _ in range(3):
         marks.clear()
         seen.clear()
-        results = model.generate(prompts, max_new_tokens=new, temperature=0, ignore_eos=True)
+        results = model.generate(prompts, max_new_tokens=new, temperature=0, ignore_eos=True, **options)
     first = next(i for i, (_, count) in enumerate(marks) if count >= len(prompts) * new // 4)
     last = max(i for i, (_, count) in enumerate(marks) if count <= len(prompts) * (new - new // 8))
     (start, before), (end, after) = marks[first], marks[last]
@@ -171,7 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--context", type=int, default=512, help="tokens before those that are timed")
     parser.add_argument("--new", type=int, default=240, help="tokens that are generated")
-    parser.add_argument("--cases", default=",".join(CASES), help="which of these, separated by commas")
+    parser.add_argument("--cases", default=",".join(CASES), help="separated by commas; and draft")
+    parser.add_argument("--draft-shape", default="llama-3.2-1b", help="the draft model's shape, of the case draft")
     parser.add_argument("--streams", type=int, default=32, help="requests of the case streams")
     parser.add_argument("--model", help="a checkpoint that continues texts, in place of a shape")
     parser.add_argument("--drafts", default="ngram", help="what load(speculative=...) gets for --model")
@@ -194,17 +239,32 @@ def measure_shape(options: argparse.Namespace) -> None:
     with closing(backend.create(options.device)) as ops:
         found = random_model(options.shape, config, ops, max_batch=options.streams)
         print(json.dumps({"device": ops.describe(), "shape": options.shape, "context": options.context}), flush=True)
+        if "draft" in cases:
+            few = Case(found, prompts[:1], max(options.new // 4, 3))
+            expected, positions = few.plain.tokens[0], config["max_position_embeddings"]
+            both = draft_model_of(options.draft_shape, found, positions)
+            guess = ForcedGuesses(both, expected, options.context, MODEL_BRINGS, vocab_size).guess
+            both.guess = guess  # type: ignore[method-assign]
+            few.measure(f"draft model {options.draft_shape}, {MODEL_DRAFTS} guesses", MODEL_DRAFTS, both=both)
+            del both
+        if set(cases) == {"draft"}:
+            return
         one = Case(found, prompts[:1], options.new)
         if "head" in cases:
             head = head_of(config, found)
-            guess = ForcedGuesses(head, one.plain.tokens[0], options.context, HEAD_RIGHT, vocab_size).guess
+            guess = ForcedGuesses(head, one.plain.tokens[0], options.context, HEAD_BRINGS, vocab_size).guess
             head.guess = guess  # type: ignore[method-assign]
-            one.measure(f"EAGLE-3 head, {HEAD_DRAFTS} guesses, {HEAD_RIGHT} right", HEAD_DRAFTS, head=head)
+            one.measure(f"EAGLE-3 head, {HEAD_DRAFTS} guesses, {HEAD_BRINGS[0] - 1} right", HEAD_DRAFTS, both=head)
         for count, right in CHECKS if "checks" in cases else ():
             drafter = ForcedDrafter(one.plain.tokens, right, vocab_size)
             one.measure(f"check of 1 + {count}, {right} right", count, drafter)
         if "ngram" in cases:
             one.measure("n-grams, text that hardly repeats", 8, adaptive=True)
+        if "schema" in cases:
+            found_schema = Case(found, prompts[:1], options.new, one.plain, large_vocabulary(vocab_size))
+            found_schema.measure("schema, n-grams", 8, adaptive=True)
+            drafter = ForcedDrafter(found_schema.plain.tokens, SCHEMA_RIGHT, vocab_size)
+            found_schema.measure(f"schema, 1 + {SCHEMA_DRAFTS}, {SCHEMA_RIGHT} right", SCHEMA_DRAFTS, drafter)
         if "streams" in cases:
             many = Case(found, prompts, options.new)
             drafter = ForcedDrafter(many.plain.tokens, 8, vocab_size)
@@ -212,44 +272,73 @@ def measure_shape(options: argparse.Namespace) -> None:
 
 
 class Case:
-    """Requests whose plain decoding was measured."""
+    """Requests whose decoding without drafts was measured.
 
-    def __init__(self, found: BenchModel, prompts: list[list[int]], new: int):
-        self.found, self.prompts, self.new = found, prompts, new
-        model = Model(found.network, found.engine_config)
-        with closing(model._engine):
-            self.plain = timed(model, prompts, new)
-        self.report("plain" if len(prompts) == 1 else f"plain, {len(prompts)} streams", self.plain)
+    With a ``vocabulary`` their completions match :data:`SCHEMA`, and speeds are relative to those of ``free`` requests.
+    """
+
+    def __init__(
+        self,
+        found: BenchModel,
+        prompts: list[list[int]],
+        new: int,
+        free: Timed | None = None,
+        vocabulary: JsonTokenizer | None = None,
+    ):
+        self.found, self.prompts, self.new, self.vocabulary = found, prompts, new, vocabulary
+        self.options = {} if vocabulary is None else {"json_schema": SCHEMA}
+        self.eos_ids = frozenset(vocabulary.eos_ids if vocabulary is not None else ())
+        self.plain = self._timed(Model(found.network, found.engine_config, eos_ids=self.eos_ids))
+        self.free = free or self.plain
+        streams = "plain" if len(prompts) == 1 else f"plain, {len(prompts)} streams"
+        self.report(streams if vocabulary is None else "schema, no drafts", self.plain)
 
     def measure(
-        self, name: str, count: int, drafter: Drafter | None = None, head: Any = None, adaptive: bool = False
+        self,
+        name: str,
+        count: int,
+        drafter: Drafter | None = None,
+        both: DraftedNetwork | None = None,
+        adaptive: bool = False,
     ) -> None:
-        """Measure decoding with drafts, of a ``head`` if there is one, and check that the tokens are the plain ones."""
+        """Measure decoding with drafts, of a draft model or a head if the network is ``both``.
+
+        It checks that the tokens are those without drafts.
+        """
         engine_config, network = self.found.engine_config, self.found.network
         speculative = SpeculativeConfig("ngram", adaptive=adaptive)
-        if head is not None:
-            speculative = SpeculativeConfig("eagle3", model="random", adaptive=adaptive)
-            layout = engine_config.cache_layout.beside(head.head.config.cache_layout)
-            num_blocks = (*engine_config.num_blocks, engine_config.max_num_seqs + 1)
-            engine_config, network = replace(engine_config, cache_layout=layout, num_blocks=num_blocks), head
-        model = Model(network, replace(engine_config, num_draft_tokens=count, speculative=speculative))
+        if both is not None:
+            source: Any = both.head if isinstance(both, HeadedNetwork) else both.draft
+            speculative = SpeculativeConfig("draft_model", model="random", adaptive=adaptive)
+            layout = engine_config.cache_layout.beside(source.config.cache_layout)
+            num_blocks = engine_config.num_blocks
+            if len(layout.groups) > len(num_blocks):
+                num_blocks = (*num_blocks, engine_config.max_num_seqs + 1)
+            engine_config, network = replace(engine_config, cache_layout=layout, num_blocks=num_blocks), both
+        engine_config = replace(engine_config, num_draft_tokens=count, speculative=speculative)
+        model = Model(network, engine_config, eos_ids=self.eos_ids)
+        measured = self._timed(model, drafter)
+        assert measured.tokens == self.plain.tokens, "drafts have changed the tokens"
+        self.report(name, measured)
+
+    def _timed(self, model: Model, drafter: Drafter | None = None) -> Timed:
         with closing(model._engine):
+            if self.vocabulary is not None:
+                model.requests.grammars = GrammarCompiler(self.vocabulary, model.engine_config.vocab_size)
             if drafter is not None:
                 let_draft(model, lambda _: drafter)
-            measured = timed(model, self.prompts, self.new)
-            assert measured.tokens == self.plain.tokens, "drafts have changed the tokens"
-        self.report(name, measured)
+            return timed(model, self.prompts, self.new, **self.options)
 
     def report(self, name: str, measured: Timed) -> None:
         """Print a line of JSON."""
-        plain, step = self.plain, measured.seconds / measured.steps
+        plain, step = self.free, measured.seconds / measured.steps
         found = {
             "case": name,
             "ms": round(1000 * step, 3),
             "of_a_plain_step": round(step / (plain.seconds / plain.steps), 3),
             "tokens_per_step": round(measured.count / measured.steps, 2),
             "tokens_per_second": round(measured.count / measured.seconds, 1),
-            "of_plain": round(plain.seconds / measured.seconds, 3),
+            "of_plain": round(measured.count / measured.seconds / (plain.count / plain.seconds), 3),
         }
         print(json.dumps(found), flush=True)
 

@@ -271,8 +271,8 @@ def second_turn(model: Model, log: StepLog) -> dict[str, Any]:
 def grammars(model: Model, log: StepLog) -> dict[str, Any]:
     """Tokens per second of sequences that follow a JSON schema, and of free ones, all drawn at random."""
     vocabulary = large_vocabulary(model.engine_config.vocab_size)
-    model.eos_ids = vocabulary.eos_ids
-    model.grammars = GrammarCompiler(vocabulary, model.engine_config.vocab_size)
+    model.requests._eos_ids = frozenset(vocabulary.eos_ids)
+    model.requests.grammars = GrammarCompiler(vocabulary, model.engine_config.vocab_size)
     schema = {"type": "array", "items": SCHEMA, "minItems": 1000}
     found: dict[str, Any] = {}
     for count in (1, 32, 256):
