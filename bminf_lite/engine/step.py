@@ -54,9 +54,9 @@ class ScheduledTokens(NamedTuple):
         return max(min(self.stop - self.request.logits_start, self.num_tokens), 0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
-    """The tokens of a step.
+    """The tokens of a step. It is not changed.
 
     Each row of ``decoding`` is a token that samples: the newest one of its request, at its one of ``positions``. If the
     step checks drafts, rows behind a request's newest token are its drafts: ``offsets`` counts them from 1, and is 0
