@@ -11,6 +11,9 @@ longer than these steps, the host did not hide: among it, what the caller's thre
 
 At last a stream of 128 tokens behind 30,000 cached ones begins, again and again, after a pause: the second turn of a
 chat. What its first token takes longer than its step is the host's, wake-ups of threads and cold caches included.
+
+Then one sequence checks seven drafts in each step, all of them wrong. A GPU waits from a step's end until the next one
+is built and launched, so its parts are printed; what a GPU's driver takes is not in them.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -31,13 +36,16 @@ from bminf_lite.backend.values import BLOCK_SIZE
 from bminf_lite.bench.serving import Load, run_load
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
+from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.model_runner import ModelRunner
 from bminf_lite.engine.network import Network
+from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.engine.scheduler import Scheduler
+from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.layers.cache import CacheLayout
 from bminf_lite.request_builder import GenerationRequest, RequestBuilder
-from bminf_lite.text.prompts import PromptEncoder
+from bminf_lite.text.prompts import EncodedPrompt, PromptEncoder
 
 VOCAB = 1000
 LARGE_VOCAB = 128_256
@@ -158,6 +166,44 @@ def measure(requests: int, sequences: int, tokens: int) -> tuple[list[float], li
     return decoding, mixed
 
 
+class WrongDrafter(Drafter):
+    """Proposes what :class:`NoDevice` never chooses."""
+
+    def propose(self, request: Request, count: int) -> Sequence[int]:
+        return [8] * count
+
+
+def measure_checks(steps: int = 1000, drafts: int = 7) -> dict[str, float]:
+    """Median seconds of the parts of steps that check the ``drafts`` of one sequence, none of which is right."""
+    config = EngineConfig(2 * steps, VOCAB, CacheLayout.uniform(1, kv_heads=1, head_dim=2), (steps,), 0, 1)
+    config = replace(config, num_draft_tokens=drafts, speculative=SpeculativeConfig("ngram", adaptive=False))
+    manager = BlockManager(config.cache_layout.groups, config.num_blocks, 0, max_piece=config.max_num_batched_tokens)
+    runner = ModelRunner([cast(Network, NoNetwork())], config, manager)
+    scheduler, executor = Scheduler(config, manager, runner, WrongDrafter()), runner.executors[0]
+    wanted = GenerationRequest(EncodedPrompt((1, 2, 3)), SamplingParams(max_new_tokens=steps, ignore_eos=True, seed=0))
+    for request in RequestBuilder(config, (), lambda: cast(Any, None)).build(wanted):
+        request.limit_length(config.context_length)
+        scheduler.add(request)
+    seconds = defaultdict[str, list[float]](list)
+    while scheduler.has_requests:
+        marks = [time.thread_time()]
+        step = scheduler.schedule()
+        assert step is not None
+        marks.append(time.thread_time())
+        plan = runner.builder.build(step)
+        marks.append(time.thread_time())
+        executed = executor.execute(plan)
+        marks.append(time.thread_time())
+        executor.sample(executed)
+        marks.append(time.thread_time())
+        scheduler.postprocess(step, executed.fetch())
+        marks.append(time.thread_time())
+        for name, (start, end) in zip(("plan", "build", "execute", "sample", "record"), pairwise(marks), strict=True):
+            seconds[name].append(end - start)
+    runner.close()
+    return {name: statistics.median(found) for name, found in seconds.items()}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -176,6 +222,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"Model.generate: {elapsed:.2f} s with steps of {options.step_ms:g} ms, {share:.1f} % longer than these")
     turns = measure_turns(30_000, 128, 3e-3)
     print(f"first token behind 30,000 cached: median {1e3 * statistics.median(turns):.2f} ms longer than its step")
+    parts = ", ".join(f"{name} {1e6 * each:.0f}" for name, each in measure_checks().items())
+    print(f"a check of 1 + 7, none right, microseconds: {parts}")
 
 
 if __name__ == "__main__":

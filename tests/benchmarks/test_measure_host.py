@@ -19,3 +19,8 @@ def test_a_call_takes_no_less_than_its_steps() -> None:
 def test_a_second_turn_takes_longer_than_its_step() -> None:
     seconds = measure_host.measure_turns(cached=200, new=8, step_seconds=1e-3, turns=12)
     assert len(seconds) == 2 and all(s > 0 for s in seconds)
+
+
+def test_checks_have_parts() -> None:
+    parts = measure_host.measure_checks(steps=20, drafts=3)
+    assert list(parts) == ["plan", "build", "execute", "sample", "record"] and min(parts.values()) >= 0
