@@ -32,7 +32,8 @@ class ExpertPool:
 
     Experts are numbered through all layers. ``slots`` int32 are the slots of the experts, and ``owners`` int32 the
     experts of the slots, both -1 for none. ``counts`` int32 is what each expert is worth, ``clocks`` int32 the tokens
-    that each layer has seen. ``hits`` and ``misses`` count experts that a layer's tokens chose.
+    that each layer has seen since its counts were halved. ``hits`` and ``misses`` count experts that a layer's tokens
+    chose.
     """
 
     def __init__(self, num_slots: int, experts: Sequence[int]) -> None:
@@ -51,10 +52,8 @@ class ExpertPool:
         """
         own, first = slice(self.starts[layer], self.starts[layer + 1]), self.starts[layer]
         chosen = np.bincount(topk_ids.ravel(), minlength=own.stop - own.start)
-        before, after = self.clocks[layer], self.clocks[layer] + len(topk_ids)
-        halvings = min(after // EXPERT_HALF_LIFE - before // EXPERT_HALF_LIFE, 31)
-        self.counts[own] = (self.counts[own] >> halvings) + chosen * EXPERT_CHOICE
-        self.clocks[layer] = after
+        halvings, self.clocks[layer] = divmod(self.clocks[layer] + len(topk_ids), EXPERT_HALF_LIFE)
+        self.counts[own] = (self.counts[own] >> min(halvings, 31)) + chosen * EXPERT_CHOICE
         missing = np.flatnonzero((chosen > 0) & (self.slots[own] < 0)).astype(np.int32)
         self.misses += len(missing)
         self.hits += int(np.count_nonzero(chosen)) - len(missing)

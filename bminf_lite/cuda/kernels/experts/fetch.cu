@@ -48,8 +48,8 @@ struct Slots {
 
 // Finds the missing experts of a layer, gives slots to them, and lists both. topk_ids: [tokens, top_k]; slots, counts:
 // of the experts of all layers, of which the layer has `experts` from `first` on; owners: [num_slots], the experts of
-// the slots; slots and owners are -1 for none; clock: tokens that the layer has seen; found: hits and misses so far.
-// copies: their number, and then an expert of the layer and a slot for each. One block.
+// the slots; slots and owners are -1 for none; clock: tokens that the layer has seen since its counts were halved;
+// found: hits and misses so far. copies: their number, and then an expert of the layer and a slot for each. One block.
 __global__ void __launch_bounds__(FETCH_THREADS) find_missing(
     const int* topk_ids, int tokens, int top_k, int first, int experts, int* slots, int* owners, int* counts,
     int* clock, unsigned long long* found, int* copies, int num_slots) {
@@ -64,11 +64,11 @@ __global__ void __launch_bounds__(FETCH_THREADS) find_missing(
     for (int i = threadIdx.x; i < tokens * top_k; i += FETCH_THREADS)
         asm volatile("red.shared.add.s32 [%0], 1;" ::"r"(cast_smem_ptr_to_uint(chosen + __ldcg(topk_ids + i)))
                      : "memory");
-    const int before = __ldcg(clock), after = before + tokens;
+    const int seen = __ldcg(clock) + tokens;
     __syncthreads();
     const bool exists = expert < experts, is_needed = exists && chosen[exists ? expert : 0];
     if (exists) {
-        const int halvings = min(after / EXPERT_HALF_LIFE - before / EXPERT_HALF_LIFE, 31);
+        const int halvings = min(seen / EXPERT_HALF_LIFE, 31);
         const int worth = __ldcg(counts + first + expert) >> halvings;
         counts[first + expert] = worth + chosen[expert] * EXPERT_CHOICE;
     }
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(FETCH_THREADS) find_missing(
     }
     if (is_missing) missing[rank] = expert;
     if (threadIdx.x == 0) {
-        *clock = after, copies[0] = total;
+        *clock = seen % EXPERT_HALF_LIFE, copies[0] = total;
         found[0] += needed - total, found[1] += total;
     }
     if (total == 0) return;
