@@ -48,7 +48,7 @@ def results(requests: Sequence[Request]) -> Results:
     return [(r.output_token_ids, r.logprobs.tolist()) for r in requests]
 
 
-def alone(golden: Golden, prompts: Sequence[list[int]], new: int = 20) -> Results:
+def alone(golden: Golden, prompts: Sequence[list[int]], new: int) -> Results:
     """What each prompt gives by itself, without a prefix from the cache; computed once."""
     return _alone(str(golden), tuple(map(tuple, prompts)), new)
 
@@ -62,30 +62,31 @@ def _alone(case: str, prompts: tuple[tuple[int, ...], ...], new: int) -> Results
 @each_golden
 @pytest.mark.parametrize("piece", [512, 24])
 def test_batched_equals_alone(golden: Golden, piece: int) -> None:
-    prompts = [tokens(length, length) for length in (1, 2, 3, 40, 64, 65, 130)]
+    """Some answers cross the end of a chunk of 64 tokens."""
+    prompts, new = [tokens(length, length) for length in (1, 2, 3, 60, 64, 65, 130)], 8
     with served(golden, piece=piece) as model:
-        together = run(model, [request(i, ids, max_new_tokens=20) for i, ids in enumerate(prompts)])
-    assert results(together) == alone(golden, prompts)
+        together = run(model, [request(i, ids, max_new_tokens=new) for i, ids in enumerate(prompts)])
+    assert results(together) == alone(golden, prompts, new)
 
 
 @each_golden
 def test_turns_go_on_from_snapshots(golden: Golden) -> None:
     """The same prompt again, and a turn behind the answer: all but the last token come from the cache."""
-    prompt = tokens(100, 3)
+    prompt, new = tokens(100, 3), 8
     with served(golden) as model:
-        (first,) = run(model, [request(0, prompt, max_new_tokens=20)])
+        (first,) = run(model, [request(0, prompt, max_new_tokens=new)])
         turns = [prompt, [*prompt, *first.output_token_ids, 5, 6]]
-        found = [run(model, [request(i, ids, max_new_tokens=20)])[0] for i, ids in enumerate(turns)]
-    assert [r.num_cached_tokens for r in found] == [99, 119]
-    assert results(found) == alone(golden, turns)
+        found = [run(model, [request(i, ids, max_new_tokens=new)])[0] for i, ids in enumerate(turns)]
+    assert [r.num_cached_tokens for r in found] == [99, 107]
+    assert results(found) == alone(golden, turns, new)
 
 
 @each_golden
 def test_preempted_requests_give_what_they_give_alone(golden: Golden) -> None:
-    """Three sequences of up to 140 tokens in a cache of 6 blocks of 64, whose end nobody knows."""
+    """Three sequences of up to 84 tokens in a cache of 5 blocks of 64, whose end nobody knows."""
     prompts = [tokens(60, seed) for seed in range(3)]
-    new = 80
-    with served(golden, num_blocks=7) as model:
+    new = 24
+    with served(golden, num_blocks=6) as model:
         found = run(model, [request(i, ids, frozenset([97]), max_new_tokens=new) for i, ids in enumerate(prompts)])
     keeps_tokens = golden.config["model_type"] != "mamba2"  # whose sequences never outgrow the cache
     assert (sum(r.num_preemptions for r in found) > 0) == keeps_tokens
@@ -95,9 +96,9 @@ def test_preempted_requests_give_what_they_give_alone(golden: Golden) -> None:
 @each_golden
 def test_drafts_change_nothing(golden: Golden) -> None:
     """Texts that repeat themselves, so that there are drafts, some of which are accepted."""
-    prompts = [tokens(9, seed) * 6 for seed in range(3)]
+    prompts, new = [tokens(9, seed) * 6 for seed in range(3)], 20
     with served(golden, num_draft_tokens=4) as model:
-        found = run(model, [request(i, ids, max_new_tokens=40) for i, ids in enumerate(prompts)])
+        found = run(model, [request(i, ids, max_new_tokens=new) for i, ids in enumerate(prompts)])
         scheduler = model._engine._scheduler
         assert scheduler.num_draft_tokens > 0
-    assert results(found) == alone(golden, prompts, 40)
+    assert results(found) == alone(golden, prompts, new)
