@@ -147,7 +147,7 @@ def sources(backend: Backend, rng: np.random.Generator, rows: int, width: int) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 17, 70])
+@pytest.mark.parametrize("rows", [1, 5, 70, *(pytest.param(rows, marks=pytest.mark.gpu) for rows in (2, 4, 17))])
 def test_an_adapter_of_zeros_leaves_every_bit(backend: Backend, kind: str, rows: int) -> None:
     """Whatever the product reads and whatever becomes of it; also the sign of a zero."""
     rng, width, outputs = np.random.default_rng(rows), 96, 64

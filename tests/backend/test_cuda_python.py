@@ -162,19 +162,17 @@ def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(pr
         assert how["threads"] <= kernel_info(cubin.image, cubin.symbols[expression]).max_threads, expression
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "limit", "kv_cache"),
+    ("profile", "shape", "limit", "kv_cache"),
     [
-        ("llama-3.2-1b", "3GiB", "int8"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("gemma-2-9b", "12GiB", "int8"), ("mt5-xl", "6GiB", "fp16"), ("qwen3-8b", "10GiB", "fp16"),
-                         ("gpt2-xl", "4GiB", "fp16"), ("llama-3-8b", "12GiB", "int8"),
-                         ("granite-3.1-3b-a800m", "1536MiB", "fp16"))
-        ),
+        ("h200", "llama-3.2-1b", "3GiB", "int8"), ("sm_86", "llama-3.2-1b", "3GiB", "int8"),
+        ("h200", "gemma-2-9b", "12GiB", "int8"), ("sm_86", "mt5-xl", "6GiB", "fp16"),
+        ("h200", "qwen3-8b", "10GiB", "fp16"), ("sm_86", "gpt2-xl", "4GiB", "fp16"),
+        ("sm_86", "llama-3-8b", "12GiB", "int8"), ("h200", "granite-3.1-3b-a800m", "1536MiB", "fp16"),
+        ("sm_86", "granite-3.1-3b-a800m", "1536MiB", "fp16"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("profile", [pytest.param("h200", marks=pytest.mark.slow), "sm_86"])
 def test_an_engine_warms_up_and_serves_in_little_memory(profile: str, shape: str, limit: str, kv_cache: str):
     """With every layer, as many sequences as a plan has room for and more requests: all steps are captured."""
     done = run_module("fake_gpu.memory_limit", profile, shape, limit, kv_cache)

@@ -16,6 +16,7 @@ SHAPE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (shape := tmp_path / "config.json").write_text(json.dumps(SHAPE))
     options = ["--shape", str(shape), "--device", "cpu", "--context", "16", "--new", "48"]

@@ -33,6 +33,7 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_decoding_is_compared_with_bench_in_one_run(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     measure_engine.main(["--shape", shape, "--device", "cpu", "--context", "64", "decoding"], DECODED)
     model, part, end = lines_of(capsys)

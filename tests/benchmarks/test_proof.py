@@ -34,6 +34,7 @@ def compare_with(out: Path, results: dict[str, Any], *options: str) -> tuple[int
     return proof("compare", out / "before.json", out / "changed.json", *options)
 
 
+@pytest.mark.slow
 def test_bits(tmp_path: Path) -> None:
     """Digests are equal in two processes. Another digest breaks the promise of its recipe, and no other promise."""
     options = ("--models", "llama", "--recipes", "w8a8", "--kv-caches", "int8", "--jobs", "1")

@@ -36,7 +36,7 @@ from bminf_lite.backend.values import BLOCK_SIZE
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 
-PROMPT, EQUAL, NEW = 110, 90, 40
+PROMPT, EQUAL, NEW = 110, 90, 28
 """Tokens of a prompt, of the equal beginnings of two prompts, and of an output: three blocks in all."""
 WINDOW = 66
 """A token at position 128 still sees the last token of the first block."""

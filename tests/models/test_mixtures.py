@@ -89,8 +89,9 @@ def test_a_token_gets_the_same_bits_alone_and_together(golden: Golden, kind: str
     """Rows of tokens in one step against one step each; float products of BLAS may differ in their last bits."""
     weights = RandomWeights(golden.config, golden.seed, kind != "float", kind == "w8a8")
     together, alone = (TinyModel(CpuBackend(), golden.config, weights) for _ in range(2))
-    expected = together.run(golden.tokens)
-    found = np.concatenate([alone.run(golden.tokens[i : i + 1]) for i in range(len(golden.tokens))])
+    tokens = golden.tokens[:12]
+    expected = together.run(tokens)
+    found = np.concatenate([alone.run(tokens[i : i + 1]) for i in range(len(tokens))])
     if kind == "w8a8":
         np.testing.assert_array_equal(found, expected)
     else:

@@ -96,7 +96,7 @@ def test_preempted_requests_give_what_they_give_alone(golden: Golden) -> None:
 @each_golden
 def test_drafts_change_nothing(golden: Golden) -> None:
     """Texts that repeat themselves, so that there are drafts, some of which are accepted."""
-    prompts, new = [tokens(9, seed) * 6 for seed in range(3)], 20
+    prompts, new = [tokens(9, seed) * 6 for seed in range(3)], 40
     with served(golden, num_draft_tokens=4) as model:
         found = run(model, [request(i, ids, max_new_tokens=new) for i, ids in enumerate(prompts)])
         scheduler = model._engine._scheduler

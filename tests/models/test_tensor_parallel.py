@@ -154,8 +154,9 @@ def served(model: Any, golden_config: dict[str, Any]) -> list[np.ndarray]:
 
 
 @each_case
-@pytest.mark.parametrize("int8_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dtype", "int8_cache"), [(np.float32, False), pytest.param(np.float16, True, marks=pytest.mark.slow)]
+)
 def test_w8a8_equals_its_definition_bit_for_bit(golden: Golden, int8_cache: bool, dtype: type) -> None:
     weights = RandomWeights(golden.config, golden.seed, quantized=True)
     options: dict[str, Any] = {"int8_cache": int8_cache, "dtype": dtype}
