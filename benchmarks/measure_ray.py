@@ -1,10 +1,12 @@
 """Batches: replicas on a Ray cluster of this machine, beside processes started by hand that each answer a part.
 
     python benchmarks/measure_ray.py MODEL --rows 4096 --replicas 2 [--device cpu] [--rounds 3]
+    python benchmarks/measure_ray.py bminf_lite/demo_model --rows 512 --rounds 2
 
-A round runs one after the other. Speeds and CPU seconds are of the time from the first block that is complete to the
-last one: loading and the start of a cluster do not count; the whole time of each is printed too. CPU seconds are those
-of all processes, Ray's included. They are what other load on the machine changes least. Needs the extra ``ray``.
+The second one is a short run with four blocks for each replica. A round runs one after the other. Speeds and CPU
+seconds are of the time from the first block that is complete to the last one: loading and the start of a cluster do not
+count; the whole time of each is printed too. CPU seconds are those of all processes, Ray's included. They are what
+other load on the machine changes least. Needs the extra ``ray`` and psutil.
 """
 
 from __future__ import annotations
