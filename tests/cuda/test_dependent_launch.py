@@ -28,7 +28,12 @@ ALONE = {
 """Launched so that they start when their predecessor has ended."""
 WRITE_FIRST = {"fill_random", "row_codes"}
 """Write weights: what others read before they have waited."""
-CALLS = {"skinny_gemm_hopper": "multiply", "skinny_gemm_hopper_adapted": "multiply"}
+CALLS = {
+    "gemm_hopper": "multiply",
+    "gemm_hopper_adapted": "multiply",
+    "skinny_gemm_hopper": "multiply",
+    "skinny_gemm_hopper_adapted": "multiply",
+}
 """Kernels that are calls of a function, which waits."""
 
 
