@@ -269,6 +269,7 @@ SHAPES = [
     (Sizes(272, 136, 16, 3, 2), [0, 17, 0]),  # more than one tile of the weight, the last one not whole
     (Sizes(48, 72, 16, 5, 2, bias=False), [8, 40, 65, 2, 0]),
     (Sizes(400, 64, 16, 2, 2), [130, 70]),  # several tiles of rows
+    (Sizes(800, 136, 16, 3, 2), [90, 121, 155]),  # tiles of other numbers of rows, of more columns than stages hold
 ]
 
 

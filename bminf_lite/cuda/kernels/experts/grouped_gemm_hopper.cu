@@ -131,6 +131,12 @@ __device__ __forceinline__ void stmatrix_trans(unsigned column, unsigned pair) {
     asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(column), "r"(pair) : "memory");
 }
 
+// A number as a type.
+template <int VALUE>
+struct Constant {
+    static constexpr int value = VALUE;
+};
+
 // A barrier of one of the warpgroups that multiply.
 __device__ __forceinline__ void sync_warpgroup(int group) {
     asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(WARPGROUP) : "memory");
@@ -185,17 +191,44 @@ struct Consumer {
     }
 
 private:
+    // The scales and biases of a thread's channels. They are loaded before the products.
+    struct Channels {
+        float scale[BLOCKS][2], bias[BLOCKS][2];
+
+        __device__ __forceinline__ Channels(const GroupedResult& result, const ExpertTile& tile, int group) {
+            const int warp = threadIdx.x % WARPGROUP / WARP, lane = threadIdx.x % WARP;
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int channel =
+                        tile.weight_tile * BLOCK_M + (group * BLOCKS + b) * 64 + warp * 16 + lane / 4 + h * 8;
+                    const size_t at = static_cast<size_t>(tile.expert) * result.n + min(channel, result.n - 1);
+                    scale[b][h] = ld_global(result.w_scale + at);
+                    bias[b][h] = result.bias ? ld_global(result.bias + at) : 0.0f;
+                }
+        }
+    };
+
     template <int N>
     __device__ __forceinline__ void compute_width(const ExpertTile& tile) {
         if constexpr (N <= MAX_N) {
             const int thread = threadIdx.x % WARPGROUP;
             float* scales = shared.scales(group, scales_buffer);
             scales_buffer ^= 1;
-            for (int i = thread; i < tile.rows; i += WARPGROUP) scales[i] = __ldcg(result.x_scale + tile.row + i);
+            const Channels channels(result, tile, group);
+            constexpr int EACH = (N + WARPGROUP - 1) / WARPGROUP;
+            float own[EACH];  // loaded before the products; behind the last row its scale once more
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                own[i] = ld_global_cg(result.x_scale + tile.row + min(i * WARPGROUP + thread, tile.rows - 1));
             int c[BLOCKS][N / 8][4] = {};  // otherwise the registers of all widths would be live at the same time
             multiply(c);
-            sync_warpgroup(group);  // the scales
-            store(tile, c, scales);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (i * WARPGROUP + thread < N) scales[i * WARPGROUP + thread] = own[i];
+            sync_warpgroup(group);
+            store(tile, c, scales, channels);
         }
     }
 
@@ -227,41 +260,74 @@ private:
         if (lane == 0) mbarrier_arrive(shared.empty(previous));
     }
 
-    // Scales the sums and writes the results, PIECE_ROWS rows at a time.
+    // The sums of EACH groups from `first` on, a multiple of EACH. Code for each piece would be too much for the
+    // instruction cache, so all have the same code, behind a copy of their registers.
+    template <int EACH, int GROUPS>
+    __device__ __forceinline__ static void take(
+        int (&taken)[BLOCKS][EACH][4], const int (&c)[BLOCKS][GROUPS][4], int first) {
+        const auto copy = [&](auto piece) {
+            constexpr int FROM = decltype(piece)::value * EACH;
+            if constexpr (FROM < GROUPS)
+#pragma unroll
+                for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+                    for (int g = 0; g < EACH; ++g)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) taken[b][g][i] = c[b][FROM + g][i];
+        };
+        switch (first / EACH) {
+#define TAKE(PIECE)              \
+    case PIECE:                  \
+        copy(Constant<PIECE>()); \
+        break;
+            TAKE(0)
+            TAKE(1)
+            TAKE(2)
+            TAKE(3)
+            TAKE(4)
+            TAKE(5)
+            TAKE(6)
+            TAKE(7)
+            TAKE(8)
+            TAKE(9)
+            TAKE(10)
+            TAKE(11)
+            TAKE(12)
+            TAKE(13)
+            TAKE(14)
+            TAKE(15)
+            TAKE(16)
+            TAKE(17)
+            TAKE(18)
+            TAKE(19)
+#undef TAKE
+        }
+    }
+
+    // Scales the sums and writes the results, a piece at a time.
     template <int GROUPS>
     __device__ __forceinline__ void store(
-        const ExpertTile& tile, const int (&c)[BLOCKS][GROUPS][4], const float* scales) {
+        const ExpertTile& tile, const int (&c)[BLOCKS][GROUPS][4], const float* scales, const Channels& channels) {
         const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
-        float scale[BLOCKS][2], bias[BLOCKS][2];
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int channel =
-                    tile.weight_tile * BLOCK_M + (group * BLOCKS + b) * 64 + warp * 16 + lane / 4 + h * 8;
-                const size_t at = static_cast<size_t>(tile.expert) * result.n + min(channel, result.n - 1);
-                scale[b][h] = __ldg(result.w_scale + at);
-                bias[b][h] = result.bias ? __ldg(result.bias + at) : 0.0f;
-            }
-        constexpr int EACH = PIECE_ROWS / 8 < GROUPS ? PIECE_ROWS / 8 : GROUPS;  // groups in a piece
-#pragma unroll
-        for (int first = 0; first < GROUPS; first += EACH) {
-            if (first * 8 >= tile.rows) break;
+        constexpr int MOST = GROUPS < 2 ? GROUPS : 2, EACH = PIECE_ROWS / 8 < MOST ? PIECE_ROWS / 8 : MOST;
+#pragma unroll 1
+        for (int first = 0; first * 8 < tile.rows; first += EACH) {
+            int taken[BLOCKS][EACH][4];
+            take(taken, c, first);
             const unsigned piece = cast_smem_ptr_to_uint(shared.piece(group, buffer));
 #pragma unroll
-            for (int g = 0; g < EACH && first + g < GROUPS; ++g) {
-                const int at = (first + g) * 8 + lane % 4 * 2;
-                const float2 x = {scales[min(at, tile.rows - 1)], scales[min(at + 1, tile.rows - 1)]};
+            for (int g = 0; g < EACH; ++g) {
+                const float2 x = *reinterpret_cast<const float2*>(scales + (first + g) * 8 + lane % 4 * 2);
 #pragma unroll
                 for (int b = 0; b < BLOCKS; ++b) {
-                    const int (&sums)[4] = c[b][first + g];
+                    const int (&sums)[4] = taken[b][g];
                     float y[2][2];  // of both channels, of both rows
 #pragma unroll
                     for (int h = 0; h < 2; ++h)
 #pragma unroll
                         for (int i = 0; i < 2; ++i) {
-                            y[h][i] = scaled(__int2float_rn(sums[2 * h + i]), i ? x.y : x.x, scale[b][h]);
-                            if (result.bias) y[h][i] = __fadd_rn(y[h][i], bias[b][h]);
+                            y[h][i] = scaled(__int2float_rn(sums[2 * h + i]), i ? x.y : x.x, channels.scale[b][h]);
+                            if (result.bias) y[h][i] = __fadd_rn(y[h][i], channels.bias[b][h]);
                         }
                     const int row = g * 8 + lane % 8;
                     if constexpr (IS_GATED) {
