@@ -294,7 +294,7 @@ ROUTER_THREADS = 256
 ROUTER_TILE, ROUTER_TILE_THREADS = 32, 512
 """Rows and experts of a block that multiplies many rows, and its threads."""
 CHOOSE_THREADS = 128
-SORT_THREADS = 512
+SORT_THREADS = 1024
 """Threads of a block that sorts pairs: at least one for each expert."""
 SORT_LIST = 1024
 """Pairs that a block sorts, at most."""
