@@ -88,7 +88,8 @@ class AttentionLaunches:
     ) -> None:  # fmt: skip
         """Attention of one token per sequence over its cache, or over a source of ``lengths``.
 
-        If the cache ``is_shared``, it has the token's key and value already, and ``x`` has queries alone.
+        If the cache ``is_shared``, it has the token's key and value already, and ``x`` has queries alone. In a batch
+        that has drafts, it has those of the drafts before a token too, as many as there are other rows at most.
         """
         spec = spec.for_cache(cache.key_scales is not None)
         decode, count = self.kernels.attention_decode, batch.batch_size
@@ -97,7 +98,7 @@ class AttentionLaunches:
         arrivals = self.scratch.zeros("arrival counts", decode.arrival_elements(spec, count), np.int32)
         decode.launch(
             self.kernels.step, x, spec, cache, batch.context_lens, table, records, arrivals, out, longest, lengths,
-            is_shared,
+            is_shared, written=(count - 1) * batch.has_drafts,
         )  # fmt: skip
 
     def prepared_heads(

@@ -31,6 +31,11 @@ class StepContext:
         self._complete: weakref.ref[object] | None = None
         self.streams: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether kernels are those of a step."""
+        return self._written_caches is not None
+
     def is_unwritten(self, cache: int, writes: bool) -> bool:
         """Whether the step has not written the cache at this address; ``writes``: the next kernel writes it."""
         if self._written_caches is None:

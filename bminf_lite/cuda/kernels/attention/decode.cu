@@ -203,7 +203,8 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // scores, times log2(e); for CAPPED it and softcap are the factor and the cap of capped_score. records: fp32
 // [record_capacity, Records::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for
 // ONE_SEGMENT. arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after.
-// starts_next: if the next kernel may start at once, else when the projection is complete. Dynamic shared memory:
+// starts_next: if the next kernel may start at once, else when the projection is complete. written: earlier kernels of
+// the step may have written the keys and values of up to so many tokens before each new one. Dynamic shared memory:
 // STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may
 // be read together with what follows; or LARGE_SCORES bytes, into which records of large heads fit.
 template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE>
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const int* block_tables, int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales,
     __half* value_scales, float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch,
     int heads, int kv_heads, int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance,
-    const int* lengths, int max_segments, float softcap, int starts_next) {
+    const int* lengths, int max_segments, float softcap, int starts_next, int written) {
     constexpr bool HOLDS_SCORES = KIND == BIASED || KIND == CAPPED || KIND == ALIBI;  // else scaled dot products
     constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
     constexpr int PIECES = ROW / 16;                                   // of a head
@@ -322,14 +323,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             stages.wait_empty();
         };
         // The loads start before the kernel waits for the projection. That is allowed because it is launched as
-        // dependent only if no earlier kernel of the step wrote to this cache.
+        // dependent only if no earlier kernel of the step wrote to this cache, but for the `written` tokens before each
+        // new one: chunks that have any of them are loaded when earlier kernels are complete.
         // Granules first + rank, first + rank + UNIT, ... of the keys; the block's elements of all granules of values.
         const auto load = [&](const Task& task, int table) {
             const ChunkSource<D, SUB, CACHE> source = {table,      task.heads.kv, kv_heads,
                                                        head_pitch, task.present,  task.end};
+            const int known = task.position - written - task.segment * SEGMENT;  // keys of the segment, or fewer
+            const auto wait_written = [&](int granule) {
+                if (written && min(granule + SUBS * UNIT, task.end) * SUB > known) wait_on_dependent_grids();
+            };
 #pragma unroll 1
             for (int granule = task.first + rank; granule < task.end; granule += SUBS * UNIT) {
                 wait_empty();
+                wait_written(granule);
                 source.template load<1>(stages.address(), keys, granule, UNIT, SUBS, 0);
                 if constexpr (IS_INT8<CACHE>)
                     source.load_scales(stages.address() + CHUNK, key_scales, granule, UNIT, SUBS);
@@ -338,6 +345,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #pragma unroll 1
             for (int granule = task.first; granule < task.end; granule += SUBS * UNIT) {
                 wait_empty();
+                wait_written(granule);
                 source.template load<UNIT>(stages.address(), values, granule, 1, SUBS * UNIT, rank * RANK_ELEMENTS);
                 if constexpr (IS_INT8<CACHE>)
                     source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS * UNIT);

@@ -195,6 +195,7 @@ class AttentionDecode:
         max_context_len: int,
         lengths: cp.ndarray | None = None,
         is_shared: bool = False,
+        written: int = 0,
     ) -> None:
         """Attention of one new token per sequence, fp16 ``[B, heads * head_dim]``, into ``out``.
 
@@ -202,7 +203,8 @@ class AttentionDecode:
         cache before the step, and ``block_table`` int32 ``[B, W]``, with rows that are contiguous. The new token's key
         and value are written to ``cache``. With ``lengths``, int32 ``[B]``, ``qkv`` holds queries only, and ``cache``
         holds encoded sources of those lengths. If the cache ``is_shared``, ``qkv`` holds queries only too, and the
-        cache the new token's key and value.
+        cache the new token's key and value. Of the tokens before a new one, earlier kernels of the step may have
+        written the last ``written`` to the cache, and no others unless that is 0.
 
         ``records`` is fp32, of at least :meth:`record_elements`, ``arrival_counts`` int32, of at least
         :meth:`arrival_elements`. No other kernel may use them at the same time. ``max_context_len`` is a
@@ -219,6 +221,7 @@ class AttentionDecode:
         starts_next = grid.units * grid.unit * SMS_PER_BLOCK <= self._launcher.num_sms
         if kind != CROSS:  # a cross-attention over empty sources does not wait
             step.attends(starts_next)
+        is_unwritten = step.is_unwritten(cache.keys.data.ptr, writes=kind not in (CROSS, SHARED))
         self._launcher.launch(
             step,
             self.source,
@@ -254,10 +257,11 @@ class AttentionDecode:
                 grid.max_segments,
                 scores.softcap,
                 starts_next,
+                written,
             ),
             shared=config.shared(element, grid.unit),
             cluster=grid.unit if grid.unit > 1 else None,
-            dependent=step.is_unwritten(cache.keys.data.ptr, writes=kind not in (CROSS, SHARED)),
+            dependent=is_unwritten or (written > 0 and step.is_under_way),
             bytes_moved=nbytes_of(qkv, out)
             + batch_size * min(max_context_len, spec.window or max_context_len) * spec.kv_heads * 2 * head_bytes(cache),
         )
