@@ -240,8 +240,13 @@ class Problem:
         grids = [DecodeGrid(work, unit, count * n, n) for unit in units for work, n in works]
         return grids + [DecodeGrid(DecodeWork.ITEMS, 1, blocks, segments) for blocks in ITEM_BLOCKS]
 
-    def run(self, device: Device, grid: DecodeGrid | None = None, records: int | None = None) -> np.ndarray:
-        """The bits of the output, uint16 ``[B, heads * head_dim]``; writes the new tokens into the cache."""
+    def run(
+        self, device: Device, grid: DecodeGrid | None = None, records: int | None = None, stores_first: bool = False
+    ) -> np.ndarray:
+        """The bits of the output, uint16 ``[B, heads * head_dim]``; writes the new tokens into the cache.
+
+        If it ``stores_first``, all of them before attention, in the same step: the sequences may be drafts of one.
+        """
         import cupy as cp
 
         decode = AttentionDecode(Launcher(device, 0))
@@ -257,9 +262,15 @@ class Problem:
         arrival_counts = cp.zeros(arrivals, cp.int32)
         out = cp.full((count, spec.heads * spec.head_dim), cp.nan, cp.float16)
         context_lens = cp.asarray(self.context_lens)
+        step, tables = StepContext(in_step=stores_first), cp.asarray(self.tables)
+        if stores_first:
+            PrepareHeads(Launcher(device, 0)).launch(
+                step, array_source(self.qkv), spec, self.cache, cp.arange(count + 1, dtype=cp.int32), context_lens,
+                tables, None, count, rotated_pairs=pairs_of_rotation(spec.head_dim) if self.shape.int8 else 0,
+            )  # fmt: skip
         decode.launch(
-            StepContext(in_step=False), self.qkv, spec, self.cache, context_lens, cp.asarray(self.tables), scratch,
-            arrival_counts, out, longest, context_lens if self.shape.cross else None,
+            step, self.qkv, spec, self.cache, context_lens, tables, scratch, arrival_counts, out, longest,
+            context_lens if self.shape.cross else None, written=(count - 1) * stores_first,
         )  # fmt: skip
         assert not arrival_counts.get().any()
         return out.get().view(np.uint16)  # type: ignore[no-any-return]
@@ -456,3 +467,22 @@ def test_prepared_heads_have_the_same_bits(device: Device, int8: bool) -> None:
     arrays = [(c.keys, c.values, c.key_scales, c.value_scales) for c in (decoded.cache, prepared.cache)]
     for a, b in zip(*arrays, strict=True):
         assert a is None or (a.view(cp.uint8) == b.view(cp.uint8)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 61, 508, 1500])
+@pytest.mark.parametrize("int8", [False, True])
+def test_drafts_see_the_tokens_before_them(device: Device, int8: bool, first: int) -> None:
+    """As many tokens of one sequence at once have the bits of one after another, though none waits for the cache."""
+    problem = Problem.random(Shape(int8=int8), [first, first + 1, first + 2, first + 3], seed=6)
+    problem = replace(problem, tables=np.repeat(problem.tables[-1:], 4, axis=0))
+    expected = [problem.of(slice(b, b + 1)).run(device)[0] for b in range(4)]
+    cache = problem.cache
+    for grid in problem.grids(device.compute_capability):
+        for position in problem.context_lens.tolist():
+            block, place = int(problem.tables[0, position // BLOCK_SIZE]), position % BLOCK_SIZE
+            for pool in (
+                (cache.keys, cache.values) if cache.key_scales is None else (cache.key_scales, cache.value_scales)
+            ):
+                pool[block, :, place] = float("nan")
+        np.testing.assert_array_equal(problem.run(device, grid, stores_first=True), expected, str(grid))
