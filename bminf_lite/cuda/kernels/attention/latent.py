@@ -39,6 +39,8 @@ ROWS = (64, 32, 16)
 """Pairs of a token and a head that a block has."""
 TOKENS = (16, 64)
 """Tokens of a block of products with the matrices of heads."""
+MMA_TOKENS = 32
+"""Tokens up to which products with the matrices of heads are left to ``mma.sync`` on compute capability 9.0."""
 HOPPER_TOKENS, HOPPER_COLUMNS = 128, 128
 """Tokens and columns of a block of these products by wgmma."""
 HOPPER_PRODUCTS_THREADS, HOPPER_PRODUCTS_SHARED = 256, 3 * (HOPPER_TOKENS + HOPPER_COLUMNS) * 128 + 1024
@@ -133,7 +135,7 @@ def few_columns(capability: Capability) -> tuple[int, ...]:
 def hopper_shared(rank: int) -> int:
     """Bytes of dynamic shared memory of ``latent_hopper``."""
     tile, stages = HOPPER_ROWS * (rank + KEY_COLUMNS) * 2, 2 if rank > 256 else 4
-    return (stages + 1) * tile + HOPPER_ROWS * 128 + stages * 16 + HOPPER_ROWS * (2 + 8 + 1) * 4
+    return (stages + 1) * tile + HOPPER_ROWS * 128 + stages * 16 + HOPPER_ROWS * (2 + 8 + 1) * 4 + 8
 
 
 class Form(Enum):
@@ -404,7 +406,7 @@ class HeadProducts:
         whole = (
             k % 64 == 0 and n % HOPPER_COLUMNS == 0 and not any(i % 8 for i in (x_pitch, x_head, out_pitch, out_head))
         )
-        if tokens > TOKENS[-1] and whole and self._launcher.device.compute_capability == (9, 0):
+        if tokens > MMA_TOKENS and whole and self._launcher.device.compute_capability == (9, 0):
             element = TensorMapDataType.FLOAT16
             x_map = tensor_map_2d(x.data.ptr, element, tokens, x_head * (heads - 1) + k, x_pitch, 64)
             w_map = tensor_map_2d(own, element, rows_of_head * heads - first_row, pitch, pitch, 64)

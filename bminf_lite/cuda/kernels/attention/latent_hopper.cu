@@ -5,8 +5,9 @@
 // or one of `parts` shares of a tile's segments. One thread copies blocks of the cache, 64 rows, into a pipeline, also
 // those of the next item. Two warpgroups consume them:
 //
-//  - each has the scores of half of the keys, that is, of one of the two tiles of keys of the order of sums, as two
-//    chains of steps over the halves of the row. They exchange the largest scores, and weights in shared memory;
+//  - each has one of the two chains of steps over the halves of the row, for all keys, and then the scores of half of
+//    the keys, that is, of one of the two tiles of keys of the order of sums. They exchange chains, the largest scores,
+//    and weights in shared memory;
 //  - each sums half of the columns of the latents over all keys.
 //
 // A block that has all of a tile's segments merges them one after another, with what is merged in `merged`, and writes
@@ -26,14 +27,15 @@ static_assert(BLOCK_SIZE == 64 && KEYS == 32, "a block of the cache is two tiles
 template <int RANK>
 struct Shape {
     static constexpr int DEPTH = RANK + 64, PIECES = DEPTH / 64, TILE = PIECES * PIECE, COLUMNS = RANK / 2;
-    static constexpr int STAGES = RANK > 256 ? 2 : 4, STEPS = DEPTH / 16, MIDDLE = (STEPS + 1) / 2;
+    static constexpr int STAGES = RANK > 256 ? 2 : 4, STEPS = DEPTH / 16, MIDDLE = STEPS / 2;
+    static_assert(2 * MIDDLE == STEPS, "both halves of a row have as many steps");
 };
 
 // The shared memory of a block, by address.
 template <int RANK>
 struct Shared {
     using S = Shape<RANK>;
-    unsigned keys, queries, weights, barriers, tops, sums, totals;
+    unsigned keys, queries, weights, barriers, tops, sums, totals, flags;
 
     __device__ __forceinline__ explicit Shared(unsigned start)
         : keys(start),
@@ -42,7 +44,8 @@ struct Shared {
           barriers(weights + PIECE),
           tops(barriers + S::STAGES * 16),
           sums(tops + 2 * ROWS * 4),
-          totals(sums + ROWS * 8 * 4) {}
+          totals(sums + ROWS * 8 * 4),
+          flags(totals + ROWS * 4) {}
     __device__ __forceinline__ unsigned tile(unsigned t) const { return keys + t % S::STAGES * S::TILE; }
     __device__ __forceinline__ unsigned full(unsigned t) const { return barriers + t % S::STAGES * 8; }
     __device__ __forceinline__ unsigned empty(unsigned t) const { return full(t) + S::STAGES * 8; }
@@ -129,37 +132,55 @@ struct Consumer {
         sync_consumers();
     }
 
-    // The dot products of all rows with the 32 keys of this warpgroup.
+    // The dot products of all rows with the 32 keys of this warpgroup. Each has one half of the row for all keys, the
+    // first warpgroup the first one, because products of 64 keys read shared memory less, and gives the other one its
+    // share. The shares lie where the weights come, and in the last piece of the keys, which no one else reads.
     __device__ __forceinline__ void multiply_keys(unsigned tile, float (&dots)[KEYS / 8][4]) const {
-        float high[KEYS / 8][4];
-        const unsigned own = tile + group * KEYS * 128;
-        warpgroup_fence_operand(dots), warpgroup_fence_operand(high);
+        float halves[2 * KEYS / 8][4];
+        warpgroup_fence_operand(halves);
         wgmma_fence();
+        const int first = group ? S::MIDDLE : 0;
 #pragma unroll
         for (int i = 0; i < S::MIDDLE; ++i) {
-            const auto step = [&](float (&sums)[KEYS / 8][4], int k) {
-                const unsigned at = k / 4 * PIECE + k % 4 * 32;
-                wgmma_nt(sums, make_smem_desc(shared.queries + at, 0), make_smem_desc(own + at, 0), i > 0);
-            };
-            step(dots, i);
-            if (S::MIDDLE + i < S::STEPS) step(high, S::MIDDLE + i);
+            const int k = first + i;
+            const unsigned at = k / 4 * PIECE + k % 4 * 32;
+            wgmma_nt(halves, make_smem_desc(shared.queries + at, 0), make_smem_desc(tile + at, 0), i > 0);
         }
         wgmma_commit_group();
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(dots), warpgroup_fence_operand(high);
+        warpgroup_fence_operand(halves);
+        sync_consumers();  // the weights before have been read
+        const unsigned last = tile + (S::PIECES - 1) * PIECE;
+        const unsigned given = (group ? last : shared.weights) + threadIdx.x % WARPGROUP * 16;
+        const unsigned taken = (group ? shared.weights : last) + threadIdx.x % WARPGROUP * 16;
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n)
+        for (int n = 0; n < KEYS / 8; ++n) {
+            float x[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) dots[n][j] = __fadd_rn(dots[n][j], high[n][j]);
+            for (int j = 0; j < 4; ++j) x[j] = group ? halves[n][j] : halves[KEYS / 8 + n][j];
+            st_shared_v4(
+                given + n * WARPGROUP * 16,
+                make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
+        }
+        sync_consumers();
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) {
+            const int4 other = ld_shared_v4(taken + n * WARPGROUP * 16);
+            const float y[4] = {
+                __int_as_float(other.x), __int_as_float(other.y), __int_as_float(other.z), __int_as_float(other.w)};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) dots[n][j] = __fadd_rn(group ? halves[KEYS / 8 + n][j] : halves[n][j], y[j]);
+        }
     }
 
-    // o = o + weights @ latents over 32 keys, those of warpgroup `keys`.
-    __device__ __forceinline__ void add_latents(float (&o)[N][4], unsigned tile, int keys, bool add) const {
+    // o = o + weights @ latents over COUNT times 32 keys, from those of warpgroup FIRST on.
+    template <int FIRST, int COUNT>
+    __device__ __forceinline__ void add_latents(float (&o)[N][4], unsigned tile, bool add) const {
         warpgroup_fence_operand(o);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < KEYS / 16; ++i) {
-            const int k = keys * (KEYS / 16) + i;
+        for (int i = 0; i < COUNT * KEYS / 16; ++i) {
+            const int k = FIRST * (KEYS / 16) + i;
             wgmma_nn(
                 o, make_smem_desc(shared.weights + k * 32, 0),
                 make_smem_desc(tile + group * (S::COLUMNS / 64) * PIECE + k * 16 * 128, PIECE), add || i > 0);
@@ -177,9 +198,10 @@ struct Consumer {
             for (int j = 0; j < 4; ++j) o[n][j] = __fmul_rn(o[n][j], factor[j / 2]);
     }
 
-    // One more tile of 64 keys from `key` on; is_first: of the segment.
+    // One more tile of 64 keys from `key` on; is_first: of the segment. flag: of this tile, 0, and the other one.
     __device__ __forceinline__ void add_tile(
-        float (&o)[N][4], Rows& rows, unsigned tile, int key, bool is_first, float scale) const {
+        float (&o)[N][4], Rows& rows, unsigned tile, int key, bool is_first, float scale, unsigned flag,
+        unsigned other_flag) const {
         float dots[KEYS / 8][4];
         multiply_keys(tile, dots);
         const int own_key = key + group * KEYS + lane % 4 * 2;
@@ -206,7 +228,9 @@ struct Consumer {
             const float low = fmaxf(rows.top[h], __fmul_rn(scale, of_low));
             const float high = fmaxf(low, __fmul_rn(scale, of_high));
             const float low_shift = softmax_shift(low), high_shift = softmax_shift(high);
-            factors[0][h] = rescale_factor(rows.top[h], low_shift), factors[1][h] = rescale_factor(low, high_shift);
+            // Without a key before, there are zeros to rescale.
+            factors[0][h] = rows.top[h] == -INF_F ? 1.0f : rescale_factor(rows.top[h], low_shift);
+            factors[1][h] = low == -INF_F ? 1.0f : rescale_factor(low, high_shift);
             rows.top[h] = high;
             const float shift = group ? high_shift : low_shift;
 #pragma unroll
@@ -219,12 +243,18 @@ struct Consumer {
             }
             if (group == 0) st_shared_v2(shared.sums + ((row + h * 8) * 8 + lane % 4 * 2) * 4, sums[h][0], sums[h][1]);
         }
+        if (__any_sync(FULL, factors[1][0] != 1.0f || factors[1][1] != 1.0f) && lane == 0) st_shared_word(flag, 1);
         fence_proxy_async();
         sync_consumers();
         if (!is_first) rescale(o, factors[0]);
-        add_latents(o, tile, 0, !is_first);
-        rescale(o, factors[1]);
-        add_latents(o, tile, 1, true);
+        if (threadIdx.x == 0) st_shared_word(other_flag, 0);
+        if (__shfl_sync(FULL, ld_shared(flag), 0)) {  // all warps of a warpgroup take the same way
+            add_latents<0, 1>(o, tile, !is_first);
+            rescale(o, factors[1]);
+            add_latents<1, 1>(o, tile, true);
+        } else {
+            add_latents<0, 2>(o, tile, !is_first);
+        }
         if (group == 1) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -283,6 +313,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) latent_hopper(
         for (int t = 0; t < S::STAGES; ++t)
             mbarrier_init(shared.full(t), 1), mbarrier_init(shared.empty(t), CONSUMER_WARPS);
         fence_mbarrier_init();
+        st_shared_word(shared.flags, 0), st_shared_word(shared.flags + 4, 0);
     }
     __syncthreads();
     wait_on_dependent_grids();
@@ -328,7 +359,9 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) latent_hopper(
         for (int key = item.first_key(); key < item.end_key(); key += BLOCK_SIZE, ++t) {
             mbarrier_wait(shared.full(t), t / S::STAGES % 2);
             if (key + BLOCK_SIZE > tile.end) consumer.clear_rows(shared.tile(t), tile.end - key);
-            consumer.add_tile(o, rows, shared.tile(t), key, is_first, scale);
+            consumer.add_tile(
+                o, rows, shared.tile(t), key, is_first, scale, shared.flags + t % 2 * 4,
+                shared.flags + (t + 1) % 2 * 4);
             is_first = false;
             __syncwarp();
             if (consumer.lane == 0) mbarrier_arrive(shared.empty(t));
