@@ -132,11 +132,11 @@ struct Consumer {
         sync_consumers();
     }
 
-    // The dot products of all rows with the 32 keys of this warpgroup. Each has one half of the row for all keys, the
-    // first warpgroup the first one, because products of 64 keys read shared memory less, and gives the other one its
-    // share. The shares lie where the weights come, and in the last piece of the keys, which no one else reads.
-    __device__ __forceinline__ void multiply_keys(unsigned tile, float (&dots)[KEYS / 8][4]) const {
-        float halves[2 * KEYS / 8][4];
+    using Halves = float[2 * KEYS / 8][4];
+
+    // Starts this warpgroup's half of the dot products of all rows with a tile of keys. The first warpgroup has the
+    // first half of the row. Products of 64 keys read shared memory less than those of 32, which each finishes.
+    __device__ __forceinline__ void start_keys(unsigned tile, Halves& halves) const {
         warpgroup_fence_operand(halves);
         wgmma_fence();
         const int first = group ? S::MIDDLE : 0;
@@ -147,6 +147,11 @@ struct Consumer {
             wgmma_nt(halves, make_smem_desc(shared.queries + at, 0), make_smem_desc(tile + at, 0), i > 0);
         }
         wgmma_commit_group();
+    }
+
+    // The dot products of all rows with the 32 keys of this warpgroup. Each gives the other one its share, which lies
+    // where the weights come, or in the last piece of the keys, which only the second warpgroup reads.
+    __device__ __forceinline__ void finish_keys(unsigned tile, Halves& halves, float (&dots)[KEYS / 8][4]) const {
         wgmma_wait_group<0>();
         warpgroup_fence_operand(halves);
         sync_consumers();  // the weights before have been read
@@ -173,9 +178,9 @@ struct Consumer {
         }
     }
 
-    // o = o + weights @ latents over COUNT times 32 keys, from those of warpgroup FIRST on.
+    // Starts o = o + weights @ latents over COUNT times 32 keys, from those of warpgroup FIRST on.
     template <int FIRST, int COUNT>
-    __device__ __forceinline__ void add_latents(float (&o)[N][4], unsigned tile, bool add) const {
+    __device__ __forceinline__ void start_latents(float (&o)[N][4], unsigned tile, bool add) const {
         warpgroup_fence_operand(o);
         wgmma_fence();
 #pragma unroll
@@ -186,8 +191,6 @@ struct Consumer {
                 make_smem_desc(tile + group * (S::COLUMNS / 64) * PIECE + k * 16 * 128, PIECE), add || i > 0);
         }
         wgmma_commit_group();
-        wgmma_wait_group<0>();
-        warpgroup_fence_operand(o);
     }
 
     __device__ __forceinline__ static void rescale(float (&o)[N][4], const float (&factor)[2]) {
@@ -198,12 +201,14 @@ struct Consumer {
             for (int j = 0; j < 4; ++j) o[n][j] = __fmul_rn(o[n][j], factor[j / 2]);
     }
 
-    // One more tile of 64 keys from `key` on; is_first: of the segment. flag: of this tile, 0, and the other one.
+    // One more tile of 64 keys from `key` on, whose halves have been started; is_first: of the segment. flag: of this
+    // tile, 0, and the other one. start_next(halves) starts those of the next tile, or of anything.
+    template <class F>
     __device__ __forceinline__ void add_tile(
-        float (&o)[N][4], Rows& rows, unsigned tile, int key, bool is_first, float scale, unsigned flag,
-        unsigned other_flag) const {
+        float (&o)[N][4], Rows& rows, Halves& halves, unsigned tile, int key, bool is_first, float scale, unsigned flag,
+        unsigned other_flag, F start_next) const {
         float dots[KEYS / 8][4];
-        multiply_keys(tile, dots);
+        finish_keys(tile, halves, dots);
         const int own_key = key + group * KEYS + lane % 4 * 2;
         float largest[2] = {-INF_F, -INF_F};
 #pragma unroll
@@ -249,12 +254,15 @@ struct Consumer {
         if (!is_first) rescale(o, factors[0]);
         if (threadIdx.x == 0) st_shared_word(other_flag, 0);
         if (__shfl_sync(FULL, ld_shared(flag), 0)) {  // all warps of a warpgroup take the same way
-            add_latents<0, 1>(o, tile, !is_first);
+            start_latents<0, 1>(o, tile, !is_first);
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(o);
             rescale(o, factors[1]);
-            add_latents<1, 1>(o, tile, true);
+            start_latents<1, 1>(o, tile, true);
         } else {
-            add_latents<0, 2>(o, tile, !is_first);
+            start_latents<0, 2>(o, tile, !is_first);
         }
+        start_next(halves);
         if (group == 1) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -265,6 +273,8 @@ struct Consumer {
                 rows.sum[h][1] = add_tile_sum(rows.sum[h][1], factors[1][h], sums[h][1]);
             }
         }
+        wgmma_wait_group<1>();  // of them the next tile's start
+        warpgroup_fence_operand(o);
     }
 
     // The sum of the segment's weights of the thread's rows, in both warpgroups.
@@ -355,13 +365,22 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) latent_hopper(
             rows.visible[h] = row < tile.rows ? tile.context + (tile.first + row) / heads + 1 : 0;
             rows.merged_top[h] = rows.top[h] = -INF_F, rows.merged_sum[h] = rows.sum[h][0] = rows.sum[h][1] = 0;
         }
-        bool is_first = true;
+        float halves[2 * KEYS / 8][4];
+        bool is_first = true, is_start = true;  // of a segment, of the item
         for (int key = item.first_key(); key < item.end_key(); key += BLOCK_SIZE, ++t) {
-            mbarrier_wait(shared.full(t), t / S::STAGES % 2);
+            if (is_start) {
+                mbarrier_wait(shared.full(t), t / S::STAGES % 2);
+                consumer.start_keys(shared.tile(t), halves);
+                is_start = false;
+            }
             if (key + BLOCK_SIZE > tile.end) consumer.clear_rows(shared.tile(t), tile.end - key);
+            const auto start_next = [&](float (&next)[2 * KEYS / 8][4]) {
+                if (key + BLOCK_SIZE < item.end_key()) mbarrier_wait(shared.full(t + 1), (t + 1) / S::STAGES % 2);
+                consumer.start_keys(shared.tile(t + 1), next);
+            };
             consumer.add_tile(
-                o, rows, shared.tile(t), key, is_first, scale, shared.flags + t % 2 * 4,
-                shared.flags + (t + 1) % 2 * 4);
+                o, rows, halves, shared.tile(t), key, is_first, scale, shared.flags + t % 2 * 4,
+                shared.flags + (t + 1) % 2 * 4, start_next);
             is_first = false;
             __syncwarp();
             if (consumer.lane == 0) mbarrier_arrive(shared.empty(t));
@@ -379,13 +398,23 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) latent_hopper(
                 rows.merged_top[h] = merging[h].top;
             }
             if (item.is_whole) {
-                const bool is_last = key + BLOCK_SIZE >= tile.end;
+                // Each condition is outside its loop, so that all loads are on their way at once.
+                const auto merge_all = [&](auto left_of) {
 #pragma unroll
-                for (int n = 0; n < S::COLUMNS / 8; ++n) {
-                    const float4 left = segment > 0 ? kept.at(n) : make_float4(0, 0, 0, 0);
-                    o[n][0] = merge(merging[0], left.x, o[n][0]), o[n][1] = merge(merging[0], left.y, o[n][1]);
-                    o[n][2] = merge(merging[1], left.z, o[n][2]), o[n][3] = merge(merging[1], left.w, o[n][3]);
-                    if (!is_last) kept.at(n) = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
+                    for (int n = 0; n < S::COLUMNS / 8; ++n) {
+                        const float4 left = left_of(n);
+                        o[n][0] = merge(merging[0], left.x, o[n][0]), o[n][1] = merge(merging[0], left.y, o[n][1]);
+                        o[n][2] = merge(merging[1], left.z, o[n][2]), o[n][3] = merge(merging[1], left.w, o[n][3]);
+                    }
+                };
+                if (segment > 0)
+                    merge_all([&](int n) { return kept.at(n); });
+                else
+                    merge_all([](int) { return make_float4(0, 0, 0, 0); });
+                if (key + BLOCK_SIZE < tile.end) {
+#pragma unroll
+                    for (int n = 0; n < S::COLUMNS / 8; ++n)
+                        kept.at(n) = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
                 }
             } else {
 #pragma unroll
@@ -405,6 +434,8 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) latent_hopper(
             for (int h = 0; h < 2; ++h) rows.top[h] = -INF_F, rows.sum[h][0] = rows.sum[h][1] = 0;
             is_first = true;
         }
+        wgmma_wait_group<0>();  // of keys that no tile has
+        warpgroup_fence_operand(halves);
         if (!item.is_whole) return;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
