@@ -17,8 +17,8 @@ from ..launcher import Launcher, StepContext
 if TYPE_CHECKING:
     import cupy as cp
 
-EACH = (1, 8)
-"""Channels of a thread: eight where rows of channels are whole vectors."""
+EACH = (1, 4, 8)
+"""Channels of a thread: where rows of channels are whole vectors, four for results in fp32 and eight for fp16."""
 
 
 class ShortConvolutionKernels:
@@ -53,8 +53,9 @@ class ShortConvolutionKernels:
         more new tokens than the ring has rows beside those that the first one reads.
         """
         taps, (tokens, channels), ring_rows = convolution.taps, out.shape, ring.shape[1]
-        is_aligned = channels % EACH[1] == 0 and rows.data.ptr % (2 * EACH[1]) == 0
-        each, gated = EACH[is_aligned], BOOLEANS[out.dtype == np.float16]
+        is_gated = out.dtype == np.float16
+        is_aligned = channels % EACH[-1] == 0 and rows.data.ptr % (2 * EACH[-1]) == 0
+        each, gated = EACH[1 + is_gated] if is_aligned else 1, BOOLEANS[is_gated]
         stores = batch.max_query_len <= ring_rows - len(taps) + 1
         blocks = ceil_div(channels, THREADS * each)
         inputs = rows.data.ptr, pitch_of(rows)
