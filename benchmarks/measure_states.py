@@ -111,7 +111,7 @@ class Layers:
             of_norm = GatedNorm(Norm(np.ones(sizes.values, np.float32), 1e-5), sizes.key_heads, False)
             spec = Mamba2Spec(*order_of_mamba, convolution, rates, bias, bias, (0.0, float("inf")), of_norm)
             self.spec = ops.mamba2_spec(spec)
-        layout = State(state_arrays(*order, sizes.channels, TAPS))
+        layout = State(state_arrays(*order, sizes.channels, TAPS, corrects=sizes.is_delta_net))
         self.caches: list[StateCache] = [layout.make(ops, sequences + 1, None) for _ in range(count)]
         for cache in self.caches:
             for array in cache.arrays:

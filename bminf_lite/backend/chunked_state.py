@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,18 +28,22 @@ SOFTPLUS_MAX = np.float32(20)
 
 
 def state_arrays(
-    key_heads: int, value_heads: int, key_dim: int, value_dim: int, channels: int, taps: int, per_channel: bool = False
-) -> tuple[StateArray, ...]:
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, channels: int, taps: int,
+    per_channel: bool = False, corrects: bool = True,
+) -> tuple[StateArray, ...]:  # fmt: skip
     """What a sequence keeps: the state at a chunk's start, rows of the tokens since, and inputs of a convolution.
 
     A head has one decay, or ``per_channel`` one for each element of a key. Value head ``h`` reads key head
-    ``h // (value_heads // key_heads)``.
+    ``h // (value_heads // key_heads)``. ``corrects``: a token's delta depends on those of earlier ones, as in
+    :class:`.delta_net.DeltaChunk`.
     """
+    solves = StateArray("solves", (value_heads, CHUNK), ring=CHUNK, is_sharded=True)
     return (
         StateArray("state", (value_heads, key_dim, value_dim), is_sharded=True),
         StateArray("keys", (key_heads, key_dim), ring=CHUNK, is_sharded=True),
         StateArray("deltas", (value_heads, value_dim), ring=CHUNK, is_sharded=True),
         StateArray("decays", (value_heads, key_dim) if per_channel else (value_heads,), ring=CHUNK, is_sharded=True),
+        *([solves] if corrects else []),
         StateArray("inputs", (channels,), dtype=None, ring=taps, is_sharded=True),
         StateArray("end", (), "int32"),
     )
@@ -57,6 +61,9 @@ class Chunk(ABC):
     keys: np.ndarray
     deltas: np.ndarray
     decays: np.ndarray
+
+    KEPT: ClassVar[tuple[str, ...]] = ("keys", "deltas", "decays")
+    """What is kept of each token, by the names of the arrays in the cache, in the order of the fields."""
 
     @abstractmethod
     def output(self, i: int, token: Any) -> np.ndarray:
@@ -92,8 +99,17 @@ class Chunk(ABC):
         """The state behind the last token of the chunk."""
         last = self.decays[:, -1:]
         keys = np.repeat(self.keys, self.group, axis=0) * np.exp(last - self.decays)[:, :, None]
-        found: np.ndarray = np.exp(last)[:, :, None] * self.state + keys.swapaxes(1, 2) @ self.deltas
+        found: np.ndarray = np.exp(last)[:, :, None] * self.state + keys.swapaxes(1, 2) @ self.all_deltas()
         return found
+
+    def all_deltas(self) -> np.ndarray:
+        """The deltas of the tokens, from what is kept of them."""
+        return self.deltas
+
+    @property
+    def kept(self) -> list[np.ndarray]:
+        """What is kept of the tokens, ``[heads, CHUNK, ...]``."""
+        return [getattr(self, name) for name in self.KEPT]
 
 
 def softplus(x: np.ndarray) -> np.ndarray:
@@ -109,7 +125,7 @@ def outputs(kind: type[Chunk], tokens: Any, cache: StateCache, slot: int, start:
     ``tokens.of`` gives what a ``kind`` of recurrence reads of some tokens. The slot of the ``cache`` is brought up to
     date as :class:`bminf_lite.layers.cache.State` says; a draft leaves its row alone.
     """
-    rings = [cache[name][slot] for name in ("keys", "deltas", "decays")]
+    rings = [cache[name][slot] for name in kind.KEPT]
     size, end = len(rings[0]), int(cache["end"][slot]) if start else 0
     assert end % CHUNK == 0 and end <= start <= end + size
     state = cache["state"][slot].copy() if start else np.zeros(cache["state"].shape[1:], np.float32)
@@ -121,7 +137,7 @@ def outputs(kind: type[Chunk], tokens: Any, cache: StateCache, slot: int, start:
             chunk = _chunk_from(kind, rings, state, end, known)
         row = position - end
         found[i] = chunk.output(row, tokens.of(slice(i, i + 1)))
-        for ring, rows in zip(rings, (chunk.keys, chunk.deltas, chunk.decays), strict=True):
+        for ring, rows in zip(rings, chunk.kept, strict=True):
             ring[position % size] = rows[:, row]
     if not is_draft:
         cache["state"][slot], cache["end"][slot] = state, end
@@ -132,6 +148,6 @@ def _chunk_from(kind: type[Chunk], rings: list[np.ndarray], state: np.ndarray, e
     """The chunk that starts at ``end``, with the rows of tokens before ``known``, which lie in ``rings``."""
     chunk = kind(state, *(np.zeros((ring.shape[1], CHUNK, *ring.shape[2:]), np.float32) for ring in rings))
     positions = np.arange(end, min(end + CHUNK, known))
-    for ring, rows in zip(rings, (chunk.keys, chunk.deltas, chunk.decays), strict=True):
+    for ring, rows in zip(rings, chunk.kept, strict=True):
         rows[:, : len(positions)] = ring[positions % len(ring)].swapaxes(0, 1)
     return chunk

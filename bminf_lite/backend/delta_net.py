@@ -9,17 +9,23 @@ log-decay ``g``, the mathematics is
     out = q @ S
 
 The chunked form (https://arxiv.org/abs/2406.06484) computes a token from the state at the start of its chunk, and from
-what the tokens of the chunk up to itself have left: a key, a ``delta`` and the sum of the log-decays ``d`` since the
-chunk's start.
+what the tokens of the chunk up to itself have left: a key, the sum of the log-decays ``d`` since the chunk's start, a
+difference ``r`` from what the state foretold, and ``solves``, by which the differences become deltas. Where ``a_ij`` is
+``exp(d_i - d_j) * (k_i @ k_j)``, ``p_ij`` the same of the query, and ``e_i`` a row with 1 at ``i``:
 
-    delta_i = beta_i * (v_i - (exp(d_i) * (k_i @ S) + sum(exp(d_i - d_j) * (k_i @ k_j) * delta_j for j < i)))
-    out_i = exp(d_i) * (q_i @ S) + sum(exp(d_i - d_j) * (q_i @ k_j) * delta_j for j <= i)
+    r_i = v_i - exp(d_i) * (k_i @ S)
+    solves_i = beta_i * (e_i - sum(a_ij * solves_j for j < i))
+    out_i = exp(d_i) * (q_i @ S) + sum(p_ij * solves_j for j <= i) @ r
+    delta_i = solves_i @ r
 
-In Kimi Delta Attention (https://arxiv.org/abs/2510.26692) each element ``r`` of a key has a log-decay of its own. Then
+Neither ``solves`` nor their products with ``p`` depend on the state.
+
+In Kimi Delta Attention (https://arxiv.org/abs/2510.26692) each element ``m`` of a key has a log-decay of its own. Then
 the factors stand inside the products,
 
-    delta_i = beta_i * (v_i - ((exp(d_i) * k_i) @ S + sum(sum(k_i * k_j * exp(d_i - d_j)) * delta_j for j < i)))
-    out_i = (exp(d_i) * q_i) @ S + sum(sum(q_i * k_j * exp(d_i - d_j)) * delta_j for j <= i)
+    r_i = v_i - (exp(d_i) * k_i) @ S
+    a_ij = sum(k_im * k_jm * exp(d_im - d_jm) for all m)
+    out_i = (exp(d_i) * q_i) @ S + sum(p_ij * solves_j for j <= i) @ r
 
 and the state behind the chunk is ``exp(d_l)[:, None] * S + sum(outer(exp(d_l - d_j) * k_j, delta_j))``.
 
@@ -91,8 +97,16 @@ def _of_length_1(x: np.ndarray) -> np.ndarray:
     return scaled
 
 
+@dataclass
 class DeltaChunk(Chunk):
-    """A chunk of the delta rule."""
+    """A chunk of the delta rule. ``deltas`` are differences, of which ``solves`` make deltas.
+
+    ``solves`` are ``[value_heads, CHUNK, CHUNK]``: a row for each token, an element for each difference.
+    """
+
+    solves: np.ndarray
+
+    KEPT = ("keys", "deltas", "decays", "solves")
 
     def output(self, i: int, token: TokenInputs) -> np.ndarray:
         (query,), (key,), (value,), (log_decay,), (rate,) = (
@@ -100,9 +114,14 @@ class DeltaChunk(Chunk):
         )  # fmt: skip
         self.keys[:, i] = key
         read, scores = self.read(i, self.add_decay(i, log_decay), np.stack([key, query], axis=1))
-        earlier = (scores[:, :1] @ self.deltas)[:, 0]
-        self.deltas[:, i] = rate[:, None] * (value - (read[:, 0] + earlier))
-        found: np.ndarray = read[:, 1] + (scores[:, 1:] @ self.deltas)[:, 0]
+        own = (np.arange(CHUNK) == i).astype(np.float32)
+        self.solves[:, i] = rate[:, None] * (own - (scores[:, :1] @ self.solves)[:, 0])
+        self.deltas[:, i] = value - read[:, 0]
+        found: np.ndarray = read[:, 1] + (scores[:, 1:] @ self.solves @ self.deltas)[:, 0]
+        return found
+
+    def all_deltas(self) -> np.ndarray:
+        found: np.ndarray = self.solves @ self.deltas
         return found
 
     def read(self, i: int, decay: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -121,5 +140,5 @@ class ChannelChunk(DeltaChunk):
     def next_state(self) -> np.ndarray:
         last = self.decays[:, -1]
         keys = self.keys * np.exp(last[:, None] - self.decays)
-        found: np.ndarray = np.exp(last)[:, :, None] * self.state + keys.swapaxes(1, 2) @ self.deltas
+        found: np.ndarray = np.exp(last)[:, :, None] * self.state + keys.swapaxes(1, 2) @ self.all_deltas()
         return found

@@ -172,8 +172,10 @@ class MetaBackend(Backend):
     def delta_net_spec(self, spec: DeltaNetSpec) -> DeltaNetSpec:
         """The products before it are still there in fp16; inputs and outputs of the recurrence are fp32."""
         inputs, outputs = spec.channels, spec.value_features
-        prepared = prepared_bytes_per_token(heads_of_delta_net(spec))
-        sums = 8 * heads_of_delta_net(spec).sums + 4 * spec.value_heads
+        heads = heads_of_delta_net(spec)
+        prepared = prepared_bytes_per_token(heads)
+        decays = spec.value_heads * (spec.key_dim if spec.per_channel else 1)
+        sums = 4 * (heads.sums + decays + spec.value_heads)
         self._widest = max(self._widest, 6 * inputs + 8 * outputs + sums + prepared)
         return super().delta_net_spec(spec)
 

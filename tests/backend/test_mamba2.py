@@ -75,7 +75,8 @@ class Layer:
                 norm,
             )
         )
-        arrays = state_arrays(sizes.groups, sizes.heads, sizes.state_dim, sizes.head_dim, sizes.channels, TAPS)
+        order = sizes.groups, sizes.heads, sizes.state_dim, sizes.head_dim
+        arrays = state_arrays(*order, sizes.channels, TAPS, corrects=False)
         self.cache: StateCache = State(arrays).with_drafts(drafts).make(ops, sequences + 1, None)
         for array in self.cache.arrays:  # what no sequence may read
             ops.assign(array, np.full(array.shape, 1 << 20 if array.dtype == np.int32 else np.nan))

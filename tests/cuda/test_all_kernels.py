@@ -21,7 +21,7 @@ from cubin_info import kernel_info, offsets_and_sizes
 from instantiations import CAPABILITIES, families, grouped, pairs, pairwise, tiling, tilings
 
 from bminf_lite.cuda.kernels.attention.heads import LARGE_HEAD_DIM
-from bminf_lite.cuda.kernels.constants import DECODE_THREADS, GEMV_THREADS, GemvInput
+from bminf_lite.cuda.kernels.constants import DECODE_THREADS, GEMV_THREADS, MAMBA2_MAX_STATE_DIM, GemvInput
 from bminf_lite.cuda.kernels.gemv.gemv import LARGE_SHARED_MEMORY, defines_for, pipeline_chunks
 from bminf_lite.cuda.kernels.instantiations import KernelFamily
 from bminf_lite.cuda.kernels.sources import SOURCES
@@ -58,8 +58,10 @@ TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/prefi
 """Each tiling is a family of its own, and the selection is one of tilings."""
 SHARED = ("attention/decode.cu", "attention/latent.cu", "gemm/float_gemm.cu")
 """Each architecture compiles a share of the families."""
-RECURRENT_SPILL = 256
-"""Bytes that a scan of chunks may spill: addresses that wait for the end of a chunk. NVRTC 13.0 spills up to 224."""
+RECURRENT_SPILL = 512
+"""Bytes that a scan of chunks may spill: addresses that wait for the end of a chunk. NVRTC 13.0 spills up to 452."""
+LARGE_STATE_SPILL = 1408
+"""The same where a thread holds 64 elements of a state (256 rows). NVRTC 13.0 spills up to 1,324, on 7.5."""
 NEVER_SPILL = ("sampling/sample.cu", "gemm/dp4a.cu")
 SAMPLING_SPILL = 8
 """Bytes that ``best_token`` may spill on 9.0 where logits are adjusted, to count the drafts before a row."""
@@ -93,7 +95,7 @@ def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Us
     if family.source in PREFILL_SPILL:
         return PREFILL_SPILL[family.source]
     if family.source.startswith("recurrent/"):
-        return RECURRENT_SPILL
+        return LARGE_STATE_SPILL if arguments[0] == MAMBA2_MAX_STATE_DIM else RECURRENT_SPILL
     if family.name == "transform" and arguments[3][1] == 16:  # type: ignore[index]
         return float("inf")
     if family.name == "transform" and arguments[3] == (512, 8):

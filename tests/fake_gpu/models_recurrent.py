@@ -15,7 +15,7 @@ from bminf_lite.backend.routing import sigmoid
 from bminf_lite.backend.values import DeltaNetSpec, GatedNorm, Mamba2Spec, Norm, StateCache
 from bminf_lite.cuda.kernels.constants import DELTA_NET_MAX_KEY_DIM as MAX_KEY_DIM
 from bminf_lite.cuda.kernels.constants import PLACES_OF_32
-from bminf_lite.cuda.kernels.recurrent.chunks import COLUMNS, FACTORS_BYTES, HEADS_AT_ONCE, rows_bytes
+from bminf_lite.cuda.kernels.recurrent.chunks import FACTORS_BYTES, HEADS_AT_ONCE, columns, rows_bytes
 
 from .launching import Call, model
 
@@ -44,6 +44,8 @@ def slot_arrays(call: Call, slots: int, sizes: tuple[int, int, int, int]) -> dic
         "decays": ("decays", F32, (call.ring_rows, heads, keys) if has_channels(call) else (call.ring_rows, heads)),
         "end": ("ends", np.int32, ()),
     }
+    if corrects(call):
+        shapes["solves"] = ("solves", F32, (call.ring_rows, heads, CHUNK))
     found = {}
     for array, (name, dtype, shape) in shapes.items():
         flat = call.rows(name, slots, getattr(call, f"{name}_pitch"), int(np.prod(shape)), dtype, align=4)
@@ -59,19 +61,29 @@ def sizes_of(call: Call) -> tuple[int, int, int, int]:
 
 def has_channels(call: Call) -> bool:
     """Whether each element of a key has a decay."""
-    return "CHANNELS" in call.template and bool(call.number("CHANNELS"))
+    return corrects(call) and bool(call.number("CHANNELS"))
+
+
+def corrects(call: Call) -> bool:
+    """Whether the rule is that of a DeltaNet."""
+    return "CHANNELS" in call.template
+
+
+def decays_of(call: Call) -> int:
+    """Sums of log-decays of a token."""
+    return int(call.value_heads * (call.key_dim if has_channels(call) else 1))
 
 
 def sums_of(call: Call) -> int:
-    """Sums of log-decays of a token."""
-    return int(call.value_heads * (call.key_dim if has_channels(call) else 1))
+    """What a step keeps of a token until its last kernel: sums of log-decays, and solves."""
+    return decays_of(call) + int(call.value_heads) * CHUNK * corrects(call)
 
 
 def inputs_of(call: Call, tokens: int) -> tuple[TokenInputs, DeltaNetSpec]:
     """What the recurrence reads of the tokens, and the sizes of the layer."""
     sizes = sizes_of(call)
     none: Any = None
-    width = sums_of(call)
+    width = decays_of(call)
     of_heads, bias = call.vector("decay_rates", call.value_heads, F32), call.vector("decay_bias", width, F32)
     spec = DeltaNetSpec(*sizes, none, of_heads, bias, none, call.max_rate, has_channels(call))
     mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
@@ -103,13 +115,27 @@ def check_places(call: Call, state_rows: int) -> None:
 
 
 def in_chunks(call: Call, kind: type[Chunk], inputs: Any) -> None:
-    """The outputs of a recurrence and the sums of log-decays; states and deltas go to the slots."""
+    """The outputs of a recurrence, and sums of log-decays and solves; states and deltas go to the slots."""
     cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
     sizes = _, heads, _, dim = sizes_of(call)
     tokens, grid = int(cu_seqlens[-1]), call.launch.grid
-    call.require(grid[:2] == (call.count, heads) and COLUMNS * grid[2] >= dim, "blocks are missing")
+    state_rows = call.number("N") if "N" in call.template else MAX_KEY_DIM
+    call.require(
+        grid[:2] == (call.count, heads) and columns(state_rows, bool(call.number("PREPARED"))) * grid[2] >= dim,
+        "blocks are missing",
+    )
     arrays = slot_arrays(call, int(slots.max(initial=0)) + 1, sizes)
-    kept = StateCache(arrays | {name: arrays[name].copy() for name in ("keys", "decays", "end")})
+    copied = [name for name in arrays if name not in ("state", "deltas")]
+    kept = StateCache(arrays | {name: arrays[name].copy() for name in copied})
+    solves: list[np.ndarray] = []
+
+    class Noted(kind):  # type: ignore[valid-type, misc]
+        def output(self, i: int, token: Any) -> Any:
+            found = super().output(i, token)
+            if corrects(call):
+                solves.append(self.solves[:, i].ravel().copy())
+            return found
+
     width = heads * dim
     out = call.rows("out", tokens, call.out_pitch, width, F32, 4)
     sums = call.rows("sums", tokens, sums_of(call), sums_of(call), F32, 4)
@@ -121,9 +147,11 @@ def in_chunks(call: Call, kind: type[Chunk], inputs: Any) -> None:
         for i in range(first, end):
             own = inputs.log_decays[i]
             total = own if (start + i - first) % CHUNK == 0 else total + own
-            sums[i] = total.ravel()
-        y = chunked_state.outputs(kind, inputs.of(rows), kept, slot, start, bool(is_draft[b]))
+            sums[i, : decays_of(call)] = total.ravel()
+        y = chunked_state.outputs(Noted, inputs.of(rows), kept, slot, start, bool(is_draft[b]))
         out[rows] = y.reshape(-1, width)
+        if corrects(call):
+            sums[rows, decays_of(call) :] = solves[-len(y) :]
 
 
 @model
@@ -148,14 +176,15 @@ def store_keys(call: Call, keys: np.ndarray) -> None:
     cu_seqlens, context_lens, slots, is_draft = sequences_of(call)
     arrays = slot_arrays(call, int(slots.max(initial=0)) + 1, sizes)
     sums = call.rows("sums", int(cu_seqlens[-1]), sums_of(call), sums_of(call), F32, 4)
+    of_decays = decays_of(call)
     for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
         start, slot = int(context_lens[b]), slots[b]
         for i in range(first, end):
             place = (start + i - first) % call.ring_rows
-            arrays["keys"][slot, place], arrays["decays"][slot, place] = (
-                keys[i],
-                sums[i].reshape(arrays["decays"].shape[2:]),
-            )
+            arrays["keys"][slot, place] = keys[i]
+            arrays["decays"][slot, place] = sums[i, :of_decays].reshape(arrays["decays"].shape[2:])
+            if corrects(call):
+                arrays["solves"][slot, place] = sums[i, of_decays:].reshape(-1, CHUNK)
         if first < end and not is_draft[b]:
             arrays["end"][slot] = (start + end - first - 1) // CHUNK * CHUNK
 

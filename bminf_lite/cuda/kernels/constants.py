@@ -268,7 +268,7 @@ ALL_REDUCE_MAX_BLOCKS = 264
 """Blocks of a sum over GPUs: two on each SM of an H200. All of them must be resident, because they wait for peers."""
 ALL_REDUCE_POLLS = 64
 """How often a thread polls before it looks at the clock."""
-RECURRENT_THREADS = 128
+RECURRENT_THREADS = 256
 PREPARED_TOKENS = 128
 """New tokens of a text from which on another kernel prepares its chunks."""
 PLACES_OF_32 = 3

@@ -72,7 +72,8 @@ class Mamba2Part(Part):
 
     @property
     def layout(self) -> State:
-        return State(state_arrays(self.groups, self.heads, self.state_dim, self.head_dim, self.channels, self.taps))
+        sizes = self.groups, self.heads, self.state_dim, self.head_dim
+        return State(state_arrays(*sizes, self.channels, self.taps, corrects=False))
 
     @property
     def divided(self) -> Mapping[str, int]:

@@ -10,23 +10,36 @@ from ....backend.values import ForwardBatch, StateCache
 from ....errors import UsageError
 from ..arrays import address, ceil_div, nbytes_of, pitch_of
 from ..constants import PLACES_OF_32, PREPARED_TOKENS, RECURRENT_THREADS, STATE_CHUNK
+from ..instantiations import BOOLEANS
 from ..launcher import Launcher, StepContext
 
 if TYPE_CHECKING:
     import cupy as cp
 
 WARPS = RECURRENT_THREADS // 32
-WARP_COLUMNS = 16
-COLUMNS = WARPS * WARP_COLUMNS
-"""Columns of a head's state in a block."""
+WARP_COLUMNS = 8
+
+
 HEADS_AT_ONCE = 4
 """Value heads of a key head that a block prepares."""
 MAX_PREPARED_RING = 32
 """Tokens of a ring behind which chunks may be prepared: their places leave room for no more."""
-FACTORS_BYTES = 4 * (2 * STATE_CHUNK**2 + 4 * STATE_CHUNK)
+PITCH = STATE_CHUNK + 4
+"""Of rows with a number for each token of a chunk."""
+FACTORS_BYTES = 4 * (2 * STATE_CHUNK * PITCH + 4 * STATE_CHUNK)
 """Bytes of ``Factors``."""
-ROOM_BYTES = 4 * 3 * STATE_CHUNK * (WARP_COLUMNS + 4)
+ROOM_BYTES = 4 * WARP_COLUMNS * PITCH
 """Bytes of ``WarpRoom``."""
+
+
+def scan_threads(rows: int, prepared: bool) -> int:
+    """Threads of a block of ``scan``. A text whose chunks are ``prepared`` is divided among more blocks."""
+    return RECURRENT_THREADS // 2 if prepared and rows <= 128 else RECURRENT_THREADS
+
+
+def columns(rows: int, prepared: bool) -> int:
+    """Columns of a head's state in a block of ``scan``."""
+    return scan_threads(rows, prepared) // 32 * WARP_COLUMNS
 
 
 def rows_bytes(rows: int, per_channel: bool = False) -> int:
@@ -39,7 +52,7 @@ def rows_bytes(rows: int, per_channel: bool = False) -> int:
 class Heads:
     """Heads of keys and of values, elements of a key and of a value, and the rows a kernel's states have room for.
 
-    ``per_channel``: each element of a key has a decay.
+    ``per_channel``: each element of a key has a decay. ``corrects``: a token's delta depends on earlier ones.
     """
 
     key_heads: int
@@ -48,6 +61,7 @@ class Heads:
     value_dim: int
     rows: int
     per_channel: bool = False
+    corrects: bool = False
 
     @property
     def rows_bytes(self) -> int:
@@ -56,13 +70,22 @@ class Heads:
 
     @property
     def sums(self) -> int:
-        """Sums of log-decays of a token."""
-        return self.value_heads * (self.key_dim if self.per_channel else 1)
+        """What a step keeps of a token until its last kernel: sums of log-decays, and solves."""
+        return self.value_heads * ((self.key_dim if self.per_channel else 1) + STATE_CHUNK * self.corrects)
+
+    @property
+    def channel_bytes(self) -> int:
+        """Bytes of ``ChannelRoom``."""
+        return 3 * STATE_CHUNK * (self.rows + 4) * 4 if self.per_channel else 0
+
+    @property
+    def prepare_bytes(self) -> int:
+        """Bytes of shared memory of a block of ``prepare``."""
+        return self.rows_bytes + (1 if self.per_channel else HEADS_AT_ONCE) * FACTORS_BYTES + self.channel_bytes
 
     def shared_bytes(self, stages: int) -> int:
         """Bytes of shared memory of a block of ``scan``."""
-        channels = 3 * STATE_CHUNK * (self.rows + 4) * 4 if self.per_channel else 0
-        return stages * (self.rows_bytes + FACTORS_BYTES) + WARPS * ROOM_BYTES + channels
+        return stages * (self.rows_bytes + FACTORS_BYTES) + WARPS * ROOM_BYTES + self.channel_bytes
 
 
 @dataclass(frozen=True)
@@ -111,9 +134,10 @@ class ChunkKernels(ABC):
 
     def net(self, heads: Heads, cache: StateCache, slots: cp.ndarray, batch: ForwardBatch) -> tuple[int, ...]:
         """The members of ``Recurrence``."""
-        kept = [cache[name] for name in ("state", "keys", "deltas", "decays", "end")]
+        names = "state", "keys", "deltas", "decays", "solves", "end"
+        kept = [cache[name] if name != "solves" or heads.corrects else None for name in names]
         return (
-            *(number for array in kept for number in (array.data.ptr, pitch_of(array))),
+            *(number for array in kept for number in ((0, 0) if array is None else (array.data.ptr, pitch_of(array)))),
             address(batch.cu_seqlens), address(batch.context_lens), slots.data.ptr, pitch_of(slots), batch.batch_size,
             cache["keys"].shape[1], batch.has_drafts, heads.key_heads, heads.value_heads, heads.key_dim,
             heads.value_dim, 0,
@@ -126,8 +150,8 @@ class ChunkKernels(ABC):
         """The outputs of all tokens, ``found`` fp32 ``[T, value_heads * value_dim]``.
 
         ``rule`` has the members of the rule's struct. ``memory`` is that of :meth:`prepared`, None if it has no places.
-        ``sums`` fp32 ``[T, heads.sums]``, dense, takes the sums of log-decays. Raises ``UsageError`` if the GPU has too
-        little shared memory.
+        ``sums`` fp32 ``[T, heads.sums]``, dense, takes the sums of log-decays and the solves. Raises ``UsageError`` if
+        the GPU has too little shared memory.
         """
         if heads.shared_bytes(1) > self._launcher.max_shared:
             raise UsageError(
@@ -143,12 +167,14 @@ class ChunkKernels(ABC):
             self._launcher.launch(
                 step, self.source, f"{self.prepare}{self.template(heads)}", (prepared.places, heads.key_heads, parts),
                 RECURRENT_THREADS, (*net, *rule, rows, factors, sums.data.ptr),
-                shared=0 if self.prepares_in_static_memory else heads.shared_bytes(1), bytes_moved=prepared.nbytes,
+                shared=0 if self.prepares_in_static_memory else heads.prepare_bytes, bytes_moved=prepared.nbytes,
             )  # fmt: skip
+        is_prepared = bool(prepared.places)
         is_unwritten = step.is_unwritten(cache["state"].data.ptr, writes=True)
         self._launcher.launch(
-            step, self.source, f"{self.scan}{self.template(heads, 'true' if prepared.places else 'false')}",
-            (batch.batch_size, heads.value_heads, ceil_div(heads.value_dim, COLUMNS)), RECURRENT_THREADS,
+            step, self.source, f"{self.scan}{self.template(heads, BOOLEANS[is_prepared])}",
+            (batch.batch_size, heads.value_heads, ceil_div(heads.value_dim, columns(heads.rows, is_prepared))),
+            scan_threads(heads.rows, is_prepared),
             (*net, *rule, rows, factors, sums.data.ptr, found.data.ptr, pitch_of(found), not is_unwritten),
-            shared=heads.shared_bytes(2 if prepared.places else 1), bytes_moved=nbytes_of(found),
+            shared=heads.shared_bytes(1 + is_prepared), bytes_moved=nbytes_of(found),
         )  # fmt: skip

@@ -9,7 +9,47 @@
 using namespace bminf;
 
 constexpr int PARTS = OUTPUT_THREADS / WARP;
-constexpr int AT_ONCE = 4;  // elements of a head that a lane keeps in registers
+
+// Four neighbouring elements of a row with `size` of them, zeros behind it; one access where all rows are aligned.
+struct Fours {
+    int size;
+    bool is_aligned;
+
+    __device__ __forceinline__
+    Fours(int size, const float* x, const __half* gate, const float* weight, const __half* out, long long pitches)
+        : size(size) {
+        const auto bits = [](const void* p) { return reinterpret_cast<unsigned long long>(p); };
+        is_aligned = (bits(x) | bits(weight) | (bits(gate) | bits(out)) * 2) % 16 == 0 && (pitches | size) % 4 == 0;
+    }
+    __device__ __forceinline__ void load(float (&to)[4], const float* row, int first) const {
+        if (is_aligned && first < size) {
+            const float4 x = *reinterpret_cast<const float4*>(row + first);
+            to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = first + i < size ? row[first + i] : 0.0f;
+    }
+    __device__ __forceinline__ void load(float (&to)[4], const __half* row, int first) const {
+        if (is_aligned && first < size) {
+            const uint2 x = *reinterpret_cast<const uint2*>(row + first);
+            const float2 a = unpack_half2(x.x), b = unpack_half2(x.y);
+            to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = first + i < size ? __half2float(row[first + i]) : 0.0f;
+    }
+    __device__ __forceinline__ void store(__half* row, const float (&x)[4], int first) const {
+        if (is_aligned && first < size) {
+            *reinterpret_cast<uint2*>(row + first) = make_uint2(pack_half2(x[0], x[1]), pack_half2(x[2], x[3]));
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (first + i < size) row[first + i] = __float2half_rn(x[i]);
+    }
+};
 
 // What the step reads of each token, fp32. mixed: [T, mixed_pitch] with queries, keys and values behind the
 // convolution; token_rates: [T, token_rates_pitch] with a rate for each value head, and token_decays: [T,
@@ -59,11 +99,14 @@ struct DeltaNet {
         }
     }
 
-    __device__ __forceinline__ float value(const Recurrence& net, int token, int value) const {
-        return mixed[token * mixed_pitch + 2 * net.key_heads * net.key_dim + value];
+    // Those of the first token.
+    __device__ __forceinline__ const float* values(const Recurrence& net) const {
+        return mixed + 2 * net.key_heads * net.key_dim;
     }
 
-    __device__ __forceinline__ float output(float y, float, int) const { return y; }
+    // What `output` needs of a head.
+    __device__ __forceinline__ float of_head(int) const { return 0; }
+    __device__ __forceinline__ float output(float y, float, float) const { return y; }
 };
 
 // With CHANNELS, each element of a key has a decay.
@@ -79,15 +122,15 @@ template <bool CHANNELS>
 __global__ void __launch_bounds__(THREADS)
     delta_prepare(const Recurrence net, const DeltaNet inputs, char* rows, char* factors, float* sums) {
     extern __shared__ __align__(16) char memory[];
-    auto& shared = *reinterpret_cast<Shared<MAX_KEY_DIM, 1, CHANNELS>*>(memory);
+    auto& shared = *reinterpret_cast<PrepareRoom<MAX_KEY_DIM, CHANNELS>*>(memory);
     launch_dependent_grids();
     wait_on_dependent_grids();
-    prepare<MAX_KEY_DIM>(net, Rule<CHANNELS>(inputs), rows, factors, sums, shared.stages[0], shared.channels);
+    prepare<MAX_KEY_DIM>(net, Rule<CHANNELS>(inputs), rows, factors, sums, shared);
 }
 
 // See `scan`. Unless it `waits`, what the slots keep is read before the kernel's predecessors have ended.
 template <bool CHANNELS, bool PREPARED>
-__global__ void __launch_bounds__(THREADS, 2) delta_rule(
+__global__ void __launch_bounds__(SCAN_THREADS<MAX_KEY_DIM, PREPARED>, 2) delta_rule(
     const Recurrence net, const DeltaNet inputs, const char* rows, const char* factors, float* sums, float* out,
     long long out_pitch, int waits) {
     extern __shared__ __align__(16) char memory[];
@@ -96,7 +139,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_rule(
     if (waits) wait_on_dependent_grids();
     State<MAX_KEY_DIM> state;
     Text text;
-    const bool has_text = begin<MAX_KEY_DIM, PREPARED, CHANNELS>(net, text, state, shared);
+    const bool has_text = begin<MAX_KEY_DIM, PREPARED, Rule<CHANNELS>>(net, text, state, shared);
     wait_on_dependent_grids();
     if (!has_text) return;
     const Rule<CHANNELS> rule(inputs);
@@ -115,35 +158,46 @@ __global__ void __launch_bounds__(OUTPUT_THREADS) delta_output(
     wait_on_dependent_grids();
     const Sequences step = net.sequences();
     const int token = blockIdx.x, head = blockIdx.y * PARTS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const long long column = min(head, net.value_heads - 1) * net.value_dim;
+    const float* row = x + token * x_pitch + column;
+    const __half* gates = gate + token * gate_pitch + column;
+    __half* to = out + token * out_pitch + column;
+    const Fours fours(net.value_dim, x, gate, norm_weight, out, x_pitch | gate_pitch | out_pitch);
+    float own[4], own_gates[4], weights[4], sum = 0;
+    fours.load(own, row, lane * 4);
+    fours.load(own_gates, gates, lane * 4);
+    fours.load(weights, norm_weight, lane * 4);
     const bool is_padding = token >= step.cu_seqlens[step.count];
+    const auto add = [&](const float (&y)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum = fmaf(y[i], y[i], sum);
+    };
+    add(own);
+    for (int d = (WARP + lane) * 4; d < net.value_dim; d += WARP * 4) {
+        float y[4];
+        fours.load(y, row, d);
+        add(y);
+    }
     if (head < net.value_heads) {
-        const long long column = head * net.value_dim;
-        const float* row = x + token * x_pitch + column;
-        const __half* gates = gate + token * gate_pitch + column;
-        __half* to = out + token * out_pitch + column;
-        float sum = 0, own[AT_ONCE], own_gates[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int d = i * WARP + lane;
-            own[i] = !is_padding && d < net.value_dim ? row[d] : 0.0f;
-            own_gates[i] = d < net.value_dim ? __half2float(gates[d]) : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) sum = fmaf(own[i], own[i], sum);
-        if (!is_padding)
-            for (int d = AT_ONCE * WARP + lane; d < net.value_dim; d += WARP) sum = fmaf(row[d], row[d], sum);
         const float mean = __fdiv_rn(warp_sum(sum), static_cast<float>(net.value_dim));
         const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
-        const auto write = [&](int d, float y, float z) {
-            y = __fmul_rn(__fmul_rn(y, norm_weight[d]), inverse);
-            y = __fmul_rn(y, __fdiv_rn(CHANNELS ? 1.0f : z, __fadd_rn(1.0f, expf(-z))));
-            to[d] = __float2half_rn(is_padding ? 0.0f : y);
-        };
+        const auto write = [&](int d, const float (&x)[4], const float (&gate)[4], const float (&weight)[4]) {
+            float found[4];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (i * WARP + lane < net.value_dim) write(i * WARP + lane, own[i], own_gates[i]);
-        for (int d = AT_ONCE * WARP + lane; d < net.value_dim; d += WARP)
-            write(d, is_padding ? 0.0f : row[d], __half2float(gates[d]));
+            for (int i = 0; i < 4; ++i) {
+                const float y = __fmul_rn(__fmul_rn(x[i], weight[i]), inverse), z = gate[i];
+                const float gated = __fmul_rn(y, __fdiv_rn(CHANNELS ? 1.0f : z, __fadd_rn(1.0f, expf(-z))));
+                found[i] = is_padding ? 0.0f : gated;
+            }
+            fours.store(to, found, d);
+        };
+        write(lane * 4, own, own_gates, weights);
+        for (int d = (WARP + lane) * 4; d < net.value_dim; d += WARP * 4) {
+            fours.load(own, row, d);
+            fours.load(own_gates, gates, d);
+            fours.load(weights, norm_weight, d);
+            write(d, own, own_gates, weights);
+        }
     }
     if (!is_padding) keep_rows<MAX_KEY_DIM>(net, Rule<CHANNELS>(inputs), token, sums);
 }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def heads_of(spec: DeltaNetSpec) -> Heads:
     """The sizes of a layer."""
     sizes = spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim
-    return Heads(*sizes, MAX_KEY_DIM, spec.per_channel)
+    return Heads(*sizes, MAX_KEY_DIM, spec.per_channel, corrects=True)
 
 
 class DeltaNetKernels(ChunkKernels):

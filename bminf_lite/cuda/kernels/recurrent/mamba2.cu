@@ -9,6 +9,7 @@
 using namespace bminf;
 
 constexpr int PARTS = OUTPUT_THREADS / WARP;
+constexpr int AT_ONCE = 4;  // elements that a thread keeps in registers
 
 // What the step reads of each token. mixed: fp32 [T, mixed_pitch] with x, B and C behind the convolution; steps: fp16
 // [T, steps_pitch] with a step for each head, before its function; decay_rates, step_bias and skip: fp32 [heads]. Time
@@ -40,12 +41,13 @@ struct StateSpace {
     template <int COUNT>
     __device__ __forceinline__ void scale(const Recurrence&, bool, float (&)[COUNT]) const {}
 
-    __device__ __forceinline__ float value(const Recurrence&, int token, int value) const {
-        return mixed[token * mixed_pitch + value];
-    }
+    // Those of the first token.
+    __device__ __forceinline__ const float* values(const Recurrence&) const { return mixed; }
 
-    __device__ __forceinline__ float output(float y, float x, int head) const {
-        return __fadd_rn(y, __fmul_rn(skip[head], x));
+    // What `output` needs of a head.
+    __device__ __forceinline__ float of_head(int head) const { return skip[head]; }
+    __device__ __forceinline__ float output(float y, float x, float of_head) const {
+        return __fadd_rn(y, __fmul_rn(of_head, x));
     }
 
     static constexpr bool CORRECTS = false, CHANNELS = false;
@@ -55,16 +57,15 @@ struct StateSpace {
 template <int N>
 __global__ void __launch_bounds__(THREADS)
     state_prepare(const Recurrence net, const StateSpace rule, char* rows, char* factors, float* sums) {
-    __shared__ Stage<N, false> stage;
-    ChannelRoom<N, false> room;
+    __shared__ PrepareRoom<N, false> room;
     launch_dependent_grids();
     wait_on_dependent_grids();
-    prepare<N>(net, rule, rows, factors, sums, stage, room);
+    prepare<N>(net, rule, rows, factors, sums, room);
 }
 
 // See `scan`. Unless it `waits`, what the slots keep is read before the kernel's predecessors have ended.
 template <int N, bool PREPARED>
-__global__ void __launch_bounds__(THREADS, 2) state_space(
+__global__ void __launch_bounds__(SCAN_THREADS<N, PREPARED>, PREPARED&& N > 128 ? 1 : 2) state_space(
     const Recurrence net, const StateSpace rule, const char* rows, const char* factors, float* sums, float* out,
     long long out_pitch, int waits) {
     extern __shared__ __align__(16) char memory[];
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(THREADS, 2) state_space(
     if (waits) wait_on_dependent_grids();
     State<N> state;
     Text text;
-    const bool has_text = begin<N, PREPARED, false>(net, text, state, shared);
+    const bool has_text = begin<N, PREPARED, StateSpace>(net, text, state, shared);
     wait_on_dependent_grids();
     if (has_text) scan<N, PREPARED>(net, rule, text, rows, factors, sums, out, out_pitch, state, shared);
 }
@@ -81,7 +82,6 @@ __global__ void __launch_bounds__(THREADS, 2) state_space(
 // The sum over a block, in all threads. Called by all of them.
 __device__ __forceinline__ float block_sum(float x, float (&parts)[PARTS]) {
     x = warp_sum(x);
-    __syncthreads();
     if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = x;
     __syncthreads();
     float sum = parts[0];
@@ -104,30 +104,47 @@ __global__ void __launch_bounds__(OUTPUT_THREADS) state_output(
     wait_on_dependent_grids();
     const Sequences step = net.sequences();
     const int token = blockIdx.x, size = net.values() / norm_groups;
-    const bool is_padding = token >= step.cu_seqlens[step.count];
     const auto gated = [](float y, float z) { return __fmul_rn(y, __fdiv_rn(z, __fadd_rn(1.0f, expf(-z)))); };
     const int part = blockIdx.y;
     const float* row = x + token * x_pitch + part * size;
     const __half* z = gate + token * gate_pitch + part * size;
     __half* to = out + token * out_pitch + part * size;
+    float own[AT_ONCE], own_gates[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+        const int d = i * OUTPUT_THREADS + threadIdx.x;
+        own[i] = d < size ? row[d] : 0.0f;
+        own_gates[i] = d < size ? __half2float(z[d]) : 0.0f;
+    }
+    const bool is_padding = token >= step.cu_seqlens[step.count];
+    const auto before_norm = [&](float y, float of_gate) { return norm_first ? y : gated(y, of_gate); };
     float inverse = 1.0f;
-    if (norm_weight && !is_padding) {
+    if (norm_weight) {
         float sum = 0;
-        for (int d = threadIdx.x; d < size; d += OUTPUT_THREADS) {
-            const float y = norm_first ? row[d] : gated(row[d], __half2float(z[d]));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const float y = before_norm(own[i], own_gates[i]);
+            if (i * OUTPUT_THREADS + threadIdx.x < size) sum = fmaf(y, y, sum);
+        }
+        for (int d = AT_ONCE * OUTPUT_THREADS + threadIdx.x; d < size; d += OUTPUT_THREADS) {
+            const float y = before_norm(row[d], __half2float(z[d]));
             sum = fmaf(y, y, sum);
         }
         const float mean = __fdiv_rn(block_sum(sum, parts), static_cast<float>(size));
         inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
     }
-    for (int d = threadIdx.x; d < size; d += OUTPUT_THREADS) {
-        float y = 0;
-        if (!is_padding) {
-            y = norm_first ? row[d] : gated(row[d], __half2float(z[d]));
-            if (norm_weight) y = __fmul_rn(__fmul_rn(y, norm_weight[part * size + d]), inverse);
-            if (norm_first) y = gated(y, __half2float(z[d]));
-        }
-        to[d] = __float2half_rn(y);
+    const auto write = [&](int d, float x, float of_gate) {
+        float y = before_norm(x, of_gate);
+        if (norm_weight) y = __fmul_rn(__fmul_rn(y, norm_weight[part * size + d]), inverse);
+        if (norm_first) y = gated(y, of_gate);
+        to[d] = __float2half_rn(is_padding ? 0.0f : y);
+    };
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+        const int d = i * OUTPUT_THREADS + threadIdx.x;
+        if (d < size) write(d, own[i], own_gates[i]);
     }
+    for (int d = AT_ONCE * OUTPUT_THREADS + threadIdx.x; d < size; d += OUTPUT_THREADS)
+        write(d, row[d], __half2float(z[d]));
     if (!is_padding) keep_rows<N>(net, rule, token, sums);
 }
