@@ -56,7 +56,7 @@ nothing is said.
 """
 TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/prefill_merge.cu")
 """Each tiling is a family of its own, and the selection is one of tilings."""
-SHARED = ("attention/decode.cu", "attention/latent.cu", "gemm/float_gemm.cu")
+SHARED = ("attention/decode.cu", "attention/latent.cu", "attention/latent_few.cu", "gemm/float_gemm.cu")
 """Each architecture compiles a share of the families."""
 RECURRENT_SPILL = 512
 """Bytes that a scan of chunks may spill: addresses that wait for the end of a chunk. NVRTC 13.0 spills up to 452."""
