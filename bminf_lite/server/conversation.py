@@ -189,6 +189,10 @@ async def _grammar(
         return make(tokenizer.piece_to_id)
     except UsageError as error:
         raise bad_request(f"{field}: {error}", field) from None
+    except (AttributeError, KeyError, RecursionError, TypeError):  # a schema that is none, or too deep for the rules
+        if form is not None:
+            await _check_parameters(server, conversation, structure is not None, client)
+        raise
     except ApiError as error:
         if form is not None:
             await _check_parameters(server, conversation, structure is not None, client)
