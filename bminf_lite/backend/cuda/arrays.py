@@ -59,7 +59,7 @@ class Arrays:
             self._downloads = cp.cuda.Stream(non_blocking=True)
             self._written = cp.cuda.Event(disable_timing=True)  # behind what is downloaded next
         self._stagings: defaultdict[int, deque[Staging]] = defaultdict(deque)
-        self._downloaded: deque[tuple[cp.cuda.Event, cp.ndarray]] = deque()  # arrays whose memory a copy may read
+        self._downloaded: deque[tuple[cp.cuda.Event, Any]] = deque()  # what copies to the host may read and write
         self._held: deque[tuple[cp.cuda.Event, Any]] = deque()  # what the stream's work may read
 
     def memory(self, nbytes: int) -> cp.cuda.MemoryPointer:
@@ -109,7 +109,7 @@ class Arrays:
     def download(self, x: cp.ndarray) -> Callable[[], np.ndarray]:
         """Start copying a contiguous array to pinned host memory, beside later work, which must not change it.
 
-        The returned function waits for the copy. The array's memory is kept until then.
+        The returned function waits for the copy. The memory of both is kept until the copy is complete.
         """
         staging, runtime = self._take_staging(x.nbytes), cp.cuda.runtime
         self._written.record(self.stream)
@@ -118,7 +118,7 @@ class Arrays:
         copied = staging.event
         copied.record(self._downloads)
         _drop_complete(self._downloaded)
-        self._downloaded.append((copied, x))
+        self._downloaded.append((copied, (x, staging)))  # nobody may call wait
         shape, dtype, nbytes = x.shape, x.dtype, x.nbytes
 
         @functools.cache  # the pinned memory is given back once
