@@ -222,7 +222,7 @@ class MemoryPlan:
 
     @property
     def copied_expert_bytes(self) -> float:
-        """Their bytes."""
+        """Bytes of the experts that a step is expected to copy."""
         pools = zip(self.experts, self.expected_experts, strict=True)
         return sum(len(pool.layers) * found.misses * sum(pool.expert_bytes) for pool, found in pools)
 
@@ -474,14 +474,15 @@ def with_experts(plan: MemoryPlan, spare: int) -> list[MemoryPlan]:
     whole = sum(sum(pool.layers) * sum(pool.expert_bytes) for pool in least.experts)
 
     def more(pool: ExpertSlots) -> ExpertSlots:
-        slots = pool.slots + room * sum(pool.layers) // (whole + 4 * sum(pool.layers))
-        return replace(pool, slots=min(slots, sum(pool.layers)))
+        count = sum(pool.layers)
+        slots = pool.slots + room * count // (whole + 4 * count)  # the tables have 4 bytes for a slot
+        return replace(pool, slots=min(slots, count))
 
     return [replace(least, experts=tuple(map(more, least.experts)))]
 
 
 def _with_fewest_experts(plan: MemoryPlan) -> MemoryPlan:
-    """``plan`` with slots for the experts of one layer alone; none if there are no experts."""
+    """``plan`` with slots for the experts of one layer alone; without slots if it has no experts of known bytes."""
     layers: dict[tuple[int, int], list[int]] = {}
     for mixture in plan.requirements.decode.experts:
         layers.setdefault(mixture.expert_bytes, []).append(mixture.num_experts)
@@ -523,7 +524,7 @@ def _context_in(plan: MemoryPlan, room: int) -> int:
 
 
 def suggestions(plan: MemoryPlan) -> list[str]:
-    """Changes that would stream less, each with its effect."""
+    """Changes by which more layers or experts would stay on the GPU, each with its effect."""
     if not plan.streamed and not plan.streamed_prompt and not plan.experts:
         return []
     everything = replace(plan, streamed=(), streamed_prompt=(), host_tables=False, experts=(), chunk=plan.max_chunk)
@@ -542,8 +543,9 @@ def _change(plan: MemoryPlan, what: str, context: int | None = None, batch: int 
     """The effect of a smaller context or batch, in words; empty if it has none."""
     other = plan_memory(plan.requirements, plan.machine, context or plan.context, batch or plan.batch, plan.max_chunk)
     kind, more = "layer", len(plan.streamed) - len(other.streamed)
-    if plan.experts and other.experts:
-        kind, more = "expert", other.expert_slots - plan.expert_slots
+    if plan.experts and not other.streamed:
+        count = sum(sum(pool.layers) for pool in plan.experts)
+        kind, more = "expert", (other.expert_slots or count) - plan.expert_slots  # without slots, all stay
     if more <= 0:
         return ""
     speed = other.tokens_per_second
