@@ -444,11 +444,12 @@ class Model:
         return self.ops.memory()
 
     def expert_cache(self) -> dict[str, int]:
-        """Of a mixture with more experts than fit the GPU, what the cache of experts there has done since loading.
+        """What the cache of experts has done since loading, for a mixture whose experts do not all fit the GPU.
 
-        ``slots`` of all ``experts`` are on the GPU. ``hits`` and ``misses`` count the experts that a layer of a step
-        needed, and ``copied_bytes`` are those of the misses. Empty if all experts are on the device. Not to be called
-        while the model generates.
+        The GPU has room for ``slots`` of all ``experts``. ``hits`` and ``misses`` count the experts that the layers of
+        steps needed and that were there or not, and ``copied_bytes`` are the bytes of the misses. Of a model on several
+        GPUs they are those of the first. Empty if all experts are on the device. Do not call it while the model
+        generates.
         """
         return self.ops.expert_cache()
 

@@ -41,7 +41,7 @@ OPERATIONS = (
 )
 """The operations of a forward pass, of ranks and of sampling."""
 LEAST_BALANCE = 0.9
-"""The least share of the experts that random tokens choose, on average, of balanced routing."""
+"""Routing is balanced if a step reads at least this share of the experts that random tokens would read."""
 LINEAR_OPERATIONS = ("product", "linear", "linear_add", "gated_linear", "activated_linear")
 
 
@@ -132,8 +132,8 @@ class MixtureCost:
 class LinearCosts:
     """The costs of products: bytes of weights read, and operations, two for each element of a weight and row.
 
-    Of a layer of experts those count that random tokens choose, on average, until :meth:`count` says how many the
-    tokens of a step chose.
+    Of a layer of experts, as many count as random tokens choose on average, until :meth:`count` gets those that the
+    tokens of steps chose.
     """
 
     nbytes: float = 0
@@ -162,7 +162,7 @@ class LinearCosts:
                     self.operations += 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
 
     def count(self, steps: Sequence[Sequence[np.ndarray]]) -> None:
-        """Count the experts that the tokens of ``steps`` chose, int ``[T, top_k]`` of each layer of experts."""
+        """Count the experts that tokens chose: of each step, int ``[T, top_k]`` of each layer of experts."""
         if not self.mixtures:
             return
         counted = np.mean([[len(np.unique(ids)) for ids in layers] for layers in steps], axis=0)
@@ -175,7 +175,7 @@ class LinearCosts:
 
 @contextmanager
 def recorded_choices(ops: Backend) -> Iterator[list[Array]]:
-    """What each layer of experts chooses meanwhile, int32 ``[T, top_k]`` on the device; steps must not be replayed."""
+    """What each layer of experts chooses meanwhile, int32 ``[T, top_k]`` on the device; no step may be replayed."""
     found: list[Array] = []
     ops.choices = found
     try:

@@ -31,9 +31,9 @@ from ..models.spec import Role, Spec
 from ..placement import checkpoint_requirements, make_engine_config, plan_placement, recipe_schemes, requirements
 
 CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
-"""How the names of biases end by which a router chooses, and which a training keeps balanced with."""
+"""Ends of the names of biases that correct a router's choice. Training sets them so that all experts are used."""
 LARGEST_CORRECTION = 0.01
-"""The largest of them, beside scores between 0 and 1 whose standard deviation is about 0.2."""
+"""The largest of these biases, beside scores between 0 and 1 whose standard deviation is about 0.2."""
 
 
 def shape_names() -> list[str]:
@@ -59,8 +59,8 @@ def read_shape(name: str) -> dict[str, Any]:
 class BenchModel:
     """A model that is ready to run.
 
-    ``parameters`` counts elements, tied ones once; ``nbytes`` are the bytes that were read. ``plan`` says where the
-    weights are; None on a CPU. ``peers`` has the networks of the other ranks of a model that is divided.
+    ``parameters`` counts elements, tied ones once; ``nbytes`` are the bytes of weights that were read. ``plan`` says
+    where the weights are; None on a CPU. ``peers`` has the networks of the other ranks of a model that is divided.
     """
 
     name: str
@@ -125,7 +125,7 @@ def random_model(
     )
     name = name if chosen.name == "w8a8" else f"{name}, {chosen.name}"
     if plan is not None:
-        plan = replace(plan, exponent=0.0)  # such routers choose each expert about as often as another
+        plan = replace(plan, exponent=0.0)  # random routers choose all experts about equally often
     weights = RandomWeights(spec, chosen)
     made = _build(name, described, weights, ranks, plan, kv_cache, max_batch, max_num_batched_tokens)
     if speculative is None:

@@ -41,10 +41,10 @@ def make_profiler(ops: Backend) -> Profiler:
 
 
 def on_each_rank(bench_model: BenchModel, profiler: Profiler, work: Callable[[BenchModel, Profiler], T]) -> T:
-    """``work`` with the model as each rank has it, all at once; returns what the first rank's gives.
+    """Do ``work`` on all ranks at once, with the model as each has it, and return what the first one returns.
 
     ``profiler`` is the first rank's; the others get their own. Ranks run the same steps, because each draws the same
-    random tokens, and wait for each other before each time that is taken. A model that is not divided has one rank.
+    random tokens, and they wait for each other before a time is taken. A model that is not divided has one rank.
     Raises the error of a rank that failed, or whose sums may be wrong.
     """
     ranks = bench_model.ranks
@@ -98,8 +98,8 @@ class Measurement:
     Bytes and operations of a divided model are those of its first rank.
     ``token_bytes`` counts the weights, once for each step, and the keys and values; activations are left out.
     ``operations`` are those of the products for one token, a multiplication and an addition counted as two.
-    ``streamed_bytes`` are the bytes of streamed weights that were copied to the device for one token, and ``experts``
-    those that a step read of each layer of experts.
+    ``streamed_bytes`` are the bytes of streamed weights that were copied to the device for one token. ``experts``
+    says how many experts a step read in each layer of experts.
     """
 
     test: Workload
@@ -284,7 +284,7 @@ def _decode(session: Session, profiler: Profiler, test: Workload, repetitions: i
 
 
 def _choices(session: Session, position: int, tokens: int) -> list[list[np.ndarray]]:
-    """The experts that some of ``tokens`` decode steps from ``position`` on chose, as those that were timed."""
+    """The experts that some of ``tokens`` decode steps choose from ``position`` on, which are those that were timed."""
     session.prepare_decode(position)
     counted = {round(step) for step in np.linspace(0, tokens - 1, min(tokens, COUNTED_STEPS))}
     steps = []

@@ -362,7 +362,10 @@ class Engine:
         return self._scheduler is not None and self._scheduler.has_requests
 
     def _advance(self) -> None:
-        """Launch the steps that the device should have, and handle the result of the oldest."""
+        """Launch the steps that the device should have, and handle the result of the oldest.
+
+        Where the device would be idle meanwhile, the next step is launched before callers are told of their tokens.
+        """
         scheduler, runner = self._scheduler, self._runner
         if scheduler is None or runner is None:
             return
@@ -377,7 +380,7 @@ class Engine:
                     in_flight[0][1].sample()
                 elif runner.max_steps_in_flight and not in_flight and scheduler.running:
                     self._add_arrived()
-                    self._launch(scheduler, runner)  # the device waits for this step, and callers can wait
+                    self._launch(scheduler, runner)  # the device is idle, so callers are told later
             finally:
                 self._tell(updated)
         elif scheduler.has_requests:

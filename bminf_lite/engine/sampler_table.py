@@ -96,9 +96,9 @@ class SamplerTable:
         return replace(self._state, rows=rows, variant=variant, offsets=offsets, drafts=drafts)
 
     def state_of(self, arrays: StepArrays, variant: SamplerVariant) -> SamplerState:
-        """The same for a step with these arrays, which keep it for the next time."""
+        """The state for a step with these arrays, which keep it for their next step. Raises as :meth:`state` does."""
         found = arrays.samplers.get(variant)
-        if found is None or found.bias is not self._state.bias:  # that came meanwhile
+        if found is None or found.bias is not self._state.bias:  # allocated since
             found = self.state(arrays.rows, variant, arrays.offsets, arrays.drafts)
             arrays.samplers[variant] = found
         return found

@@ -56,7 +56,7 @@ class ScheduledTokens(NamedTuple):
 
 @dataclass(eq=False)
 class Step:
-    """The tokens of a step. It is not changed.
+    """The tokens of a step. Nothing changes it once it is made.
 
     Each row of ``decoding`` is a token that samples: the newest one of its request, at its one of ``positions``. If the
     step checks drafts, rows behind a request's newest token are its drafts: ``offsets`` counts them from 1, and is 0

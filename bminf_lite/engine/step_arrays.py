@@ -182,7 +182,8 @@ class StepArrays:
     """The integers of a step on the device: a model's ``batch``, ``rows``, ``offsets``, ``drafts`` and ``targets``.
 
     They lie in ``packed``, int32, as :meth:`write` copies them there; their shapes are those of ``inputs``.
-    ``max_query_len`` is a bound of the new tokens of a sequence. ``samplers`` are the sampler's states of such steps.
+    ``max_query_len`` is a bound of the new tokens of a sequence. ``samplers`` keeps the states of
+    the sampler for these arrays, one for each variant.
     """
 
     def __init__(self, ops: Backend, packed: Array, inputs: StepInputs, max_query_len: int):

@@ -30,7 +30,7 @@ from .step_arrays import StepInputs, StepSize, captured_sizes
 CAPTURED_LENGTHS = (1024, 4096, 16384)
 """Bounds of the lengths of sequences for which steps are captured, beside the model's context; in tokens."""
 MAX_KEPT_BYTES = 64 << 10
-"""The most bytes of the integers of a captured step whose arrays are kept from step to step."""
+"""A captured step whose integers take at most so many bytes keeps its arrays on the host from step to step."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,14 @@ class GuessPlan:
     num_blocks: Sequence[int]
 
 
-@dataclass(eq=False)  # frozen, it would take the host four times as long to make
+@dataclass(eq=False)  # not frozen: a frozen one takes the host four times as long to make
 class StepPlan:
-    """What an executor runs, on every rank the same. It is not changed.
+    """What an executor runs, on every rank the same. Nothing changes it once it is made.
 
     - ``inputs``: the integers of the step. If it ``is_captured``, they are padded to the size of a captured step.
     - ``max_query_len``: the most new tokens of a sequence, if it is not captured.
-    - ``samples``: whether any token is chosen, for the rows ``sampled``, in the ``variant``.
+    - ``samples``: whether any token is chosen. Then ``sampled`` are the rows of the step that sample, padding left out,
+      and ``variant`` says how.
     - ``num_taken``: rows of logits, the last ones, that requests take.
     - ``wants_top``: whether the scored prompt tokens report the most likely tokens.
     - ``guesses``: those that are made before the step; draft ``-1 - i`` of the inputs is guess ``i`` of them.
@@ -128,7 +129,8 @@ class StepBuilder:
             has_adapters=config.num_adapter_slots > 0,
         )
         self._prompt_sizes = [size for size in self.sizes if size.prompts]
-        self._sizes_of_rows: dict[tuple[int, bool, bool], list[StepSize]] = {}  # those that rows without pieces fit
+        # what a step without pieces can be padded to, by its rows and whether it has drafts and adapters
+        self._sizes_of_rows: dict[tuple[int, bool, bool], list[StepSize]] = {}
         self._kept: dict[StepSize, StepInputs] = {}
         most = config.max_num_draft_rows // 2
         self.guess_sizes = guess_sizes(ops, lengths, min(most, config.max_num_seqs), config.num_draft_tokens)
@@ -179,7 +181,7 @@ class StepBuilder:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def build(self, step: Step) -> StepPlan:
-        """The plan of a step, which is launched before the next one is built: that may have the same arrays."""
+        """The plan of a step. The caller launches it before it builds the next one, which may use the same arrays."""
         for request, _ in step.copies:
             self._update_tables(request)  # it may begin with one token in the middle of a block
         others, size = step.others, self._captured_size(step)
@@ -207,7 +209,7 @@ class StepBuilder:
         )
 
     def _captured_size(self, step: Step) -> StepSize | None:
-        """The first captured size that the step can be padded to, if it needs no more logits than such a step has."""
+        """The first captured size that the step can be padded to; None if it needs more logits than such a step has."""
         if any(p.needs_more_logits for p in step.others):
             return None
         longest, has_adapters = _longest(step), self.config.num_adapter_slots > 0 and _has_adapters(step)
@@ -276,7 +278,7 @@ class StepBuilder:
     def _captured_inputs(self, step: Step, size: StepSize) -> StepInputs:
         """The integers of a step that is padded to ``size``; tables are as wide as its longest sequences need.
 
-        Those that take little memory are kept, because it takes the host longer to make them than to fill them.
+        Those of at most :data:`MAX_KEPT_BYTES` are kept: it takes the host longer to make them than to fill them.
         """
         inputs = self._kept.get(size)
         if inputs is None:
@@ -371,20 +373,20 @@ class StepBuilder:
         self._copy_tables(inputs, slice(count), decoding, table_rows)
 
     def _fill_others(self, inputs: StepInputs, step: Step) -> None:
-        """Write tokens that do not sample, behind those that decode, and prompts, behind the padding of both."""
+        """Write ``singles`` behind the rows that decode, and ``pieces`` behind the padding of both."""
         size, others, first, num_singles = inputs.size, step.others, len(step.decoding), len(step.singles)
         places = np.arange(first, first + len(others))
         places[num_singles:] += size.decodes - step.num_decodes
         requests, counts = [p.request for p in others], [p.num_tokens for p in others]
         inputs.tokens[first : first + num_singles] = [p.request.token_ids(p.start, p.stop)[0] for p in step.singles]
-        token = size.decodes
+        end = size.decodes
         for part in step.pieces:
-            inputs.tokens[token : token + part.num_tokens] = part.request.token_ids(part.start, part.stop)
-            token += part.num_tokens
+            begin, end = end, end + part.num_tokens
+            inputs.tokens[begin:end] = part.request.token_ids(part.start, part.stop)
         if size.has_adapters:
             ids = np.repeat(np.array([r.lora_id for r in requests], np.int32), counts)
             inputs.lora_ids[first : first + num_singles] = ids[:num_singles]
-            inputs.lora_ids[size.decodes : token] = ids[num_singles:]
+            inputs.lora_ids[size.decodes : end] = ids[num_singles:]
         inputs.context_lens[places] = [p.start for p in others]
         inputs.rows[places] = [p.request.row if p.samples else 0 for p in others]
         if len(inputs.last_positions):
@@ -397,8 +399,8 @@ class StepBuilder:
     def _copy_tables(
         self, inputs: StepInputs, places: slice | np.ndarray, requests: Sequence[Request], rows: Sequence[int]
     ) -> None:
-        """Write the block tables of requests, whose host tables are in ``rows``, to the ``places`` of a step."""
-        read = rows[0] if len(set(rows)) == 1 else rows  # one row for all takes a quarter of the time
+        """Copy the block tables of requests from their ``rows`` of the host's tables to the ``places`` of a step."""
+        read = rows[0] if len(set(rows)) == 1 else rows  # reading one row for all takes a quarter of the time
         for host, table in zip(self._tables, inputs.tables, strict=True):
             table[places] = host.array[read, : table.shape[1]]
         if len(inputs.source_lens):
@@ -413,7 +415,7 @@ class StepBuilder:
 
 
 def _longest(step: Step) -> int:
-    """The most tokens that a sequence of a step may have behind it."""
+    """The most tokens that a sequence may have in the cache when the step has run."""
     longest = max(step.positions, default=0) + 1 + max(step.ahead.values(), default=0)
     return max(longest, *(p.stop for p in step.others)) if step.others else longest
 

@@ -23,8 +23,9 @@ import numpy as np
 from ..cuda.kernels.constants import EXPERT_CHOICE, EXPERT_HALF_LIFE
 
 ZIPF = 1.2
-"""The exponent of the law by which plans draw experts."""
+"""The exponent of Zipf's law, by which plans draw experts."""
 SIMULATED_LAYERS, SIMULATED_TOKENS = 4, 400
+"""The layers that :func:`expected_hits` simulates at least, if there are as many, and about the tokens it counts."""
 
 
 class ExpertPool:
@@ -99,11 +100,11 @@ class ExpectedHits:
 def expected_hits(
     num_slots: int, layers: int, experts: int, top_k: int, batch: int, exponent: float = ZIPF
 ) -> ExpectedHits:
-    """Of steps with ``batch`` tokens that draw their experts by Zipf's law, without correlation in time.
+    """What a layer needs and copies in steps of ``batch`` tokens. Each draws its experts by Zipf's law, independently.
 
-    The policy is simulated for a few layers that have their share of the slots, after as many tokens again. There are
-    more of them if their share would be little more than the experts of a layer, or for large steps, whose layers share
-    many slots of experts that soon go.
+    The policy is simulated for a few layers with their share of the slots. As many steps as are counted fill the slots
+    before. More layers are simulated where their share would be little more than the experts of one layer, and for
+    large steps, whose layers share many slots of experts that soon go.
     """
     simulated = min(layers, max(SIMULATED_LAYERS * batch, -(-2 * experts * layers // num_slots)))
     pool = ExpertPool(max(num_slots * simulated // layers, experts), [experts] * simulated)

@@ -27,9 +27,9 @@ def machine_of(
 ) -> Machine:
     """A GPU with ``gpu_memory`` bytes, ``link`` and ``bandwidth`` in bytes per second, and its host's memory.
 
-    If ``gpu_memory`` or ``link`` is missing, this machine's first GPU is measured instead. If both are given, they may
-    be another machine's, whose host's memory is not known. Raises ``UsageError`` for a
-    limit larger than the GPU and for speeds that are none, and ``DeviceError`` without a usable GPU to measure.
+    If ``gpu_memory`` or ``link`` is missing, this machine's first GPU is measured instead. If both are given, the
+    machine may be another one, and the memory of its host is not known. Raises ``UsageError`` for a limit larger than
+    the GPU and for speeds that are none, and ``DeviceError`` without a usable GPU to measure.
     """
     for name, speed in (("link", link), ("bandwidth", bandwidth)):
         is_number = isinstance(speed, int | float) and not isinstance(speed, bool)

@@ -36,8 +36,8 @@ NORM_SECONDS = 1.3e-6
 class ExpertBytes:
     """The matrices of a mixture of ``num_experts`` experts, in bytes, of which a token chooses ``top_k``.
 
-    ``matrix_bytes`` are those without scales and biases, as they are counted among a layer's, and ``expert_bytes``
-    those of the two matrices of one expert.
+    ``nbytes`` are those of all experts. ``matrix_bytes`` leave out scales and biases, which always stay on the GPU, and
+    ``expert_bytes`` are those of the two matrices of one expert, (0, 0) if not known.
     """
 
     nbytes: int

@@ -19,7 +19,7 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class XmlTags:
-    """The tags of a call in XML, each pair around what it names; white space may stand between them.
+    """The tags of a call in XML. Each pair encloses what it is called after; white space may stand between tags.
 
     ``padding`` precedes and follows a value. If ``has_lines``, a line ends behind the tags of the function and of each
     parameter.
@@ -46,11 +46,11 @@ class ToolFormat:
         another ``arguments_mark`` precede the name, and the arguments are within a fence of Markdown.
       - ``xml``: the function's name and its arguments, each a text, within ``tags``.
       - ``python``: a list of calls as Python writes them.
-      - ``braces``: ``call:``, the name, and the arguments in braces, with keys as they are and strings within
+      - ``braces``: ``call:``, the name, and the arguments in braces. Keys have no quotes, and strings stand within
         ``string_mark``.
     - ``has_bare_calls``: an answer that begins with a call may leave out ``begin``.
     - ``constraint``: what may stand behind the name of a ``named`` call.
-    - ``id_prefix``: a name is part of the call's id, which is this text, the name, a colon and a number.
+    - ``id_prefix``: the model writes an id instead of the name: this text, the name, a colon and a number.
     - ``text_mark``: what precedes an answer that is text.
     - ``is_generic``: the chat template gets a description of the functions in a message, by :func:`.generic_messages`.
     """

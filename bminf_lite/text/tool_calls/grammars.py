@@ -40,7 +40,8 @@ def tool_grammar(
     Arguments follow the function's schema ``parameters``; without one they are ``{}``. If no call is required, those of
     a function that is not strict are any object. Raises ``UsageError`` for a name that no function has.
     Whether the schemas are valid is found when the grammar is compiled. In XML, of the schema of a string only ``enum``
-    is enforced; in braces, that of a string, a list or an object gives types, ``enum``, members and items.
+    is enforced. In braces, of the schema of a string, a list or an object only the type, ``enum``, ``const``, members
+    and items are.
     """
     if name is not None:
         named = [tool for tool in tools if tool["function"]["name"] == name]
@@ -176,7 +177,10 @@ def _braces_call(form: ToolFormat, name: str, number: int, schema: dict[str, Any
 
 
 class _BracesValues:
-    """The rules of values in braces: of the schema ``root``, their names begin with ``name``."""
+    """The rules of values in braces, whose schemas lie in ``root``. A rule's name begins with ``name``.
+
+    ``quote`` is the mark around strings, as a part of a rule.
+    """
 
     def __init__(self, name: str, root: Mapping[str, Any], quote: str):
         self.rules: list[str] = []
@@ -201,7 +205,7 @@ class _BracesValues:
         return f"{first}_0"
 
     def value(self, schema: Any) -> str:
-        """The name of the rule of a value, or of what every value follows."""
+        """The name of the rule of a value: one of its own, or ``any_value``."""
         if not isinstance(schema, Mapping):
             return "any_value" if schema is not False else self._json({"not": {}})
         reference = schema.get("$ref")

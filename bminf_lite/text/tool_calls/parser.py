@@ -17,7 +17,7 @@ from .values import json_of_braces, json_of_literal, json_of_parameter
 class CallBegin(NamedTuple):
     """A call of the function ``name`` begins; ``call`` counts the calls of an answer from 0.
 
-    ``id`` is the call's id if the model writes one, which its chat template expects to see again.
+    ``id`` is the call's id, if the model writes one: its chat template expects to see it again. Else it is empty.
     """
 
     call: int
@@ -293,7 +293,8 @@ class ToolCallParser:
             before = ", "
             at = yield from self._skip(_SPACE, 0)
         if (yield from self._is(tags.end or self._form.end, at)):
-            self._consume((at + len(tags.end)) * bool(tags.end))
+            if tags.end:
+                self._consume(at + len(tags.end))
             self._events.append(ArgumentsDelta(call, "{}" if before == "{" else "}"))
         self._events.append(CallEnd(call))
         return True

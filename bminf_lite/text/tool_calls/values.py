@@ -50,7 +50,7 @@ def json_of_literal(text: str) -> str:
 
 
 def json_of_braces(text: str, mark: str) -> str:
-    """The JSON of a value whose strings are within ``mark`` and whose keys are as they are; else of a string."""
+    """The JSON of a value in braces, whose strings stand within ``mark``; another text becomes a string."""
     reader = _BracesReader(text, mark)
     try:
         return _dumped(reader.whole())
