@@ -448,10 +448,10 @@ class Model:
 
         The GPU has room for ``slots`` of all ``experts``. ``hits`` and ``misses`` count the experts that the layers of
         steps needed and that were there or not, and ``copied_bytes`` are the bytes of the misses. Of a model on several
-        GPUs they are those of the first. Empty if all experts are on the device. Do not call it while the model
+        GPUs they are those of the first. Empty if all experts are on the device. Between two steps, if the model
         generates.
         """
-        return self.ops.expert_cache()
+        return self._engine.call(self.ops.expert_cache)
 
     def warm_up(self) -> None:
         """Take all memory of the key-value cache and prepare the steps now, so that no request waits for that.

@@ -26,6 +26,8 @@ ZIPF = 1.2
 """The exponent of Zipf's law, by which plans draw experts."""
 SIMULATED_LAYERS, SIMULATED_TOKENS = 4, 400
 """The layers that :func:`expected_hits` simulates at least, if there are as many, and about the tokens it counts."""
+SIMULATED_FETCHES = 3600
+"""Layers times steps that are simulated at most, twice; with 60 layers the rate is within 0.005 of that of 400."""
 
 
 class ExpertPool:
@@ -108,7 +110,7 @@ def expected_hits(
     """
     simulated = min(layers, max(SIMULATED_LAYERS * batch, -(-2 * experts * layers // num_slots)))
     pool = ExpertPool(max(num_slots * simulated // layers, experts), [experts] * simulated)
-    steps = max(SIMULATED_TOKENS // batch, 2)
+    steps = max(min(SIMULATED_TOKENS // batch, SIMULATED_FETCHES // simulated), 2)
     tokens = 2 * steps * min(batch, SIMULATED_TOKENS)
     routing = zipf_routing(np.random.default_rng(0), tokens, simulated, experts, top_k, exponent)
     before = (0, 0)

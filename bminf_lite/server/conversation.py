@@ -185,14 +185,20 @@ async def _grammar(
         plain = make(no_token)
         if plain is None:
             return None
+        if form is not None and form.syntax == "braces":  # the grammar follows a part of each schema
+            await _check_parameters(server, conversation, structure is not None, client)
         await checked_grammar(server, lambda: plain, field, client)
         return make(tokenizer.piece_to_id)
     except UsageError as error:
         raise bad_request(f"{field}: {error}", field) from None
     except (AttributeError, KeyError, RecursionError, TypeError):  # a schema that is none, or too deep for the rules
-        if form is not None:
-            await _check_parameters(server, conversation, structure is not None, client)
-        raise
+        if form is None:
+            raise
+        await _check_parameters(server, conversation, structure is not None, client)
+        message = (
+            "the parameters of a function are nested too deeply, or their schema has a form that cannot be followed"
+        )
+        raise bad_request(f"{field}: {message}", field) from None
     except ApiError as error:
         if form is not None:
             await _check_parameters(server, conversation, structure is not None, client)

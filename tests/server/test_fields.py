@@ -213,7 +213,7 @@ def function(name: str, properties: dict[str, Any], **more: Any) -> dict[str, An
 FINE = function("fine", {"a": {"type": "string"}})
 
 
-FORMS = ("qwen3_coder", "llama3_json", "llama4_pythonic", "mistral_args")
+FORMS = ("qwen3_coder", "llama3_json", "llama4_pythonic", "mistral_args", "gemma4", "glm45")
 
 
 @pytest.mark.parametrize("form", ["hermes", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS)])
@@ -250,6 +250,30 @@ def test_a_schema_that_cannot_be_enforced_names_its_function_and_the_place(
     for name, place in named.items():
         assert repr(name) in message and f"(at {place})" in message
     assert "'fine'" not in message and "call_" not in message and "\n" not in message
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("form", ["gemma4", "qwen3_coder", "hermes"])
+@pytest.mark.parametrize(
+    "parameters",
+    [{"properties": {"a": {"enum": 5}}}, {"properties": ["a"]}, {"properties": {"a": {"type": [{}]}}}, nested(400)],
+    ids=["enum", "properties", "type", "deep"],
+)
+def test_a_schema_of_a_wrong_form_is_an_error_of_the_request(chat_folder: Path, form: str, parameters: dict[str, Any]):
+    settings = ServerSettings((api_kit.NAME,), tool_call_format=form)
+    server = LiveServer(api_kit.UnconstrainedEngine(range(1, 9)), api_kit.info_of(chat_folder), settings)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    try:
+        response = server.post(CHAT, {"messages": HI, "tools": tools, "tool_choice": "required", "max_tokens": 3})
+    finally:
+        server.close()
+    assert response.status_code == 400 and message_of(response)[0] in ("tools", None)  # None: the request is too deep
 
 
 def test_a_schema_that_nothing_enforces_is_not_refused(fake: LiveServer):

@@ -181,8 +181,8 @@ BOTH = [("weather", ARGUMENTS), ("add", ADD)]
         ),
         (
             GEMMA4,
-            '<|tool_call>call:add{a:two words,<|"|>b<|"|>:[]}',
-            [("add", '{"a": "two words", "b": []}')],
+            '<|tool_call>call:add{a:two words,<|"|>b:c<|"|>:[{<|"|>d:<|"|> :1}]}',
+            [("add", '{"a": "two words", "b:c": [{"d:": 1}]}')],
         ),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..reasoning import Content
 from ..stop_strings import overlap
 from .formats import CALL_ID, ToolFormat
-from .values import json_of_braces, json_of_literal, json_of_parameter
+from .values import json_of_braces, json_of_literal, json_of_parameter, member_of_braces
 
 
 class CallBegin(NamedTuple):
@@ -204,9 +204,11 @@ class ToolCallParser:
         mark = self._form.arguments_mark
         end = yield from self._skip(_NAME, at)
         name, call_id = self._text[at:end], ""
-        if self._form.id_prefix and (yield from self._at(end)) == ":":
-            end = yield from self._skip(string.digits, end + 1)
-            call_id, name = self._text[at:end], name.removeprefix(self._form.id_prefix)
+        if self._form.id_prefix:
+            name = name.removeprefix(self._form.id_prefix)
+            if (yield from self._at(end)) == ":":
+                end = yield from self._skip(string.digits, end + 1)
+                call_id = self._text[at:end]
             end = yield from self._skip(_SPACE, end)
         if name and (yield from self._is(CALL_ID, end)):
             end = yield from self._skip(_NAME, end + len(CALL_ID))
@@ -317,12 +319,12 @@ class ToolCallParser:
                 break
             stop = yield from self._braces_value(start)
             mark = yield from self._at(stop)
-            key, colon, value = self._text[start:stop].partition(":")
-            if not mark or not colon:
+            member = member_of_braces(self._text[start:stop], self._form.string_mark)
+            if not mark or member is None:
                 self._consume(stop)
                 break
+            key, value = member
             text = json_of_braces(value, self._form.string_mark)
-            key = key.strip().removeprefix(self._form.string_mark).removesuffix(self._form.string_mark)
             self._events.append(ArgumentsDelta(call, f"{before}{json.dumps(key)}: {text}"))
             self._consume(stop + (mark == ","))
             before = ", "

@@ -58,6 +58,17 @@ def json_of_braces(text: str, mark: str) -> str:
         return _dumped(text.strip())
 
 
+def member_of_braces(text: str, mark: str) -> tuple[str, str] | None:
+    """The name and the text of the value of a member, whose name may be within ``mark``; None for what is none."""
+    text = text.strip()
+    if text.startswith(mark):
+        key, closing, value = text[len(mark) :].partition(mark)
+        value = value.lstrip()
+        return (key, value[1:]) if closing and value.startswith(":") else None
+    key, colon, value = text.partition(":")
+    return (key.rstrip(), value) if colon else None
+
+
 class _BracesReader:
     """Reads one value of Gemma's form of objects. Raises ``ValueError`` for what is none."""
 
@@ -88,10 +99,8 @@ class _BracesReader:
         if first == "{":
             members: dict[str, Any] = {}
             for _ in self._items("}"):
-                self._next()
-                colon = self._text.index(":", self._at)
-                key, self._at = self._text[self._at : colon].strip(), colon + 1
-                members[key.removeprefix(self._mark).removesuffix(self._mark)] = self._value()
+                key = self._key()
+                members[key] = self._value()
             return members
         end = self._at
         while end < len(self._text) and self._text[end] not in ",]}":
@@ -103,6 +112,19 @@ class _BracesReader:
             return json.loads(literal, parse_constant=_refuse)
         except ValueError:
             return literal
+
+    def _key(self) -> str:
+        """A member's name and the colon behind it."""
+        self._next()
+        if self._text.startswith(self._mark, self._at):
+            key = self._value()
+            if self._next() != ":":
+                raise ValueError
+        else:
+            start, self._at = self._at, self._text.index(":", self._at)
+            key = self._text[start : self._at].strip()
+        self._at += 1
+        return str(key)
 
     def _items(self, closing: str) -> Iterator[None]:
         """Stop before each item in brackets, and behind the ``closing`` one."""
