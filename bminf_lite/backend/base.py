@@ -177,7 +177,7 @@ class Backend(HostDevice):
     def __init__(self, activation_dtype: type = np.float32):
         super().__init__(activation_dtype)
         self.choices: list[Array] | None = None
-        """Where each :meth:`experts` adds the experts of its tokens, int32 ``[T, top_k]``; None for nowhere."""
+        """A list to which each :meth:`experts` appends the experts of its tokens, int32 ``[T, top_k]``, or None."""
         self.adapter_slots: AdapterSlots | None = None
         """Room for adapters beside the weights of the model that is built next; None for a model without adapters."""
 

@@ -133,7 +133,7 @@ class HostDevice:
         return "CPU (NumPy reference)"
 
     def expert_cache(self) -> dict[str, int]:
-        """What a cache of experts on the device has done since loading; empty if all weights are there, or none.
+        """What a cache of experts on the device has done since loading; empty if there is no such cache.
 
         ``slots`` and ``experts`` count how many experts have room there and how many there are, in all layers. ``hits``
         and ``misses`` count the experts that a layer of a step needed, and ``copied_bytes`` are those of the misses.

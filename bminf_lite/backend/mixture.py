@@ -39,7 +39,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """A feed-forward layer for every token beside the experts of a mixture, of which the router has no part.
+    """A feed-forward layer for every token beside the experts of a mixture. The router does not choose it.
 
     ``hidden`` and ``down`` are weights of the backend: gate and up stacked, and the matrix behind the ``activation``,
     which has no ``limit``. The result is multiplied by :meth:`Backend.scalar_gate` of ``gate`` fp32 ``[in]``, or by 1.

@@ -196,8 +196,8 @@ def sequential_tables(sequences: int, tokens: int) -> np.ndarray:
 class ExpertSlots:
     """Slots of device memory for experts of several layers, all of which lie on the host.
 
-    ``expert_bytes`` are those of the two matrices of an expert; ``layers`` are the numbers of experts of the layers, of
-    which a layer's fit the slots.
+    ``expert_bytes`` are the bytes of each of the two matrices of an expert. ``layers`` has the number of experts of
+    each layer. There is a slot for each expert of the largest layer, at least.
     """
 
     expert_bytes: tuple[int, int]
@@ -216,8 +216,8 @@ class Placement:
 
     ``streamed`` are the numbers of the layers whose matrices stay on the host and pass through ``slots`` slots of
     device memory of ``slot_size`` bytes each. Layers are numbered through all stacks, and each streamed stack has its
-    own slots. With ``host_tables``, embedding tables stay on the host, and the device reads rows from there. With
-    ``experts``, which are told apart by the bytes of an expert, mixtures have slots for their experts.
+    own slots. With ``host_tables``, embedding tables stay on the host, and the device reads rows from there.
+    ``experts`` are pools of slots for the experts of mixtures: a mixture has that of its ``expert_bytes``.
     """
 
     streamed: tuple[int, ...] = ()

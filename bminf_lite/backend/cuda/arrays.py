@@ -20,7 +20,7 @@ from ...cuda.kernels.arrays import PAD, is_padded, round_up
 
 MIN_STAGING_BYTES = 4096
 MAX_STAGINGS = 4
-"""Pinned buffers of a size that are kept while no copy uses them, when another one is made."""
+"""The most unused pinned buffers of a size that are kept when another buffer is made."""
 
 
 class Allocator(Protocol):
@@ -34,7 +34,7 @@ class Allocator(Protocol):
 class Staging:
     """Pinned memory of the host for a copy to or from the device, and an event behind the copy.
 
-    Making an event and a view takes the host longer than using them, so they stay together.
+    Making an event and a view takes the host longer than using them, so each buffer keeps its own.
     """
 
     def __init__(self, size: int):
@@ -150,7 +150,8 @@ class Arrays:
     ) -> cp.cuda.Event:  # fmt: skip
         """Start copying a host array to a contiguous array of its shape and dtype, by way of pinned host memory.
 
-        The copy is work of ``stream``, by default that of this object. The event is recorded behind it. Instead of the
+        The copy is work of ``stream``, by default that of this object. The event is recorded behind it; wait for it at
+        once, because a later copy by way of the same memory records it again. Instead of the
         copy engine, ``copy(to, from, nbytes)`` may copy.
         """
         assert (target.shape, target.dtype) == (values.shape, values.dtype) and target.flags.c_contiguous, target.shape
@@ -167,7 +168,7 @@ class Arrays:
         return staging.event
 
     def _take_staging(self, nbytes: int) -> Staging:
-        """Pinned memory whose last copy is complete; there are few sizes, so that it is mostly found."""
+        """Pinned memory whose last copy is complete. Sizes are powers of two, so it is mostly there already."""
         size = max(MIN_STAGING_BYTES, 1 << (nbytes - 1).bit_length())
         kept = self._stagings[size]
         if kept and kept[0].event.done:
@@ -178,7 +179,7 @@ class Arrays:
         return Staging(size)
 
     def _give_staging(self, staging: Staging) -> None:
-        """Keep pinned memory for other copies, which wait for its event."""
+        """Keep pinned memory for other copies, which use it when its event is complete."""
         self._stagings[staging.size].append(staging)
 
     @contextmanager

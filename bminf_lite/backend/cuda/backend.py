@@ -631,7 +631,8 @@ class CudaBackend(Backend):
         if prompts is not None:
             self.launches.store_heads(qkv, spec, cache, prompts, prompts.block_tables[cache.group])
         out, decoded = self.arrays.rows(batch.batch_size, features, np.float16), self._last_rows(qkv, batch)
-        self.launches.decode(decoded, spec, cache, replace(batch, context_lens=batch.last_positions), table, out)
+        last = replace(batch, context_lens=batch.last_positions, has_drafts=False)
+        self.launches.decode(decoded, spec, cache, last, table, out)
         self._go_on_with_last_tokens(batch)
         return out
 
@@ -653,7 +654,7 @@ class CudaBackend(Backend):
     ) -> Array:
         table, rows = batch.block_tables[cache.group], self._last_rows(self.materializer.to_half(q), batch)
         out = self.arrays.rows(batch.batch_size, spec.heads * spec.head_dim, np.float16)
-        last = replace(batch, context_lens=batch.last_positions)
+        last = replace(batch, context_lens=batch.last_positions, has_drafts=False)
         self.launches.decode(rows, spec, cache, last, table, out, is_shared=True)
         self._go_on_with_last_tokens(batch)
         return out

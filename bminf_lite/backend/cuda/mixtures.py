@@ -49,7 +49,7 @@ class MixtureLoader:
         self.pools: dict[ExpertSlots, ExpertStore] = {}
 
     def close(self) -> None:
-        """Free the host's memory, which no kernel reads any more."""
+        """Free the host's memory; no kernel may be reading it."""
         self.pools.clear()
 
     def load(
@@ -57,7 +57,7 @@ class MixtureLoader:
         down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None,
         biases: ExpertBiases | None, slots: Sequence[ExpertSlots] = (),
     ) -> ExpertLayerWeights:  # fmt: skip
-        """See :meth:`Backend.mixture`. With ``slots`` the experts lie on the host, and those that fit also in these.
+        """See :meth:`Backend.mixture`. With ``slots`` all experts lie on the host, and kernels copy them to these.
 
         Raises ``UsageError`` for what the kernels do not take, ``OutOfMemory`` if the host has no memory for them.
         """
@@ -95,7 +95,7 @@ class MixtureLoader:
         return ExpertLayerWeights(weights, before, behind, activation, cached)
 
     def _store(self, expert_bytes: tuple[int, int], slots: Sequence[ExpertSlots]) -> ExpertStore | None:
-        """The pool for experts of this size; None if they stay on the device."""
+        """The pool for experts of this size; None if all experts are on the device."""
         for planned in slots:
             if planned.expert_bytes == expert_bytes:
                 if planned not in self.pools:
@@ -111,8 +111,8 @@ class MixtureLoader:
         """The matrices of each expert, which are read one after another.
 
         Rows of the gate and of up are each padded to a multiple of ``GROUP``, as are the ``biases`` ``[rows]`` of each.
-        ``columns``, if given, count the padding of the inputs. They are made in the first of ``slots``, uint8 ``[n,
-        bytes]``, if there are some.
+        ``columns``, if given, count the padding of the inputs. With ``slots``, uint8 ``[n, bytes]``, the matrices are
+        made in the first of them.
         """
         checked = _checked(experts)
         kind, first = next(checked)
@@ -247,7 +247,7 @@ def _refused(part: Int8Weight) -> str | None:
 
 
 def _first_of(experts: Iterable[Sequence[HostWeight]]) -> tuple[Sequence[HostWeight], Iterable[Sequence[HostWeight]]]:
-    """The first expert, and all of them."""
+    """The first expert, and an iterable of all, the first included."""
     others = iter(experts)
     first = next(others)
     return first, chain([first], others)

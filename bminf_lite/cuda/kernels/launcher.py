@@ -33,7 +33,7 @@ class StepContext:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether kernels are those of a step."""
+        """Whether the kernels that are launched belong to a step."""
         return self._written_caches is not None
 
     def is_unwritten(self, cache: int, writes: bool) -> bool:

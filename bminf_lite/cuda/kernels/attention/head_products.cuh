@@ -2,13 +2,13 @@
 //
 //     out[t, h] = fp16(factors[t] * (x[t, h] @ w[h]))
 //
-// x: fp16, head h of a row lies x_head elements behind the one before, in rows x_pitch apart, with k elements; out: the
-// same with out_head, out_pitch and n elements. w: fp16 rows w_pitch apart; head h has rows from h * w_rows on: k rows
-// of n elements if BY_INPUT, else n rows of k elements; what pads rows is zeros. factors: fp32 [T], null for ones. Each
-// element is one chain of k16 steps from zero, so it has the same bits for any number of tokens.
+// x: fp16, rows x_pitch apart; head h of a row has k elements, x_head behind those of head h - 1; out: fp16, the same
+// with out_pitch, n and out_head. w: fp16, rows w_pitch apart; the rows of head h begin with h * w_rows: k rows of n
+// elements if BY_INPUT, else n rows of k elements, padded with zeros. factors: fp32 [T], or null for ones. Each element
+// of the result is one chain of k16 steps from zero, so it has the same bits for any number of tokens.
 //
-// A block has TOKENS tokens and 64 columns of one head; w is
-// aligned to 16 bytes, with w_pitch a multiple of 8; `aligned`: so are the heads of x.
+// A block has TOKENS tokens and COLUMNS columns of one head. w is aligned to 16 bytes, and w_pitch is a multiple of 8.
+// `aligned`: the heads of x are aligned to 16 bytes too.
 #pragma once
 #include "common/async.cuh"
 #include "common/tensor_cores.cuh"
@@ -20,13 +20,13 @@ constexpr int PITCH = (CHUNK + 8) * 2;  // bytes of a row in shared memory
 
 template <int TOKENS>
 struct HeadProductsScratch {
-    // Few tokens wait for memory, so more chunks are on their way.
+    // Blocks of few tokens wait for memory, so they have more chunks in flight.
     static constexpr int STAGES = TOKENS > 16 ? 2 : 4;
     __align__(16) char inputs[STAGES][TOKENS * PITCH];
     __align__(16) char weights[STAGES][COLUMNS * PITCH];
 };
 
-// One block's part. It waits for the kernels before. Called by THREADS threads.
+// One block's part. It waits for earlier kernels. Called by THREADS threads.
 template <int TOKENS, bool BY_INPUT>
 __device__ __forceinline__ void multiply_head(
     HeadProductsScratch<TOKENS>& scratch, int token_block, int column_block, int head, const __half* x,

@@ -1,4 +1,4 @@
-"""Attention to latent rows: the launchers of ``latent*.cu`` and ``head_products.cu``."""
+"""Attention to latent rows: the launchers of ``latent*.cu`` and ``head_products*.cu``."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ MMA_TOKENS = 32
 HOPPER_TOKENS, HOPPER_COLUMNS = 128, 128
 """Tokens and columns of a block of these products by wgmma."""
 HOPPER_PRODUCTS_THREADS, HOPPER_PRODUCTS_SHARED = 256, 3 * (HOPPER_TOKENS + HOPPER_COLUMNS) * 128 + 1024
-"""Its threads, and bytes of dynamic shared memory: three chunks of 64 elements."""
+"""Threads of such a block, and its bytes of dynamic shared memory: three chunks of 64 elements."""
 BLOCKS_PER_SM = 4
 """A launch has at most about this many blocks for each SM, of which one runs at a time."""
 FEW_SEGMENTS_PER_SM = 0.25
 """Segments of row tiles for each SM up to which clusters share a segment."""
 HOPPER_THREADS = 384
-"""Two warpgroups that compute, and one of which a thread copies."""
+"""Two warpgroups that compute, and a third one, of which one thread copies."""
 HOPPER_ROWS, HOPPER_RANKS = 64, (256, 512)
-"""Pairs of a token and a head of a tile by wgmma, and the elements of latents that it takes, before keys of 64."""
+"""Pairs of a token and a head in a tile by wgmma, and the elements of latents that wgmma takes, with keys of 64."""
 HOPPER_OVERHEAD = 0.5
-"""What an item of work by wgmma costs beside its segments, in segments."""
+"""What an item of work by wgmma costs beside its segments, in the time of a segment."""
 FEW_COLUMNS = (32, 64)
 """Elements of a latent that one block of a cluster sums."""
 
@@ -125,7 +125,7 @@ def few_shared(columns: int, depth: int) -> int:
 
 
 def few_columns(capability: Capability) -> tuple[int, ...]:
-    """The columns of a block for which a GPU has clusters, and room in shared memory."""
+    """Those of :data:`FEW_COLUMNS` for which a GPU has clusters and room in shared memory."""
     if capability < (9, 0):
         return ()
     room = shared_memory_per_block(capability) - 2048
@@ -201,7 +201,7 @@ class LatentAttentionKernels:
             yield KernelFamily(cls.hopper, "latent_hopper_merge", (HOPPER_RANKS,))
 
     def grid(self, spec: LatentSpec, batch: ForwardBatch, element: str, max_record_bytes: int) -> LatentGrid:
-        """Which blocks compute what, by bounds that a captured graph keeps."""
+        """Which blocks compute what. It depends only on bounds that stay the same for a captured graph."""
         config = latent_config(
             self._launcher.device.compute_capability, spec.rank, depth_of(spec), batch.max_query_len * spec.heads,
             element,
@@ -263,7 +263,7 @@ class LatentAttentionKernels:
         config, depth, pitch = grid.config, depth_of(spec), means.shape[2]
         sequences = address(batch.cu_seqlens), address(batch.context_lens), batch.batch_size, spec.heads
         nbytes = nbytes_of(queries, means) + batch.batch_size * batch.max_context_len * depth * cache.rows.itemsize
-        # With drafts, rows before a sequence's own are of this step.
+        # In a step with drafts, the step itself writes some rows before a sequence's own.
         is_unwritten = step.is_unwritten(cache.rows.data.ptr, writes=True) and not batch.has_drafts
         if grid.form is Form.HOPPER:
             most = len(cache.rows) if cache.memory is None else cache.memory.most
@@ -331,9 +331,10 @@ class LatentRows:
         self, step: StepContext, q: cp.ndarray, kv: cp.ndarray, spec: LatentSpec, cache: LatentCache,
         batch: ForwardBatch, table: cp.ndarray, matrix: cp.ndarray, queries: cp.ndarray,
     ) -> None:  # fmt: skip
-        """:meth:`launch`, and the first columns of ``queries`` by the matrices of heads, for at most ``TOKENS[0]``.
+        """:meth:`launch` and the products with the keys' matrices in one launch, of at most ``TOKENS[0]`` tokens.
 
-        ``matrix`` is fp16 ``[heads * (nope_dim + value_dim), rank]`` with padded rows. The spec has no position scale.
+        ``matrix`` is fp16 ``[heads * (nope_dim + value_dim), rank]`` with padded rows. The products are the first
+        ``rank`` columns of ``queries``. The spec has no position scale.
         """
         assert len(batch.tokens) <= TOKENS[0] and spec.position_scale is None
         parts, columns = 1 + ceil_div(spec.heads, LATENT_HEADS), ceil_div(spec.rank, HEAD_PRODUCTS_COLUMNS)
@@ -355,7 +356,7 @@ class LatentRows:
         self, step: StepContext, q: cp.ndarray, kv: cp.ndarray, spec: LatentSpec, cache: LatentCache,
         batch: ForwardBatch, table: cp.ndarray, queries: cp.ndarray, factors: cp.ndarray | None,
     ) -> None:  # fmt: skip
-        """Rows of the step's tokens into ``cache``, and what is behind the first ``rank`` columns of ``queries``.
+        """Write the rows of the step's tokens to ``cache``, and all but the first ``rank`` columns of ``queries``.
 
         ``q`` is fp16 ``[T, query_features]``, ``kv`` fp32 ``[T, row_dim]``, both with padded rows, ``queries`` fp16
         ``[T, heads, depth]``. ``factors`` fp32 ``[T]`` takes those of the spec's position scale, if it has one.

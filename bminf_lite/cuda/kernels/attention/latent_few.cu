@@ -2,10 +2,10 @@
 // would leave most of the GPU idle. Results have the bits that latent.cu gives.
 //
 // A cluster of CLUSTER blocks has one segment of a tile of ROWS pairs (token, head). Each block computes the scores of
-// its part of the segment's keys from whole rows, and sends them to all. Then each has the weights of all keys, and
-// sums its part of the columns. So a row of the cache is read twice, the second time from the L2 cache, and the chain
-// of tensor-core steps of an element stays what it is. Rows of earlier steps are read before the kernels before have
-// ended.
+// its part of the segment's keys from whole rows, and sends them to all blocks. Then each block computes the weights of
+// all keys, and sums its part of the columns. So a row of the cache is read twice, the second time from the L2 cache.
+// The chain of tensor-core steps of an element is that of latent.cu. Rows of earlier steps are read before the wait for
+// earlier kernels.
 //
 // If a tile has several segments, each block writes a record of its columns, and the last one of a part of the columns
 // to arrive merges these: the same merges in the same order. The grid is (CLUSTER * segments, at least the number of
@@ -31,9 +31,9 @@ __device__ __forceinline__ void store_codes(unsigned target, uint4 codes, __half
     st_shared_v4(target + 16, make_uint4(c.x, c.y, d.x, d.y));
 }
 
-// The keys that are loaded: those before `from` are not, and those from `end` on become zeros if CLEARS.
+// The keys that are loaded: those from `from` on and before `end`. If `clears`, keys from `all` on become zeros too.
 struct KeyRange {
-    int from, end, all;  // all: the keys that the cache has
+    int from, end, all;  // all: how many keys there are
     bool clears;
 
     __device__ __forceinline__ bool takes(int key) const {

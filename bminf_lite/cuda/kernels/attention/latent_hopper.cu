@@ -5,13 +5,13 @@
 // or one of `parts` shares of a tile's segments. One thread copies blocks of the cache, 64 rows, into a pipeline, also
 // those of the next item. Two warpgroups consume them:
 //
-//  - each has one of the two chains of steps over the halves of the row, for all keys, and then the scores of half of
-//    the keys, that is, of one of the two tiles of keys of the order of sums. They exchange chains, the largest scores,
+//  - each computes one of the two chains of steps over the halves of the row, for all 64 keys, and then the scores of
+//    32 keys, which are one of the two tiles of keys in the order of sums. They exchange chains, the largest scores,
 //    and weights in shared memory;
 //  - each sums half of the columns of the latents over all keys.
 //
-// A block that has all of a tile's segments merges them one after another, with what is merged in `merged`, and writes
-// the means. Else each segment has records, and latent_hopper_merge merges them in the same order.
+// A block that has all of a tile's segments merges them one after another, keeps the result in `merged`, and writes the
+// means. Else each segment of a pair has a record, and latent_hopper_merge merges these in the same order.
 //
 // Tiles in shared memory are [column / 64][row][64] with the 128-byte swizzle.
 #include "attention/latent.cuh"
@@ -202,7 +202,7 @@ struct Consumer {
     }
 
     // One more tile of 64 keys from `key` on, whose halves have been started; is_first: of the segment. flag: of this
-    // tile, 0, and the other one. start_next(halves) starts those of the next tile, or of anything.
+    // tile, 0, and the other one. start_next(halves) starts those of the next tile, or behind the last one of anything.
     template <class F>
     __device__ __forceinline__ void add_tile(
         float (&o)[N][4], Rows& rows, Halves& halves, unsigned tile, int key, bool is_first, float scale, unsigned flag,
@@ -273,7 +273,7 @@ struct Consumer {
                 rows.sum[h][1] = add_tile_sum(rows.sum[h][1], factors[1][h], sums[h][1]);
             }
         }
-        wgmma_wait_group<1>();  // of them the next tile's start
+        wgmma_wait_group<1>();  // the products of the next tile's keys go on
         warpgroup_fence_operand(o);
     }
 
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) latent_hopper(
             for (int h = 0; h < 2; ++h) rows.top[h] = -INF_F, rows.sum[h][0] = rows.sum[h][1] = 0;
             is_first = true;
         }
-        wgmma_wait_group<0>();  // of keys that no tile has
+        wgmma_wait_group<0>();  // products of keys that the item does not have
         warpgroup_fence_operand(halves);
         if (!item.is_whole) return;
 #pragma unroll

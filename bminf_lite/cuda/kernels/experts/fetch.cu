@@ -1,5 +1,5 @@
-// Copies the experts that a layer's tokens chose into the slots of a cache, from host memory that the GPU reads. The
-// policy is that of memory/expert_cache.py; the host has no part in a step.
+// Copies the experts that a layer's tokens chose from host memory, which the GPU reads, into the slots of a cache. The
+// policy is that of memory/expert_cache.py. The host does nothing in a step.
 #include "common/async.cuh"
 #include "common/common.cuh"
 #include "constants/experts.cuh"
@@ -20,14 +20,14 @@ __device__ __forceinline__ Key warp_min(Key x) {
     return x;
 }
 
-// The slots of a pool. `first`: the number of the layer's first expert among those of all layers; chosen: tokens that
-// chose each of its experts, in shared memory. counts: what experts are worth.
+// The slots of a pool. first: the number of the layer's first expert among those of all layers; chosen: how many tokens
+// chose each of the layer's experts, in shared memory; counts: what the experts of all layers are worth.
 struct Slots {
     const int *owners, *counts, *chosen;
     int num_slots, first, experts;
 
-    // The smaller, the sooner the slot's expert goes: its worth, then the slot's number. Slots that the layer needs
-    // have none.
+    // The slot with the smallest key is emptied first. A key is the worth of the slot's expert, then the slot's number;
+    // a slot that the layer needs has NO_KEY.
     __device__ __forceinline__ Key key(int slot) const {
         const int owner = __ldcg(owners + slot), own = owner - first;
         if (own >= 0 && own < experts && chosen[own]) return NO_KEY;
@@ -47,9 +47,10 @@ struct Slots {
 };
 
 // Finds the missing experts of a layer, gives slots to them, and lists both. topk_ids: [tokens, top_k]; slots, counts:
-// of the experts of all layers, of which the layer has `experts` from `first` on; owners: [num_slots], the experts of
+// of the experts of all layers, of which the layer has `experts` from `first` on; owners: [num_slots], the experts in
 // the slots; slots and owners are -1 for none; clock: tokens that the layer has seen since its counts were halved;
-// found: hits and misses so far. copies: their number, and then an expert of the layer and a slot for each. One block.
+// found: hits and misses so far; copies: their number, and then an expert of the layer and a slot for each. num_slots
+// is at least `experts`, so a slot is always found. One block.
 __global__ void __launch_bounds__(FETCH_THREADS) find_missing(
     const int* topk_ids, int tokens, int top_k, int first, int experts, int* slots, int* owners, int* counts,
     int* clock, unsigned long long* found, int* copies, int num_slots) {
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(FETCH_THREADS) find_missing(
     }
 }
 
-// One of the matrices of all experts of a layer, in host memory, and of all slots; `words` of 16 bytes in each.
+// The first or the second matrix of each expert of a layer, in host memory, and of each slot, in words of 16 bytes.
 struct Matrices {
     const uint4* from;
     uint4* to;
@@ -127,8 +128,9 @@ struct Matrices {
     }
 };
 
-// Copies the experts that find_missing listed. hidden, down: of all experts of the layer, in host memory; their slots;
-// and the words of 16 bytes of an expert. Many blocks keep the link busy.
+// Copies the experts that find_missing listed. hidden, down: the matrices of all experts of the layer, in host memory;
+// hidden_slots, down_slots: those of all slots; hidden_words, down_words: words of 16 bytes of a matrix. Many blocks
+// keep the link to the host busy.
 __global__ void __launch_bounds__(COPY_THREADS) copy_experts(
     const int* copies, const void* hidden, const void* down, void* hidden_slots, void* down_slots, int hidden_words,
     int down_words) {

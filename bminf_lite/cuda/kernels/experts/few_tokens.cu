@@ -5,8 +5,8 @@
 //     out[t]  (+)= sum over j of weights[t, j] * fp16(scaled(quantize(rotate(hidden[t, j])) @ weight[expert].T) + bias)
 //                 + gate[t] * addend[t]
 //
-// An expert may be shared by all tokens: then each token has one more pair, its last, whose result in fp32 is the
-// addend. Experts have no biases then.
+// All tokens may share an expert: then each token has one more pair, its last, whose result in fp32 is the addend.
+// Experts have no biases then.
 //
 // The codes of the tokens are those of rotated tokens where the first matrices rotate their input. The rotation of the
 // hidden values may be left out.
@@ -33,8 +33,8 @@ constexpr int BLOCKS_PER_SM = 2;
 constexpr int BLOCKS_PER_SM = 1;
 #endif
 
-// The experts of a block's tokens, of all pairs, found by a warp for each token, which has `each` pairs: those of its
-// experts by rank, and that of the shared one if there is one more.
+// The experts of all pairs of the tokens, found by a warp for each token. A token has `each` pairs: those of its
+// experts by rank, and behind them that of the shared expert if there is one.
 template <int EACH>
 struct Choice {
     const Router& router;
@@ -44,7 +44,7 @@ struct Choice {
     int* ids;             // shared memory
     const int8** starts;  // of the experts' rows, shared memory
 
-    // scratch: shared memory, which may be used for copies afterwards.
+    // scratch: shared memory, free for copies afterwards.
     __device__ __forceinline__ void choose(char* scratch) const {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         if (warp < tokens) {
@@ -55,7 +55,7 @@ struct Choice {
         __syncthreads();
     }
 
-    // Calls store(pair, weight) for every pair of an expert that was chosen, in one thread each.
+    // Calls store(pair, weight) in one thread for every pair whose expert was chosen, not shared.
     template <class Store>
     __device__ __forceinline__ void find_weights(const Store& store) const {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, pair = warp * each + lane;
@@ -88,7 +88,8 @@ struct Share {
 // EACH: experts of a lane, see WarpRouter. F: see expert_activation. UNIT: bytes of a unit. k: elements of a row of
 // codes, a multiple of 16. With scales_input the weights of the experts multiply the scales of their input. Dynamic
 // shared memory: from 9.0 on the pipelines, else RoutingScratch for each token; tokens * width bytes of codes, where
-// `width` is the pitch rounded up to whole units; a sum for each row that the block has.
+// `width` is the pitch rounded up to whole units; a sum for each row that the block has. In the kernel `pairs` are
+// those of one token, and `each` the rows of an expert.
 template <int EACH, bool GATED, int F, int UNIT>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     const Router router, const float* logits, const int8* codes, const float* x_scale, const int8* __restrict__ weight,
@@ -270,9 +271,9 @@ __device__ __forceinline__ void quantize_pairs(
 // k: elements of a row of `hidden`, whose pitch in the weight is `pitch`. ADD: to fp32 values in memory. ROTATED: the
 // rows are rotated in blocks of `rotation` elements. addend: fp32 [tokens, addend_pitch], or null where an expert is
 // shared or none is; gate: [tokens], or null for ones. With scales_input the results are added as they are.
-// launches_early: the successor may start at once, else after the wait, so that its loads do not delay those of this
-// kernel. The first block writes topk_ids and topk_weights, [tokens, top_k]. Dynamic shared memory as above, with
-// pairs * width bytes of codes; then an fp32 scale and an fp32 bias for each row that the block has.
+// launches_early: the successor may start at once; else it starts after the wait, so that its loads do not delay those
+// of this kernel. The first block writes topk_ids and topk_weights, [tokens, top_k]. Dynamic shared memory as above,
+// with pairs * width bytes of codes; then an fp32 scale and an fp32 bias for each row that the block has.
 template <int EACH, bool ADD, int UNIT, bool ROTATED>
 __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     const Router router, const float* logits, int* topk_ids, float* topk_weights, const __half* hidden,

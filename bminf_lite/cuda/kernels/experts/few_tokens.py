@@ -44,9 +44,9 @@ UNITS = (2048, 1536, 768)
 PIPELINES_TO_LAUNCH_LATE = 2
 """The second product lets its successor start after its wait, if its blocks read at most that many pipelines of bytes.
 
-The successor's first weights would only delay its own then. Microseconds of a layer of a whole model on an H200:
-Qwen3-30B-A3B, with 1 of them, 53.0 instead of 54.3; Qwen3.6-35B-A3B, with 1.1, 98.5 instead of 99.8; but gpt-oss-20b,
-with 2.7, 112.6 instead of 111.4.
+The successor's first loads would only delay its own then. Microseconds of a layer of a whole model on an H200, with a
+late and with an early successor: Qwen3-30B-A3B, with 1 pipeline, 53.0 and 54.3; Qwen3.6-35B-A3B, with 1.1, 98.5 and
+99.8; but gpt-oss-20b, with 2.7, 112.6 and 111.4.
 """
 PAIRS_OF_EXPERTS = 1 / 8
 """Several tokens are taken while they have at most this many pairs for each expert: few pairs share an expert then.
@@ -61,7 +61,7 @@ beside 166.
 class _Plan:
     """The part of a launch that depends on sizes.
 
-    ``chunks`` are those in flight per warp, and ``bytes_of_block`` what a block reads of the weights, at most.
+    ``chunks`` counts those in flight per warp. ``bytes_of_block`` is the most that a block reads of the weights.
     """
 
     kernel: Kernel
@@ -95,8 +95,8 @@ class FewTokens:
     ) -> bool:
         """Whether the kernels take ``tokens`` tokens: inputs are quantized, and their codes fit shared memory.
 
-        Several tokens are taken if they seldom have an expert in common. ``has_shared``: beside one that they all have,
-        see :meth:`takes_shared`.
+        Several tokens are taken if they seldom have an expert in common. ``has_shared``: each token also has the shared
+        expert of :meth:`takes_shared`.
         """
         pairs, num_sms = tokens * (spec.top_k + has_shared), self._launcher.num_sms
         if tokens > MAX_FEW_TOKENS or pairs > MAX_FEW_PAIRS or not (hidden.dynamic and down.dynamic):
@@ -112,7 +112,7 @@ class FewTokens:
 
     @staticmethod
     def takes_shared(spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices, shared: SharedWeights) -> bool:
-        """Whether an expert that all tokens have can be one of a token's: its matrices are as large as the others'."""
+        """Whether a shared expert can be one more expert of each token: its matrices are as large as the others'."""
         pairs = ((hidden, shared.hidden), (down, shared.down))
         return spec.top_k < MAX_TOP_K and all(
             own.bias is None and other.bias is None and other.group_size == 0 and other.matrix.dtype == np.int8
@@ -135,8 +135,8 @@ class FewTokens:
         """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
 
         ``codes`` int8 ``[T, pitch]``, of rotated tokens if the weights rotate their input, and ``scales`` fp32 ``[T]``
-        -> ``out`` fp16 ``[T * top_k, features]``. With a ``shared`` expert, which each token has last, there are
-        ``top_k + 1`` rows for each.
+        -> ``out`` fp16 ``[T * top_k, features]``. With a ``shared`` expert each token has ``top_k + 1`` rows, of which
+        the last is that of the shared expert.
         """
         tokens, spec = len(logits), router.spec
         pairs = tokens * (spec.top_k + (shared is not None))

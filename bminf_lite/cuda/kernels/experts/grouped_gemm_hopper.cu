@@ -260,8 +260,8 @@ private:
         if (lane == 0) mbarrier_arrive(shared.empty(previous));
     }
 
-    // The sums of EACH groups from `first` on, a multiple of EACH. Code for each piece would be too much for the
-    // instruction cache, so all have the same code, behind a copy of their registers.
+    // The sums of EACH groups from `first` on, a multiple of EACH: a piece. A tile has at most 20 pieces. With code of
+    // its own for each, a kernel would not fit the instruction cache. So all share code that reads a copy of the sums.
     template <int EACH, int GROUPS>
     __device__ __forceinline__ static void take(
         int (&taken)[BLOCKS][EACH][4], const int (&c)[BLOCKS][GROUPS][4], int first) {

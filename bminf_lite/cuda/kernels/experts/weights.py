@@ -30,7 +30,7 @@ def alternate_gate_and_up(x: np.ndarray) -> np.ndarray:
 
 
 def expert_matrix_shape(rows: int, columns: int, halves: int) -> tuple[int, int]:
-    """That of an expert's matrix with its padding; the rows are those of two ``halves`` if it is gated, else of one."""
+    """The padded shape of an expert's matrix of ``rows`` rows; with 2 ``halves``, gate and up, each half is padded."""
     return halves * round_up(rows // halves, GROUP), round_up(columns, PAD)
 
 
@@ -41,7 +41,7 @@ class ExpertMatrices:
     ``scale``, of int8 weights, and ``bias`` are fp32 ``[experts, out_features]``. Rows are padded to ``PAD`` elements;
     that of float products holds zeros. Those of a gated layer lie as :func:`alternate_gate_and_up` says. ``dynamic``:
     inputs are quantized too (w8a8). ``rotation`` is the block of the inputs' transform. With ``slots``, int32
-    ``[experts]``, ``matrix`` is that of an :class:`.ExpertCache`, and has an expert in each slot or none.
+    ``[experts]``, ``matrix`` is that of an :class:`.ExpertCache`: each of its slots has an expert or none.
     """
 
     matrix: cp.ndarray
@@ -81,9 +81,9 @@ class ExpertMatrices:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The matrices of an expert that every token has, int8 in rows as padded as those of the others, without biases.
+    """The matrices of an expert that every token has: int8, with the padding of the others, and without biases.
 
-    Their results in fp32 are multiplied by the sigmoid of ``gate``, fp32 ``[in]`` padded, times the input, or by 1.
+    The fp32 result is multiplied by ``sigmoid(gate @ input)``, with ``gate`` fp32 ``[in]``, padded, or by 1 without it.
     """
 
     hidden: WeightRows

@@ -6,15 +6,15 @@
 // deltas of its earlier tokens, which lie in the rings of the sequence's slot, and goes on with new tokens.
 //
 // What does not depend on the state is prepared first: keys and queries as pairs of fp16, decays, products of the
-// chunk's tokens with each other, and what of a token reaches a later one through the tokens between them. A text of at
-// least PREPARED_TOKENS tokens has it prepared by another kernel, for all its chunks at once; else a block of `scan`
-// does so for each chunk. Both call the same functions, and one token takes the same way as a whole chunk, so the bits
-// of a token depend on its text alone.
+// chunk's tokens with each other, and of a rule that corrects the factors with which tokens act on later ones. A text
+// of at least PREPARED_TOKENS tokens has it prepared by another kernel, for all its chunks at once; else a block of
+// `scan` does so for each chunk. Both call the same functions, and one token takes the same way as a whole chunk, so
+// the bits of a token depend on its text alone.
 //
 // Products are sums of `mma.sync`. An fp32 factor is divided by a power of two that all of its row has in common, and
-// split in two fp16 numbers, which have 22 bits together; a product is low * high + high * low + high * high. Each
-// element of a result depends on its own row and column alone, and of what other tokens leave in the operands, nothing
-// reaches it. Sums over the tokens of a chunk go from the first to the last by fma.
+// split in two fp16 numbers, which have 22 bits together; a product is (low * high + high * low) + high * high. Each
+// element of a result depends on its own row and column alone, so what other tokens leave in the operands does not
+// reach it. Sums over the tokens of a chunk go from the first to the last by fma.
 #pragma once
 #include "common/async.cuh"
 #include "common/common.cuh"
@@ -26,8 +26,8 @@ namespace bminf {
 
 constexpr int WARPS = THREADS / WARP;
 constexpr int WARP_COLUMNS = 8;
-// Threads of a block of `scan`. Where chunks are prepared, each warp reads them whole: several small blocks of an SM
-// are at different places of their chunks.
+// Threads of a block of `scan`. Each of its warps reads a prepared chunk whole. So blocks are smaller where chunks are
+// prepared: several blocks of an SM are at different places of their chunks.
 template <int N, bool PREPARED>
 constexpr int SCAN_THREADS = PREPARED && N <= 128 ? THREADS / 2 : THREADS;
 template <int N, bool PREPARED>
@@ -36,9 +36,11 @@ constexpr int HEADS_AT_ONCE = 4;                                          // val
 constexpr int PITCH = CHUNK + 4;  // of rows with a number for each token of a chunk
 
 // What the sequences keep, in slots that are a pitch apart: states [value_heads, key_dim, value_dim], and rings of
-// ring_rows tokens: keys [key_heads, key_dim], deltas [value_heads, value_dim], decays [value_heads], sums since their
-// chunk's start, and solves [value_heads, CHUNK] of a rule that corrects, fp32. ends: the position of the state.
-// cu_seqlens to count: see Sequences.
+// ring_rows tokens: keys [key_heads, key_dim]; deltas [value_heads, value_dim], or of a rule that corrects the
+// differences from which `solves` make deltas; decays [value_heads], or with CHANNELS [value_heads, key_dim], sums of
+// log-decays from their chunk's start on; and of a rule that corrects solves [value_heads, CHUNK]. All are fp32. ends:
+// the position of each state, int32.
+// cu_seqlens to count: see Sequences. padding: not used.
 struct Recurrence {
     float* states;
     long long states_pitch;
@@ -157,9 +159,9 @@ struct ChannelRoom<N, true> {
 };
 
 // What the tokens of a chunk have of a value head. Of a rule that corrects, a token's delta is the sum of `solves`
-// times the differences of the tokens up to itself; else its difference is its delta. To its output it adds that of
-// `reads` times these differences. Before `solve`, they are products of its key and its query with the keys of these
-// tokens, with the decay in between.
+// times the differences of the tokens up to itself; else its difference is its delta. The sum of `reads` times the same
+// differences is a part of its output. Before `solve`, `solves` and `reads` are products of its key and of its query
+// with the keys of these tokens, times the decay between the two.
 struct Factors {
     __align__(16) float solves[CHUNK][PITCH];
     float reads[CHUNK][PITCH];

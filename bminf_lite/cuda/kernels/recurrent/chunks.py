@@ -23,7 +23,7 @@ WARP_COLUMNS = 8
 HEADS_AT_ONCE = 4
 """Value heads of a key head that a block prepares."""
 MAX_PREPARED_RING = 32
-"""Tokens of a ring behind which chunks may be prepared: their places leave room for no more."""
+"""The most tokens of a ring for which chunks are prepared: the places leave no room for the chunks of more."""
 PITCH = STATE_CHUNK + 4
 """Of rows with a number for each token of a chunk."""
 FACTORS_BYTES = 4 * (2 * STATE_CHUNK * PITCH + 4 * STATE_CHUNK)
@@ -33,7 +33,7 @@ ROOM_BYTES = 4 * WARP_COLUMNS * PITCH
 
 
 def scan_threads(rows: int, prepared: bool) -> int:
-    """Threads of a block of ``scan``. A text whose chunks are ``prepared`` is divided among more blocks."""
+    """Threads of a block of ``scan``. It has fewer where chunks may be ``prepared``, so a text has more blocks."""
     return RECURRENT_THREADS // 2 if prepared and rows <= 128 else RECURRENT_THREADS
 
 
@@ -52,7 +52,7 @@ def rows_bytes(rows: int, per_channel: bool = False) -> int:
 class Heads:
     """Heads of keys and of values, elements of a key and of a value, and the rows a kernel's states have room for.
 
-    ``per_channel``: each element of a key has a decay. ``corrects``: a token's delta depends on earlier ones.
+    ``per_channel``: each element of a key has a decay. ``corrects``: a delta depends on those of earlier tokens.
     """
 
     key_heads: int
@@ -70,7 +70,7 @@ class Heads:
 
     @property
     def sums(self) -> int:
-        """What a step keeps of a token until its last kernel: sums of log-decays, and solves."""
+        """fp32 numbers that a step keeps of a token until its last kernel: sums of log-decays, and solves."""
         return self.value_heads * ((self.key_dim if self.per_channel else 1) + STATE_CHUNK * self.corrects)
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import cupy as cp
 
 EACH = (1, 4, 8)
-"""Channels of a thread: where rows of channels are whole vectors, four for results in fp32 and eight for fp16."""
+"""Channels of a thread: one, or where rows are whole vectors of eight, four for fp32 results and eight for fp16."""
 
 
 class ShortConvolutionKernels:
