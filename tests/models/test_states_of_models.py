@@ -83,7 +83,7 @@ def test_turns_go_on_from_snapshots(golden: Golden) -> None:
 
 @each_golden
 def test_preempted_requests_give_what_they_give_alone(golden: Golden) -> None:
-    """Three sequences of up to 84 tokens in a cache of 5 blocks of 64, whose end nobody knows."""
+    """Three sequences of up to 84 tokens in a cache of 5 blocks of 64. No length is known before a sequence ends."""
     prompts = [tokens(60, seed) for seed in range(3)]
     new = 24
     with served(golden, num_blocks=6) as model:
