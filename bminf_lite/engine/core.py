@@ -364,7 +364,7 @@ class Engine:
     def _advance(self) -> None:
         """Launch the steps that the device should have, and handle the result of the oldest.
 
-        Where the device would be idle meanwhile, the next step is launched before callers are told of their tokens.
+        If the device is idle, the next step is launched first, and then callers are told of their tokens.
         """
         scheduler, runner = self._scheduler, self._runner
         if scheduler is None or runner is None:

@@ -30,7 +30,7 @@ from .step_arrays import StepInputs, StepSize, captured_sizes
 CAPTURED_LENGTHS = (1024, 4096, 16384)
 """Bounds of the lengths of sequences for which steps are captured, beside the model's context; in tokens."""
 MAX_KEPT_BYTES = 64 << 10
-"""A captured step whose integers take at most so many bytes keeps its arrays on the host from step to step."""
+"""Bytes of integers up to which a captured step keeps its arrays on the host from step to step."""
 
 
 @dataclass(frozen=True)

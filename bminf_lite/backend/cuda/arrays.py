@@ -118,7 +118,7 @@ class Arrays:
         copied = staging.event
         copied.record(self._downloads)
         _drop_complete(self._downloaded)
-        self._downloaded.append((copied, (x, staging)))  # nobody may call wait
+        self._downloaded.append((copied, (x, staging)))  # also if wait is never called
         shape, dtype, nbytes = x.shape, x.dtype, x.nbytes
 
         @functools.cache  # the pinned memory is given back once
