@@ -203,10 +203,10 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // scores, times log2(e); for CAPPED it and softcap are the factor and the cap of capped_score. records: fp32
 // [record_capacity, Records::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for
 // ONE_SEGMENT. arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after.
-// starts_next: if the next kernel may start at once, else when the projection is complete. written: the number of tokens
-// before each new one whose keys and values earlier kernels of the step may have written. Dynamic shared memory: STAGES
-// chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be
-// read together with what follows; or LARGE_SCORES bytes, into which records of large heads fit.
+// starts_next: if the next kernel may start at once, else when the projection is complete. written: the number of
+// tokens before each new one whose keys and values earlier kernels of the step may have written. Dynamic shared memory:
+// STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may
+// be read together with what follows; or LARGE_SCORES bytes, into which records of large heads fit.
 template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
