@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_kit import CONFIG, RandomWeights, RowwiseBackend, make_model, prompt_of, request, run
-from test_tensor_parallel import row_parallel
+from test_tensor_parallel import adding
 from tiny_models import case_without_golden
 
 from bminf_lite import models
@@ -85,7 +85,7 @@ def test_w8a8_is_the_undivided_model_with_groups_of_columns(divided, config):
     """The definition of ranks, bit for bit, as the engine serves it: with a decoder, and with sources to encode."""
     source = prompt_of(9) if config is CPM2 else []
     with make_model(RowwiseBackend(), quantized=True, **config) as whole:
-        for layer in row_parallel(whole.network):
+        for layer in adding(whole.network):
             layer.product.weight = replace(layer.product.weight, tp_size=TP_SIZE)
         pair = (whole, divided(True, model=config))
         both = [run(model, [with_source(one, source) for one in requests()]) for model in pair]
