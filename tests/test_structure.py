@@ -125,7 +125,7 @@ def test_dependencies_point_down(path):
     assert used - {own} <= MAY_IMPORT[own], f"{relative(path)} imports {sorted(used - {own} - MAY_IMPORT[own])}"
 
 
-@pytest.mark.parametrize("folder", ["engine", "models/parts", "backend", "backend/cuda"])
+@pytest.mark.parametrize("folder", ["engine", "models/parts", "backend", "backend/operations", "backend/cuda"])
 def test_the_first_page_names_every_module(folder):
     """docs/architecture.md has a table with a sentence for each module of these folders."""
     text = (REPOSITORY / "docs" / "architecture.md").read_text()

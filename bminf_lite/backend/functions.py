@@ -1,4 +1,4 @@
-"""The formulas in the operations of :mod:`.base`, over NumPy.
+"""The formulas in the operations of :mod:`.operations`, over NumPy.
 
 They compute in fp32. A norm and a softmax compute in fp64 on request, so that gradients can be checked. A NaN or an
 infinity appears in the result without a warning of NumPy, as on a GPU.

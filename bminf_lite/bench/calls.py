@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..backend.base import Backend, NumpyWeight
+from ..backend.base import Backend
 from ..backend.expert_values import RouterSpec
 from ..backend.mixture import SharedExpert
+from ..backend.operations.weights import NumpyWeight
 from ..backend.values import Array, LayerCache
 
 OPERATIONS = (

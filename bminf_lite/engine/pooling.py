@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ..backend.base import Backend, pooled
+from ..backend.base import Backend
+from ..backend.operations.rows import pooled
 from ..backend.values import Array, ForwardBatch, Pooling
 from ..errors import OutOfMemory
 

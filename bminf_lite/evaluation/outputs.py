@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import backend
 from ..api import pooling_settings
-from ..backend.base import pooled
+from ..backend.operations.rows import pooled
 from ..backend.values import Pooling
 from ..checkpoint.opened_model import ModelSource, OpenedModel
 from ..pooling.settings import PoolingSettings

@@ -111,7 +111,7 @@ class RowParallelLinear:
     """The layer ``name`` whose inputs are divided among the ranks: it adds their products, in the order of the ranks.
 
     A rank quantizes its own inputs, so w8a8 has a scale for each rank's columns. The result is defined by the whole
-    matrix with ``tp_size`` groups of columns; see :class:`.base.NumpyWeight`.
+    matrix with ``tp_size`` groups of columns; see :class:`.weights.NumpyWeight`.
     """
 
     def __init__(self, ops: Backend, weights: Weights, name: str, bias: bool = False):

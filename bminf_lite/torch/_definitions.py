@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backend.base import exact_int_matmul
 from ..backend.functions import norm_statistics, normalise
 from ..backend.functions import softmax as softmax_of_scores
 from ..backend.gradients import norm_gradients, normalised_from_output, softmax_gradient
+from ..backend.operations.products import exact_int_matmul
 from ..backend.quantization import quantize_rows as quantize
 from ..backend.values import Norm
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import bminf_lite
 from bminf_lite.api import Model, load
-from bminf_lite.backend.base import pooled
+from bminf_lite.backend.operations.rows import pooled
 from bminf_lite.backend.values import Pooling
 from bminf_lite.cli import main
 from bminf_lite.cli.embed import POOLINGS

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 from random_values import make_batch, norm_on, random_int8, random_rows
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.device import HostDevice
 from bminf_lite.backend.values import AttentionSpec, Norm, StateArray, sequential_tables
 
 BACKENDS = {"cpu": ("bminf_lite.backend.cpu", "CpuBackend"), "cuda": ("bminf_lite.backend.cuda", "CudaBackend")}
@@ -25,14 +28,24 @@ def subclass(request: pytest.FixtureRequest) -> type[Backend]:
     return getattr(importlib.import_module(module), name)
 
 
-def public(cls: type) -> dict[str, object]:
-    return {name: value for name, value in vars(cls).items() if not name.startswith("_")}
+def public(classes: Iterable[type]) -> dict[str, object]:
+    """The public names that some classes define; of two definitions the first one's."""
+    return {n: value for cls in reversed([*classes]) for n, value in vars(cls).items() if not n.startswith("_")}
+
+
+DEVICE = public([HostDevice])
+OPERATIONS = public([cls for cls in Backend.__mro__ if issubclass(cls, HostDevice) and cls is not HostDevice])
+
+
+def own(subclass: type[Backend]) -> dict[str, object]:
+    """What a backend overrides or adds, also in classes that it is made of."""
+    return public([cls for cls in subclass.__mro__ if cls not in Backend.__mro__])
 
 
 def test_an_override_has_the_signature_of_what_it_replaces(subclass):
     assert issubclass(subclass, Backend)
-    for name, method in public(subclass).items():
-        if name in public(Backend) and callable(method):
+    for name, method in own(subclass).items():
+        if hasattr(Backend, name) and callable(method):
             assert parameters(method) == parameters(getattr(Backend, name)), name
 
 
@@ -43,8 +56,15 @@ def parameters(method: object) -> list[tuple[str, object, object]]:
 
 def test_a_backend_adds_no_public_operation(subclass):
     """A layer could call it, and would then run on this backend alone."""
-    methods = {name for name, value in public(subclass).items() if inspect.isfunction(value)}
-    assert methods <= set(public(Backend))
+    methods = {name for name, value in own(subclass).items() if inspect.isfunction(value)}
+    assert methods <= OPERATIONS.keys() | DEVICE.keys()
+
+
+def test_an_operation_is_defined_once():
+    """No group of operations overrides another's; a group may add to what the device does at a step."""
+    groups = [cls for cls in Backend.__mro__ if issubclass(cls, HostDevice)]
+    count = Counter(name for cls in groups for name in vars(cls) if not name.startswith("__"))
+    assert [name for name, times in count.items() if times > 1] == ["step"]
 
 
 SHARED: set[str] = {
@@ -64,8 +84,8 @@ def test_the_gpu_overrides_every_operation_that_computes():
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from bminf_lite.backend.cuda.backend import CudaBackend
 
-    operations = {name for name, value in public(Backend).items() if inspect.isfunction(value)}
-    assert operations - SHARED - set(public(CudaBackend)) == set()
+    operations = {name for name, value in OPERATIONS.items() if inspect.isfunction(value)}
+    assert operations - SHARED - own(CudaBackend).keys() == set()
 
 
 # -- small numbers ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from checked import repeats
 
-from bminf_lite.backend.base import attend
+from bminf_lite.backend.attention import attend
 from bminf_lite.backend.values import AttentionSpec, LinearBias
 from bminf_lite.cuda.kernels.attention import prefill as attention
 from bminf_lite.cuda.kernels.attention.heads import LARGE_HEAD_DIM, max_head_dim, scores_of

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from model_kit import RowwiseBackend
 
-from bminf_lite.backend.base import Backend, sequences
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.operations.step import sequences
 from bminf_lite.backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, StateArray, StateCache
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.core import Engine

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bminf_lite.backend.base import Backend, pooled
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.operations.rows import pooled
 from bminf_lite.backend.values import ForwardBatch, Pooling
 from bminf_lite.engine.pooling import PoolingQueue, PoolingRequest, PoolingText
 from bminf_lite.errors import OutOfMemory

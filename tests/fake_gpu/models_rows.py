@@ -5,10 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from bminf_lite.backend.base import Backend, pooled
-from bminf_lite.backend.base import convolved as convolution_of
+from bminf_lite.backend.base import Backend
 from bminf_lite.backend.functions import ACTIVATIONS, normalise, silu, soft_capped
 from bminf_lite.backend.functions import softmax as softmax_of
+from bminf_lite.backend.operations.recurrences import convolved as convolution_of
+from bminf_lite.backend.operations.rows import pooled
 from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.rotation import rotated

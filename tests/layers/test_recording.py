@@ -45,5 +45,6 @@ def test_a_product_with_an_adapter_is_of_the_same_tensors():
 
 
 def test_every_operation_with_a_weight_is_observed():
-    operations = {name: inspect.signature(f).parameters for name, f in vars(Backend).items() if inspect.isfunction(f)}
+    functions = inspect.getmembers(Backend, inspect.isfunction)
+    operations = {name: inspect.signature(function).parameters for name, function in functions}
     assert {n for n, parameters in operations.items() if n[0] != "_" and "weight" in parameters} == PRODUCTS

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from bminf_lite.backend.base import Backend, NumpyWeight
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.operations.weights import NumpyWeight
 from bminf_lite.backend.quantization import HostWeight
 from bminf_lite.backend.values import Placement
 from bminf_lite.memory.streaming import StreamedBlocks

@@ -34,10 +34,11 @@ from ...cuda.runtime.driver import Device
 from ...errors import UsageError
 from ...memory.device import MARGIN, device_arena
 from ..adapter_slots import Bank
-from ..base import Backend, HeadsOfRank
+from ..base import Backend
 from ..calibration import CalibrationOps
 from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ..mixture import SharedExpert, shared_result
+from ..operations.rows import HeadsOfRank
 from ..quantization import HostWeight
 from ..sampling import MAX_LOGPROBS, SamplerState
 from ..side_products import Adapter
