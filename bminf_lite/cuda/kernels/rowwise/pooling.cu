@@ -1,7 +1,7 @@
 // One vector for each sequence of a step, of the vectors of its tokens: the first or the last one, the largest values,
 // or a sum over the tokens divided by a number that depends on their count.
 //
-// The order of sums is that of the definition in backend/operations/rows.py: LANES lanes, each of which adds every LANES-th token;
+// The order of sums is that of backend/operations/rows.py: LANES lanes, each of which adds every LANES-th token;
 // then neighbouring lanes are added.
 #include "common/common.cuh"
 #include "constants/pooling.cuh"
