@@ -49,13 +49,11 @@ def create(device: str = "auto", memory_limit: int | str | None = None) -> Backe
         return CpuBackend()
 
 
-def create_ranks(
-    gpus: int, device: str = "auto", memory_limit: int | str | None = None, most: int = 1
-) -> Sequence[Backend]:
-    """The backends of a model's ranks: ``gpus`` GPUs, from the one that ``device`` names on; see :func:`create`.
+def create_apart(gpus: int, device: str = "auto", memory_limit: int | str | None = None) -> list[Backend]:
+    """The backends of ``gpus`` GPUs that compute apart, from the one that ``device`` names on; see :func:`create`.
 
-    ``memory_limit`` bounds each GPU's memory. ``most`` is the largest number of values that the ranks add at once. On a
-    CPU, the ranks are threads; ``auto`` does not take it for several. Raises ``UsageError`` and ``DeviceError``, also
+    ``memory_limit`` bounds each GPU's memory. On a CPU all of them compute there; ``auto`` does not take it for
+    several. The first one's device is the calling thread's afterwards. Raises ``UsageError`` and ``DeviceError``, also
     for more GPUs than there are.
     """
     require_whole("gpus", gpus, MAX_GPUS)
@@ -70,12 +68,8 @@ def create_ranks(
     try:
         kind, _, number = backends[0].name.partition(":")
         if kind == "cpu":
-            backends += [CpuBackend() for _ in range(1, gpus)]
-            for ops, rank in zip(backends, simulated_ranks(gpus), strict=True):
-                ops.communicator = rank
-            return backends
+            return backends + [CpuBackend() for _ in range(1, gpus)]
         from ..cuda.runtime.driver import device_count
-        from .cuda.peers import connect
 
         first, count = int(number), device_count()
         if first + gpus > count:
@@ -84,7 +78,32 @@ def create_ranks(
                 f"numbered from 0: give at most {count - first}"
             )
         backends += [create(f"cuda:{first + rank}", memory_limit) for rank in range(1, gpus)]
-        connect(cast("Sequence[CudaBackend]", backends), most)
+    except BaseException:
+        close_ranks(backends)
+        raise
+    backends[0].make_current()
+    return backends
+
+
+def create_ranks(
+    gpus: int, device: str = "auto", memory_limit: int | str | None = None, most: int = 1
+) -> Sequence[Backend]:
+    """The backends of a model's ranks: those of :func:`create_apart`, connected to each other.
+
+    ``most`` is the largest number of values that the ranks add at once. On a CPU, the ranks are threads. Raises
+    ``UsageError`` and ``DeviceError``, also for more GPUs than there are.
+    """
+    backends = create_apart(gpus, device, memory_limit)
+    if gpus == 1:
+        return backends
+    try:
+        if backends[0].name == "cpu":
+            for ops, rank in zip(backends, simulated_ranks(gpus), strict=True):
+                ops.communicator = rank
+        else:
+            from .cuda.peers import connect
+
+            connect(cast("Sequence[CudaBackend]", backends), most)
     except BaseException:
         close_ranks(backends)
         raise

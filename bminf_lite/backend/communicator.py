@@ -88,6 +88,26 @@ class OneRank:
         pass
 
 
+@dataclass(frozen=True)
+class RankApart(OneRank):
+    """A rank that computes apart from the others, and shares with them only whether one has failed.
+
+    Work that takes long calls :meth:`check` now and then, so that it ends when another rank's work has failed.
+    """
+
+    _failed: threading.Event = field(default_factory=threading.Event)
+
+    def abort(self) -> None:
+        self._failed.set()
+
+    def reset(self) -> None:
+        self._failed.clear()
+
+    def check(self) -> None:
+        if self._failed.is_set():
+            raise RankFailed("another rank has failed")
+
+
 @dataclass
 class _Meeting:
     """What threads share that are ranks: a place for the array of each, and a barrier."""
@@ -219,6 +239,40 @@ def on_ranks(devices: Sequence[RankDevice], work: Callable[[int], T]) -> list[T]
         return threads.run(work)
     finally:
         threads.close()
+
+
+def on_ranks_apart(devices: Sequence[RankDevice], work: Callable[[int, Callable[[], None]], T]) -> list[T]:
+    """``work`` of each rank's number, once, on devices that exchange nothing; the first one's in the caller's thread.
+
+    ``work`` also gets a function that it calls now and then, which raises :class:`RankFailed` once another rank has
+    failed. The error of that one is raised here, after all have ended.
+    """
+    failed = threading.Event()
+    ranks = [RankApart(_failed=failed) for _ in devices]
+    ended = [threading.Event() for _ in devices]
+
+    def alone(rank: int) -> T:
+        try:
+            if rank:
+                devices[rank].make_current()
+            return work(rank, ranks[rank].check)
+        finally:
+            ended[rank].set()
+
+    threads = RankThreads(ranks, [_nothing] * len(devices))
+    try:
+        return threads.run(alone)
+    except BaseException:  # Ctrl-C may come while the caller waits for the others
+        failed.set()
+        for event in ended:
+            event.wait()
+        raise
+    finally:
+        threads.close()
+
+
+def _nothing() -> None:
+    """What a thread does whose work takes the device itself."""
 
 
 class _RankThread:

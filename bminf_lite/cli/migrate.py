@@ -72,6 +72,14 @@ if TYPE_CHECKING:
 )
 @device_option
 @click.option(
+    "--gpus",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="With --calibrate: divide the products among N GPUs, from the one of --device on. The result is that of one.",
+)
+@click.option(
     "--merge", metavar="FOLDER", type=PATH, help="Merge the LoRA adapter that PEFT saved in FOLDER before quantizing."
 )
 @click.option("--dry-run", is_flag=True, help="Check the source, and list how each tensor would be stored.")
@@ -96,6 +104,7 @@ def migrate(
     plot: Path | None,
     offline_only: bool,
     device: str,
+    gpus: int,
     merge: Path | None,
     dry_run: bool,
     portable: bool,
@@ -137,6 +146,7 @@ def migrate(
         target_divergence=target_divergence,
         offline_only=offline_only,
         device=device,
+        gpus=gpus,
         merge=merge,
         force=force,
         dry_run=dry_run,

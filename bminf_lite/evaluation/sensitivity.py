@@ -55,12 +55,15 @@ def product_divergences(
     rotated_offline: bool = False,
     progress: Progress | None = None,
     rotation_of: Callable[[str], int] = lambda name: 1,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[GroupDivergence]:
     """The divergences that the products of the float checkpoint ``source`` cause in w8a8, rounded to nearest.
 
     Every product is in one group; groups come in the order in which the model computes their first product.
     ``windows`` run as one batch. ``rotated_offline`` rotates the model in its weights first. The input of a matrix is
-    rotated in blocks of ``rotation_of`` its name. ``progress`` is called with layers.
+    rotated in blocks of ``rotation_of`` its name. ``progress`` is called with layers. Of ``ranks``
+    that divide the groups, ``rank`` gets every ``ranks``-th group.
     """
     [batch] = batch_windows(windows, tokens=sum(len(window.tokens) for window in windows))
     products = Products(ops, rotation_of)
@@ -76,8 +79,10 @@ def product_divergences(
             before, reference = reference, model.run(layer_fn, reference, batch, products.record)
             found = products.by_kind()
             for kind, names in found.items():
-                copies.setdefault((kind, layer // together), before)
-                groups.setdefault((kind, layer // together), []).extend(names)
+                key = kind, layer // together
+                groups.setdefault(key, []).extend(names)
+                if list(groups).index(key) % ranks == rank:
+                    copies.setdefault(key, before)
 
             def advanced(
                 item: tuple[tuple[str, int], HiddenState],
@@ -110,7 +115,7 @@ def product_divergences(
 
         divergences = map_in_threads(ops, lambda state: divergence(output(state)), copies.values())
         results = [GroupDivergence(tuple(groups[key]), mean) for key, mean in zip(copies, divergences, strict=True)]
-        for product in products.seen:
+        for product in products.seen[(rank - len(groups)) % ranks :: ranks]:
             alone = output(reference, products.quantizing([product]))
             results.append(GroupDivergence((product,), divergence(alone)))
         if progress:

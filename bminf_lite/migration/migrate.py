@@ -7,8 +7,8 @@ text, the float model first runs over samples of it, and its activations decide 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import backend
 from ..backend.base import Backend
+from ..backend.communicator import on_ranks_apart
 from ..checkpoint.adapter_merge import MergedFolder
 from ..checkpoint.conversion import Progress
 from ..checkpoint.fp16_range import within_fp16
@@ -55,6 +56,7 @@ def migrate(
     calibrate: CalibrationSource | None = None,
     samples: int = 128,
     device: str = "auto",
+    gpus: int = 1,
     max_divergence: float | None = None,
     target_divergence: float | None = None,
     offline_only: bool = False,
@@ -72,10 +74,12 @@ def migrate(
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`; without one it is
     :func:`.recipe.default_recipe`. A recipe with a calibration needs
     ``calibrate``: a file of text or JSONL, or token ids. ``samples`` pieces of up to 512 tokens each, spread over the
-    whole text, run through the float model on ``device``. A few other pieces are held out, also from a recipe without
-    a calibration, and the report's ``cost`` is measured on them; the migration fails if the mean divergence exceeds
-    ``max_divergence`` nats per token. Of a model that makes vectors the pieces are texts of up to 128 tokens, four
-    times as many, and the divergence is ``1 - cosine`` of the vectors (see :mod:`..evaluation.outputs`).
+    whole text, run through the float model on ``device``. ``gpus`` GPUs, from that one on, divide the products of a
+    calibration among them, and decide what one decides (docs/guides/several_gpus.md). A few other pieces are held out,
+    also from a recipe without a calibration, and the report's ``cost`` is measured on them; the migration fails if the
+    mean divergence exceeds ``max_divergence`` nats per token. Of a model that makes vectors the pieces are texts of up
+    to 128 tokens, four times as many, and the divergence is ``1 - cosine`` of the vectors (see
+    :mod:`..evaluation.outputs`).
 
     ``auto``, as every recipe whose calibration searches, measures assignments of quantizations to products and takes
     one that diverges no more than any quantization of all products alike (see :mod:`.target`). ``target_divergence``
@@ -110,6 +114,13 @@ def migrate(
     require_whole("samples", samples)
     recipe = load_recipe(default_recipe(portable) if recipe is None else recipe)
     backend.check_device(device)
+    require_whole("gpus", gpus, backend.MAX_GPUS)
+    if gpus > 1 and (calibrate is None or recipe.calibration is None):
+        reason = "without a text" if calibrate is None else f"the recipe {recipe.name} does not calibrate"
+        raise UsageError(
+            f"gpus is {gpus}, but they divide a calibration, and nothing is calibrated ({reason}): give 1, or a text "
+            "(--calibrate FILE, calibrate=...) and a recipe such as auto"
+        )
     check_divergence("max_divergence", max_divergence, calibrate is not None)
     check_divergence("target_divergence", target_divergence, calibrate is not None)
     if target_divergence is not None:
@@ -124,19 +135,35 @@ def migrate(
         return write(recipe)
     tokens = load_calibration_split(source, calibrate, samples)
 
-    def search_on(ops: Backend, model: OpenedModel, recipe: Recipe, alternatives: bool) -> QuantizationSearch:
+    def search_on(
+        devices: Sequence[Backend], model: OpenedModel, recipe: Recipe, alternatives: bool
+    ) -> QuantizationSearch:
         scratch = next(folder for folder in Path(out).absolute().parents if folder.is_dir())
-        search = QuantizationSearch(model, recipe, ops, scratch, alternatives)
+        searches = [
+            QuantizationSearch(model, recipe, ops, scratch, alternatives, rank, len(devices))
+            for rank, ops in enumerate(devices)
+        ]
+
+        def calibrate_part(rank: int, check: Callable[[], None]) -> None:
+            def advance(*step: Any) -> None:
+                check()
+                if rank == 0 and calibration_progress:
+                    calibration_progress(*step)
+
+            try:
+                calibration.run_calibration(model, tokens.samples, devices[rank], searches[rank], advance)
+                searches[rank].finish()
+            finally:
+                searches[rank].cancel()
+
         try:
-            calibration.run_calibration(model, tokens.samples, ops, search, calibration_progress)
-            search.finish()
+            on_ranks_apart(devices, calibrate_part)
         except MemoryError as error:
             raise OutOfMemory(
                 f"no room to calibrate on {len(tokens.samples)} samples at once: {error}. Use fewer (--samples)"
             ) from error
-        finally:
-            search.cancel()
-        return search
+        searches[0].join(searches[1:])
+        return searches[0]
 
     known: list[tuple[Batch, np.ndarray]] = []
 
@@ -146,8 +173,8 @@ def migrate(
     if target_divergence is None and not searches(recipe):
 
         def decide(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
-            with closing(backend.create(device)) as ops:
-                return search_on(ops, model, recipe, alternatives=False).result()
+            with _devices(gpus, device) as devices:
+                return search_on(devices, model, recipe, alternatives=False).result()
 
         return write(recipe, calibrate=decide, verify=partial(measure, max_divergence))
     with open_model(opened_from) as opened:
@@ -155,10 +182,10 @@ def migrate(
     trade: dict[str, Any] = {}
 
     def choose(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
-        with closing(backend.create(device)) as ops, open_model(opened_from) as reference:
-            options = search_on(ops, model, recipe, alternatives=True)
+        with _devices(gpus, device) as devices, open_model(opened_from) as reference:
+            options = search_on(devices, model, recipe, alternatives=True)
             search = AssignmentSearch(
-                opened_from, within_fp16(reference), model, options, tokens, ops, target_divergence, cost_progress
+                opened_from, within_fp16(reference), model, options, tokens, devices, target_divergence, cost_progress
             )  # fmt: skip
             chosen, found = search.run()
             trade.update(found)
@@ -170,6 +197,16 @@ def migrate(
         return measure(limit, folder) | {"trade": trade}
 
     return write(recipe, calibrate=choose, verify=verify)
+
+
+@contextmanager
+def _devices(gpus: int, device: str) -> Iterator[Sequence[Backend]]:
+    """The backends that divide a calibration."""
+    devices = backend.create_apart(gpus, device)
+    try:
+        yield devices
+    finally:
+        backend.close_ranks(devices)
 
 
 def _check_target_options(recipe: Recipe, max_divergence: float | None, dry_run: bool) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.communicator import on_ranks_apart
 from ..bench.product_times import make_time_of
 from ..checkpoint.opened_model import ModelSource, OpenedModel
 from ..checkpoint.weight_rewrite import CalibrationResult
@@ -27,7 +28,7 @@ from ..errors import CheckpointError
 from ..evaluation.blockwise import Batch
 from ..evaluation.candidates import Candidate, CandidateComparison
 from ..evaluation.corpus import Window, fit_windows
-from ..evaluation.sensitivity import product_divergences
+from ..evaluation.sensitivity import GroupDivergence, product_divergences
 from ..quantize.calibration import Progress
 from ..quantize.decisions import QuantizationSearch, Uniform
 from .budget import Choice, PathSearch, Point, divergence_weights, fastest_path, point_of, product_choices
@@ -50,7 +51,8 @@ class AssignmentSearch:
     """Chooses an option of each product, as the module says.
 
     ``options`` are those of the float ``model``, whose checkpoint is in ``source``; ``reference`` is that checkpoint
-    as it is, from which divergences are measured. ``target`` is a divergence in the unit of
+    as it is, from which divergences are measured. Each of ``devices`` runs a part of the groups of products, and of the
+    assignments that are measured at once. ``target`` is a divergence in the unit of
     :mod:`..evaluation.outputs`, or None. ``progress`` is called with layers, once for each run of the model.
     """
 
@@ -61,7 +63,7 @@ class AssignmentSearch:
         model: OpenedModel,
         options: QuantizationSearch,
         tokens: CalibrationSplit,
-        ops: Backend,
+        devices: Sequence[Backend],
         target: float | None = None,
         progress: Progress | None = None,
     ):
@@ -69,25 +71,25 @@ class AssignmentSearch:
         self.config = model.config
         self.options = options
         self.tokens = tokens
-        self.ops = ops
+        self.devices = devices
         self.target = target
         self._progress = progress
         self._factor = 1 if model.config.generates else FACTOR_OF_TEXTS
         held_out = fit_windows([Window(part, len(part) - 1) for part in tokens.held_out], model.config)
         compared = held_out if target else _first(held_out, COMPARED_TOKENS * self._factor)
-        self._comparison = CandidateComparison(model, compared, ops, reference)
+        self._comparisons = [CandidateComparison(model, compared, ops, reference) for ops in devices]
 
     def known(self) -> list[tuple[Batch, np.ndarray]]:
         """What was computed of the reference on the held-out samples, see :func:`.compare`."""
-        return self._comparison.known()
+        return self._comparisons[0].known()
 
     def run(self) -> tuple[CalibrationResult, dict[str, Any]]:
         """The rewrites of the answer, and the trade for the manifest.
 
         Raises :class:`CheckpointError` if no assignment meets the target.
         """
-        unit = self._comparison.outputs.unit
-        times_of, time_of = make_time_of(self.ops)
+        unit = self._comparisons[0].outputs.unit
+        times_of, time_of = make_time_of(self.devices[0])
         weights = self._weights()
         choices = [
             product_choices(self.options.spec, found, weights.get(found[0].decision.tensors, 0.0), time_of)
@@ -123,10 +125,14 @@ class AssignmentSearch:
         chosen = evenly_spaced(len(samples), min(wanted, len(samples)))
         windows = fit_windows([Window(samples[i][:length], length - 1) for i in chosen], self.config)
         recipe, spec = self.options.recipe, self.options.spec
-        groups = product_divergences(
-            self.source, windows, self.ops, recipe.offline_rotation, self._progress,
-            lambda name: recipe.rotation_of(spec, name),
-        )  # fmt: skip
+
+        def of_part(rank: int, check: Callable[[], None]) -> list[GroupDivergence]:
+            return product_divergences(
+                self.source, windows, self.devices[rank], recipe.offline_rotation, self._shown(rank, check),
+                lambda name: recipe.rotation_of(spec, name), rank, len(self.devices),
+            )  # fmt: skip
+
+        groups = [group for part in on_ranks_apart(self.devices, of_part) for group in part]
         decisions = [found[0].decision for found in self.options.options]
         return divergence_weights(groups, {decision.tensors: decision.error_before for decision in decisions})
 
@@ -137,15 +143,34 @@ class AssignmentSearch:
 
     def _measured(self, points: Sequence[Point]) -> list[float]:
         candidates = [Candidate(self.options.recipe, self.options.result(point.choices).rewrites) for point in points]
-        return [found.mean for found in self._comparison.divergences(candidates, self._progress)]
+        count = min(len(self.devices), len(candidates))
+        means = [math.nan] * len(candidates)
+
+        def measure(rank: int, check: Callable[[], None]) -> list[float]:
+            found = self._comparisons[rank].divergences(candidates[rank::count], self._shown(rank, check))
+            return [result.mean for result in found]
+
+        for rank, part in enumerate(on_ranks_apart(self.devices[:count], measure)):
+            means[rank::count] = part
+        return means
+
+    def _shown(self, rank: int, check: Callable[[], None]) -> Progress:
+        """The progress of a rank: the first one's is shown."""
+
+        def show(*step: Any) -> None:
+            check()
+            if rank == 0 and self._progress:
+                self._progress(*step)
+
+        return show
 
     def _none_meets(self, path: Sequence[Point]) -> str:
         points = [point for point in path if point.measured is not None]
         found = "; ".join(f"{point.measured:.6g} in {1e3 * point.time.request:.4g} ms a request" for point in points)
         return (
-            f"no quantization diverges by at most {self.target:g} {self._comparison.outputs.unit} from its source on "
-            "held-out text, "
-            f"and none was written (measured: {found}). Allow more, or write a recipe that leaves some matrices float"
+            f"no quantization diverges by at most {self.target:g} {self._comparisons[0].outputs.unit} from its source "
+            f"on held-out text, and none was written (measured: {found}). Allow more, or write a recipe that "
+            "leaves some matrices float"
         )
 
 

@@ -30,7 +30,7 @@ from ..checkpoint.opened_model import OpenedModel
 from ..checkpoint.recipe import CalibrationSettings, Recipe, RotatedInputs, Scheme
 from ..checkpoint.weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
 from ..errors import CheckpointError
-from ..models.spec import Fold, KeyHeads, Role
+from ..models.spec import Fold, KeyHeads, Role, Spec
 from .calibration import Observation, sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 from .gptq import GPTQInputs, GPTQRounding
@@ -90,6 +90,18 @@ class ProductOption:
 
 
 @dataclass(frozen=True)
+class _Decided:
+    """The options of the product that the model computes as number ``number``.
+
+    ``keys`` are the rewrites that scale keys, by the name of their matrix, which its inputs have decided.
+    """
+
+    number: int
+    options: tuple[ProductOption, ...]
+    keys: Mapping[str, Mapping[str, WeightRewrite]]
+
+
+@dataclass(frozen=True)
 class _Way:
     """A way to quantize a product that is to be evaluated; ``may_round``: by GPTQ, if that gains enough."""
 
@@ -101,8 +113,34 @@ class _Way:
     apart: bool = False
 
 
+class ProductShare:
+    """Which of ``ranks`` decides each product: the one with the least work so far. All of a fold go to one rank.
+
+    Ranks that see the products in the same order agree. Of a product's work, the Hessian of its inputs takes most.
+    """
+
+    def __init__(self, spec: Spec, ranks: int = 1):
+        self._parameters = spec.parameters
+        self._work = [0] * ranks
+        self._fold_of = {name: fold for fold in spec.foldable for name in fold.consumers}
+        self._rank_of_fold: dict[Fold, int] = {}
+
+    def rank_of(self, names: tuple[str, ...]) -> int:
+        """The rank of the next product."""
+        fold = self._fold_of.get(names[0])
+        rank = self._work.index(min(self._work))
+        if fold is not None:
+            rank = self._rank_of_fold.setdefault(fold, rank)
+        shapes = [self._parameters[name].shape[:: -1 if self._parameters[name].transposed else 1] for name in names]
+        self._work[rank] += shapes[0][1] * (shapes[0][1] + sum(shape[0] for shape in shapes))
+        return rank
+
+
 class QuantizationSearch:
     """An observer that decides each product. ``recipe`` must have a calibration.
+
+    With ``ranks``, it decides those of rank ``rank`` alone, see :class:`ProductShare`. :meth:`join` then makes one
+    search of those of all ranks. Its decisions are those of one rank, because no product depends on another rank's.
 
     On the CPU another thread decides while the model goes on, so :meth:`finish` before the model is closed, or
     :meth:`cancel` after an error.
@@ -114,7 +152,14 @@ class QuantizationSearch:
     """
 
     def __init__(
-        self, model: OpenedModel, recipe: Recipe, ops: Backend, scratch: Path | None = None, alternatives: bool = False
+        self,
+        model: OpenedModel,
+        recipe: Recipe,
+        ops: Backend,
+        scratch: Path | None = None,
+        alternatives: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
     ):
         assert recipe.calibration is not None
         self.settings = recipe.calibration
@@ -125,12 +170,15 @@ class QuantizationSearch:
         self.alternatives = alternatives
         self.path = model.path
         self.weights = model.weights()
-        self._options: list[tuple[ProductOption, ...]] = []
+        self.rank = rank
+        self._share = ProductShare(model.spec, ranks)
+        self._rank_of: dict[tuple[str, ...], int] = {}
+        self._decided = 0
+        self._options: list[_Decided] = []
         self._key_heads_of = {heads.key[0]: heads for heads in self.spec.key_heads}
         self._fold_of = {name: fold for fold in self.spec.foldable for name in fold.consumers}
         self._smoothings: dict[tuple[Fold, int], Smoothing] = {}
-        self._key_rewrites: dict[str, WeightRewrite] = {}
-        self._scaled_keys: list[str] = []
+        self._keys: dict[str, dict[str, WeightRewrite]] = {}
         self._inputs: dict[tuple[str, ...], InputStatistics] = {}
         self._matrices: dict[str, Array] = {}
         self._later = Later(ops)
@@ -139,10 +187,16 @@ class QuantizationSearch:
         """Add a part of a product's input, and decide the product with the last one."""
         if self._scheme(seen.tensors[0]) is Scheme.FLOAT:
             return
+        if seen.tensors not in self._rank_of:
+            self._rank_of[seen.tensors] = self._share.rank_of(seen.tensors)
+        if self._rank_of[seen.tensors] != self.rank:
+            self._decided += seen.is_last
+            return
         inputs = self._inputs.setdefault(seen.tensors, InputStatistics(self.ops, self.settings.rounding == "gptq"))
         inputs.add(seen)
         if seen.is_last:
-            self._later.submit(self._add_options, seen.tensors, self._inputs.pop(seen.tensors))
+            self._later.submit(self._add_options, self._decided, seen.tensors, self._inputs.pop(seen.tensors))
+            self._decided += 1
 
     def finish(self) -> None:
         """Wait for the thread that decides; raises its first error."""
@@ -156,21 +210,31 @@ class QuantizationSearch:
     def options(self) -> list[tuple[ProductOption, ...]]:
         """The options of all products that were seen."""
         self.finish()
-        return self._options
+        return [decided.options for decided in self._options]
 
-    def _add_options(self, names: tuple[str, ...], inputs: InputStatistics) -> None:
-        self._options.append(tuple(self._decide(names, inputs)))
+    def join(self, others: Sequence[QuantizationSearch]) -> None:
+        """Take over what the other ranks have decided, in the order in which the model computes the products."""
+        for search in [self, *others]:
+            search.finish()
+        found = [decided for search in [self, *others] for decided in search._options]
+        self._options = sorted(found, key=lambda decided: decided.number)
+
+    def _add_options(self, number: int, names: tuple[str, ...], inputs: InputStatistics) -> None:
+        options = tuple(self._decide(names, inputs))
+        self._options.append(_Decided(number, options, self._keys))
+        self._keys = {}
         self._matrices.clear()
 
     def result(self, choices: Sequence[int] | None = None) -> CalibrationResult:
         """All rewrites, and the decisions for the manifest, with one option of each product: by default the first."""
         chosen = [options[0 if choices is None else choices[i]] for i, options in enumerate(self.options)]
         rewrites: dict[str, WeightRewrite] = {}
-        for changes in [*(option.rewrites for option in chosen), self._key_rewrites]:
+        keys = {name: rewrites for decided in self._options for name, rewrites in decided.keys.items()}
+        for changes in [*(option.rewrites for option in chosen), *keys.values()]:
             for name, rewrite in changes.items():
                 rewrites[name] = rewrites.get(name, NO_REWRITE).merged(rewrite)
         products = [asdict(option.decision) | {"scheme": option.decision.scheme.value} for option in chosen]
-        scaled = {"scaled_keys": self._scaled_keys} if self._scaled_keys else {}
+        scaled = {"scaled_keys": list(keys)} if keys else {}
         return CalibrationResult(rewrites, {"products": products, **scaled})
 
     def uniform(self) -> dict[Uniform, list[int]]:
@@ -371,9 +435,7 @@ class QuantizationSearch:
         with np.errstate(over="ignore", invalid="ignore"):
             factors = key_factors(keys, queries, heads)
         if np.isfinite(factors).all() and (factors != 1).any():
-            self._scaled_keys.append(heads.key[0])
-            for name, rewrite in fold_key_factors(self.spec, heads, factors).items():
-                self._key_rewrites[name] = rewrite
+            self._keys[heads.key[0]] = fold_key_factors(self.spec, heads, factors)
 
     def _float_product(self, tensors: tuple[str, ...], rows: Array) -> np.ndarray:
         """The float product of a matrix, with its bias if ``tensors`` names one: fp32 ``[n, out]`` on the host."""
