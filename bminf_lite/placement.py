@@ -38,7 +38,7 @@ from .files import expand
 from .layers.cache import CacheLayout, Layout
 from .memory.cache_memory import CacheGroup, cache_blocks
 from .memory.machine import HOST_RESERVE, available_memory, machine_of
-from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
+from .memory.planner import CAPTURED_TOKENS, CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size, parse_size
 from .memory.step_time import DecodeWork
 from .models import ModelConfig
@@ -441,6 +441,7 @@ def requirements(
         scratch_per_sequence=LOGIT_BYTES * (config.vocab_size if config.generates else config.hidden_size),
         context_length=config.context_length,
         adapters=meta.adapter_bytes,
+        captured_tokens=CAPTURED_TOKENS if tp_size == 1 else CHUNK,
     )
     return with_long_texts(needed, config) if not config.generates and config.reads_pieces else needed
 

@@ -25,6 +25,8 @@ ALIGNMENT = 32
 """Arrays of a step's integers begin at multiples of this many."""
 TOKENS_PER_PROMPT = 16
 """A captured step has room for one prompt for each ``TOKENS_PER_PROMPT`` prompt tokens."""
+MAX_PROMPTS = 32
+"""Room for more prompts than ``MAX_PROMPTS`` would cost attention more: each may have a tile that is partly empty."""
 FEW_SEQUENCES = 8
 """Sequences that leave multiprocessors idle, unless attention divides the context of each between several blocks."""
 DRAFT_ROWS = (4, 8, 16, 32, 64, 128, 256)
@@ -91,7 +93,7 @@ def captured_sizes(
     most = next((n for n, _ in sorted(ops.mixed_sizes) if n >= max_num_seqs), max_num_seqs)
     for count, tokens in sorted(ops.mixed_sizes, key=sum):
         if count <= most and count + tokens <= max_num_tokens:
-            prompts = min(max(tokens // TOKENS_PER_PROMPT, 1), max_num_seqs)
+            prompts = min(max(tokens // TOKENS_PER_PROMPT, 1), MAX_PROMPTS, max_num_seqs)
             sizes.append(StepSize(count, prompts, tokens, lengths[-1]))
     for rows in DRAFT_ROWS if decodes else ():
         if rows < 2 * max_num_draft_rows:

@@ -37,7 +37,7 @@ CACHE_SHARE = 4
 SCRATCH_SHARE = 16
 """If layers are streamed, a chunk is so small that its scratch takes at most memory / SCRATCH_SHARE."""
 CAPTURED_TOKENS = 512
-"""Tokens of the largest captured step with prompts."""
+"""Tokens of the largest captured step with prompts, if a model has one rank. Several capture up to ``CHUNK``."""
 WEIGHTS_SHARE = 32
 """Integers of captured steps and records of attention are planned as 1 / ``WEIGHTS_SHARE`` of the weights' bytes.
 
@@ -76,6 +76,7 @@ class MemoryRequirements:
     - ``cache``: the groups of layers of the key-value cache;
     - ``scratch_per_token``: activations of a token of a prompt's chunk;
     - ``scratch_per_sequence``: logits of a sequence of the batch;
+    - ``captured_tokens``: tokens of the largest step with prompts that is captured;
     - ``text_bytes_per_token``: what a token of the longest text that becomes a vector keeps while the text is computed
       in pieces; 0 if there are no such texts.
 
@@ -92,6 +93,7 @@ class MemoryRequirements:
     context_length: int
     prompt_layers: tuple[int, ...] = ()
     adapters: int = 0
+    captured_tokens: int = CAPTURED_TOKENS
     text_bytes_per_token: int = 0
 
     @property
@@ -266,7 +268,7 @@ class MemoryPlan:
             return 0
         needed, variants = self.requirements, 2 if self.requirements.adapters else 1
         weights = needed.weights - self.host_expert_bytes
-        return CAPTURED_TOKENS * needed.scratch_per_token + variants * (weights // WEIGHTS_SHARE)
+        return needed.captured_tokens * needed.scratch_per_token + variants * (weights // WEIGHTS_SHARE)
 
     @property
     def total_bytes(self) -> int:

@@ -56,6 +56,7 @@ CASES = {
     "h200*2": (
         "backend/test_peers.py::test_a_model_on_two_gpus",
         "backend/test_peers.py::test_every_kind_of_layer_gives_what_ranks_on_the_cpu_give",
+        "backend/test_peers.py::test_steps_of_many_prompt_tokens_are_captured_with_the_same_bits",
         "backend/test_peers.py::test_a_rank_that_fails_ends_the_wait_of_the_others_at_once",
         "backend/test_peers.py::test_a_rank_that_hangs_is_named_within_seconds",
         "backend/test_peers.py::test_captured_steps_are_replayed_beside_others",

@@ -252,6 +252,24 @@ def test_a_model_on_two_gpus(source: Path, tmp_path: Path) -> None:
         assert [result.token_ids for result in model.generate(prompts, **options)] == together
 
 
+def test_steps_of_many_prompt_tokens_are_captured_with_the_same_bits(source: Path, tmp_path: Path) -> None:
+    """Six prompts share a step of 660 tokens, which is captured when such a step comes for the third time."""
+    two_gpus()
+    int8 = tmp_path / "int8"
+    bminf_lite.migrate(source, int8, recipe="w8a8")
+    prompts = np.random.default_rng(3).integers(3, 60, (4, 6, 110)).tolist()
+    options: dict[str, Any] = {"max_new_tokens": 2, "ignore_eos": True, "logprobs": 1}
+    with bminf_lite.load(int8, device="cuda", gpus=2) as model:
+        for rows in prompts:
+            together = model.generate(rows, **options)
+            for row, found in zip(rows, together, strict=True):
+                assert found.token_ids == model.generate([row], **options)[0].token_ids
+                assert found.logprobs == model.generate([row], **options)[0].logprobs
+        runner: Any = model._engine._runner
+        for executor in runner.executors:
+            assert 768 in {size.prompt_tokens for size in executor.captured}
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v2", "qwen3_next", "cpm2", "olmo2"])
 def test_every_kind_of_layer_gives_what_ranks_on_the_cpu_give(family: str) -> None:
     """Float models, whose results differ by the rounding of fp16 alone."""

@@ -30,12 +30,20 @@ PATIENCE, FIRST_PATIENCE = 10 * 10**9, 120 * 10**9
 SPINS, SLEEP_SECONDS = 256, 1e-4
 """How often a thread that waits for others lets them run before it sleeps, and for how long it sleeps then."""
 PEER_ACCESS_ALREADY_ENABLED = 704
+LONG_MIXED_SIZES = (
+    (0, 768), (0, 1024), (0, 1536), (0, 2048), (8, 1024), (8, 2040), (64, 1024), (64, 1984), (256, 1024), (256, 1792),
+)  # fmt: skip
+"""Decoding sequences and prompt tokens of the steps that GPUs capture if they are ranks, beside those of one GPU alone.
+
+A process launches the kernels of all ranks, and their threads meet around each sum that is not captured.
+"""
 
 
 class PeerDevice(Protocol):
     """What a rank needs of its backend."""
 
     name: str
+    mixed_sizes: tuple[tuple[int, int], ...]
     device: Device
     arena: Arena
     arrays: Arrays
@@ -212,10 +220,10 @@ class PeerRank:
         patience = PATIENCE if cp.cuda.runtime.streamIsCapturing(ops.stream.ptr) else FIRST_PATIENCE
         is_captured = patience == PATIENCE
         at_once = AllReduce.rows_at_once(self.exchange.sizes, partial.shape[1])
+        if not is_captured:
+            self.meet()
         for first in range(0, len(partial), at_once):
             rows = slice(first, first + at_once)
-            if not is_captured:
-                self.meet()
             ops.kernels.all_reduce.launch(
                 ops.kernels.step, self.exchange, partial[rows], bias, out[rows], add, self.parity, patience
             )
@@ -273,6 +281,7 @@ def connect(backends: Sequence[PeerDevice], most: int, through_host: bool = Fals
     """Make GPUs the ranks of one model; see :class:`PeerGroup`. Raises ``OutOfMemory``."""
     for ops, rank in zip(backends, PeerGroup(backends, most, through_host).ranks, strict=True):
         ops.communicator = rank
+        ops.mixed_sizes = (*ops.mixed_sizes, *LONG_MIXED_SIZES)
 
 
 def _can_reach(index: int, other: int) -> bool:
