@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import cleared_results
         import separate_blocks
 
-        from bminf_lite.backend.cuda import backend as cuda
+        from bminf_lite.backend.cuda import device as cuda
 
         cleared_results.install()
         cuda.device_arena = separate_blocks.separate_arena

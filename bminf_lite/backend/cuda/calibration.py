@@ -11,8 +11,7 @@ from ...cuda.kernels.arrays import PAD, round_up
 from ...cuda.kernels.gemm.fgemm import FloatGemm
 from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.rowwise.calibration import KINDS, FloatMatrix
-from ..base import Backend
-from ..calibration import CalibrationOps
+from ..calibration import CalibrationOps, Operations
 from ..quantization import Int8Weight, fits_fp16
 from ..values import Array
 from .deferred import Outliers, Weight
@@ -25,7 +24,7 @@ class CudaCalibrationOps(CalibrationOps):
     """The operations of :class:`CalibrationOps` on the GPU of the backend ``ops``, with that backend's parts."""
 
     def __init__(
-        self, ops: Backend, materializer: Materializer, loader: Loader, int8_gemm: Int8Gemm, float_gemm: FloatGemm
+        self, ops: Operations, materializer: Materializer, loader: Loader, int8_gemm: Int8Gemm, float_gemm: FloatGemm
     ):
         super().__init__(ops)
         self.arrays = materializer.arrays
