@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,10 +35,10 @@ def replaceable_matrices(model: OpenedModel) -> set[str]:
 
 
 def _sites(model: OpenedModel) -> AdapterSlots:
-    """The sites of a model, all matrices that can be replaced included."""
+    """The sites of a model, all matrices that can be replaced and those of all experts included."""
     ends = frozenset(n for n, p in model.spec.parameters.items() if p.role in (Role.EMBEDDING, Role.HEAD))
     meta = MetaBackend()
-    meta.adapter_slots = AdapterSlots(0, 0, ends)
+    meta.adapter_slots = AdapterSlots(0, 0, ends, None)
     model.architecture.Model(model.config, MetaWeights(model.spec, model.weights().scheme_of), meta)
     return meta.adapter_slots
 
@@ -47,7 +47,8 @@ def _sites(model: OpenedModel) -> AdapterSlots:
 class AdapterOptions:
     """The adapters that a model is loaded with: ``folders`` by name, and slots for ``max_adapters`` of ``max_rank``.
 
-    Each slot has room for copies of the matrices ``saved``.
+    Each slot has room for copies of the matrices ``saved``, and for adapters of the ``experts``' matrices. The adapters
+    given first say which; ``layers`` are all matrices of experts, layer by layer.
     """
 
     folders: Mapping[str, AdapterFolder]
@@ -55,6 +56,8 @@ class AdapterOptions:
     max_rank: int
     read: Callable[[str | Path], AdapterFolder]
     saved: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
+    layers: Sequence[frozenset[str]] = ()
 
     @classmethod
     def read_all(
@@ -67,7 +70,9 @@ class AdapterOptions:
         require_whole("max_adapter_rank", LEAST_RANK if max_rank is None else max_rank, MOST_RANK)
         for name in adapters:
             check_name(name)
-        names, replaceable = adaptable_matrices(model), replaceable_matrices(model)
+        found = _sites(model)
+        names, replaceable = found.names(), found.names(SavedMatrix)
+        layers = [frozenset(site.names) for site in found.sites if site.of_experts]
 
         def read(folder: str | Path) -> AdapterFolder:
             return read_adapter(folder, model, names, replaceable)
@@ -75,14 +80,18 @@ class AdapterOptions:
         folders = {name: read(folder) for name, folder in adapters.items()}
         ranks = [folder.rank for folder in folders.values()]
         saved = frozenset[str]().union(*(folder.saved for folder in folders.values()))
-        options = cls(folders, max_adapters, max([LEAST_RANK, *ranks]) if max_rank is None else max_rank, read, saved)
+        changed = [folder.parts.keys() for folder in folders.values()]
+        used = [layer for layer in layers if not all(map(layer.isdisjoint, changed))]
+        experts = frozenset[str]().union(*used)
+        rank = max([LEAST_RANK, *ranks]) if max_rank is None else max_rank
+        options = cls(folders, max_adapters, rank, read, saved, experts, layers)
         for name, folder in folders.items():
             options.check_room(name, folder)
         return options
 
     def slots(self) -> AdapterSlots:
         """Empty slots for one device, which the model is then built with."""
-        return AdapterSlots(self.max_adapters, self.max_rank, self.saved)
+        return AdapterSlots(self.max_adapters, self.max_rank, self.saved, self.experts)
 
     def check_room(self, name: str, folder: AdapterFolder) -> None:
         """Raise ``UsageError`` for an adapter that the slots have no room for."""
@@ -96,6 +105,13 @@ class AdapterOptions:
             raise UsageError(
                 f"adapter {name!r} ({folder.path}) has a copy of {', '.join(missing)}, for which there is no room: "
                 "load the model with this adapter, or another that has such a copy"
+            )
+        changed = sorted(name for layer in self.layers for name in layer & folder.parts.keys() - self.experts)
+        if changed:
+            raise UsageError(
+                f"adapter {name!r} ({folder.path}) changes experts ({changed[0]!r} is the first of {len(changed)} "
+                "matrices), for which there is no room: load the model with this adapter, or another that changes "
+                "experts of the same layers"
             )
 
 

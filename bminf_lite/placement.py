@@ -237,6 +237,7 @@ def plan(
     speculative: str | Mapping[str, Any] | SpeculativeConfig | None = AUTO,
     max_adapters: int = 0,
     max_adapter_rank: int = 16,
+    adapter_experts: bool = False,
     gpus: int = 1,
 ) -> MemoryPlan:
     """Plan which weights a GPU holds, which are streamed to it, and how fast that is; nothing is loaded.
@@ -246,7 +247,8 @@ def plan(
     and of its own memory in bytes per second; without ``gpu_memory`` or ``link`` this machine's GPU is measured. The
     plan has room for ``context`` tokens of ``batch`` sequences. ``speculative`` is that of ``load``, whose draft model
     may be a ``config.json`` here. ``max_adapters`` and ``max_adapter_rank`` are those of ``load``; 0 is a model without
-    adapters. With ``gpus``, the plan is that of each of them. Prints as lines of text. Raises ``CheckpointError``,
+    adapters. With ``adapter_experts`` adapters may change the experts of a mixture too. With ``gpus``, the plan is that
+    of each of them. Prints as lines of text. Raises ``CheckpointError``,
     ``UsageError``, ``DeviceError``, and ``OutOfMemory`` if nothing would fit.
     """
     require_whole("context", 1 if context is None else context)
@@ -254,7 +256,8 @@ def plan(
     require_whole("max_adapters", max_adapters, MOST_SLOTS, least=0)
     require_whole("max_adapter_rank", max_adapter_rank, MOST_RANK)
     require_whole("gpus", gpus, MAX_GPUS)
-    slots = AdapterSlots(max_adapters, max_adapter_rank) if max_adapters else None
+    experts = None if adapter_experts else frozenset[str]()
+    slots = AdapterSlots(max_adapters, max_adapter_rank, experts=experts) if max_adapters else None
     requirements = requirements_of(path, recipe, kv_cache, speculative, slots, gpus)
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory)
     return plan_memory(requirements, machine_of(memory_limit, gpu_bytes, link, bandwidth), context, batch)
@@ -422,7 +425,7 @@ def requirements(
     """
     config = model.config
     meta = MetaBackend()
-    meta.adapter_slots = None if slots is None else AdapterSlots(slots.count, slots.max_rank, slots.saved)
+    meta.adapter_slots = None if slots is None else slots.empty()
     meta.communicator = OneRank(tp_size=tp_size)
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes

@@ -8,13 +8,17 @@ and its adapter alone, and a row without an adapter keeps its bits.
 A weight may be stacked from several matrices, its *sections*, each with an adapter of its own: for query, key and value
 ``a`` is ``[rank, in]`` of each, and ``b`` ``[rows of the section, rank]``.
 
+The experts of a mixture have one bank for a layer (:class:`ExpertBank`), with an adapter of each matrix of each expert.
+A pair of a token and one of its experts gets what the token's adapter has for that expert.
+
 An adapter may also have a copy of the embedding's table or of the output head that replaces the model's for its rows
 (:class:`SavedBank`), as PEFT's ``modules_to_save``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -56,12 +60,16 @@ class Bank(Protocol):
 
 @dataclass(frozen=True)
 class AdapterSite:
-    """A weight that adapters may change by parts of one ``kind``, stacked from the matrices ``names``."""
+    """A weight that adapters may change by parts of one ``kind``, stacked from the matrices ``names``.
+
+    ``of_experts``: these are the matrices of all experts of a layer, which have a site if there is room for them.
+    """
 
     names: tuple[str, ...]
     fit: Fit
     bank: Bank
     kind: type = Adapter
+    of_experts: bool = False
 
 
 @dataclass
@@ -70,14 +78,24 @@ class AdapterSlots:
 
     ``rows`` says which slot each row of the next product uses, int32 ``[T]`` on the device; None if no row has an
     adapter. A backend sets it when a step begins, and when a step goes on with its last tokens alone. Adapters may
-    replace the matrices ``saved``, for which there is room in each slot.
+    replace the matrices ``saved``, for which there is room in each slot. There is room for adapters of all experts of a
+    layer if one of their matrices is in ``experts``; None is for those of all layers.
     """
 
     count: int
     max_rank: int
     saved: frozenset[str] = frozenset()
+    experts: frozenset[str] | None = frozenset()
     sites: list[AdapterSite] = field(default_factory=list)
     rows: Array = None
+
+    def empty(self) -> AdapterSlots:
+        """The same room for a model that is built next."""
+        return AdapterSlots(self.count, self.max_rank, self.saved, self.experts)
+
+    def has_experts(self, names: Iterable[str]) -> bool:
+        """Whether there is room for adapters of the experts of a layer, whose matrices have these names."""
+        return self.experts is None or not self.experts.isdisjoint(names)
 
     def names(self, kind: type = Adapter) -> set[str]:
         """The matrices that adapters may change by a kind of parts."""
@@ -144,6 +162,56 @@ class AdapterBank:
                 if part is not None:
                     out[rows, section] = product_by_row(part.inputs(x[rows], rounded).astype(np.float32), part.b.T)
         return out
+
+
+class ExpertBank:
+    """The slots of all experts of a layer, whose sections are the matrices of the first expert, and then the others'.
+
+    ``hidden`` and ``down`` are the banks of each expert's two weights, with slots of their own, ``pairs``. While these
+    weights are multiplied, :meth:`of_tokens` says which tokens of the step are their rows: ``take`` gives the slots of
+    some rows.
+    """
+
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        pairs: AdapterSlots,
+        hidden: Sequence[Bank],
+        down: Sequence[Bank],
+        take: Callable[[Array, np.ndarray], Array],
+    ):
+        self.slots = slots
+        self.hidden, self.down = hidden, down
+        self._pairs = pairs
+        self._take = take
+
+    def prepare(self, sections: Sections) -> list[Any]:
+        """Of each bank; None where none of its matrices has a part."""
+        size = len(sections) // len(self.down)
+        experts = [sections[first : first + size] for first in range(0, len(sections), size)]
+        halves = [half for expert in experts for half in (expert[:-1], expert[-1:])]
+        return [
+            None if all(part is None for part in half) else bank.prepare(half)
+            for bank, half in zip(self._banks(), halves, strict=True)
+        ]
+
+    def put(self, slot: int, prepared: Sequence[Any] | None) -> None:
+        for place, bank in enumerate(self._banks()):
+            bank.put(slot, None if prepared is None else prepared[place])
+
+    def _banks(self) -> Iterator[Bank]:
+        for pair in zip(self.hidden, self.down, strict=True):
+            yield from pair
+
+    @contextmanager
+    def of_tokens(self, tokens: np.ndarray) -> Iterator[None]:
+        """The rows of the products that follow are the tokens with these numbers."""
+        used = self.slots.rows
+        self._pairs.rows = None if used is None else self._take(used, tokens)
+        try:
+            yield
+        finally:
+            self._pairs.rows = None
 
 
 class SavedBank:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..cuda.kernels.arrays import HEAD_PAD, PAD, round_up
+from ..cuda.kernels.experts.adapters import expert_slot_bytes
 from ..cuda.kernels.experts.weights import expert_matrix_shape
 from ..cuda.kernels.recurrent.chunks import prepared_bytes_per_token
 from ..cuda.kernels.recurrent.delta_net import heads_of as heads_of_delta_net
@@ -50,6 +51,7 @@ class MetaBackend(Backend):
         self.layer_vectors: list[int] = []
         self._in_layer = False
         self._widest = 0
+        self._mixture_bytes = 0
         self._deepest = 0
         self._stream = 0
 
@@ -108,6 +110,17 @@ class MetaBackend(Backend):
             self._widest = max(self._widest, 6 * round_up(sum(widths), PAD) + 3 * pitch + 2 * ranks)
         return base, AdapterBank(self.adapter_slots, widths, self._round)
 
+    def with_expert_adapters(self, base: Any, widths: Sequence[int], features: int) -> tuple[Any, Bank]:
+        """Of the mixture that was made last. A token has its norm in fp16, and inputs of its pairs' side products."""
+        slots, of = self.adapter_slots, self.expert_bytes[-1]
+        assert slots is not None
+        nbytes = expert_bank_bytes(slots, of.num_experts, widths, features)
+        self.adapter_bytes += nbytes
+        self.non_layer_bytes += nbytes
+        inputs = 2 * round_up(slots.max_rank, RANKS) * len(widths)
+        self._widest = max(self._widest, self._mixture_bytes + 2 * round_up(features, PAD) + of.top_k * inputs)
+        return base, AdapterBank(slots, widths, self._round)
+
     def saved_bank(self, rows: int, columns: int) -> Any:
         assert self.adapter_slots is not None
         nbytes = saved_bytes(self.adapter_slots, rows, columns)
@@ -133,7 +146,8 @@ class MetaBackend(Backend):
         out, down_bytes = self._weights_of_experts(down, 1)
         self.layer_products[-1] = products + 3
         hidden_units = inner // 2 if activation.gated else inner
-        self._widest = max(self._widest, _bytes_of_experts(spec, features, hidden_units, out))
+        self._mixture_bytes = _bytes_of_experts(spec, features, hidden_units, out)
+        self._widest = max(self._widest, self._mixture_bytes)
         matrices = sum(self.layer_bytes[-1]) - in_layers
         nbytes = matrices + self.non_layer_bytes - beside
         of_expert = hidden_bytes, down_bytes
@@ -218,6 +232,13 @@ def expert_matrix_bytes(parts: Sequence[HostWeight], halves: int) -> int:
 def bank_bytes(slots: AdapterSlots, widths: Sequence[int], features: int) -> int:
     """The slots of one weight: both factors in fp16, the scales of each rank and section, and a header."""
     return aligned(slots.count * slot_bytes(round_up(slots.max_rank, RANKS), len(widths), features, sum(widths)))
+
+
+def expert_bank_bytes(slots: AdapterSlots, experts: int, widths: Sequence[int], features: int) -> int:
+    """The slots of all experts of a layer, as :func:`bank_bytes`: of their matrices of ``widths`` rows, down's last."""
+    rank = round_up(slots.max_rank, RANKS)
+    shapes = (widths[:-1], features), (widths[-1:], widths[0])
+    return sum(aligned(slots.count * expert_slot_bytes(rank, experts, own, columns)) for own, columns in shapes)
 
 
 def saved_bytes(slots: AdapterSlots, rows: int, columns: int) -> int:

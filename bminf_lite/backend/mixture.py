@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from .adapter_slots import AdapterSlots, Bank, ExpertBank
 from .expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from .experts import activated, rounded, rows_by_expert, weighted_sum
 from .functions import product_by_row
@@ -26,6 +28,7 @@ class Mixture:
     ``router`` is fp32 ``[in, experts]``. ``hidden`` and ``down`` have a weight of the backend for each expert: the
     matrices before the ``activation``, gate and up stacked, and the one behind it; both may have biases.
     ``router_bias`` fp32 ``[experts]`` is added to the logits. ``correction_bias`` is that of :func:`.routing.route`.
+    ``adapters`` are those of all experts that the tokens of a step choose among.
     """
 
     spec: RouterSpec
@@ -35,6 +38,11 @@ class Mixture:
     activation: ExpertActivation
     correction_bias: np.ndarray | None = None
     router_bias: np.ndarray | None = None
+    adapters: ExpertBank | None = None
+
+    def of_tokens(self, tokens: np.ndarray) -> AbstractContextManager[None]:
+        """The rows of the experts' products that follow are the tokens with these numbers."""
+        return nullcontext() if self.adapters is None else self.adapters.of_tokens(tokens)
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,38 @@ def make_mixture(
     behind = weights(down, None if biases is None else biases.down)
     matrix = np.ascontiguousarray(router.astype(np.float32).T)
     return Mixture(spec, matrix, before, behind, activation, correction_bias, None if biases is None else biases.router)
+
+
+class AdaptedProducts(Protocol):
+    """The operations of a backend that give weights adapters."""
+
+    adapter_slots: AdapterSlots | None
+
+    def array(self, values: np.ndarray) -> Array: ...
+
+    def host(self, x: Array) -> np.ndarray: ...
+
+    def with_adapters(self, base: Any, widths: Sequence[int], features: int) -> tuple[Any, Bank]: ...
+
+
+def with_expert_banks(
+    ops: AdaptedProducts, base: Mixture, widths: Sequence[int], features: int
+) -> tuple[Mixture, ExpertBank]:
+    """What :meth:`Backend.with_expert_adapters` returns, of a bank for each weight of each expert."""
+    slots = ops.adapter_slots
+    assert slots is not None
+
+    def take(rows: Array, tokens: np.ndarray) -> Array:
+        return ops.array(np.asarray(ops.host(rows))[tokens])
+
+    ops.adapter_slots = pairs = slots.empty()
+    try:
+        hidden = [ops.with_adapters(weight, widths[:-1], features) for weight in base.hidden]
+        down = [ops.with_adapters(weight, widths[-1:], widths[0]) for weight in base.down]
+    finally:
+        ops.adapter_slots = slots
+    bank = ExpertBank(slots, pairs, [own for _, own in hidden], [own for _, own in down], take)
+    return replace(base, hidden=[w for w, _ in hidden], down=[w for w, _ in down], adapters=bank), bank
 
 
 class ExpertProducts(Protocol):

@@ -26,7 +26,7 @@ from ..errors import CheckpointError, checkpoint_error
 from ..files import expand
 from ..models.spec import Role, Spec
 from .adapter_coordinates import fitted_to_folder
-from .expert_adapters import expert_adapters, fused_of, in_memory, parameter_of, rank_of, renamed
+from .expert_adapters import expert_adapters, fused_of, in_memory, parameter_of, rank_of, renamed, turns_experts
 from .opened_model import OpenedModel, open_model
 from .reader import open_file, read_json
 from .tensor_file import FLOAT_DTYPES, TensorFile
@@ -58,7 +58,7 @@ NOT_DONE: Mapping[str, str] = {
 """Options of PEFT with which an adapter is more than a product of two matrices; empty values are none."""
 
 MERGE = "merge the adapter into the float model (merge_and_unload of peft), and migrate the result"
-EXPERTS = "which no request can have: merge it before quantizing (bminf-lite migrate --merge)"
+NO_REQUEST = "which no request can have: merge it before quantizing (bminf-lite migrate --merge)"
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _parts(
                 problems.append(_not_finite(f"a factor of {module!r}"))
             found[name] = Adapter(a, b, scale_of(module, a.shape[0], config))
     for wrapper, (first, second) in wrappers.items():
-        problem = _add_experts(wrapper, first, second, config, file, spec, adaptable, found)
+        problem = _add_experts(wrapper, first, second, config, file, spec, found)
         problems += [problem] if problem else []
     changes = (
         {} if problems else {name: _table_change(path, config, file, spec, name, *of) for name, of in tables.items()}
@@ -269,22 +269,22 @@ def _add_experts(
     config: Mapping[str, Any],
     file: TensorFile,
     spec: Spec,
-    adaptable: Collection[str],
     found: dict[str, Part],
 ) -> str | None:
     """Add the adapters of experts that a wrapper holds to ``found``; returns what is wrong, or None."""
     module = _unwrapped(wrapper.removeprefix(PREFIX))
     if not (first and second):
         return f"has one factor of {module!r}, not both"
-    name = parameter_of(module, file.tensors[first].shape, file.tensors[second].shape, spec)
+    is_turned = turns_experts(config)
+    name = parameter_of(module, file.tensors[first].shape, file.tensors[second].shape, is_turned, spec)
     if name is None:
         shapes = [list(file.tensors[tensor].shape) for tensor in (first, second)]
         return f"{module!r} has factors {shapes[0]} and {shapes[1]}, which fit none of its parameters here"
-    if not {matrix for expert in spec.fused[name].experts for matrix in expert} <= set(adaptable):
-        return f"changes experts ({name!r}), {EXPERTS}"
     a, b = (np.asarray(file.read(tensor)).astype(np.float32) for tensor in (first, second))
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return _not_finite(f"a factor of {module!r}")
     scale = scale_of(in_memory(module, name, spec), rank_of(name, a, spec), config)
-    found.update(expert_adapters(name, a, b, scale, spec))
+    found.update(expert_adapters(name, a, b, scale, is_turned, spec))
     return None
 
 
@@ -366,7 +366,7 @@ def _problem(module: str, name: str, spec: Spec, adaptable: Collection[str]) -> 
         Role.ABSORBED: "a matrix that attention absorbs",
     }.get(parameter.role)
     if what is None:
-        return f"changes {module!r}, a matrix of an expert or a gate, {EXPERTS}"
+        return f"changes {module!r}, a gate, {NO_REQUEST}"
     return f"changes {module!r}, {what}, which is not done here"
 
 

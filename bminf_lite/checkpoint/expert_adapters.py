@@ -4,12 +4,17 @@ PEFT wraps a module for each of its parameters, and each wrapper has ``lora_A`` 
 ``[out, rank * experts]`` for all experts: expert ``e`` has ``A.reshape(experts, rank, in)[e]`` and
 ``B.reshape(out, rank, experts)[:, :, e]``. The names in the file do not say which parameter a wrapper is of; its shapes
 do.
+
+PEFT before 0.19 takes each parameter for ``[experts, in, out]``. Of one that is ``[experts, out, in]``, its ``lora_A``
+is then ``[experts * rank, out]``, and its ``lora_B`` ``[in, rank * experts]``: the adapter is turned. Later versions
+look at the module's ``is_transposed``. Where both layouts fit the shapes, the version decides.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -47,26 +52,45 @@ def in_memory(module: str, name: str, spec: Spec) -> str:
     return next((given for given in own if renamed(given, spec) == name), name)
 
 
-def parameter_of(module: str, first: tuple[int, ...], second: tuple[int, ...], spec: Spec) -> str | None:
-    """The parameter that factors of these shapes are of; None if they fit none."""
+def turns_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the version of PEFT that saved a configuration turns the adapters of experts ``[out, in]``.
+
+    Versions before 0.18 do so too, and do not name themselves.
+    """
+    match = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or "0.0"))
+    return match is not None and (int(match[1]), int(match[2])) < (0, 19)
+
+
+def parameter_of(
+    module: str, first: tuple[int, ...], second: tuple[int, ...], is_turned: bool, spec: Spec
+) -> str | None:
+    """The parameter that factors of these shapes are of; None if they fit none. For ``is_turned`` see the module."""
     if len(first) != 2 or len(second) != 2 or first[0] != second[1]:
         return None
     found = {name: fused for name, fused in fused_of(module, spec).items() if first[0] % len(fused.experts) == 0}
-    shapes = {name: _shape(fused, spec.parameters) for name, fused in found.items()}
     wanted = second[0], first[1]
-    as_it_is = [name for name, shape in shapes.items() if shape == wanted]
-    turned = [name for name, shape in shapes.items() if shape[::-1] == wanted]
-    return next(iter([*as_it_is, *turned]), None)
+
+    def fits(name: str, turned: bool) -> bool:
+        shape = _shape(found[name], spec.parameters)
+        return (shape[::-1] if turned else shape) == wanted
+
+    turns = {name: is_turned and not fused.transposed for name, fused in found.items()}
+    likely = [name for name, turned in turns.items() if fits(name, turned)]
+    return next(iter([*likely, *(name for name, turned in turns.items() if fits(name, not turned))]), None)
 
 
-def expert_adapters(name: str, a: np.ndarray, b: np.ndarray, scale: float, spec: Spec) -> Iterator[tuple[str, Adapter]]:
+def expert_adapters(
+    name: str, a: np.ndarray, b: np.ndarray, scale: float, is_turned: bool, spec: Spec
+) -> Iterator[tuple[str, Adapter]]:
     """The adapters of the experts' matrices in the parameter ``name``, by the names of the matrices."""
-    fused, (out, _) = spec.fused[name], _shape(spec.fused[name], spec.parameters)
+    fused, (out, features) = spec.fused[name], _shape(spec.fused[name], spec.parameters)
     count = len(fused.experts)
+    as_it_is, turned = (b.shape[0], a.shape[1]) == (out, features), (b.shape[0], a.shape[1]) == (features, out)
+    turns = turned and (not as_it_is or (is_turned and not fused.transposed))
     for expert, names in enumerate(fused.experts):
         own_a = a.reshape(count, -1, a.shape[1])[expert]
         own_b = b.reshape(b.shape[0], -1, count)[:, :, expert]
-        if own_b.shape[0] != out:  # the parameter is [experts, out, in], and PEFT takes it for [experts, in, out]
+        if turns:
             own_a, own_b = own_b.T, own_a.T
         rows = [own_b[i :: len(names)] for i in range(len(names))] if fused.interleaved else np.split(own_b, len(names))
         for matrix, part in zip(names, rows, strict=True):

@@ -57,6 +57,7 @@ def speed(value: str) -> float:
 @click.option("--bandwidth", type=speed, metavar="GB/s", help="Speed of the GPU's memory; measured if there is one.")
 @speculative_option
 @adapter_room_options
+@click.option("--adapter-experts", is_flag=True, help="Adapters may change the experts of a mixture too.")
 @json_option
 def plan(
     model: Path,
@@ -72,6 +73,7 @@ def plan(
     speculative: SpeculativeConfig | str | None,
     max_adapters: int | None,
     max_adapter_rank: int | None,
+    adapter_experts: bool,
     as_json: bool,
 ) -> None:
     """Plan where a model's layers are stored.
@@ -87,13 +89,16 @@ def plan(
     """
     if max_adapter_rank and not max_adapters:
         raise click.UsageError("--max-adapter-rank is for adapters: give --max-adapters too.")
+    if adapter_experts and not max_adapters:
+        raise click.UsageError("--adapter-experts is for adapters: give --max-adapters too.")
     from ..adapters import LEAST_RANK
     from ..placement import plan as make_plan
 
     made = make_plan(
         model, memory_limit=memory_limit, context=context, batch=batch, kv_cache=kv_cache, recipe=recipe,
         gpu_memory=gpu_memory, link=link, bandwidth=bandwidth, speculative=speculative,
-        max_adapters=max_adapters or 0, max_adapter_rank=max_adapter_rank or LEAST_RANK, gpus=gpus,
+        max_adapters=max_adapters or 0, max_adapter_rank=max_adapter_rank or LEAST_RANK,
+        adapter_experts=adapter_experts, gpus=gpus,
     )  # fmt: skip
     click.echo(json.dumps(plan_to_dict(made), indent=2) if as_json else str(made))
 

@@ -26,6 +26,7 @@ from ..backend.mixture import (
     mix,
     result_weights,
     shared_result,
+    with_expert_banks,
 )
 from ..backend.quantization import HostWeight
 from ..backend.side_products import Adapter
@@ -149,9 +150,9 @@ class _HookedBackend:
         for expert in range(mixture.spec.num_experts):
             chosen = np.flatnonzero((topk_ids == expert).any(axis=1))
             self._local.rows = shown = _with_others(chosen, len(rows))
-            found = expert_result(
-                self, self._ops.array(_inputs(rows, shown, mixture, expert, choices)), mixture, expert
-            )
+            inputs = self._ops.array(_inputs(rows, shown, mixture, expert, choices))
+            with mixture.of_tokens(shown):
+                found = expert_result(self, inputs, mixture, expert)
             results[expert] = np.asarray(self._ops.host(found))[np.searchsorted(shown, chosen)]
         self._local.rows = None
         found = self._ops.array(mix(topk_ids, result_weights(topk_weights, mixture), lambda expert, _: results[expert]))
@@ -168,6 +169,13 @@ class _HookedBackend:
         weight, bank = self._ops.with_adapters(base, widths, features)
         self._tensors[id(weight)] = self._tensors[id(base)]
         return weight, bank
+
+    def with_expert_adapters(self, base: Mixture, widths: Sequence[int], features: int) -> tuple[Mixture, Bank]:
+        """A mixture with adapters whose experts have weights of their own, and its bank."""
+        mixture, bank = with_expert_banks(self._ops, base, widths, features)
+        for weight, before in zip((*mixture.hidden, *mixture.down), (*base.hidden, *base.down), strict=True):
+            self._tensors[id(weight)] = self._tensors[id(before)]
+        return mixture, bank
 
     def latent_weight(self, matrix: HostWeight, spec: LatentSpec) -> Any:
         """The backend's weight, whose products are not observed: they are inside of an operation."""

@@ -33,6 +33,7 @@ from . import (  # noqa: F401 - models and instructions register themselves
     models_attention,
     models_calibration,
     models_collective,
+    models_expert_adapters,
     models_experts,
     models_float,
     models_latent,

@@ -19,6 +19,7 @@ from bminf_lite.backend.functions import normalise, product_by_row
 from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.backend.routing import route, sigmoid
+from bminf_lite.backend.side_products import added
 from bminf_lite.backend.values import Norm
 from bminf_lite.cuda.kernels.constants import (
     CLAMPED_SWIGLU,
@@ -230,10 +231,18 @@ def copy_experts(call: Call) -> None:
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def product(call: Call, x: np.ndarray, experts: np.ndarray, w: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
+def product(
+    call: Call,
+    x: np.ndarray,
+    experts: np.ndarray,
+    w: np.ndarray,
+    factors: np.ndarray | None,
+    side: np.ndarray | None = None,
+) -> np.ndarray:
     """``x[p] @ w[experts[p]].T`` with scales and bias, fp32 ``[P, n]``, in the order of the weight's rows.
 
-    With ``factors``, the scales of quantized rows, the sums are exact; without, each row has a product of its own.
+    With ``factors``, the scales of quantized rows, the sums are exact; without, each row has a product of its own. A
+    ``side`` product fp32 ``[P, n]`` is added before the bias.
     """
     count, n = w.shape[:2]
     y = np.empty((len(x), n), F32)
@@ -246,6 +255,7 @@ def product(call: Call, x: np.ndarray, experts: np.ndarray, w: np.ndarray, facto
     if call.w_scale:
         y = call.vector("w_scale", count * n, F32).reshape(count, n)[experts] * y
     y = y if factors is None else factors[:, None] * y
+    y = y if side is None else added(y, side)
     return y + call.vector("bias", count * n, F32).reshape(count, n)[experts] if call.bias else y
 
 

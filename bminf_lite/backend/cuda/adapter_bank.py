@@ -12,6 +12,7 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import PAD, round_up
+from ...cuda.kernels.experts.adapters import ExpertAdapterArrays, ExpertAdapters, expert_slot_bytes
 from ...cuda.kernels.rowwise.adapters import HEADER, MAX_SECTIONS, RANKS, AdapterArrays, SavedArrays, slot_bytes
 from ...errors import UsageError
 from ..adapter_slots import AdapterSlots, Sections
@@ -62,12 +63,69 @@ class AdapterBank:
 
     def put(self, slot: int, prepared: np.ndarray | None) -> None:
         """A copy behind the steps that were started before, and ahead of later ones."""
-        place = self.adapters.memory[slot - 1]
-        if prepared is None:
-            place.data.memset_async(0, 4, self._arrays.stream)
-            return
-        _copy(self._arrays, place[: len(prepared)], prepared)
-        self._arrays.hold(prepared)
+        _put(self._arrays, self.adapters.memory[slot - 1], prepared)
+
+
+class ExpertBank:
+    """The slots of all experts of a layer, whose matrices have ``widths`` rows, down's last, of ``features`` columns.
+
+    Down has ``widths[0]`` columns. The sections are the matrices of one expert after another.
+    """
+
+    def __init__(self, arrays: Arrays, slots: AdapterSlots, experts: int, widths: Sequence[int], features: int):
+        self.slots = slots
+        self._arrays = arrays
+        self._experts, self._widths = experts, tuple(widths)
+        self._rank = round_up(slots.max_rank, RANKS)
+        self.adapters = ExpertAdapters(self._room(widths[:-1], features), self._room(widths[-1:], widths[0]))
+
+    def _room(self, widths: Sequence[int], features: int) -> ExpertAdapterArrays:
+        nbytes = expert_slot_bytes(self._rank, self._experts, widths, features)
+        memory = self._arrays.zeros((self.slots.count, nbytes), np.uint8)
+        return ExpertAdapterArrays(memory, self._rank, len(widths), widths[0], features)
+
+    def prepare(self, sections: Sections) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The contents of a slot of both weights in pinned memory, for the ranks that are used."""
+        size = len(self._widths)
+        experts = [sections[first : first + size] for first in range(0, len(sections), size)]
+        hidden, down = ([expert[half] for expert in experts] for half in (slice(-1), slice(-1, None)))
+        return self._block(self.adapters.hidden, hidden), self._block(self.adapters.down, down)
+
+    def _block(self, of: ExpertAdapterArrays, experts: Sequence[Sections]) -> np.ndarray | None:
+        """One of both; None if there is no adapter. Values beyond fp16 become infinities."""
+        used = [part.a.shape[0] for parts in experts for part in parts if part is not None]
+        if not used:
+            return None
+        rank, widths = round_up(max(used), RANKS), [of.width] * of.sections
+        block = _pinned(self._arrays, (expert_slot_bytes(rank, self._experts, widths, of.features),), np.uint8)
+        block[:4].view(np.int32)[0] = rank
+        rest, pitch = block[HEADER:], round_up(of.features, PAD)
+        for parts in experts:
+            scales, rest = _split(rest, (of.sections, rank), np.float32)
+            down, rest = _split(rest, (of.sections, rank, pitch), np.float16)
+            up, rest = _split(rest, (of.sections, of.width, rank), np.float16)
+            with np.errstate(over="ignore"):
+                for section, part in enumerate(parts):
+                    if part is not None:
+                        own = part.a.shape[0]
+                        down[section, :own, : of.features] = part.a
+                        scales[section, :own] = part.scale
+                        up[section, :, :own] = part.b
+        return block
+
+    def put(self, slot: int, prepared: tuple[np.ndarray | None, np.ndarray | None] | None) -> None:
+        """As :meth:`AdapterBank.put`."""
+        for of, block in zip((self.adapters.hidden, self.adapters.down), prepared or (None, None), strict=True):
+            _put(self._arrays, of.memory[slot - 1], block)
+
+
+def _put(arrays: Arrays, place: cp.ndarray, block: np.ndarray | None) -> None:
+    """Overwrite a slot with the beginning of its contents, or empty it."""
+    if block is None:
+        place.data.memset_async(0, 4, arrays.stream)
+        return
+    _copy(arrays, place[: len(block)], block)
+    arrays.hold(block)
 
 
 def _split(block: np.ndarray, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:

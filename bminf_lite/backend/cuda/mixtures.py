@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.constants import MAX_EXPERTS
+from ...cuda.kernels.experts.adapters import StepAdapters
 from ...cuda.kernels.experts.layer import ExpertLayerWeights
 from ...cuda.kernels.experts.pairs import Addend
 from ...cuda.kernels.experts.router import MAX_TOP_K, MAX_WIDTH, RouterKernels
@@ -27,6 +28,7 @@ from ..meta import expert_matrix_bytes
 from ..mixture import SharedExpert
 from ..quantization import HostWeight, Int8Weight, int8_parts
 from ..values import Array, ExpertSlots
+from .adapter_bank import ExpertBank
 from .arrays import Arrays
 from .deferred import DeferredNorm, ResidualStream, Weight
 from .expert_store import ExpertStore
@@ -253,6 +255,17 @@ def _first_of(experts: Iterable[Sequence[HostWeight]]) -> tuple[Sequence[HostWei
     return first, chain([first], others)
 
 
+@dataclass(frozen=True)
+class AdaptedExperts(ExpertLayerWeights):
+    """A layer of experts with the adapters in a ``bank`` that the tokens of a step choose among."""
+
+    bank: ExpertBank | None = None
+
+    @classmethod
+    def of(cls, layer: ExpertLayerWeights, bank: ExpertBank) -> AdaptedExperts:
+        return cls(**{field.name: getattr(layer, field.name) for field in fields(layer)}, bank=bank)
+
+
 class MixtureLayers:
     """Computes mixtures on the residual stream, whose norm the router's kernels compute themselves."""
 
@@ -281,14 +294,15 @@ class MixtureLayers:
         values = self._stream_of(chooser)
         rows = None if hidden.dynamic else self.materializer.to_half(x, hidden.rotation)
         latent = self.materializer.to_half(x) if hidden.dynamic and routed is not None else None
+        adapters = self._step_adapters(mixture, x, latent if hidden.rotation > 1 or hidden.dynamic else rows)
         beside = None if shared is None else SharedWeights(shared.hidden, shared.down, shared.gate)
         self.kernels.step.reads(None)
         if residual is None:
             out = self.arrays.rows(x.shape[0], mixture.down.out_features, np.float32)
-            return out, self._run(values, chooser, mixture, out, False, rows, added, latent, beside)
+            return out, self._run(values, chooser, mixture, out, False, rows, added, latent, beside, adapters)
         target = self.materializer.as_residual(residual)
         self.materializer.flush_residual(target)
-        chosen = self._run(values, chooser, mixture, target.values, True, rows, added, latent, beside)
+        chosen = self._run(values, chooser, mixture, target.values, True, rows, added, latent, beside, adapters)
         return ResidualStream(target.values), chosen
 
     def takes_shared(self, x: Array, mixture: ExpertLayerWeights, routed: Array, shared: SharedExpert) -> bool:
@@ -296,12 +310,22 @@ class MixtureLayers:
         experts = self.kernels.experts
         return (
             routed is None
+            and _slots_of(mixture) is None
             and isinstance(x, DeferredNorm)
             and shared.activation == mixture.activation
             and _is_plain(shared.hidden, mixture.hidden)
             and _is_plain(shared.down, mixture.down)
             and experts.takes_shared(x.shape[0], mixture, SharedWeights(shared.hidden, shared.down, shared.gate))
         )
+
+    def _step_adapters(self, mixture: ExpertLayerWeights, x: Array, half: cp.ndarray | None) -> StepAdapters | None:
+        """The adapters of the step's tokens; ``half`` is ``x`` in fp16 if it is known. None if no token has one."""
+        slots = _slots_of(mixture)
+        if slots is None:
+            return None
+        assert isinstance(mixture, AdaptedExperts) and mixture.bank is not None
+        assert len(slots) == x.shape[0], "the rows of a product are not those of the step"
+        return StepAdapters(mixture.bank.adapters, slots, self.materializer.to_half(x) if half is None else half)
 
     def scalar_gate(self, x: Array, vector: cp.ndarray) -> cp.ndarray:
         """See :meth:`Backend.scalar_gate`; of the same norm."""
@@ -321,11 +345,31 @@ class MixtureLayers:
     def _run(
         self, values: cp.ndarray, x: DeferredNorm, mixture: ExpertLayerWeights, out: cp.ndarray, add: bool,
         rows: cp.ndarray | None, addend: Addend | None, latent: cp.ndarray | None, shared: SharedWeights | None,
+        adapters: StepAdapters | None,
     ) -> cp.ndarray:  # fmt: skip
         routing = self.kernels.experts.forward(
-            self.kernels.step, values, x.norm, mixture, out, add, self.arrays.empty, rows, addend, latent, shared
+            self.kernels.step,
+            values,
+            x.norm,
+            mixture,
+            out,
+            add,
+            self.arrays.empty,
+            rows,
+            addend,
+            latent,
+            shared,
+            adapters,
         )
         return routing.ids
+
+
+def _slots_of(mixture: ExpertLayerWeights) -> cp.ndarray | None:
+    """The slots of the step's tokens; None if no token has an adapter, or the layer has no room for any."""
+    if not isinstance(mixture, AdaptedExperts) or mixture.bank is None:
+        return None
+    slots: cp.ndarray | None = mixture.bank.slots.rows
+    return slots
 
 
 def _is_plain(weight: Weight, other: ExpertMatrices) -> bool:

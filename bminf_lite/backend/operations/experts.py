@@ -17,6 +17,7 @@ from ..mixture import (
 )
 from ..rotation import rotated
 from ..routing import sigmoid
+from ..side_products import OutlierColumns, added
 from ..values import Array
 from .products import ProductOperations, exact_int_matmul
 from .rows import RowOperations
@@ -47,7 +48,8 @@ class ExpertOperations(ProductOperations, RowOperations):
 
         An expert computes :meth:`linear` of :meth:`gated_linear` or :meth:`activated_linear`, each rounded to the
         activation type. The results of a token are multiplied by the router's weights, unless these multiply the
-        inputs, and added in fp32 in the order of the experts' ranks.
+        inputs, and added in fp32 in the order of the experts' ranks. Adapters of experts are side products of their
+        weights: what they add is that of the token's adapter.
         """
         if shared is not None:
             addend, gate = shared_result(self, x, shared)
@@ -57,9 +59,10 @@ class ExpertOperations(ProductOperations, RowOperations):
 
         def result_of(expert: int, tokens: np.ndarray) -> Array:
             factors = input_factors(topk_ids, topk_weights, mixture, expert, tokens)
-            if factors is None:
-                return expert_result(self, x[tokens], mixture, expert)
-            return self._result_of_scaled(x[tokens], factors, mixture, expert)
+            with mixture.of_tokens(tokens):
+                if factors is None:
+                    return expert_result(self, x[tokens], mixture, expert)
+                return self._result_of_scaled(x[tokens], factors, mixture, expert)
 
         found = mix(topk_ids, result_weights(topk_weights, mixture), result_of)
         return self.add_experts(found, residual, addend, gate)
@@ -68,17 +71,20 @@ class ExpertOperations(ProductOperations, RowOperations):
         """What one expert makes of rows times ``factors`` fp32 ``[n]``: ``[n, in]`` -> ``[n, out]``.
 
         The factors multiply the scales of rows that are quantized, else the rows, which are then rounded to the
-        activation type: see :func:`..experts.expert_linear`. They also multiply the rows of a weight with side
-        products, or with scales of groups.
+        activation type: see :func:`..experts.expert_linear`. They also multiply the rows of a weight with outlier
+        columns, or with scales of groups, and those that adapters read.
         """
         weight, activation = mixture.hidden[expert], mixture.activation
         assert activation.gated and activation.limit is None
-        if not weight.dynamic or weight.group_size or weight.side_products:
+        scaled = self._round(self._round(x).astype(np.float32) * factors[:, None])
+        if not weight.dynamic or weight.group_size or any(isinstance(s, OutlierColumns) for s in weight.side_products):
             y = self._sums(self._round(x.astype(np.float32) * factors[:, None]), weight)
         else:
             codes, scale = self.quantize(rotated(x, weight.rotation) if weight.rotation > 1 else x)
             acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
             y = (scale * factors)[:, None] * (weight.scale * acc)
+            for side in weight.side_products:
+                y = added(y, side.product(scaled, self._round))
             y = y if weight.bias is None else y + weight.bias
         return self.linear(self._gated(self._round(y), activation.function), mixture.down[expert])
 

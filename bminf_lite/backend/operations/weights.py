@@ -14,7 +14,7 @@ from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ..functions import silently
 from ..latent import NumpyLatentWeight, float_matrix
 from ..latent import split_heads as split_latent_heads
-from ..mixture import Mixture, make_mixture
+from ..mixture import Mixture, make_mixture, with_expert_banks
 from ..quantization import HostWeight, int8_parts, scale_columns, stack_biases, stack_outliers
 from ..side_products import Adapter, SideProduct
 from ..values import Array, DeltaNetSpec, LatentSpec, Mamba2Spec, ShortConvolution
@@ -138,6 +138,14 @@ class WeightOperations(StepOperations):
         assert self.adapter_slots is not None
         bank = AdapterBank(self.adapter_slots, widths, self._round)
         return replace(base, side_products=(*base.side_products, bank)), bank
+
+    def with_expert_adapters(self, base: Any, widths: Sequence[int], features: int) -> tuple[Any, Bank]:
+        """The mixture ``base`` with a bank of adapters of its experts, and the bank. There must be ``adapter_slots``.
+
+        ``widths`` are the rows of an expert's matrices, those before the activation first, which have ``features``
+        columns; the last one has ``widths[0]``. The bank's sections are the matrices of one expert after another.
+        """
+        return with_expert_banks(self, base, widths, features)
 
     def saved_bank(self, rows: int, columns: int) -> Any:
         """Room for a matrix ``[rows, columns]`` in each of the ``adapter_slots``; two operations read it."""

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from ...backend.adapter_slots import AdapterSite
 from ...backend.base import Backend
 from ...backend.communicator import shard
 from ...backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ...backend.mixture import Mixture, SharedExpert
 from ...backend.quantization import HostWeight
+from ...backend.side_products import Adapter
 from ...backend.values import Array, ForwardBatch, LayerCache, Norm
-from ...layers.linear import ColumnsOfRank, Linear
+from ...layers.linear import ColumnsOfRank, Linear, fitted
 from ...layers.loading import RowTransform
 from ...layers.norm import NormLayer
 from ..spec import Fold, FusedExperts, GatedProduct, Parameter, Role, Tensors, linear, router, weights_of
@@ -216,6 +218,7 @@ class ExpertsPart(Part):
             None if self.correction_bias is None else vector(self.correction_bias).ravel(),
             self._biases(source) if self.bias else None,
         )
+        mixture = self._with_adapters(source, mixture, scales)
         if self.latent is not None:
             assert self.shared_gate is None
             narrow, wide = (
@@ -240,6 +243,29 @@ class ExpertsPart(Part):
         gate = None if self.shared_gate is None else source.ops.vector(vector(f"{self.shared_gate}.weight")[0])
         beside = SharedExpert(shared.inner.weight, shared.down.product.weight, activation, gate)
         return ExpertsWithShared(source.ops, mixture, is_partial, beside)
+
+    def _with_adapters(self, source: LayerSource, mixture: Mixture, scales: np.ndarray | None) -> Mixture:
+        """The mixture with room for adapters of its experts, if there is any. ``scales`` multiply experts' results."""
+        ops, ranks, slots = source.ops, source.ops.communicator, source.ops.adapter_slots
+        experts = [weights_of(*names) for names in self._expert_names(source.name)]
+        names = tuple(name for expert in experts for name in expert)
+        if slots is None or not slots.has_experts(names):
+            return mixture
+        own = shard(self.inner_size, ranks)
+        downs = {down: expert for expert, (*_, down) in enumerate(experts)}
+
+        def fit(name: str, adapter: Adapter) -> Adapter:
+            given = fitted(source.weights, name, adapter)
+            if name not in downs:
+                return replace(given, b=given.b[own])
+            given = given.within(own)
+            return given if scales is None else replace(given, b=given.b * scales[downs[name]])
+
+        units = self.inner_size // ranks.tp_size
+        widths = [units] * (len(experts[0]) - 1) + [self.expert_features]
+        mixture, bank = ops.with_expert_adapters(mixture, widths, self.expert_features)
+        slots.sites.append(AdapterSite(names, fit, bank, of_experts=True))
+        return mixture
 
     def _biases(self, source: LayerSource) -> ExpertBiases:
         """The biases of the router and the experts."""

@@ -16,11 +16,12 @@ from ...operations.weights import WeightOperations
 from ...quantization import HostWeight
 from ...side_products import Adapter
 from ...values import Array, LatentSpec
-from ..adapter_bank import AdapterBank, SavedBank
+from ..adapter_bank import AdapterBank, ExpertBank, SavedBank
 from ..calibration import CudaCalibrationOps
 from ..deferred import Weight
 from ..device import CudaDevice
 from ..latent import LatentMatrices, load_latent_matrices
+from ..mixtures import AdaptedExperts
 
 T = TypeVar("T")
 
@@ -39,6 +40,14 @@ class CudaWeightOperations(CudaDevice, WeightOperations):
         with self.arrays.within(self.arena):
             bank = AdapterBank(self.arrays, self.adapter_slots, widths, features)
         return replace(base, adapters=bank), bank
+
+    def with_expert_adapters(
+        self, base: ExpertLayerWeights, widths: Sequence[int], features: int
+    ) -> tuple[ExpertLayerWeights, Bank]:
+        assert self.adapter_slots is not None
+        with self.arrays.within(self.arena):
+            bank = ExpertBank(self.arrays, self.adapter_slots, base.hidden.num_experts, widths, features)
+        return AdaptedExperts.of(base, bank), bank
 
     def saved_bank(self, rows: int, columns: int) -> SavedBank:
         assert self.adapter_slots is not None

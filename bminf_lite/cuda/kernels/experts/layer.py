@@ -18,6 +18,7 @@ from ..arrays import PAD, nbytes_of, pitch_of, round_up
 from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import CODES, ROW, RowKernels, RowTarget, array_source, array_target
+from .adapters import ExpertAdapterArrays, PairAdapterKernels, PairSide, StepAdapters
 from .fetch import CachedLayer, FetchKernels
 from .few_tokens import FewTokens
 from .float_products import FloatProducts
@@ -67,7 +68,7 @@ class ExpertKernels:
     def __init__(self, launcher: Launcher, rows: RowKernels) -> None:
         self.router, self.pairs = RouterKernels(launcher), PairKernels(launcher)
         self.few_tokens, self.fetch = FewTokens(launcher), FetchKernels(launcher)
-        self.floats = FloatProducts(launcher)
+        self.floats, self.adapters = FloatProducts(launcher), PairAdapterKernels(launcher)
         hopper = GroupedGemmHopper(launcher)
         self.grouped = hopper if hopper.supported else GroupedGemm(launcher)
         self._rows = rows
@@ -76,6 +77,7 @@ class ExpertKernels:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         for kernels in (
             *(RouterKernels, PairKernels, FetchKernels, FewTokens, GroupedGemm, GroupedGemmHopper, FloatProducts),
+            PairAdapterKernels,
         ):
             yield from kernels.instantiations(capability)
 
@@ -92,6 +94,7 @@ class ExpertKernels:
         addend: Addend | None = None,
         latent: cp.ndarray | None = None,
         shared: SharedWeights | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Routing:
         """``experts(norm(x))``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, out]``, or added to it. ``out`` may be ``x``.
 
@@ -99,7 +102,8 @@ class ExpertKernels:
         read ``rows``: the norm in fp16, transformed as they transform their input, with padded rows. An ``addend`` is
         added to their sum. Experts whose inputs are quantized read ``latent``, fp16 with padded rows, if it
         is given, and not the norm. ``empty`` gives memory that must stay until the kernels have run. What a ``shared``
-        expert makes of the norm, which needs :meth:`takes_shared`, is added to the sum instead of an ``addend``.
+        expert makes of the norm, which needs :meth:`takes_shared`, is added to the sum instead of an ``addend``. With
+        ``adapters`` there is no ``shared`` one.
         """
         tokens, router, hidden = len(x), layer.router, layer.hidden
         assert self.router.supports(router) and hidden.dynamic == (rows is None)
@@ -121,6 +125,8 @@ class ExpertKernels:
                 self._rows.transform(step, source, target, tokens, features, bytes_moved=moved, rotation=rotation)
         routing = Routing(*(empty((tokens, router.spec.top_k), kind) for kind in (np.int32, np.float32)))
         is_few = self.few_tokens.supports(tokens, router.spec, hidden, layer.down, shared is not None)
+        assert adapters is None or shared is None
+        is_few = is_few and adapters is None
         if layer.cached is not None or not is_few:
             self.router.choose(step, logits, router, routing.ids, routing.weights)
         if layer.cached is not None:
@@ -132,7 +138,8 @@ class ExpertKernels:
             self.few_tokens.hidden(step, logits, router, codes, scales, hidden, layer.activation, values, shared)
             self.few_tokens.down(step, logits, router, values, layer.down, *chosen, out, add, addend, shared, factors)
         else:
-            self.many_tokens(step, rows if codes is None else (codes, scales), routing, layer, out, add, empty, addend)
+            inputs = rows if codes is None else (codes, scales)
+            self.many_tokens(step, inputs, routing, layer, out, add, empty, addend, adapters)
         return routing
 
     def takes_shared(self, tokens: int, layer: ExpertLayerWeights, shared: SharedWeights) -> bool:
@@ -152,6 +159,7 @@ class ExpertKernels:
         add: bool,
         empty: Empty,
         addend: Addend | None = None,
+        adapters: StepAdapters | None = None,
     ) -> None:
         """The same from the tokens' inputs and their experts.
 
@@ -159,31 +167,43 @@ class ExpertKernels:
         transformed already if ``hidden`` transforms its input.
         """
         spec, down = layer.router.spec, layer.down
-        pairs = routing.ids.size
+        pairs, factors = routing.ids.size, routing.weights if layer.router.spec.scales_input else None
         offsets, order, places = (empty((count,), np.int32) for count in (spec.num_experts + 1, pairs, pairs))
         hidden = empty((pairs, round_up(layer.features, PAD)), np.float16)
         if isinstance(inputs, tuple):
             row_codes, row_scales = empty((pairs, pitch_of(inputs[0])), np.int8), empty((pairs,), np.float32)
             ordered = SortedPairs(offsets, order, places, row_codes, row_scales)
             codes, scales = inputs
-            factors = routing.weights if spec.scales_input else None
             self.pairs.sort(step, routing.ids, codes, scales, factors, ordered)
             self.grouped.launch(step, row_codes, row_scales, offsets, layer.hidden, hidden, layer.activation)
+            inputs = row_codes, row_scales
         else:
             assert not spec.scales_input, "the weights of experts multiply quantized inputs only"
             self.pairs.sort(step, routing.ids, None, None, None, SortedPairs(offsets, order, places))
             self.floats.launch(step, inputs, order, spec.top_k, offsets, layer.hidden, hidden, layer.activation)
+        is_of_pairs = isinstance(inputs, tuple)
+        if adapters is not None:
+            side = _side(adapters, adapters.adapters.hidden, order, routing, empty)
+            self.adapters.shrink(step, adapters.x, False, factors, side)
+            self.adapters.expand(step, inputs, is_of_pairs, offsets, layer.hidden, hidden, side, layer.activation)
         results = empty((pairs, round_up(down.out_features, PAD)), np.float16)
         if down.dynamic:
             codes, scales = empty((pairs, down.pitch), np.int8), empty((pairs,), np.float32)
             self._transform(step, hidden, ((codes.data.ptr, scales.data.ptr, down.pitch), CODES, ROW), codes, layer)
-            self.grouped.launch(step, codes, scales, offsets, down, results, early=layer.hidden.dynamic)
+            early = layer.hidden.dynamic and adapters is None
+            self.grouped.launch(step, codes, scales, offsets, down, results, early=early)
+            inputs = codes, scales
         else:
             rotated = hidden
             if down.rotation > 1:
                 rotated = empty(hidden.shape, np.float16)
                 self._transform(step, hidden, array_target(rotated), rotated, layer)
             self.floats.launch(step, rotated, None, 1, offsets, down, results)
+            inputs = rotated
+        if adapters is not None:
+            side = _side(adapters, adapters.adapters.down, order, routing, empty)
+            self.adapters.shrink(step, hidden, True, None, side)
+            self.adapters.expand(step, inputs, True, offsets, down, results, side)
         weights = None if spec.scales_input else routing.weights
         self.pairs.weighted_sum(step, results, places, weights, spec.top_k, out, add, addend)
 
@@ -205,3 +225,10 @@ class ExpertKernels:
             bytes_moved=nbytes_of(hidden, written),
             rotation=layer.down.rotation,
         )
+
+
+def _side(
+    adapters: StepAdapters, of: ExpertAdapterArrays, order: cp.ndarray, routing: Routing, empty: Empty
+) -> PairSide:
+    """The side product of sorted pairs with one of the weights."""
+    return PairSide(of, adapters.slots, order, routing.ids, empty((len(order), of.columns), np.float16))
