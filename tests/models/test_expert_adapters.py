@@ -122,6 +122,11 @@ def can(backend: Backend, kind: str, shape: str) -> bool:
     return not backend.has_one_order or shape != "scaled inputs" or kind.startswith("w8a8")
 
 
+def another_order(backend: Backend) -> float:
+    """How far results of BLAS may be from each other, of another number of rows: a rounding to fp16 may fall away."""
+    return 1e-5 if backend.activation_dtype == np.float32 else 1e-2
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_other_token_and_no_other_adapter_changes_the_bits(
@@ -138,7 +143,7 @@ def test_no_other_token_and_no_other_adapter_changes_the_bits(
     is_exact = backend.has_one_order or kind.startswith("w8a8")
     none, changed = np.array(IDS) % 3 == 0, np.array(IDS) % 3 != 0
     equal = np.testing.assert_array_equal if is_exact else np.testing.assert_allclose
-    options = {} if is_exact else {"atol": 1e-5}
+    options = {} if is_exact else {"atol": another_order(backend)}
     equal(together[none], plain[none], **options)
     assert (together[changed] != plain[changed]).any(axis=1).all()
     for rows in (slice(1), slice(1, 2), slice(3, 6), slice(20, 24)):
@@ -165,7 +170,7 @@ def test_adapters_of_zeros_change_no_bit(backend: Backend, slots: AdapterSlots, 
         if is_exact:
             np.testing.assert_array_equal(found.view(np.int32), plain.view(np.int32))
         else:
-            np.testing.assert_allclose(found, plain, atol=1e-5)
+            np.testing.assert_allclose(found, plain, atol=another_order(backend))
     layer.bank.put(1, None)
     assert layer.run(IDS).shape == plain.shape
 

@@ -67,14 +67,15 @@ def logits_of(model: Any, tokens: np.ndarray, source: np.ndarray | None = None) 
 
 
 def adapted(golden: Golden, folder: Path, **options: Any) -> tuple[Any, Any]:
-    """transformers' model in ``folder / "base"``, and with an adapter of each matrix that can have one.
+    """transformers' model in ``folder / "base"``, and with an adapter of each matrix that can have one but of experts.
 
     The adapter has the names that PEFT gives the matrices.
     """
     hf = make_goldens.build(golden.config, golden.seed)
     hf.save_pretrained(folder / "base")
     with open_model(folder / "base") as opened:
-        adaptable = adaptable_matrices(opened)
+        experts = {name for fused in opened.spec.fused.values() for own in fused.experts for name in own}
+        adaptable = adaptable_matrices(opened) - experts
         found = {module_tensor(name, opened.spec): name for name, _ in hf.named_modules()}
     modules = {tensor: name for tensor, name in found.items() if tensor in adaptable}
     assert adaptable - modules.keys() <= {"shared.weight"}, "a matrix has another name in PEFT"
