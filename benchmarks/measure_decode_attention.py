@@ -54,7 +54,8 @@ class Attention:
     ) -> None:
         import cupy as cp
 
-        from bminf_lite.backend.values import BLOCK_SIZE, AttentionSpec, LayerCache, Rope
+        from bminf_lite.backend.cache_values import LayerCache
+        from bminf_lite.backend.values import BLOCK_SIZE, AttentionSpec, Rope
         from bminf_lite.cuda.kernels.attention.decode import AttentionDecode
         from bminf_lite.cuda.kernels.launcher import Launcher
         from bminf_lite.cuda.runtime.driver import Device
@@ -143,7 +144,7 @@ def is_chosen(name: str, cases: list[str]) -> bool:
 def check(cases: list[str]) -> dict[str, Any]:
     """For each checked batch: a digest of the output's bits and of the cache, and the error against the definition."""
     from bminf_lite.backend.attention import attend, cached
-    from bminf_lite.backend.values import LayerCache
+    from bminf_lite.backend.cache_values import LayerCache
 
     digests: dict[str, str] = {}
     errors: dict[str, float] = {}

@@ -25,6 +25,7 @@ import numpy as np
 
 from bminf_lite.backend import create
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cache_values import StateCache
 from bminf_lite.backend.chunked_state import CHUNK, state_arrays
 from bminf_lite.backend.values import (
     DeltaNetSpec,
@@ -35,7 +36,6 @@ from bminf_lite.backend.values import (
     Norm,
     Rope,
     ShortConvolution,
-    StateCache,
     sequential_tables,
 )
 from bminf_lite.bench.profiler import Profiler, Span

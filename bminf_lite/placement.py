@@ -19,10 +19,11 @@ import numpy as np
 from .backend import MAX_GPUS
 from .backend.adapter_slots import MOST_RANK, MOST_SLOTS, AdapterSlots
 from .backend.base import Backend
+from .backend.cache_values import AllTokens, Retention
 from .backend.communicator import OneRank
 from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
-from .backend.values import AllTokens, Placement, Retention
+from .backend.values import Placement
 from .checkpoint.draft_head import HeadWeights, describe_head, head_scheme, head_token_ids, open_head, require_fit
 from .checkpoint.draft_layer import describe_layer, open_layer
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .cache_values import LayerCache
 from .functions import soft_capped
-from .values import BLOCK_SIZE, SEGMENT, LayerCache, LinearBias, RelativeBias
+from .values import BLOCK_SIZE, SEGMENT, LinearBias, RelativeBias
 
 TILE = 128
 """Keys of a tile. Kernels for large heads have shorter tiles."""

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .cache_values import StateArray, StateCache
 from .functions import silently
 from .values import STATE_CHUNK as CHUNK
-from .values import StateArray, StateCache
 
 SOFTPLUS_MAX = np.float32(20)
 """Where ``log(1 + exp(x))`` is taken for ``x``, as in PyTorch."""

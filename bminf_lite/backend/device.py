@@ -11,18 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .cache_values import AnyCache, LatentCache, LayerCache, StateArray, StateCache
 from .communicator import Communicator, OneRank
-from .values import (
-    BLOCK_SIZE,
-    AnyCache,
-    Array,
-    ForwardBatch,
-    LatentCache,
-    LayerCache,
-    Placement,
-    StateArray,
-    StateCache,
-)
+from .values import BLOCK_SIZE, Array, ForwardBatch, Placement
 
 T = TypeVar("T")
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .cache_values import LatentCache
 from .functions import normalise, rotate
 from .quantization import HostWeight, Int8Weight, quantize_heads
 from .rotation import rotated
-from .values import BLOCK_SIZE, LatentCache, LatentSpec, PositionScale
+from .values import BLOCK_SIZE, LatentSpec, PositionScale
 
 
 @dataclass(frozen=True)

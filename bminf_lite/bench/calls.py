@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.cache_values import LayerCache
 from ..backend.expert_values import RouterSpec
 from ..backend.mixture import SharedExpert
 from ..backend.operations.weights import NumpyWeight
-from ..backend.values import Array, LayerCache
+from ..backend.values import Array
 
 OPERATIONS = (
     "embed",

@@ -1,7 +1,7 @@
 """The pools of blocks that a cache consists of, and what each kind of group does with the blocks of a sequence.
 
 A group is a set of layers that keep the same of a sequence: :class:`TokenGroup` tokens by a
-:class:`~bminf_lite.backend.values.Retention`, :class:`StateGroup` a state, :class:`SlotGroup` one that no result
+:class:`~bminf_lite.backend.cache_values.Retention`, :class:`StateGroup` a state, :class:`SlotGroup` one that no result
 depends on, :class:`SourceGroup` the sources of an encoder-decoder. :class:`.BlockManager` composes them, and does not
 ask which is which.
 """
@@ -14,7 +14,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..backend.values import NULL_BLOCK, LatestState, Retention
+from ..backend.cache_values import LatestState, Retention
+from ..backend.values import NULL_BLOCK
 from .prefix_index import PrefixIndex, block_key
 from .snapshot_index import PrefixEnd, SnapshotIndex
 

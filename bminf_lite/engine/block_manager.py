@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..backend.values import BLOCK_SIZE, NULL_BLOCK, Retention
+from ..backend.cache_values import Retention
+from ..backend.values import BLOCK_SIZE, NULL_BLOCK
 from .block_groups import SNAPSHOT_TOKENS, BlockPool, SourceGroup, make_groups
 from .prefix_index import PrefixIndex, append_keys, block_key, root_key
 from .snapshot_index import PrefixEnd

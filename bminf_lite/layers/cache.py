@@ -16,9 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import (
-    BLOCK_SIZE,
-    NULL_BLOCK,
+from ..backend.cache_values import (
     AllTokens,
     AnyCache,
     LatentCache,
@@ -30,8 +28,8 @@ from ..backend.values import (
     Window,
     block_bytes,
     latent_block_bytes,
-    sequential_tables,
 )
+from ..backend.values import BLOCK_SIZE, NULL_BLOCK, sequential_tables
 
 
 @dataclass(frozen=True)

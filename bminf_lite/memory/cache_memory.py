@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..backend.values import BLOCK_SIZE, LatestState, Retention
+from ..backend.cache_values import LatestState, Retention
+from ..backend.values import BLOCK_SIZE
 from .arena import ALIGNMENT
 
 PAGE_BYTES = 2 << 20

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import Array, AttentionSpec, ForwardBatch, ShortConvolution, StateArray
+from ..backend.cache_values import StateArray
+from ..backend.values import Array, AttentionSpec, ForwardBatch, ShortConvolution
 from ..errors import CheckpointError, is_whole
 from ..layers.cache import CacheLayout, KeyValues, KVCache, State
 from ..layers.embedding import Embedding

@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from ..backend.base import Backend
-from ..backend.values import Array, ForwardBatch, LayerCache
+from ..backend.cache_values import LayerCache
+from ..backend.values import Array, ForwardBatch
 from ..layers.cache import CacheLayout, KVCache
 from ..layers.loading import Weights
 from ..layers.norm import NormLayer, rms_norm

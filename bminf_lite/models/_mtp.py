@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import Array, ForwardBatch, ShortConvolution, StateArray
+from ..backend.cache_values import StateArray
+from ..backend.values import Array, ForwardBatch, ShortConvolution
 from ..layers.cache import CacheLayout, KVCache, State, caches_of_layers
 from ..layers.linear import Columns, Linear
 from ..layers.loading import Weights

@@ -15,7 +15,7 @@ from tiny_models import RandomWeights
 from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import LatentCache, LayerCache, StateCache
+from bminf_lite.backend.cache_values import LatentCache, LayerCache, StateCache
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.placement import make_engine_config

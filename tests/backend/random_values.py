@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cache_values import LayerCache
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.sampling import (
     MAX_END_TOKENS,
@@ -22,7 +23,7 @@ from bminf_lite.backend.sampling import (
     SamplerVariant,
     neutral_rows,
 )
-from bminf_lite.backend.values import ForwardBatch, LayerCache, Norm, sequential_tables
+from bminf_lite.backend.values import ForwardBatch, Norm, sequential_tables
 
 SEEDS = st.integers(0, 2**32 - 1)
 WIDTHS = st.sampled_from([1, 2, 3, 5, 7, 8, 16, 31, 32, 33, 61, 64, 96, 127, 130])

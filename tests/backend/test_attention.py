@@ -17,7 +17,8 @@ from tolerances import assert_close
 
 from bminf_lite.backend.attention import cached
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import BLOCK_SIZE, AttentionSpec, LayerCache, LinearBias, RelativeBias, Rope
+from bminf_lite.backend.cache_values import LayerCache
+from bminf_lite.backend.values import BLOCK_SIZE, AttentionSpec, LinearBias, RelativeBias, Rope
 
 SPECS = {
     "multi-head": AttentionSpec(4, 4, 8, 0.35),

@@ -12,8 +12,9 @@ import pytest
 from random_values import make_batch, norm_on, random_int8, random_rows
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cache_values import StateArray
 from bminf_lite.backend.device import HostDevice
-from bminf_lite.backend.values import AttentionSpec, Norm, StateArray, sequential_tables
+from bminf_lite.backend.values import AttentionSpec, Norm, sequential_tables
 
 BACKENDS = {"cpu": ("bminf_lite.backend.cpu", "CpuBackend"), "cuda": ("bminf_lite.backend.cuda", "CudaBackend")}
 NOT_NUMBERS = [np.nan, np.inf, -np.inf]

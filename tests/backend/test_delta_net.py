@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cache_values import StateCache
 from bminf_lite.backend.chunked_state import CHUNK, state_arrays
-from bminf_lite.backend.values import DeltaNetSpec, ForwardBatch, Norm, ShortConvolution, StateCache
+from bminf_lite.backend.values import DeltaNetSpec, ForwardBatch, Norm, ShortConvolution
 from bminf_lite.layers.cache import State
 
 LENGTH, TAPS = 3 * CHUNK + 5, 4

@@ -9,7 +9,8 @@ import pytest
 from random_values import forbid_reading, make_batch
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import AttentionSpec, ForwardBatch, LayerCache, sequential_tables
+from bminf_lite.backend.cache_values import LayerCache
+from bminf_lite.backend.values import AttentionSpec, ForwardBatch, sequential_tables
 from bminf_lite.cuda.kernels.launcher import StepContext
 from bminf_lite.cuda.runtime.kernel import Kernel
 

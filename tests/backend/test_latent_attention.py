@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cache_values import LatentCache
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 from bminf_lite.backend.rotation import rotated
-from bminf_lite.backend.values import LATENT_SEGMENT, ForwardBatch, LatentCache, LatentSpec, Norm, PositionScale, Rope
+from bminf_lite.backend.values import LATENT_SEGMENT, ForwardBatch, LatentSpec, Norm, PositionScale, Rope
 from bminf_lite.errors import DeviceError
 from bminf_lite.layers.cache import Latent
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import ForwardBatch, ShortConvolution, StateArray, StateCache
+from bminf_lite.backend.cache_values import StateArray, StateCache
+from bminf_lite.backend.values import ForwardBatch, ShortConvolution
 from bminf_lite.layers.cache import State
 
 LENGTH = 30

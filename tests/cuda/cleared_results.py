@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bminf_lite.backend.values import LayerCache
+from bminf_lite.backend.cache_values import LayerCache
 from bminf_lite.cuda.kernels.arrays import PAD, round_up
 from bminf_lite.cuda.kernels.constants import Epilogue
 from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul

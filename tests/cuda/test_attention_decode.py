@@ -12,8 +12,9 @@ import pytest
 from checked import repeats
 
 from bminf_lite.backend.attention import biases
+from bminf_lite.backend.cache_values import LayerCache
 from bminf_lite.backend.rotation import pairs_of_rotation, rotated_heads
-from bminf_lite.backend.values import AttentionSpec, LayerCache, LinearBias, Norm, RelativeBias, Rope
+from bminf_lite.backend.values import AttentionSpec, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.arrays import address
 from bminf_lite.cuda.kernels.attention.decode import (
     UNIT_WORK,

@@ -17,8 +17,9 @@ import numpy as np
 from model_kit import RowwiseBackend
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cache_values import LayerCache, StateArray, StateCache
 from bminf_lite.backend.operations.step import sequences
-from bminf_lite.backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, StateArray, StateCache
+from bminf_lite.backend.values import Array, AttentionSpec, ForwardBatch
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.core import Engine
 from bminf_lite.engine.model_runner import ModelRunner

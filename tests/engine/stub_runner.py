@@ -14,8 +14,8 @@ from zlib import crc32
 
 import numpy as np
 
+from bminf_lite.backend.cache_values import StateArray
 from bminf_lite.backend.sampling import TokenScores
-from bminf_lite.backend.values import StateArray
 from bminf_lite.engine.adapters import AdapterRegistry, AdapterSlotTable, LoadedAdapter
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.backend.values import AllTokens, LatestState, Window, block_bytes
+from bminf_lite.backend.cache_values import AllTokens, LatestState, Window, block_bytes
 from bminf_lite.engine import block_manager
 from bminf_lite.engine.block_manager import Admission, BlockManager, SequenceBlocks
 from bminf_lite.engine.prefix_index import RUN_BLOCKS, append_keys, block_key, root_key

@@ -12,8 +12,9 @@ import pytest
 from hybrid_model import CHUNK, LAYOUTS, VOCAB, Hybrid, HybridModel
 from model_kit import WatchedBackend, request, run
 
+from bminf_lite.backend.cache_values import StateArray
 from bminf_lite.backend.communicator import simulated_ranks
-from bminf_lite.backend.values import ForwardBatch, StateArray
+from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.bench.session import Session
 from bminf_lite.cli.plan import plan_to_dict
 from bminf_lite.engine import block_manager

@@ -8,10 +8,11 @@ import numpy as np
 
 from bminf_lite.backend.attention import attend as attend_rows
 from bminf_lite.backend.attention import cached
+from bminf_lite.backend.cache_values import LayerCache
 from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
 from bminf_lite.backend.rotation import pairs_of_rotation, rotated_heads
-from bminf_lite.backend.values import BLOCK_SIZE, LayerCache, LinearBias, Norm, RelativeBias, Rope
+from bminf_lite.backend.values import BLOCK_SIZE, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
 from bminf_lite.cuda.kernels.constants import (
     DECODE_HEADS,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from bminf_lite.backend.attention import attend
+from bminf_lite.backend.cache_values import LatentCache
 from bminf_lite.backend.functions import product_by_row
 from bminf_lite.backend.latent import cached_rows, position_factors, store_rows
 from bminf_lite.backend.latent import latent_queries as queries_of
 from bminf_lite.backend.latent import latent_rows as rows_of
-from bminf_lite.backend.values import BLOCK_SIZE, LATENT_SEGMENT, LatentCache, LatentSpec, Norm, PositionScale, Rope
+from bminf_lite.backend.values import BLOCK_SIZE, LATENT_SEGMENT, LatentSpec, Norm, PositionScale, Rope
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
 from bminf_lite.cuda.kernels.attention.latent import (
     HOPPER_COLUMNS,

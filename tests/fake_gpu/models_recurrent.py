@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from bminf_lite.backend import chunked_state, delta_net, mamba2
+from bminf_lite.backend.cache_values import StateCache
 from bminf_lite.backend.chunked_state import CHUNK, Chunk
 from bminf_lite.backend.delta_net import ChannelChunk, DeltaChunk, TokenInputs
 from bminf_lite.backend.functions import normalise, silu
 from bminf_lite.backend.routing import sigmoid
-from bminf_lite.backend.values import DeltaNetSpec, GatedNorm, Mamba2Spec, Norm, StateCache
+from bminf_lite.backend.values import DeltaNetSpec, GatedNorm, Mamba2Spec, Norm
 from bminf_lite.cuda.kernels.constants import DELTA_NET_MAX_KEY_DIM as MAX_KEY_DIM
 from bminf_lite.cuda.kernels.constants import PLACES_OF_32
 from bminf_lite.cuda.kernels.recurrent.chunks import FACTORS_BYTES, HEADS_AT_ONCE, columns, rows_bytes

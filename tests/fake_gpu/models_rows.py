@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cache_values import StateCache
 from bminf_lite.backend.functions import ACTIVATIONS, normalise, silu, soft_capped
 from bminf_lite.backend.functions import softmax as softmax_of
 from bminf_lite.backend.operations.recurrences import convolved as convolution_of
@@ -15,7 +16,7 @@ from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.backend.routing import sigmoid
 from bminf_lite.backend.side_products import added
-from bminf_lite.backend.values import ForwardBatch, Norm, ShortConvolution, StateCache
+from bminf_lite.backend.values import ForwardBatch, Norm, ShortConvolution
 from bminf_lite.cuda.kernels.constants import (
     GEMV_CHUNK,
     GEMV_THREADS,

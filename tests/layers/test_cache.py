@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cache_values import AllTokens, LatestState, StateArray, StateCache, Window
 from bminf_lite.backend.communicator import simulated_ranks
-from bminf_lite.backend.values import BLOCK_SIZE, AllTokens, LatestState, StateArray, StateCache, Window
+from bminf_lite.backend.values import BLOCK_SIZE
 from bminf_lite.layers.cache import CacheLayout, KeyValues, KVCache, State
 
 

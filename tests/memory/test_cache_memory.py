@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.backend.values import AllTokens, LatestState, Retention, Window
+from bminf_lite.backend.cache_values import AllTokens, LatestState, Retention, Window
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.memory.cache_memory import (
     BALANCED_CONTEXT,

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.backend.values import BLOCK_SIZE, AllTokens, Window
+from bminf_lite.backend.cache_values import AllTokens, Window
+from bminf_lite.backend.values import BLOCK_SIZE
 from bminf_lite.bench.model import read_shape
 from bminf_lite.checkpoint.opened_model import describe_model
 from bminf_lite.checkpoint.reader import read_json

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.backend.values import AllTokens
+from bminf_lite.backend.cache_values import AllTokens
 from bminf_lite.memory.cache_memory import CacheGroup
 from bminf_lite.memory.planner import Machine, plan_memory
 from bminf_lite.memory.step_time import DecodeWork, tiled_rows

@@ -16,8 +16,9 @@ from ...cuda.kernels.attention.heads import scores_of
 from ...cuda.kernels.attention.prefill import COUNTERS, MAX_RECORD_BYTES
 from ...cuda.kernels.constants import AttentionMask
 from ...errors import OutOfMemory
+from ..cache_values import LayerCache
 from ..rotation import pairs_of_rotation
-from ..values import Array, AttentionSpec, ForwardBatch, LayerCache
+from ..values import Array, AttentionSpec, ForwardBatch
 from .arrays import Arrays, ZeroedScratch
 from .deferred import DeferredMatmul, row_source
 from .kernels import Kernels

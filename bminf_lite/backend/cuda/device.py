@@ -17,8 +17,9 @@ from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.gemm.plans import kinds_for, row_major_first
 from ...cuda.runtime.driver import Device
 from ...memory.device import MARGIN, device_arena
+from ..cache_values import AnyCache, LatentCache, LayerCache, StateArray, StateCache
 from ..device import HostDevice
-from ..values import AnyCache, Array, LatentCache, LayerCache, StateArray, StateCache
+from ..values import Array
 from .arrays import Arrays, ZeroedScratch
 from .graph_capture import CapturedGraph, GraphMemory
 from .kernels import Kernels

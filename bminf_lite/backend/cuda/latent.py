@@ -15,9 +15,10 @@ import numpy as np
 from ...cuda.kernels.arrays import pitch_of
 from ...cuda.kernels.attention.latent import TOKENS, depth_of, element_of, unsupported
 from ...errors import DeviceError, OutOfMemory
+from ..cache_values import LatentCache
 from ..latent import float_matrix
 from ..quantization import HostWeight, Int8Weight
-from ..values import LATENT_SEGMENT, Array, ForwardBatch, LatentCache, LatentSpec
+from ..values import LATENT_SEGMENT, Array, ForwardBatch, LatentSpec
 from .arrays import Arrays, ZeroedScratch
 from .deferred import DeferredMatmul
 from .kernels import Kernels

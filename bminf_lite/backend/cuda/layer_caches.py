@@ -15,16 +15,8 @@ from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
 from ...memory.arena import Arena
 from ...memory.device import GrowingMemory
-from ..values import (
-    BLOCK_SIZE,
-    AnyCache,
-    LatentCache,
-    LayerCache,
-    StateArray,
-    StateCache,
-    block_bytes,
-    latent_block_bytes,
-)
+from ..cache_values import AnyCache, LatentCache, LayerCache, StateArray, StateCache, block_bytes, latent_block_bytes
+from ..values import BLOCK_SIZE
 from .arrays import Arrays
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from ..attention import attend, cached
+from ..cache_values import LatentCache, LayerCache
 from ..functions import normalise, rotate, silently
 from ..latent import by_token_and_head, cached_rows, latent_queries, latent_rows, store_rows
 from ..quantization import quantize_heads
 from ..rotation import rotated_heads
 from ..routing import sigmoid
-from ..values import BLOCK_SIZE, LATENT_SEGMENT, Array, AttentionSpec, ForwardBatch, LatentCache, LatentSpec, LayerCache
+from ..values import BLOCK_SIZE, LATENT_SEGMENT, Array, AttentionSpec, ForwardBatch, LatentSpec
 from .step import StepOperations, positions_of, sequences
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from .. import chunked_state, delta_net, mamba2
+from ..cache_values import StateCache
 from ..functions import normalise, silently, silu
 from ..routing import sigmoid
-from ..values import NULL_BLOCK, Array, DeltaNetSpec, ForwardBatch, Mamba2Spec, ShortConvolution, StateCache
+from ..values import NULL_BLOCK, Array, DeltaNetSpec, ForwardBatch, Mamba2Spec, ShortConvolution
 from .step import StepOperations, sequences
 
 

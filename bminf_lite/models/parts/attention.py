@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from ...backend.base import Backend
+from ...backend.cache_values import LayerCache
 from ...backend.communicator import shard
-from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
+from ...backend.values import Array, AttentionSpec, ForwardBatch, Norm
 from ...layers.cache import KeyValues
 from ...layers.linear import ColumnParallelLinear, KeyValueHeads, Linear, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights, Weights

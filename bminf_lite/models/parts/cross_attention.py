@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ...backend.base import Backend
-from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache
+from ...backend.cache_values import LayerCache
+from ...backend.values import Array, AttentionSpec, ForwardBatch
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..spec import Fold, Tensors, linear, weights_of
 from .attention import Attention, AttentionPart

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...backend.base import Backend
+from ...backend.cache_values import AnyCache, StateCache
 from ...backend.chunked_state import state_arrays
 from ...backend.communicator import shard
-from ...backend.values import AnyCache, Array, DeltaNetSpec, ForwardBatch, Norm, ShortConvolution, StateCache
+from ...backend.values import Array, DeltaNetSpec, ForwardBatch, Norm, ShortConvolution
 from ...layers.cache import State
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, rows_of_sections
 from ...layers.loading import RowTransform, TransformedWeights

@@ -10,12 +10,13 @@ import numpy as np
 
 from ...backend.adapter_slots import AdapterSite
 from ...backend.base import Backend
+from ...backend.cache_values import LayerCache
 from ...backend.communicator import shard
 from ...backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ...backend.mixture import Mixture, SharedExpert
 from ...backend.quantization import HostWeight
 from ...backend.side_products import Adapter
-from ...backend.values import Array, ForwardBatch, LayerCache, Norm
+from ...backend.values import Array, ForwardBatch, Norm
 from ...layers.linear import ColumnsOfRank, Linear, fitted
 from ...layers.loading import RowTransform
 from ...layers.norm import NormLayer

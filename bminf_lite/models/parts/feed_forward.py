@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...backend.base import Backend
-from ...backend.values import Array, ForwardBatch, LayerCache
+from ...backend.cache_values import LayerCache
+from ...backend.values import Array, ForwardBatch
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights
 from ..spec import Fold, Tensors, linear, weights_of

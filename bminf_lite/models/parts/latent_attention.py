@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...backend.base import Backend
+from ...backend.cache_values import AnyCache, LatentCache
 from ...backend.communicator import shard
-from ...backend.values import AnyCache, Array, ForwardBatch, LatentCache, LatentSpec, PositionScale
+from ...backend.values import Array, ForwardBatch, LatentSpec, PositionScale
 from ...layers.cache import Latent
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...backend.base import Backend
-from ...backend.values import Array, ForwardBatch, LayerCache, Norm
+from ...backend.cache_values import LayerCache
+from ...backend.values import Array, ForwardBatch, Norm
 from ...layers.linear import Linear
 from ...layers.loading import RowTransform, TransformedWeights, Weights
 from ..spec import Tensors, embedding, linear, weights_of

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...backend.base import Backend
+from ...backend.cache_values import AnyCache, StateCache
 from ...backend.chunked_state import state_arrays
 from ...backend.communicator import shard
-from ...backend.values import AnyCache, Array, ForwardBatch, GatedNorm, Mamba2Spec, Norm, ShortConvolution, StateCache
+from ...backend.values import Array, ForwardBatch, GatedNorm, Mamba2Spec, Norm, ShortConvolution
 from ...layers.cache import State
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, rows_of_sections
 from ...layers.loading import RowTransform, TransformedWeights

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from ...backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
+from ...backend.cache_values import LayerCache
+from ...backend.values import Array, AttentionSpec, ForwardBatch, Norm
 from ...layers.linear import ColumnParallelLinear, RowParallelLinear
 from ...layers.loading import TransformedWeights
 from ...layers.norm import balancing_factors, norm_gain

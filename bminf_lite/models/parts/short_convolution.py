@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...backend.base import Backend
+from ...backend.cache_values import AnyCache, StateArray, StateCache
 from ...backend.communicator import shard
-from ...backend.values import AnyCache, Array, ForwardBatch, ShortConvolution, StateArray, StateCache
+from ...backend.values import Array, ForwardBatch, ShortConvolution
 from ...layers.cache import State
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ..spec import Parameter, Role, Tensors, linear, weights_of

@@ -10,8 +10,9 @@ import numpy as np
 from ....cuda.kernels.arrays import HEAD_PAD, PAD, round_up
 from ....cuda.kernels.attention.heads import head_pitch_of
 from ....cuda.kernels.constants import AttentionMask
+from ...cache_values import LatentCache, LayerCache
 from ...operations.attention import AttentionOperations
-from ...values import Array, AttentionSpec, ForwardBatch, LatentCache, LatentSpec, LayerCache
+from ...values import Array, AttentionSpec, ForwardBatch, LatentSpec
 from ..attention import AttentionLaunches
 from ..latent import LatentLaunches, LatentMatrices
 from .step import CudaStepOperations

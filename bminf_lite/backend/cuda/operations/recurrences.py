@@ -9,8 +9,9 @@ from ....cuda.kernels.recurrent.chunks import Prepared
 from ....cuda.kernels.recurrent.delta_net import heads_of as delta_net_heads
 from ....cuda.kernels.recurrent.mamba2 import heads_of as mamba2_heads
 from ....errors import UsageError
+from ...cache_values import StateCache
 from ...operations.recurrences import RecurrenceOperations
-from ...values import Array, DeltaNetSpec, ForwardBatch, Mamba2Spec, ShortConvolution, StateCache
+from ...values import Array, DeltaNetSpec, ForwardBatch, Mamba2Spec, ShortConvolution
 from ..deferred import ResidualStream
 from ..device import CudaDevice
 

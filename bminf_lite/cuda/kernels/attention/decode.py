@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ....backend.values import AttentionSpec, LayerCache
+from ....backend.cache_values import LayerCache
+from ....backend.values import AttentionSpec
 from ...runtime.driver import shared_memory_per_block
 from ..arrays import HEAD_PAD, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import (

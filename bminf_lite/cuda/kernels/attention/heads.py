@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ....backend.values import AttentionSpec, LayerCache, LinearBias
+from ....backend.cache_values import LayerCache
+from ....backend.values import AttentionSpec, LinearBias
 from ..arrays import address
 from ..constants import DecodeMask, ScoreKind
 

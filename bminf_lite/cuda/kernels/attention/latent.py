@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ....backend.values import ForwardBatch, LatentCache, LatentSpec
+from ....backend.cache_values import LatentCache
+from ....backend.values import ForwardBatch, LatentSpec
 from ...runtime.driver import shared_memory_per_block
 from ...runtime.tensor_maps import TensorMapDataType, tensor_map_2d
 from ..arrays import HEAD_PAD, address, ceil_div, nbytes_of, pitch_of, round_up

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ....backend.values import AttentionSpec, LayerCache
+from ....backend.cache_values import LayerCache
+from ....backend.values import AttentionSpec
 from ..arrays import address, ceil_div, pitch_of, round_up
 from ..constants import PREPARE_ELEMENTS, PREPARE_THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily

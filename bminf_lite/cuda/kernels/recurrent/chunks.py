@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ....backend.values import ForwardBatch, StateCache
+from ....backend.cache_values import StateCache
+from ....backend.values import ForwardBatch
 from ....errors import UsageError
 from ..arrays import address, ceil_div, nbytes_of, pitch_of
 from ..constants import PLACES_OF_32, PREPARED_TOKENS, RECURRENT_THREADS, STATE_CHUNK

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ....backend.values import DeltaNetSpec, ForwardBatch, StateCache
+from ....backend.cache_values import StateCache
+from ....backend.values import DeltaNetSpec, ForwardBatch
 from ..arrays import ceil_div, nbytes_of, pitch_of
 from ..constants import DELTA_NET_MAX_KEY_DIM as MAX_KEY_DIM
 from ..constants import DELTA_NET_OUTPUT_THREADS as OUTPUT_THREADS

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ....backend.values import ForwardBatch, Mamba2Spec, StateCache
+from ....backend.cache_values import StateCache
+from ....backend.values import ForwardBatch, Mamba2Spec
 from ..arrays import nbytes_of, pitch_of
 from ..constants import MAMBA2_MAX_STATE_DIM as MAX_STATE_DIM
 from ..constants import MAMBA2_OUTPUT_THREADS as OUTPUT_THREADS
