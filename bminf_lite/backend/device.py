@@ -34,8 +34,8 @@ class HostDevice:
     source_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, to which the sources that an encoder reads are padded."""
 
-    max_text_tokens = 8192
-    """Tokens of a batch of texts up to which the device gains by more of them."""
+    max_text_tokens = 1024
+    """Tokens of a batch of texts up to which the device gains by more of them. Ctrl-C waits for two batches at most."""
 
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)

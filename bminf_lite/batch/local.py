@@ -113,7 +113,7 @@ def run_blocks(
             problem = f"{error.strerror or error}; what is finished is kept: the same command goes on"
             raise BminfError(f"{error.filename or folder}: cannot be written: {problem}") from error
     if is_file:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(Path(folder))
     return counts
 
 
@@ -160,6 +160,16 @@ def join(output: Output, blocks: Sequence[Block], out: Path) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+def remove(folder: Path) -> None:
+    """Remove the folder of a batch that is complete. A kill leaves at most a hidden folder, and no half of a batch."""
+    hidden = folder.with_name(f".{folder.name}.complete")
+    shutil.rmtree(hidden, ignore_errors=True)  # of a kill before
+    with suppress(OSError):
+        os.rename(folder, hidden)
+        folder = hidden
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapter_files import random_adapter
@@ -64,6 +66,29 @@ def test_an_interrupted_batch_goes_on_and_repeats_no_finished_row(int8, rows, tm
     assert counts.rows <= 50 - 21  # rows that ended while the run ended count too
     assert [row["generated_text"] for row in read_rows(tmp_path / "out")] == expected
     assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_kill_while_a_complete_batch_is_tidied_up_costs_no_answer(int8, rows, tmp_path, expected, monkeypatch):
+    """The blocks are removed when the file is there. What a kill leaves of them is taken for no batch."""
+    rmtree, out = shutil.rmtree, tmp_path / "out.jsonl"
+
+    def killed(folder: Path, **options: Any) -> None:
+        if folder.exists():
+            for path in sorted(folder.iterdir())[:3]:
+                path.unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("bminf_lite.batch.local.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(int8, rows, out)
+    monkeypatch.setattr("bminf_lite.batch.local.shutil.rmtree", rmtree)
+    with pytest.raises(UsageError, match="the file exists"):
+        run(int8, rows, out)
+    assert [row["generated_text"] for row in read_rows(out)] == expected
+    run(int8, rows, tmp_path / "again.jsonl")
+    out.unlink()
+    run(int8, rows, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.jsonl", "in.jsonl", "out.jsonl"]
 
 
 def test_a_poison_row_fails_alone(int8, tmp_path):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bminf_lite.batch.rows import OpenAIRows, PlainRows, Row, RowError, encode, failed, has_error, parse_line, usage_of
 from bminf_lite.server.direct import Answer
+from bminf_lite.server.schemas.chat import ChatBody
+from bminf_lite.server.schemas.completions import CompletionBody
+from bminf_lite.server.schemas.unsupported import UnsupportedFields
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
 
@@ -93,3 +98,16 @@ def test_what_comes_out_of_an_openai_row():
 def test_text_of_any_kind_is_written():
     assert json.loads(encode({"a": "ü\ud800"})) == {"a": "ü\ud800"}
     assert encode({"a": "ü"}) == '{"a": "ü"}'.encode()
+
+
+def test_the_guide_names_fields_that_rows_may_have():
+    guide = (Path(__file__).parents[2] / "docs" / "batch.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)`", guide.split("(http_api.md): ")[1].split(". Fields with")[0])
+    supported = (
+        CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()
+    ) - UnsupportedFields.model_fields.keys()
+    assert len(named) > 5 and set(named) <= supported
+    examples = [line for line in guide.splitlines() if line.startswith('    {"') and "custom_id" not in line]
+    for line in examples:
+        call = PlainRows().call(parse_line(0, line.encode()))
+        (ChatBody if "chat" in call.path else CompletionBody).model_validate_json(call.body)

@@ -309,6 +309,7 @@ def test_unknown_fields_and_nulls_are_ignored(fake: LiveServer):
     body = {"prompt": "a", "max_tokens": 3}
     extra = {"user": "me", "unheard_of": {"a": [1]}, "stop": None, "n": None, "suffix": None, "logprobs": None}
     assert fake.json(PATH, body | extra)["choices"] == fake.json(PATH, body)["choices"]
+    assert fake.json(PATH, body | {"suffix": ""})["choices"] == fake.json(PATH, body)["choices"]
 
 
 def test_infinite_log_probabilities_are_numbers(fake: LiveServer):

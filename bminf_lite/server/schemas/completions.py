@@ -35,7 +35,7 @@ class CompletionBody(SamplingFields, StructureFields):
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    suffix: Annotated[Any, refused("suffix is not supported: models here continue a prompt only")] = None
+    suffix: Annotated[Any, refused("suffix is not supported: models here continue a prompt only", "")] = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
