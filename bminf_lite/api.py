@@ -1,10 +1,8 @@
-"""A loaded model: joins the checkpoint, the network on its device, the engine and text. It holds no algorithm."""
+"""A loaded model: joins the network on its device, the engine and text. It holds no algorithm."""
 
 from __future__ import annotations
 
 import functools
-import math
-import warnings
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -17,11 +15,8 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import numpy as np
 
 from . import backend
-from .adapters import MAX_ADAPTERS, AdapterOptions, ModelAdapters
+from .adapters import MAX_ADAPTERS, ModelAdapters
 from .backend.base import Backend
-from .backend.communicator import on_ranks
-from .backend.values import Pooling
-from .checkpoint.opened_model import OpenedModel, open_model
 from .completions import Completion, arun, run
 from .engine.adapters import LoadedAdapter
 from .engine.config import EngineConfig
@@ -31,31 +26,14 @@ from .engine.outputs import Piece, Result
 from .engine.pooling import PoolingQueue
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
-from .engine.speculative import AUTO, EAGLE3, MTP, SpeculativeConfig
-from .errors import UsageError, is_whole, require_bool, require_whole
-from .generation_config import not_obeyed_text
+from .engine.speculative import AUTO, SpeculativeConfig
+from .errors import UsageError, is_whole, require_bool
 from .grammar import Grammar, Structure, only_structure
 from .grammar.matcher import GrammarCompiler
-from .layers.cache import KVCache
-from .layers.finite_check import with_finite_checks
-from .memory.planner import MemoryRequirements
-from .models import DecoderConfig, TextVectors
-from .models.spec import Role, Spec
-from .placement import (
-    checkpoint_requirements,
-    chosen_drafts,
-    draft_requirements,
-    is_int8_cache,
-    make_engine_config,
-    open_draft,
-    plan_placement,
-    with_draft,
-    with_draft_model,
-    with_long_texts,
-)
+from .loading import LoadOptions, load_parts
+from .models import TextVectors
 from .pooling.pooler import Pooler, PoolingModel, checked_texts
-from .pooling.scores import ClassifierSettings, Ranked, ranked
-from .pooling.settings import PoolingSettings, read_settings
+from .pooling.scores import Ranked, ranked
 from .pooling.texts import Text
 from .pooling.yes_no import Judge, Questions, YesNoReranker
 from .request_builder import GenerationRequest, RequestBuilder, build_logits_request, decoder_and_source
@@ -70,12 +48,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-MAX_BATCH = 1 << 16
-"""The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
-MAX_BATCHED_TOKENS = 1 << 16
-"""The bound of ``max_num_batched_tokens``."""
-TEXT_TOKENS, TEXT_PRODUCTS = 8192, 10**13
-"""A batch of texts has the tokens that take ``TEXT_PRODUCTS`` products of two numbers, but ``TEXT_TOKENS`` at least."""
 MAX_TEXTS = 4096
 """The most texts that become vectors in one batch."""
 FINALIZER_SECONDS = 5.0
@@ -145,119 +117,11 @@ def load(
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
-    require_whole("max_batch", 1 if max_batch is None else max_batch, MAX_BATCH)
-    require_whole("context", 1 if context is None else context)
-    require_whole("max_queue", max_queue)
-    require_whole("max_num_batched_tokens", max_num_batched_tokens, MAX_BATCHED_TOKENS)
-    require_bool("check", check)
-    require_bool("prefix_cache", prefix_cache)
-    require_bool("embeddings", embeddings)
-    int8 = is_int8_cache(kv_cache)
-    given = None if isinstance(speculative, str) and speculative == AUTO else SpeculativeConfig.from_value(speculative)
-    backend.check_device(device, memory_limit)
-    with open_model(path) as opened, open_draft(given, opened) as draft:
-        checkpoint, config = opened.checkpoint, opened.config
-        if not_obeyed := not_obeyed_text(opened.generation_config):
-            warnings.warn(f"{checkpoint.path}: {not_obeyed}", UserWarning, stacklevel=2)
-        if not config.generates:
-            speculative = None if given is None else given
-            if gpus != 1:
-                raise UsageError(f"gpus is {gpus!r}, but a model that gives vectors is not divided: give 1")
-            if adapters is not None:
-                raise UsageError("adapters are given, but a model that gives vectors takes none: merge one into it")
-        settings = None
-        if embeddings or not config.generates:
-            settings = pooling_settings(opened, may_embed=gpus == 1 and draft is None)
-        most = max(config.hidden_size * max_num_batched_tokens, config.vocab_size)
-        backends = backend.create_ranks(gpus, device, memory_limit, most)
-        ops = backends[0]
-        if not config.generates:
-            if max_num_batched_tokens == EngineConfig.max_num_batched_tokens:
-                max_num_batched_tokens = text_batch_tokens(opened.spec, ops)
-            if not config.reads_pieces:
-                max_num_batched_tokens = max(max_num_batched_tokens, config.context_length)
-        try:
-            options = None
-            if adapters is not None:
-                options = AdapterOptions.read_all(opened, adapters, max_adapters, max_adapter_rank)
-                for own in backends:
-                    own.adapter_slots = options.slots()
-            drafts = chosen_drafts(speculative, opened.spec, ops.has_one_order)
-            num_draft_tokens = 0 if drafts is None else drafts.num_draft_tokens
-            layout = config.cache_layout if draft is None else config.cache_layout.beside(draft.config.cache_layout)
-            cache_layout = layout.with_int8(int8)
-
-            def needed() -> MemoryRequirements:
-                own = checkpoint_requirements(opened, None, kv_cache, num_draft_tokens, ops.adapter_slots, gpus)
-                if draft is None:
-                    return own if settings is None or not config.reads_pieces else with_long_texts(own, config)
-                other = draft_requirements(draft, kv_cache, num_draft_tokens, gpus)
-                return with_draft_model(own, other, config, cache_layout.with_drafts(num_draft_tokens).shard(gpus))
-
-            plan = plan_placement(backends, opened.spec, needed, context, max_num_batched_tokens)
-
-            def build(rank: int) -> Any:
-                weights, own = opened.weights(), backends[rank]
-                KVCache.for_sequences(own, cache_layout, 1, 1).close()  # raises now if there cannot be such a cache
-                built_from = with_finite_checks(weights, own) if check else (weights, own)
-                network = opened.architecture.Model(config, *built_from)
-                return network if draft is None else with_draft(network, opened, draft, own)
-
-            networks = on_ranks(backends, build)
-            own_adapters = None
-            if options is not None:
-                slots = [own.adapter_slots for own in backends if own.adapter_slots is not None]
-                own_adapters = ModelAdapters(options, slots)
-        except BaseException:
-            backend.close_ranks(backends)
-            raise
-        engine_config = make_engine_config(config, cache_layout, plan, max_batch, max_num_batched_tokens, prefix_cache)
-        engine_config = replace(
-            engine_config, max_queue=max_queue, num_draft_tokens=num_draft_tokens,
-            speculative=drafts or EngineConfig.speculative, num_adapter_slots=0 if options is None else max_adapters,
-        )  # fmt: skip
-        if draft is not None and given is not None and given.method not in (EAGLE3, MTP):
-            shorter = min(config.context_length, draft.config.context_length)
-            engine_config = replace(engine_config, context_length=shorter)
-        longest = engine_config.context_length if plan is None else min(engine_config.context_length, plan.context)
-        pooling = None if settings is None else pooling_model(opened, networks[0], longest, settings)
-        found = checkpoint.path, opened.generation_config, opened.eos_ids, own_adapters, pooling
-        return Model(networks, engine_config, *found)
-
-
-def text_batch_tokens(spec: Spec, ops: Backend) -> int:
-    """The default of ``max_num_batched_tokens`` for a model that makes vectors of texts.
-
-    The host prepares a batch while the device computes the one before, which takes less time for a small model.
-    """
-    weights = sum(math.prod(p.shape) for p in spec.parameters.values() if p.role is Role.LINEAR)
-    return min(max(TEXT_PRODUCTS // max(weights, 1), TEXT_TOKENS), ops.max_text_tokens)
-
-
-def pooling_settings(opened: OpenedModel, may_embed: bool) -> PoolingSettings:
-    """What the folder of an open model says of its vectors. A model that generates gives the last token's.
-
-    Raises ``UsageError`` for one that generates, unless it ``may_embed`` beside that.
-    """
-    config = opened.config
-    if config.generates and not (may_embed and isinstance(config, DecoderConfig)):
-        raise UsageError(
-            "of models that generate text, only a decoder on one GPU, without a draft model, makes vectors of texts: "
-            "load another model, or without embeddings"
-        )
-    is_causal = config.generates or getattr(config, "is_causal", False)
-    return read_settings(opened.path, Pooling.LAST if is_causal else Pooling.MEAN, config.hidden_size)
-
-
-def pooling_model(opened: OpenedModel, network: Any, longest: int, settings: PoolingSettings) -> PoolingModel:
-    """What a model makes of texts of up to ``longest`` tokens."""
-    config = opened.config
-    classifier = None if config.generates else network.classifier
-    scores = None
-    if classifier is not None:
-        scores = ClassifierSettings.of(opened.description.config_json, network.config.labels)
-    sizes = config.hidden_size, config.vocab_size, longest
-    return PoolingModel(settings, *sizes, classifier, scores)
+    options = LoadOptions(
+        device, memory_limit, max_batch, kv_cache, context, check, prefix_cache, max_queue, max_num_batched_tokens,
+        speculative, adapters, max_adapters, max_adapter_rank, gpus, embeddings,
+    )  # fmt: skip
+    return Model(*load_parts(path, options))
 
 
 class RequestOptions(SamplingOptions, total=False):

@@ -34,9 +34,12 @@ MAY_IMPORT = {
         "api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files",
     },
     "api": {
-        "adapters", "completions", "generation_config", "request_builder", "pooling", "placement", "engine", "grammar",
-        "text",
-        "models", "layers", "backend", "checkpoint", "memory", "errors", "files",
+        "loading", "adapters", "completions", "request_builder", "pooling", "engine", "grammar", "text", "models",
+        "backend", "errors",
+    },
+    "loading": {
+        "adapters", "generation_config", "pooling", "placement", "engine", "models", "layers", "backend", "checkpoint",
+        "memory", "errors",
     },
     "adapters": {"placement", "engine", "models", "backend", "checkpoint", "errors"},
     "draft_training": {
@@ -45,8 +48,8 @@ MAY_IMPORT = {
     "converters": {"checkpoint", "errors", "files"},
     "migration": {"bench", "models", "evaluation", "quantize", "text", "backend", "checkpoint", "errors", "files"},
     "evaluation": {
-        "api", "placement", "pooling", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint",
-        "errors", "files",
+        "api", "loading", "placement", "pooling", "engine", "quantize", "text", "models", "layers", "backend",
+        "checkpoint", "errors", "files",
     },
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
     "pooling": {"request_builder", "models", "text", "engine", "checkpoint", "backend", "errors", "files"},

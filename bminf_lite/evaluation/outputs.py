@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import backend
-from ..api import pooling_settings
 from ..backend.operations.rows import pooled
 from ..backend.values import Pooling
 from ..checkpoint.opened_model import ModelSource, OpenedModel
+from ..loading import pooling_settings
 from ..pooling.settings import PoolingSettings
 from ..quantize.calibration import sample_rows
 from .blockwise import Batch, LayerwiseCheckpoint, batch_windows
