@@ -1,11 +1,12 @@
 """Measure what LoRA adapters cost on a model with random weights, beside the same steps without.
 
     python benchmarks/measure_adapters.py [--shape llama-3-8b] [--device cuda] [--rank 16] [--slots 8] [--streams 32]
-        [--cases one streams prompt host]
+        [--experts] [--cases one streams prompt host]
 
-Every matrix of the layers, and the output head, has an adapter. Each case prints a line of JSON: the speed with
-adapters relative to that without, of one sequence, of streams that have as many adapters as there are slots, and of a
-prompt; and the milliseconds that an adapter that lies in the host's memory adds to a first token.
+Every matrix of the layers, and the output head, has an adapter; those of a mixture's experts with ``--experts``. Each
+case prints a line of JSON: the speed with adapters relative to that without, of one sequence, of streams that have as
+many adapters as there are slots, and of a prompt; and the milliseconds that an adapter that lies in the host's memory
+adds to a first token.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--slots", type=int, default=8, help="adapters that lie on the device")
+    parser.add_argument("--experts", action="store_true", help="adapters of a mixture's experts too")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the long prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens that are generated")
@@ -112,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = dict(read_shape(options.shape))
     config["max_position_embeddings"] = max(options.prompt, options.new) + MORE
     with closing(backend.create(options.device)) as ops:
-        ops.adapter_slots = slots = AdapterSlots(options.slots, options.rank)
+        ops.adapter_slots = slots = AdapterSlots(
+            options.slots, options.rank, experts=None if options.experts else frozenset()
+        )
         found = random_model(options.shape, config, ops, max_batch=options.streams)
         engine_config = replace(found.engine_config, num_adapter_slots=options.slots, prefix_cache=False)
         model = Model([found.network], engine_config)

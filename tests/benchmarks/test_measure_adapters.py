@@ -19,10 +19,14 @@ SHAPE = {
 }
 
 
-def test_every_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (shape := tmp_path / "config.json").write_text(json.dumps(SHAPE))
+MIXTURE = {**SHAPE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("more", [(), ("--experts",)])
+def test_every_case(capsys: pytest.CaptureFixture[str], tmp_path: Path, more: tuple[str, ...]) -> None:
+    (shape := tmp_path / "config.json").write_text(json.dumps(MIXTURE if more else SHAPE))
     options = ["--rank", "4", "--slots", "2", "--streams", "3", "--prompt", "40", "--new", "6"]
-    measure_adapters.main(["--shape", str(shape), "--device", "cpu", *options])
+    measure_adapters.main(["--shape", str(shape), "--device", "cpu", *options, *more])
     head, *cases = map(json.loads, capsys.readouterr().out.splitlines())
     assert head["rank"] == 4
     assert [case["case"] for case in cases] == ["one sequence", "3 streams", "prompt of 40", "adapter on the host"]

@@ -2,94 +2,35 @@
 
 from __future__ import annotations
 
-import re
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from adapter_files import write_adapter
+from expert_adapter_files import (
+    RANK,
+    Factors,
+    as_modules,
+    as_parameters,
+    matrices,
+    named,
+    parameters,
+    random_factors,
+    saved,
+)
 from model_kit import run
-from tiny_models import MIXTURES, RENAMED, Golden, RandomWeights, goldens, random_tokens
+from tiny_models import MIXTURES, RENAMED, Golden, goldens, random_tokens
 
 import bminf_lite
 from bminf_lite.adapters import adaptable_matrices
 from bminf_lite.checkpoint.adapter_folder import AdapterFolder, read_adapter
 from bminf_lite.checkpoint.opened_model import open_model
+from bminf_lite.cuda.runtime.driver import device_count
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import CheckpointError, UsageError
-from bminf_lite.models.spec import FusedExperts
 
 CASES = [next(goldens(family)) for family in MIXTURES if family not in RENAMED]
-RANK, TOKENS = 3, random_tokens(7, 20, 97)
-
-
-def named(family: str) -> Golden:
-    return next(goldens(family))
-
-
-def saved(golden: Golden, folder: Path) -> dict[str, np.ndarray]:
-    """The golden's tensors, which are saved in ``folder``."""
-    tensors = RandomWeights(golden.config, golden.seed).tensors
-    golden.save(folder, tensors)
-    return tensors
-
-
-def parameters(golden: Golden) -> dict[str, FusedExperts]:
-    """The parameters that hold the matrices of all experts in transformers, by their names here."""
-    ends = ("_blocks", "_bias")
-    return {name: fused for name, fused in golden.spec.fused.items() if not name.endswith(ends)}
-
-
-def matrices(golden: Golden) -> list[str]:
-    return [name for fused in parameters(golden).values() for name in chain(*fused.experts)]
-
-
-Factors = dict[str, tuple[np.ndarray, np.ndarray]]
-
-
-def random_factors(golden: Golden, seed: int = 0, names: list[str] | None = None) -> Factors:
-    """Factors of matrices of experts: those of an expert that are one parameter share the first factor."""
-    rng, spec, found = np.random.default_rng(seed), golden.spec, {}
-    for fused in parameters(golden).values():
-        for expert in fused.experts:
-            a = None
-            for name in expert:
-                out, features = spec.parameters[name].shape
-                a = rng.standard_normal((RANK, features), np.float32) / np.sqrt(features) if a is None else a
-                found[name] = a.astype(np.float32), rng.standard_normal((out, RANK), np.float32) / 2
-    return found if names is None else {name: found[name] for name in names}
-
-
-def as_modules(factors: Factors, folder: Path, **config: Any) -> Path:
-    """An adapter's folder, as PEFT saves modules."""
-    tensors = {}
-    for name, (a, b) in factors.items():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-    return write_adapter(folder, tensors, **{"r": RANK, "lora_alpha": 6, **config})
-
-
-def as_parameters(golden: Golden, factors: Factors, folder: Path, turned: bool = False, **config: Any) -> Path:
-    """The same, as PEFT saves ``target_parameters``: one wrapper of a module inside of another."""
-    tensors, wrapped = {}, {}
-    for name, fused in parameters(golden).items():
-        stacked = []
-        for expert in fused.experts:
-            rows = [factors[matrix][1] for matrix in expert]
-            b = np.stack(rows, axis=1).reshape(-1, RANK) if fused.interleaved else np.concatenate(rows)
-            a = factors[expert[0]][0]
-            stacked.append((b.T, a.T) if turned and not fused.transposed else (a, b))
-        module = "base_model.model." + re.sub(r"\.block_sparse_moe\.", ".mlp.", name.rpartition(".")[0])
-        depth = wrapped[module] = wrapped.get(module, 0) + 1
-        wrapper = module + ".base_layer" * (2 - depth)
-        tensors[f"{wrapper}.lora_A.weight"] = np.ascontiguousarray(np.concatenate([a for a, _ in stacked]))
-        b = np.stack([b for _, b in stacked], axis=2)  # [out, rank, experts]
-        tensors[f"{wrapper}.lora_B.weight"] = np.ascontiguousarray(b.reshape(len(b), -1))
-    options = {"r": RANK, "lora_alpha": 6, "target_modules": [], "target_parameters": ["gate_up_proj"]}
-    return write_adapter(folder, tensors, **{**options, "peft_version": "0.18.1" if turned else "0.21.2", **config})
+TOKENS = random_tokens(7, 20, 97)
 
 
 def merged(golden: Golden, tensors: dict[str, np.ndarray], factors: Factors, folder: Path) -> Path:
@@ -282,10 +223,13 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("family", "recipe"), [("qwen3_moe", "w8a8-rotate-all"), ("gpt_oss", "w8a8"), ("deepseek_v3", None)]
+    ("family", "recipe", "gpus"),
+    [("qwen3_moe", "w8a8-rotate-all", 1), ("gpt_oss", "w8a8", 1), ("deepseek_v3", None, 1), ("mixtral", "w8a8", 2)],
 )
-def test_on_a_gpu_in_any_company(family: str, recipe: str | None, tmp_path: Path) -> None:
+def test_on_a_gpu_in_any_company(family: str, recipe: str | None, gpus: int, tmp_path: Path) -> None:
     """Captured and not, with more adapters than slots: about the logits of a CPU, and the same bits."""
+    if device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
     golden = named(family)
     saved(golden, folder := tmp_path / "source")
     if recipe is not None:
@@ -296,11 +240,11 @@ def test_on_a_gpu_in_any_company(family: str, recipe: str | None, tmp_path: Path
         "some": as_modules(random_factors(golden, 2, matrices(golden)[::3]), tmp_path / "some"),
         "zeros": as_modules(zeros, tmp_path / "zeros"),
     }
-    with bminf_lite.load(folder, device="cpu", adapters=folders) as model:
+    with bminf_lite.load(folder, device="cpu", gpus=gpus, adapters=folders) as model:
         expected = {name: model.logits(TOKENS, adapter=name) for name in (None, *folders)}
     names = ["all", None, "some", "zeros", "all", None, "some"]
     options = {"memory_limit": "512MiB", "max_batch": 8, "adapters": folders, "max_adapters": 2, "prefix_cache": False}
-    with bminf_lite.load(folder, device="cuda", **options) as model:
+    with bminf_lite.load(folder, device="cuda", gpus=gpus, **options) as model:
         model.warm_up()
         found = {name: model.logits(TOKENS, adapter=name) for name in (None, *folders)}
         alone = served(model, names, alone=True)

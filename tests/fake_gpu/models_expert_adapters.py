@@ -53,7 +53,8 @@ class PairSide:
 def shrink_pairs(call: Call) -> None:
     pairs, k = call.launch.grid[0], call.k
     side = PairSide(call, pairs)
-    call.require(call.launch.block == EXPERT_FLOAT_THREADS, "threads")
+    covered = call.launch.grid[1] * EXPERT_FLOAT_THREADS // 32 >= call.sections * call.rank_pitch
+    call.require(covered and call.launch.block == EXPERT_FLOAT_THREADS, "threads or blocks")
     experts = call.vector("topk_ids", pairs, np.int32)[side.order]
     rows = np.arange(pairs) if call.number("BY_PAIR") else side.tokens
     x = call.rows("x", int(rows.max()) + 1, call.x_pitch, k, HALF)[rows].astype(F32)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import outliers
 import pytest
+from expert_adapter_files import as_modules, named, random_factors
 from parity_kit import relative_error as error
-from tiny_models import EVERY, MIXTURES, RENAMED, Golden, goldens, random_tokens
+from tiny_models import EVERY, MIXTURES, RENAMED, SCALED_INPUTS, Golden, goldens, random_tokens
 from tolerances import assert_close
 
 import bminf_lite
@@ -223,7 +224,10 @@ def test_adapters_of_experts(golden: Golden, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("golden", FUSED, ids=str)
 def test_adapters_of_experts_migrated(golden: Golden, tmp_path: Path) -> None:
-    """As far from PEFT on the float model as int8 is from that model without the adapter."""
+    """As far from PEFT on the float model as int8 is from that model without the adapter.
+
+    The measured ratios are up to 1.5; of Llama 4, of whose experts a token has one, up to 3.0.
+    """
     hf, model = adapted_experts(golden, tmp_path, lora_alpha=12, alpha_pattern={})
     tokens = random_tokens(7, 64, hf.config.vocab_size)
     theirs = logits_of(model, tokens)
@@ -234,9 +238,27 @@ def test_adapters_of_experts_migrated(golden: Golden, tmp_path: Path) -> None:
         with bminf_lite.load(tmp_path / recipe, device="cpu", adapters={"a": tmp_path / "adapter"}) as mine:
             ours, plain = mine.logits(tokens, adapter="a"), mine.logits(tokens)
         loss, found, change = row_error(plain, base), row_error(ours, theirs), row_error(theirs, base)
-        print(golden, recipe, f"loss {loss:.4f}, with the adapter {found:.4f}, the adapter changes {change:.4f}")
         assert change > 4 * loss, "the adapter changes little"
-        assert found < 3 * loss
+        assert found < (4 if golden.config["model_type"] in SCALED_INPUTS else 2) * loss
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "minimax_m2"])
+def test_adapters_of_experts_that_are_modules(family: str, tmp_path: Path) -> None:
+    """As trained with transformers 4. PEFT makes one parameter's factors of them, of rank 2 r for gate and up."""
+    golden = named(family)
+    hf = make_goldens.build(golden.config, golden.seed)
+    hf.save_pretrained(tmp_path / "base")
+    factors = random_factors(golden)
+    modules = sorted({name.split(".")[-2] for name in factors})
+    config = {"target_modules": modules, "task_type": "CAUSAL_LM", "inference_mode": True}
+    as_modules(factors, tmp_path / "adapter", **config)
+    model = peft.PeftModel.from_pretrained(hf, str(tmp_path / "adapter")).eval()
+    tokens = random_tokens(7, 20, hf.config.vocab_size)
+    theirs = logits_of(model, tokens)
+    with bminf_lite.load(tmp_path / "base", device="cpu", adapters={"a": tmp_path / "adapter"}) as mine:
+        ours, plain = mine.logits(tokens, adapter="a"), mine.logits(tokens)
+    assert error(plain, theirs) > 0.1, "the adapter changes little"
+    assert np.median(np.abs(ours - theirs).max(axis=1)) < 1e-5 * np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("golden", FUSED, ids=str)

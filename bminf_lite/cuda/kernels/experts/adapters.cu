@@ -56,52 +56,51 @@ struct PairAdapters {
 };
 
 // x: fp16 [.., x_pitch], of which a pair has the row of its token, or with BY_PAIR its own; factors: fp32 [pairs], by
-// the pairs' own numbers, or null; each element of x is multiplied by that of its pair, and rounded. A block has one
-// sorted pair, and a warp of it every WARPS-th sum. A lane adds the elements of its vectors by fma, vector v of 8
-// elements belongs to lane v % 32, and the lanes are added in a tree, those 16 apart first.
+// the pairs' own numbers, or null; each element of x is multiplied by that of its pair, and rounded. The grid is
+// (sorted pairs, blocks of WARPS sums), and a warp computes one sum. A lane adds the elements of its vectors by fma,
+// vector v of 8 elements belongs to lane v % 32, and the lanes are added in a tree, those 16 apart first.
 template <bool BY_PAIR>
 __global__ void __launch_bounds__(FLOAT_THREADS) shrink_pairs(
     const PairAdapters side, const int* topk_ids, const __half* x, long long x_pitch, const float* factors, int k) {
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const int row = blockIdx.x, slot = side.slot(row), rank = side.rank(slot);
-    if (rank == 0) return;
-    const int pair = __ldcg(side.order + row), expert = __ldcg(topk_ids + pair), lane = threadIdx.x % WARP;
+    const int row = blockIdx.x, at = blockIdx.y * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int slot = side.slot(row), rank = side.rank(slot);
+    if (at >= side.sections * rank) return;
+    const int pair = __ldcg(side.order + row), expert = __ldcg(topk_ids + pair);
     const __half* const values = x + (BY_PAIR ? row : side.token(row)) * x_pitch;
+    const __half* const weights = side.down(slot, rank, expert) + static_cast<size_t>(at) * side.down_pitch;
     const float factor = factors ? __ldcg(factors + pair) : 1.0f;
-    const float* const scales = side.scales(slot, rank, expert);
-    const __half* const down = side.down(slot, rank, expert);
-#pragma unroll 1
-    for (int at = threadIdx.x / WARP; at < side.sections * rank; at += WARPS) {
-        float sum = 0;
-#pragma unroll 1
-        for (int column = lane * 8; column < k; column += WARP * 8) {
-            float a[8], b[8];
-            load_elements(values, column, k, a);
-            const uint4 raw = ld_global_v4(down + static_cast<size_t>(at) * side.down_pitch + column);
-            load8(reinterpret_cast<const __half*>(&raw), b);
+    float sum = 0;
+#pragma unroll 2
+    for (int column = lane * 8; column < k; column += WARP * 8) {
+        float a[8], b[8];
+        load_elements(values, column, k, a);
+        const uint4 raw = ld_global_v4(weights + column);
+        load8(reinterpret_cast<const __half*>(&raw), b);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum = fmaf(factors ? rounded(__fmul_rn(a[i], factor)) : a[i], b[i], sum);
-        }
-#pragma unroll
-        for (int d = WARP / 2; d; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, d));
-        if (lane == 0) side.inputs_of(row, at / rank)[at % rank] = __float2half_rn(__fmul_rn(scales[at], sum));
+        for (int i = 0; i < 8; ++i) sum = fmaf(factors ? rounded(__fmul_rn(a[i], factor)) : a[i], b[i], sum);
     }
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, d));
+    if (lane == 0)
+        side.inputs_of(row, at / rank)[at % rank] =
+            __float2half_rn(__fmul_rn(side.scales(slot, rank, expert)[at], sum));
 }
 
-// The sum of a product of codes, or of elements, of one lane.
+// What a lane adds of a product of codes, or of elements; of its vectors of the weight and of rows of x.
 template <class X, class W>
 struct PairSum {
-    static constexpr int COUNT = WeightVector<W>::COUNT;
+    using Vector = WeightVector<W>;
+    static constexpr int COUNT = Vector::COUNT;
     float sum = 0;
 
-    __device__ __forceinline__ void add(const W* weight, const X* row, int column, int k) {
-        WeightVector<W> w;
-        w.load(weight + column);
-        float values[COUNT];
-        load_elements(row, column, k, values);
-        sum = dot(w, values, sum);
-    }
+    // The elements of a row, which several matrices multiply.
+    struct Row {
+        float x[COUNT];
+        __device__ __forceinline__ void load(const X* row, int column, int k) { load_elements(row, column, k, x); }
+    };
+    __device__ __forceinline__ void add(const Vector& weight, const Row& row) { sum = dot(weight, row.x, sum); }
     __device__ __forceinline__ float total() const {
         float all = sum;
 #pragma unroll
@@ -115,12 +114,19 @@ struct PairSum<int8, int8> {
     static constexpr int COUNT = 16;
     int sum = 0;
 
-    __device__ __forceinline__ void add(const int8* weight, const int8* row, int column, int) {
-        const uint4 w = ld_global_v4(weight + column), x = ld_global_cg_v4(row + column);
-        sum = __dp4a(static_cast<int>(w.x), static_cast<int>(x.x), sum);
-        sum = __dp4a(static_cast<int>(w.y), static_cast<int>(x.y), sum);
-        sum = __dp4a(static_cast<int>(w.z), static_cast<int>(x.z), sum);
-        sum = __dp4a(static_cast<int>(w.w), static_cast<int>(x.w), sum);
+    struct Vector {
+        uint4 w;
+        __device__ __forceinline__ void load(const int8* p) { w = ld_global_v4(p); }
+    };
+    struct Row {
+        uint4 x;
+        __device__ __forceinline__ void load(const int8* row, int column, int) { x = ld_global_cg_v4(row + column); }
+    };
+    __device__ __forceinline__ void add(const Vector& weight, const Row& row) {
+        sum = __dp4a(static_cast<int>(weight.w.x), static_cast<int>(row.x.x), sum);
+        sum = __dp4a(static_cast<int>(weight.w.y), static_cast<int>(row.x.y), sum);
+        sum = __dp4a(static_cast<int>(weight.w.z), static_cast<int>(row.x.z), sum);
+        sum = __dp4a(static_cast<int>(weight.w.w), static_cast<int>(row.x.w), sum);
     }
     __device__ __forceinline__ float total() const {
         int all = sum;
@@ -150,7 +156,7 @@ __device__ __forceinline__ float side_product(const __half* inputs, const __half
 // for each token. k: columns of x, of codes a multiple of 16. A warp computes one output of up to ROWS rows of an
 // expert, lane r that of row r, and skips rows without an adapter. Blocks are persistent.
 template <class X, class W, bool BY_PAIR, int EPILOGUE, int F>
-__global__ void __launch_bounds__(FLOAT_THREADS) expand_pairs(
+__global__ void __launch_bounds__(FLOAT_THREADS, 2) expand_pairs(
     const PairAdapters side, const X* x, long long x_pitch, const float* x_scale, const int* offsets,
     const W* __restrict__ weight, const int* slots, const float* __restrict__ w_scale, const float* __restrict__ bias,
     __half* out, long long out_pitch, int experts, int n, int k, int pitch, float limit, float alpha) {
@@ -178,22 +184,35 @@ __global__ void __launch_bounds__(FLOAT_THREADS) expand_pairs(
             channels[m] = static_cast<size_t>(tile.expert) * n + channel;
             rows_of_weight[m] = weight + (place * n + channel) * pitch;
         }
-        float y[MATRICES] = {};  // of the lane's row
-#pragma unroll 1
-        for (int r = 0; r < tile.rows; ++r) {
-            if (!(adapted >> r & 1)) continue;
-            const X* const row = x + (BY_PAIR ? tile.row + r : side.token(tile.row + r)) * x_pitch;
-            PairSum<X, W> sums[MATRICES];
-#pragma unroll 1
-            for (int column = lane * COUNT; column < k; column += WARP * COUNT)
+        int rows[ROWS];
 #pragma unroll
-                for (int m = 0; m < MATRICES; ++m) sums[m].add(rows_of_weight[m], row, column, k);
+        for (int r = 0; r < ROWS; ++r) {
+            const int row = tile.row + min(r, tile.rows - 1);
+            rows[r] = BY_PAIR ? row : side.token(row);
+        }
+        PairSum<X, W> sums[MATRICES][ROWS];
+#pragma unroll 1
+        for (int column = lane * COUNT; column < k; column += WARP * COUNT) {
+            typename PairSum<X, W>::Vector w[MATRICES];
 #pragma unroll
-            for (int m = 0; m < MATRICES; ++m) {
-                const float total = sums[m].total();
-                if (lane == r) y[m] = total;
+            for (int m = 0; m < MATRICES; ++m) w[m].load(rows_of_weight[m] + column);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                if (!(adapted >> r & 1)) continue;
+                typename PairSum<X, W>::Row values;
+                values.load(x + rows[r] * x_pitch, column, k);
+#pragma unroll
+                for (int m = 0; m < MATRICES; ++m) sums[m][r].add(w[m], values);
             }
         }
+        float y[MATRICES] = {};  // of the lane's row
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const float total = sums[m][r].total();
+                if (lane == r) y[m] = total;
+            }
         if (!(adapted >> lane & 1)) continue;
         const __half* const up = side.up(own_slot, rank, tile.expert);
 #pragma unroll

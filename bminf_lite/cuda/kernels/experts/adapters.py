@@ -122,7 +122,8 @@ class PairAdapterKernels:
         ``factors`` fp32 ``[T, top_k]``, if there are any.
         """
         self._launcher.launch(
-            step, self.source, f"shrink_pairs<{BOOLEANS[by_pair]}>", len(side.inputs), EXPERT_FLOAT_THREADS,
+            step, self.source, f"shrink_pairs<{BOOLEANS[by_pair]}>",
+            (len(side.inputs), ceil_div(side.of.columns, WARPS)), EXPERT_FLOAT_THREADS,
             (
                 *side.arguments, side.topk_ids.data.ptr, x.data.ptr, pitch_of(x), address(factors), side.of.features,
             ),
