@@ -104,6 +104,8 @@ class PreparedConversation:
 
 async def prepare(server: ServerState, conversation: Conversation, client: str) -> PreparedConversation:
     """Render and tokenize a conversation of ``client``, and make the answer's grammar. Raises ``ApiError`` 400."""
+    if not server.client.info.generates:
+        raise bad_request("this model makes vectors of texts, and generates none: ask for embeddings or scores")
     tokenizer, tools = server.prompts.tokenizer, conversation.callable_tools
     form = server.prompts.tool_format if tools else None
     reasoning = find_reasoning_format(tokenizer.tool_chat_template if tools else tokenizer.chat_template)

@@ -57,7 +57,7 @@ def routes(server: ServerState) -> list[Route]:
 
     def model(name: str) -> dict[str, Any]:
         """An adapter names the model as its ``parent``, and its folder as ``root``."""
-        length, folder = server.client.info.context_length, server.client.adapters.get(name)
+        length, folder = server.client.info.max_model_len, server.client.adapters.get(name)
         return {
             "id": name,
             "object": "model",

@@ -141,6 +141,13 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True, tag="model"):
     generates: bool = True
     pooling: PoolingInfo | None = None
 
+    @property
+    def max_model_len(self) -> int:
+        """The tokens of a prompt and its completion at most, or those that a model without completions reads."""
+        if self.generates or self.pooling is None:
+            return self.context_length
+        return min(self.pooling.longest, self.pooling.max_length or self.pooling.longest)
+
 
 class ServedAdapter(msgspec.Struct, array_like=True, frozen=True):
     """An adapter's name, and the folder that it came from."""

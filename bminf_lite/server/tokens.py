@@ -42,7 +42,7 @@ def routes(server: ServerState) -> list[Route]:
             ids = await run_briefly(encode, len(given))
         except (UsageError, CheckpointError) as error:
             raise bad_request(f"{field}: {error}", field) from None
-        result = {"count": len(ids), "max_model_len": server.client.info.context_length, "tokens": ids}
+        result = {"count": len(ids), "max_model_len": server.client.info.max_model_len, "tokens": ids}
         if body.return_token_strs:
             result["token_strs"] = [tokenizer.id_to_piece(i) or "" for i in ids]
         return json_response(result)
@@ -67,7 +67,7 @@ def routes(server: ServerState) -> list[Route]:
             {
                 "tokenizer_class": type(tokenizer).__name__,
                 "vocab_size": len(tokenizer),
-                "model_max_length": server.client.info.context_length,
+                "model_max_length": server.client.info.max_model_len,
                 "bos_token": tokenizer.bos_token,
                 "eos_token": tokenizer.eos_token,
                 "chat_template": tokenizer.chat_template,

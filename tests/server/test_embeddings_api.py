@@ -111,10 +111,36 @@ def test_token_ids_dimensions_and_prompts(embedder: Served):
         ({"input": ["a"] * 2049}, "2,048 at most"),
         ({"input": TEXTS, "model": "yours"}, "is not served here"),
         ({"input": TEXTS, "encoding_format": "int8"}, "encoding_format"),
+        ({"input": TEXTS, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens: is not supported: truncate says"),
+        ({"input": TEXTS, "add_special_tokens": False}, "add_special_tokens: is not supported: give /v1/embeddings"),
+        ({"input": TEXTS, "embed_dtype": "float16"}, "embed_dtype: is not supported"),
     ],
 )
 def test_wrong_requests_name_the_field(embedder: Served, body: dict[str, Any], words: str):
     assert words in embedder.error("/v1/embeddings", body)
+
+
+def test_fields_that_change_nothing_are_taken(embedder: Served):
+    neutral = {"truncate_prompt_tokens": -1, "add_special_tokens": True, "endianness": "native", "user": "me"}
+    assert embedder.json("/v1/embeddings", {"input": TEXTS} | neutral) == embedder.json(
+        "/v1/embeddings", {"input": TEXTS}
+    )
+    for path, body in (
+        ("/v1/rerank", {"query": "a dog", "documents": TEXTS}),
+        ("/score", {"text_1": "a dog", "text_2": TEXTS}),
+        ("/classify", {"input": TEXTS}),
+    ):
+        assert "use_activation: is not supported" in embedder.error(path, body | {"use_activation": False})
+
+
+def test_the_length_of_an_embedder_is_what_it_reads_of_a_text(tmp_path: Path, embedder: Served):
+    assert embedder.json("/tokenize", {"prompt": "a dog"})["max_model_len"] == 24
+    folder = write_encoder(tmp_path / "model")
+    write_modules(folder, {"pooling_mode_mean_tokens": True})
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 9}')
+    served = Served(folder)
+    assert served.request("GET", "/v1/models").json()["data"][0]["max_model_len"] == 9
+    served.model.close()
 
 
 def test_each_text_leaves_out_its_own_prompt(tmp_path: Path):
@@ -151,6 +177,8 @@ def test_an_embedder_ranks_and_does_not_generate(embedder: Served):
     body = {"query": "a dog", "documents": ["a"] * 2049}
     assert "documents has 2,049 texts, but may have 2,048" in embedder.error("/v1/rerank", body)
     assert "makes vectors of texts" in embedder.error("/v1/completions", {"prompt": "a"})
+    messages = [{"role": "user", "content": "a"}]
+    assert "makes vectors of texts" in embedder.error("/v1/chat/completions", {"messages": messages})
     assert "classifies" in embedder.error("/classify", {"input": TEXTS})
     stats = embedder.model.stats()
     assert stats.texts > 0 and stats.waiting == 0

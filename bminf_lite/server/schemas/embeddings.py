@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from .base import Body, invalid, is_text, is_texts, is_whole_numbers, one_of
+from .unsupported import FieldsOfTexts
 
 MAX_INPUTS = 2048
 """Texts of a request, as in OpenAI's interface."""
@@ -30,7 +31,7 @@ Input = Annotated[
 Texts = Annotated[Any, one_of(is_text, is_texts, wanted="a text, or an array of texts")]
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(FieldsOfTexts):
     """OpenAI's, with the name of a prompt or a prompt, ``normalize`` and ``truncate`` besides."""
 
     model: str | None = None
@@ -55,7 +56,7 @@ class Document(Body):
     text: str
 
 
-class RerankBody(Body):
+class RerankBody(FieldsOfTexts):
     """Cohere's and Jina's, and an ``instruction`` for a model that generates."""
 
     model: str | None = None
@@ -72,7 +73,7 @@ class RerankBody(Body):
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
-class ScoreBody(Body):
+class ScoreBody(FieldsOfTexts):
     """vLLM's: one text with each of several, or pairs; and an ``instruction`` for a model that generates."""
 
     model: str | None = None
@@ -109,7 +110,7 @@ class ScoreBody(Body):
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
-class ClassifyBody(Body):
+class ClassifyBody(FieldsOfTexts):
     """vLLM's."""
 
     model: str | None = None

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's, vLLM's, SGLang's and llama.cpp's servers that would change an answer, and are not supported.
+"""Fields of other servers (OpenAI's, vLLM's, SGLang's, llama.cpp's, TEI's) that would change an answer here.
 
 Unknown fields are ignored, but a caller who gives one of these would get another answer than the one that it asks for.
 So a request with one is refused, and the message says what to use instead. A value that asks for nothing is accepted.
@@ -70,6 +70,28 @@ class UnsupportedFields(Body):
     mm_processor_kwargs: Annotated[Any, refused("is not supported: the model reads text only", {})] = None
     lora_path: Annotated[Any, refused("is not supported: name an adapter of the server as the model")] = None
     return_hidden_states: Annotated[Any, refused("is not supported: the server gives tokens and texts", False)] = None
+
+
+_TRUNCATION = "is not supported: truncate says whether a text that is too long is cut off, at its end, or is an error"
+_ACTIVATION = "is not supported: scores are those that the model's configuration asks for"
+
+
+class FieldsOfTexts(Body):
+    """Fields of vLLM's and TEI's requests for vectors and scores that would change them."""
+
+    truncate_prompt_tokens: Annotated[Any, refused(_TRUNCATION, -1)] = None
+    truncation_side: Annotated[Any, refused(_TRUNCATION, "right")] = None
+    truncation_direction: Annotated[Any, refused(_TRUNCATION, "right", "Right")] = None
+    add_special_tokens: Annotated[
+        Any, refused("is not supported: give /v1/embeddings token ids, which are taken as they are", True)
+    ] = None
+    use_activation: Annotated[Any, refused(_ACTIVATION, True)] = None
+    activation: Annotated[Any, refused(_ACTIVATION, True)] = None
+    softmax: Annotated[Any, refused(_ACTIVATION, True)] = None
+    raw_scores: Annotated[Any, refused(_ACTIVATION, False)] = None
+    embed_dtype: Annotated[Any, refused("is not supported: vectors are fp32", "float32")] = None
+    endianness: Annotated[Any, refused("is not supported: numbers are little-endian", "native", "little")] = None
+    late_chunking: Annotated[Any, refused("is not supported: each text has its own vector", False)] = None
 
 
 class FieldsOfChats(Body):
