@@ -101,10 +101,10 @@ def run_blocks(
     if is_file and Path(out).exists() and not Path(folder).exists():
         raise UsageError(f"{out}: the file exists; name a new one")
     output = Output(storage, folder, suffix)
-    done = output.begin(job.describe(plan))
-    blocks = [block for block in plan.blocks if block.name not in done]
-    began(plan.num_rows - sum(block.num_rows for block in blocks))
     with _alone_in(Path(folder)) if isinstance(storage, LocalStorage) else nullcontext():
+        done = output.begin(job.describe(plan))
+        blocks = [block for block in plan.blocks if block.name not in done]
+        began(plan.num_rows - sum(block.num_rows for block in blocks))
         try:
             counts = answer(output, blocks) if blocks else Counts()
             if is_file:
@@ -112,8 +112,8 @@ def run_blocks(
         except OSError as error:
             problem = f"{error.strerror or error}; what is finished is kept: the same command goes on"
             raise BminfError(f"{error.filename or folder}: cannot be written: {problem}") from error
-    if is_file:
-        remove(Path(folder))
+        if is_file:
+            remove(Path(folder))
     return counts
 
 
@@ -174,8 +174,15 @@ def remove(folder: Path) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder. Raises ``UsageError`` if another process of this machine does."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Hold a folder, which is made if it is missing.
+
+    Raises ``UsageError`` if another process of this machine holds it, and ``BminfError`` if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise BminfError(f"{folder}: cannot be used: {error.strerror or error}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

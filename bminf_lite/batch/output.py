@@ -72,15 +72,19 @@ class Output:
     def begin(self, description: Mapping[str, Any]) -> set[str]:
         """Begin a batch or go on with it; returns the names of the blocks that are complete.
 
-        Raises ``UsageError`` for a folder of another batch, or of anything else.
+        A batch that failed before its first row, such as one with a wrong model, gives way to another one on this
+        machine, where only one process writes. Raises ``UsageError`` for a folder of another batch, or of anything
+        else.
         """
         try:
             names = self._storage.names(self._folder)
-            if DESCRIPTION in names:
+            shown = {name for name in names if not name.startswith(".")}  # others are journals, and what a kill left
+            has_rows = any(name.endswith(_JOURNAL) for name in names) or shown > {DESCRIPTION}
+            if DESCRIPTION in names and (has_rows or not self._storage.can_append):
                 with self._storage.open(f"{self._folder}/{DESCRIPTION}") as file:
                     earlier = json.loads(file.read())
                 _require_equal(self._folder, earlier, json.loads(encode(description)))
-            elif names:
+            elif shown - {DESCRIPTION}:
                 raise UsageError(f"{self._folder}: the folder has other files; name a new one")
             else:
                 self._storage.commit(self._folder, DESCRIPTION, encode(description) + b"\n")

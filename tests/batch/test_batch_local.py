@@ -232,6 +232,18 @@ def test_another_input_or_other_options_do_not_go_on_with_a_batch(int8, rows, tm
         run(int8, rows, tmp_path / "out")
 
 
+def test_a_batch_that_failed_before_its_first_row_gives_way_to_another(int8, rows, tmp_path):
+    out = tmp_path / "out.jsonl"
+    for wrong in (tmp_path / "no-model", write_encoder(tmp_path / "encoder")):
+        with pytest.raises(BminfError):
+            run(wrong, rows, out)
+    (tmp_path / "out.jsonl.blocks" / ".0123456789abcdef.partial").write_bytes(b"{")  # of a kill
+    assert run(int8, rows, out, sampling={"temperature": 1.0}).rows == 50
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".0123456789abcdef.partial").write_bytes(b"{")
+    assert run(int8, rows, tmp_path / "new").rows == 50
+
+
 def test_one_process_at_a_time_writes_to_a_folder(int8, rows, tmp_path):
     def second(result: object) -> None:
         with pytest.raises(UsageError, match="another process"):

@@ -108,8 +108,16 @@ def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_something_else_is_not_used(tmp_path):
-    output(tmp_path / "batch")
+    other = Output(STORAGE, str(tmp_path / "batch"), ".jsonl")
+    journal = output(tmp_path / "batch").journal(BLOCK)
+    other.begin({"a": 2})  # nothing is finished yet
+    out = output(tmp_path / "batch")
+    journal.append(0, {})
     with pytest.raises(UsageError, match="that of another batch: a was 1, and is 2"):
-        Output(STORAGE, str(tmp_path / "batch"), ".jsonl").begin({"a": 2})
+        other.begin({"a": 2})
+    journal.close()
+    out.commit(BLOCK, b"{}\n")
+    with pytest.raises(UsageError, match="that of another batch: a was 1, and is 2"):
+        other.begin({"a": 2})
     with pytest.raises(UsageError, match="has other files"):
         output(tmp_path)
