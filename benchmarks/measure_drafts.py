@@ -204,7 +204,7 @@ def let_draft(model: Model, make: Callable[[Any], Drafter]) -> None:
 
     def replace_drafter() -> None:
         scheduler, runner = model._engine._ready()
-        scheduler.drafter = make(runner)
+        scheduler.drafts.drafter = make(runner)
 
     model.engine.call(replace_drafter)
 

@@ -8,14 +8,12 @@ priority it is one that was preempted least often, and of those the newest.
 
 A :class:`.Drafter` may guess tokens that follow a request's newest one. A step that computes no prompt checks them: it
 samples a token behind each. :meth:`Scheduler.postprocess` accepts those that equal the choices, and
-:meth:`Scheduler.commit` counts them as computed. :class:`.DraftControl` decides how many are worth their time.
+:meth:`Scheduler.commit` counts them as computed. :class:`.DraftPlanner` decides which drafts a step checks.
 
 The host may be ahead of the device: a request's newest token is pending until the step that chooses it is fetched, and
-the next step is planned without knowing it. How many tokens a step with drafts brings is not known either. If the
-device makes the drafts, the next step is planned all the same, with blocks for all of them, and the device finds the
-positions. Otherwise planning waits for that step's result, unless all its drafts are expected to be accepted. Blocks
-are taken before a step is launched, so no step runs out of them. A block that is given back may still be written by a
-launched step. This is harmless: the device runs steps in order, and a block's next holder writes it in a later step.
+the next step is planned without knowing it. Blocks are taken before a step is launched, so no step runs out of them. A
+block that is given back may still be written by a launched step. This is harmless: the device runs steps in order, and
+a block's next holder writes it in a later step.
 """
 
 from __future__ import annotations
@@ -23,18 +21,16 @@ from __future__ import annotations
 import time
 import warnings
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
-
-import numpy as np
 
 from ..backend.sampling import Choice, TokenScores, num_accepted
 from ..errors import BminfError, UsageError
 from .block_manager import BlockManager, Prefix, UnderWay
+from .budget import Budget, Growth
 from .config import EngineConfig
-from .draft_control import AHEAD_COST, STEP_COST, DraftControl
+from .draft_planner import DraftPlanner
 from .drafts import Drafter
 from .request import Request
 from .step import NO_TOKEN, ScheduledTokens, Step, StepResult
@@ -78,11 +74,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, blocks: BlockManager, rows: Rows, drafter: Drafter | None = None):
         self.config = config
-        self.drafter = drafter
-        self.control = DraftControl(adaptive=config.speculative.adaptive)
-        if drafter is not None:
-            step_cost = AHEAD_COST if drafter.guesses_on_device else STEP_COST
-            self.control = DraftControl(drafter.draft_cost, config.speculative.adaptive, step_cost)
+        self.drafts = DraftPlanner(config, blocks, drafter)
         self.blocks = blocks
         self.rows = rows
         self.waiting: list[Request] = []
@@ -131,7 +123,7 @@ class Scheduler:
         """Forget every request and the contents of the cache, after an error at any point of a step."""
         for request in self.running:
             request.row = request.lora_id = 0
-            self._forget_drafts(request)
+            self.drafts.forget(request)
         self.running, self.waiting = [], []
         self.rows.clear()
         self.blocks.clear()
@@ -146,16 +138,18 @@ class Scheduler:
         The caller must launch it.
         """
         self._enter_launched()
-        if any(r.num_unchecked_drafts for r in self.running) and not self._may_run_ahead():
+        if any(r.num_unchecked_drafts for r in self.running) and not self.drafts.may_run_ahead(
+            self.running, self.waiting
+        ):
             return None
         preemptions = self.num_preemptions
         plan: dict[Request, int] = {}
         prompts = []
-        may_draft = self._may_draft()
+        may_draft = self.drafts.may_draft(self.running)
         for request in list(self.running):
             count = request.num_uncomputed_tokens
             if count == 1 and request.row > 0:
-                if not (may_draft and self._waits_to_draft(request)):
+                if not (may_draft and self.drafts.must_wait(request, self.running)):
                     self._plan(request, 1, plan)
             elif count > 1:
                 prompts.append(request)
@@ -174,8 +168,8 @@ class Scheduler:
             self._admit(plan, budget, sources, copies)
         if not plan:
             return None
-        drafts = self._draft(plan) if may_draft else {}
-        self.control.on_step()
+        drafts = self.drafts.draft(plan, self.running) if may_draft else {}
+        self.drafts.control.on_step()
         if self.blocks.has_snapshots:
             self._take_snapshots(plan, copies)
         return self._step(plan, drafts, sources, copies)
@@ -213,164 +207,6 @@ class Scheduler:
         self._launched, self._encoded = list(plan), sources
         num_guesses = max(offsets) if NO_TOKEN in checked else 0
         return Step(decoding, positions, offsets, checked, num_guesses, ahead, singles, pieces, sources, copies)
-
-    # -- drafts -------------------------------------------------------------------------------------------------------
-
-    def _may_draft(self) -> bool:
-        """Whether the next step may check drafts, as far as that is known before it is planned."""
-        if self.drafter is None or not self.control.can_check:
-            return False
-        if not self.drafter.needs_newest_token:
-            return True
-        decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
-        return self.control.pays(self._wanted(decoding, len(decoding)), len(decoding))
-
-    @property
-    def _guesses_on_device(self) -> bool:
-        """Whether a step makes its drafts itself: no grammar has to know them."""
-        return (
-            self.drafter is not None
-            and self.drafter.guesses_on_device
-            and all(request.matcher is None for request in self.running)
-        )
-
-    def _may_run_ahead(self) -> bool:
-        """Whether a step is planned behind one whose accepted drafts are not known.
-
-        Not if a request could end in that step, if a prompt waits or is being computed, or if the model keeps
-        snapshots. Drafts that the host makes follow those that are being checked, so it must expect that all of these
-        are accepted.
-        """
-        return (
-            self.drafter is not None
-            and (
-                self._guesses_on_device
-                or (
-                    not self.drafter.needs_newest_token
-                    and all(self.control.expects_all(r, n) for r in self.running if (n := r.num_unchecked_drafts))
-                )
-            )
-            and all(request.matcher is None for request in self.running)
-            and not self.waiting
-            and not self.blocks.has_snapshots
-            and all(
-                r.num_uncomputed_tokens == 1 and r.num_tokens + r.num_unchecked_drafts < r.max_length
-                for r in self.running
-            )
-        )
-
-    def _wanted(self, requests: Iterable[Request], num_sequences: int) -> dict[Request, int]:
-        """The drafts that some of ``num_sequences`` requests of a step may have, without those that get none."""
-        found = {}
-        for request in requests:
-            left = request.max_length - request.num_tokens - request.num_unchecked_drafts
-            most = min(self.config.num_draft_tokens, left - 1)
-            if most > 0 and (count := self.control.num_drafts(request, most, num_sequences)) > 0:
-                found[request] = count
-        return found
-
-    def _draft(self, plan: dict[Request, int]) -> dict[Request, Sequence[int]]:
-        """Drafts for the requests of a planned step, with room in the cache; none for a step that computes prompts.
-
-        A step has at most ``max_num_draft_rows`` rows with them, and no request is preempted for one.
-        """
-        assert self.drafter is not None
-        if not self.control.may_pay(len(plan)) or any(count > 1 for count in plan.values()):
-            return {}
-        rows = min(self.config.max_num_draft_rows, self.config.max_num_batched_tokens) - len(plan)
-        counts = self._wanted(plan, len(plan))
-        for request in plan.keys() - counts.keys():
-            self.control.skip(request)
-        if self._guesses_on_device:
-            if not self.control.pays(counts, len(plan)):
-                return {}
-            return {r: (NO_TOKEN,) * count for r, count in self._with_room(counts, rows, is_known=False).items()}
-        self.drafter.prepare(self._with_room(counts, rows) if self.drafter.needs_newest_token else {})
-        found: dict[Request, Sequence[int]] = {}
-        for request, count in counts.items():
-            most = min(count, rows)
-            drafts = self._propose(request, most) if most > 0 else ()
-            if drafts:
-                found[request] = drafts
-                rows -= len(drafts)
-        if not self.control.pays({request: len(drafts) for request, drafts in found.items()}, len(plan)):
-            return {}
-        return {r: drafts for r, drafts in found.items() if self._has_room_for_drafts(r, len(drafts))}
-
-    def _with_room(self, counts: dict[Request, int], rows: int, is_known: bool = True) -> dict[Request, int]:
-        """The requests whose drafts have ``rows`` and blocks in the cache, which are taken; with their numbers.
-
-        With ``is_known``, the host has to know their newest tokens. All get as many guesses as the one that wants most,
-        so a request has none where the context ends before these.
-        """
-        found, longest = {}, self.config.context_length - max(counts.values(), default=0)
-        for request, count in counts.items():
-            most = min(count, rows)
-            waits = is_known and request.num_pending_tokens
-            fits = request.num_tokens + request.num_unchecked_drafts <= longest
-            if most > 0 and fits and not waits and self._has_room_for_drafts(request, most):
-                found[request] = most
-                rows -= most
-        return found
-
-    def _propose(self, request: Request, most: int) -> Sequence[int]:
-        """Up to ``most`` drafts behind the newest token of a request.
-
-        If the newest token is pending, the drafter's first guess stands for it and is not checked. Behind drafts that
-        are being checked, the first guesses stand for these and the token behind them.
-
-        Drafts behind an end-of-sequence token, and those that a grammar forbids, are left out. A grammar that has not
-        seen the newest token allows none.
-        """
-        assert self.drafter is not None
-        if request.matcher is not None and request.num_pending_tokens:
-            return ()
-        skipped = request.num_pending_tokens + request.num_unchecked_drafts
-        drafts = list(self.drafter.propose(request, skipped + most))[skipped:]
-        ends = (i for i, token in enumerate(drafts) if token in request.eos_ids)
-        drafts = drafts[: next(ends, len(drafts))]
-        if request.matcher is not None and drafts:
-            drafts = drafts[: request.matcher.num_allowed(drafts)]
-        return drafts
-
-    def _waits_to_draft(self, request: Request) -> bool:
-        """Whether a request waits for its pending token: a drafter needs it, or a grammar, to check drafts."""
-        assert self.drafter is not None
-        if not request.num_pending_tokens:
-            return False
-        if self.drafter.needs_newest_token:
-            return not self._guesses_on_device
-        if request.matcher is None:
-            return False
-        return len(self.drafter.propose(request, 2)) > 1
-
-    def _has_room_for_drafts(self, request: Request, count: int) -> bool:
-        """Take blocks for drafts, unless the running requests may need them next."""
-        assert request.blocks is not None
-        computed, unchecked = request.num_computed_tokens, request.num_unchecked_drafts
-        if not self.blocks.can_grow(len(self.running), unchecked + count):
-            return False
-        return self.blocks.extend(request.blocks, computed, computed + unchecked + 1 + count)
-
-    def commit(self, request: Request, num_drafts: int, num_accepted_tokens: int) -> None:
-        """Count the accepted drafts of a request as computed, and forget the others. The caller appends the tokens."""
-        request.num_unchecked_drafts -= num_drafts
-        request.draft_tokens = ()
-        if request.row > 0:  # it was not preempted, and has not ended
-            request.num_computed_tokens += num_accepted_tokens
-        if request.finish_reason is not None:
-            return
-        for position in range(num_accepted_tokens):
-            self.num_accepted_per_position[position] += 1
-        for counter in (self, request):
-            counter.num_drafts += 1
-            counter.num_draft_tokens += num_drafts
-            counter.num_accepted_tokens += num_accepted_tokens
-
-    def _forget_drafts(self, request: Request) -> None:
-        if self.drafter is not None:
-            self.drafter.forget(request)
-            self.control.forget(request)
 
     # -- blocks and admission -----------------------------------------------------------------------------------------
 
@@ -528,8 +364,8 @@ class Scheduler:
                 if request.finish_reason is None:
                     self._record(request, choice, row, tokens[row], logprobs[row])
         if checks:
-            self.control.on_check(checks, step.offsets.count(0) + len(step.others))
-            if text := self.control.take_warning():
+            self.drafts.control.on_check(checks, step.offsets.count(0) + len(step.others))
+            if text := self.drafts.control.take_warning():
                 warnings.warn(text, UserWarning, stacklevel=1)
         for part in step.others:
             request = part.request
@@ -558,6 +394,21 @@ class Scheduler:
         if not self.has_requests:
             self._launched = self._encoded = ()  # an idle engine keeps no request
         return updated
+
+    def commit(self, request: Request, num_drafts: int, num_accepted_tokens: int) -> None:
+        """Count the accepted drafts of a request as computed, and forget the others. The caller appends the tokens."""
+        request.num_unchecked_drafts -= num_drafts
+        request.draft_tokens = ()
+        if request.row > 0:  # it was not preempted, and has not ended
+            request.num_computed_tokens += num_accepted_tokens
+        if request.finish_reason is not None:
+            return
+        for position in range(num_accepted_tokens):
+            self.num_accepted_per_position[position] += 1
+        for counter in (self, request):
+            counter.num_drafts += 1
+            counter.num_draft_tokens += num_drafts
+            counter.num_accepted_tokens += num_accepted_tokens
 
     def _record(self, request: Request, choice: Choice, row: int, token: int, logprob: float) -> None:
         """Give a request the token that a step chose in ``row``; it may end the request."""
@@ -607,7 +458,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Remove a request from the state in which it is."""
         self._with_deadline.pop(request, None)
-        self._forget_drafts(request)
+        self.drafts.forget(request)
         if request.row > 0:
             self._stop_running(request)
             return
@@ -624,68 +475,6 @@ class Scheduler:
         self.blocks.release(request.blocks)
         self.running.remove(request)
         self.rows.remove(request)
-
-
-@dataclass
-class Budget:
-    """What is left of a step: tokens, and prompt tokens whose log-probabilities are wanted."""
-
-    tokens: int
-    logit_rows: int
-
-    def piece(self, request: Request) -> int:
-        """The most tokens that a request may have in the step."""
-        if request.whole_prompt:
-            return request.num_uncomputed_tokens
-        limit = min(self.tokens, self.logit_rows) if request.prompt_logprobs else self.tokens
-        if request.blocks and request.num_computed_tokens < request.blocks.branch:
-            limit = min(limit, request.blocks.branch - request.num_computed_tokens)
-        return min(request.num_uncomputed_tokens, limit)
-
-    def spend(self, request: Request, count: int) -> None:
-        """Subtract the tokens that a request has."""
-        self.tokens -= count
-        if request.prompt_logprobs:
-            self.logit_rows -= count
-
-
-class Growth:
-    """The most additional blocks that requests of known length will hold at once until the last of them has ended."""
-
-    def __init__(self, block_size: int, requests: Sequence[Request]):
-        self._block_size = block_size
-        counted = [r for r in requests if not r.may_end_early]
-        remaining = np.array([r.max_length - r.num_tokens for r in counted], np.int64)
-        order = remaining.argsort()[::-1]
-        self._remaining = remaining[order]  # tokens to come, the most first
-        self._held = np.array([r.num_tokens for r in counted], np.int64)[order]  # tokens now; freed when a request ends
-
-    def add(self, request: Request) -> None:
-        """Count a request."""
-        if not request.may_end_early:
-            remaining = request.max_length - request.num_tokens
-            place = len(self._remaining) - int(np.searchsorted(self._remaining[::-1], remaining))
-            self._remaining = _inserted(self._remaining, place, remaining)
-            self._held = _inserted(self._held, place, request.num_tokens)
-
-    def blocks(self) -> int:
-        """The number of blocks.
-
-        It is largest just before some request ends: those with more tokens to come have grown by as many tokens as
-        that one, and those with fewer have given their blocks back.
-        """
-        held = self._held
-        if not len(held):
-            return 0
-        grown = self._remaining * np.arange(1, len(held) + 1)
-        gone = held.sum() - held.cumsum()
-        partly_filled = len(held) > 1
-        return max(int((grown - gone).max()) // self._block_size + partly_filled, 0)
-
-
-def _inserted(values: np.ndarray, place: int, value: int) -> np.ndarray:
-    """``np.insert`` for one integer, in a quarter of its time."""
-    return np.concatenate((values[:place], [value], values[place:]))
 
 
 def _scores(result: StepResult) -> Iterator[tuple[int, tuple[float, int, float]]]:

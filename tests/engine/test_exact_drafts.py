@@ -164,7 +164,7 @@ def let_draft(model: Model, drafter: Drafter) -> None:
 
     def replace_drafter() -> None:
         scheduler, _ = model._engine._ready()
-        scheduler.drafter = drafter
+        scheduler.drafts.drafter = drafter
 
     model._engine.call(replace_drafter)
 
