@@ -106,7 +106,8 @@ class AdapterOptions:
                 f"adapter {name!r} ({folder.path}) has a copy of {', '.join(missing)}, for which there is no room: "
                 "load the model with this adapter, or another that has such a copy"
             )
-        changed = sorted(name for layer in self.layers for name in layer & folder.parts.keys() - self.experts)
+        others = folder.parts.keys() - self.experts
+        changed = sorted(name for layer in self.layers for name in layer & others)
         if changed:
             raise UsageError(
                 f"adapter {name!r} ({folder.path}) changes experts ({changed[0]!r} is the first of {len(changed)} "

@@ -43,6 +43,7 @@ CASES = {
         "backend/test_adapter_slots.py",
         "engine/test_adapted_requests.py::test_on_a_gpu_in_any_company",
         "models/test_expert_adapters.py",
+        "cuda/test_expert_adapter_kernels.py",
         "checkpoint/test_adapters_of_experts.py::test_on_a_gpu_in_any_company",
         "backend/test_latent_attention.py::test_segments_are_merged_in_one_order",
         "backend/test_delta_net.py::test_sequences_of_one_step",
