@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..errors import BminfError, UsageError
 from ..files import expand
@@ -58,9 +59,23 @@ model_argument = click.argument("model", metavar="MODEL", type=PATH)
 text_argument = click.argument("text", metavar="FILE", type=PATH)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
+
+def completes(
+    *values: str, or_file: bool = False
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """What a shell's tab key offers for an option: the values that begin as typed, or files if none does."""
+
+    def complete(context: click.Context, param: click.Parameter, typed: str) -> list[CompletionItem]:
+        found = [CompletionItem(value) for value in values if value.startswith(typed)]
+        return found or ([CompletionItem(typed, type="file")] if or_file else [])
+
+    return complete
+
+
 device_option = click.option(
     "--device",
     default="auto",
+    shell_complete=completes("auto", "cpu", "cuda"),
     show_default=True,
     metavar="auto|cpu|cuda|cuda:N",
     help="Where to compute: auto takes a GPU if one can be used, otherwise the CPU.",

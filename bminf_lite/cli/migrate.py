@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from ._options import OUTPUT, PATH, device_option, progress_callback, size_text
+from ._options import OUTPUT, PATH, completes, device_option, progress_callback, size_text
 from ._progress import Stages, shown
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     "--recipe",
     show_default="w8a8-rotate-all, or w8a8 with --portable",
     metavar="w8a8|w8a16|w8a8-rotate|w8a8-rotate-all|w8a8-smooth|auto|FILE",
+    shell_complete=completes("w8a8", "w8a16", "w8a8-rotate", "w8a8-rotate-all", "w8a8-smooth", "auto", or_file=True),
     help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 after rotations that spread "
     "outliers, of which that of down projections' input must be supported by other readers "
     "(w8a8-rotate); w8a8 after rotations of every product's input (w8a8-rotate-all); w8a8 with outliers "

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 from bminf_lite import __version__, api
+from bminf_lite.checkpoint.recipe import built_in_recipes
 from bminf_lite.cli import main
 from bminf_lite.errors import CheckpointError, DeviceError, OutOfMemory, UsageError
 
@@ -32,6 +33,22 @@ def test_help_has_an_example(command: list[str]) -> None:
 def test_version() -> None:
     result = CliRunner().invoke(main, ["--version"])
     assert result.exit_code == 0 and __version__ in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("bminf-lite gen", ["plain,generate"]),
+        ("bminf-lite generate m --device cu", ["plain,cuda"]),
+        ("bminf-lite migrate m out --recipe ", [f"plain,{name}" for name in built_in_recipes()]),
+        ("bminf-lite migrate m out --recipe mine", ["file,mine"]),
+    ],
+)
+def test_the_tab_key_completes_commands_and_values(typed: str, offered: list[str]) -> None:
+    words = typed.split(" ")
+    environment = {"COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1), "_BMINF_LITE_COMPLETE": "bash_complete"}
+    result = CliRunner().invoke(main, [], env=environment)
+    assert sorted(line for line in result.stdout.splitlines() if line) == sorted(offered)
 
 
 @pytest.mark.parametrize("arguments", [["no-such-command"], ["generate"], ["generate", "m", "x", "--no-such-option"]])
