@@ -308,6 +308,26 @@ def test_reasoning_that_the_prompt_opens(thinker: LiveServer):
     assert choice["message"]["reasoning_content"] == "Ask." and choice["finish_reason"] == "tool_calls"
 
 
+def test_an_effort_turns_reasoning_on_or_off(thinker: LiveServer):
+    """As in vLLM. What ``chat_template_kwargs`` say goes before."""
+    thinker.says("Two.")
+    off, on = (
+        thinker.json("/v1/chat/completions", {"messages": HI, "chat_template_kwargs": {"enable_thinking": value}})
+        for value in (False, True)
+    )
+    assert off["usage"]["prompt_tokens"] < on["usage"]["prompt_tokens"]
+    for fields, expected in (
+        ({"reasoning_effort": "none"}, off),
+        ({"reasoning_effort": "low"}, on),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, off),
+    ):
+        usage = thinker.json("/v1/chat/completions", {"messages": HI} | fields)["usage"]
+        assert usage["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+    for effort, expected in (("none", off), ("medium", on)):
+        usage = thinker.json("/v1/responses", {"input": "Hi", "reasoning": {"effort": effort}})["usage"]
+        assert usage["input_tokens"] == expected["usage"]["prompt_tokens"]
+
+
 # -- structure, with the bundled model --------------------------------------------------------------------------------
 
 LONG = {"messages": HI, "max_tokens": 500, "temperature": 0.7, "seed": 3}

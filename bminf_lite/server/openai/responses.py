@@ -20,6 +20,7 @@ from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream
 from ..generating import check_model, generation_request, sampling_params, told
 from ..request_record import RequestRecord
+from ..schemas.chat import effort_variables
 from ..schemas.responses import ResponsesBody
 from ..state import ServerState
 from ..work import Endpoint
@@ -38,15 +39,13 @@ async def _prepare(server: ServerState, body: ResponsesBody, record: RequestReco
     adapter = check_model(server, body.model)
     logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
     params = sampling_params(server, body, body.max_output_tokens, "max_output_tokens", logprobs)
-    effort = (
-        {} if body.reasoning is None or body.reasoning.effort is None else {"reasoning_effort": body.reasoning.effort}
-    )
+    effort = None if body.reasoning is None else body.reasoning.effort
     conversation = Conversation(
         body.messages,
         [tool.plain() for tool in body.functions],
         body.choice,
         body.structures,
-        {**effort, **(body.chat_template_kwargs or {})},
+        {**effort_variables(effort), **(body.chat_template_kwargs or {})},
         body.parallel_tool_calls is not False,
         split_special_tokens=body.split_special_tokens,
         field="input",

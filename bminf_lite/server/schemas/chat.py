@@ -112,6 +112,11 @@ def check_template_variables(variables: dict[str, Any] | None) -> None:
         raise invalid(f"chat_template_kwargs has {', '.join(sorted(reserved))}: {reason}")
 
 
+def effort_variables(effort: str | None) -> dict[str, object]:
+    """The variables of the chat template for an effort of reasoning, as in vLLM: ``none`` turns reasoning off."""
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
 class ChatBody(SamplingFields, StructureFields):
     """See https://platform.openai.com/docs/api-reference/chat/create.
 
@@ -119,7 +124,7 @@ class ChatBody(SamplingFields, StructureFields):
     ``continue_final_message`` continues the last message, and without ``add_generation_prompt`` (true by default) the
     prompt ends with it; ``add_special_tokens`` frames the template's text as a plain prompt. ``separate_reasoning``
     (true by default) takes reasoning out of the content, and without ``include_reasoning`` (true by default) the
-    response has none. ``reasoning_effort`` is a variable of the template.
+    response has none. ``reasoning_effort`` is read by :func:`effort_variables`.
     """
 
     model: str | None = None
@@ -167,9 +172,8 @@ class ChatBody(SamplingFields, StructureFields):
     @property
     def template_variables(self) -> dict[str, object]:
         """The variables of the chat template that the request sets."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         documents = {} if self.documents is None else {"documents": self.documents}
-        return {**effort, **documents, **(self.chat_template_kwargs or {})}
+        return {**effort_variables(self.reasoning_effort), **documents, **(self.chat_template_kwargs or {})}
 
     @property
     def choice(self) -> ToolChoice:

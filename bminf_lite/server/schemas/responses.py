@@ -158,7 +158,7 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """How much a model reasons: a variable of the chat template."""
+    """How much a model reasons, as :func:`.effort_variables` reads it."""
 
     effort: str | None = None
 
