@@ -27,7 +27,7 @@ import psutil
 import ray
 from ray import serve
 
-from bminf_lite.batch.plan import Block, plan_lines
+from bminf_lite.batch.plan import BatchBlock, plan_lines
 from bminf_lite.batch.runner import Counts
 from bminf_lite.batch.storage import LocalStorage
 from bminf_lite.ray.fleet import Fleet
@@ -46,7 +46,7 @@ class Idle:
         """As a real one."""
         return self._room
 
-    async def answer(self, block: Block) -> Counts:
+    async def answer(self, block: BatchBlock) -> Counts:
         """Wait."""
         await asyncio.sleep(self._seconds)
         return Counts(rows=block.num_rows)
@@ -93,7 +93,7 @@ def measure_plan(megabytes: int) -> None:
 def measure_fleet(num_blocks: int, replicas: int) -> None:
     """Hand out blocks to replicas that answer at once, and to some that have as many blocks as a thousand real ones."""
     actor = ray.remote(Idle).options(num_cpus=0.1)
-    blocks = [Block("in.jsonl", i * 256, 256, i, i + 1) for i in range(num_blocks)]
+    blocks = [BatchBlock("in.jsonl", i * 256, 256, i, i + 1) for i in range(num_blocks)]
     for room, pause in ((8, 0.0), (4000 // replicas, 5.0)):
         fleet = Fleet(partial(actor.remote, room, pause), lambda: replicas, lambda counts: None)
         started, cpu = time.perf_counter(), time.process_time()

@@ -30,7 +30,7 @@ from .engine.speculative import AUTO, SpeculativeConfig
 from .errors import UsageError, is_whole, require_bool
 from .grammar import Grammar, Structure, only_structure
 from .grammar.matcher import GrammarCompiler
-from .loading import LoadOptions, load_parts
+from .loading import LoadArguments, load_parts
 from .models import TextVectors
 from .pooling.pooler import Pooler, PoolingModel, checked_texts
 from .pooling.scores import Ranked, ranked
@@ -117,7 +117,7 @@ def load(
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
-    options = LoadOptions(
+    options = LoadArguments(
         device, memory_limit, max_batch, kv_cache, context, check, prefix_cache, max_queue, max_num_batched_tokens,
         speculative, adapters, max_adapters, max_adapter_rank, gpus, embeddings,
     )  # fmt: skip

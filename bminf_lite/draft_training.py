@@ -52,7 +52,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class DraftCounts:
     """What a head brought for one kind of text: ``accepted`` of ``drafted`` tokens in ``checks``."""
 
     kind: str
@@ -203,7 +203,7 @@ def _written(
 def measure_acceptance(
     path: Path, folder: Path, kinds: Sequence[Pieces], new_tokens: int, temperature: float, num_drafts: int,
     **options: Any,
-) -> list[Acceptance]:  # fmt: skip
+) -> list[DraftCounts]:  # fmt: skip
     """What the head in ``folder`` brings behind the pieces that are held out; ``options`` are those of :func:`load`."""
     drafts = {"method": EAGLE3, "model": folder, "num_speculative_tokens": num_drafts, "adaptive": False}
     found = []
@@ -214,7 +214,7 @@ def measure_acceptance(
                 pass
             after = model.stats()
             found.append(
-                Acceptance(
+                DraftCounts(
                     kind.kind,
                     after.drafts - before.drafts,
                     after.draft_tokens - before.draft_tokens,

@@ -49,7 +49,7 @@ TEXT_TOKENS, TEXT_PRODUCTS = 8192, 10**13
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadArguments:
     """The arguments of :func:`bminf_lite.load`, which says what they mean."""
 
     device: str = "auto"
@@ -114,7 +114,7 @@ class ModelParts(NamedTuple):
     pooling: PoolingModel | None
 
 
-def load_parts(path: str | Path, options: LoadOptions) -> ModelParts:
+def load_parts(path: str | Path, options: LoadArguments) -> ModelParts:
     """Open a checkpoint and load it; see :func:`bminf_lite.load`, whose caller a warning names."""
     options.require_valid()
     drafts_from = options.speculative_config()
@@ -142,7 +142,7 @@ class _Loading:
 
     def __init__(
         self,
-        options: LoadOptions,
+        options: LoadArguments,
         opened: OpenedModel,
         draft: OpenedModel | None,
         drafts_from: SpeculativeConfig | None,

@@ -41,7 +41,7 @@ from .memory.cache_memory import CacheGroup, cache_blocks
 from .memory.machine import HOST_RESERVE, available_memory, machine_of
 from .memory.planner import CAPTURED_TOKENS, CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size, parse_size
-from .memory.step_time import DecodeWork
+from .memory.step_time import StepWork
 from .models import ModelConfig
 from .models._decoder import Decoder
 from .models._eagle3 import Eagle3Config, Eagle3Head
@@ -457,7 +457,7 @@ def _decode_work(
     meta: MetaBackend,
     cache: Sequence[CacheGroup],
     shared: Sequence[CacheGroup],
-) -> DecodeWork:
+) -> StepWork:
     """What a decode step of the model that was built on ``meta`` reads and launches.
 
     Where a layer reads a source, its product of the source's keys and values is not launched, but attention to it is.
@@ -466,7 +466,7 @@ def _decode_work(
     source_bytes = sum(size * (2 if scheme_of(name) is Scheme.FLOAT else 1) for name, size in sizes.items())
     attentions = sum(group.num_layers for group in (*cache, *shared))
     sources = cache[-1].num_layers if config.is_encoder_decoder else 0
-    return DecodeWork(
+    return StepWork(
         matrix_bytes=sum(meta.layer_bytes[-1])
         + meta.non_layer_bytes
         - meta.table_bytes

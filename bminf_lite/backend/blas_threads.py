@@ -31,7 +31,7 @@ _SYMBOLS = (
 """The functions that set and get the number of threads, in OpenBLAS as NumPy builds it, and in MKL."""
 
 
-class Library(Protocol):
+class BlasLibrary(Protocol):
     """A BLAS library's number of threads."""
 
     def get(self) -> int: ...
@@ -48,7 +48,7 @@ class _Functions:
 class BlasThreads:
     """The numbers of threads of some BLAS libraries, by default those that this process has loaded."""
 
-    def __init__(self, libraries: list[Library] | None = None):
+    def __init__(self, libraries: list[BlasLibrary] | None = None):
         self._libraries = libraries
         self._lock = threading.Lock()
         self._wanted: list[int] = []
@@ -105,10 +105,10 @@ def threads_for(rows: int, inner: int, columns: int) -> int:
     return max(1, int(seconds / TIME_SLICE))
 
 
-def _find_libraries() -> list[Library]:
+def _find_libraries() -> list[BlasLibrary]:
     from threadpoolctl import ThreadpoolController
 
-    found: list[Library] = []
+    found: list[BlasLibrary] = []
     for controller in ThreadpoolController().select(user_api="blas").lib_controllers:
         functions = ((getattr(controller.dynlib, s, None), getattr(controller.dynlib, g, None)) for s, g in _SYMBOLS)
         found += [_Functions(setter, getter) for setter, getter in functions if setter and getter][:1]

@@ -85,7 +85,7 @@ def make_mixture(
     return Mixture(spec, matrix, before, behind, activation, correction_bias, None if biases is None else biases.router)
 
 
-class AdaptedProducts(Protocol):
+class AdapterOperations(Protocol):
     """The operations of a backend that give weights adapters."""
 
     adapter_slots: AdapterSlots | None
@@ -98,7 +98,7 @@ class AdaptedProducts(Protocol):
 
 
 def with_expert_banks(
-    ops: AdaptedProducts, base: Mixture, widths: Sequence[int], features: int
+    ops: AdapterOperations, base: Mixture, widths: Sequence[int], features: int
 ) -> tuple[Mixture, ExpertBank]:
     """What :meth:`Backend.with_expert_adapters` returns, of a bank for each weight of each expert."""
     slots = ops.adapter_slots

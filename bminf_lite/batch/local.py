@@ -16,8 +16,8 @@ from ..api import Model
 from ..errors import BminfError, UsageError
 from ..server.direct import DirectServer
 from .job import BatchJob, is_openai
-from .output import Output
-from .plan import BLOCK_ROWS, JSONL, Block, Plan, plan_lines, read_lines
+from .output import BatchOutput
+from .plan import BLOCK_ROWS, JSONL, BatchBlock, Plan, plan_lines, read_lines
 from .rows import Row, RowFormat, encode
 from .runner import ROWS_PER_SEQUENCE, BlockFormat, BlockRunner, Counts, run_all
 from .storage import LocalStorage, Storage
@@ -33,11 +33,11 @@ class LineBlocks:
     storage: Storage
     rows: RowFormat
 
-    def read(self, block: Block) -> list[Row]:
+    def read(self, block: BatchBlock) -> list[Row]:
         """See :meth:`.BlockFormat.read`."""
         return read_lines(self.storage, block)
 
-    def encode(self, block: Block, rows: Sequence[tuple[Row, Mapping[str, Any]]]) -> bytes:
+    def encode(self, block: BatchBlock, rows: Sequence[tuple[Row, Mapping[str, Any]]]) -> bytes:
         """See :meth:`.BlockFormat.encode`."""
         return b"".join(encode(self.rows.output(row, result)) + b"\n" for row, result in rows)
 
@@ -71,7 +71,7 @@ def run_local(
     """
     storage = LocalStorage()
 
-    def answer(output: Output, blocks: Sequence[Block]) -> Counts:
+    def answer(output: BatchOutput, blocks: Sequence[BatchBlock]) -> Counts:
         with job.open_model() as model:
             lines = LineBlocks(storage, job.rows(model))
             return asyncio.run(_run(job, model, output, lines, blocks, told))
@@ -84,7 +84,7 @@ def run_blocks(
     plan: Plan,
     storage: Storage,
     out: str,
-    answer: Callable[[Output, Sequence[Block]], Counts],
+    answer: Callable[[BatchOutput, Sequence[BatchBlock]], Counts],
     began: Callable[[int], None] = lambda rows: None,
     suffix: str = ".jsonl",
 ) -> Counts:
@@ -100,7 +100,7 @@ def run_blocks(
     folder = out + BLOCKS if is_file else out
     if is_file and Path(out).exists() and not Path(folder).exists():
         raise UsageError(f"{out}: the file exists; name a new one")
-    output = Output(storage, folder, suffix)
+    output = BatchOutput(storage, folder, suffix)
     with _alone_in(Path(folder)) if isinstance(storage, LocalStorage) else nullcontext():
         done = output.begin(job.describe(plan))
         blocks = [block for block in plan.blocks if block.name not in done]
@@ -120,9 +120,9 @@ def run_blocks(
 async def _run(
     job: BatchJob,
     model: Model,
-    output: Output,
+    output: BatchOutput,
     lines: BlockFormat,
-    blocks: Sequence[Block],
+    blocks: Sequence[BatchBlock],
     told: Callable[[Mapping[str, Any]], None],
 ) -> Counts:
     server = await DirectServer.start(model, job.settings(model))
@@ -136,7 +136,7 @@ def make_runner(
     job: BatchJob,
     model: Model,
     server: DirectServer,
-    output: Output,
+    output: BatchOutput,
     blocks: BlockFormat,
     told: Callable[[Mapping[str, Any]], None],
 ) -> BlockRunner:
@@ -145,7 +145,7 @@ def make_runner(
     return BlockRunner(server.answer, job.rows(model), blocks, output, limit, told)
 
 
-def join(output: Output, blocks: Sequence[Block], out: Path) -> None:
+def join(output: BatchOutput, blocks: Sequence[BatchBlock], out: Path) -> None:
     """Write the blocks' files behind each other into a file, which appears when it is complete. Raises ``OSError``."""
     partial = out.with_name(f".{out.name}.partial")
     try:

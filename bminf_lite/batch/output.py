@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from ..errors import BminfError, UsageError, listed
-from .plan import Block
+from .plan import BatchBlock
 from .rows import encode
 from .storage import Storage
 
@@ -61,7 +61,7 @@ def read_journal(content: bytes) -> dict[int, Any]:
     return rows
 
 
-class Output:
+class BatchOutput:
     """The folder of a batch's output. Files of blocks end with ``suffix``."""
 
     def __init__(self, storage: Storage, folder: str, suffix: str):
@@ -96,24 +96,24 @@ class Output:
                 path.unlink(missing_ok=True)
         return done
 
-    def file(self, block: Block) -> str:
+    def file(self, block: BatchBlock) -> str:
         """The path of a block's file."""
         return f"{self._folder}/{block.name}{self._suffix}"
 
-    def finished(self, block: Block) -> dict[int, Any]:
+    def finished(self, block: BatchBlock) -> dict[int, Any]:
         """The rows of an incomplete block that earlier runs have finished, by number."""
         rows: dict[int, Any] = {}
         for path in self._journals(block.name):
             rows = read_journal(path.read_bytes()) | rows
         return rows
 
-    def journal(self, block: Block) -> Journal | None:
+    def journal(self, block: BatchBlock) -> Journal | None:
         """A new journal for a block; None where the storage cannot append."""
         if not self._storage.can_append:
             return None
         return Journal(Path(self._folder) / f".{block.name}.{secrets.token_hex(8)}{_JOURNAL}")
 
-    def commit(self, block: Block, content: bytes) -> None:
+    def commit(self, block: BatchBlock, content: bytes) -> None:
         """Write a block's file, and remove its journals. Raises ``OSError``."""
         self._storage.commit(self._folder, f"{block.name}{self._suffix}", content)
         for path in self._journals(block.name):

@@ -34,7 +34,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Block:
+class BatchBlock:
     """The rows ``first_row`` to ``first_row + num_rows - 1`` of all rows.
 
     They are the bytes ``start`` to ``stop`` of a file of lines, or the rows ``start`` to ``stop`` of a table.
@@ -57,7 +57,7 @@ class Plan:
     """The input's files and blocks, in order."""
 
     files: tuple[InputFile, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[BatchBlock, ...]
     block_rows: int
 
     @property
@@ -74,14 +74,14 @@ class Plan:
 def plan_lines(storage: Storage, paths: Sequence[str], block_rows: int = BLOCK_ROWS) -> Plan:
     """The plan of files of JSON lines, which are read once. Raises ``UsageError`` for input without rows."""
     files: list[InputFile] = []
-    blocks: list[Block] = []
+    blocks: list[BatchBlock] = []
     first_row = 0
     for path in paths:
         ends, size, digest = _line_ends(storage, path)
         for first in range(0, len(ends), block_rows):
             last = min(first + block_rows, len(ends)) - 1
             start = ends[first - 1] if first else 0
-            blocks.append(Block(path, first_row + first, last + 1 - first, start, ends[last]))
+            blocks.append(BatchBlock(path, first_row + first, last + 1 - first, start, ends[last]))
         files.append(InputFile(path, size, len(ends), digest))
         first_row += len(ends)
     if not blocks:
@@ -102,7 +102,7 @@ def _line_ends(storage: Storage, path: str) -> tuple[list[int], int, str]:
     return (ends if last == _NEWLINE else [*ends, size]), size, digest.hexdigest()
 
 
-def read_lines(storage: Storage, block: Block) -> list[Row]:
+def read_lines(storage: Storage, block: BatchBlock) -> list[Row]:
     """The rows of a block of lines. Empty lines are left out. Raises ``OSError``."""
     with storage.open(block.path) as file:
         file.seek(block.start)

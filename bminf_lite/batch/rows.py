@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ..server.direct import Answer
+from ..server.direct import DirectAnswer
 from ..server.errors import bad_request
 from ..server.schemas.chat import ChatBody
 from ..server.schemas.completions import CompletionBody
@@ -54,7 +54,7 @@ class RowFormat(Protocol):
         """The request of a row. Raises ``RowError``."""
         ...
 
-    def result(self, answer: Answer) -> dict[str, Any]:
+    def result(self, answer: DirectAnswer) -> dict[str, Any]:
         """What an output row has beside its input, as JSON."""
         ...
 
@@ -82,9 +82,9 @@ def parse_line(index: int, line: bytes) -> Row:
     return Row(index, value)
 
 
-def failed(error: RowError) -> Answer:
+def failed(error: RowError) -> DirectAnswer:
     """The answer to a row that is no request."""
-    return Answer(400, json.loads(bad_request(str(error), code="invalid_row").body()))
+    return DirectAnswer(400, json.loads(bad_request(str(error), code="invalid_row").body()))
 
 
 def encode(value: object) -> bytes:
@@ -124,7 +124,7 @@ class PlainRows:
             raise RowError(f"the row cannot be written as JSON: {error}") from None
         return Call("/v1/chat/completions" if "messages" in body else "/v1/completions", content)
 
-    def result(self, answer: Answer) -> dict[str, Any]:
+    def result(self, answer: DirectAnswer) -> dict[str, Any]:
         """See :meth:`RowFormat.result`: :data:`RESULT_FIELDS`. ``choices`` is given where they hold more than text."""
         empty: dict[str, Any] = dict.fromkeys(RESULT_FIELDS)
         if answer.status != 200:
@@ -182,7 +182,7 @@ class OpenAIRows:
             body = {**body, "seed": (self.seed + row.index) % MAX_SEED}
         return Call(url, json.dumps(body).encode())
 
-    def result(self, answer: Answer) -> dict[str, Any]:
+    def result(self, answer: DirectAnswer) -> dict[str, Any]:
         """See :meth:`RowFormat.result`: a status and a body, or for a row that is no request only an error."""
         error = answer.body.get("error") if answer.status != 200 else None
         if error is not None and error["code"] == "invalid_row":

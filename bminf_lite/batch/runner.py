@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..server.direct import Answer
-from .output import Journal, Output
-from .plan import Block
+from ..server.direct import DirectAnswer
+from .output import BatchOutput, Journal
+from .plan import BatchBlock
 from .rows import Row, RowError, RowFormat, failed, has_error, usage_of
 
 QUEUE_FULL = 429
@@ -49,11 +49,11 @@ class Counts:
 class BlockFormat(Protocol):
     """How a block is read and written."""
 
-    def read(self, block: Block) -> list[Row]:
+    def read(self, block: BatchBlock) -> list[Row]:
         """The rows of a block. Raises ``OSError``."""
         ...
 
-    def encode(self, block: Block, rows: Sequence[tuple[Row, Mapping[str, Any]]]) -> bytes:
+    def encode(self, block: BatchBlock, rows: Sequence[tuple[Row, Mapping[str, Any]]]) -> bytes:
         """The content of a block's file: rows with what was answered."""
         ...
 
@@ -67,10 +67,10 @@ class BlockRunner:
 
     def __init__(
         self,
-        answer: Callable[[str, bytes], Awaitable[Answer]],
+        answer: Callable[[str, bytes], Awaitable[DirectAnswer]],
         rows: RowFormat,
         blocks: BlockFormat,
-        output: Output,
+        output: BatchOutput,
         limit: int,
         told: Callable[[Mapping[str, Any]], None] = lambda result: None,
     ):
@@ -83,7 +83,7 @@ class BlockRunner:
         self._num_answering = 0
         self._told = told
 
-    async def run(self, block: Block, has_started: asyncio.Event | None = None) -> Counts:
+    async def run(self, block: BatchBlock, has_started: asyncio.Event | None = None) -> Counts:
         """Answer the rows of a block that no earlier run has answered, and commit the block.
 
         ``has_started`` is set when all its rows are under way or done.
@@ -124,7 +124,7 @@ class BlockRunner:
         finally:
             self._room.release()
 
-    async def _answered(self, row: Row) -> Answer:
+    async def _answered(self, row: Row) -> DirectAnswer:
         try:
             call = self._rows.call(row)
         except RowError as error:
@@ -149,7 +149,7 @@ async def _unless_failed(waiting: Awaitable[Any], tasks: Iterable[asyncio.Task[N
             raise error
 
 
-async def run_all(runner: BlockRunner, blocks: Iterable[Block]) -> Counts:
+async def run_all(runner: BlockRunner, blocks: Iterable[BatchBlock]) -> Counts:
     """Answer blocks in order: the next one begins when all rows of the one before are under way."""
     total = Counts()
     tasks: set[asyncio.Task[Counts]] = set()

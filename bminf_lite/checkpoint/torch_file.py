@@ -24,7 +24,7 @@ import numpy as np
 
 from ..errors import CheckpointError, checkpoint_error
 from .tensor_file import DTYPES, TensorFile, TensorInfo
-from .torch_pickle import MAX_PICKLE_BYTES, Storage, StridedTensor, UnsupportedTorchFileError, describe, load
+from .torch_pickle import MAX_PICKLE_BYTES, StridedTensor, TensorStorage, UnsupportedTorchFileError, describe, load
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
@@ -173,7 +173,9 @@ class TorchFile(TensorFile):
             raise UnsupportedTorchFileError("its list of storages is not a list of keys")
         return content.value, self._legacy_places(keys, content.storages, stream.tell())
 
-    def _legacy_places(self, keys: list[str], storages: Mapping[str, Storage], position: int) -> dict[str, Record]:
+    def _legacy_places(
+        self, keys: list[str], storages: Mapping[str, TensorStorage], position: int
+    ) -> dict[str, Record]:
         """The places of the storages: one after the other from ``position`` on, each after its number of elements."""
         places: dict[str, Record] = {}
         for key in keys:

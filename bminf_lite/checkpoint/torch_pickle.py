@@ -94,7 +94,7 @@ class StorageClass:
 
 
 @dataclass(frozen=True)
-class Function:
+class AllowedFunction:
     """A function or class that a pickle may call: its replacement here, and the number of its arguments."""
 
     name: str
@@ -104,7 +104,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Storage:
+class TensorStorage:
     """``size`` elements of ``dtype`` under ``key``, the storage's name in its file.
 
     Old files save a view of a storage as a storage: then ``start`` and ``size`` are a part of ``whole`` elements.
@@ -121,7 +121,7 @@ class Storage:
 class StridedTensor:
     """Elements of a storage: ``offset`` and ``strides`` count elements of ``dtype`` from the storage's start."""
 
-    storage: Storage
+    storage: TensorStorage
     dtype: str
     offset: int
     shape: tuple[int, ...]
@@ -137,7 +137,7 @@ class Ignored:
 
 def describe(value: Any) -> str:
     """A value in a few words, without its content, which may be of any size."""
-    if isinstance(value, (Function, Ignored)):
+    if isinstance(value, (AllowedFunction, Ignored)):
         return value.name
     if isinstance(value, str):
         return repr(value[:80])
@@ -146,7 +146,7 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__}" if value is not None else "None"
 
 
-def parse_storage(value: Any) -> Storage:
+def parse_storage(value: Any) -> TensorStorage:
     """The storage ``('storage', class, key, location, size[, view])``; ``view`` is None or ``(key, start, size)``."""
     if not isinstance(value, tuple) or len(value) not in (5, 6) or value[0] != "storage":
         raise UnsupportedTorchFileError("the pickle refers to something outside of it that is not a storage")
@@ -155,7 +155,7 @@ def parse_storage(value: Any) -> Storage:
         raise UnsupportedTorchFileError(f"a storage is of {describe(kind)}, which is no class of storages")
     if not isinstance(key, str) or not isinstance(location, str):
         raise UnsupportedTorchFileError("a storage's key and place must be text")
-    storage = Storage(key, kind.dtype, _size(size, "a storage's size"), 0, size)
+    storage = TensorStorage(key, kind.dtype, _size(size, "a storage's size"), 0, size)
     if view is None:
         return storage
     if not isinstance(view, tuple) or len(view) != 3:
@@ -168,7 +168,7 @@ def parse_storage(value: Any) -> Storage:
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StridedTensor:
     """``torch._utils._rebuild_tensor`` and ``_v2``. The further arguments are about gradients."""
-    if not isinstance(storage, Storage):
+    if not isinstance(storage, TensorStorage):
         raise UnsupportedTorchFileError(f"a tensor's storage is {describe(storage)}")
     if not isinstance(shape, tuple) or not isinstance(strides, tuple) or len(shape) != len(strides):
         raise UnsupportedTorchFileError("a tensor's shape and strides must be tuples of the same length")
@@ -210,13 +210,13 @@ def _size(value: Any, what: str) -> int:
 
 
 _FUNCTIONS = (
-    Function("torch._utils._rebuild_tensor", _rebuild_tensor, 4, 4),
-    Function("torch._utils._rebuild_tensor_v2", _rebuild_tensor, 6, 7),
-    Function("torch._utils._rebuild_tensor_v3", _rebuild_tensor_v3, 7, 8),
-    Function("torch._utils._rebuild_parameter", _rebuild_parameter, 3, 3),
-    Function("torch._utils._rebuild_parameter_with_state", _rebuild_parameter, 4, 4),
-    Function("collections.OrderedDict", dict, 0, 0),
-    Function("torch.Size", _torch_size, 1, 1),
+    AllowedFunction("torch._utils._rebuild_tensor", _rebuild_tensor, 4, 4),
+    AllowedFunction("torch._utils._rebuild_tensor_v2", _rebuild_tensor, 6, 7),
+    AllowedFunction("torch._utils._rebuild_tensor_v3", _rebuild_tensor_v3, 7, 8),
+    AllowedFunction("torch._utils._rebuild_parameter", _rebuild_parameter, 3, 3),
+    AllowedFunction("torch._utils._rebuild_parameter_with_state", _rebuild_parameter, 4, 4),
+    AllowedFunction("collections.OrderedDict", dict, 0, 0),
+    AllowedFunction("torch.Size", _torch_size, 1, 1),
 )
 _UNTYPED = ("torch.UntypedStorage", "torch.storage.UntypedStorage", "torch.storage._UntypedStorage")
 NAMES: dict[str, Any] = {
@@ -236,7 +236,7 @@ class Pickled:
     """The value of a pickle, and the storages that it refers to, by key."""
 
     value: Any
-    storages: Mapping[str, Storage]
+    storages: Mapping[str, TensorStorage]
 
 
 def load(stream: io.BytesIO, ignored: Sequence[str] = ()) -> Pickled:
@@ -267,7 +267,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under each mark
         self.memo: dict[int, Any] = {}
-        self.storages: dict[str, Storage] = {}
+        self.storages: dict[str, TensorStorage] = {}
 
     def step(self, name: str, argument: Any) -> None:
         if name in _LITERALS:
@@ -362,7 +362,7 @@ class _Machine:
         if isinstance(function, Ignored):
             self.push(function)
             return
-        if not isinstance(function, Function) or not isinstance(arguments, tuple):
+        if not isinstance(function, AllowedFunction) or not isinstance(arguments, tuple):
             raise UnsupportedTorchFileError(f"the pickle calls {describe(function)}")
         if not function.min_args <= len(arguments) <= function.max_args:
             raise UnsupportedTorchFileError(f"the pickle calls {function.name} with {len(arguments)} arguments")

@@ -74,7 +74,7 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Report:
+class Diagnosis:
     """Everything that :func:`diagnose` found."""
 
     driver: str | None
@@ -201,7 +201,7 @@ class Probes:
     plans: Callable[[], list[GemmReport]] = _measure_plans
 
 
-def diagnose(probes: Probes | None = None) -> Report:
+def diagnose(probes: Probes | None = None) -> Diagnosis:
     """Report on this machine; loads libraries, and runs products on the first GPU if none is missing."""
     probes = probes or Probes()
     problems: list[Problem] = []
@@ -217,7 +217,7 @@ def diagnose(probes: Probes | None = None) -> Report:
     parts["headers"] = _headers(probes, _version(parts["nvrtc"]) or wanted)
     problems += [*_missing(cupy, parts, wanted), *_mismatched(cupy, parts, cuda)]
     plans = _plans(probes, problems, wanted) if gpus and not problems else []
-    return Report(
+    return Diagnosis(
         driver=None if no_driver else probes.driver_release() or None,
         driver_cuda=None if no_driver else text(cuda),
         gpus=tuple(gpus),

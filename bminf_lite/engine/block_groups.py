@@ -119,7 +119,7 @@ class BlockPool(Generic[Index]):
         assert all(b in self.index for b in self._idle) and not any(b in self.index for b in self._free)
 
 
-class Pooled(Generic[Index]):
+class PooledGroup(Generic[Index]):
     """Layers with common block tables, and their pool, whose index ``new_index`` makes."""
 
     def __init__(self, num_blocks: int, block_size: int, new_index: Callable[[], Index]):
@@ -153,7 +153,7 @@ class Pooled(Generic[Index]):
         table.clear()
 
 
-class Group(Pooled[Index], ABC):
+class Group(PooledGroup[Index], ABC):
     """What :class:`.BlockManager` asks of the layers that keep what ``retention`` names of a sequence.
 
     ``has_snapshots``: a sequence can go on only where the group has a snapshot of a prefix. Then :meth:`keys_behind`
@@ -424,7 +424,7 @@ class SlotGroup(StateGroup):
         return []
 
 
-class SourceGroup(Pooled[PrefixIndex]):
+class SourceGroup(PooledGroup[PrefixIndex]):
     """The sources of an encoder-decoder. Each is read and kept as a whole, under keys that follow from its root."""
 
     def find(self, root: bytes, num_tokens: int) -> list[int] | None:

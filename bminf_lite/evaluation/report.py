@@ -34,7 +34,7 @@ SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
-class Row:
+class ProductRow:
     """A product as the table and the plots show it; ``percent`` is its own rms error, relative to its output."""
 
     id: str
@@ -101,12 +101,12 @@ def strength(percent: float) -> float:
     return round(0.05 + 0.95 * math.pow(min(share, 1.0), 1.6), 3)
 
 
-def rows(comparison: Comparison) -> list[Row]:
+def rows(comparison: Comparison) -> list[ProductRow]:
     """All products, in the order of the model."""
     placed = [(block.layer, linear) for block in comparison.blocks for linear in block.linears]
     everything: list[tuple[int | None, LinearReport]] = [*placed, *((None, linear) for linear in comparison.head)]
     return [
-        Row(
+        ProductRow(
             f"p{i}",
             linear,
             layer,
@@ -118,7 +118,7 @@ def rows(comparison: Comparison) -> list[Row]:
     ]
 
 
-def heatmap(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
+def heatmap(table: Sequence[ProductRow], kinds: Sequence[str]) -> dict[str, Any]:
     """A cell for each product: a row for each kind of product, a column for each layer."""
     layers = max((row.layer + 1 for row in table if row.layer is not None), default=1)
     left, height, top = 170, 26, 8
@@ -157,7 +157,7 @@ def depth(comparison: Comparison) -> dict[str, Any]:
     return {"x": x, "y": y, "own": own, "accumulated": accumulated, "line": path, "bar": round(bar, 1)}
 
 
-def scatter(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
+def scatter(table: Sequence[ProductRow], kinds: Sequence[str]) -> dict[str, Any]:
     """Each product's own error over the largest magnitude of its input."""
     x = log_axis([row.linear.input.largest for row in table], 56, 470)
     y = log_axis([row.percent for row in table], 250, 12, " %")
@@ -169,7 +169,7 @@ def scatter(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
     return {"x": x, "y": y, "points": points}
 
 
-def outliers(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
+def outliers(table: Sequence[ProductRow], kinds: Sequence[str]) -> dict[str, Any]:
     """The largest magnitude of each input by layer, a curve per kind; also the reference's where it differs."""
     placed = [row for row in table if row.layer is not None]
     x = count_axis(max((row.layer + 1 for row in placed if row.layer is not None), default=1), 56, 470)

@@ -66,7 +66,7 @@ def product_divergences(
     that divide the groups, ``rank`` gets every ``ranks``-th group.
     """
     [batch] = batch_windows(windows, tokens=sum(len(window.tokens) for window in windows))
-    products = Products(ops, rotation_of)
+    products = LayerProducts(ops, rotation_of)
     with LayerwiseCheckpoint(source, ops, rotated_offline, products.add) as model:
         [reference] = model.start([batch])
         copies: dict[tuple[str, int], HiddenState] = {}
@@ -123,7 +123,7 @@ def product_divergences(
         return results
 
 
-class Products:
+class LayerProducts:
     """The products of one layer on ``ops``: their matrices, and observers that make some of them w8a8.
 
     ``seen`` are the names of their matrices, in the order in which they are computed.

@@ -25,7 +25,7 @@ from ..errors import OutOfMemory, UsageError
 from .cache_memory import CacheGroup, cache_blocks
 from .expert_cache import ZIPF, ExpectedHits, expected_hits
 from .sizes import format_size
-from .step_time import DecodeWork
+from .step_time import StepWork
 
 CHUNK = 2048
 """Prompt tokens that are processed at once, if memory allows."""
@@ -86,7 +86,7 @@ class MemoryRequirements:
     layers: tuple[int, ...]
     fixed: int
     tables: int
-    decode: DecodeWork
+    decode: StepWork
     cache: tuple[CacheGroup, ...]
     scratch_per_token: int
     scratch_per_sequence: int
@@ -341,7 +341,7 @@ class MemoryPlan:
 
     @property
     def compute_seconds(self) -> float | None:
-        """A decode step without copies, by :class:`.DecodeWork`."""
+        """A decode step without copies, by :class:`.StepWork`."""
         if self.machine.bandwidth is None:
             return None
         needed = self.requirements

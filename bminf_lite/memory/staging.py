@@ -29,7 +29,7 @@ class Uploads(Protocol):
         """Wait for the last copy from a buffer, if there was one."""
 
 
-class Staging:
+class StagingBuffers:
     """Buffers of one size, and the threads that fill them."""
 
     def __init__(self, uploads: Uploads, buffers: Sequence[memoryview], threads: int = THREADS) -> None:

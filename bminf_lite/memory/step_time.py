@@ -53,7 +53,7 @@ class ExpertBytes:
 
 
 @dataclass(frozen=True)
-class DecodeWork:
+class StepWork:
     """What a decode step of a model reads and launches.
 
     - ``matrix_bytes``: the weights that it reads, in bytes, embedding tables left out;

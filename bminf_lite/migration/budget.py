@@ -60,7 +60,7 @@ def budget_recipe(recipe: Recipe, offline_only: bool, rotates_stream: bool) -> R
 
 
 @dataclass(frozen=True)
-class Choice:
+class BudgetChoice:
     """One option of a product: its number, its decision, its time, and the expected divergence in nats per token."""
 
     number: int
@@ -96,11 +96,13 @@ class Point:
         }
 
 
-def product_choices(spec: Spec, options: Sequence[ProductOption], weight: float, time_of: TimeOf) -> tuple[Choice, ...]:
+def product_choices(
+    spec: Spec, options: Sequence[ProductOption], weight: float, time_of: TimeOf
+) -> tuple[BudgetChoice, ...]:
     """The options of one product. ``weight`` is the divergence that it causes for its error."""
     decisions = [option.decision for option in options]
     return tuple(
-        Choice(number, decision, time_of(method_of(spec, decision)), weight * decision.error)
+        BudgetChoice(number, decision, time_of(method_of(spec, decision)), weight * decision.error)
         for number, decision in enumerate(decisions)
     )
 
@@ -133,7 +135,7 @@ def method_of(spec: Spec, decision: Decision) -> ProductMethod:
     )
 
 
-def fastest_path(products: Sequence[Sequence[Choice]]) -> list[Point]:
+def fastest_path(products: Sequence[Sequence[BudgetChoice]]) -> list[Point]:
     """The points from the fastest assignment to the most exact, each with one product changed."""
     hulls = [lower_hull(choices) for choices in products]
     steps = [
@@ -149,9 +151,9 @@ def fastest_path(products: Sequence[Sequence[Choice]]) -> list[Point]:
     return points
 
 
-def lower_hull(choices: Sequence[Choice]) -> list[Choice]:
+def lower_hull(choices: Sequence[BudgetChoice]) -> list[BudgetChoice]:
     """The lower convex hull of the options: from the fastest on, each step saves less divergence for its time."""
-    hull: list[Choice] = []
+    hull: list[BudgetChoice] = []
     for choice in sorted(choices, key=lambda choice: (choice.time.request, choice.divergence)):
         if hull and choice.divergence >= hull[-1].divergence:
             continue
@@ -161,11 +163,11 @@ def lower_hull(choices: Sequence[Choice]) -> list[Choice]:
     return hull
 
 
-def _slope(before: Choice, after: Choice) -> float:
+def _slope(before: BudgetChoice, after: BudgetChoice) -> float:
     return (after.divergence - before.divergence) / (after.time.request - before.time.request)
 
 
-def point_of(chosen: Sequence[Choice], change: str = "") -> Point:
+def point_of(chosen: Sequence[BudgetChoice], change: str = "") -> Point:
     """The assignment of one option to each product."""
     time = ProductTime(sum(c.time.prompt for c in chosen), sum(c.time.step for c in chosen))
     return Point(tuple(c.number for c in chosen), time, sum(c.divergence for c in chosen), change)

@@ -31,7 +31,7 @@ from ..evaluation.corpus import Window, fit_windows
 from ..evaluation.sensitivity import GroupDivergence, product_divergences
 from ..quantize.calibration import Progress
 from ..quantize.decisions import QuantizationSearch, Uniform
-from .budget import Choice, PathSearch, Point, divergence_weights, fastest_path, point_of, product_choices
+from .budget import BudgetChoice, PathSearch, Point, divergence_weights, fastest_path, point_of, product_choices
 from .held_out import CalibrationSplit, evenly_spaced
 
 SENSITIVITY_TOKENS, SENSITIVITY_WINDOW = 256, 128
@@ -136,7 +136,7 @@ class AssignmentSearch:
         decisions = [found[0].decision for found in self.options.options]
         return divergence_weights(groups, {decision.tensors: decision.error_before for decision in decisions})
 
-    def _uniform_point(self, how: Uniform, choices: Sequence[Sequence[Choice]]) -> Point:
+    def _uniform_point(self, how: Uniform, choices: Sequence[Sequence[BudgetChoice]]) -> Point:
         """The assignment in which all products are quantized alike, as far as their options allow it."""
         numbers = self.options.uniform()[how]
         return point_of([found[number] for found, number in zip(choices, numbers, strict=True)])

@@ -15,8 +15,8 @@ import ray
 
 from ..batch.job import BatchJob
 from ..batch.local import LineBlocks, plan_input, run_blocks
-from ..batch.output import Output
-from ..batch.plan import BLOCK_ROWS, Block, Plan
+from ..batch.output import BatchOutput
+from ..batch.plan import BLOCK_ROWS, BatchBlock, Plan
 from ..batch.runner import Counts
 from ..batch.storage import Storage
 from ..errors import BminfError, UsageError
@@ -84,7 +84,7 @@ def run_ray(
     is_table = plan.files[0].path.endswith(PARQUET)
     make_blocks = partial(TableBlocks if is_table else LineBlocks, source)
 
-    def answer(output: Output, blocks: Sequence[Block]) -> Counts:
+    def answer(output: BatchOutput, blocks: Sequence[BatchBlock]) -> Counts:
         with connected(cluster.address):
             gpus = cluster.gpus_per_replica
             if gpus is None:

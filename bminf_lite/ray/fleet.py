@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from ..batch.plan import Block
+from ..batch.plan import BatchBlock
 from ..batch.runner import Counts
 from ..errors import BminfError, UsageError
 from ..server.client import EngineFailure
@@ -46,7 +46,7 @@ class _Call:
 
     member: _Member
     method: str
-    block: Block | None = None
+    block: BatchBlock | None = None
 
 
 @dataclass(eq=False)
@@ -62,12 +62,12 @@ class Fleet:
     told: Callable[[Counts], None]
     _members: list[_Member] = field(default_factory=list, init=False)
     _calls: dict[Any, _Call] = field(default_factory=dict, init=False)
-    _queue: deque[Block] = field(default_factory=deque, init=False)
-    _attempts: dict[Block, int] = field(default_factory=dict, init=False)
+    _queue: deque[BatchBlock] = field(default_factory=deque, init=False)
+    _attempts: dict[BatchBlock, int] = field(default_factory=dict, init=False)
     _failed_starts: int = field(default=0, init=False)
     _looked: float = field(default=float("-inf"), init=False)
 
-    def run(self, blocks: Sequence[Block]) -> Counts:
+    def run(self, blocks: Sequence[BatchBlock]) -> Counts:
         """Answer blocks, the first ones first. Raises what a replica raises, and ``BminfError``."""
         self._queue.extend(blocks)
         total, left = Counts(), len(blocks)
@@ -108,7 +108,7 @@ class Fleet:
             block = self._queue.popleft()
             self._call(member, "answer", block, block=block)
 
-    def _call(self, member: _Member, method: str, *arguments: object, block: Block | None = None) -> None:
+    def _call(self, member: _Member, method: str, *arguments: object, block: BatchBlock | None = None) -> None:
         self._calls[getattr(member.actor, method).remote(*arguments)] = _Call(member, method, block)
 
     def _ended(self) -> list[Any]:

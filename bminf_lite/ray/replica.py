@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ..api import Model
 from ..batch.job import BatchJob
 from ..batch.local import make_runner
-from ..batch.output import Output
-from ..batch.plan import Block
+from ..batch.output import BatchOutput
+from ..batch.plan import BatchBlock
 from ..batch.rows import RowFormat
 from ..batch.runner import BlockFormat, BlockRunner, Counts
 from ..server.direct import DirectServer
@@ -24,7 +24,7 @@ class Replica:
     """
 
     job: BatchJob
-    output: Output
+    output: BatchOutput
     block_rows: int
     make_blocks: Callable[[RowFormat], BlockFormat]
     _counts: Counts = field(default_factory=Counts, init=False)
@@ -42,7 +42,7 @@ class Replica:
         )
         return -(-self._runner.limit // self.block_rows) + 1
 
-    async def answer(self, block: Block) -> Counts:
+    async def answer(self, block: BatchBlock) -> Counts:
         """Answer the rows of a block that nothing has answered before, and commit the block."""
         return await self._runner.run(block)
 

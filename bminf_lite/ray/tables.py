@@ -12,7 +12,7 @@ import pyarrow as pa
 import xxhash
 from pyarrow import parquet
 
-from ..batch.plan import BLOCK_ROWS, Block, InputFile, Plan
+from ..batch.plan import BLOCK_ROWS, BatchBlock, InputFile, Plan
 from ..batch.rows import RESULT_FIELDS, Row, RowFormat
 from ..batch.storage import Storage
 from ..errors import UsageError
@@ -33,13 +33,13 @@ RESULT_TYPES = {
 def plan_tables(storage: Storage, paths: Sequence[str], block_rows: int = BLOCK_ROWS) -> Plan:
     """The plan of Parquet files, of which only the footers are read. Raises ``UsageError`` for input without rows."""
     files: list[InputFile] = []
-    blocks: list[Block] = []
+    blocks: list[BatchBlock] = []
     first_row = 0
     for path in paths:
         size, rows, digest = _footer(storage, path)
         for start in range(0, rows, block_rows):
             stop = min(start + block_rows, rows)
-            blocks.append(Block(path, first_row + start, stop - start, start, stop))
+            blocks.append(BatchBlock(path, first_row + start, stop - start, start, stop))
         files.append(InputFile(path, size, rows, digest))
         first_row += rows
     if not blocks:
@@ -69,12 +69,12 @@ class TableBlocks:
     rows: RowFormat
     _kept: tuple[str, int, int, pa.Table] | None = field(default=None, repr=False)
 
-    def read(self, block: Block) -> list[Row]:
+    def read(self, block: BatchBlock) -> list[Row]:
         """See :meth:`.BlockFormat.read`."""
         found = self._table(block).to_pylist()
         return [Row(block.first_row + i, _without_nulls(fields)) for i, fields in enumerate(found)]
 
-    def encode(self, block: Block, rows: Sequence[tuple[Row, Mapping[str, Any]]]) -> bytes:
+    def encode(self, block: BatchBlock, rows: Sequence[tuple[Row, Mapping[str, Any]]]) -> bytes:
         """See :meth:`.BlockFormat.encode`."""
         table = self._table(block)
         table = table.drop_columns([name for name in RESULT_FIELDS if name in table.column_names])
@@ -87,13 +87,13 @@ class TableBlocks:
         parquet.write_table(table, content)
         return content.getvalue()
 
-    def _table(self, block: Block) -> pa.Table:
+    def _table(self, block: BatchBlock) -> pa.Table:
         kept = self._kept
         if kept is None or kept[0] != block.path or block.start < kept[1] or block.stop > kept[2]:
             kept = self._kept = self._groups(block)
         return kept[3].slice(block.start - kept[1], block.num_rows)
 
-    def _groups(self, block: Block) -> tuple[str, int, int, pa.Table]:
+    def _groups(self, block: BatchBlock) -> tuple[str, int, int, pa.Table]:
         """The row groups that a block lies in: the path, their first row and the one behind their last, and them."""
         with self.storage.open(block.path) as file:
             source = parquet.ParquetFile(file)

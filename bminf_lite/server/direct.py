@@ -24,7 +24,7 @@ SECONDS_BETWEEN = 0.1
 _log = logging.getLogger(__name__)
 
 
-class Answer(NamedTuple):
+class DirectAnswer(NamedTuple):
     """The status that HTTP would have, and the response; of another status than 200 it is ``{"error": ...}``."""
 
     status: int
@@ -54,7 +54,7 @@ class DirectServer:
         direct._state.warm_up()
         return direct
 
-    async def answer(self, path: str, body: bytes) -> Answer:
+    async def answer(self, path: str, body: bytes) -> DirectAnswer:
         """The answer to a POST request. Whether it asks for a stream does not matter: the answer is whole.
 
         Raises ``EngineFailure`` if the engine has failed, which is no fault of the request.
@@ -66,7 +66,7 @@ class DirectServer:
                 raise ApiError(
                     404, f"there is no interface {path[:100]!r} for batches, but {known}", code="unknown_url"
                 )
-            return Answer(200, await endpoint.answer(self._state, body))
+            return DirectAnswer(200, await endpoint.answer(self._state, body))
         except EngineFailure:
             raise
         except Exception as error:
@@ -74,7 +74,7 @@ class DirectServer:
             if not isinstance(error, (ApiError, BminfError)):
                 _log.error("an error in a request", exc_info=error)
             failed = api_error(error)
-            return Answer(failed.status, json.loads(failed.body()))
+            return DirectAnswer(failed.status, json.loads(failed.body()))
 
     def close(self) -> None:
         """Cancel what runs. The model stays loaded."""

@@ -16,7 +16,7 @@ from .errors import bad_request
 from .event_stream import cancelled_on_disconnect
 from .generating import check_model, encode, generation_request, run_briefly, sampling_params
 from .health import json_response
-from .openai.chunks import Usage
+from .openai.chunks import TokenUsage
 from .recorder import record_of
 from .schemas.base import parse
 from .schemas.tokens import FillBlankBody
@@ -60,7 +60,7 @@ def routes(server: ServerState) -> list[Route]:
                 "text": fill_spans(body.text, fillings),
                 "fillings": [asdict(filling) for filling in fillings],
                 "finish_reason": "stop" if finish_reason == "stop" else "length",
-                "usage": Usage(len(prompt.token_ids), len(tokens), cached).openai(),
+                "usage": TokenUsage(len(prompt.token_ids), len(tokens), cached).openai(),
             }
         )
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.batch import plan as plans
-from bminf_lite.batch.output import Output, read_journal
-from bminf_lite.batch.plan import Block, plan_lines, read_lines
+from bminf_lite.batch.output import BatchOutput, read_journal
+from bminf_lite.batch.plan import BatchBlock, plan_lines, read_lines
 from bminf_lite.batch.storage import LocalStorage
 from bminf_lite.errors import UsageError
 
 STORAGE = LocalStorage()
-BLOCK = Block("in", 0, 2, 0, 10)
+BLOCK = BatchBlock("in", 0, 2, 0, 10)
 
 
 @given(
@@ -59,8 +59,8 @@ def test_input_without_rows_is_refused(tmp_path):
             plan_lines(STORAGE, STORAGE.inputs(str(tmp_path / path)))
 
 
-def output(folder: Path) -> Output:
-    made = Output(STORAGE, str(folder), ".jsonl")
+def output(folder: Path) -> BatchOutput:
+    made = BatchOutput(STORAGE, str(folder), ".jsonl")
     made.begin({"a": 1})
     return made
 
@@ -108,7 +108,7 @@ def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_something_else_is_not_used(tmp_path):
-    other = Output(STORAGE, str(tmp_path / "batch"), ".jsonl")
+    other = BatchOutput(STORAGE, str(tmp_path / "batch"), ".jsonl")
     journal = output(tmp_path / "batch").journal(BLOCK)
     other.begin({"a": 2})  # nothing is finished yet
     out = output(tmp_path / "batch")

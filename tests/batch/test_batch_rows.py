@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bminf_lite.batch.rows import OpenAIRows, PlainRows, Row, RowError, encode, failed, has_error, parse_line, usage_of
-from bminf_lite.server.direct import Answer
+from bminf_lite.server.direct import DirectAnswer
 from bminf_lite.server.schemas.chat import ChatBody
 from bminf_lite.server.schemas.completions import CompletionBody
 from bminf_lite.server.schemas.unsupported import UnsupportedFields
@@ -64,8 +64,10 @@ def test_an_openai_row_says_all_that_is_wrong_with_it():
     assert [p.split(" ")[0] for p in str(error.value).split("; ")] == ["custom_id", "method", "url", "body"]
 
 
-def answer(**choice: Any) -> Answer:
-    return Answer(200, {"choices": [{"index": 0, "logprobs": None, "finish_reason": "stop", **choice}], "usage": USAGE})
+def answer(**choice: Any) -> DirectAnswer:
+    return DirectAnswer(
+        200, {"choices": [{"index": 0, "logprobs": None, "finish_reason": "stop", **choice}], "usage": USAGE}
+    )
 
 
 def test_what_comes_out_of_a_plain_row():
@@ -88,7 +90,7 @@ def test_what_comes_out_of_a_plain_row():
 
 def test_what_comes_out_of_an_openai_row():
     row, form = Row(4, {"custom_id": "x"}), OpenAIRows()
-    good, bad = form.result(answer(text="b")), form.result(Answer(404, {"error": {"code": "unknown_url"}}))
+    good, bad = form.result(answer(text="b")), form.result(DirectAnswer(404, {"error": {"code": "unknown_url"}}))
     assert (has_error(good), usage_of(good), has_error(bad)) == (False, (3, 2), True)
     output = form.output(row, good)
     assert output["custom_id"] == "x" and output["response"]["body"]["choices"][0]["text"] == "b"

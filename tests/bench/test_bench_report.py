@@ -20,7 +20,7 @@ from bminf_lite.bench.report import Report
 from bminf_lite.bench.runner import KernelTime, Measurement, Trace, Workload
 from bminf_lite.errors import UsageError
 from bminf_lite.memory.planner import Machine, MemoryPlan, MemoryRequirements
-from bminf_lite.memory.step_time import DecodeWork
+from bminf_lite.memory.step_time import StepWork
 
 SHAPE = {
     "model_type": "llama",
@@ -91,7 +91,7 @@ def test_what_is_streamed_is_told_beside_what_was_planned(report: Report) -> Non
     assert "% link" not in report.markdown(), "nothing was streamed"
     bench_model, machine = report.bench_model, Machine(1 << 30)
     assert bench_model is not None
-    requirements = MemoryRequirements((10**9,) * 4, 10**8, 10**7, DecodeWork(4 * 10**9, 20, 8, 100), (), 100, 100, 1024)
+    requirements = MemoryRequirements((10**9,) * 4, 10**8, 10**7, StepWork(4 * 10**9, 20, 8, 100), (), 100, 100, 1024)
     report.bench_model = replace(bench_model, plan=MemoryPlan(requirements, machine, 256, 1, 32, streamed=(0, 1, 2, 3)))
     report.ceilings = replace(CEILINGS, link=50e9)
     prefill, decode = report.measurements

@@ -38,7 +38,7 @@ from bminf_lite.cuda.kernels.experts.router import FEW_ROWS  # noqa: E402
 from bminf_lite.cuda.kernels.experts.weights import (  # noqa: E402
     ExpertMatrices,
     RouterWeights,
-    SharedWeights,
+    SharedExpertWeights,
     alternate_gate_and_up,
 )
 from bminf_lite.cuda.kernels.launcher import Launcher  # noqa: E402
@@ -528,7 +528,7 @@ def test_an_expert_of_all_tokens_is_one_more_pair(kernels: ExpertKernels, name: 
     device, x = layer.on_device(cp.asarray), layer.tokens(count)
     other = RandomLayer(sizes, activation, seed=1, **spec)
     vector = cp.asarray(padded((other.random.normal(size=sizes.hidden) / 9).astype(np.float32))) if has_gate else None
-    shared = SharedWeights(Matrix.of(other.layer.hidden, 2), Matrix.of(other.layer.down, 2), vector)
+    shared = SharedExpertWeights(Matrix.of(other.layer.hidden, 2), Matrix.of(other.layer.down, 2), vector)
     assert kernels.takes_shared(count, device, shared)
     _, codes, scales = logits_on_device(kernels, layer, device, x)
     half, experts = np.dtype(np.float16), np.full(count, 2)

@@ -25,7 +25,7 @@ from bminf_lite.engine.request import Request
 from bminf_lite.engine.speculative import SpeculativeConfig
 from bminf_lite.layers.cache import CacheLayout, KeyValues, KVCache, Layout, State
 from bminf_lite.memory.planner import Machine, MemoryPlan, MemoryRequirements, plan_memory
-from bminf_lite.memory.step_time import DecodeWork
+from bminf_lite.memory.step_time import StepWork
 from bminf_lite.placement import cache_groups
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ GB = 10**9
 def large_plan(memory: int, batch: int = 1, context: int | None = 8192) -> MemoryPlan:
     groups = cache_groups(cast("ModelConfig", SimpleNamespace(is_encoder_decoder=False)), LARGE)
     needed = MemoryRequirements(
-        (200_000_000,) * 48, 500_000_000, 300_000_000, DecodeWork(10 * GB, 300, 100, 10_000), groups, 100_000,
+        (200_000_000,) * 48, 500_000_000, 300_000_000, StepWork(10 * GB, 300, 100, 10_000), groups, 100_000,
         4 * 150_000, 131_072,
     )  # fmt: skip
     return plan_memory(needed, Machine(memory, bandwidth=3e12), context, batch)

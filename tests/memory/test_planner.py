@@ -32,13 +32,13 @@ from bminf_lite.memory.planner import (
     plan_memory,
     suggestions,
 )
-from bminf_lite.memory.step_time import DecodeWork
+from bminf_lite.memory.step_time import StepWork
 from bminf_lite.placement import make_engine_config, requirements_of, with_long_texts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIB = 1 << 20
 EIGHT_B = MemoryRequirements(
-    (208 * MIB,) * 32, 1600 * MIB, 1000 * MIB, DecodeWork(7156 * MIB, 160, 64, 2_000_000),
+    (208 * MIB,) * 32, 1600 * MIB, 1000 * MIB, StepWork(7156 * MIB, 160, 64, 2_000_000),
     (CacheGroup.of([(128 << 10,) * 2] * 32, AllTokens()),), 180_000, 2_000_000, 8192,
 )  # fmt: skip
 """About the shape of an 8B model in int8."""
@@ -59,7 +59,7 @@ requirement_sets = st.builds(
     fixed=st.integers(1000 * MIB, 2000 * MIB),
     tables=st.integers(0, 500 * MIB),
     decode=st.builds(
-        DecodeWork,
+        StepWork,
         matrix_bytes=st.integers(1, 40_000 * MIB),
         launches=st.integers(1, 1000),
         norm_vectors=st.integers(0, 500),

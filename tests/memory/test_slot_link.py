@@ -16,7 +16,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from bminf_lite.backend.cuda import streamed_weights
 from bminf_lite.backend.cuda.streamed_weights import PinnedBuffers, SlotLink
-from bminf_lite.memory.staging import Staging
+from bminf_lite.memory.staging import StagingBuffers
 from bminf_lite.memory.streaming import StreamedBlocks
 
 
@@ -111,7 +111,7 @@ def test_staged_bytes_arrive_in_order_with_other_work() -> None:
     """A buffer is filled again only after the copy from it, however late that runs."""
     stream = Stream()
     uploads = PinnedBuffers(0, stream, 2, 64)  # type: ignore[arg-type]
-    stage = Staging(uploads, uploads.buffers, 2)
+    stage = StagingBuffers(uploads, uploads.buffers, 2)
     source = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)
     target = np.zeros(1000, np.uint8)
     stream.put(lambda: target.fill(7))  # as padding is zeroed before

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from bminf_lite.backend.stored_matrix import StoredMatrix
 from bminf_lite.checkpoint.safetensors_file import SafetensorsFile
 from bminf_lite.errors import CheckpointError
-from bminf_lite.memory.staging import Staging
+from bminf_lite.memory.staging import StagingBuffers
 
 
 class LateDevice:
@@ -38,10 +38,10 @@ class LateDevice:
             self.memory[address : address + nbytes] = self.buffers[buffer][:nbytes]
 
 
-def staging_of(device_bytes: int, size: int, count: int, threads: int = 3) -> tuple[LateDevice, Staging]:
+def staging_of(device_bytes: int, size: int, count: int, threads: int = 3) -> tuple[LateDevice, StagingBuffers]:
     buffers = [bytearray(size) for _ in range(count)]
     device = LateDevice(device_bytes, buffers)
-    return device, Staging(device, [memoryview(b) for b in buffers], threads)
+    return device, StagingBuffers(device, [memoryview(b) for b in buffers], threads)
 
 
 @given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 64), st.integers(1, 6), st.integers(1, 5))

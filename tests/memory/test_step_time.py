@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bminf_lite.backend.cache_values import AllTokens
 from bminf_lite.memory.cache_memory import CacheGroup
 from bminf_lite.memory.planner import Machine, plan_memory
-from bminf_lite.memory.step_time import DecodeWork, tiled_rows
+from bminf_lite.memory.step_time import StepWork, tiled_rows
 from bminf_lite.placement import requirements_of
 
 ROOT = Path(__file__).parents[2]
@@ -106,13 +106,13 @@ def test_a_plan_meets_measurements(shape: str, context: int, batch: int, kv_cach
 
 
 @given(
-    st.builds(DecodeWork, st.integers(1, 1 << 40), st.integers(1, 1000), st.integers(0, 500), st.integers(1, 1 << 22)),
+    st.builds(StepWork, st.integers(1, 1 << 40), st.integers(1, 1000), st.integers(0, 500), st.integers(1, 1 << 22)),
     st.integers(1, 1 << 17),
     st.integers(1, 2000),
     st.sampled_from([(128 << 10, 128 << 10), (64 << 10, 64 << 10, 1024, 1024)]),
 )
 def test_more_work_takes_longer_and_more_sequences_are_faster_together(
-    work: DecodeWork, context: int, batch: int, blocks: tuple[int, ...]
+    work: StepWork, context: int, batch: int, blocks: tuple[int, ...]
 ) -> None:
     cache = [CacheGroup.of([blocks] * 2, AllTokens(), len(blocks) > 2)]
 

@@ -20,16 +20,16 @@ from bminf_lite.checkpoint.recipe import Scheme
 from bminf_lite.cli.migrate import choice_lines, trade_lines
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.evaluation.sensitivity import GroupDivergence
-from bminf_lite.migration.budget import Choice, PathSearch, Point, divergence_weights, fastest_path
+from bminf_lite.migration.budget import BudgetChoice, PathSearch, Point, divergence_weights, fastest_path
 from bminf_lite.migration.target import most_exact
 from bminf_lite.quantize.decisions import Decision, Uniform
 
 TIMES = st.integers(0, 20).map(float)
 
 
-def choice(number: int, seconds: float, divergence: float) -> Choice:
+def choice(number: int, seconds: float, divergence: float) -> BudgetChoice:
     decision = Decision(("w",), Scheme.W8A8, None, (), "nearest", 1.0, 1.0)
-    return Choice(number, decision, ProductTime(seconds, 0.0), divergence)
+    return BudgetChoice(number, decision, ProductTime(seconds, 0.0), divergence)
 
 
 PRODUCTS = st.lists(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4), min_size=1, max_size=3)

@@ -120,7 +120,7 @@ class GemvProducts:
         )  # fmt: skip
         return results.placed(product, out)
 
-    def _addend(self, stream: ResidualStream, norm: Norm | None, weight: Weight) -> gemv.Addend | None:
+    def _addend(self, stream: ResidualStream, norm: Norm | None, weight: Weight) -> gemv.RowAddend | None:
         """The pending norm of the stream if the kernel can add it, with a new array for the stream's values.
 
         Otherwise it is added by a kernel of its own.
@@ -134,7 +134,7 @@ class GemvProducts:
             return None
         stream.values = self.results.arrays.rows(1, pending.values.shape[1], np.float32)
         stream.pending = None
-        return gemv.Addend(pending.values, pending.norm, stream.values)
+        return gemv.RowAddend(pending.values, pending.norm, stream.values)
 
 
 @dataclass(frozen=True)

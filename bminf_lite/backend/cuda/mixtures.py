@@ -18,7 +18,7 @@ from ...cuda.kernels.experts.weights import (
     GROUP,
     ExpertMatrices,
     RouterWeights,
-    SharedWeights,
+    SharedExpertWeights,
     alternate_gate_and_up,
     expert_matrix_shape,
 )
@@ -295,7 +295,7 @@ class MixtureLayers:
         rows = None if hidden.dynamic else self.materializer.to_half(x, hidden.rotation)
         latent = self.materializer.to_half(x) if hidden.dynamic and routed is not None else None
         adapters = self._step_adapters(mixture, x, latent if hidden.rotation > 1 or hidden.dynamic else rows)
-        beside = None if shared is None else SharedWeights(shared.hidden, shared.down, shared.gate)
+        beside = None if shared is None else SharedExpertWeights(shared.hidden, shared.down, shared.gate)
         self.kernels.step.reads(None)
         if residual is None:
             out = self.arrays.rows(x.shape[0], mixture.down.out_features, np.float32)
@@ -315,7 +315,7 @@ class MixtureLayers:
             and shared.activation == mixture.activation
             and _is_plain(shared.hidden, mixture.hidden)
             and _is_plain(shared.down, mixture.down)
-            and experts.takes_shared(x.shape[0], mixture, SharedWeights(shared.hidden, shared.down, shared.gate))
+            and experts.takes_shared(x.shape[0], mixture, SharedExpertWeights(shared.hidden, shared.down, shared.gate))
         )
 
     def _step_adapters(self, mixture: ExpertLayerWeights, x: Array, half: cp.ndarray | None) -> StepAdapters | None:
@@ -344,7 +344,7 @@ class MixtureLayers:
 
     def _run(
         self, values: cp.ndarray, x: DeferredNorm, mixture: ExpertLayerWeights, out: cp.ndarray, add: bool,
-        rows: cp.ndarray | None, addend: Addend | None, latent: cp.ndarray | None, shared: SharedWeights | None,
+        rows: cp.ndarray | None, addend: Addend | None, latent: cp.ndarray | None, shared: SharedExpertWeights | None,
         adapters: StepAdapters | None,
     ) -> cp.ndarray:  # fmt: skip
         routing = self.kernels.experts.forward(

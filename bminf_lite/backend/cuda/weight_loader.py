@@ -17,7 +17,7 @@ from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
 from ...errors import DeviceError
 from ...memory.arena import Arena
-from ...memory.staging import Staging
+from ...memory.staging import StagingBuffers
 from ...memory.streaming import StreamedBlocks
 from ..quantization import HostWeight, Int8Weight, int8_parts, stack_biases, stack_outliers
 from ..random_matrix import RandomMatrix
@@ -50,7 +50,7 @@ class Loader:
         self._matrices: Allocator = arena
         self._links: list[SlotLink] = []
         self._layers = 0
-        self._staging: Staging | None = None
+        self._staging: StagingBuffers | None = None
         self._depth = 0  # of nested ``uploading``
 
     @property
@@ -264,10 +264,10 @@ class Loader:
         if self._staging is not None:
             self._staging.finish()
 
-    def _file_staging(self) -> Staging:
+    def _file_staging(self) -> StagingBuffers:
         if self._staging is None:
             uploads = PinnedBuffers(self.arrays.device, self.arrays.stream)
-            self._staging = Staging(uploads, uploads.buffers)
+            self._staging = StagingBuffers(uploads, uploads.buffers)
         return self._staging
 
 

@@ -33,7 +33,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Parameter:
+class CParameter:
     """One parameter; ``letter`` is that of :mod:`struct` (``p`` for a pointer), ``type`` has no ``const``."""
 
     name: str
@@ -47,7 +47,7 @@ class Declaration:
 
     name: str
     template: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[CParameter, ...]
 
     @property
     def signature(self) -> str:
@@ -73,7 +73,7 @@ def parse_declarations(text: str, headers: str = "") -> dict[str, Declaration]:
         opening = text.index("(", place)
         name = text[place:opening].strip()
         closing = _closing(text, opening)
-        parameters: list[Parameter] = []
+        parameters: list[CParameter] = []
         for part in text[opening + 1 : closing].split(","):
             if not part.strip():
                 continue
@@ -111,28 +111,28 @@ def _closing(text: str, opening: int) -> int:
     raise ValueError(f"a parenthesis is not closed: {text[opening : opening + 80]!r}")
 
 
-def _parameter(declared: str) -> Parameter:
+def _parameter(declared: str) -> CParameter:
     """One parameter; its letter is empty if the type is neither a pointer nor in ``LETTERS``."""
     match = _PARAMETER.fullmatch(_QUALIFIERS.sub(" ", declared))
     if match is None:
         raise ValueError(f"not a parameter: {declared!r}")
     kind, pointer, name = match.groups()
     kind = " ".join(kind.split())
-    return Parameter(name, kind, "p" if pointer else LETTERS.get(kind, ""))
+    return CParameter(name, kind, "p" if pointer else LETTERS.get(kind, ""))
 
 
-def _members(name: str, text: str) -> list[Parameter]:
+def _members(name: str, text: str) -> list[CParameter]:
     """The members of a struct, up to its first function."""
     match = re.search(rf"\bstruct {re.escape(name)} \{{(.*?)(?:__device__|\}};)", text, re.DOTALL)
     if match is None:
         raise ValueError(f"unknown type of a parameter: {name!r}")
-    found: list[Parameter] = []
+    found: list[CParameter] = []
     for statement in filter(str.strip, match[1].split(";")):
         first, *others = statement.split(",")
         found.append(_parameter(first))
         for other in others:  # "const float *a, *b"
             pointer = "*" in other
-            found.append(Parameter(other.strip(" *\n"), found[-1].type, "p" if pointer else LETTERS[found[-1].type]))
+            found.append(CParameter(other.strip(" *\n"), found[-1].type, "p" if pointer else LETTERS[found[-1].type]))
     unknown = [member.type for member in found if not member.letter]
     if unknown:
         raise ValueError(f"unknown types of members of {name}: {', '.join(unknown)}")

@@ -21,7 +21,7 @@ from ..schemas.chat import ChatBody
 from ..schemas.messages import plain_tool
 from ..state import ServerState
 from ..work import Endpoint
-from .chunks import Usage, chunk_end, head, reports_usage, scored_token, write_chunks
+from .chunks import TokenUsage, chunk_end, head, reports_usage, scored_token, write_chunks
 
 _encode = msgspec.json.encode
 
@@ -81,7 +81,7 @@ class _Chat:
     def usage(self) -> dict[str, Any]:
         """The tokens so far."""
         generated = sum(answer.completion.num_tokens for answer in self._answers)
-        return Usage(len(self._prepared.prompt.token_ids), generated, self._answers[0].num_cached).openai()
+        return TokenUsage(len(self._prepared.prompt.token_ids), generated, self._answers[0].num_cached).openai()
 
     async def whole(self) -> dict[str, Any]:
         """The response, when all answers have ended."""

@@ -24,7 +24,7 @@ LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     """Counts of tokens: ``cached`` of the prompt's came from the cache, ``reasoning`` of the generated are thoughts."""
 
     prompt: int

@@ -29,7 +29,7 @@ from ..request_record import RequestRecord
 from ..schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from ..state import ServerState
 from ..work import Endpoint
-from .chunks import Usage, chunk_end, finite, head, reports_usage, write_chunks
+from .chunks import TokenUsage, chunk_end, finite, head, reports_usage, write_chunks
 
 _encode = msgspec.json.encode
 
@@ -184,7 +184,7 @@ class _Completions:
         first_of_each = self._choices[:: self._drawn]
         generated = sum(choice.completion.num_tokens for choice in self._choices)
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
-        return Usage(prompt_tokens, generated, sum(choice.num_cached for choice in first_of_each)).openai()
+        return TokenUsage(prompt_tokens, generated, sum(choice.num_cached for choice in first_of_each)).openai()
 
     async def whole(self) -> dict[str, Any]:
         """The response, when all completions have ended."""

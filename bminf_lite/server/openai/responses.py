@@ -24,7 +24,7 @@ from ..schemas.chat import effort_variables
 from ..schemas.responses import ResponsesBody
 from ..state import ServerState
 from ..work import Endpoint
-from .chunks import Usage, scored_token, sse
+from .chunks import TokenUsage, scored_token, sse
 
 _encode = msgspec.json.encode
 
@@ -234,7 +234,7 @@ class _Response:
         reasoning = "".join(i["content"][0]["text"] for i in self._items.items if i["type"] == "reasoning")
         num_reasoning = len(self._prepared.tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
         answer = self._answer
-        return Usage(
+        return TokenUsage(
             len(self._prepared.prompt.token_ids), answer.completion.num_tokens, answer.num_cached, num_reasoning
         ).responses()
 

@@ -24,7 +24,7 @@ from .weights import (
     GROUP,
     ExpertMatrices,
     RouterWeights,
-    SharedWeights,
+    SharedExpertWeights,
     activation_number,
     clamp_arguments,
     shared_arguments,
@@ -111,7 +111,9 @@ class FewTokens:
         return max(first[0], second[0]) <= self._launcher.max_shared - STATIC_SHARED_MEMORY
 
     @staticmethod
-    def takes_shared(spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices, shared: SharedWeights) -> bool:
+    def takes_shared(
+        spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices, shared: SharedExpertWeights
+    ) -> bool:
         """Whether a shared expert can be one more expert of each token: its matrices are as large as the others'."""
         pairs = ((hidden, shared.hidden), (down, shared.down))
         return spec.top_k < MAX_TOP_K and all(
@@ -130,7 +132,7 @@ class FewTokens:
         weight: ExpertMatrices,
         activation: ExpertActivation,
         out: cp.ndarray,
-        shared: SharedWeights | None = None,
+        shared: SharedExpertWeights | None = None,
     ) -> None:
         """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
 
@@ -192,7 +194,7 @@ class FewTokens:
         out: cp.ndarray,
         add: bool,
         addend: Addend | None = None,
-        shared: SharedWeights | None = None,
+        shared: SharedExpertWeights | None = None,
         gate: cp.ndarray | None = None,
     ) -> None:
         """The result from what :meth:`hidden`, which must be the kernel before, has written; fp32 ``[T, out]``.

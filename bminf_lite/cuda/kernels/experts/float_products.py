@@ -26,7 +26,7 @@ BLOCKS_PER_SM = 4
 TYPES = ("bminf::int8", "__half")
 
 
-class FloatProducts:
+class ExpertFloatProducts:
     """One launch for all experts whose inputs stay float."""
 
     source = "experts/float_products.cu"

@@ -21,12 +21,12 @@ from ..rowwise.rows import CODES, ROW, RowKernels, RowTarget, array_source, arra
 from .adapters import ExpertAdapterArrays, PairAdapterKernels, PairSide, StepAdapters
 from .fetch import CachedLayer, FetchKernels
 from .few_tokens import FewTokens
-from .float_products import FloatProducts
+from .float_products import ExpertFloatProducts
 from .grouped_gemm import GroupedGemm
 from .grouped_gemm_hopper import GroupedGemmHopper
 from .pairs import Addend, PairKernels, SortedPairs
 from .router import FEW_ROWS, RouterKernels
-from .weights import ExpertMatrices, RouterWeights, SharedWeights
+from .weights import ExpertMatrices, RouterWeights, SharedExpertWeights
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -68,7 +68,7 @@ class ExpertKernels:
     def __init__(self, launcher: Launcher, rows: RowKernels) -> None:
         self.router, self.pairs = RouterKernels(launcher), PairKernels(launcher)
         self.few_tokens, self.fetch = FewTokens(launcher), FetchKernels(launcher)
-        self.floats, self.adapters = FloatProducts(launcher), PairAdapterKernels(launcher)
+        self.floats, self.adapters = ExpertFloatProducts(launcher), PairAdapterKernels(launcher)
         hopper = GroupedGemmHopper(launcher)
         self.grouped = hopper if hopper.supported else GroupedGemm(launcher)
         self._rows = rows
@@ -76,7 +76,7 @@ class ExpertKernels:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         for kernels in (
-            *(RouterKernels, PairKernels, FetchKernels, FewTokens, GroupedGemm, GroupedGemmHopper, FloatProducts),
+            *(RouterKernels, PairKernels, FetchKernels, FewTokens, GroupedGemm, GroupedGemmHopper, ExpertFloatProducts),
             PairAdapterKernels,
         ):
             yield from kernels.instantiations(capability)
@@ -93,7 +93,7 @@ class ExpertKernels:
         rows: cp.ndarray | None = None,
         addend: Addend | None = None,
         latent: cp.ndarray | None = None,
-        shared: SharedWeights | None = None,
+        shared: SharedExpertWeights | None = None,
         adapters: StepAdapters | None = None,
     ) -> Routing:
         """``experts(norm(x))``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, out]``, or added to it. ``out`` may be ``x``.
@@ -142,7 +142,7 @@ class ExpertKernels:
             self.many_tokens(step, inputs, routing, layer, out, add, empty, addend, adapters)
         return routing
 
-    def takes_shared(self, tokens: int, layer: ExpertLayerWeights, shared: SharedWeights) -> bool:
+    def takes_shared(self, tokens: int, layer: ExpertLayerWeights, shared: SharedExpertWeights) -> bool:
         """Whether :meth:`forward` computes a shared expert of ``tokens`` tokens with the others."""
         spec, hidden, down = layer.router.spec, layer.hidden, layer.down
         return self.few_tokens.takes_shared(spec, hidden, down, shared) and self.few_tokens.supports(

@@ -80,7 +80,7 @@ class ExpertMatrices:
 
 
 @dataclass(frozen=True)
-class SharedWeights:
+class SharedExpertWeights:
     """The matrices of an expert that every token has: int8, with the padding of the others, and without biases.
 
     The fp32 result is multiplied by ``sigmoid(gate @ input)``, with ``gate`` fp32 ``[in]``, padded, or by 1 without it.

@@ -59,7 +59,7 @@ def defines_for(chunks: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Addend:
+class RowAddend:
     """A row fp32 ``[k]`` whose norm, an RMSNorm, is added to the input, and where the sum is written, fp32 ``[k]``.
 
     Both are padded. The sum must not lie where the input does.
@@ -96,7 +96,7 @@ class Gemv:
 
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
-        epilogue: int, activation: int = 0, rotation: int = 1, addend: Addend | None = None, early: bool = False,
+        epilogue: int, activation: int = 0, rotation: int = 1, addend: RowAddend | None = None, early: bool = False,
     ) -> None:  # fmt: skip
         """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
 
@@ -195,7 +195,7 @@ def input_of(norm: Norm | None) -> int:
     return HALF if norm is None else LAYER_NORM if norm.center else RMS_NORM
 
 
-def addend_arguments(addend: Addend | None) -> tuple[int, int, float, int]:
+def addend_arguments(addend: RowAddend | None) -> tuple[int, int, float, int]:
     """The row, the norm's weight and epsilon, and the sum."""
     if addend is None:
         return 0, 0, 0.0, 0
