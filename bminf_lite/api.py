@@ -161,8 +161,12 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 _STRUCTURES = {
-    "json_object": "json_object", "json_schema": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark",
-}  # fmt: skip
+    "json_object": "json_object",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "lark",
+}
 """The options that say what a completion must look like, with the kinds of grammars that they stand for."""
 _NO_PROMPT = EncodedPrompt(())
 
@@ -683,9 +687,11 @@ def _results(prompt: Any, last_pieces: Sequence[Piece]) -> Result | list[Result]
 def _grammar(options: dict[str, Any]) -> Grammar | None:
     """Take what the completion must look like from the options of a call. Raises ``UsageError`` for two of them."""
     given = {name: options.pop(name, None) for name in _STRUCTURES}
-    structure = only_structure([
-        Structure(name, _STRUCTURES[name], value)
-        for name, value in given.items()
-        if value is not None and value is not False
-    ])  # fmt: skip
+    structure = only_structure(
+        [
+            Structure(name, _STRUCTURES[name], value)
+            for name, value in given.items()
+            if value is not None and value is not False
+        ]
+    )
     return None if structure is None else structure.grammar()

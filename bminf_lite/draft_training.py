@@ -86,10 +86,16 @@ def head_config(path: Path, draft_vocab_size: int, layer_ids: Sequence[int] | No
         copied = {key: own[key] for key in COPIED if own.get(key) is not None}
         num_layers = config.num_layers
     found: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
-        "draft_vocab_size": min(draft_vocab_size, config.vocab_size), **copied,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": min(draft_vocab_size, config.vocab_size),
+        **copied,
+    }
     if layer_ids is None and num_layers < 7:  # the default layers would be equal, or not exist
         layer_ids = sorted({num_layers // 3, 2 * num_layers // 3, num_layers - 1})
     if layer_ids is not None:
@@ -201,9 +207,14 @@ def _written(
 
 
 def measure_acceptance(
-    path: Path, folder: Path, kinds: Sequence[Pieces], new_tokens: int, temperature: float, num_drafts: int,
+    path: Path,
+    folder: Path,
+    kinds: Sequence[Pieces],
+    new_tokens: int,
+    temperature: float,
+    num_drafts: int,
     **options: Any,
-) -> list[DraftCounts]:  # fmt: skip
+) -> list[DraftCounts]:
     """What the head in ``folder`` brings behind the pieces that are held out; ``options`` are those of :func:`load`."""
     drafts = {"method": EAGLE3, "model": folder, "num_speculative_tokens": num_drafts, "adaptive": False}
     found = []

@@ -311,9 +311,12 @@ def with_long_texts(needed: MemoryRequirements, config: ModelConfig) -> MemoryRe
 
 
 def plan_placement(
-    backends: Sequence[Backend], spec: Spec, get_requirements: Callable[[], MemoryRequirements],
-    context: int | None = None, max_chunk: int = CHUNK,
-) -> MemoryPlan | None:  # fmt: skip
+    backends: Sequence[Backend],
+    spec: Spec,
+    get_requirements: Callable[[], MemoryRequirements],
+    context: int | None = None,
+    max_chunk: int = CHUNK,
+) -> MemoryPlan | None:
     """Plan for the memory that all ranks' backends can still allocate, and set their ``placement`` accordingly.
 
     ``get_requirements`` are those of a rank. ``context`` and ``max_chunk`` are those of :func:`.plan_memory`.
@@ -335,9 +338,13 @@ def plan_placement(
 
 
 def make_engine_config(
-    config: ModelConfig, cache_layout: CacheLayout, plan: MemoryPlan | None, max_num_seqs: int | None = None,
-    max_chunk: int = CHUNK, prefix_cache: bool = True,
-) -> EngineConfig:  # fmt: skip
+    config: ModelConfig,
+    cache_layout: CacheLayout,
+    plan: MemoryPlan | None,
+    max_num_seqs: int | None = None,
+    max_chunk: int = CHUNK,
+    prefix_cache: bool = True,
+) -> EngineConfig:
     """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``.
 
     The key-value cache has the blocks of :meth:`.MemoryPlan.num_blocks`. Without a plan (on a CPU) it takes at most a

@@ -28,9 +28,15 @@ SOFTPLUS_MAX = np.float32(20)
 
 
 def state_arrays(
-    key_heads: int, value_heads: int, key_dim: int, value_dim: int, channels: int, taps: int,
-    per_channel: bool = False, corrects: bool = True,
-) -> tuple[StateArray, ...]:  # fmt: skip
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    channels: int,
+    taps: int,
+    per_channel: bool = False,
+    corrects: bool = True,
+) -> tuple[StateArray, ...]:
     """What a sequence keeps: the state at a chunk's start, rows of the tokens since, and inputs of a convolution.
 
     A head has one decay, or ``per_channel`` one for each element of a key. Value head ``h`` reads key head

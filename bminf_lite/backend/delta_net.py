@@ -110,8 +110,12 @@ class DeltaChunk(Chunk):
 
     def output(self, i: int, token: TokenInputs) -> np.ndarray:
         (query,), (key,), (value,), (log_decay,), (rate,) = (
-            token.queries, token.keys, token.values, token.log_decays, token.rates,
-        )  # fmt: skip
+            token.queries,
+            token.keys,
+            token.values,
+            token.log_decays,
+            token.rates,
+        )
         self.keys[:, i] = key
         read, scores = self.read(i, self.add_decay(i, log_decay), np.stack([key, query], axis=1))
         own = (np.arange(CHUNK) == i).astype(np.float32)

@@ -72,9 +72,12 @@ def sort_by_expert(topk_ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, 
 
 
 def experts_forward(
-    x: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, layer: ExpertLayer,
+    x: np.ndarray,
+    topk_ids: np.ndarray,
+    topk_weights: np.ndarray,
+    layer: ExpertLayer,
     activation_dtype: np.dtype | type = np.float32,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """The layer of each token's experts: float ``[T, in]`` -> fp32 ``[T, out]``.
 
     ``topk_ids`` int32 and ``topk_weights`` fp32 are ``[T, top_k]``. Between operations values are rounded to
@@ -122,9 +125,12 @@ def weighted_sum(results: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 @silently
 def expert_linear(
-    x: np.ndarray, experts: np.ndarray, weights: ExpertWeights, factors: np.ndarray | None = None,
+    x: np.ndarray,
+    experts: np.ndarray,
+    weights: ExpertWeights,
+    factors: np.ndarray | None = None,
     activation_dtype: np.dtype | type = np.float32,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """``x[p] @ weights[experts[p]].T + bias`` of each pair: float ``[P, in]``, int ``[P]`` -> fp32 ``[P, out]``.
 
     As in ``Backend.linear``: with int8 weights and dynamic activations, ``x`` is quantized per pair, and ``y = s_x *

@@ -129,10 +129,15 @@ class MetaBackend(Backend):
         return SavedBank(self.adapter_slots, self._round)
 
     def mixture(
-        self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
-        down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
+        self,
+        spec: RouterSpec,
+        router: np.ndarray,
+        hidden: Iterable[Sequence[HostWeight]],
+        down: Iterable[Sequence[HostWeight]],
+        activation: ExpertActivation,
+        correction_bias: np.ndarray | None = None,
         biases: ExpertBiases | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """A product before the activation and one behind it; a step reads the matrices of the experts it chooses."""
         experts, features = router.shape
         self.non_layer_bytes += aligned(experts * round_up(features, PAD) * 4)

@@ -87,9 +87,11 @@ def weight_columns(weight: HostWeight, columns: slice) -> HostWeight:
         )
     outliers = None if weight.outliers is None else weight.outliers.within(columns)
     return replace(
-        weight, codes=weight.codes[:, columns], scale=scale_columns(weight.scale, weight.shape[1], columns),
+        weight,
+        codes=weight.codes[:, columns],
+        scale=scale_columns(weight.scale, weight.shape[1], columns),
         outliers=outliers,
-    )  # fmt: skip
+    )
 
 
 def scale_columns(scale: np.ndarray, features: int, columns: slice) -> np.ndarray:

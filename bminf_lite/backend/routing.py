@@ -21,8 +21,10 @@ from .expert_values import GroupScore, MaskedScore, RouterSpec, Score
 from .functions import silently
 
 WEIGHT_DTYPES = {
-    "float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}  # fmt: skip
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 """The dtypes of the types that weights can be rounded to."""
 LANES = 32
 """Partial sums of a softmax's denominator: expert ``e`` belongs to part ``e % LANES``."""
@@ -41,9 +43,11 @@ EXP_COEFFICIENTS = tuple(
 
 @silently
 def route(
-    logits: np.ndarray, spec: RouterSpec, correction_bias: np.ndarray | None = None,
+    logits: np.ndarray,
+    spec: RouterSpec,
+    correction_bias: np.ndarray | None = None,
     expert_scale: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """The experts of each token and their weights.
 
     ``logits`` fp32 ``[T, experts]`` -> ``topk_ids`` int32 ``[T, top_k]``, by rank, and ``topk_weights`` fp32 likewise.

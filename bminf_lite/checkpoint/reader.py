@@ -150,8 +150,11 @@ class Checkpoint:
         if not fused.is_stacked or name in self._derived:
             values = cast(np.ndarray, self._kept(name))
             self._derived = {**self._derived, **experts_of(name, fused, found, values, self._recent)}
-        self.tensors = {k: v for other, info in self.tensors.items()
-                        for k, v in (found.items() if other == name else ((other, info),))}  # fmt: skip
+        self.tensors = {
+            k: v
+            for other, info in self.tensors.items()
+            for k, v in (found.items() if other == name else ((other, info),))
+        }
 
     def join(self, name: str, parts: Sequence[str], order: np.ndarray | None = None) -> None:
         """Replace the tensors ``parts``, if all are there, by ``name`` with their rows, stacked or in ``order``.

@@ -40,12 +40,22 @@ def _parse_replicas(context: click.Context, param: click.Parameter, value: str |
 @sampling_options
 @stop_option
 @adapters_option
-@click.option("--served-model-name", multiple=True, metavar="NAME",
-              help="The model's name in rows, or several; by default that of its folder.")  # fmt: skip
+@click.option(
+    "--served-model-name",
+    multiple=True,
+    metavar="NAME",
+    help="The model's name in rows, or several; by default that of its folder.",
+)
 @context_option
 @click.option("--max-batch", type=int, metavar="N", help="The most sequences to decode together.")
-@click.option("--block-rows", type=click.IntRange(min=1), default=256, show_default=True, metavar="N",
-              help="Rows of a block, which is written when it is complete.")  # fmt: skip
+@click.option(
+    "--block-rows",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Rows of a block, which is written when it is complete.",
+)
 @click.option(
     "--ray",
     metavar="ADDRESS",

@@ -64,10 +64,18 @@ def train_draft(
     with load(model, speculative="none", **place) as loaded:  # type: ignore[arg-type]
         kinds = [pieces_of(path.name, read_texts(path), loaded, prompt_tokens, pieces) for path in files]
         train_head(
-            model, output, kinds, loaded, config, options, new_tokens, temperature,
-            torch_device(device), force,
+            model,
+            output,
+            kinds,
+            loaded,
+            config,
+            options,
+            new_tokens,
+            temperature,
+            torch_device(device),
+            force,
             lambda line: click.echo(line, err=True),
-        )  # fmt: skip
+        )
     found = []
     for heat in dict.fromkeys((0.0, temperature)):
         for own in measure_acceptance(model, output, kinds, new_tokens, heat, drafts, **place):

@@ -182,10 +182,17 @@ class BlockManager:
         append_keys(sequence.keys, sequence.root, token_ids[known - start :], self.block_size)
 
     def admit(
-        self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0, growth: int = 0,
-        max_cached_tokens: int | None = None, token_ids: TokenIds = lambda start, stop: (),
+        self,
+        sequence: SequenceBlocks,
+        num_tokens: int,
+        budget: int,
+        *,
+        spare: int = 0,
+        growth: int = 0,
+        max_cached_tokens: int | None = None,
+        token_ids: TokenIds = lambda start, stop: (),
         prefix: Prefix | None = None,
-    ) -> Admission | None:  # fmt: skip
+    ) -> Admission | None:
         """Give a sequence what the cache has of its prefix, and new blocks for the rest of its ``num_tokens`` tokens.
 
         At most ``max_cached_tokens`` come from the cache, by default all but the last. A group with a window gets

@@ -125,9 +125,13 @@ class Engine:
     ):
         self.config = config
         self.blocks = BlockManager(
-            config.cache_layout.groups, config.num_blocks, config.num_source_blocks,
-            max_piece=config.max_num_batched_tokens, prefix_cache=config.prefix_cache, block_size=block_size,
-        )  # fmt: skip
+            config.cache_layout.groups,
+            config.num_blocks,
+            config.num_source_blocks,
+            max_piece=config.max_num_batched_tokens,
+            prefix_cache=config.prefix_cache,
+            block_size=block_size,
+        )
         self._make_runner = make_runner
         self._on_start = on_start
         self._on_close: Callable[[], None] = lambda: None

@@ -38,9 +38,13 @@ class ObservedNetwork(Protocol):
     ops: Backend
 
     def __call__(
-        self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False,
-        observe: Callable[[int, Array], None] | None = None, observes_end: bool = False,
-    ) -> Array:  # fmt: skip
+        self,
+        batch: ForwardBatch,
+        cache: KVCache,
+        all_logits: bool = False,
+        observe: Callable[[int, Array], None] | None = None,
+        observes_end: bool = False,
+    ) -> Array:
         """As a :class:`Network`; ``observe`` is called before each layer with its number and the stream.
 
         If it ``observes_end``, also behind the last one, and then the stream has all tokens.

@@ -76,9 +76,16 @@ def rope_frequencies(parameters: RopeParameters, head_dim: int, max_positions: i
 
 
 _NUMBERS = (
-    "factor", "original_max_position_embeddings", "attention_factor", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-)  # fmt: skip
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 def _number(parameters: RopeParameters, key: str, default: float | None = None) -> float:

@@ -123,10 +123,15 @@ class _HookedBackend:
         return work
 
     def mixture(
-        self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
-        down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
+        self,
+        spec: RouterSpec,
+        router: np.ndarray,
+        hidden: Iterable[Sequence[HostWeight]],
+        down: Iterable[Sequence[HostWeight]],
+        activation: ExpertActivation,
+        correction_bias: np.ndarray | None = None,
         biases: ExpertBiases | None = None,
-    ) -> Mixture:  # fmt: skip
+    ) -> Mixture:
         """A mixture whose experts have weights of their own, each remembered with its tensors."""
         return make_mixture(self.weight, spec, router, hidden, down, activation, correction_bias, biases)
 

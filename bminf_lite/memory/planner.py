@@ -396,9 +396,12 @@ def evenly_spaced(layers: int, streamed: int) -> tuple[int, ...]:
 
 
 def plan_memory(
-    requirements: MemoryRequirements, machine: Machine, context: int | None = None, batch: int = 1,
+    requirements: MemoryRequirements,
+    machine: Machine,
+    context: int | None = None,
+    batch: int = 1,
     max_chunk: int = CHUNK,
-) -> MemoryPlan:  # fmt: skip
+) -> MemoryPlan:
     """The plan that streams least with room for ``context`` tokens per sequence, by default :func:`default_context`.
 
     ``max_chunk`` are the prompt tokens that are processed at once if memory suffices.

@@ -35,9 +35,12 @@ GUESSES = 3
 def offline_part(recipe: Recipe) -> Recipe:
     """A recipe that rotates, with rotations in the weights alone, so that other readers open the result."""
     return replace(
-        recipe, name=f"{recipe.name}, offline only", rotation=1, rotated_inputs=RotatedInputs.FEED_FORWARD,
+        recipe,
+        name=f"{recipe.name}, offline only",
+        rotation=1,
+        rotated_inputs=RotatedInputs.FEED_FORWARD,
         offline_rotation=True,
-    )  # fmt: skip
+    )
 
 
 def budget_recipe(recipe: Recipe, offline_only: bool, rotates_stream: bool) -> Recipe:

@@ -128,9 +128,15 @@ def migrate(
     elif offline_only and not searches(recipe):
         recipe = _without_input_rotations(recipe)
     write = partial(
-        migrate_folder, opened_from, out, force=force, dry_run=dry_run, portable=portable, progress=progress,
+        migrate_folder,
+        opened_from,
+        out,
+        force=force,
+        dry_run=dry_run,
+        portable=portable,
+        progress=progress,
         shard_bytes=shard_bytes,
-    )  # fmt: skip
+    )
     if calibrate is None:
         return write(recipe)
     tokens = load_calibration_split(source, calibrate, samples)
@@ -186,7 +192,7 @@ def migrate(
             options = search_on(devices, model, recipe, alternatives=True)
             search = AssignmentSearch(
                 opened_from, within_fp16(reference), model, options, tokens, devices, target_divergence, cost_progress
-            )  # fmt: skip
+            )
             chosen, found = search.run()
             trade.update(found)
             known.extend(search.known())

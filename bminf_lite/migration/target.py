@@ -128,9 +128,15 @@ class AssignmentSearch:
 
         def of_part(rank: int, check: Callable[[], None]) -> list[GroupDivergence]:
             return product_divergences(
-                self.source, windows, self.devices[rank], recipe.offline_rotation, self._shown(rank, check),
-                lambda name: recipe.rotation_of(spec, name), rank, len(self.devices),
-            )  # fmt: skip
+                self.source,
+                windows,
+                self.devices[rank],
+                recipe.offline_rotation,
+                self._shown(rank, check),
+                lambda name: recipe.rotation_of(spec, name),
+                rank,
+                len(self.devices),
+            )
 
         groups = [group for part in on_ranks_apart(self.devices, of_part) for group in part]
         decisions = [found[0].decision for found in self.options.options]
@@ -184,9 +190,7 @@ def most_exact(
     """
     first = max((i for i, point in enumerate(path) if point.time.request <= limit), default=0)
     *divergences, of_first = measure([*uniform.values(), path[first]])
-    found = {
-        how: replace(point, measured=kl) for (how, point), kl in zip(uniform.items(), divergences, strict=True)
-    }  # fmt: skip
+    found = {how: replace(point, measured=kl) for (how, point), kl in zip(uniform.items(), divergences, strict=True)}
     best = min(found.values(), key=lambda point: _or_infinite(point.measured))
     search = PathSearch(path, _or_infinite(best.measured))
     search.begin(first, of_first)

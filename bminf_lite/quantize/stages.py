@@ -140,9 +140,14 @@ class LayerwiseModel:
         return run
 
     def _decode(
-        self, block: Any, layer: int, residual: Array, step: ForwardBatch, source: KVCache | None = None,
+        self,
+        block: Any,
+        layer: int,
+        residual: Array,
+        step: ForwardBatch,
+        source: KVCache | None = None,
         stored: dict[int, list[np.ndarray]] | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """The residual stream after a layer, which reads or adds to what layers ``stored``."""
         storing = self._sources.get(layer, layer)
         if not self._layouts[storing].layers:

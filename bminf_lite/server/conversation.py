@@ -172,10 +172,15 @@ async def _grammar(
             answer = f"answer: {mark_rule(reasoning.answer, token_id)} {_nested(structure)}"
             return Grammar.lark(after_reasoning(answer, reasoning, is_open, token_id))
         text = tool_grammar(
-            form, conversation.callable_tools, required=choice.mode == "required" or structure is not None,
-            name=choice.name, parallel=conversation.parallel_calls, token_id=token_id, reasoning=reasoning,
+            form,
+            conversation.callable_tools,
+            required=choice.mode == "required" or structure is not None,
+            name=choice.name,
+            parallel=conversation.parallel_calls,
+            token_id=token_id,
+            reasoning=reasoning,
             reasoning_is_open=is_open,
-        )  # fmt: skip
+        )
         if text is not None and structure is not None and choice.mode == "auto":
             text = text.replace("\nanswer: ", "\nanswer: calls | structure\ncalls: ", 1)
             before = "" if reasoning is None else mark_rule(reasoning.answer, token_id)

@@ -16,17 +16,25 @@ from .operations.sampling import CudaSamplingOperations
 from .operations.weights import CudaWeightOperations
 
 DECODE_SIZES = (
-    *(1, 2, 4, 8, 16, 32, 48, 56, 64, 96, 112, 128), *(192, 224, 256), *range(320, 513, 64), *range(640, 1025, 128)
-)  # fmt: skip
+    *(1, 2, 4, 8, 16, 32, 48, 56, 64, 96, 112, 128),
+    *(192, 224, 256),
+    *range(320, 513, 64),
+    *range(640, 1025, 128),
+)
 """Numbers of sequences of captured decode steps, behind most of which products take another tile of rows."""
 MIXED_SIZES = tuple(
     (decodes, tokens)
     for decodes, sizes in {
-        0: (16, 64, 128, 256, 384, 512), 8: (16, 64, 128, 256, 512), 32: (64, 128, 256, 512), 64: (64, 256, 512),
-        128: (128, 256, 512), 256: (256, 512), 512: (256, 512),
+        0: (16, 64, 128, 256, 384, 512),
+        8: (16, 64, 128, 256, 512),
+        32: (64, 128, 256, 512),
+        64: (64, 256, 512),
+        128: (128, 256, 512),
+        256: (256, 512),
+        512: (256, 512),
     }.items()
     for tokens in sizes
-)  # fmt: skip
+)
 """Decoding sequences and prompt tokens of captured steps. The host launches larger steps faster than they run."""
 SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 """Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""

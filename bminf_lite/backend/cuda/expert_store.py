@@ -32,9 +32,15 @@ class ExpertStore:
 
         hidden, down = (arrays.empty((planned.slots, nbytes), np.uint8) for nbytes in planned.expert_bytes)
         self.cache = ExpertCache(
-            full(count, -1), full(planned.slots, -1), full(count, 0), full(layers, 0), full(COPIES, 0),
-            arrays.upload(np.zeros(2, np.uint64)), hidden, down,
-        )  # fmt: skip
+            full(count, -1),
+            full(planned.slots, -1),
+            full(count, 0),
+            full(layers, 0),
+            full(COPIES, 0),
+            arrays.upload(np.zeros(2, np.uint64)),
+            hidden,
+            down,
+        )
 
     def keep(self, experts: int) -> CachedLayer:
         """Copy the next layer's ``experts`` from the first slots to the host.

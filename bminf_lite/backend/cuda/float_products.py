@@ -32,7 +32,7 @@ class FloatProducts:
             out = results.place(product, reads_input=isinstance(x, cp.ndarray))
         kernels.float_products.launch(
             kernels.step, values, norm, product.weight, out, product.epilogue, product.function
-        )  # fmt: skip
+        )
         return results.placed(product, out)
 
     def _normalises(self, product: Product) -> bool:

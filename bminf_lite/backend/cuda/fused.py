@@ -57,9 +57,14 @@ class FusedGemms:
         return epilogue is not Epilogue.GATED or weight.out_features % (2 * SKINNY_ROWS) == 0
 
     def multiply(
-        self, codes: QuantizedActivations, weight: Weight, out: cp.ndarray, epilogue: Epilogue, activation: int = 0,
+        self,
+        codes: QuantizedActivations,
+        weight: Weight,
+        out: cp.ndarray,
+        epilogue: Epilogue,
+        activation: int = 0,
         side: SideInputs | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the product to ``out`` ``[rows, features]`` with ``epilogue``; ``activation`` is an ``Activation``.
 
         :meth:`supports` must be true of the product, or with a ``side`` product :meth:`supports_adapters`.

@@ -115,9 +115,17 @@ class GemvProducts:
             addend = self._addend(stream, norm, weight)
             early = kernels.step.reads(stream)
         kernels.gemv.launch(
-            kernels.step, results.arrays.padded(x), norm, weight, out, product.epilogue, product.function,
-            weight.rotation, addend, early,
-        )  # fmt: skip
+            kernels.step,
+            results.arrays.padded(x),
+            norm,
+            weight,
+            out,
+            product.epilogue,
+            product.function,
+            weight.rotation,
+            addend,
+            early,
+        )
         return results.placed(product, out)
 
     def _addend(self, stream: ResidualStream, norm: Norm | None, weight: Weight) -> gemv.RowAddend | None:

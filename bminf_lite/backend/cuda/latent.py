@@ -46,9 +46,13 @@ class LatentLaunches:
     """The launches of the operation; records of a launch take at most ``max_record_bytes``."""
 
     def __init__(
-        self, arrays: Arrays, kernels: Kernels, materializer: Materializer, scratch: ZeroedScratch,
+        self,
+        arrays: Arrays,
+        kernels: Kernels,
+        materializer: Materializer,
+        scratch: ZeroedScratch,
         max_record_bytes: int,
-    ):  # fmt: skip
+    ):
         self.arrays = arrays
         self.kernels = kernels
         self.materializer = materializer

@@ -74,10 +74,14 @@ class Materializer:
         self.write_rows(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, rotation=rotation)
 
     def write_rows(
-        self, source: cp.ndarray | DeferredMatmul | DeferredActivation | None, out: cp.ndarray | QuantizedActivations,
-        residual: cp.ndarray | None = None, norm: Norm | None = None, rotation: int = 1,
+        self,
+        source: cp.ndarray | DeferredMatmul | DeferredActivation | None,
+        out: cp.ndarray | QuantizedActivations,
+        residual: cp.ndarray | None = None,
+        norm: Norm | None = None,
+        rotation: int = 1,
         half: cp.ndarray | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read rows, add them to the residual stream, normalise, gate or rotate them, and write codes or values."""
         rows, k = (residual if residual is not None else source).shape  # type: ignore[union-attr]
         moved = self.kernels.nbytes_moved(source, residual, out, residual if source is not None else None)
@@ -110,9 +114,16 @@ class Materializer:
         """The product, scaled and with its bias, into ``out`` or added to it."""
         layout, weight = product.layout, product.weight
         self.kernels.rows.dequantize(
-            self.kernels.step, product.acc, int(layout.order), layout.ld, product.x_scale.ptr, weight.scale,
-            weight.bias, out, add,
-        )  # fmt: skip
+            self.kernels.step,
+            product.acc,
+            int(layout.order),
+            layout.ld,
+            product.x_scale.ptr,
+            weight.scale,
+            weight.bias,
+            out,
+            add,
+        )
 
     def to_half(self, x: Array, rotation: int = 1) -> cp.ndarray:
         """``x`` as padded fp16 rows, transformed in blocks of ``rotation`` elements."""
@@ -151,9 +162,16 @@ class Materializer:
         if k <= MAX_NORM_WIDTH:
             moved = self.kernels.nbytes_moved(addend.values, residual.values, residual.values)
             self.kernels.rows.transform(
-                self.kernels.step, NO_ROWS, sum_target(residual.values), rows, k, addend.values, addend.norm,
-                bytes_moved=moved, scale=addend.scale,
-            )  # fmt: skip
+                self.kernels.step,
+                NO_ROWS,
+                sum_target(residual.values),
+                rows,
+                k,
+                addend.values,
+                addend.norm,
+                bytes_moved=moved,
+                scale=addend.scale,
+            )
             return
         values = self.arrays.rows(rows, k, np.float32)
         self.kernels.rows.norm(self.kernels.step, addend.values, addend.norm, values)

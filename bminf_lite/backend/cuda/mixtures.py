@@ -55,10 +55,16 @@ class MixtureLoader:
         self.pools.clear()
 
     def load(
-        self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
-        down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None,
-        biases: ExpertBiases | None, slots: Sequence[ExpertSlots] = (),
-    ) -> ExpertLayerWeights:  # fmt: skip
+        self,
+        spec: RouterSpec,
+        router: np.ndarray,
+        hidden: Iterable[Sequence[HostWeight]],
+        down: Iterable[Sequence[HostWeight]],
+        activation: ExpertActivation,
+        correction_bias: np.ndarray | None,
+        biases: ExpertBiases | None,
+        slots: Sequence[ExpertSlots] = (),
+    ) -> ExpertLayerWeights:
         """See :meth:`Backend.mixture`. With ``slots`` all experts lie on the host, and kernels copy them to these.
 
         Raises ``UsageError`` for what the kernels do not take, ``OutOfMemory`` if the host has no memory for them.
@@ -107,9 +113,14 @@ class MixtureLoader:
         return None
 
     def _matrices(
-        self, experts: Iterable[Sequence[HostWeight]], count: int, gated: bool,
-        biases: Sequence[np.ndarray] | None, columns: int = 0, slots: cp.ndarray | None = None,
-    ) -> ExpertMatrices:  # fmt: skip
+        self,
+        experts: Iterable[Sequence[HostWeight]],
+        count: int,
+        gated: bool,
+        biases: Sequence[np.ndarray] | None,
+        columns: int = 0,
+        slots: cp.ndarray | None = None,
+    ) -> ExpertMatrices:
         """The matrices of each expert, which are read one after another.
 
         Rows of the gate and of up are each padded to a multiple of ``GROUP``, as are the ``biases`` ``[rows]`` of each.
@@ -343,10 +354,18 @@ class MixtureLayers:
         return self.materializer.materialize(x.residual)
 
     def _run(
-        self, values: cp.ndarray, x: DeferredNorm, mixture: ExpertLayerWeights, out: cp.ndarray, add: bool,
-        rows: cp.ndarray | None, addend: Addend | None, latent: cp.ndarray | None, shared: SharedExpertWeights | None,
+        self,
+        values: cp.ndarray,
+        x: DeferredNorm,
+        mixture: ExpertLayerWeights,
+        out: cp.ndarray,
+        add: bool,
+        rows: cp.ndarray | None,
+        addend: Addend | None,
+        latent: cp.ndarray | None,
+        shared: SharedExpertWeights | None,
         adapters: StepAdapters | None,
-    ) -> cp.ndarray:  # fmt: skip
+    ) -> cp.ndarray:
         routing = self.kernels.experts.forward(
             self.kernels.step,
             values,

@@ -97,9 +97,14 @@ class AttentionOperations(StepOperations):
             store_rows(cache, table[b], first, own[rows], spec.rank)
             keys = cached_rows(cache, table[b], first + rows.stop - rows.start, spec.rank, self.activation_dtype)[None]
             means[rows] = attend(
-                queries[rows], keys, keys[..., : spec.rank], spec.scale, first, segment=LATENT_SEGMENT,
+                queries[rows],
+                keys,
+                keys[..., : spec.rank],
+                spec.scale,
+                first,
+                segment=LATENT_SEGMENT,
                 weight_dtype=self.activation_dtype,
-            )  # fmt: skip
+            )
         return self._round(by_token_and_head(self._round(means), expand.values).reshape(len(q), -1))
 
     @silently

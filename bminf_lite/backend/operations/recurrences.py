@@ -64,9 +64,15 @@ class RecurrenceOperations(StepOperations):
 
     @silently
     def kimi_delta(
-        self, qkv: Array, rates: Array, decays: Array, gate: Array, spec: DeltaNetSpec, cache: StateCache,
+        self,
+        qkv: Array,
+        rates: Array,
+        decays: Array,
+        gate: Array,
+        spec: DeltaNetSpec,
+        cache: StateCache,
         batch: ForwardBatch,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Kimi Delta Attention of a step's tokens, as :mod:`..delta_net` defines it: -> ``[T, value_features]``.
 
         It is :meth:`gated_delta_net` with a ``spec`` that is ``per_channel``. ``qkv`` is ``[T, channels]``, ``rates``

@@ -57,9 +57,13 @@ class StepOperations(HostDevice):
         if batch.layer_inputs is not None:
             last = replace(last, layer_inputs=self.last_tokens(batch.layer_inputs, batch))
         return replace(
-            last, context_lens=batch.last_positions, max_query_len=1, num_decodes=batch.batch_size, has_drafts=False,
+            last,
+            context_lens=batch.last_positions,
+            max_query_len=1,
+            num_decodes=batch.batch_size,
+            has_drafts=False,
             last_positions=None,
-        )  # fmt: skip
+        )
 
     def _of_last_tokens(self, batch: ForwardBatch) -> ForwardBatch:
         """``batch`` with the last token of each sequence alone."""

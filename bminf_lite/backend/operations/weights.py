@@ -61,10 +61,13 @@ class NumpyWeight:
         """Some columns, without a bias; they divide no block of the rotation and no group."""
         found = (side.within(columns) for side in self.side_products)
         return replace(
-            self, values=self.values[:, columns], bias=None, tp_size=1,
+            self,
+            values=self.values[:, columns],
+            bias=None,
+            tp_size=1,
             scale=None if self.scale is None else scale_columns(self.scale, self.shape[1], columns),
             side_products=tuple(side for side in found if side is not None),
-        )  # fmt: skip
+        )
 
     @property
     def nbytes(self) -> int:

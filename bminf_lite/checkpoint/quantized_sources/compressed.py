@@ -41,8 +41,11 @@ GROUPS_OF_FP4 = {16: "NVFP4", 32: "MXFP4"}
 def is_source(raw: Mapping[str, Any]) -> bool:
     """Whether a ``quantization_config`` has weights that are not symmetric int8 codes of rows or groups."""
     groups = raw.get("config_groups")
-    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(
-        groups, dict) else []  # fmt: skip
+    weights = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
     return any(_is_source(args) for args in weights if isinstance(args, dict))
 
 

@@ -20,9 +20,14 @@ from .bindings import LibraryError, bind
 
 _KIB = 1 << 10
 _SHARED_MEMORY_PER_BLOCK = {
-    (7, 5): 64 * _KIB, (8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB,
-    (10, 3): 227 * _KIB, (11, 0): 227 * _KIB,
-}  # fmt: skip
+    (7, 5): 64 * _KIB,
+    (8, 0): 163 * _KIB,
+    (8, 7): 163 * _KIB,
+    (9, 0): 227 * _KIB,
+    (10, 0): 227 * _KIB,
+    (10, 3): 227 * _KIB,
+    (11, 0): 227 * _KIB,
+}
 _LEAST_SHARED_MEMORY_PER_BLOCK = 99 * _KIB
 
 

@@ -34,9 +34,12 @@ class Branch:
         folds = (Fold(tuple(self.norm.tensors(layer)), own.readers),) if own.foldable and self.norm.is_foldable else ()
         gated = tuple(GatedProduct(*product, weight, self.norm.offset) for product in own.bounded)
         return replace(
-            own, tensors=tensors | self.norm.tensors(layer), folds=(*folds, *own.folds), bounded=(),
+            own,
+            tensors=tensors | self.norm.tensors(layer),
+            folds=(*folds, *own.folds),
+            bounded=(),
             gated=(*gated, *own.gated),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,13 @@ class FeedForwardPart(Part):
         folds = [Fold(tuple(before[-1]), weights_of(down))] if is_separate and self._commutes else []
         gate, up, output = weights_of(inner[0], inner[-1], down)
         return PartTensors(
-            tensors | after, weights_of(*inner), tuple(after), tuple(folds), rotatable=(output,),
+            tensors | after,
+            weights_of(*inner),
+            tuple(after),
+            tuple(folds),
+            rotatable=(output,),
             bounded=((gate, up, output),) if self._is_bounded else (),
-        )  # fmt: skip
+        )
 
     @property
     def _commutes(self) -> bool:

@@ -60,14 +60,16 @@ class SharedAttentionPart(Part):
         balance = balancing_factors(gain(f"{storing}.{own.q_norm}"), gain(f"{storing}.{own.k_norm}"))
         of_int8 = Norm(ops.vector(query * balance), own.norm_eps)
         spec = AttentionSpec(
-            own.heads, own.kv_heads, own.head_dim,
+            own.heads,
+            own.kv_heads,
+            own.head_dim,
             own.head_dim**-0.5 if own.score_scale is None else own.score_scale,
             window=own.window,
             rope=source.shared.rope(own.rotary, own.head_dim),
             q_norm=Norm(ops.vector(query), own.norm_eps),
             softcap=own.softcap,
             int8_norms=(of_int8, of_int8),
-        ).shard(ops.communicator.tp_size)  # fmt: skip
+        ).shard(ops.communicator.tp_size)
         names = [f"{source.name}.{own.qkv[0]}"]
         heads = ColumnParallelLinear(ops, weights, names, [own.features[0]], own.qkv_bias)
         return SharedAttention(

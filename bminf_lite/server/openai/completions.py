@@ -112,9 +112,13 @@ class _Choice:
         if self.is_empty:  # the engine generates a token at least
             reason = "length" if output.finish_reason == "stop" else output.finish_reason
             output = Output(
-                output.index, [], finish_reason=reason, prompt_logprobs=output.prompt_logprobs,
-                cached_tokens=output.cached_tokens, error=output.error,
-            )  # fmt: skip
+                output.index,
+                [],
+                finish_reason=reason,
+                prompt_logprobs=output.prompt_logprobs,
+                cached_tokens=output.cached_tokens,
+                error=output.error,
+            )
         new = read(generation, self.completion, output)
         self.finish_reason, self.num_cached = new.finish_reason, output.cached_tokens
         if self._has_begun:

@@ -99,13 +99,20 @@ MISTRAL_ARGS = ToolFormat("mistral_args", _MISTRAL, syntax="named", arguments_ma
 QWEN3_CODER = ToolFormat("qwen3_coder", "<tool_call>", "</tool_call>", syntax="xml")
 SEED_OSS = ToolFormat("seed_oss", "<seed:tool_call>", "</seed:tool_call>", syntax="xml", tags=XmlTags(padding=""))
 GLM45 = ToolFormat(
-    "glm45", "<tool_call>", "</tool_call>", syntax="xml",
+    "glm45",
+    "<tool_call>",
+    "</tool_call>",
+    syntax="xml",
     tags=XmlTags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", "", has_lines=False),
-)  # fmt: skip
+)
 MINIMAX_M2 = ToolFormat(
-    "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", syntax="xml", is_list=True,
+    "minimax_m2",
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    syntax="xml",
+    is_list=True,
     tags=XmlTags(('<invoke name="', '">'), ('<parameter name="', '">'), end="</invoke>", padding=""),
-)  # fmt: skip
+)
 DEEPSEEK_V31 = ToolFormat(
     "deepseek_v31",
     "<｜tool▁calls▁begin｜>",
@@ -130,9 +137,14 @@ LLAMA4_PYTHONIC = ToolFormat(
 LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", syntax="python")
 GEMMA4 = ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", syntax="braces", string_mark='<|"|>')
 HARMONY = ToolFormat(
-    "harmony", HARMONY_CALL, "<|call|>", syntax="named", arguments_mark=MESSAGE,
-    constraint=" <|constrain|>json", text_mark=HARMONY_REASONING.answer,
-)  # fmt: skip
+    "harmony",
+    HARMONY_CALL,
+    "<|call|>",
+    syntax="named",
+    arguments_mark=MESSAGE,
+    constraint=" <|constrain|>json",
+    text_mark=HARMONY_REASONING.answer,
+)
 GENERIC = ToolFormat("generic", "<tool_call>", "</tool_call>", is_generic=True)
 
 TOOL_FORMATS = {

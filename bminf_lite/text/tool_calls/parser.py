@@ -258,8 +258,10 @@ class ToolCallParser:
         """Take a call as XML. If its first tag is not there, what was read is content."""
         tags = self._form.tags
         (before_name, behind_name), (before_key, behind_key), (before_value, behind_value) = (
-            tags.function, tags.key, tags.value,
-        )  # fmt: skip
+            tags.function,
+            tags.key,
+            tags.value,
+        )
         is_call = yield from self._is(before_name, at)
         start = at + len(before_name) if is_call else at
         end = yield from self._skip(_NAME, start)

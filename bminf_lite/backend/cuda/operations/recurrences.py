@@ -47,18 +47,30 @@ class CudaRecurrenceOperations(CudaDevice, RecurrenceOperations):
         return self._delta_rule(rows, rates, decays, rows[:, spec.channels :], spec, cache, batch)
 
     def kimi_delta(
-        self, qkv: Array, rates: Array, decays: Array, gate: Array, spec: DeltaNetSpec, cache: StateCache,
+        self,
+        qkv: Array,
+        rates: Array,
+        decays: Array,
+        gate: Array,
+        spec: DeltaNetSpec,
+        cache: StateCache,
         batch: ForwardBatch,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         to_half, materialize = self.materializer.to_half, self.materializer.materialize
         return self._delta_rule(
             to_half(qkv), materialize(rates), materialize(decays), to_half(gate), spec, cache, batch
         )
 
     def _delta_rule(
-        self, rows: Array, rates: Array, decays: Array, gate: Array, spec: DeltaNetSpec, cache: StateCache,
+        self,
+        rows: Array,
+        rates: Array,
+        decays: Array,
+        gate: Array,
+        spec: DeltaNetSpec,
+        cache: StateCache,
         batch: ForwardBatch,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         if spec.key_dim > DELTA_NET_MAX_KEY_DIM:
             raise UsageError(
                 f"keys of a gated DeltaNet have {spec.key_dim} elements; a GPU computes up to {DELTA_NET_MAX_KEY_DIM}: "

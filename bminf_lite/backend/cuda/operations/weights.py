@@ -55,10 +55,15 @@ class CudaWeightOperations(CudaDevice, WeightOperations):
             return SavedBank(self.arrays, self.adapter_slots, rows, columns)
 
     def mixture(  # type: ignore[override]
-        self, spec: RouterSpec, router: np.ndarray, hidden: Iterable[Sequence[HostWeight]],
-        down: Iterable[Sequence[HostWeight]], activation: ExpertActivation, correction_bias: np.ndarray | None = None,
+        self,
+        spec: RouterSpec,
+        router: np.ndarray,
+        hidden: Iterable[Sequence[HostWeight]],
+        down: Iterable[Sequence[HostWeight]],
+        activation: ExpertActivation,
+        correction_bias: np.ndarray | None = None,
         biases: ExpertBiases | None = None,
-    ) -> ExpertLayerWeights:  # fmt: skip
+    ) -> ExpertLayerWeights:
         slots = self.placement.experts
         return self.mixture_loader.load(spec, router, hidden, down, activation, correction_bias, biases, slots)
 

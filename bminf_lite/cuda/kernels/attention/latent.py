@@ -204,9 +204,12 @@ class LatentAttentionKernels:
     def grid(self, spec: LatentSpec, batch: ForwardBatch, element: str, max_record_bytes: int) -> LatentGrid:
         """Which blocks compute what. It depends only on bounds that stay the same for a captured graph."""
         config = latent_config(
-            self._launcher.device.compute_capability, spec.rank, depth_of(spec), batch.max_query_len * spec.heads,
+            self._launcher.device.compute_capability,
+            spec.rank,
+            depth_of(spec),
+            batch.max_query_len * spec.heads,
             element,
-        )  # fmt: skip
+        )
         capability, num_sms = self._launcher.device.compute_capability, self._launcher.num_sms
         segments, pairs = ceil_div(batch.max_context_len, LATENT_SEGMENT), len(batch.tokens) * spec.heads
 
@@ -282,10 +285,13 @@ class LatentAttentionKernels:
             )  # fmt: skip
             if grid.blocks > 1:
                 self._launcher.launch(
-                    step, self.hopper, f"latent_hopper_merge<{spec.rank}>",
-                    (len(queries), ceil_div(spec.heads * spec.rank // 4, LATENT_THREADS)), LATENT_THREADS,
+                    step,
+                    self.hopper,
+                    f"latent_hopper_merge<{spec.rank}>",
+                    (len(queries), ceil_div(spec.heads * spec.rank // 4, LATENT_THREADS)),
+                    LATENT_THREADS,
                     (*sequences, records_at, pairs, grid.records, means.data.ptr, pitch),
-                )  # fmt: skip
+                )
             return
         if grid.form is Form.FEW:
             columns = spec.rank // LATENT_CLUSTER
@@ -308,10 +314,13 @@ class LatentAttentionKernels:
         if grid.blocks > 1:
             vectors = config.rows * spec.rank // 4
             self._launcher.launch(
-                step, self.source, f"latent_merge<{config.rows}>",
-                (grid.tiles, ceil_div(vectors, LATENT_THREADS)), LATENT_THREADS,
+                step,
+                self.source,
+                f"latent_merge<{config.rows}>",
+                (grid.tiles, ceil_div(vectors, LATENT_THREADS)),
+                LATENT_THREADS,
                 (*sequences, spec.rank, address(records), grid.records, means.data.ptr, pitch),
-            )  # fmt: skip
+            )
 
 
 class LatentRows:
@@ -329,9 +338,17 @@ class LatentRows:
         yield KernelFamily(cls.queries, "latent_queries", (ELEMENTS,))
 
     def launch_queries(
-        self, step: StepContext, q: cp.ndarray, kv: cp.ndarray, spec: LatentSpec, cache: LatentCache,
-        batch: ForwardBatch, table: cp.ndarray, matrix: cp.ndarray, queries: cp.ndarray,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext,
+        q: cp.ndarray,
+        kv: cp.ndarray,
+        spec: LatentSpec,
+        cache: LatentCache,
+        batch: ForwardBatch,
+        table: cp.ndarray,
+        matrix: cp.ndarray,
+        queries: cp.ndarray,
+    ) -> None:
         """:meth:`launch` and the products with the keys' matrices in one launch, of at most ``TOKENS[0]`` tokens.
 
         ``matrix`` is fp16 ``[heads * (nope_dim + value_dim), rank]`` with padded rows. The products are the first
@@ -354,9 +371,17 @@ class LatentRows:
         )  # fmt: skip
 
     def launch(
-        self, step: StepContext, q: cp.ndarray, kv: cp.ndarray, spec: LatentSpec, cache: LatentCache,
-        batch: ForwardBatch, table: cp.ndarray, queries: cp.ndarray, factors: cp.ndarray | None,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext,
+        q: cp.ndarray,
+        kv: cp.ndarray,
+        spec: LatentSpec,
+        cache: LatentCache,
+        batch: ForwardBatch,
+        table: cp.ndarray,
+        queries: cp.ndarray,
+        factors: cp.ndarray | None,
+    ) -> None:
         """Write the rows of the step's tokens to ``cache``, and all but the first ``rank`` columns of ``queries``.
 
         ``q`` is fp16 ``[T, query_features]``, ``kv`` fp32 ``[T, row_dim]``, both with padded rows, ``queries`` fp16
@@ -413,11 +438,15 @@ class HeadProducts:
             x_map = tensor_map_2d(x.data.ptr, element, tokens, x_head * (heads - 1) + k, x_pitch, 64)
             w_map = tensor_map_2d(own, element, rows_of_head * heads - first_row, pitch, pitch, 64)
             self._launcher.launch(
-                step, self.hopper, f"head_products_hopper<{BOOLEANS[by_input]}>",
-                (n // HOPPER_COLUMNS, ceil_div(tokens, HOPPER_TOKENS), heads), HOPPER_PRODUCTS_THREADS,
+                step,
+                self.hopper,
+                f"head_products_hopper<{BOOLEANS[by_input]}>",
+                (n // HOPPER_COLUMNS, ceil_div(tokens, HOPPER_TOKENS), heads),
+                HOPPER_PRODUCTS_THREADS,
                 (x_head, rows_of_head, k, address(factors), out.data.ptr, out_pitch, out_head, tokens, x_map, w_map),
-                shared=HOPPER_PRODUCTS_SHARED, bytes_moved=heads * k * n * matrix.itemsize,
-            )  # fmt: skip
+                shared=HOPPER_PRODUCTS_SHARED,
+                bytes_moved=heads * k * n * matrix.itemsize,
+            )
             return
         self._launcher.launch(
             step, self.source, f"head_products<{size}, {BOOLEANS[by_input]}>",

@@ -93,9 +93,17 @@ class PairSide:
         """The ``PairAdapters`` of a kernel."""
         of = self.of
         return (
-            self.slots.data.ptr, of.memory.data.ptr, of.memory.shape[1], self.order.data.ptr, self.inputs.data.ptr,
-            self.topk_ids.shape[1], of.sections, of.rank_pitch, round_up(of.features, PAD), of.width,
-        )  # fmt: skip
+            self.slots.data.ptr,
+            of.memory.data.ptr,
+            of.memory.shape[1],
+            self.order.data.ptr,
+            self.inputs.data.ptr,
+            self.topk_ids.shape[1],
+            of.sections,
+            of.rank_pitch,
+            round_up(of.features, PAD),
+            of.width,
+        )
 
 
 class PairAdapterKernels:
@@ -122,13 +130,21 @@ class PairAdapterKernels:
         ``factors`` fp32 ``[T, top_k]``, if there are any.
         """
         self._launcher.launch(
-            step, self.source, f"shrink_pairs<{BOOLEANS[by_pair]}>",
-            (len(side.inputs), ceil_div(side.of.columns, WARPS)), EXPERT_FLOAT_THREADS,
+            step,
+            self.source,
+            f"shrink_pairs<{BOOLEANS[by_pair]}>",
+            (len(side.inputs), ceil_div(side.of.columns, WARPS)),
+            EXPERT_FLOAT_THREADS,
             (
-                *side.arguments, side.topk_ids.data.ptr, x.data.ptr, pitch_of(x), address(factors), side.of.features,
+                *side.arguments,
+                side.topk_ids.data.ptr,
+                x.data.ptr,
+                pitch_of(x),
+                address(factors),
+                side.of.features,
             ),
             bytes_moved=nbytes_of(x, side.inputs),
-        )  # fmt: skip
+        )
 
     def expand(
         self,

@@ -117,10 +117,13 @@ class FewTokens:
         """Whether a shared expert can be one more expert of each token: its matrices are as large as the others'."""
         pairs = ((hidden, shared.hidden), (down, shared.down))
         return spec.top_k < MAX_TOP_K and all(
-            own.bias is None and other.bias is None and other.group_size == 0 and other.matrix.dtype == np.int8
+            own.bias is None
+            and other.bias is None
+            and other.group_size == 0
+            and other.matrix.dtype == np.int8
             and (other.out_features, other.in_features, other.pitch) == (*own.shape, own.pitch)
             for own, other in pairs
-        )  # fmt: skip
+        )
 
     def hidden(
         self,

@@ -39,9 +39,15 @@ ALIGNMENT = 16
 SELF_TESTS = ((1, 1, 1), (33, 70, 100), (128, 256, 512))
 """Rows, out_features and in_features of the products that a plan must compute exactly before it is used."""
 SKINNY_SELF_TESTS = (
-    (2, 16, 16), (5, 70, 1000), (8, 4096, 528), (13, 300, 2100), (16, 512, 4096), (27, 2000, 600), (45, 300, 2100),
+    (2, 16, 16),
+    (5, 70, 1000),
+    (8, 4096, 528),
+    (13, 300, 2100),
+    (16, 512, 4096),
+    (27, 2000, 600),
+    (45, 300, 2100),
     (64, 600, 4096),
-)  # fmt: skip
+)
 """The same for the kernel for a few rows."""
 
 

@@ -86,9 +86,13 @@ class Gemv:
         rows = tuple(map(Together, ROWS))
         values = (INPUTS, rows, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1], early)
         tensors = (
-            numbers([GemvInput.BFLOAT16]), rows, numbers(TENSOR_EPILOGUES.values())[-1:], (0,), UNITS[::-1],
+            numbers([GemvInput.BFLOAT16]),
+            rows,
+            numbers(TENSOR_EPILOGUES.values())[-1:],
+            (0,),
+            UNITS[::-1],
             BOOLEANS[:1],
-        )  # fmt: skip
+        )
         for chunks in sorted({pipeline_chunks(shared), pipeline_chunks(shared, LONG_CODES + 1)}):
             defines = defines_for(chunks)
             yield KernelFamily(cls.source, "gemv", tensors, defines=defines)

@@ -145,9 +145,17 @@ class ChunkKernels(ABC):
         )  # fmt: skip
 
     def launch_scan(
-        self, step: StepContext, heads: Heads, net: tuple[int, ...], rule: tuple[object, ...], cache: StateCache,
-        batch: ForwardBatch, memory: cp.ndarray | None, sums: cp.ndarray, found: cp.ndarray,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext,
+        heads: Heads,
+        net: tuple[int, ...],
+        rule: tuple[object, ...],
+        cache: StateCache,
+        batch: ForwardBatch,
+        memory: cp.ndarray | None,
+        sums: cp.ndarray,
+        found: cp.ndarray,
+    ) -> None:
         """The outputs of all tokens, ``found`` fp32 ``[T, value_heads * value_dim]``.
 
         ``rule`` has the members of the rule's struct. ``memory`` is that of :meth:`prepared`, None if it has no places.
@@ -166,16 +174,24 @@ class ChunkKernels(ABC):
             rows, factors = memory.data.ptr, memory.data.ptr + prepared.rows_bytes
             parts = ceil_div(heads.value_heads // heads.key_heads, HEADS_AT_ONCE)
             self._launcher.launch(
-                step, self.source, f"{self.prepare}{self.template(heads)}", (prepared.places, heads.key_heads, parts),
-                RECURRENT_THREADS, (*net, *rule, rows, factors, sums.data.ptr),
-                shared=0 if self.prepares_in_static_memory else heads.prepare_bytes, bytes_moved=prepared.nbytes,
-            )  # fmt: skip
+                step,
+                self.source,
+                f"{self.prepare}{self.template(heads)}",
+                (prepared.places, heads.key_heads, parts),
+                RECURRENT_THREADS,
+                (*net, *rule, rows, factors, sums.data.ptr),
+                shared=0 if self.prepares_in_static_memory else heads.prepare_bytes,
+                bytes_moved=prepared.nbytes,
+            )
         is_prepared = bool(prepared.places)
         is_unwritten = step.is_unwritten(cache["state"].data.ptr, writes=True)
         self._launcher.launch(
-            step, self.source, f"{self.scan}{self.template(heads, BOOLEANS[is_prepared])}",
+            step,
+            self.source,
+            f"{self.scan}{self.template(heads, BOOLEANS[is_prepared])}",
             (batch.batch_size, heads.value_heads, ceil_div(heads.value_dim, columns(heads.rows, is_prepared))),
             scan_threads(heads.rows, is_prepared),
             (*net, *rule, rows, factors, sums.data.ptr, found.data.ptr, pitch_of(found), not is_unwritten),
-            shared=heads.shared_bytes(1 + is_prepared), bytes_moved=nbytes_of(found),
-        )  # fmt: skip
+            shared=heads.shared_bytes(1 + is_prepared),
+            bytes_moved=nbytes_of(found),
+        )

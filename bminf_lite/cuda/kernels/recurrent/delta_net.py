@@ -56,14 +56,26 @@ class DeltaNetKernels(ChunkKernels):
         heads = heads_of(spec)
         net = self.net(heads, cache, slots, batch)
         rule = (
-            mixed.data.ptr, pitch_of(mixed), rates.data.ptr, pitch_of(rates), decays.data.ptr, pitch_of(decays),
-            spec.decay_rates.data.ptr, spec.decay_bias.data.ptr, spec.max_rate, 0,
-        )  # fmt: skip
+            mixed.data.ptr,
+            pitch_of(mixed),
+            rates.data.ptr,
+            pitch_of(rates),
+            decays.data.ptr,
+            pitch_of(decays),
+            spec.decay_rates.data.ptr,
+            spec.decay_bias.data.ptr,
+            spec.max_rate,
+            0,
+        )
         self.launch_scan(step, heads, net, rule, cache, batch, memory, sums, found)
         rows = found.data.ptr, pitch_of(found), gate.data.ptr, pitch_of(gate), spec.norm.weight.data.ptr
         blocks = len(out), ceil_div(spec.value_heads, OUTPUT_THREADS // 32)
         self._launcher.launch(
-            step, self.source, f"delta_output{self.template(heads)}", blocks, OUTPUT_THREADS,
+            step,
+            self.source,
+            f"delta_output{self.template(heads)}",
+            blocks,
+            OUTPUT_THREADS,
             (*net, *rule, *rows, sums.data.ptr, out.data.ptr, pitch_of(out), spec.norm.eps),
             bytes_moved=nbytes_of(found, gate, out),
-        )  # fmt: skip
+        )

@@ -58,9 +58,15 @@ class Mamba2Kernels(ChunkKernels):
         heads = heads_of(spec)
         net = self.net(heads, cache, slots, batch)
         rule = (
-            mixed.data.ptr, pitch_of(mixed), steps.data.ptr, pitch_of(steps), spec.decay_rates.data.ptr,
-            spec.step_bias.data.ptr, spec.skip.data.ptr, *spec.step_limits,
-        )  # fmt: skip
+            mixed.data.ptr,
+            pitch_of(mixed),
+            steps.data.ptr,
+            pitch_of(steps),
+            spec.decay_rates.data.ptr,
+            spec.step_bias.data.ptr,
+            spec.skip.data.ptr,
+            *spec.step_limits,
+        )
         self.launch_scan(step, heads, net, rule, cache, batch, memory, sums, found)
         norm = spec.norm
         weight = (0, 1, False) if norm is None else (norm.norm.weight.data.ptr, norm.groups, norm.norm_first)

@@ -91,9 +91,17 @@ class SideInputs:
         of, (*ends, n) = self.adapters, self.adapters.ends
         ends += [n] * (MAX_SECTIONS - 1 - len(ends))
         return (
-            self.slots.data.ptr, of.memory.data.ptr, of.memory.shape[1], self.values.data.ptr, of.columns,
-            of.rank_pitch, round_up(of.features, PAD), len(of.ends), *ends, n,
-        )  # fmt: skip
+            self.slots.data.ptr,
+            of.memory.data.ptr,
+            of.memory.shape[1],
+            self.values.data.ptr,
+            of.columns,
+            of.rank_pitch,
+            round_up(of.features, PAD),
+            len(of.ends),
+            *ends,
+            n,
+        )
 
 
 class AdapterKernels:
@@ -123,12 +131,16 @@ class AdapterKernels:
         slots = min(len(of.memory), rows, SHRINK_ROWS if rows <= MANY_ROWS else 2)
         cluster = PARTS if self._launcher.has_clusters else 1
         self._launcher.launch(
-            step, self.source, f"shrink_rows<{tiles}, {groups}, {cluster}>",
-            (cluster * ranks // groups, ceil_div(rows, SHRINK_ROWS), slots), 256,
+            step,
+            self.source,
+            f"shrink_rows<{tiles}, {groups}, {cluster}>",
+            (cluster * ranks // groups, ceil_div(rows, SHRINK_ROWS), slots),
+            256,
             (*side.arguments, x.data.ptr, pitch_of(x), rows, of.features),
-            shared=shrink_shared(tiles, groups), cluster=cluster if cluster > 1 else None,
+            shared=shrink_shared(tiles, groups),
+            cluster=cluster if cluster > 1 else None,
             bytes_moved=nbytes_of(x, side.values) + of.nbytes_of_slot,
-        )  # fmt: skip
+        )
 
     def expand(
         self, step: StepContext, sums: cp.ndarray, side: SideInputs, bias: cp.ndarray | None, out: cp.ndarray
@@ -136,10 +148,14 @@ class AdapterKernels:
         """``sums`` fp32 ``[rows, n]`` plus the side product and the bias, in ``out``: fp16 or fp32, also ``sums``."""
         kind, (rows, n) = "__half" if out.itemsize == 2 else "float", out.shape
         self._launcher.launch(
-            step, self.source, f"expand_rows<{kind}>", (ceil_div(n, 128), ceil_div(rows, EXPAND_ROWS)), 256,
+            step,
+            self.source,
+            f"expand_rows<{kind}>",
+            (ceil_div(n, 128), ceil_div(rows, EXPAND_ROWS)),
+            256,
             (*side.arguments, sums.data.ptr, pitch_of(sums), address(bias), out.data.ptr, pitch_of(out), rows),
             bytes_moved=nbytes_of(sums, side.values, out) + side.adapters.nbytes_of_slot,
-        )  # fmt: skip
+        )
 
     def saved_products(
         self, step: StepContext, x: cp.ndarray, slots: cp.ndarray, saved: SavedArrays, y: cp.ndarray

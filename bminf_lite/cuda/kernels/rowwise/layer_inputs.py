@@ -30,9 +30,16 @@ class LayerInputKernels:
         yield KernelFamily(cls.source, "multiply_columns")
 
     def launch(
-        self, step: StepContext, tokens: cp.ndarray, table: cp.ndarray, projected: cp.ndarray, norm: Norm,
-        table_scale: float, scale: float, out: cp.ndarray,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext,
+        tokens: cp.ndarray,
+        table: cp.ndarray,
+        projected: cp.ndarray,
+        norm: Norm,
+        table_scale: float,
+        scale: float,
+        out: cp.ndarray,
+    ) -> None:
         """``(norm(projected) + table[tokens] * table_scale) * scale`` into ``out``, fp16 ``[T, layers * size]``.
 
         ``projected`` is fp32 of that shape, ``table`` fp16, and ``norm.weight`` fp32 ``[size]``.

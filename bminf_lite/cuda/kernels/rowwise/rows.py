@@ -137,10 +137,15 @@ class RowKernels:
             rows, k, source_kind, row_op, target_kind, order, out_order, rotation
         )
         kernel(
-            grid, block,
+            grid,
+            block,
             (*read, *pointer_and_pitch(residual), *norm_arguments(norm), *written, rows, k, rotation, factor),
-            0, self._launcher.stream, True, None, bytes_moved,
-        )  # fmt: skip
+            0,
+            self._launcher.stream,
+            True,
+            None,
+            bytes_moved,
+        )
         if step is not None:
             step.one_block_per_sm = False
 
@@ -169,11 +174,15 @@ class RowKernels:
             return
         norm_weight, norm_bias, eps = norm_arguments(norm)
         self._launcher.launch(
-            step, self.unaligned_source, f"norm_multi_pass<{'true' if norm.center else 'false'}>", rows,
+            step,
+            self.unaligned_source,
+            f"norm_multi_pass<{'true' if norm.center else 'false'}>",
+            rows,
             UNALIGNED_NORM_THREADS,
             (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, out.data.ptr, pitch_of(out), k, in_vectors(x, out)),
-            bytes_moved=nbytes_of(x, out), cache=rows > self._launcher.num_sms,
-        )  # fmt: skip
+            bytes_moved=nbytes_of(x, out),
+            cache=rows > self._launcher.num_sms,
+        )
 
     def _prefers_persistent(self, rows: int, k: int) -> bool:
         """Whether keeping weight and bias in shared memory is faster, and there is room for them."""
@@ -185,25 +194,44 @@ class RowKernels:
         )
 
     def _layer_norm_persistent(
-        self, step: StepContext | None, x: cp.ndarray, norm: Norm, target: RowTarget, rows: int, k: int,
+        self,
+        step: StepContext | None,
+        x: cp.ndarray,
+        norm: Norm,
+        target: RowTarget,
+        rows: int,
+        k: int,
         bytes_moved: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """LayerNorms of fp32 rows, padded, as fp16 or fp32."""
         threads = 512 if k <= MAX_NORM_WIDTH // 2 else 1024
         norm_weight, norm_bias, eps = norm_arguments(norm)
         (data, _, pitch), target_kind, _ = target
         has_bias, kind = "true" if norm_bias else "false", "__half" if target_kind == TO_HALF else "float"
         self._launcher.launch(
-            step, self.persistent_source, f"layer_norm_persistent<{has_bias}, {kind}, {threads}>",
-            self._launcher.num_sms * (1024 // threads), threads,
+            step,
+            self.persistent_source,
+            f"layer_norm_persistent<{has_bias}, {kind}, {threads}>",
+            self._launcher.num_sms * (1024 // threads),
+            threads,
             (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, data, pitch, rows, k),
-            shared=4 * round_up(k, PAD) * (2 if norm_bias else 1), bytes_moved=bytes_moved, cache=True,
-        )  # fmt: skip
+            shared=4 * round_up(k, PAD) * (2 if norm_bias else 1),
+            bytes_moved=bytes_moved,
+            cache=True,
+        )
 
     def dequantize(
-        self, step: StepContext | None, sums: cp.ndarray, order: int, pitch: int, x_scale: int,
-        w_scale: cp.ndarray | None, bias: cp.ndarray | None, out: cp.ndarray, add: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        step: StepContext | None,
+        sums: cp.ndarray,
+        order: int,
+        pitch: int,
+        x_scale: int,
+        w_scale: cp.ndarray | None,
+        bias: cp.ndarray | None,
+        out: cp.ndarray,
+        add: bool = False,
+    ) -> None:
         """Scale sums (int32, or fp32 of a float product), add the bias, and write them or add them to ``out``.
 
         ``order`` and ``pitch`` are those of the sums' layout, ``x_scale`` an address, 0 for none.
@@ -213,10 +241,15 @@ class RowKernels:
         target = "__half" if out.dtype == HALF_TYPE else "float"
         expression = f"dequantize<{kind}, {order}, {'true' if add else 'false'}, {target}>"
         self._launcher.launch(
-            step, self.source, expression, ceil_div(rows * ceil_div(n, 8), 256), 256,
+            step,
+            self.source,
+            expression,
+            ceil_div(rows * ceil_div(n, 8), 256),
+            256,
             (sums.data.ptr, x_scale, address(w_scale), address(bias), pitch, out.data.ptr, pitch_of(out), rows, n),
-            bytes_moved=nbytes_of(sums, out, out if add else None), cache=rows > self._launcher.num_sms,
-        )  # fmt: skip
+            bytes_moved=nbytes_of(sums, out, out if add else None),
+            cache=rows > self._launcher.num_sms,
+        )
 
     def embed(
         self, step: StepContext, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray, scale: float = 1.0
@@ -234,9 +267,7 @@ class RowKernels:
         is_rms = not (q_norm.center or k_norm.center)
         return is_rms and all(part % 8 == 0 for part in parts) and max(parts) <= MAX_NORM_WIDTH
 
-    def norm_qk(
-        self, step: StepContext, x: cp.ndarray, q_norm: Norm, k_norm: Norm, out: cp.ndarray
-    ) -> None:  # fmt: skip
+    def norm_qk(self, step: StepContext, x: cp.ndarray, q_norm: Norm, k_norm: Norm, out: cp.ndarray) -> None:
         """Rows fp32 of queries, keys and values, the first two normalised, as fp16; both arrays are padded."""
         rows, width = x.shape
         q, k = len(q_norm.weight), len(k_norm.weight)

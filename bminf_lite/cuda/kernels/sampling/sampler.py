@@ -23,9 +23,15 @@ SOURCE = "sampling/sample.cu"
 DRAWING = ("best_token", "histogram", "cut_tail", "draw_token")
 """Each with and without ADJUSTED: whether biases, penalties and masks may change logits."""
 OTHERS = (
-    "top_logprobs", "token_logprobs", "most_likely", "insert_last_tokens", "insert_guesses", "insert_positions",
-    "write_step", "commit_drafts",
-)  # fmt: skip
+    "top_logprobs",
+    "token_logprobs",
+    "most_likely",
+    "insert_last_tokens",
+    "insert_guesses",
+    "insert_positions",
+    "write_step",
+    "commit_drafts",
+)
 PART_BYTES = 16 * CHUNK // PART
 """Bytes of scratch for the parts of a chunk."""
 BLOCK_CHUNKS = THREADS // 32 * PART // CHUNK
@@ -170,9 +176,17 @@ class Sampler:
         self._launch_of_parts(self._most_likely, logits, pitch, batch, vocab, ids, result, scratch, stream)
 
     def _launch_of_parts(
-        self, kernel: Kernel, logits: int, pitch: int, batch: int, vocab: int, tokens: int, result: int, scratch: int,
+        self,
+        kernel: Kernel,
+        logits: int,
+        pitch: int,
+        batch: int,
+        vocab: int,
+        tokens: int,
+        result: int,
+        scratch: int,
         stream: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (pitch, vocab)
         chunks, scratch_pitch = _chunks(vocab), _scratch_pitch(vocab, greedy=True)
         state = (0,) * 7
