@@ -27,8 +27,8 @@ import numpy as np
 from expert_cache import LeastFrequent, LeastRecent, Policy, Prefetch, best_hits, policy_hits, uses_of
 
 from bminf_lite import Model, load
-from bminf_lite.backend import base
 from bminf_lite.backend.mixture import Mixture
+from bminf_lite.backend.operations import experts as operations
 from bminf_lite.backend.values import ExpertSlots
 from bminf_lite.memory.expert_cache import ExpertPool, zipf_routing
 from bminf_lite.memory.planner import Machine, plan_memory
@@ -56,18 +56,18 @@ def room(shape: str, gib: int) -> tuple[ExpertSlots, int]:
 def recorded_routing(model: Model, token_ids: Sequence[int]) -> np.ndarray:
     """The experts that a model on the CPU chooses for each token: int32 ``[tokens, layers, top_k]``."""
     chosen: dict[int, list[np.ndarray]] = {}
-    choose = base.choose_experts
+    choose = operations.choose_experts
 
     def record(x: np.ndarray, mixture: Mixture) -> tuple[np.ndarray, np.ndarray]:
         found = choose(x, mixture)
         chosen.setdefault(id(mixture), []).append(found[0])
         return found
 
-    base.choose_experts = record
+    operations.choose_experts = record
     try:
         model.logits(token_ids)
     finally:
-        base.choose_experts = choose
+        operations.choose_experts = choose
     return np.stack([np.concatenate(steps) for steps in chosen.values()], axis=1)
 
 

@@ -7,9 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from bminf_lite.backend import base
 from bminf_lite.backend.blas_threads import BlasThreads, threads_for
 from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.operations import products
+from bminf_lite.backend.operations.weights import NumpyWeight
 
 
 class FakeLibrary:
@@ -80,14 +81,14 @@ def test_many_threads_leave_the_number_as_it_was() -> None:
 
 def test_the_backend_s_products_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     library, seen = FakeLibrary(8), []
-    monkeypatch.setattr(base, "blas_threads", BlasThreads([library]))
-    exact = base.exact_int_matmul
-    monkeypatch.setattr(base, "exact_int_matmul", lambda x, w: seen.append(library.count) or exact(x, w))
+    monkeypatch.setattr(products, "blas_threads", BlasThreads([library]))
+    exact = products.exact_int_matmul
+    monkeypatch.setattr(products, "exact_int_matmul", lambda x, w: seen.append(library.count) or exact(x, w))
     ops = CpuBackend()
     weight = ops.weight([np.ones((8, 8), np.float32)])
     np.testing.assert_array_equal(ops.linear(np.ones((2, 8), np.float32), weight), np.full((2, 8), 8))
     ops.linear(
-        np.ones((2, 8), np.float32), base.NumpyWeight(np.ones((8, 8), np.float32), np.ones(8, np.float32), None, True)
+        np.ones((2, 8), np.float32), NumpyWeight(np.ones((8, 8), np.float32), np.ones(8, np.float32), None, True)
     )
     assert seen == [1] and library.count == 8
 
