@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """All statements below a node; unlike ``ast.walk`` it visits no expression, and most nodes are expressions."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(tree, field, ()):
+            if isinstance(node, ast.stmt):
+                yield node
+            yield from statements(node)
+
+
 @functools.cache
 def imports(path: Path) -> set[str]:
     """The modules that a module imports anywhere in it, functions and type checking included.
@@ -98,7 +108,7 @@ def imports(path: Path) -> set[str]:
     """
     package = ["bminf_lite", *path.relative_to(PACKAGE).parent.parts]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -224,16 +234,25 @@ WRITES = {
 """The modules that open files for writing or rename them, and why a half-written file cannot take an earlier one's
 place there. Everything else calls ``write_file`` or ``save_result`` of ``files``."""
 
+ALWAYS_WRITE = {"write_text", "write_bytes", "NamedTemporaryFile", "mkstemp", "mkdtemp", "TemporaryDirectory", "tofile",
+                "symlink_to", "hardlink_to", "save_file"}  # fmt: skip
+OS_WRITES = {"rename", "replace", "renames", "link", "truncate"}
+COPIES = {"copy", "copy2", "copyfile", "copytree", "move"}
+NUMPY_WRITES = {"save", "savez", "savez_compressed", "savetxt"}
+WRITERS = {"open", "fdopen", "savefig"} | ALWAYS_WRITE | OS_WRITES | COPIES | NUMPY_WRITES
+"""Names of functions that may write, copy or rename files: some do as functions of one module only."""
+
 
 def writes(tree: ast.AST) -> list[int]:
     """The lines with calls that write, copy or rename files."""
-    copies = {"copy", "copy2", "copyfile", "copytree", "move"}
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         function = node.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name not in WRITERS:
+            continue
         owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
         strings = [a.value for a in [*node.args, *(k.value for k in node.keywords)] if isinstance(a, ast.Constant)]
         modes = [s for s in strings if isinstance(s, str) and re.fullmatch(r"[rwxabt+]{1,3}", s)]
@@ -244,11 +263,10 @@ def writes(tree: ast.AST) -> list[int]:
             is_write = not (node.args and ast.unparse(node.args[0]) == "content")  # memory, by this package's habit
         else:
             is_write = (
-                name in ("write_text", "write_bytes", "NamedTemporaryFile", "mkstemp", "mkdtemp", "TemporaryDirectory")
-                or (owner == "os" and name in ("rename", "replace", "renames", "link", "truncate"))
-                or (owner == "shutil" and name in copies)
-                or (owner == "np" and name in ("save", "savez", "savez_compressed", "savetxt"))
-                or name in ("tofile", "symlink_to", "hardlink_to", "save_file")
+                name in ALWAYS_WRITE
+                or (owner == "os" and name in OS_WRITES)
+                or (owner == "shutil" and name in COPIES)
+                or (owner == "np" and name in NUMPY_WRITES)
             )
         if is_write:
             found.append(node.lineno)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -67,13 +68,23 @@ def pairwise(family: KernelFamily) -> list[tuple[object, ...]]:
 
 
 def covering(remaining: dict[T, set[Any]]) -> list[T]:
-    """A few keys whose values have everything that all values have. Empties the dictionary of these keys."""
+    """A few keys whose values have everything that all values have: always the first key that adds the most.
+
+    What a key adds only falls, so a key that adds as much as it did when it was entered into the heap comes next.
+    """
     missing = set().union(*remaining.values())
-    chosen = []
+    heap = [(-len(values), place) for place, values in enumerate(remaining.values())]
+    heapq.heapify(heap)
+    keys, chosen = list(remaining), []
     while missing:
-        best = max(remaining, key=lambda key: len(missing & remaining[key]))
-        chosen.append(best)
-        missing -= remaining.pop(best)
+        entered, place = heap[0]
+        added = remaining[keys[place]] & missing
+        if len(added) < -entered:
+            heapq.heapreplace(heap, (-len(added), place))
+            continue
+        heapq.heappop(heap)
+        chosen.append(keys[place])
+        missing -= added
     return chosen
 
 
