@@ -11,7 +11,7 @@ import math
 import operator
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -48,7 +48,7 @@ class MemoryPointer:
 
         def work() -> None:
             machine.check(ptr, size, "memset")
-            machine.memory.raw(ptr, size)[:] = value
+            machine.memory.fill(ptr, size, value)
 
         if size:
             machine.put(stream.ptr, work)
@@ -391,6 +391,11 @@ def _are_bytes(out: ndarray, value: Any) -> bool:
     return bool(same and value.flags.c_contiguous and out.flags.c_contiguous)
 
 
+def compute(function: Callable[..., Any], out: np.ndarray, operands: Sequence[Any]) -> None:
+    """``out[...] = function(*operands)``, and nothing is checked any more."""
+    out[...] = function(*operands)
+
+
 def _put(out: ndarray, function: Callable[..., Any], *operands: Any, by_kernel: bool = True) -> None:
     """``out[...] = function(*operands)`` on the current stream, which CuPy does ``by_kernel``, or by bytes."""
     if by_kernel and out.size:
@@ -401,8 +406,9 @@ def _put(out: ndarray, function: Callable[..., Any], *operands: Any, by_kernel: 
     sources = [_Values(x) if isinstance(x, ndarray) else x for x in operands]
 
     def work() -> None:
+        values = target(), [x() if isinstance(x, _Values) else x for x in sources]
         with np.errstate(all="ignore"):
-            target()[...] = function(*(x() if isinstance(x, _Values) else x for x in sources))
+            compute(function, *values)
 
     Machine.current.put(current_stream().ptr, work)
 
@@ -519,7 +525,7 @@ def memset_async(target: int, value: int, nbytes: int, stream: int) -> None:
 
     def work() -> None:
         machine.check(target, nbytes, "memsetAsync")
-        machine.memory.raw(target, nbytes)[:] = value
+        machine.memory.fill(target, nbytes, value)
 
     machine.put(stream, work)
 

@@ -104,8 +104,12 @@ class Memory:
         """Bytes at an address, unchecked."""
         return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), np.uint8)
 
+    def fill(self, address: int, nbytes: int, value: int) -> None:
+        """Set bytes, unchecked."""
+        self.raw(address, nbytes)[:] = value
+
     def poison(self, address: int, nbytes: int) -> None:
-        self.raw(address, nbytes)[:] = POISON
+        self.fill(address, nbytes, POISON)
 
     # -- what is in use ------------------------------------------------------------------------------------------------
 
