@@ -11,29 +11,20 @@ import sys
 
 import numpy as np
 
-import fake_gpu
 from bminf_lite.backend.sampling import Choice
 
-from . import fake_cublaslt, launching
-from .memory import Memory
+from . import uncomputed
 
 LONGEST = 5000
 
 
 def main(profile: str, shape: str, limit: str, kv_cache: str) -> None:
     """Serve twice as many requests as a step has room for, up to 60, and a prompt with its log-probabilities."""
-    fake_gpu.install(profile)
-    Memory.poison = lambda self, address, nbytes: None  # type: ignore[method-assign]
-    launching.run = lambda machine, launch: None
-    fake_cublaslt.multiply = lambda *_: None
+    uncomputed.install(profile)
     from bminf_lite.api import Model
     from bminf_lite.backend.cuda.backend import CudaBackend
     from bminf_lite.bench.model import random_model, read_shape
-    from bminf_lite.cuda.kernels.gemm.gemm_hopper import ScaledGemm
-    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
 
-    Int8Gemm.check = lambda self, kind: None  # type: ignore[method-assign]
-    Int8Gemm.skinny_gemm_verified = ScaledGemm.verified = True  # type: ignore[assignment, method-assign]
     unpack = Choice.unpack
     Choice.unpack = lambda packed: choose_ones(unpack(packed))  # type: ignore[assignment, method-assign, misc]
     ops = CudaBackend(0, limit)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
@@ -18,8 +18,7 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import ForwardBatch, sequential_tables
 from bminf_lite.layers.cache import KVCache
 
-from . import fake_cublaslt, fake_cupy, launching
-from .memory import Memory
+from . import uncomputed
 
 MORE: dict[str, dict[str, Any]] = {
     "heads of 256, one of them for keys": {
@@ -49,7 +48,6 @@ MORE: dict[str, dict[str, Any]] = {
 ENCODERS = ("bert", "roberta", "xlm_roberta", "distilbert", "mpnet", "modernbert", "nomic_bert")
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
 SOURCE = 64
-LITTLE = 1 << 20
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -113,24 +111,9 @@ def run(name: str, config: dict[str, Any]) -> None:
     ops.close()
 
 
-def compute_little(function: Callable[..., Any], out: np.ndarray, operands: Sequence[Any]) -> None:
-    """CuPy's operations on tables and counts. What is larger are weights and activations, which nothing reads."""
-    if out.nbytes <= LITTLE:
-        out[...] = function(*operands)
-
-
 def main(profile: str) -> None:
     """Everything on one profile."""
-    machine = fake_gpu.install(profile)
-    Memory.fill = lambda self, address, nbytes, value: None  # type: ignore[method-assign]
-    fake_cupy.compute = compute_little
-    launching.run = lambda machine, launch: None
-    fake_cublaslt.multiply = lambda *_: None
-    from bminf_lite.cuda.kernels.gemm.gemm_hopper import ScaledGemm
-    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
-
-    Int8Gemm.check = lambda self, kind: None  # type: ignore[method-assign]
-    Int8Gemm.skinny_gemm_verified = ScaledGemm.verified = True  # type: ignore[assignment, method-assign]
+    machine = uncomputed.install(profile)
     for name, config in configs():
         run(name, config)
     print(fake_gpu.report(machine))
