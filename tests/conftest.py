@@ -57,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put the fake GPU, or what a checker wants, in place before any test module is imported."""
+    gc.disable()  # until the tests are collected: their modules and items stay, and a collection finds nothing
     if profile := config.getoption("--fake-gpu"):
         import fake_gpu
 
@@ -103,6 +104,7 @@ def pytest_collection_finish() -> None:
     """What is there now stays, so the collector need not look at it again: it holds 14,000 tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
