@@ -77,15 +77,22 @@ def requests(new: int = 30, **options: Any) -> list[Request]:
     ]
 
 
+@pytest.fixture(scope="module")
+def without_drafts() -> list[tuple[list[int], list[float]]]:
+    """What :func:`requests` get without a draft model."""
+    with served(None) as model:
+        return results(run(model, requests()))
+
+
 @pytest.mark.parametrize("draft", [LLAMA, ONE_LAYER, WINDOWED], ids=["itself", "one layer", "a window"])
 @pytest.mark.parametrize("piece", [512, 24])
-def test_tokens_are_those_without_a_draft_model(draft: dict[str, Any], piece: int) -> None:
-    with served(None) as model:
-        expected = results(run(model, requests()))
+def test_tokens_are_those_without_a_draft_model(
+    draft: dict[str, Any], piece: int, without_drafts: list[tuple[list[int], list[float]]]
+) -> None:
     with served(draft, max_num_batched_tokens=piece) as model:
         found = run(model, requests())
         stats = model.stats()
-    assert results(found) == expected
+    assert results(found) == without_drafts
     assert stats.draft_tokens > 0
 
 
