@@ -167,7 +167,7 @@ def for_kernels(value: object, *marks: pytest.MarkDecorator) -> Any:
 INT8 = pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 
 
-@settings(max_examples=min(5, settings.default.max_examples))
+@settings(max_examples=min(5, max(3, settings.default.max_examples // 7)))
 @given(SEEDS, st.data())
 @INT8
 @pytest.mark.parametrize("name", [for_kernels(name) if "head of" in name else name for name in SPECS])
