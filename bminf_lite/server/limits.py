@@ -17,7 +17,8 @@ class Limits:
     """Bounds of one server. Times are in seconds, sizes in bytes.
 
     - ``body``: the body of a request. ``headers``: its request line and headers.
-    - ``n``: completions of one prompt; ``prompts``: prompts of one request.
+    - ``n``: completions of one prompt; ``prompts``: prompts of one request. The larger of both bounds the completions
+      of all its prompts.
     - ``max_tokens``: tokens of one completion; None leaves the model's context as the bound.
     - ``connections``: open connections of one HTTP process. ``requests``: POST requests it works on at a time.
     - ``header_seconds``: from the first byte of a request, or the opening of a connection, to the end of its headers.

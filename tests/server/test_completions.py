@@ -234,6 +234,8 @@ def test_the_context_ends_a_completion(demo: LiveServer):
         ({"top_p": 0}, "top_p", "over 0"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 1000}, "n", "128"),
+        ({"prompt": ["a"] * 9, "n": 128}, "n", "9 prompts with 128 completions each are 1,152, but a request may have"),
+        ({"prompt": ["a"] * 600, "best_of": 2}, "best_of", "may have 1,024 completions"),
         ({"n": 2, "best_of": 1}, "best_of", "at least n"),
         ({"best_of": 2, "stream": True}, "best_of", "streamed"),
         ({"logprobs": 21}, "logprobs", "0 to 20"),
@@ -246,6 +248,8 @@ def test_the_context_ends_a_completion(demo: LiveServer):
         ({"stop_token_ids": [2048]}, "stop_token_ids", "0 to 2047"),
         ({"deadline": 0}, "deadline", "greater than 0"),
         ({"suffix": "b"}, "suffix", "not supported"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids", "use logprobs"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
         ({"priority": 2**31}, "priority", "less than or equal"),
         ({"cache_salt": "x" * 300}, "cache_salt", "256"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
@@ -309,7 +313,10 @@ def test_unknown_fields_and_nulls_are_ignored(fake: LiveServer):
     body = {"prompt": "a", "max_tokens": 3}
     extra = {"user": "me", "unheard_of": {"a": [1]}, "stop": None, "n": None, "suffix": None, "logprobs": None}
     assert fake.json(PATH, body | extra)["choices"] == fake.json(PATH, body)["choices"]
-    assert fake.json(PATH, body | {"suffix": ""})["choices"] == fake.json(PATH, body)["choices"]
+    assert (
+        fake.json(PATH, body | {"suffix": "", "thinking_token_budget": -1})["choices"]
+        == fake.json(PATH, body)["choices"]
+    )
 
 
 def test_infinite_log_probabilities_are_numbers(fake: LiveServer):

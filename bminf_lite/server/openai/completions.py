@@ -44,9 +44,7 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
     adapter = check_model(server, body.model)
     n, prompts, is_encoder_decoder = body.n or 1, body.prompts, server.client.info.is_encoder_decoder
     drawn = max(n, body.best_of or 1)
-    check_count(server, "best_of" if drawn > n else "n", drawn)
-    if len(prompts) > (most := server.settings.limits.prompts):
-        raise bad_request(f"prompt has {len(prompts):,} prompts, but may have {most:,}", "prompt")
+    _check_counts(server, len(prompts), drawn, "best_of" if drawn > n else "n")
     prompt_logprobs = body.logprobs if body.echo else None
     if prompt_logprobs is not None and is_encoder_decoder:
         raise bad_request(
@@ -85,6 +83,21 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
         record=record,
     )
     return _Completions(server, body, generation, tokenizer, encoded, drawn, grammar is not None)
+
+
+def _check_counts(server: ServerState, num_prompts: int, drawn: int, field: str) -> None:
+    """Raise for more prompts, completions of each (``field``), or completions in all than a request may have.
+
+    The last would fill the engine's queue, and while they come and go no other request would find room there.
+    """
+    limits = server.settings.limits
+    check_count(server, field, drawn)
+    if num_prompts > limits.prompts:
+        raise bad_request(f"prompt has {num_prompts:,} prompts, but may have {limits.prompts:,}", "prompt")
+    total, most = num_prompts * drawn, max(limits.prompts, limits.n)
+    if total > most:
+        problem = f"{num_prompts:,} prompts with {drawn:,} completions each are {total:,}"
+        raise bad_request(f"{problem}, but a request may have {most:,} completions: send fewer at a time", field)
 
 
 class _Choice:

@@ -41,7 +41,7 @@ class UnsupportedFields(Body):
     bad_words: Annotated[Any, refused("is not supported: forbid a token by a logit_bias of -100", [])] = None
     no_repeat_ngram_size: Annotated[Any, refused("is not supported: use repetition_penalty", 0)] = None
     repetition_detection: Annotated[Any, refused("is not supported: use max_tokens or a deadline")] = None
-    thinking_token_budget: Annotated[Any, refused("is not supported: use max_tokens")] = None
+    thinking_token_budget: Annotated[Any, refused("is not supported: use max_tokens", -1)] = None
 
     n_predict: Annotated[Any, refused(_LONGER, -1)] = None
     max_new_tokens: Annotated[Any, refused(_LONGER)] = None
@@ -69,6 +69,9 @@ class UnsupportedFields(Body):
     prompt_embeds: Annotated[Any, refused("is not supported: give a text, token ids or messages")] = None
     mm_processor_kwargs: Annotated[Any, refused("is not supported: the model reads text only", {})] = None
     lora_path: Annotated[Any, refused("is not supported: name an adapter of the server as the model")] = None
+    logprob_token_ids: Annotated[Any, refused("is not supported: use logprobs or top_logprobs", [])] = None
+    watermarking: Annotated[Any, refused("is not supported: texts have no watermark", False)] = None
+    vllm_xargs: Annotated[Any, refused("is not supported: there are no extensions", {})] = None
     return_hidden_states: Annotated[Any, refused("is not supported: the server gives tokens and texts", False)] = None
 
 
