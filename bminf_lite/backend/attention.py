@@ -83,6 +83,17 @@ def attend(
     """
     assert causal or (softcap is None and not isinstance(bias, LinearBias))
     n, heads, head_dim = q.shape
+    if causal and n > tile:  # queries in pieces, each with the keys up to its last position alone
+        return np.concatenate(
+            [
+                attend(
+                    q[first : first + tile], keys[:, :end], values[:, :end], scale, context_len + first, window, bias,
+                    causal, softcap, sinks, tile, segment, weight_dtype,
+                )
+                for first in range(0, n, tile)
+                for end in [context_len + first + tile]
+            ]
+        )  # fmt: skip
     kv_heads, total, _ = keys.shape
     group = heads // kv_heads
     rows = np.ascontiguousarray(q.reshape(n, kv_heads, group, head_dim).swapaxes(0, 1), np.float32)
@@ -93,7 +104,7 @@ def attend(
         tiles = [products(rows, _tile(keys[:, :last], at, tile).swapaxes(1, 2)) for at in range(first, last, tile)]
         found = np.concatenate(tiles, axis=-1)[..., : last - first].swapaxes(1, 2).reshape(kv_heads, -1, last - first)
         if softcap is None:
-            found = found * np.float32(np.float32(scale) * LOG2_E)
+            found *= np.float32(np.float32(scale) * LOG2_E)
         else:
             found = soft_capped(found * np.float32(scale), softcap) * LOG2_E
         key = np.arange(first, last)
@@ -103,8 +114,7 @@ def attend(
             seen = key <= query if causal else np.full((n, last - first), True)
             if window is not None:
                 seen = seen & (key > query - window) & (key < query + window)
-            by_group = found.reshape(kv_heads, group, n, last - first)
-            found = np.where(seen, by_group, -np.inf).reshape(found.shape)
+            np.copyto(found.reshape(kv_heads, group, n, last - first), -np.inf, where=~seen)
         return found
 
     merged: PartialResult | None = None
@@ -160,11 +170,10 @@ def segment_result(
         new_top = np.maximum(top, part.max(axis=-1))
         factor, weights = weights_of(top, new_top), weights_of(part, new_top[..., None])
         num_parts = -(-part.shape[-1] // LANES)
-        padded = np.zeros((kv_heads, rows, num_parts * LANES), np.float32)
-        padded[..., : part.shape[-1]] = weights
+        padded = _filled(weights, num_parts * LANES)
         lanes = lanes * factor[..., None] + padded.reshape(kv_heads, rows, num_parts, LANES).sum(axis=2)
         rounded = np.zeros((kv_heads, rows // group, group, tile), np.float32)
-        by_group = weights.astype(weight_dtype).reshape(kv_heads, group, rows // group, part.shape[-1])
+        by_group = weights.astype(weight_dtype, copy=False).reshape(kv_heads, group, rows // group, part.shape[-1])
         rounded[..., : part.shape[-1]] = by_group.swapaxes(1, 2)
         added = products(rounded, _tile(values, first, tile))
         out = out * factor[..., None] + added.swapaxes(1, 2).reshape(out.shape)
@@ -172,6 +181,15 @@ def segment_result(
     while lanes.shape[-1] > 1:  # neighbours first
         lanes = lanes[..., ::2] + lanes[..., 1::2]
     return PartialResult(top, lanes[..., 0], out)
+
+
+def _filled(values: np.ndarray, columns: int) -> np.ndarray:
+    """fp32 ``[kv_heads, rows, keys]`` with zeros behind the last key up to ``columns``: itself if it has as many."""
+    if values.shape[-1] == columns:
+        return values
+    found = np.zeros((*values.shape[:-1], columns), np.float32)
+    found[..., : values.shape[-1]] = values
+    return found
 
 
 def merge(left: PartialResult, right: PartialResult) -> PartialResult:

@@ -99,7 +99,9 @@ def softmax(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
 @silently
 def silu(x: np.ndarray) -> np.ndarray:
     """``x * sigmoid(x)`` in fp32."""
-    y: np.ndarray = x / (np.float32(1) + np.exp(-x))
+    divisor = np.exp(-x)
+    divisor += np.float32(1)
+    y: np.ndarray = x / divisor
     return y
 
 

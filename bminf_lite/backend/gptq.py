@@ -75,7 +75,8 @@ def inverse_root(total: np.ndarray) -> Root:
     """
     diagonal = np.diagonal(total)
     order = act_order(diagonal)
-    damped = total[np.ix_(order, order)] + np.diag(np.full(len(total), damping_of(diagonal)))
+    damped = total[np.ix_(order, order)]
+    damped[np.diag_indices(len(damped))] += damping_of(diagonal)
     upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
     return Root(order, triangular_inverse(upper).astype(np.float32))
 

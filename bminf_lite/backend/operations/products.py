@@ -73,7 +73,7 @@ class ProductOperations(StepOperations):
         return self._gated(y, activation)
 
     def _gated(self, y: Array, activation: str) -> Array:
-        gate, up = np.split(y.astype(np.float32), 2, axis=-1)
+        gate, up = np.split(y.astype(np.float32, copy=False), 2, axis=-1)
         return self._round(ACTIVATIONS[activation](gate) * up)
 
     def linear(self, x: Array, weight: Any, fp32: bool = False, out: Array = None) -> Array:
@@ -174,14 +174,18 @@ class ProductOperations(StepOperations):
         product = product_by_row if x.shape[0] <= FEW_ROWS else np.matmul
         with blas_threads.for_product(x.shape[0], *weight.values.T.shape):
             if weight.scale is None:
-                return product(x.astype(np.float32), weight.values.T)
+                return product(x.astype(np.float32, copy=False), weight.values.T)
             if weight.group_size:
                 return self._grouped_product(x, weight, product)
             if weight.dynamic:
                 codes, scale = self.quantize(x)
-                acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
-                return scale[:, None] * (weight.scale * acc)
-            return weight.scale * product(self._round(x).astype(np.float32), weight.values.T)
+                y = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32, copy=False)
+                y *= weight.scale
+                y *= scale[:, None]
+                return y
+            y = product(self._round(x).astype(np.float32, copy=False), weight.values.T)
+            y *= weight.scale
+            return y
 
     def _grouped_product(self, x: Array, weight: NumpyWeight, product: Callable[[Array, Array], Array]) -> Array:
         """The product whose sums over groups of columns are scaled by themselves, and added one after another."""
