@@ -37,6 +37,11 @@ from ..gguf_files.tokenizer import tokenizer_files
 from ..models.spec import FusedExperts, Parameter, Spec
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 
+GROUP_ROWS = 16
+"""The package ``gguf`` dequantizes this many rows at once, so that they stay in a core's cache."""
+GROUP_BYTES = 1 << 17
+"""Short rows are joined until its groups have about this many bytes: below that its calls take longer than the work."""
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -99,7 +104,9 @@ class GgufFile(TensorFile):
 
     def _rows(self, stored: StoredTensor, first: int, end: int) -> np.ndarray:
         """Rows ``first`` to ``end`` in Hugging Face's order. Rows that lie side by side are read together."""
-        order = np.arange(first, end) if stored.order is None else stored.order[first:end]
+        if stored.order is None:
+            return self._consecutive_rows(stored.tensor, first, end)
+        order = stored.order[first:end]
         low, high = int(order.min()), int(order.max()) + 1
         if high - low <= 4 * len(order):
             rows: np.ndarray = self._consecutive_rows(stored.tensor, low, high)[order - low]
@@ -128,12 +135,17 @@ def _columns(tensor: GgufTensor) -> int:
 
 
 def _dequantized(raw: np.ndarray, type_name: str, path: Path) -> np.ndarray:
-    """Rows of bytes in a type of ggml as fp32."""
+    """Rows of bytes in a type of ggml, ``[rows, row_bytes]``, as fp32, in their order."""
     import gguf
 
+    rows, row_bytes = raw.shape
+    wanted = max(GROUP_BYTES // (GROUP_ROWS * row_bytes), 1)
+    joined = math.gcd(rows, 1 << (wanted.bit_length() - 1))  # rows that gguf reads as one
     try:
         with np.errstate(all="ignore"):  # scales of a damaged file may not be finite, which who reads the values says
-            values: np.ndarray = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
+            values: np.ndarray = gguf.quants.dequantize(
+                raw.reshape(rows // joined, joined * row_bytes), gguf.GGMLQuantizationType[type_name]
+            )
     except NotImplementedError as error:
         raise CheckpointError(f"{path}: the package gguf cannot dequantize {type_name}") from error
     return values.astype(np.float32, copy=False)
