@@ -28,6 +28,9 @@ from .blockwise import Batch, batch_windows
 from .corpus import Window
 from .outputs import Accumulator, Result, outputs_of
 
+COMPARED_BATCH_TOKENS = 1024
+"""The most tokens of a batch: a search measures most candidates alone, and then each core of a CPU takes a batch."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -50,7 +53,7 @@ class CandidateComparison:
         self.model = model
         self.reference = reference or model
         self.ops = ops
-        self.batches = batch_windows(windows)
+        self.batches = batch_windows(windows, COMPARED_BATCH_TOKENS)
         self.outputs = outputs_of(self.reference)
         self._shared = SharedWeights(model.weights())
         self._narrowed = narrowed_tables(model)
@@ -72,7 +75,10 @@ class CandidateComparison:
         for layer, part in enumerate(parts[:-1]):
             if progress:
                 progress(layer, len(parts), part)
-            states = map_in_threads(self.ops, partial(self._advanced, layer), zip(advancing, states, strict=True))
+            if len(advancing) == 1:
+                states = [self._advanced(layer, (advancing[0], states[0]), is_alone=True)]
+            else:
+                states = map_in_threads(self.ops, partial(self._advanced, layer), zip(advancing, states, strict=True))
             self._shared.clear()
         if progress:
             progress(len(parts) - 1, len(parts), parts[-1])
@@ -94,14 +100,19 @@ class CandidateComparison:
     def _start(self, run: LayerwiseModel) -> list[HiddenState]:
         return [state.on_host(self.ops) for state in run.start([batch.sequences for batch in self.batches])]
 
-    def _advanced(self, layer: int, run_and_states: tuple[LayerwiseModel, Sequence[HiddenState]]) -> list[HiddenState]:
-        """The state of each batch after one layer; states are on the host."""
+    def _advanced(
+        self, layer: int, run_and_states: tuple[LayerwiseModel, Sequence[HiddenState]], is_alone: bool = False
+    ) -> list[HiddenState]:
+        """The state of each batch after one layer, on the host. Batches of a run that ``is_alone`` share threads."""
         run, states = run_and_states
         layer_fn = run.build(layer)
-        found = []
-        for state, batch in zip(states, self.batches, strict=True):
-            found.append(layer_fn(state.on_device(self.ops), batch.sequences).on_host(self.ops))
-        return found
+
+        def advance(state_and_batch: tuple[HiddenState, Batch]) -> HiddenState:
+            state, batch = state_and_batch
+            return layer_fn(state.on_device(self.ops), batch.sequences).on_host(self.ops)
+
+        pairs = zip(states, self.batches, strict=True)
+        return map_in_threads(self.ops, advance, pairs) if is_alone else list(map(advance, pairs))
 
     def _compare_heads(
         self, float_model: LayerwiseModel, runs: Sequence[LayerwiseModel], residuals: Sequence[Sequence[np.ndarray]]

@@ -169,6 +169,9 @@ def compare(
             if layers:
                 blocks.append(_compare_layer(layer, pair, batches, our_states, their_states))
             else:
+                if not their_states:
+                    our_states = _advanced(layer, (ours, batches, our_states), is_alone=True)
+                    continue
                 runs = (theirs, batches[len(known) :], their_states), (ours, batches, our_states)
                 their_states, our_states = map_in_threads(ops, partial(_advanced, layer), runs)
         progress(len(parts) - 1, len(parts), parts[-1])
@@ -222,11 +225,20 @@ class Pair:
         return find_channel_factors(ours, theirs, x, reference_x) if ours and theirs else NO_FACTORS
 
 
-def _advanced(layer: int, run: tuple[LayerwiseCheckpoint, Sequence[Batch], Sequence[HiddenState]]) -> list[HiddenState]:
-    """The states of a checkpoint's batches after one layer."""
+def _advanced(
+    layer: int,
+    run: tuple[LayerwiseCheckpoint, Sequence[Batch], Sequence[HiddenState]],
+    is_alone: bool = False,
+) -> list[HiddenState]:
+    """The states of a checkpoint's batches after one layer. Batches of a run that ``is_alone`` share the threads."""
     checkpoint, batches, states = run
     layer_fn = checkpoint.layerwise.build(layer)
-    return [checkpoint.run(layer_fn, state, batch) for state, batch in zip(states, batches, strict=True)]
+
+    def advance(pair: tuple[HiddenState, Batch]) -> HiddenState:
+        return checkpoint.run(layer_fn, *pair)
+
+    pairs = zip(states, batches, strict=True)
+    return map_in_threads(checkpoint.ops, advance, pairs) if is_alone else list(map(advance, pairs))
 
 
 def _compare_layer(

@@ -313,7 +313,7 @@ class QuantizationSearch:
         keeps_rotation = self.recipe.rotated_inputs is RotatedInputs.ALL
         if keeps_rotation and rotated.rotation > 1 and rotated.scheme is Scheme.W8A8:
             rotated = min(rotated, plain, key=lambda candidate: max(evaluator.errors(candidate)))
-        smoothing = self._smoothing(names, evaluator.rows, input_max, rotated)
+        smoothing = self._smoothing(names, evaluator, input_max, rotated)
         start = self._smoothed(names, rotated, smoothing)
         may_keep_columns = self._are_stored(names) and rotated.rotation == 1
         limits = self.settings if may_keep_columns else replace(self.settings, outlier_columns=0)
@@ -334,7 +334,7 @@ class QuantizationSearch:
         all products of the fold read. So where there are several, all have the same smoothing, that of the first, and
         the options without it are apart.
         """
-        in_range = self._smoothing(names, evaluator.rows, input_max, None)
+        in_range = self._smoothing(names, evaluator, input_max, None)
 
         def way(
             start: QuantizationCandidate, smoothing: Smoothing = in_range, uniform: tuple[Uniform, ...] = ()
@@ -352,7 +352,7 @@ class QuantizationSearch:
         best = replace(plain, rotation=min(uniform, key=lambda way: way.error).candidate.rotation)
         fold = self._fold_of.get(names[0])
         is_shared = fold is not None and not set(fold.consumers) <= set(names)
-        smoothing = self._smoothing(names, evaluator.rows, input_max, best, is_shared)
+        smoothing = self._smoothing(names, evaluator, input_max, best, is_shared)
         apart = is_shared and smoothing.exponent is not None
         common = smoothing if apart else in_range
         yield way(best, smoothing)
@@ -389,7 +389,7 @@ class QuantizationSearch:
     def _smoothing(
         self,
         names: tuple[str, ...],
-        rows: Array,
+        evaluator: ErrorEvaluator,
         input_max: np.ndarray,
         plain: QuantizationCandidate | None,
         is_shared: bool = False,
@@ -406,9 +406,10 @@ class QuantizationSearch:
         if key not in self._smoothings:
             found = Smoothing()
             if plain is not None and self.settings.smoothing:
-                tokens = FEW_SEARCH_TOKENS if self.alternatives else SEARCH_TOKENS
-                some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], tokens))
-                evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
+                rows, tokens = evaluator.rows, FEW_SEARCH_TOKENS if self.alternatives else SEARCH_TOKENS
+                if rows.shape[0] > tokens or fold.consumers != names:  # else it knows some of the errors
+                    some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], tokens))
+                    evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
                 exponents = FEW_EXPONENTS if self.alternatives else EXPONENTS
                 found = search_smoothing(evaluator, fold, input_max, plain, exponents)
             self._smoothings[key] = limit_range(found, fold, input_max)

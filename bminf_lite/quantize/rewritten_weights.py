@@ -48,15 +48,15 @@ class RewrittenWeights:
     def weight(self, name: str) -> HostWeight:
         """The matrix ``name`` ``[out, in]``, float or int8."""
         rewrite, parameter = self._rewrites.get(name, NO_REWRITE), self._spec.parameters[name]
-        values = self._weights.weight(name)
-        assert not isinstance(values, Int8Weight)
-        values = self._narrow(name, values)
         by_row, by_column = rewrite.row_factors, rewrite.column_factors
         if parameter.transposed:  # the factors are those of the matrix as it is stored
             by_row, by_column = by_column, by_row
         scheme = self._scheme(name, rewrite)
-        if rewrite.codes is not None:
+        if rewrite.codes is not None:  # the float matrix, which may have to be dequantized, is not read
             return _rounded_before(rewrite, by_row, scheme)
+        values = self._weights.weight(name)
+        assert not isinstance(values, Int8Weight)
+        values = self._narrow(name, values)
         if by_row is not None or by_column is not None:
             values = _multiplied(_multiplied(values, by_column), None if by_row is None else by_row[:, None])
         return values if scheme is Scheme.FLOAT else _quantized(values, scheme, rewrite)

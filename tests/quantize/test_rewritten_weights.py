@@ -127,3 +127,24 @@ def test_of_each_option_of_a_calibration(numbers: int, tmp_path: Path) -> None:
             if factors is not None:
                 np.testing.assert_array_equal(1 if text is None else unpacked_factors(text), factors)
             assert factors is not None or text is None
+
+
+def test_a_matrix_whose_codes_are_known_is_not_read(source: Path) -> None:
+    """A search makes many models of the same codes, and a float matrix may take long to dequantize."""
+
+    class Unread:
+        def weight(self, name: str) -> HostWeight:
+            raise AssertionError(name)
+
+        def vector(self, name: str) -> np.ndarray:
+            raise AssertionError(name)
+
+    name = "model.layers.0.mlp.down_proj.weight"
+    with open_model(source) as model:
+        shape = model.spec.parameters[name].shape
+        codes, scale = np.ones(shape, np.int8), np.full(shape[0], 0.5, np.float16)
+        rewrite = WeightRewrite(Scheme.W8A16, codes=codes, scale=scale, row_factors=np.full(shape[0], 2, np.float32))
+        found = RewrittenWeights(Unread(), model.spec, load_recipe("w8a8"), {name: rewrite}).weight(name)
+    assert isinstance(found, Int8Weight) and not found.dynamic
+    np.testing.assert_array_equal(found.codes, codes)
+    np.testing.assert_array_equal(found.scale, 1)
