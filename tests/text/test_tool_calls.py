@@ -78,6 +78,7 @@ def cut(text, places):
 
 # -- what models write ------------------------------------------------------------------------------------------------
 
+GLM_ADD = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
 ARGUMENTS = '{"city": "Paris }]\\" </tool_call>", "days": [1, {"n": null}]}'
 ADD = '{"a": 1, "b": -2.5e3}'
 BOTH = [("weather", ARGUMENTS), ("add", ADD)]
@@ -249,7 +250,10 @@ def test_text_that_is_no_call_is_content(form, text):
         (QWEN3_CODER, "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2", [("add", '{"a": 1')]),
         (QWEN3_CODER, "<tool_call><function=add>x</tool_call>", [("add", ""), "x"]),
         (LLAMA4_PYTHONIC, "[add(a=1, b=[2", [("add", '{"a": 1')]),
-        (GLM45, "<tool_call>add<arg_key>a</arg_key>1</tool_call>ok", [("add", "")]),
+        (GLM45, "<tool_call>add<arg_key>a</arg_key>1</tool_call>ok", [("add", ""), "ok"]),
+        (GLM45, f"<tool_call>add<arg_key>a</tool_call>ok{GLM_ADD}", [("add", ""), "ok", ("add", '{"a": 1}')]),
+        (GLM45, f"<tool_call>add<arg_key>a</arg_key></tool_call>{GLM_ADD}", [("add", ""), ("add", '{"a": 1}')]),
+        (QWEN3_CODER, "<tool_call><function=add><parameter=a>1</function></tool_call>ok", [("add", ""), "ok"]),
         (GEMMA4, '<|tool_call>call:add{a:1,b:<|"|>x', [("add", '{"a": 1')]),
         (GEMMA4, "<|tool_call>call:add{a:[1,{b:2],c:3]}<tool_call|>", [("add", '{"a": "[1,{b:2],c:3]"}')]),
         (GEMMA4, "<|tool_call>call:add{a:1,b}<tool_call|>ok", [("add", '{"a": 1'), "ok"]),

@@ -257,11 +257,7 @@ class ToolCallParser:
     def _xml_call(self, at: int) -> Generator[None, None, bool]:
         """Take a call as XML. If its first tag is not there, what was read is content."""
         tags = self._form.tags
-        (before_name, behind_name), (before_key, behind_key), (before_value, behind_value) = (
-            tags.function,
-            tags.key,
-            tags.value,
-        )
+        (before_name, behind_name), before_key = tags.function, tags.key[0]
         is_call = yield from self._is(before_name, at)
         start = at + len(before_name) if is_call else at
         end = yield from self._skip(_NAME, start)
@@ -278,16 +274,14 @@ class ToolCallParser:
         call, before = self._begin(name, stop), "{"
         at = yield from self._skip(_SPACE, 0)
         while (yield from self._is(before_key, at)):
-            start = at + len(before_key)
-            key_end = yield from self._find(behind_key, start)
-            begin = -1 if key_end < 0 else (yield from self._find(before_value, key_end + len(behind_key)))
-            value_end = -1 if begin < 0 else (yield from self._find(behind_value, begin + len(before_value)))
-            if value_end < 0:
-                self._consume(len(self._text))
+            argument = yield from self._xml_argument(at + len(before_key))
+            if argument is None:
+                end = yield from self._find(self._form.end, at)
+                self._consume(len(self._text) if end < 0 else end)
                 self._events.append(CallEnd(call))
                 return True
-            key, value = self._text[start:key_end], self._text[begin + len(before_value) : value_end]
-            self._consume(value_end + len(behind_value))
+            key, value, end = argument
+            self._consume(end)
             schema = properties.get(key)
             text = json_of_parameter(
                 value.removeprefix(tags.padding).removesuffix(tags.padding),
@@ -302,6 +296,23 @@ class ToolCallParser:
             self._events.append(ArgumentsDelta(call, "{}" if before == "{" else "}"))
         self._events.append(CallEnd(call))
         return True
+
+    def _xml_argument(self, at: int) -> Generator[None, None, tuple[str, str, int] | None]:
+        """The key that begins at ``at``, its value, and the end of both; None if one of the tags is not there."""
+        behind_key, (before_value, behind_value) = self._form.tags.key[1], self._form.tags.value
+        key_end = yield from self._find(behind_key, at)
+        if key_end < 0 or self._form.end in self._text[at:key_end]:
+            return None
+        begin = key_end + len(behind_key)
+        if before_value:
+            begin = yield from self._skip(_SPACE, begin)
+            if not (yield from self._is(before_value, begin)):
+                return None
+            begin += len(before_value)
+        value_end = yield from self._find(behind_value, begin)
+        if value_end < 0:
+            return None
+        return self._text[at:key_end], self._text[begin:value_end], value_end + len(behind_value)
 
     def _braces_call(self, at: int) -> Generator[None, None, bool]:
         """Take a name and arguments in braces, each when it is complete. If they are not there, it is content."""
