@@ -265,6 +265,7 @@ private:
     template <int EACH, int GROUPS>
     __device__ __forceinline__ static void take(
         int (&taken)[BLOCKS][EACH][4], const int (&c)[BLOCKS][GROUPS][4], int first) {
+        static_assert(GROUPS <= 20 * EACH);
         const auto copy = [&](auto piece) {
             constexpr int FROM = decltype(piece)::value * EACH;
             if constexpr (FROM < GROUPS)

@@ -31,8 +31,8 @@ class ShortConvolutionKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "short_convolution", (EACH, BOOLEANS, BOOLEANS))
-        yield KernelFamily(cls.source, "store_inputs", (EACH, BOOLEANS))
+        yield KernelFamily(cls.source, "short_convolution", (EACH, BOOLEANS, BOOLEANS), _is_launched)
+        yield KernelFamily(cls.source, "store_inputs", (EACH, BOOLEANS), _is_launched)
 
     def launch(
         self,
@@ -97,3 +97,8 @@ class ShortConvolutionKernels:
                 THREADS,
                 (*inputs, *slot, *sequences, channels),
             )
+
+
+def _is_launched(each: int, *booleans: str) -> bool:
+    """Whether a thread computes ``each`` channels of such results; the last argument says whether they are gated."""
+    return each == 1 or (each == EACH[-1]) == (booleans[-1] == BOOLEANS[True])
