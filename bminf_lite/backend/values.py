@@ -204,9 +204,19 @@ class ExpertSlots:
     layers: tuple[int, ...]
 
     @property
+    def missing(self) -> int:
+        """Experts for which there is no slot."""
+        return sum(self.layers) - self.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, with its place in the tables."""
+        return sum(self.expert_bytes) + 4
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all slots, and of the tables that say what is in them."""
-        return self.slots * (sum(self.expert_bytes) + 4) + 8 * sum(self.layers) + 16 * 1024
+        return self.slots * self.slot_bytes + 8 * sum(self.layers) + 16 * 1024
 
 
 @dataclass(frozen=True)

@@ -470,18 +470,18 @@ def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
 def with_experts(plan: MemoryPlan, spare: int) -> list[MemoryPlan]:
     """``plan`` with all experts in host memory and slots for as many as fit beside ``spare`` bytes.
 
+    Of each kind of experts, slots are added for the same share of those that have none yet.
     Empty if the experts of a layer do not fit, if there are none, or if the host has too little memory for all.
     """
     least = _with_fewest_experts(plan)
     room = plan.machine.memory - spare - least.total_bytes
     if not least.experts or room < 0 or not least.fits_host:
         return []
-    whole = sum(sum(pool.layers) * sum(pool.expert_bytes) for pool in least.experts)
+    missing = sum(pool.missing * pool.slot_bytes for pool in least.experts)
 
     def more(pool: ExpertSlots) -> ExpertSlots:
-        count = sum(pool.layers)
-        slots = pool.slots + room * count // (whole + 4 * count)  # the tables have 4 bytes for a slot
-        return replace(pool, slots=min(slots, count))
+        slots = room * pool.missing // missing if room < missing else pool.missing
+        return replace(pool, slots=pool.slots + slots)
 
     return [replace(least, experts=tuple(map(more, least.experts)))]
 

@@ -31,6 +31,7 @@ from bminf_lite.memory.planner import (
     largest_context,
     plan_memory,
     suggestions,
+    with_experts,
 )
 from bminf_lite.memory.step_time import StepWork
 from bminf_lite.placement import make_engine_config, requirements_of, with_long_texts
@@ -370,6 +371,23 @@ def test_experts_that_do_not_fit_have_slots(shape: str, limit: int) -> None:
     assert larger.expert_slots > plan.expert_slots and larger.tokens_per_second > plan.tokens_per_second
     without = plan_memory(needed, replace(machine, host_memory=1 << 30))
     assert without.streamed and not without.experts, "kernels read experts in pinned memory alone"
+
+
+@given(st.integers(9, 40), st.integers(1, 4), st.integers(1, 31))
+def test_several_kinds_of_experts_share_the_room(gib: int, divisor: int, larger_layers: int) -> None:
+    """What is left has no room for an expert of each kind; a kind whose experts all have slots takes no room."""
+    needed = requirements_of(CONFIGS / "mixtral-8x7b.json", recipe="w8a8")
+    mixtures = needed.decode.experts
+    size = tuple(nbytes // divisor for nbytes in mixtures[0].expert_bytes)
+    smaller = [replace(x, expert_bytes=size, matrix_bytes=sum(size) * x.num_experts) for x in mixtures[larger_layers:]]
+    experts = (*mixtures[:larger_layers], *smaller)
+    needed = replace(needed, decode=replace(needed.decode, experts=experts))
+    everything = MemoryPlan(needed, Machine(gib << 30), 4096, 1, CHUNK, host_tables=True)
+    for plan in with_experts(everything, 0):
+        assert plan.total_bytes <= plan.machine.memory
+        assert all(max(pool.layers) <= pool.slots <= sum(pool.layers) for pool in plan.experts)
+        if any(pool.missing for pool in plan.experts):
+            assert plan.left < sum(pool.slot_bytes for pool in plan.experts)
 
 
 def test_a_limit_below_the_experts_of_one_layer_is_an_error_that_helps() -> None:
