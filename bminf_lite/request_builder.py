@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 
@@ -131,7 +131,8 @@ class RequestBuilder:
         built: list[Request] = []
         for wanted in requests:
             self._check(wanted)
-            params, eos_ids = wanted.params.with_seed(), self._eos_ids_of(wanted)
+            params, eos_ids = self._ends_of(wanted)
+            params = params.with_seed()
             tokens, source = decoder_and_source(wanted.prompt, self._limits)
             adapter = None if wanted.adapter is None else self._adapters.find(wanted.adapter)
             for matcher in self.matchers(wanted) if matchers is None else matchers:
@@ -156,8 +157,18 @@ class RequestBuilder:
     def _eos_ids_of(self, wanted: GenerationRequest) -> frozenset[int]:
         return self._eos_ids | wanted.prompt.stop_ids | wanted.stop_token_ids
 
+    def _ends_of(self, wanted: GenerationRequest) -> tuple[SamplingParams, frozenset[int]]:
+        """The parameters of a request, and the tokens that end it.
+
+        As in vLLM, ``ignore_eos`` leaves the request's own stop tokens. With a grammar they end it like other ends.
+        """
+        if wanted.params.ignore_eos and wanted.stop_token_ids and wanted.grammar is None:
+            return replace(wanted.params, ignore_eos=False), wanted.stop_token_ids
+        return wanted.params, self._eos_ids_of(wanted)
+
     def _check(self, wanted: GenerationRequest) -> None:
-        wanted.params.check_model(self._limits.vocab_size, self._eos_ids_of(wanted))
+        params, eos_ids = self._ends_of(wanted)
+        params.check_model(self._limits.vocab_size, eos_ids)
         if wanted.prompt_logprobs and self._limits.is_encoder_decoder:
             raise UsageError(
                 "prompt_logprobs is True, but the prompt of this model is read by an encoder, which predicts none of "

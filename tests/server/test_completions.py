@@ -191,6 +191,20 @@ def test_tokens_and_times_that_end_a_completion(fake: LiveServer, demo: LiveServ
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 900
 
 
+def test_what_ends_a_completion_with_ignore_eos(demo: LiveServer):
+    """The request's own stop tokens, as in vLLM, from ``min_tokens`` on; not the end-of-sequence token, here 0."""
+    for likely, stop, min_tokens, expected in (
+        (5, [5], 0, ("stop", 1)),
+        (5, [5], 3, ("stop", 4)),
+        (0, [5], 0, ("length", 6)),
+        (0, [0], 0, ("stop", 1)),
+    ):
+        body = {"prompt": "a", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "min_tokens": min_tokens}
+        answer = demo.json(PATH, body | {"stop_token_ids": stop, "logit_bias": {str(likely): 100}})
+        found = answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
+        assert found == expected, (likely, stop, min_tokens)
+
+
 def test_the_same_seed_gives_the_same_text(demo: LiveServer):
     body = {"prompt": "Return a", "max_tokens": 8, "temperature": 1.2, "seed": -5, "n": 2}
     first, again = (demo.json(PATH, body)["choices"] for _ in range(2))
