@@ -302,6 +302,7 @@ LATENT: Case = {
     "v_head_dim": 16,
 }  # fmt: skip
 LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}
+YOUTU = {key: value for key, value in LATENT.items() if "expert" not in key and not key.startswith("moe")}
 ONE_GROUP: Case = {"n_group": 1, "topk_group": 1}
 LLAMA4: Case = {
     "num_local_experts": 5, "num_experts_per_tok": 1, "head_dim": 12, "intermediate_size_mlp": 56,
@@ -377,6 +378,26 @@ BASES |= {
     | {"num_hidden_layers": 3, "attention_multiplier": 0.25, "mamba_n_heads": 6, "num_local_experts": 5}
     | {"intermediate_size": 40, "shared_intermediate_size": 56},
     "falcon_h1": BASE | MAMBA | {"mamba_d_ssm": 32, "head_dim": 12, "pad_token_id": 0},
+    "bamba": BASE | MAMBA | {"num_hidden_layers": 3, "mamba_n_heads": 6, "rms_norm_eps": 1e-3, "pad_token_id": 0},
+    "gemma": BASE | {"head_dim": 12},
+    "ernie4_5": BASE | {"head_dim": 12},
+    "cwm": BASE | {"head_dim": 12, "sliding_window": 6},
+    "ministral": BASE | {"head_dim": 12},
+    "vaultgemma": BASE | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 6},
+    "hyperclovax": BASE | {"attention_multiplier": 0.25},
+    "nanochat": BASE | {"num_hidden_layers": 3},
+    "youtu": BASE | YOUTU,
+    "dots1": BASE | GLM4_MOE | {"n_shared_experts": 1, "head_dim": 12},
+    "solar_open": BASE | GLM4_MOE | {"head_dim": 12},
+    "exaone_moe": BASE
+    | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 4}
+    | {"head_dim": 12, "sliding_window": 6},
+    "hy_v3": BASE
+    | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3}
+    | {"head_dim": 12},
+    "flex_olmo": BASE | {"num_experts": 5, "num_experts_per_tok": 3, "pad_token_id": 0},
+    "granitemoeshared": BASE | {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
+    "mellum": BASE | EXPERTS | {"num_hidden_layers": 3, "sliding_window": 6},
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97},
     "gptj": GPTJ,
     "codegen": GPTJ,
@@ -906,6 +927,149 @@ CASES |= {
         "multi-query": {},
         "multi-head": {"multi_query": False},
         "untied, inner size": {"tie_word_embeddings": False, "n_inner": 72},
+    },
+}
+CASES |= {
+    "gemma": PLAIN
+    | {
+        "the first release's activation": {"hidden_act": "gelu"},
+        "biases, untied, relu": {"attention_bias": True, "tie_word_embeddings": False, "hidden_act": "relu"},
+    },
+    "olmo": PLAIN | {"biases": {"attention_bias": True}, "llama3 rope": {"rope_parameters": LLAMA3}},
+    "ernie4_5": PLAIN
+    | {"biases, untied": {"use_bias": True, "tie_word_embeddings": False}, "linear rope": {"rope_parameters": LINEAR}},
+    "arcee": PLAIN
+    | {
+        "biases, own head size": {"attention_bias": True, "mlp_bias": True, "head_dim": 20},
+        "yarn rope, silu": {"rope_parameters": YARN, "hidden_act": "silu"},
+    },
+    "jais2": PLAIN
+    | {
+        "no biases, relu": {"attention_bias": False, "mlp_bias": False, "hidden_act": "relu", "layer_norm_eps": 1e-3},
+        "own head size, linear rope": {"head_dim": 20, "rope_parameters": LINEAR},
+    },
+    "cwm": PLAIN
+    | {
+        "layer types, biases": THREE_LAYERS | {"mlp_bias": True, "rope_parameters": LLAMA3},
+        "four layers, old keys": {"num_hidden_layers": 4} | old_spelling(LINEAR),
+        "no window": {"layer_types": ["full_attention"] * 2},
+    },
+    "ministral": PLAIN
+    | {
+        "layer types": THREE_LAYERS,
+        "window on every layer, yarn rope": {"sliding_window": 7, "rope_parameters": YARN, "head_dim": 20},
+        "no window": {"layer_types": ["full_attention"] * 2},
+    },
+    "vaultgemma": {
+        "soft-caps": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+        "no soft-caps, biases, untied": {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        "layer types, query scale": THREE_LAYERS | {"query_pre_attn_scalar": 5, "num_key_value_heads": 4},
+    },
+    "hyperclovax": PLAIN
+    | {
+        "multipliers": {
+            "embedding_multiplier": 10.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.15,
+            "logits_scaling": 0.125,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        "no norms behind, own head size": {
+            "use_post_norm": False,
+            "residual_multiplier": 0.3,
+            "head_dim": 20,
+            "attention_multiplier": None,
+            "rope_parameters": LINEAR,
+        },
+    },
+    "nanochat": PLAIN
+    | {
+        "no soft-cap, biases": {"final_logit_softcapping": None, "attention_bias": True, "rms_norm_eps": 1e-3},
+        "soft-cap, linear rope": {"final_logit_softcapping": 1.5, "rope_parameters": LINEAR, "hidden_act": "relu"},
+    },
+    "youtu": {
+        "plain weights": {},
+        "whole queries, yarn rope, biases, untied": {
+            "q_lora_rank": None,
+            "rope_parameters": LATENT_YARN,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        "halves rotated": {"rope_interleave": False, "v_head_dim": 8},
+    },
+    "bamba": {
+        "two kinds": {"attn_layer_indices": [1]},
+        "biases, no convolution bias, tied": {
+            "attn_layer_indices": [0, 2],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+            "time_step_limit": [0.2, 1.5],
+        },
+        "whole heads": {
+            "attn_layer_indices": [0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+        },
+    },
+    "dots1": {
+        "plain weights": {"first_k_dense_replace": 1},
+        "groups, windows, biases": {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | {"sliding_window": 6, "max_window_layers": 1, "attention_bias": True, "n_shared_experts": 2},
+        "layer types, tied, yarn rope": THREE_LAYERS
+        | {"tie_word_embeddings": True, "rope_parameters": YARN, "num_key_value_heads": 4},
+    },
+    "solar_open": {
+        "plain weights": {},
+        "groups, biases, tied": {"n_group": 3, "topk_group": 2, "attention_bias": True, "tie_word_embeddings": True}
+        | {"routed_scaling_factor": 1.5, "norm_topk_prob": False, "n_shared_experts": 2},
+        "yarn rope": {"rope_parameters": YARN, "num_key_value_heads": 4},
+    },
+    "exaone_moe": {
+        "plain weights": {},
+        "groups, kinds of layers, tied": {"n_group": 3, "topk_group": 2, "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "norm_topk_prob": False, "num_shared_experts": 2},
+        "no window, yarn rope": {"layer_types": ["full_attention"] * 4, "rope_parameters": YARN}
+        | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+    },
+    "hy_v3": {
+        "plain weights": {},
+        "biases, kinds of layers, tied": {"attention_bias": True, "mlp_bias": False, "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["sparse", "sparse", "dense"], "num_shared_experts": 2, "router_scaling_factor": 1.5},
+        "llama3 rope": {"rope_parameters": LLAMA3, "num_experts_per_tok": 1},
+    },
+    "flex_olmo": {
+        "plain weights": {},
+        "renormalised, biases, tied": {"norm_topk_prob": True, "attention_bias": True, "tie_word_embeddings": True},
+        "yarn rope": {"rope_parameters": YARN, "num_experts_per_tok": 1},
+    },
+    "granitemoeshared": {
+        "plain weights": {"shared_intermediate_size": 24},
+        "multipliers, biases, tied": {
+            "shared_intermediate_size": 56,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        "no shared expert": {"num_experts_per_tok": 1},
+    },
+    "mellum": {
+        "plain weights": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "a dense layer, biases, tied": {"mlp_layer_types": ["dense", "sparse", "sparse"], "attention_bias": True}
+        | {"tie_word_embeddings": True, "norm_topk_prob": False},
+        "two rotations": {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": LINEAR | {"rope_theta": 100.0}},
+        },
     },
 }
 SOURCE_TOKENS = 41

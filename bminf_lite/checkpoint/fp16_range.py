@@ -44,9 +44,17 @@ def shift_for(features: int, gate: np.ndarray, up: np.ndarray) -> int:
 
 def product_shift(checkpoint: Checkpoint, product: GatedProduct) -> int:
     """The power of two for a product of a float checkpoint; reads the two matrices."""
-    norm_weight = checkpoint.vector(product.norm).astype(np.float32) + np.float32(product.offset)
+    norm_weight = _norm_weight(checkpoint, product)
     norms = {name: row_norms(checkpoint.stored(name), norm_weight) for name in {product.gate, product.up}}
     return shift_for(len(norm_weight), *gate_and_up(product, norms[product.gate], norms[product.up]))
+
+
+def _norm_weight(checkpoint: Checkpoint, product: GatedProduct) -> np.ndarray:
+    """The weight of the norm before ``product``, with its offset, fp32 ``[features]``; 1 if the norm has none."""
+    if product.norm is None:
+        return np.ones(checkpoint.tensors[product.up].shape[1], np.float32)
+    weight: np.ndarray = checkpoint.vector(product.norm).astype(np.float32) + np.float32(product.offset)
+    return weight
 
 
 def gate_and_up(product: GatedProduct, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -138,7 +146,7 @@ def limit_gated_products(
     for product in products:
         if not {product.gate, product.up, product.down} <= norms.keys():
             continue
-        norm_weight = np.abs(checkpoint.vector(product.norm).astype(np.float32) + np.float32(product.offset))
+        norm_weight = np.abs(_norm_weight(checkpoint, product))
         with np.errstate(over="ignore", invalid="ignore"):
             rough = [part * norm_weight.max() for part in gate_and_up(product, norms[product.gate], norms[product.up])]
         if shift_for(len(norm_weight), *rough) == 0:

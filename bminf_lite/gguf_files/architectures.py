@@ -56,6 +56,8 @@ GPT_NAMES = {
     "context_length": "n_positions",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
+OLMO_EPS = 1e-5
+"""The epsilon of OLMo's norms, which no ``config.json`` states."""
 SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -496,6 +498,21 @@ def _gpt_neox(header: GgufHeader, config: dict[str, Any]) -> None:
     config["rotary_emb_base"] = config.pop("rope_theta", 10000.0)
 
 
+def _olmo(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The norms' epsilon is no key of Hugging Face's; queries, keys and values may be limited."""
+    eps = header.of_model("attention.layer_norm_epsilon", OLMO_EPS)
+    if shortest(eps) != OLMO_EPS:
+        problem = f"attention.layer_norm_epsilon is {shortest(eps)}, but OLMo's norms have {OLMO_EPS}"
+        raise CheckpointError(f"{header.path}: {problem}; export the model again")
+    if limit := header.of_model("attention.clamp_kqv"):
+        problem = f"limits queries, keys and values to {shortest(limit)} (attention.clamp_kqv)"
+        raise CheckpointError(f"{header.path}: {problem}, which this version does not run")
+
+
+def _ernie4_5(header: GgufHeader, config: dict[str, Any]) -> None:
+    config["use_bias"] = "blk.0.attn_q.bias" in header.tensors
+
+
 def _olmo2(header: GgufHeader, config: dict[str, Any]) -> None:
     """OLMo 3 has the same name, and windows."""
     if header.of_model("attention.sliding_window"):
@@ -592,6 +609,11 @@ TABLE: dict[str, Converted] = {
         grouped_qkv=True,
         further=_falcon,
     ),
+    "gemma": Converted("gemma", COMMON | RMS | HEAD_SIZE, {}, norm_offset=True),
+    "olmo": Converted("olmo", COMMON, {}, permuted=True, further=_olmo),
+    "ernie4_5": Converted("ernie4_5", COMMON | RMS | HEAD_SIZE, {}, further=_ernie4_5),
+    "arcee": Converted("arcee", COMMON | RMS | HEAD_SIZE, {}, permuted=True, further=_llama),
+    "jais2": Converted("jais2", COMMON | EPSILON | HEAD_SIZE, {}, further=_biases),
     "gemma2": Converted("gemma2", COMMON | RMS | HEAD_SIZE | WINDOW | CAPS, {}, norm_offset=True, further=_gemma2),
     "gemma3": Converted(
         "gemma3_text",

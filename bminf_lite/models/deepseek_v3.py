@@ -12,9 +12,8 @@ from ._architecture import decoder
 from ._config import MAX_HEAD_DIM, ConfigReader, Fields, flag, integer, number, with_defaults
 from ._decoder import DecoderConfig
 from ._rotary import Rotary, parse_rotary
-from .glm4_moe import router_of
+from .glm4_moe import experts_part, router_of
 from .mixtral import check_top_k
-from .parts.experts import ExpertsPart
 from .parts.latent_attention import LatentAttentionPart
 from .qwen3_moe import with_num_experts
 
@@ -135,18 +134,7 @@ def mixture_of_latents(
 
     Behind the last one a file may have ``num_drafting`` layers that guess tokens, of which the first one is read.
     """
-    names = tuple(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))
-    shared = llama.feed_forward(
-        fields, inner_size=fields["shared"] * fields["expert_size"], inner=names[:2], down=names[2]
-    )
-    experts = ExpertsPart(
-        fields["hidden_size"],
-        fields["expert_size"],
-        fields["activation"],
-        router,
-        correction_bias=correction_bias,
-        shared=shared,
-    )
+    experts = experts_part(fields, router, correction_bias)
     mlps = (llama.feed_forward(fields) if is_dense else experts for is_dense in dense)
     drafting = "|".join(str(len(dense) + layer) for layer in range(num_drafting))
     guesses = llama.drafting(fields, llama.pre_norm(fields, attention, experts), llama.DraftingNames.behind(len(dense)))

@@ -59,11 +59,18 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
+    return parse_gemma2(config)
+
+
+def parse_gemma2(config: Mapping[str, Any], post_norms: bool = True) -> DecoderConfig:
+    """The configuration of a Gemma 2, whose parts may be without the norms behind them."""
     read = ConfigReader(config, KEYS)
     llama.check_heads(read)
     types = layer_types(read, [FULL if i % 2 else SLIDING for i in range(read.fields["layers"])])
     rotary = parse_rotary(read)
-    return parse_gemma(read, types, dict.fromkeys((FULL, SLIDING), rotary), ATTENTION_CAP, LOGITS_CAP)
+    return parse_gemma(
+        read, types, dict.fromkeys((FULL, SLIDING), rotary), ATTENTION_CAP, LOGITS_CAP, post_norms=post_norms
+    )
 
 
 def parse_gemma(
@@ -74,10 +81,12 @@ def parse_gemma(
     logits_cap: Key,
     qk_norm: QueryKeyNorm = QueryKeyNorm.NONE,
     may_be_bidirectional: bool = False,
+    post_norms: bool = True,
 ) -> DecoderConfig:
     """The configuration of a Gemma whose layers of each of the ``types`` have a rotation of their own.
 
-    One that ``may_be_bidirectional`` sees whole texts if its configuration says so.
+    One that ``may_be_bidirectional`` sees whole texts if its configuration says so. Without ``post_norms`` a layer has
+    no norms behind its parts.
     """
     is_bidirectional = read.value(flag("use_bidirectional_attention", False))
     if is_bidirectional and not may_be_bidirectional:
@@ -93,14 +102,14 @@ def parse_gemma(
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
     )
     before, behind, before_mlp, behind_mlp = norms
-    mlp = Sublayer(llama.feed_forward(fields), before_mlp, behind_mlp)
+    mlp = Sublayer(llama.feed_forward(fields), before_mlp, behind_mlp if post_norms else None)
     layers = []
     for kind in types:
         own = replace(attention, rotary=rotary[kind], window=window if kind == SLIDING else None)
         if is_bidirectional:
             half = None if own.window is None else own.window // 2 + 1  # in each direction
             own = in_both_directions(replace(own, window=half))
-        layers.append(LayerParts((Sublayer(own, before, behind), mlp)))
+        layers.append(LayerParts((Sublayer(own, before, behind if post_norms else None), mlp)))
     return llama.model(
         fields, layers, offset=1.0, input={"multiplier": embedding_multiplier(read)}, output={"softcap": logits_softcap}
     )

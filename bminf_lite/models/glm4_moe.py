@@ -8,7 +8,7 @@ from typing import Any
 from ..backend.expert_values import RouterSpec, Score
 from . import llama
 from ._architecture import decoder
-from ._config import ConfigReader, flag, integer, number, with_defaults
+from ._config import ConfigReader, Fields, flag, integer, number, with_defaults
 from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
 from .mixtral import check_top_k
@@ -49,18 +49,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     fields = read.checked_fields()
     qk_norm = QueryKeyNorm.HEAD if fields["qk_norm"] else QueryKeyNorm.NONE
     attention = llama.attention(fields, rotary=rotary, qk_norm=qk_norm)
-    names = tuple(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))
-    shared = llama.feed_forward(
-        fields, inner_size=fields["shared"] * fields["expert_size"], inner=names[:2], down=names[2]
-    )
-    experts = ExpertsPart(
-        fields["hidden_size"],
-        fields["expert_size"],
-        fields["activation"],
-        router,
-        correction_bias="mlp.gate.e_score_correction_bias",
-        shared=shared,
-    )
+    experts = experts_part(fields, router)
     layers = range(fields["layers"])
     mlps = (llama.feed_forward(fields) if layer < fields["dense"] else experts for layer in layers)
     return llama.model(
@@ -70,6 +59,27 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         drafting=llama.drafting(
             fields, llama.pre_norm(fields, attention, experts), llama.DraftingNames.behind(len(layers))
         ),
+    )
+
+
+def experts_part(
+    fields: Fields,
+    router: RouterSpec,
+    correction_bias: str | None = "mlp.gate.e_score_correction_bias",
+    shared: str = "mlp.shared_experts",
+    **others: Any,
+) -> ExpertsPart:
+    """Experts beside a feed-forward layer ``shared`` of the size of several, and the ``others`` of their options."""
+    gate, up, down = (f"{shared}.{name}_proj" for name in ("gate", "up", "down"))
+    inner_size = fields["shared"] * fields["expert_size"]
+    return ExpertsPart(
+        fields["hidden_size"],
+        fields["expert_size"],
+        fields["activation"],
+        router,
+        correction_bias=correction_bias,
+        shared=llama.feed_forward(fields, inner_size=inner_size, inner=(gate, up), down=down),
+        **others,
     )
 
 

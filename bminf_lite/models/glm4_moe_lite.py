@@ -57,10 +57,16 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
 
 def dense_layers(read: ConfigReader) -> list[bool]:
     """Whether each layer has one feed-forward layer, not experts: as ``mlp_layer_types`` says, by default the first."""
+    if read.config.get("mlp_layer_types") is None:
+        require_published_form(read, first_k_dense_replace=1)
+    return dense_of_types(read, 1)
+
+
+def dense_of_types(read: ConfigReader, default: int) -> list[bool]:
+    """Whether ``mlp_layer_types`` gives each layer one feed-forward layer; by default the first ``default`` have it."""
     layers, given = read.fields["layers"], read.config.get("mlp_layer_types")
     if given is None:
-        require_published_form(read, first_k_dense_replace=1)
-        return [layer == 0 for layer in range(layers)]
+        return [layer < default for layer in range(layers)]
     if not isinstance(given, list) or len(given) != layers or not all(kind in (DENSE, SPARSE) for kind in given):
         text = f"mlp_layer_types is {given!r}, not {layers} times one of {DENSE}, {SPARSE}"
         read.problem("mlp_layer_types", text)

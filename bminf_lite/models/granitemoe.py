@@ -13,6 +13,7 @@ from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
 from .mixtral import check_top_k
 from .parts.experts import ExpertsPart
+from .parts.feed_forward import FeedForwardPart
 
 KEYS = {field: key for field, key in granite.KEYS.items() if field != "mlp_bias"} | {
     "experts": integer("num_local_experts", 8),
@@ -27,7 +28,11 @@ ALIASES = (
 
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
-    read = ConfigReader(config, KEYS)
+    return parse_granite_moe(ConfigReader(config, KEYS))
+
+
+def parse_granite_moe(read: ConfigReader) -> DecoderConfig:
+    """The configuration of a Granite with experts, beside which a layer may have one for every token."""
     check_top_k(read)
     divisor = read.value(number("logits_scaling", 1.0, low=1e-30))
     llama.check_heads(read)
@@ -38,10 +43,23 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     router = RouterSpec(fields["experts"], fields["top_k"], Score.SOFTMAX_OF_CHOSEN, scale=multiplier)
     return llama.model(
         fields,
-        [llama.pre_norm(fields, attention, experts(fields, router))] * fields["layers"],
+        [llama.pre_norm(fields, attention, experts(fields, router, shared=shared_layer(fields)))] * fields["layers"],
         input={"multiplier": fields["embedding_multiplier"]},
         output={"multiplier": 1 / divisor},
         aliases=ALIASES,
+    )
+
+
+def shared_layer(fields: Fields) -> FeedForwardPart | None:
+    """The feed-forward layer for every token, of the field ``shared_size``; None if that is 0 or absent."""
+    if not fields.get("shared_size"):
+        return None
+    return llama.feed_forward(
+        fields,
+        inner_size=fields["shared_size"],
+        inner=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        multiplier=fields["residual_multiplier"],
     )
 
 

@@ -15,7 +15,6 @@ from ._config import FULL, ConfigReader, Fields, integer, number
 from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
 from .mixtral import check_top_k
-from .parts.feed_forward import FeedForwardPart
 from .parts.mamba2 import HeadNorm
 from .parts.part import Part
 from .qwen3_next import LINEAR
@@ -78,18 +77,12 @@ def kinds_of_layers(read: ConfigReader) -> list[str]:
 
 def feed_forward(fields: Fields) -> Part:
     """The feed-forward layer for every token, beside experts if there are any."""
-    multiplier = fields["residual_multiplier"]
-    shared = FeedForwardPart(
-        fields["hidden_size"],
-        fields["shared_size"],
-        fields["activation"],
-        inner=("shared_mlp.input_linear",),
-        down="shared_mlp.output_linear",
-        multiplier=multiplier,
-    )
+    shared = granitemoe.shared_layer(fields)
+    assert shared is not None
     if not fields["experts"]:
         return shared
-    router = RouterSpec(fields["experts"], fields["top_k"], Score.SOFTMAX_OF_CHOSEN, scale=multiplier)
+    scale = fields["residual_multiplier"]
+    router = RouterSpec(fields["experts"], fields["top_k"], Score.SOFTMAX_OF_CHOSEN, scale=scale)
     return granitemoe.experts(fields, router, shared=shared)
 
 

@@ -36,16 +36,20 @@ KEYS = (
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
     check_top_k(read)
-    if config.get("clip_qkv") is not None:
-        read.problem(
-            "clip_qkv", f"clip_qkv is {config['clip_qkv']!r}; clipped queries, keys and values are not supported"
-        )
+    reject_clipping(read)
     llama.check_heads(read)
     rotary = parse_rotary(read)
     fields = read.checked_fields()
     attention = llama.attention(fields, rotary=rotary, qk_norm=QueryKeyNorm.WHOLE)
     experts = qwen3_moe.experts_part(read, fields["intermediate_size"])
     return llama.model(fields, [llama.pre_norm(fields, attention, experts)] * fields["layers"])
+
+
+def reject_clipping(read: ConfigReader) -> None:
+    """Record a problem with a model that limits queries, keys and values."""
+    limit = read.config.get("clip_qkv")
+    if limit is not None:
+        read.problem("clip_qkv", f"clip_qkv is {limit!r}; clipped queries, keys and values are not supported")
 
 
 architecture = decoder(parse)

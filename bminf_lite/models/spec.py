@@ -106,13 +106,13 @@ class GatedProduct:
     """``f(gate) * up``, the input of the matrix ``down``, with ``|f(y)| <= |y|`` and without biases.
 
     ``gate`` and ``up`` are matrices, or one with gate in its first half. They read an RMSNorm, or a LayerNorm without a
-    bias, with the weight ``norm``, to which ``offset`` is added.
+    bias, with the weight ``norm``, to which ``offset`` is added; a ``norm`` of None is one without a weight.
     """
 
     gate: str
     up: str
     down: str
-    norm: str
+    norm: str | None
     offset: float = 0.0
 
 

@@ -81,18 +81,23 @@ CLASSES: Mapping[str, TokenizerClass] = {
 
 _GENERIC_NAME = "TokenizersBackend"
 _OF_MODELS = {
-    **dict.fromkeys(("gpt2", "gptj", "codegen", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("gpt2", "gptj", "codegen", "opt", "phi", "starcoder2", "jais2"), "GPT2Tokenizer"),
     **dict.fromkeys(("qwen2", "qwen3"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
     **dict.fromkeys(("t5", "mt5"), "T5Tokenizer"),
-    "gpt_neox": "GPTNeoXTokenizer",
+    **dict.fromkeys(("gpt_neox", "olmo"), "GPTNeoXTokenizer"),
     **dict.fromkeys(
         (
+            "ernie4_5",
+            "flex_olmo",
             "glm",
             "glm4",
             "gpt_bigcode",
             "granite",
+            "granitemoeshared",
+            "hyperclovax",
+            "ministral",
             "ministral3",
             "mistral",
             "nemotron",
@@ -106,7 +111,7 @@ _OF_MODELS = {
     ),
 }
 """The class that transformers registers for a ``model_type``; models that are not here have the class they name."""
-_MISNAMED = ("nemotron", "phi3", "qwen2")
+_MISNAMED = ("ernie4_5", "hyperclovax", "nemotron", "phi3", "qwen2")
 """Models whose folders name another class than that of their tokenizer."""
 
 

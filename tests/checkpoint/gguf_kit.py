@@ -29,7 +29,9 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
 }
 """Names in GGUF that are not the ``model_type``."""
-PERMUTED = ("llama", "granite", "smollm3", "ministral3", "granitemoe", "granitemoehybrid", "nemotron_h")
+PERMUTED = (
+    "llama", "olmo", "arcee", "granite", "smollm3", "ministral3", "granitemoe", "granitemoehybrid", "nemotron_h",
+)  # fmt: skip
 RECURRENT = (
     "falcon_h1",
     "granitemoehybrid",

@@ -57,9 +57,15 @@ WHOLE = (
     "olmo3",
     "ministral3",
     "gpt_bigcode",
+    "gemma",
+    "olmo",
+    "ernie4_5",
+    "arcee",
+    "jais2",
 )
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"]
 FURTHER: dict[str, dict[str, Any]] = {
+    "ernie4_5": {"rope.freq_base": 500000.0},
     "granite": {"attention.scale": 0.15, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0},
     "smollm3": {"rope.freq_base": 2000000.0},
     "cohere": {"logit_scale": 0.0625, "rope.freq_base": 500000.0},
@@ -344,6 +350,8 @@ def test_the_largest_gemmas_scale_queries_by_another_size(kind: str, large: int,
 @pytest.mark.parametrize(
     ("family", "metadata", "message"),
     [
+        ("olmo", {"attention.clamp_kqv": 8.0}, "limits queries, keys and values to 8.0"),
+        ("olmo", {"attention.layer_norm_epsilon": 1e-6}, "but OLMo's norms have 1e-05"),
         ("olmo2", {"attention.sliding_window": 16}, "windows, and does not say in which layers"),
         ("exaone4", {"attention.sliding_window": 16}, "windows, and does not say in which layers"),
         ("glm4", {"rope.dimension_sections": [2, 2]}, "rotations by sections"),
@@ -363,6 +371,10 @@ def test_what_a_file_does_not_say_or_cannot_be_run(
     ("family", "name", "metadata"),
     [
         ("exaone4", "no window", {}),
+        ("gemma", "multi-head, tied", {"rope.freq_base": 10000.0}),
+        ("ernie4_5", "biases, untied", {"rope.freq_base": 500000.0}),
+        ("arcee", "biases, own head size", {}),
+        ("jais2", "own head size, linear rope", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
         ("seed_oss", "all biases", {}),
         ("seed_oss", "no biases", {}),
         ("glm4", "whole heads", {}),

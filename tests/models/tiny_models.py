@@ -35,11 +35,12 @@ ENCODER_DECODERS = ("t5", "mt5", "umt5")
 DECODERS = (
     "phi3", "olmo2", "olmo3", "granite", "smollm3", "ministral3", "seed_oss", "stablelm", "cohere", "cohere2", "glm",
     "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron", "helium",
-    "gemma2", "gemma3_text", "bloom",
+    "gemma2", "gemma3_text", "bloom", "gemma", "olmo", "ernie4_5", "arcee", "jais2", "cwm", "ministral", "vaultgemma",
+    "hyperclovax", "nanochat", "youtu",
 )  # fmt: skip
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-MAMBAS = ("falcon_h1", "granitemoehybrid", "nemotron_h")
+MAMBAS = ("falcon_h1", "granitemoehybrid", "nemotron_h", "bamba")
 STATES = ("lfm2", *DELTA_NETS, *MAMBAS, "olmo_hybrid", "mamba2", "kimi_linear")
 """Families with layers that keep a state."""
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -49,7 +50,8 @@ RENAMED = {"kimi_k2": "deepseek_v3"}
 MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
-    "granitemoehybrid", "nemotron_h", "gemma4_text", "kimi_linear",
+    "granitemoehybrid", "nemotron_h", "gemma4_text", "kimi_linear", "dots1", "solar_open", "exaone_moe", "hy_v3",
+    "flex_olmo", "granitemoeshared", "mellum",
 )  # fmt: skip
 """Families with experts; those of Gemma 4 are in its first case alone."""
 SCALED_INPUTS = ("llama4_text",)
@@ -62,7 +64,16 @@ EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "shar
               "position_embeddings", "relative_attention_bias")  # fmt: skip
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """GPT-2's matrices, which are stored ``[in, out]``."""
-OFFSET_NORMS = ("nemotron", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+OFFSET_NORMS = (
+    "nemotron",
+    "gemma",
+    "gemma2",
+    "vaultgemma",
+    "gemma3_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 """Families whose norms add 1 to their weights, but for those of a gated DeltaNet."""
 UNSCALED = ("Attention.q.weight", "Attention.k.weight", "project_q.weight")
 """T5's, whose scores nothing divides."""

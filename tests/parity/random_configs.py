@@ -515,7 +515,135 @@ def olmo_hybrid(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }
 
 
+def gemma(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    own = {"head_dim": 2 * draw.up_to(20), "hidden_act": draw.one_of("gelu", "gelu_pytorch_tanh", "silu")}
+    own |= {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes), "attention_bias": draw.flag()}
+    return own | {"rms_norm_eps": draw.one_of(1e-6, 1e-3), "pad_token_id": 0}
+
+
+def olmo(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    return {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes), "attention_bias": draw.flag()}
+
+
+def ernie4_5(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    own = {"use_bias": draw.flag(), "head_dim": draw.one_of(NULL, 4 * draw.up_to(10)), "pad_token_id": 0}
+    return own | {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes)}
+
+
+def arcee(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    own = {"attention_bias": draw.flag(), "mlp_bias": draw.flag(), "head_dim": draw.one_of(None, 2 * draw.up_to(20))}
+    own |= {"hidden_act": draw.one_of("relu2", "silu", "relu"), "rms_norm_eps": draw.one_of(1e-5, 1e-3)}
+    return own | {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes)}
+
+
+def jais2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    return arcee(draw, config, ropes) | {"layer_norm_eps": draw.one_of(1e-5, 1e-3), "rms_norm_eps": None}
+
+
+def cwm(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    types = draw.one_of(None, draw.layer_types(config["num_hidden_layers"]))
+    own = {
+        "mlp_bias": draw.flag(),
+        "head_dim": 2 * draw.up_to(20),
+        "layer_types": types,
+        "sliding_window": draw.up_to(41),
+    }
+    return own | {"rope_parameters": draw.one_of(None, config["rope_parameters"], *ropes)}
+
+
+def ministral(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    types = draw.one_of(None, draw.layer_types(config["num_hidden_layers"]))
+    own = {"head_dim": 2 * draw.up_to(20), "layer_types": types, "sliding_window": draw.up_to(41)}
+    return own | {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes)}
+
+
+def hyperclovax(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    own = {"use_post_norm": draw.flag(), "attention_multiplier": draw.one_of(None, 0.1, 0.25)}
+    return granite(draw, config, ropes) | own | {"head_dim": draw.one_of(None, 2 * draw.up_to(20))}
+
+
+def nanochat(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    own = {"hidden_act": draw.one_of("relu2", "relu", "silu"), "attention_bias": draw.flag(), "pad_token_id": 0}
+    own |= {"final_logit_softcapping": draw.one_of(NULL, 1.5, 15.0), "rms_norm_eps": draw.one_of(1e-6, 1e-3)}
+    return own | {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes)}
+
+
+def youtu(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    own = latents(draw, config, ropes)
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias")
+    return {key: own[key] for key in (*names, "num_key_value_heads", "rope_parameters", "rope_interleave")}
+
+
+def bamba(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers = config["num_hidden_layers"]
+    attention = [layer for layer in range(layers - 1) if draw.flag()]
+    rope = config["rope_parameters"] | draw.one_of({}, {"partial_rotary_factor": 1.0})
+    return mamba(draw, config) | {
+        "attn_layer_indices": [*attention, layers - 1],  # transformers needs an attention layer
+        "attention_bias": draw.flag(),
+        "mlp_bias": draw.flag(),
+        "rms_norm_eps": 1e-3,
+        "pad_token_id": 0,
+        "rope_parameters": rope,
+    }
+
+
+def sigmoid_experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    """DeepSeek-V3's experts beside grouped heads."""
+    family, layers, count = config["model_type"], config["num_hidden_layers"], 6
+    groups = draw.one_of((1, 1), (2, 1), (3, 2))
+    is_deepseek = family in ("dots1", "solar_open")
+    own = {
+        "n_routed_experts" if is_deepseek else "num_experts": count, "num_experts_per_tok": draw.up_to(3),
+        "n_shared_experts" if is_deepseek else "num_shared_experts": draw.up_to(3),
+        "moe_intermediate_size": draw.up_to(60, 8), "n_group": groups[0], "topk_group": groups[1],
+        "routed_scaling_factor": draw.one_of(1.0, 2.5), "norm_topk_prob": draw.flag(), "attention_bias": draw.flag(),
+        "head_dim": 2 * draw.up_to(16, 2), "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
+    }  # fmt: skip
+    types = draw.one_of(None, draw.layer_types(layers))
+    if family == "dots1":
+        windows = {"sliding_window": draw.up_to(41), "max_window_layers": draw.up_to(layers + 1, 0)}
+        return own | windows | {"layer_types": types, "first_k_dense_replace": draw.up_to(layers + 1, 0)}
+    if family == "solar_open":
+        return own | {"intermediate_size": None}
+    mlps = [draw.one_of("dense", "sparse") for _ in range(layers)]
+    if family == "exaone_moe":
+        windows = {"sliding_window": draw.up_to(41), "sliding_window_pattern": draw.up_to(4), "layer_types": types}
+        return own | windows | {"attention_bias": None, "mlp_layer_types": draw.one_of(None, mlps), "pad_token_id": 0}
+    left_out = dict.fromkeys(("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob"))
+    return own | left_out | {"router_scaling_factor": draw.one_of(1.0, 2.5), "mlp_layer_types": mlps}
+
+
+def flex_olmo(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    count = draw.up_to(9, 2)
+    own = {"num_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "norm_topk_prob": draw.flag()}
+    own |= {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes), "attention_bias": draw.flag()}
+    return own | {"rms_norm_eps": draw.one_of(1e-6, 1e-3), "pad_token_id": 0}
+
+
+def granitemoeshared(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    count = draw.up_to(9, 2)
+    own = {"num_local_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "mlp_bias": None}
+    return granite(draw, config, ropes) | own | {"shared_intermediate_size": draw.one_of(0, draw.up_to(60, 8))}
+
+
+def mellum(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, count = config["num_hidden_layers"], draw.up_to(9, 2)
+    rope = {FULL: draw.one_of(*ropes), SLIDING: config["rope_parameters"]}
+    return {
+        "num_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "moe_intermediate_size": draw.up_to(60, 8),
+        "norm_topk_prob": draw.flag(), "attention_bias": draw.flag(), "head_dim": 2 * draw.up_to(16, 2),
+        "layer_types": draw.one_of(None, draw.layer_types(layers)), "sliding_window": draw.up_to(41),
+        "mlp_layer_types": draw.one_of(None, [draw.one_of("dense", "sparse") for _ in range(layers)]),
+        "rope_parameters": draw.one_of(None, rope),
+    }  # fmt: skip
+
+
 OWN = {
+    "gemma": gemma, "olmo": olmo, "ernie4_5": ernie4_5, "arcee": arcee, "jais2": jais2, "cwm": cwm,
+    "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
+    "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
+    "flex_olmo": flex_olmo, "granitemoeshared": granitemoeshared, "mellum": mellum,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
     "exaone4": exaone4, "phi": phi, "gptj": gptj, "codegen": codegen, "falcon": falcon, "starcoder2": starcoder2,

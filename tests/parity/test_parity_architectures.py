@@ -188,7 +188,7 @@ def attention_of(layer: Any) -> Any:
     return next((part for part in parts if isinstance(part, AttentionPart | LatentAttentionPart)), None)
 
 
-NO_DEFAULTS = ("glm4_moe", "deepseek_v2")
+NO_DEFAULTS = ("glm4_moe", "deepseek_v2", "dots1")
 """Classes whose default is no model: 96 heads do not divide 4,096, and a token chooses None experts."""
 
 

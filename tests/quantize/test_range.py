@@ -11,11 +11,12 @@ import outliers
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import RandomWeights, goldens
 
 import bminf_lite
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import ForwardBatch
-from bminf_lite.checkpoint.fp16_range import MAX_SHIFT, row_norms, shift_for, within_fp16
+from bminf_lite.checkpoint.fp16_range import MAX_SHIFT, range_factors, row_norms, shift_for, within_fp16
 from bminf_lite.checkpoint.opened_model import OpenedModel, open_model
 from bminf_lite.evaluation.compare import compare
 from bminf_lite.evaluation.corpus import Window
@@ -75,6 +76,17 @@ def test_a_factor_brings_any_gated_product_into_fp16(features: int, rows: int, s
     largest = max(np.abs(x @ up.T).max(), np.abs((x @ gate.T) * (x @ up.T)).max())
     assert shift == MAX_SHIFT or largest * 2.0**-shift < 65504 / 1.9
     assert shift == 0 or largest <= 2.0**15 * 2.0**shift  # the bound holds
+
+
+def test_a_norm_without_a_weight_bounds_its_product(tmp_path: Path) -> None:
+    golden = next(goldens("olmo"))
+    tensors = RandomWeights(golden.config, golden.seed).tensors
+    tensors["model.layers.1.mlp.up_proj.weight"] *= np.float32(2**14)
+    with open_model(golden.save(tmp_path / "source", tensors)) as model:
+        factors = range_factors(model)
+        assert {name.removeprefix("model.layers.1.mlp.") for name in factors} == {"up_proj.weight", "down_proj.weight"}
+        scaled = network_logits(within_fp16(model, factors), golden.tokens, np.float32)
+        np.testing.assert_array_equal(scaled, network_logits(model, golden.tokens, np.float32))
 
 
 def test_models_whose_products_fit_stay_as_they_are(spiked: tuple[Path, np.ndarray]) -> None:

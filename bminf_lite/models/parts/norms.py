@@ -15,12 +15,18 @@ from ..spec import Tensors, norm
 
 
 class NormKind(Enum):
-    """RMSNorm, or LayerNorm with a bias, without one, or without a weight too."""
+    """RMSNorm with a weight or without one, or LayerNorm with a bias, without one, or without a weight too."""
 
     RMS = "rms"
+    RMS_WITHOUT_WEIGHT = "rms without weight"
     LAYER = "layer"
     LAYER_WITHOUT_BIAS = "layer without bias"
     LAYER_WITHOUT_WEIGHT = "layer without weight"
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether the norm has a weight."""
+        return self not in (NormKind.RMS_WITHOUT_WEIGHT, NormKind.LAYER_WITHOUT_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class NormPart:
 
     @property
     def is_rms(self) -> bool:
-        """Whether it is an RMSNorm."""
+        """Whether it is an RMSNorm with a weight."""
         return self.kind is NormKind.RMS
 
     @property
@@ -50,12 +56,12 @@ class NormPart:
     @property
     def is_foldable(self) -> bool:
         """Whether factors per channel can move from its tensors to the matrices that read it."""
-        return not self.offset and self.kind is not NormKind.LAYER_WITHOUT_WEIGHT
+        return not self.offset and self.kind.has_weight
 
     @property
     def num_vectors(self) -> int:
         """Vectors that a product applies with it."""
-        return 1 if self.is_rms else 2
+        return 1 if self.kind in (NormKind.RMS, NormKind.RMS_WITHOUT_WEIGHT) else 2
 
     def full_name(self, layer: str = "") -> str:
         """Its name in the layer ``layer``, or outside of layers."""
@@ -63,7 +69,7 @@ class NormPart:
 
     def tensors(self, layer: str = "") -> Tensors:
         """Its weight, and its bias if it has one."""
-        if self.kind is NormKind.LAYER_WITHOUT_WEIGHT:
+        if not self.kind.has_weight:
             return {}
         return norm(self.full_name(layer), self.features, bias=self.has_bias)
 
@@ -72,6 +78,7 @@ class NormPart:
         name, scale = self.full_name(layer), scale * self.factor
         if self.is_rms:
             return rms_norm(ops, weights, name, self.eps, scale, self.offset)
-        if self.kind is NormKind.LAYER_WITHOUT_WEIGHT:
-            return NormLayer(ops, Norm(ops.vector(np.full(self.features, scale, np.float32)), self.eps, center=True))
+        if not self.kind.has_weight:
+            ones = ops.vector(np.full(self.features, scale, np.float32))
+            return NormLayer(ops, Norm(ones, self.eps, center=self.kind is NormKind.LAYER_WITHOUT_WEIGHT))
         return layer_norm(ops, weights, name, self.eps, scale, self.offset, self.has_bias)

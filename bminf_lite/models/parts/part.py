@@ -32,7 +32,6 @@ from ..spec import (
     StreamNorm,
     Tensors,
     embedding,
-    weights_of,
 )
 from .norms import NormPart
 
@@ -308,8 +307,8 @@ class LayerParts:
         ]  # fmt: skip
         stream_norms, gated = [], []
         for norm, places in inputs:
-            (weight,) = weights_of(norm.full_name(layer))
-            if norm.is_rms:
+            weight = next(iter(norm.tensors(layer)), None)
+            if norm.is_rms and weight is not None:
                 readers = tuple(name for part in places for name in parts[part].readers)
                 stream_norms.append(StreamNorm(weight, readers, norm.offset))
             if not norm.has_bias:
