@@ -397,6 +397,7 @@ BASES |= {
     | {"head_dim": 12},
     "flex_olmo": BASE | {"num_experts": 5, "num_experts_per_tok": 3, "pad_token_id": 0},
     "granitemoeshared": BASE | {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
+    "afmoe": BASE | EXPERTS | {"num_hidden_layers": 4, "sliding_window": 6},
     "mellum": BASE | EXPERTS | {"num_hidden_layers": 3, "sliding_window": 6},
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97},
     "gptj": GPTJ,
@@ -1061,6 +1062,13 @@ CASES |= {
             "tie_word_embeddings": True,
         },
         "no shared expert": {"num_experts_per_tok": 1},
+    },
+    "afmoe": {
+        "plain weights": {},
+        "scaled embedding, layer types, tied": {"mup_enabled": True, "tie_word_embeddings": True, "num_dense_layers": 2}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, "num_shared_experts": 1},
+        "every second layer, llama3 rope": {"global_attn_every_n_layers": 2, "rope_parameters": LLAMA3}
+        | {"num_dense_layers": 0, "route_scale": 2.5, "num_key_value_heads": 4, "num_experts_per_tok": 1},
     },
     "mellum": {
         "plain weights": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},

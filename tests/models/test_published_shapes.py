@@ -99,6 +99,7 @@ PARAMETERS = {
     "hunyuan-3-295b-a21b": 295.03e9,
     "flexolmo-7x7b": 33.271e9,
     "mellum-2-12b": 12.15e9,
+    "trinity-mini": 26.124e9,
     "all-minilm-l6-v2": 22.565e6,
     "bert-large": 334.09e6,
     "bge-m3": 566.71e6,

@@ -627,6 +627,17 @@ def granitemoeshared(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     return granite(draw, config, ropes) | own | {"shared_intermediate_size": draw.one_of(0, draw.up_to(60, 8))}
 
 
+def afmoe(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, count = config["num_hidden_layers"], draw.up_to(9, 2)
+    return {
+        "num_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "num_shared_experts": draw.up_to(3),
+        "moe_intermediate_size": draw.up_to(60, 8), "num_dense_layers": draw.up_to(layers + 1, 0),
+        "route_scale": draw.one_of(1.0, 2.5), "mup_enabled": draw.flag(), "head_dim": 2 * draw.up_to(16, 2),
+        "layer_types": draw.one_of(None, draw.layer_types(layers)), "global_attn_every_n_layers": draw.up_to(5),
+        "sliding_window": draw.up_to(41), "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
+    }  # fmt: skip
+
+
 def mellum(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     layers, count = config["num_hidden_layers"], draw.up_to(9, 2)
     rope = {FULL: draw.one_of(*ropes), SLIDING: config["rope_parameters"]}
@@ -643,7 +654,7 @@ OWN = {
     "gemma": gemma, "olmo": olmo, "ernie4_5": ernie4_5, "arcee": arcee, "jais2": jais2, "cwm": cwm,
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
-    "flex_olmo": flex_olmo, "granitemoeshared": granitemoeshared, "mellum": mellum,
+    "flex_olmo": flex_olmo, "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
     "exaone4": exaone4, "phi": phi, "gptj": gptj, "codegen": codegen, "falcon": falcon, "starcoder2": starcoder2,

@@ -43,8 +43,9 @@ class AttentionPart(Part):
     ``multiplier`` multiplies the output, and ``input_multiplier`` the input. ``sinks`` names those of the heads, see
     :class:`.values.AttentionSpec`. ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys. With
     an ``output_gate`` the matrix of queries, of three, has for each head its query and behind that the gate of its
-    output. ``value_norm``: each head of values has an RMSNorm without a weight. Keys and values have one matrix if its
-    name stands twice in ``qkv``; then values are the keys before their norm and rotation.
+    output; a ``gate`` names a matrix of these gates alone, without a bias. ``value_norm``: each head of values has an
+    RMSNorm without a weight. Keys and values have one matrix if its name stands twice in ``qkv``; then values are the
+    keys before their norm and rotation.
     """
 
     hidden_size: int
@@ -71,8 +72,23 @@ class AttentionPart(Part):
     relative: RelativeBiasTable | None = None
     sinks: str | None = None
     output_gate: bool = False
+    gate: str | None = None
     input_multiplier: float = 1.0
     value_norm: bool = False
+
+    def __post_init__(self) -> None:
+        is_alone = not (self.output_gate or self.qkv_bias) and self.qk_norm is not QueryKeyNorm.WHOLE
+        assert self.gate is None or is_alone, "a matrix of gates excludes biases, gated queries and norms of all heads"
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the output has a gate."""
+        return self.output_gate or self.gate is not None
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The matrices that read the input: that of the gates, if they have one, and ``qkv``."""
+        return self.qkv if self.gate is None else (self.gate, *self.qkv)
 
     @property
     def layout(self) -> KeyValues | None:
@@ -106,6 +122,8 @@ class AttentionPart(Part):
         tensors: Tensors = {}
         for matrix in before:
             tensors |= matrix
+        if self.gate is not None:
+            tensors |= linear(f"{layer}.{self.gate}", (self.features[0], self.hidden_size), transposed=self.transposed)
         tensors |= after | self._norm_tensors(layer) | (self.relative.tensors(layer) if self.relative else {})
         if self.sinks is not None:
             tensors[f"{layer}.{self.sinks}"] = Parameter((self.heads,), Role.VECTOR)
@@ -115,9 +133,10 @@ class AttentionPart(Part):
         if len(qkv) == 3 and self.qk_norm is QueryKeyNorm.NONE and not self.output_gate:
             pairs = rotary_pairs(self.rotary, self.head_dim)
             key_heads.append(KeyHeads(tuple(before[0]), tuple(before[1]), pairs, group))
+        readers = dict.fromkeys(f"{layer}.{name}" for name in self.projections)
         return PartTensors(
-            tensors, weights_of(*dict.fromkeys(qkv)), tuple(after), fold if self.output_gate else (),
-            value_heads=() if self.output_gate else fold,  # which can be rotated
+            tensors, weights_of(*readers), tuple(after), fold if self.has_gate else (),
+            value_heads=() if self.has_gate else fold,  # which can be rotated
             key_heads=tuple(key_heads),
         )  # fmt: skip
 
@@ -187,7 +206,7 @@ class AttentionPart(Part):
         weights: Weights = source.weights
         if self.input_multiplier != 1:
             factor = RowTransform(factors=self.input_multiplier)
-            weights = TransformedWeights(weights, dict.fromkeys(weights_of(*source.named(self.qkv)), factor))
+            weights = TransformedWeights(weights, dict.fromkeys(weights_of(*source.named(self.projections)), factor))
         weights = TransformedWeights(weights, self.row_transforms(source.name))
         norms = None
         if self.qk_norm is QueryKeyNorm.PLAIN_HEAD:
@@ -220,14 +239,15 @@ class AttentionPart(Part):
             bias=source.shared.linear_bias(self.slopes) or source.shared.relative_bias(self.relative),
             softcap=self.softcap,
             sinks=self._sinks(source),
-            output_gate=self.output_gate,
+            output_gate=self.has_gate,
             int8_norms=int8_norms,
             v_norm=Norm(ops.vector(np.ones(self.head_dim, np.float32)), self.norm_eps) if self.value_norm else None,
         ).shard(ops.communicator.tp_size)
         out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)
         q, kv = self.features[0], KeyValueHeads(self.kv_heads, self.head_dim)
         sections: list[Any] = [(q, q) if self.output_gate else q, kv, kv]
-        qkv = ColumnParallelLinear(ops, weights, source.named(self.qkv), sections, self.qkv_bias)
+        sections = sections if self.gate is None else [q, *sections]
+        qkv = ColumnParallelLinear(ops, weights, source.named(self.projections), sections, self.qkv_bias)
         if norms and self.qk_norm is QueryKeyNorm.WHOLE:
             return AttentionWithWholeNorms(ops, spec, qkv, out, *norms)
         return Attention(ops, spec, qkv, out)
