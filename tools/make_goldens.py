@@ -390,8 +390,8 @@ BASES |= {
     "dots1": BASE | GLM4_MOE | {"n_shared_experts": 1, "head_dim": 12},
     "solar_open": BASE | GLM4_MOE | {"head_dim": 12},
     "exaone_moe": BASE
-    | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 4}
-    | {"head_dim": 12, "sliding_window": 6},
+    | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3}
+    | {"head_dim": 12, "sliding_window": 6, "sliding_window_pattern": 3, "routed_scaling_factor": 0.5},
     "hy_v3": BASE
     | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3}
     | {"head_dim": 12},
@@ -1036,9 +1036,9 @@ CASES |= {
     "exaone_moe": {
         "plain weights": {},
         "groups, kinds of layers, tied": {"n_group": 3, "topk_group": 2, "tie_word_embeddings": True}
-        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "norm_topk_prob": False, "num_shared_experts": 2},
-        "no window, yarn rope": {"layer_types": ["full_attention"] * 4, "rope_parameters": YARN}
-        | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False, "num_shared_experts": 2},
+        "no window, yarn rope": {"layer_types": ["full_attention"] * 3, "rope_parameters": YARN}
+        | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.5},
     },
     "hy_v3": {
         "plain weights": {},

@@ -84,8 +84,11 @@ FAMILIES = [
             ("glm4_moe_lite", "Glm4MoeLite"),
             ("nemotron_h", "NemotronH"),
             ("deepseek_v3", "DeepseekV3"),
+            ("dots1", "Dots1"),
+            ("solar_open", "SolarOpen"),
         )
     ),
+    Family("exaone_moe", "ExaoneMoeTopkRouter", DEEPSEEK, DEEPSEEK_CONFIG, biased=True),
     Family(
         "deepseek_v3",
         "DeepseekV3TopkRouter",
