@@ -22,7 +22,7 @@ import make_goldens  # noqa: E402  (needs torch)
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 MIXED = Recipe("mixed", Scheme.W8A16, Scheme.FLOAT, {"*.0.mlp*": Scheme.FLOAT})
-UNPACKED = ("falcon", "gpt_bigcode")
+UNPACKED = ("falcon", "gpt_bigcode", "nanochat")
 NAMES = (
     "grouped",
     "own head size",
@@ -129,8 +129,8 @@ def test_a_migrated_w8a8_checkpoint_differs_by_the_definition_of_activation_scal
     unquantized = make_goldens.logits_of(hf, golden.tokens)
     with bminf_lite.load(tmp_path / "out", device="cpu") as model:
         ours = model.logits(golden.tokens)
-    assert relative_error(ours, theirs) < 1.6 * relative_error(theirs, unquantized)
     # A tied head is quantized when loaded here, and float there.
+    assert relative_error(ours, theirs) < (2 if golden.spec.tied else 1.6) * relative_error(theirs, unquantized)
     assert relative_error(ours, unquantized) < (1.6 if golden.spec.tied else 1.3) * relative_error(theirs, unquantized)
 
     compute = helpers.calculate_qparams
