@@ -28,9 +28,10 @@ from bminf_lite.api import Model
 from bminf_lite.backend.adapter_slots import AdapterSlots
 from bminf_lite.backend.side_products import Adapter
 from bminf_lite.bench.model import random_model, read_shape
-from bminf_lite.engine.adapters import AdapterRegistry, LoadedAdapter
+from bminf_lite.engine.adapters import AdapterRegistry
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.request_builder import GenerationRequest, RequestBuilder
 
 MORE = 64
 """Tokens that a context has beside those that are measured."""
@@ -56,12 +57,13 @@ def random_adapter(slots: AdapterSlots, config: dict[str, Any], rank: int) -> An
 class Measured:
     """A model with adapters, and requests of random tokens."""
 
-    def __init__(self, model: Model, vocab_size: int):
+    def __init__(self, model: Model, adapters: AdapterRegistry, vocab_size: int):
         self.model = model
+        self.requests = RequestBuilder(model.engine_config, (), lambda: model.tokenizer, adapters)
         self.vocab_size = vocab_size
         self.rng = np.random.default_rng(1)
 
-    def seconds(self, adapters: Sequence[LoadedAdapter | None], prompt: int, new: int) -> tuple[float, float]:
+    def seconds(self, adapters: Sequence[str | None], prompt: int, new: int) -> tuple[float, float]:
         """Seconds from the submission of requests to the last first token, and from there to the end."""
         ended: SimpleQueue[Request] = SimpleQueue()
 
@@ -69,16 +71,12 @@ class Measured:
             if request.finish_reason is not None:
                 ended.put(request)
 
-        requests = [
-            Request(
-                i,
-                self.rng.integers(0, self.vocab_size, prompt).tolist(),
-                SamplingParams(max_new_tokens=new, seed=0, ignore_eos=True),
-                adapter=adapter,
-                on_update=told,
-            )
-            for i, adapter in enumerate(adapters)
-        ]
+        params = SamplingParams(max_new_tokens=new, seed=0, ignore_eos=True)
+        prompts = (self.model.encode(self.rng.integers(0, self.vocab_size, prompt).tolist()) for _ in adapters)
+        wanted = [GenerationRequest(p, params, adapter=name) for p, name in zip(prompts, adapters, strict=True)]
+        requests = self.requests.build(*wanted)
+        for request in requests:
+            request.on_update = told
         start = time.perf_counter()
         self.model.engine.submit(requests)
         for _ in requests:
@@ -88,7 +86,7 @@ class Measured:
         first = max(request.first_token_time for request in requests)
         return first - start, time.perf_counter() - first
 
-    def median(self, adapters: Sequence[LoadedAdapter | None], prompt: int, new: int) -> tuple[float, float]:
+    def median(self, adapters: Sequence[str | None], prompt: int, new: int) -> tuple[float, float]:
         """The medians of several runs, behind one that loads what is needed."""
         self.seconds(adapters, prompt, new)
         firsts, rests = zip(*(self.seconds(adapters, prompt, new) for _ in range(REPEATS)), strict=True)
@@ -122,10 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = Model([found.network], engine_config)
         with closing(model._engine):
             prepared = [random_adapter(slots, config, options.rank)]
-            adapters = [
-                AdapterRegistry().add(str(i), "", options.rank, 0, lambda: prepared) for i in range(options.slots + 1)
-            ]
-            measured = Measured(model, config["vocab_size"])
+            registry, adapters = AdapterRegistry(), [str(i) for i in range(options.slots + 1)]
+            for name in adapters:
+                registry.add(name, "", options.rank, 0, lambda: prepared)
+            measured = Measured(model, registry, config["vocab_size"])
             print(json.dumps({"device": ops.describe(), "shape": options.shape, "rank": options.rank}), flush=True)
             for case, count in (("one", 1), ("streams", options.streams)):
                 if case not in options.cases:
