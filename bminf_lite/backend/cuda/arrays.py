@@ -20,7 +20,10 @@ from ...cuda.kernels.arrays import PAD, is_padded, round_up
 
 MIN_STAGING_BYTES = 4096
 MAX_STAGINGS = 4
-"""The most unused pinned buffers of a size that are kept when another buffer is made."""
+"""The most unused pinned buffers of a size that are kept when another buffer is made.
+
+Sizes are powers of two, so all that are kept have less than ``4 * MAX_STAGINGS`` times the bytes of the largest copy.
+"""
 
 
 class Allocator(Protocol):
