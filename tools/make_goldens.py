@@ -395,9 +395,8 @@ BASES |= {
     "hy_v3": BASE
     | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3}
     | {"head_dim": 12},
-    "flex_olmo": BASE | {"num_experts": 5, "num_experts_per_tok": 3, "pad_token_id": 0},
     "granitemoeshared": BASE | {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
-    "afmoe": BASE | EXPERTS | {"num_hidden_layers": 4, "sliding_window": 6},
+    "afmoe": BASE | EXPERTS | {"num_hidden_layers": 3, "global_attn_every_n_layers": 3, "sliding_window": 6},
     "mellum": BASE | EXPERTS | {"num_hidden_layers": 3, "sliding_window": 6},
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97},
     "gptj": GPTJ,
@@ -1046,11 +1045,6 @@ CASES |= {
         | {"mlp_layer_types": ["sparse", "sparse", "dense"], "num_shared_experts": 2, "router_scaling_factor": 1.5},
         "llama3 rope": {"rope_parameters": LLAMA3, "num_experts_per_tok": 1},
     },
-    "flex_olmo": {
-        "plain weights": {},
-        "renormalised, biases, tied": {"norm_topk_prob": True, "attention_bias": True, "tie_word_embeddings": True},
-        "yarn rope": {"rope_parameters": YARN, "num_experts_per_tok": 1},
-    },
     "granitemoeshared": {
         "plain weights": {"shared_intermediate_size": 24},
         "multipliers, biases, tied": {
@@ -1066,7 +1060,7 @@ CASES |= {
     "afmoe": {
         "plain weights": {},
         "scaled embedding, layer types, tied": {"mup_enabled": True, "tie_word_embeddings": True, "num_dense_layers": 2}
-        | {"layer_types": ["full_attention", "sliding_attention"] * 2, "num_shared_experts": 1},
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_shared_experts": 1},
         "every second layer, llama3 rope": {"global_attn_every_n_layers": 2, "rope_parameters": LLAMA3}
         | {"num_dense_layers": 0, "route_scale": 2.5, "num_key_value_heads": 4, "num_experts_per_tok": 1},
     },

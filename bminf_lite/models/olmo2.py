@@ -11,7 +11,7 @@ from ._config import ConfigReader, Fields, with_defaults
 from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
 from .parts.attention import AttentionPart, QueryKeyNorm
-from .parts.part import LayerParts, Part, Sublayer
+from .parts.part import LayerParts, Sublayer
 
 BIASES = {"qkv_bias": llama.ATTENTION_BIAS, "o_bias": llama.ATTENTION_BIAS}
 KEYS = with_defaults(llama.KEYS, vocab_size=50304, rms_norm_eps=1e-5) | BIASES
@@ -26,12 +26,9 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     return llama.model(fields, [post_norm(fields, attention)] * fields["layers"])
 
 
-def post_norm(fields: Fields, attention: AttentionPart, mlp: Part | None = None) -> LayerParts:
-    """A layer that reads the residual stream itself, and normalises what its parts add to it.
-
-    The second part is ``mlp``, by default a feed-forward layer.
-    """
-    mlp = llama.feed_forward(fields) if mlp is None else mlp
+def post_norm(fields: Fields, attention: AttentionPart) -> LayerParts:
+    """A layer that reads the residual stream itself, and normalises what its parts add to it."""
+    mlp = llama.feed_forward(fields)
     names = ("post_attention_layernorm", "post_feedforward_layernorm")
     return LayerParts(
         tuple(

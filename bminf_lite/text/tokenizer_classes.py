@@ -90,7 +90,6 @@ _OF_MODELS = {
     **dict.fromkeys(
         (
             "ernie4_5",
-            "flex_olmo",
             "glm",
             "glm4",
             "gpt_bigcode",

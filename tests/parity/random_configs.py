@@ -614,13 +614,6 @@ def sigmoid_experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     return own | left_out | {"router_scaling_factor": draw.one_of(1.0, 2.5), "mlp_layer_types": mlps}
 
 
-def flex_olmo(draw: Draw, config: Config, ropes: list[Config]) -> Config:
-    count = draw.up_to(9, 2)
-    own = {"num_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "norm_topk_prob": draw.flag()}
-    own |= {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes), "attention_bias": draw.flag()}
-    return own | {"rms_norm_eps": draw.one_of(1e-6, 1e-3), "pad_token_id": 0}
-
-
 def granitemoeshared(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     count = draw.up_to(9, 2)
     own = {"num_local_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "mlp_bias": None}
@@ -654,7 +647,7 @@ OWN = {
     "gemma": gemma, "olmo": olmo, "ernie4_5": ernie4_5, "arcee": arcee, "jais2": jais2, "cwm": cwm,
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
-    "flex_olmo": flex_olmo, "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
+    "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
     "exaone4": exaone4, "phi": phi, "gptj": gptj, "codegen": codegen, "falcon": falcon, "starcoder2": starcoder2,
