@@ -1036,8 +1036,8 @@ CASES |= {
         "plain weights": {},
         "groups, kinds of layers, tied": {"n_group": 3, "topk_group": 2, "tie_word_embeddings": True}
         | {"mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False, "num_shared_experts": 2},
-        "no window, yarn rope": {"layer_types": ["full_attention"] * 3, "rope_parameters": YARN}
-        | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.5},
+        "window in every second layer, linear rope": {"sliding_window_pattern": 2, "rope_parameters": LINEAR}
+        | {"first_k_dense_replace": 0, "num_experts_per_tok": 1},
     },
     "hy_v3": {
         "plain weights": {},
