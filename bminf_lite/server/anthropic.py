@@ -156,7 +156,7 @@ class _Message:
 
     def __init__(self, body: CreateMessageBody, generation: Generation, prepared: PreparedConversation, model: str):
         self.generation = generation
-        self._answer = prepared.answer(body.stop_sequences, keeps_stop=body.include_stop_str_in_output)
+        self._answer = prepared.answer(body.stop_sequences, body)
         self._blocks = _Blocks(prepared)
         self._num_prompt = len(prepared.prompt.token_ids)
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}

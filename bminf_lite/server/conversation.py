@@ -24,6 +24,7 @@ from .errors import ApiError, bad_request
 from .generating import checked_grammar, encode, grammar_of, render
 from .schemas.base import MAX_LISTED
 from .schemas.chat import NO_TOOLS, ToolChoice
+from .schemas.sampling import SamplingFields
 from .state import ServerState
 
 
@@ -78,15 +79,22 @@ class PreparedConversation:
     parallel_calls: bool
     default_stops: Sequence[str] = ()
 
-    def answer(self, stop: Sequence[str], texts: TokenTexts | None = None, keeps_stop: bool | None = False) -> Answer:
+    def answer(self, stop: Sequence[str], fields: SamplingFields, texts: TokenTexts | None = None) -> Answer:
         """A new answer, which ends at one of the texts ``stop``, or else of ``default_stops``.
 
-        It includes that text with ``keeps_stop``.
-        ``texts`` is given if log-probabilities are wanted.
+        The request's ``fields`` say whether it includes that text, and from which token on it may end there. ``texts``
+        is given if log-probabilities are wanted.
         """
         before = self.prompt.before_text(self.grammar is not None)
         return Answer(
-            TextStream(self.tokenizer, stop or self.default_stops, before, texts, bool(keeps_stop)),
+            TextStream(
+                self.tokenizer,
+                stop or self.default_stops,
+                before,
+                texts,
+                bool(fields.include_stop_str_in_output),
+                fields.min_tokens or 0,
+            ),
             self.reasoning.parser(self.reasoning_is_open) if self.reasoning else None,
             ToolCallParser(self.tools, self.schemas, self.schemas) if self.tools else None,
             self.parallel_calls,

@@ -30,8 +30,11 @@ class StopMatcher:
         """Whether a stop string is complete; ``found`` is that string."""
         return self.found is not None
 
-    def push(self, text: str, is_hidden: bool = False) -> tuple[str, bool]:
-        """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that."""
+    def push(self, text: str, is_hidden: bool = False, may_stop: bool = True) -> tuple[str, bool]:
+        """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that.
+
+        Without ``may_stop`` a stop string that ends within this text does not count; one may begin there.
+        """
         if not self._stops:
             return "" if is_hidden else text, False
         if self.stopped:
@@ -41,6 +44,9 @@ class StopMatcher:
         ends = []
         for i, (stop, borders) in enumerate(self._stops):
             self._matched[i], end = _advance(stop, borders, self._matched[i], text)
+            while end and not may_stop:
+                self._matched[i], further = _advance(stop, borders, borders[-1], text[end:])
+                end = further and end + further
             if end:
                 ends.append((end, -len(stop), stop))
         held = self._held + text

@@ -89,6 +89,7 @@ class TextStream:
     - ``before``: the tokens that the text continues (:meth:`.EncodedPrompt.before_text`); none before an answer.
     - ``texts``: given if log-probabilities are wanted.
     - ``keeps_stop``: the text includes what ended it, a stop string or the text of a token.
+    - ``min_tokens``: a stop string that is complete with one of the first ``min_tokens`` tokens ends nothing.
 
     ``num_tokens`` have been pushed up to the end, the end-of-sequence token and those of a stop string included.
     """
@@ -100,8 +101,10 @@ class TextStream:
         before: Sequence[int] = (),
         texts: TokenTexts | None = None,
         keeps_stop: bool = False,
+        min_tokens: int = 0,
     ):
         self.num_tokens = 0
+        self._min_tokens = min_tokens
         self._detokenizer = Detokenizer(tokenizer, before) if tokenizer else None
         self._matcher = StopMatcher(stop, keeps_stop)
         self._spellings = tokenizer.special_within(stop) if tokenizer and stop else {}
@@ -173,9 +176,10 @@ class TextStream:
             ended = [token for token in self._waiting if self._keeps_stop or not token.is_end]
             if ended:
                 ended[-1].text += rest
-        given, stopped = self._matcher.push(text)
+        may_stop = self.num_tokens > self._min_tokens
+        given, stopped = self._matcher.push(text, may_stop=may_stop)
         if spelling and not stopped:
-            further, stopped = self._matcher.push(spelling, is_hidden=True)
+            further, stopped = self._matcher.push(spelling, is_hidden=True, may_stop=may_stop)
             given += further
         if is_last and not stopped:
             given += self._matcher.flush()

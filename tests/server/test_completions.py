@@ -191,6 +191,20 @@ def test_tokens_and_times_that_end_a_completion(fake: LiveServer, demo: LiveServ
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 900
 
 
+def test_stop_strings_within_the_first_tokens_end_nothing(demo: LiveServer):
+    """As in vLLM: one that is complete with one of the first ``min_tokens`` tokens does not count."""
+    body = {"prompt": "a", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logit_bias": {"13": 100}}
+    text = demo.json(PATH, body)["choices"][0]["text"]
+    assert len(text) == 8 and set(text) == {text[0]}
+    for stop, min_tokens, tokens in ((text[0], 0, 1), (text[0], 5, 6), (text[:3], 5, 6), (text[0], 8, 8)):
+        wanted = body | {"stop": stop, "min_tokens": min_tokens}
+        answer = demo.json(PATH, wanted)
+        (choice,) = answer["choices"]
+        assert answer["usage"]["completion_tokens"] == tokens
+        assert choice["finish_reason"] == ("length" if tokens == 8 and min_tokens == 8 else "stop")
+        assert choice["text"] == (text if choice["finish_reason"] == "length" else text[: tokens - len(stop)])
+
+
 def test_what_ends_a_completion_with_ignore_eos(demo: LiveServer):
     """The request's own stop tokens, as in vLLM, from ``min_tokens`` on; not the end-of-sequence token, here 0."""
     for likely, stop, min_tokens, expected in (

@@ -41,6 +41,19 @@ def test_any_chunking_equals_a_search_of_the_whole_text(pieces, stops):
     assert (emitted, stopped) == (expected, expected_stop)
 
 
+@given(pieces=chunked(), stops=stop_lists, first=st.integers(0, 13))
+def test_stop_strings_count_from_a_piece_on_and_may_begin_before(pieces, stops, first):
+    text, least = "".join(pieces), len("".join(pieces[:first]))
+    ends = (end for end in range(least + 1, len(text) + 1) if any(text[:end].endswith(s) for s in stops))
+    end = next(ends, None)
+    expected = text if end is None else text[: end - max(len(s) for s in stops if text[:end].endswith(s))]
+    matcher, emitted = StopMatcher(stops), ""
+    for i, piece in enumerate(pieces):
+        emitted += matcher.push(piece, may_stop=i >= first)[0]
+        assert expected.startswith(emitted)
+    assert (emitted + matcher.flush(), matcher.stopped) == (expected, end is not None)
+
+
 @given(
     pieces=st.lists(st.tuples(st.text("ab", max_size=6), st.booleans()), max_size=8),
     stops=stop_lists,

@@ -73,7 +73,7 @@ class _Chat:
         self._body = body
         self._prepared = prepared
         texts = server.token_texts if body.logprobs else None
-        self._answers = [prepared.answer(body.stop, texts, body.include_stop_str_in_output) for _ in range(body.n or 1)]
+        self._answers = [prepared.answer(body.stop, body, texts) for _ in range(body.n or 1)]
         self._shows_reasoning = body.include_reasoning is not False
         self._head = head("chatcmpl", "chat.completion", body.model or server.model_name)
 

@@ -106,10 +106,8 @@ class _Choice:
     def __init__(self, completions: _Completions, prompt: EncodedPrompt, echo: str):
         body, tokenizer = completions.body, completions.tokenizer
         before = prompt.before_text(completions.has_grammar)
-        keeps_stop = bool(body.include_stop_str_in_output)
-        self.completion = TextStream(
-            tokenizer, body.stop or completions.default_stops, before, completions.texts, keeps_stop
-        )
+        stop, keeps_stop = body.stop or completions.default_stops, bool(body.include_stop_str_in_output)
+        self.completion = TextStream(tokenizer, stop, before, completions.texts, keeps_stop, body.min_tokens or 0)
         self.is_empty = body.max_tokens == 0
         self.finish_reason: str | None = None
         self.num_cached = 0

@@ -193,7 +193,7 @@ class _Response:
         self._body = body
         self._prepared = prepared
         texts = server.token_texts if body.wants_logprobs else None
-        self._answer = prepared.answer((), texts, body.include_stop_str_in_output)
+        self._answer = prepared.answer((), body, texts)
         self._items = _Items(prepared, body.wants_logprobs)
         self._head = {
             "id": f"resp_{secrets.token_hex(16)}",
