@@ -121,10 +121,14 @@ class ExpertsPart(Part):
         if self.correction_bias is not None:
             rows = (1,) if self.correction_bias_is_row else ()
             tensors[f"{layer}.{self.correction_bias}"] = Parameter((*rows, self.router.num_experts), Role.VECTOR)
+        weights, shape = [weights_of(*names) for names in experts], (self.inner_size, self.expert_features)
+        inside, outside = linear("", shape, self.bias), linear("", shape[::-1], self.bias)  # the same for all experts
         for *inner, down in experts:
             for name in inner:
-                tensors |= linear(name, (self.inner_size, self.expert_features), self.bias)
-            tensors |= linear(down, (self.expert_features, self.inner_size), self.bias)
+                for kind, parameter in inside.items():
+                    tensors[name + kind] = parameter
+            for kind, parameter in outside.items():
+                tensors[down + kind] = parameter
         readers = [name for *inner, _ in experts for name in inner]
         writers = {name: self.bias for *_, down in experts for name in (down,)}
         if self.latent is not None:
@@ -140,11 +144,11 @@ class ExpertsPart(Part):
             tensors,
             weights_of(chooser, *readers),
             tuple(f"{name}.{kind}" for name, bias in writers.items() for kind in ("weight", "bias")[: 1 + bias]),
-            tuple(Fold(weights_of(up), weights_of(down)) for *_, up, down in experts) if commutes else (),
-            rotatable=weights_of(*(down for *_, down in experts)),
+            tuple(Fold((up,), (down,)) for *_, up, down in weights) if commutes else (),
+            rotatable=tuple(down for *_, down in weights),
             foldable=False,
-            fused=self._fused(layer),
-            bounded=tuple((gate, up, down) for gate, up, down in (weights_of(*names) for names in experts))
+            fused=self._fused(layer, experts, weights),
+            bounded=tuple((gate, up, down) for gate, up, down in weights)
             if is_plain and is_gated and not self.bias
             else (),
         )
@@ -170,18 +174,19 @@ class ExpertsPart(Part):
             bounded=own.bounded + other.bounded,
         )
 
-    def _fused(self, layer: str) -> dict[str, FusedExperts]:
-        """The tensors that may hold those of all experts."""
-        found, experts = {}, self._expert_names(layer)
-        matrices: tuple[list[tuple[str, ...]], ...] = [e[:-1] for e in experts], [e[-1:] for e in experts]
-        for name, of_experts in zip(self.fused, matrices, strict=True):
-            weights = tuple(weights_of(*names) for names in of_experts)
+    def _fused(
+        self, layer: str, experts: Sequence[tuple[str, ...]], weights_of_experts: Sequence[tuple[str, ...]]
+    ) -> dict[str, FusedExperts]:
+        """The tensors that may hold those of all experts: of gate and up, and of down."""
+        found = {}
+        for name, part in zip(self.fused, (slice(-1), slice(-1, None)), strict=True):
+            weights = tuple(names[part] for names in weights_of_experts)
             rows_alternate = self.fused_alternate and len(weights[0]) > 1
             found[f"{layer}.{name}"] = FusedExperts(weights, self.fused_transposed, rows_alternate)
             if self.fused_transposed:
                 found[f"{layer}.{name}_blocks"] = FusedExperts(weights, interleaved=rows_alternate)
             if self.bias:
-                biases = tuple(tuple(f"{matrix}.bias" for matrix in names) for names in of_experts)
+                biases = tuple(tuple(f"{matrix}.bias" for matrix in names[part]) for names in experts)
                 found[f"{layer}.{name}_bias"] = FusedExperts(biases, interleaved=rows_alternate)
         return found
 
