@@ -6,27 +6,19 @@ infinity appears in the result without a warning of NumPy, as on a GPU.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from .values import Norm, Rope
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., object])
 
 
-def silently(function: Callable[P, R]) -> Callable[P, R]:
+def silently(function: F) -> F:
     """A decorator for functions in which NumPy does not warn of overflows and invalid values."""
-
-    @functools.wraps(function)
-    def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-        with np.errstate(all="ignore"):  # an object for each call: those of NumPy 1 do not nest
-            return function(*args, **kwargs)
-
-    return inner
+    return np.errstate(all="ignore")(function)
 
 
 @silently
