@@ -89,11 +89,13 @@ __device__ __forceinline__ void prepare_new_token(
     int task = threadIdx.x / WARP;
     const __half* own_lows = lows(min(task, tasks - 1));
     asm volatile("" : "+l"(own_lows));  // found before the wait
-    if (threadIdx.x < WARP && lane * 32 < layer.head_dim) {
-        if (params.q_norm_weight) prefetch_l2(params.q_norm_weight + lane * 32);
-        if (params.k_norm_weight) prefetch_l2(params.k_norm_weight + lane * 32);
-        if (params.v_norm_weight) prefetch_l2(params.v_norm_weight + lane * 32);
-    }
+    static_assert(D <= 16 * 32, "a thread for each cache line of a norm's weight");
+    const int norm = threadIdx.x / 16, line = threadIdx.x % 16 * 32;
+    const float* const weight = norm == 0   ? params.q_norm_weight
+                                : norm == 1 ? params.k_norm_weight
+                                : norm == 2 ? params.v_norm_weight
+                                            : nullptr;
+    if (weight && line < layer.head_dim) prefetch_l2(weight + line);
     wait();
     float low[PAIRS], high[PAIRS], next_low[PAIRS], next_high[PAIRS];
     fetch(own_lows, low, high);
@@ -102,11 +104,10 @@ __device__ __forceinline__ void prepare_new_token(
         if (task + WARPS < tasks) fetch(lows(task + WARPS), next_low, next_high);
         const int which = task - at.count;  // 0 the key, 1 the value
         CACHE* const cached = which < 0 ? nullptr : which == 0 ? key : value;
-        if (which <= 0)
-            norm_and_rope(
-                low, high, params, which < 0 ? params.q_norm_weight : params.k_norm_weight, layer.head_dim, cosine,
-                sine);
-        if (which == 1) norm_head(low, high, params.v_norm_weight, params.eps, layer.head_dim);
+        const float* const norm_weight = which < 0    ? params.q_norm_weight
+                                         : which == 0 ? params.k_norm_weight
+                                                      : params.v_norm_weight;
+        norm_and_rope(low, high, params, norm_weight, which <= 0, layer.head_dim, cosine, sine);
         if (ROTATES && which <= 0) rotate_head(low, high, layer.head_dim);
         if (IS_INT8<CACHE> && which >= 0) {
             if constexpr (IS_INT8<CACHE>) {
@@ -329,9 +330,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         const auto load = [&](const Task& task, int table) {
             const ChunkSource<D, SUB, CACHE> source = {table,      task.heads.kv, kv_heads,
                                                        head_pitch, task.present,  task.end};
-            const int known = task.position - written - task.segment * SEGMENT;  // keys of the segment, or fewer
+            // The keys of the segment that are known, or fewer.
+            const int known = written ? task.position - written - task.segment * SEGMENT : SEGMENT;
             const auto wait_written = [&](int granule) {
-                if (written && min(granule + SUBS * UNIT, task.end) * SUB > known) wait_on_dependent_grids();
+                if (min(granule + SUBS * UNIT, task.end) * SUB > known) wait_on_dependent_grids();
             };
 #pragma unroll 1
             for (int granule = task.first + rank; granule < task.end; granule += SUBS * UNIT) {
