@@ -51,6 +51,8 @@ class ProductEpilogue(Enum):
     GATE = "gate"
     ACTIVATE = "activate"
 
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own hash takes longer than a look-up
+
 
 class Pooling(Enum):
     """What one vector is made of the vectors of a sequence's tokens, see :meth:`.base.Backend.pool`.

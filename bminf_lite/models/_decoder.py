@@ -185,6 +185,8 @@ class Decoder:
         self.embed = builder.embed()
         self.blocks = self.ops.blocks(builder.block, self.config.num_layers)
         self.output = builder.output()
+        self._layouts, self._sources = self.config.layer_layouts, self.config.source_layers
+        self._last_keeping_layer = self.config.last_keeping_layer
 
     def __call__(
         self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False, observe: Observer | None = None,
@@ -199,7 +201,7 @@ class Decoder:
             residual, last = self.embed(batch), self.config.num_layers - 1
             batch = self.embed.with_layer_inputs(residual, batch)
             only_last = batch.last_positions is not None and not all_logits and not observes_end
-            narrow = self.config.last_keeping_layer if observe is None else last
+            narrow = self._last_keeping_layer if observe is None else last
             for i, (block, layer_cache) in enumerate(zip(self.blocks, self._caches(cache), strict=True)):
                 if observe is not None:
                     observe(i, residual)
@@ -213,12 +215,12 @@ class Decoder:
             return self.output(residual)
 
     def _caches(self, cache: KVCache) -> list[Any]:
-        return caches_of_layers(self.config.layer_layouts, cache, self.config.source_layers)
+        return caches_of_layers(self._layouts, cache, self._sources)
 
     def read(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Add a step's tokens to the cache, without logits."""
         with self.ops.step(batch):
-            residual, narrow = self.embed(batch), self.config.last_keeping_layer
+            residual, narrow = self.embed(batch), self._last_keeping_layer
             batch = self.embed.with_layer_inputs(residual, batch)
             only_last = batch.last_positions is not None
             for i, (block, layer_cache) in enumerate(zip(self.blocks, self._caches(cache), strict=True)):

@@ -68,7 +68,7 @@ class Arrays:
     def memory(self, nbytes: int) -> cp.cuda.MemoryPointer:
         """Memory that is freed with its last reference; CuPy's own operations use it as their allocator."""
         block = self.allocator.allocate(nbytes)
-        return cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(block.address, max(nbytes, 1), block, self.device), 0)
+        return cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(block.address, nbytes or 1, block, self.device), 0)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> cp.ndarray:
         """An array without padding."""

@@ -63,9 +63,9 @@ class AttentionLaunches:
         }  # fmt: skip
         int8 = cache.key_scales is not None
 
-        def scratch_of(max_record_bytes: int) -> cp.ndarray:
+        def scratch_of(max_record_bytes: int) -> cp.ndarray | None:
             nbytes = prefill.scratch_bytes(**kind, scores=scores.kind, int8=int8, max_record_bytes=max_record_bytes)
-            return self.arrays.empty((nbytes,), np.uint8)
+            return self.arrays.empty((nbytes,), np.uint8) if nbytes else None
 
         try:
             scratch = scratch_of(self.max_record_bytes)
@@ -76,7 +76,8 @@ class AttentionLaunches:
             batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, address(table), **kind,
             table_pitch=0 if table is None else table.shape[1],
             num_blocks=pitch_of(cache.keys) // cache.keys.shape[2] if table is None else reserved_blocks(cache),
-            scores=scores, window=spec.window, scratch=scratch.data.ptr, scratch_bytes=scratch.nbytes,
+            scores=scores, window=spec.window, scratch=address(scratch),
+            scratch_bytes=0 if scratch is None else scratch.nbytes,
             counters=self.scratch.zeros("attention counters", COUNTERS, np.int32).data.ptr,
             source_lens=address(lengths),
             key_scales=address(cache.key_scales), value_scales=address(cache.value_scales),

@@ -78,14 +78,13 @@ def scores_of(spec: AttentionSpec) -> Scores:
 
 def head_arguments(spec: AttentionSpec) -> tuple[int, int, int, int, float, float]:
     """Norm weights of queries, keys and values, rotary frequencies, epsilon and the rotary scale."""
-    norms = spec.q_norm, spec.k_norm, spec.v_norm
-    norm = next((norm for norm in norms if norm is not None), None)
-    query, key, value = (0 if norm is None else address(norm.weight) for norm in norms)
+    queries, keys, values, rope = spec.q_norm, spec.k_norm, spec.v_norm, spec.rope
+    norm = queries or keys or values
     return (
-        query,
-        key,
-        value,
-        address(spec.rope.frequencies) if spec.rope else 0,
+        address(queries.weight) if queries else 0,
+        address(keys.weight) if keys else 0,
+        address(values.weight) if values else 0,
+        address(rope.frequencies) if rope else 0,
         norm.eps if norm else 0.0,
-        spec.rope.scale if spec.rope else 1.0,
+        rope.scale if rope else 1.0,
     )

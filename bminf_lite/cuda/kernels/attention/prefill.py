@@ -202,6 +202,25 @@ def tile_config_for(
     return tile(rows=rows, blocks=4 if is_light else 2)
 
 
+@dataclass(frozen=True)
+class PrefillPlan:
+    """What all launches of one shape have in common.
+
+    The GPU computes ``residents`` tiles at once. All tiles make about ``parts`` parts: one for each resident, or two
+    for small tiles. A step has at most ``tiles`` tiles per key-value head, of which the last one of each sequence may
+    be partly empty. At most ``split_tiles`` of them are split, which adds as many pieces at most, and they leave
+    ``records`` records in all; 0 if none may be split. ``running_bytes`` are those of running results in memory.
+    """
+
+    tile_config: AttentionTileConfig
+    residents: int
+    parts: int
+    tiles: int
+    split_tiles: int
+    records: int
+    running_bytes: int
+
+
 class PrefillAttention:
     """Attention of new tokens over a cache that already holds their keys and values."""
 
@@ -209,6 +228,7 @@ class PrefillAttention:
         self._device = device
         self._num_sms = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self._kernels = functools.cache(self._load)
+        self._plan = functools.lru_cache(256)(self._find_plan)  # the layers of a step have one, or few
 
     @staticmethod
     def instantiations(capability: Capability) -> Iterator[KernelFamily]:
@@ -233,16 +253,11 @@ class PrefillAttention:
 
         It needs at least what this returns for ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
         """
-        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, heads // kv_heads, mask, head_dim)
-        tile_config = self._config(rows, head_dim, mask, scores, int8)
-        running = self._running_bytes(tile_config, max_context_len)
-        if not self._may_split(mask, max_context_len):
-            return running
-        tiles = min(
-            self._tiles(tile_config, tokens, batch_size, heads // kv_heads), self._split_tiles(tile_config, kv_heads)
+        plan = self._plan(
+            heads, kv_heads, head_dim, tokens, batch_size, max_query_len, max_context_len, mask, scores, int8
         )
-        records = tiles * kv_heads * ceil_div(max_context_len, SEGMENT)
-        return running + min(records, max_record_bytes // tile_config.record_bytes) * tile_config.record_bytes
+        record_bytes = plan.tile_config.record_bytes
+        return plan.running_bytes + min(plan.records, max_record_bytes // record_bytes) * record_bytes
 
     def launch(
         self,
@@ -296,23 +311,21 @@ class PrefillAttention:
         ``kv_heads`` rows of each token are read, and ``block_tables`` is not. ``dependent`` as in :class:`Kernel`.
         """
         assert (mask, scores.kind) in MASKS
-        group, int8 = heads // kv_heads, key_scales != 0
-        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group, mask, head_dim)
-        tile_config = self._config(rows, head_dim, mask, scores.kind, int8)
+        int8 = key_scales != 0
+        plan = self._plan(
+            heads, kv_heads, head_dim, tokens, batch_size, max_query_len, max_context_len, mask, scores.kind, int8
+        )
+        tile_config, running_bytes = plan.tile_config, plan.running_bytes
         kernel, merge = self._kernels(tile_config, INT8 if int8 else HALF)
-        pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)
-        split_tiles = min(tiles, self._split_tiles(tile_config, kv_heads))
-        running_bytes = self._running_bytes(tile_config, max_context_len)
-        max_records = 0
-        if self._may_split(mask, max_context_len):
+        pieces, max_records = plan.tiles, 0
+        if plan.records:
             max_records = max(0, scratch_bytes - running_bytes) // tile_config.record_bytes
-            pieces += self._split_tiles(tile_config, kv_heads)
-        residents = self._residents(tile_config)
+            pieces += plan.split_tiles
         args = (
             q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, block_tables,
             table_pitch, num_blocks, scores.scale, window or 0, heads, kv_heads, head_dim, batch_size,
             scores.bias, scores.max_distance, scores.softcap, source_lens, key_scales, value_scales,
-            scratch + running_bytes if max_records else 0, max_records, self._parts(tile_config),
+            scratch + running_bytes if max_records else 0, max_records, plan.parts,
             scratch if running_bytes else 0, counters,
         )  # fmt: skip
         maps: tuple[object, ...] = ()
@@ -322,41 +335,41 @@ class PrefillAttention:
             maps = (bytes(TENSOR_MAP_BYTES),) * 2  # codes are read without them
             if not int8:
                 maps = tuple(tensor_map_2d(x, element, pool_rows, depth, depth, BLOCK_SIZE) for x in (keys, values))
-        blocks = min(pieces * kv_heads, residents) * tile_config.cluster
+        blocks = min(pieces * kv_heads, plan.residents) * tile_config.cluster
         cluster = tile_config.cluster if tile_config.cluster > 1 else None
         kernel(blocks, tile_config.threads, args + maps, tile_config.shared, stream, dependent, cluster)
         if max_records:
             slices = tile_config.rows // 16 * (tile_config.depth // 8) // MERGE_WARPS
-            merge((kv_heads, split_tiles * slices), MERGE_WARPS * WARP, args, 0, stream, dependent)
+            merge(
+                (kv_heads, min(plan.tiles, plan.split_tiles) * slices), MERGE_WARPS * WARP, args, 0, stream, dependent
+            )
 
-    @staticmethod
-    def _may_split(mask: AttentionMask, max_context_len: int) -> bool:
-        return mask is AttentionMask.CAUSAL and max_context_len > SPLIT_CONTEXT
-
-    @staticmethod
-    def _tiles(tile_config: AttentionTileConfig, tokens: int, batch_size: int, group: int) -> int:
-        """The most tiles that a step can have; the last one of each sequence may be partly empty."""
-        return (tokens * group + batch_size * (tile_config.rows - 1)) // tile_config.rows
-
-    def _residents(self, tile_config: AttentionTileConfig) -> int:
-        """Tiles that the GPU computes at once."""
-        return self._num_sms * tile_config.blocks // tile_config.cluster
-
-    def _parts(self, tile_config: AttentionTileConfig) -> int:
-        """About the number of parts that all tiles make: one for each resident, or two for small tiles."""
-        return self._residents(tile_config) * (1 if tile_config.rows > SMALL_TILE else 2)
-
-    def _split_tiles(self, tile_config: AttentionTileConfig, kv_heads: int) -> int:
-        """The most tiles per key-value head that are split, and the most pieces that this adds to the tiles."""
-        return ceil_div(self._parts(tile_config), kv_heads)
-
-    def _running_bytes(self, tile_config: AttentionTileConfig, max_context_len: int) -> int:
-        return self._residents(tile_config) * tile_config.running_bytes if max_context_len > SEGMENT else 0
-
-    def _config(
-        self, rows: int, head_dim: int, mask: AttentionMask, scores: ScoreKind, int8: bool
-    ) -> AttentionTileConfig:
-        return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, rows, mask, scores, int8)
+    def _find_plan(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        tokens: int,
+        batch_size: int,
+        max_query_len: int,
+        max_context_len: int,
+        mask: AttentionMask,
+        scores: ScoreKind,
+        int8: bool,
+    ) -> PrefillPlan:
+        group = heads // kv_heads
+        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group, mask, head_dim)
+        tile_config = tile_config_for(
+            self._device.compute_capability, -(-head_dim // 16) * 16, rows, mask, scores, int8
+        )
+        residents = self._num_sms * tile_config.blocks // tile_config.cluster
+        parts = residents * (1 if tile_config.rows > SMALL_TILE else 2)
+        tiles = (tokens * group + batch_size * (tile_config.rows - 1)) // tile_config.rows
+        split_tiles = ceil_div(parts, kv_heads)
+        may_split = mask is AttentionMask.CAUSAL and max_context_len > SPLIT_CONTEXT
+        records = min(tiles, split_tiles) * kv_heads * ceil_div(max_context_len, SEGMENT) if may_split else 0
+        running_bytes = residents * tile_config.running_bytes if max_context_len > SEGMENT else 0
+        return PrefillPlan(tile_config, residents, parts, tiles, split_tiles, records, running_bytes)
 
     def _load(self, tile_config: AttentionTileConfig, element: str) -> tuple[Kernel, Kernel]:
         return (
