@@ -1020,11 +1020,13 @@ CASES |= {
         },
     },
     "dots1": {
-        "plain weights": {"first_k_dense_replace": 1},
-        "groups, windows, biases": {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
-        | {"sliding_window": 6, "max_window_layers": 1, "attention_bias": True, "n_shared_experts": 2},
+        "plain weights": {"first_k_dense_replace": 1, "routed_scaling_factor": 0.5},
+        "groups, windows, biases": {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 0.5, "norm_topk_prob": True}
+        | {"sliding_window": 6, "max_window_layers": 1, "attention_bias": True, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 1},
         "layer types, tied, yarn rope": THREE_LAYERS
-        | {"tie_word_embeddings": True, "rope_parameters": YARN, "num_key_value_heads": 4},
+        | {"tie_word_embeddings": True, "rope_parameters": YARN, "num_key_value_heads": 4}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 0.5},
     },
     "solar_open": {
         "plain weights": {},
@@ -1062,7 +1064,7 @@ CASES |= {
         "scaled embedding, layer types, tied": {"mup_enabled": True, "tie_word_embeddings": True, "num_dense_layers": 2}
         | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_shared_experts": 1},
         "every second layer, llama3 rope": {"global_attn_every_n_layers": 2, "rope_parameters": LLAMA3}
-        | {"num_dense_layers": 0, "route_scale": 2.5, "num_key_value_heads": 4, "num_experts_per_tok": 1},
+        | {"num_dense_layers": 0, "route_scale": 0.5, "num_key_value_heads": 4, "num_experts_per_tok": 1},
     },
     "mellum": {
         "plain weights": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
