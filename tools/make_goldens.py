@@ -395,7 +395,8 @@ BASES |= {
     "hy_v3": BASE
     | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3}
     | {"head_dim": 12},
-    "granitemoeshared": BASE | {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
+    "granitemoeshared": BASE
+    | {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.25, "residual_multiplier": 0.5},
     "afmoe": BASE | EXPERTS | {"num_hidden_layers": 3, "global_attn_every_n_layers": 3, "sliding_window": 6},
     "mellum": BASE | EXPERTS | {"num_hidden_layers": 3, "sliding_window": 6},
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97},
@@ -1057,7 +1058,7 @@ CASES |= {
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
-        "no shared expert": {"num_experts_per_tok": 1},
+        "no shared expert": {"num_experts_per_tok": 3},
     },
     "afmoe": {
         "plain weights": {},
