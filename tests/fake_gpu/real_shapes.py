@@ -65,6 +65,8 @@ def one_of_each_kind(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of a model with a layer of each kind that ``config`` has, if its layers differ."""
     if "full_attn_idxs" in config:
         return {"num_hidden_layers": 2, "full_attn_idxs": [1]}
+    if "attn_layer_indices" in config:
+        return {"num_hidden_layers": 2, "attn_layer_indices": [1]}
     if "hybrid_override_pattern" in config:
         letters = "".join(dict.fromkeys(config["hybrid_override_pattern"]))
         return {"num_hidden_layers": len(letters), "hybrid_override_pattern": letters}
