@@ -26,9 +26,9 @@ given back as a whole, so a block for which the free memory suffices may find no
 MARGIN = 256 << 20
 """Bytes left free by default, for the display, the libraries' own needs and kernels' local memory."""
 SLACK = 128 << 20
-"""Bytes of freed blocks that need not be joined (see :mod:`.arena`). They hold what a layer of a 1B model frees for
-2,048 tokens, where the GPU would wait for the host. Larger blocks cannot use them, so they are at most a thousandth of
-the limit."""
+"""Bytes of freed blocks that need not be joined (see :mod:`.arena`). Larger blocks cannot use them, so they are at most
+1 / 1024 of the limit. On a GPU of 96 GB they hold what a layer of a 1B model frees for 2,048 tokens (88 MB), where the
+GPU would wait for the host."""
 
 _ON_DEVICE, _PINNED, _READ_AND_WRITE, _MINIMUM_GRANULARITY = 1, 1, 3, 0
 

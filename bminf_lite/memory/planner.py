@@ -76,7 +76,7 @@ class MemoryRequirements:
     - ``cache``: the groups of layers of the key-value cache;
     - ``scratch_per_token``: activations of a token of a prompt's chunk;
     - ``scratch_per_sequence``: logits of a sequence of the batch;
-    - ``captured_tokens``: tokens of the largest step with prompts that is captured;
+    - ``captured_tokens``: tokens of the largest step with prompts that is captured, if a chunk has as many;
     - ``text_bytes_per_token``: what a token of the longest text that becomes a vector keeps while the text is computed
       in pieces; 0 if there are no such texts.
 
@@ -268,7 +268,8 @@ class MemoryPlan:
             return 0
         needed, variants = self.requirements, 2 if self.requirements.adapters else 1
         weights = needed.weights - self.host_expert_bytes
-        return needed.captured_tokens * needed.scratch_per_token + variants * (weights // WEIGHTS_SHARE)
+        tokens = min(needed.captured_tokens, max(self.chunk, CAPTURED_TOKENS))
+        return tokens * needed.scratch_per_token + variants * (weights // WEIGHTS_SHARE)
 
     @property
     def total_bytes(self) -> int:

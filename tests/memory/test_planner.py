@@ -278,6 +278,14 @@ def test_a_plan_leaves_room_for_captured_steps_where_nothing_is_streamed() -> No
     )
 
 
+def test_no_captured_step_is_planned_that_is_larger_than_a_chunk() -> None:
+    """Ranks capture steps of up to a usual chunk, and a caller may bound the chunk."""
+    ranks, machine = replace(EIGHT_B, captured_tokens=CHUNK), Machine(24 << 30)
+    for max_chunk, more in ((100, 0), (1000, 1000 - CAPTURED_TOKENS), (8192, CHUNK - CAPTURED_TOKENS)):
+        one, several = (plan_memory(needed, machine, 1024, max_chunk=max_chunk) for needed in (EIGHT_B, ranks))
+        assert several.captured_bytes - one.captured_bytes == more * EIGHT_B.scratch_per_token
+
+
 def test_the_largest_context_is_the_largest() -> None:
     plan = MemoryPlan(EIGHT_B, Machine(2 << 30), 1, 1, 32)
     context = largest_context(plan)
