@@ -43,7 +43,9 @@ KEYS = with_defaults(
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(config, KEYS)
-    require_published_form(read, score_func="sigmoid", route_norm=True, n_group=1, topk_group=1, attention_bias=False)
+    require_published_form(read, score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
+    if read.value(llama.ATTENTION_BIAS):
+        read.problem("attention_bias", "attention_bias is true; biases beside a matrix of gates are not supported")
     check_top_k(read)
     layers, period = read.fields["layers"], read.value(integer("global_attn_every_n_layers", 4))
     types = layer_types(read, [SLIDING if (layer + 1) % period else FULL for layer in range(layers)])

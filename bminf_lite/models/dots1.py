@@ -11,12 +11,13 @@ from ._architecture import decoder
 from ._config import FULL, SLIDING, ConfigReader, integer, with_defaults
 from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
+from .deepseek_v3 import require_published_form
 from .ministral import windows_of_types
 from .mixtral import check_top_k
 from .parts.attention import QueryKeyNorm
 from .qwen3_moe import with_num_experts
 
-ROUTED = ("shared", "experts", "top_k", "expert_size", "num_groups", "top_groups", "scale", "renormalise", "dense")
+ROUTED = ("shared", "experts", "top_k", "expert_size", "scale", "renormalise", "dense")
 KEYS = with_defaults(
     llama.KEYS | {field: glm4_moe.KEYS[field] for field in ROUTED},
     vocab_size=152064,
@@ -29,13 +30,21 @@ KEYS = with_defaults(
     num_experts_per_tok=None,
     norm_topk_prob=False,
     first_k_dense_replace=0,
-) | {"qkv_bias": llama.ATTENTION_BIAS, "o_bias": llama.ATTENTION_BIAS}
+) | {
+    "qkv_bias": llama.ATTENTION_BIAS,
+    "o_bias": llama.ATTENTION_BIAS,
+    "num_groups": integer("n_group", derive=lambda _: 1),
+    "top_groups": integer("topk_group", derive=lambda _: 1),
+}
 """The numbers of experts have no default."""
 WINDOW = 4096
 
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(with_num_experts(config, "n_routed_experts"), KEYS)
+    if config.get("scoring_func") != "noaux_tc":  # files may have the name of the method there
+        require_published_form(read, scoring_func="sigmoid")
+    require_published_form(read, topk_method="noaux_tc", moe_layer_freq=1)
     check_top_k(read)
     router, layers = glm4_moe.router_of(read), range(read.fields["layers"])
     first = read.value(integer("max_window_layers", 62, low=0))

@@ -9,6 +9,7 @@ from . import exaone4, glm4_moe, llama
 from ._architecture import decoder
 from ._config import ConfigReader, integer, with_defaults
 from ._decoder import DecoderConfig
+from .deepseek_v3 import require_published_form
 from .glm4_moe_lite import dense_of_types
 from .mixtral import check_top_k
 from .qwen3_moe import with_num_experts
@@ -26,6 +27,7 @@ ALIASES = ((r"(.*\.mlp)\.gate\.(e_score_correction_bias)", r"\1.\2"),)
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(with_num_experts(config, "num_experts"), KEYS)
+    require_published_form(read, scoring_func="sigmoid", topk_method="noaux_tc")
     check_top_k(read)
     router, dense = glm4_moe.router_of(read), dense_of_types(read, read.fields["dense"])
     fields, mixers = exaone4.parse_mixers(read)

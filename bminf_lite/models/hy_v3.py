@@ -11,7 +11,8 @@ from ._architecture import decoder
 from ._config import ConfigReader, integer, number, with_defaults
 from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from .glm4_moe_lite import dense_of_types
+from .deepseek_v3 import require_published_form
+from .glm4_moe_lite import dense_layers
 from .mixtral import check_top_k
 from .parts.attention import QueryKeyNorm
 from .qwen3_moe import with_num_experts
@@ -43,8 +44,11 @@ ALIASES = (
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(with_num_experts(config, "num_experts"), KEYS)
+    require_published_form(
+        read, qk_norm=True, route_norm=True, moe_router_use_sigmoid=True, moe_router_enable_expert_bias=True
+    )
     check_top_k(read)
-    dense = dense_of_types(read, 1)
+    dense = dense_layers(read)
     llama.check_heads(read)
     rotary = parse_rotary(read, theta=11158840.0)
     fields = read.checked_fields()

@@ -10,6 +10,7 @@ from ._architecture import decoder
 from ._config import ConfigReader, with_defaults
 from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
+from .deepseek_v3 import require_published_form
 from .mixtral import check_top_k
 from .qwen3_moe import with_num_experts
 
@@ -25,6 +26,7 @@ KEYS = with_defaults(
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader(with_num_experts(config, "n_routed_experts"), KEYS)
+    require_published_form(read, first_k_dense_replace=0, use_qk_norm=False)
     check_top_k(read)
     router = glm4_moe.router_of(read)
     llama.check_heads(read)

@@ -120,10 +120,17 @@ WINDOW = {"use_sliding_window": True}
         ("gemma", {"use_bidirectional_attention": True}, "only causal models are run"),
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv is 8.0; clipped queries, keys and values are not supported"),
         ("dots1", {"n_shared_experts": 2, "num_experts_per_tok": 1}, "n_routed_experts is missing"),
+        ("dots1", {**WITHOUT_DEFAULT["dots1"], "scoring_func": "softmax"}, "scoring_func is 'softmax'; this version"),
         ("bamba", {"attn_layer_indices": [32]}, "attn_layer_indices is [32], not a list of layers from 0 to 31"),
         ("mellum", {"rope_parameters": {"rope_theta": 1.0}}, "which lacks a mapping for full_attention"),
         ("exaone_moe", {"mlp_layer_types": ["dense"]}, "not 32 times one of dense, sparse"),
+        ("exaone_moe", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; this version runs 'sigmoid' only"),
         ("hy_v3", {"num_experts_per_tok": 200}, "num_experts_per_tok (200) exceeds num_experts (192)"),
+        ("hy_v3", {"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid is False; this version runs True only"),
+        ("hy_v3", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3; this version runs 1 only"),
+        ("solar_open", {"use_qk_norm": True}, "use_qk_norm is True; this version runs False only"),
+        ("afmoe", {"attention_bias": True}, "attention_bias is true; biases beside a matrix of gates"),
+        ("afmoe", {"score_func": "softmax"}, "score_func is 'softmax'; this version runs 'sigmoid' only"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0, not a number from 0.001"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1, not a number from 1e-06"),
         ("gemma2", {"use_bidirectional_attention": True}, "only causal models are run"),
@@ -151,6 +158,11 @@ WINDOW = {"use_sliding_window": True}
 def test_a_problem_tells_the_value_and_its_bound(family, changes, expected):
     (found,) = problems(family, **changes)
     assert expected in found
+
+
+def test_null_groups_of_experts_are_one_group():
+    null = {"n_group": None, "topk_group": None, "scoring_func": "noaux_tc", "topk_method": "noaux_tc"}
+    assert parse("dots1", **WITHOUT_DEFAULT["dots1"], **null) == parse("dots1", **WITHOUT_DEFAULT["dots1"])
 
 
 def test_all_problems_come_in_one_error():
