@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .backend.adapter_slots import MOST_RANK, MOST_SLOTS, AdapterSlots, SavedMatrix
@@ -120,6 +120,9 @@ class AdapterOptions:
 class ModelAdapters:
     """Adapters of one model on the devices whose ``slots`` its ranks have.
 
+    The folders of ``options`` are entered at once, and then dropped: their factors, in fp32, take twice the memory of
+    those that are copied to a GPU's slots.
+
     ``between_steps`` runs work while no step is being launched. Adapters of several ranks are prepared there: memory
     that a driver pins may wait for a GPU, whose kernels may wait for a launch on another one.
     """
@@ -130,7 +133,9 @@ class ModelAdapters:
     between_steps: Callable[[Callable[[], Prepared]], Prepared] = field(default_factory=lambda: _at_once, init=False)
 
     def __post_init__(self) -> None:
-        for name, folder in self.options.folders.items():
+        folders = self.options.folders
+        self.options = replace(self.options, folders={})
+        for name, folder in folders.items():
             self._enter(name, folder, replace=False)
 
     def load(self, name: str, folder: str | Path, replace: bool = False) -> LoadedAdapter:

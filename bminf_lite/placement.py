@@ -249,14 +249,16 @@ def plan(
     plan has room for ``context`` tokens of ``batch`` sequences. ``speculative`` is that of ``load``, whose draft model
     may be a ``config.json`` here. ``max_adapters`` and ``max_adapter_rank`` are those of ``load``; 0 is a model without
     adapters. With ``adapter_experts`` adapters may change the experts of a mixture too. With ``gpus``, the plan is that
-    of each of them. Prints as lines of text. Raises ``CheckpointError``,
-    ``UsageError``, ``DeviceError``, and ``OutOfMemory`` if nothing would fit.
+    of each of them. Prints as lines of text. Raises ``CheckpointError``, ``UsageError``, ``DeviceError``, and
+    ``OutOfMemory`` if nothing would fit.
     """
     require_whole("context", 1 if context is None else context)
     require_whole("batch", batch)
     require_whole("max_adapters", max_adapters, MOST_SLOTS, least=0)
     require_whole("max_adapter_rank", max_adapter_rank, MOST_RANK)
     require_whole("gpus", gpus, MAX_GPUS)
+    if adapter_experts and not max_adapters:
+        raise UsageError("adapter_experts is for adapters, and max_adapters is 0: give max_adapters too")
     experts = None if adapter_experts else frozenset[str]()
     slots = AdapterSlots(max_adapters, max_adapter_rank, experts=experts) if max_adapters else None
     requirements = requirements_of(path, recipe, kv_cache, speculative, slots, gpus)

@@ -65,7 +65,7 @@ def parameter_of(
     module: str, first: tuple[int, ...], second: tuple[int, ...], is_turned: bool, spec: Spec
 ) -> str | None:
     """The parameter that factors of these shapes are of; None if they fit none. For ``is_turned`` see the module."""
-    if len(first) != 2 or len(second) != 2 or first[0] != second[1]:
+    if len(first) != 2 or len(second) != 2 or first[0] != second[1] or not first[0]:
         return None
     found = {name: fused for name, fused in fused_of(module, spec).items() if first[0] % len(fused.experts) == 0}
     wanted = second[0], first[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable
@@ -144,6 +145,17 @@ def test_without_options_a_model_has_room_for_rank_16(source: Path, tmp_path: Pa
             model.load_adapter("small", small)
         with pytest.raises(UsageError, match="the model has none"):
             model.generate("a", adapter="small")
+
+
+def test_a_loaded_model_keeps_no_folder_that_was_read(source: Path, tmp_path: Path) -> None:
+    """Only what is copied to the slots stays in memory."""
+    first, second = (random_adapter(tmp_path / str(seed), source, seed=seed) for seed in (1, 2))
+    with bminf_lite.load(source, device="cpu", adapters={"first": first}) as model:
+        model.load_adapter("second", second)
+        gc.collect()
+        kept = [found for found in gc.get_objects() if isinstance(found, AdapterFolder)]
+        assert [folder.path for folder in kept if folder.path in (first, second)] == []
+        assert list(model.adapters) == ["first", "second"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from adapter_files import write_adapter
 from expert_adapter_files import (
     RANK,
     Factors,
@@ -201,6 +202,8 @@ def test_room_for_experts_is_made_for_the_adapters_given_at_once(tmp_path: Path)
         for options in ({}, {"max_adapters": 2}, {"max_adapters": 2, "adapter_experts": True})
     ]
     assert sizes[0] == 0 < sizes[1] < sizes[2]
+    with pytest.raises(UsageError, match="adapter_experts is for adapters, and max_adapters is 0"):
+        bminf_lite.plan(tmp_path / "base", gpu_memory="8GiB", link=1e10, bandwidth=1e12, adapter_experts=True)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -221,6 +224,13 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     broken = {name: (a * np.float32(np.inf), b) for name, (a, b) in factors.items()}
     with pytest.raises(CheckpointError, match=r"a factor of .*experts' holds a NaN or an infinity"):
         read(as_parameters(golden, broken, tmp_path / "broken"), tmp_path / "base")
+    module, features = "base_model.model.model.layers.0.mlp.experts", golden.config["hidden_size"]
+    empty = {
+        f"{module}.lora_A.weight": np.zeros((0, features), np.float32),
+        f"{module}.lora_B.weight": np.zeros((2 * golden.config["intermediate_size"], 0), np.float32),
+    }
+    with pytest.raises(CheckpointError, match=r"experts' has factors \[0, .*, which fit none of its parameters"):
+        read(write_adapter(tmp_path / "empty", empty, r=RANK), tmp_path / "base")
 
 
 @pytest.mark.gpu
