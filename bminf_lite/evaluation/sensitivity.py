@@ -62,8 +62,8 @@ def product_divergences(
 
     Every product is in one group; groups come in the order in which the model computes their first product.
     ``windows`` run as one batch. ``rotated_offline`` rotates the model in its weights first. The input of a matrix is
-    rotated in blocks of ``rotation_of`` its name. ``progress`` is called with layers. Of ``ranks``
-    that divide the groups, ``rank`` gets every ``ranks``-th group.
+    rotated in blocks of ``rotation_of`` its name. ``progress`` is called with layers. Of ``ranks`` that divide the
+    groups, ``rank`` gets every ``ranks``-th group.
     """
     [batch] = batch_windows(windows, tokens=sum(len(window.tokens) for window in windows))
     products = LayerProducts(ops, rotation_of)
