@@ -77,7 +77,8 @@ def create_apart(gpus: int, device: str = "auto", memory_limit: int | str | None
                 f"{gpus} GPUs from number {first} on were asked for (gpus={gpus}), but this machine has {count}, "
                 f"numbered from 0: give at most {count - first}"
             )
-        backends += [create(f"cuda:{first + rank}", memory_limit) for rank in range(1, gpus)]
+        for rank in range(1, gpus):
+            backends.append(create(f"cuda:{first + rank}", memory_limit))  # noqa: PERF401, an error closes them
     except BaseException:
         close_ranks(backends)
         raise

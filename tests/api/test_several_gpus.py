@@ -17,6 +17,7 @@ from bminf_lite import backend
 from bminf_lite.backend.adapter_slots import AdapterSlots, Part
 from bminf_lite.bench.model import read_shape
 from bminf_lite.cli import main
+from bminf_lite.cuda.runtime import driver
 from bminf_lite.errors import DeviceError, UsageError
 
 PROMPTS = ["hello", "a longer one", "hello again and again"]
@@ -116,3 +117,28 @@ def test_the_option_of_the_commands(source: Path) -> None:
     arguments = ["generate", str(source), "hello", "--device", "cpu", "--max-new-tokens", "5"]
     one, two = (CliRunner().invoke(main, [*arguments, *more]) for more in ((), ("--gpus", "2")))
     assert (one.exit_code, two.exit_code) == (0, 0) and one.stdout == two.stdout
+
+
+def test_a_gpu_that_cannot_be_used_frees_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Gpu:
+        def __init__(self, name: str):
+            self.name = name
+
+        def make_current(self) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    def create(device: str, memory_limit: object) -> Gpu:
+        if device == "cuda:2":
+            raise DeviceError("of the third")
+        return Gpu(device)
+
+    monkeypatch.setattr(backend, "create", create)
+    monkeypatch.setattr(driver, "device_count", lambda: 4)
+    with pytest.raises(DeviceError, match="of the third"):
+        backend.create_apart(4, "cuda:0")
+    assert closed == ["cuda:0", "cuda:1"]
