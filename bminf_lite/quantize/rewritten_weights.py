@@ -1,7 +1,7 @@
 """A float model's weights as a migration would store them, made in memory when they are read.
 
 So a quantization can be run and measured before anything is written. Codes and scales are those of the files that
-:mod:`.checkpoint.migrate` writes with the same recipe and the same rewrites.
+:mod:`bminf_lite.checkpoint.migrate` writes with the same recipe and the same rewrites.
 """
 
 from __future__ import annotations

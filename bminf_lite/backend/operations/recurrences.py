@@ -50,7 +50,7 @@ class RecurrenceOperations(StepOperations):
 
         ``qkvz`` is ``[T, channels + value_features]``: queries, keys, values and the output's gate. ``gates`` is fp32
         ``[T, 2 * value_heads]``: what becomes the rates of learning, and then what becomes the decays. The ``cache``
-        has the arrays of :func:`..delta_net.state_arrays`.
+        has the arrays of :func:`..chunked_state.state_arrays`.
 
         Queries, keys and values are convolved and activated by SiLU in fp32. A head's output is normalised, multiplied
         by SiLU of the gate, all in fp32, and rounded.

@@ -1,4 +1,4 @@
-"""Attention."""
+"""Attention by kernels; :mod:`bminf_lite.backend.operations.attention` defines it."""
 
 from __future__ import annotations
 

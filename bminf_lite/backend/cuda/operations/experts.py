@@ -1,4 +1,4 @@
-"""Mixtures of experts."""
+"""Mixtures of experts by kernels; :mod:`bminf_lite.backend.operations.experts` defines them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with a weight, and the sums of ranks.
+"""Products and the sums of ranks by kernels; :mod:`bminf_lite.backend.operations.products` defines them.
 
 :mod:`..products` chooses the kernel of a product. Some leave int32 sums, which the kernel before the next product reads
 while it writes the codes for that. For this an operation may return a deferred value (see :mod:`..deferred`).

@@ -1,4 +1,4 @@
-"""Layers that keep a state of each sequence."""
+"""Layers with a state of each sequence, by kernels; :mod:`bminf_lite.backend.operations.recurrences` defines them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies around the products."""
+"""What lies around the products, by kernels; :mod:`bminf_lite.backend.operations.rows` defines it."""
 
 from __future__ import annotations
 

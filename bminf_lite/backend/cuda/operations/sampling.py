@@ -1,4 +1,4 @@
-"""The sampler."""
+"""The sampler by kernels; :mod:`bminf_lite.backend.operations.sampling` defines it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step that kernels belong to, and its last tokens."""
+"""The step that kernels belong to, and its last tokens; :mod:`bminf_lite.backend.operations.step` defines it."""
 
 from __future__ import annotations
 

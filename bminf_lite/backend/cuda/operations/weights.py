@@ -1,4 +1,4 @@
-"""What a model is loaded into on a GPU."""
+"""What a model is loaded into on a GPU; :mod:`bminf_lite.backend.operations.weights` defines it."""
 
 from __future__ import annotations
 
