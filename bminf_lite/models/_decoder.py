@@ -6,9 +6,10 @@ layer. Everything else follows from the parts.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch
@@ -23,7 +24,41 @@ from .spec import Fold, Spec, StreamNorm, StreamTensors, Tensors, weights_of
 
 
 @dataclass(frozen=True)
-class DecoderConfig(ModelConfig):
+class LayeredConfig(ModelConfig):
+    """One stack of layers over an input: the parts of each layer state what the model needs."""
+
+    input: InputPart
+    layer_parts: tuple[LayerParts, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_parts)
+
+    @property
+    def layer_layouts(self) -> tuple[tuple[Layout, ...], ...]:
+        """What each layer keeps: of a sequence, or in an encoder of a step until the step has passed it."""
+        return tuple(layer.layouts for layer in self.layer_parts)
+
+    @property
+    def layer_input_features(self) -> int:
+        return self.input.layer_input_features
+
+    @abstractmethod
+    def layer_name(self, layer: int) -> str:
+        """The prefix of the tensors of layer ``layer``."""
+
+    @property
+    def divided(self) -> dict[str, int]:
+        return common_divisors(layer.divided for layer in self.layer_parts)
+
+    @property
+    def undivided(self) -> str | None:
+        reasons = (sub.part.undivided for layer in self.layer_parts for sub in layer.sublayers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+@dataclass(frozen=True)
+class DecoderConfig(LayeredConfig):
     """A decoder: what lies before its layers, the parts of each layer, and what lies behind them.
 
     The tensors of layer ``i`` are named ``{prefix}.{i}.…``. With ``tied_head`` the head is the embedding's table.
@@ -31,8 +66,6 @@ class DecoderConfig(ModelConfig):
     of :class:`.spec.Spec`.
     """
 
-    input: InputPart
-    layer_parts: tuple[LayerParts, ...]
     output: OutputPart
     tied_head: bool = False
     prefix: str = "model.layers"
@@ -41,16 +74,8 @@ class DecoderConfig(ModelConfig):
     aliases: tuple[tuple[str, str], ...] = ()
 
     @property
-    def num_layers(self) -> int:
-        return len(self.layer_parts)
-
-    @property
     def cache_layout(self) -> CacheLayout:
         return CacheLayout(tuple(layout for layouts in self.layer_layouts for layout in layouts))
-
-    @property
-    def layer_layouts(self) -> tuple[tuple[Layout, ...], ...]:
-        return tuple(layer.layouts for layer in self.layer_parts)
 
     @property
     def source_layers(self) -> dict[int, int]:
@@ -65,29 +90,15 @@ class DecoderConfig(ModelConfig):
         return max((layer for layer, parts in enumerate(self.layer_parts) if parts.layouts), default=0)
 
     @property
-    def layer_input_features(self) -> int:
-        return self.input.layer_input_features
-
-    @property
     def shared_norm_vectors(self) -> int:
         return sum(layer.shared_norm_vectors for layer in self.layer_parts)
 
     def layer_name(self, layer: int) -> str:
-        """The prefix of the tensors of layer ``layer``."""
         return f"{self.prefix}.{layer}"
-
-    @property
-    def divided(self) -> dict[str, int]:
-        return common_divisors(layer.divided for layer in self.layer_parts)
 
     @property
     def shared_heads(self) -> frozenset[int]:
         return frozenset[int]().union(*(layer.shared_heads for layer in self.layer_parts))
-
-    @property
-    def undivided(self) -> str | None:
-        reasons = (sub.part.undivided for layer in self.layer_parts for sub in layer.sublayers)
-        return next((reason for reason in reasons if reason is not None), None)
 
 
 def spec(config: DecoderConfig) -> Spec:
@@ -150,10 +161,13 @@ class DecoderLayer(Protocol):
         ...
 
 
-class ModelBuilder:
+C = TypeVar("C", bound=LayeredConfig)
+
+
+class LayerBuilder(Generic[C]):
     """Makes the parts of a model one at a time, so that a caller may keep one of them in memory."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, ops: Backend):
+    def __init__(self, config: C, weights: Weights, ops: Backend):
         self.config = config
         self.weights = weights
         self.ops = ops
@@ -170,6 +184,10 @@ class ModelBuilder:
         """Layer ``layer``, counted from 0."""
         source = LayerSource(self.ops, self.weights, self.config.layer_name(layer), self.shared)
         return self.config.layer_parts[layer].build(source)
+
+
+class ModelBuilder(LayerBuilder[DecoderConfig]):
+    """The parts of a decoder."""
 
     def output(self) -> OutputLayer:
         """The residual stream to logits, fp32 ``[T, vocab]``."""

@@ -19,26 +19,23 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.values import BLOCK_SIZE, NULL_BLOCK, Array, ForwardBatch, Pooling
 from ..layers.cache import CacheLayout, KVCache, Layout, blocks_for, caches_of_layers
-from ..layers.loading import Weights
 from ..layers.norm import NormLayer
 from ._config import (
     ACTIVATIONS,
     MAX_LAYERS,
     ConfigReader,
     Fields,
-    ModelConfig,
     choice,
-    common_divisors,
     integer,
     number,
 )
-from ._decoder import Decoder, DecoderConfig
+from ._decoder import Decoder, DecoderConfig, LayerBuilder, LayeredConfig
 from .parts.classifier import Classifier, ClassifierPart
 from .parts.cross_attention import EncoderAttentionPart
 from .parts.ends import InputLayer, InputPart, PositionsPart, TokenTypesPart
 from .parts.feed_forward import FeedForwardPart
 from .parts.norms import NormKind, NormPart
-from .parts.part import Layer, LayerParts, LayerSource, RelativeBiasTable, SharedValues, Sublayer
+from .parts.part import Layer, LayerParts, RelativeBiasTable, Sublayer
 from .spec import Fold, Spec, Tensors
 
 KEYS = {
@@ -58,19 +55,16 @@ HEADS = {"ForSequenceClassification": "sequence", "ForTokenClassification": "tok
 
 
 @dataclass(frozen=True)
-class EncoderConfig(ModelConfig):
+class EncoderConfig(LayeredConfig):
     """An encoder: what lies before its layers, the parts of each layer, and the norm behind them.
 
     The tensors of layer ``i`` are named ``{prefix}.{i}.…``. ``relative`` is a bias by distance that all layers share.
     ``classifier`` is the head of a model that classifies, whose ``labels`` have names. A model that ``is_causal`` was
-    made of a decoder. ``ignored`` and ``aliases`` are
-    those of :class:`.spec.Spec`.
+    made of a decoder. ``ignored`` and ``aliases`` are those of :class:`.spec.Spec`.
     """
 
     generates: ClassVar[bool] = False
 
-    input: InputPart
-    layer_parts: tuple[LayerParts, ...]
     norm: NormPart | None = None
     prefix: str = "encoder.layer"
     relative: RelativeBiasTable | None = None
@@ -81,18 +75,9 @@ class EncoderConfig(ModelConfig):
     aliases: tuple[tuple[str, str], ...] = ()
 
     @property
-    def num_layers(self) -> int:
-        return len(self.layer_parts)
-
-    @property
     def cache_layout(self) -> CacheLayout:
         """Nothing: a text is computed in one step."""
         return CacheLayout(())
-
-    @property
-    def layer_layouts(self) -> tuple[tuple[Layout, ...], ...]:
-        """What each layer keeps until its step has passed it: nothing if it sees its whole text at once."""
-        return tuple(layer.layouts for layer in self.layer_parts)
 
     @property
     def reads_pieces(self) -> bool:
@@ -100,22 +85,8 @@ class EncoderConfig(ModelConfig):
         parts = (sub.part for layer in self.layer_parts for sub in layer.sublayers)
         return not any(isinstance(part, EncoderAttentionPart) for part in parts)
 
-    @property
-    def layer_input_features(self) -> int:
-        return self.input.layer_input_features
-
     def layer_name(self, layer: int) -> str:
-        """The prefix of the tensors of layer ``layer``."""
         return f"{self.prefix}.{layer}"
-
-    @property
-    def divided(self) -> dict[str, int]:
-        return common_divisors(layer.divided for layer in self.layer_parts)
-
-    @property
-    def undivided(self) -> str | None:
-        reasons = (sub.part.undivided for layer in self.layer_parts for sub in layer.sublayers)
-        return next((reason for reason in reasons if reason is not None), None)
 
 
 def of_decoder(decoder: DecoderConfig, config: Mapping[str, Any]) -> EncoderConfig:
@@ -177,26 +148,8 @@ def spec(config: EncoderConfig) -> Spec:
     )
 
 
-class EncoderBuilder:
-    """Makes the parts of a model one at a time; see :class:`._decoder.ModelBuilder`."""
-
-    def __init__(self, config: EncoderConfig, weights: Weights, ops: Backend):
-        self.config = config
-        self.weights = weights
-        self.ops = ops
-        self.shared = SharedValues(ops, weights)
-        for layer in config.layer_parts:
-            for sub in layer.sublayers:
-                sub.part.share(self.shared)
-
-    def embed(self) -> InputLayer:
-        """Tokens to the residual stream, fp32 ``[T, features]``."""
-        return self.config.input.build(self.ops, self.weights)
-
-    def block(self, layer: int) -> Layer:
-        """Layer ``layer``, counted from 0."""
-        source = LayerSource(self.ops, self.weights, self.config.layer_name(layer), self.shared)
-        return self.config.layer_parts[layer].build(source)
+class EncoderBuilder(LayerBuilder[EncoderConfig]):
+    """The parts of an encoder."""
 
     def norm(self) -> NormLayer | None:
         """The norm behind the layers."""

@@ -249,7 +249,7 @@ def spec(config: Config) -> Spec:
 
 
 class EncoderDecoderBuilder:
-    """Makes the parts of a model one at a time; see :class:`._decoder.ModelBuilder`."""
+    """Makes the parts of a model one at a time; see :class:`._decoder.LayerBuilder`."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
         self.config = config
