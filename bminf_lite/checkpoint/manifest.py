@@ -111,7 +111,8 @@ class MigrationReport:
     the reason. ``merged`` names an adapter. ``left_out`` names the parts of a multimodal model, such as
     ``vision_tower``, that are not in the result. ``dequantized`` names the quantized types of the source.
     ``rotates_inputs``: int8 matrices of the file rotate what they read. ``not_obeyed`` says what of
-    ``generation_config.json`` generation does not do. Prints as a summary of a few lines.
+    ``generation_config.json`` generation does not do. ``generates`` is false for a model that makes vectors of texts.
+    Prints as a summary of a few lines.
     """
 
     recipe: Recipe
@@ -135,6 +136,7 @@ class MigrationReport:
     dequantized: tuple[str, ...] = ()
     not_obeyed: str = ""
     rotates_inputs: bool = False
+    generates: bool = True
 
     def __str__(self) -> str:
         before, after = self.bytes_before, self.bytes_after

@@ -158,6 +158,7 @@ def migrate(
             dequantized=tuple(dequantized),
             not_obeyed=not_obeyed_text(model.generation_config),
             rotates_inputs=bool(_input_rotations(schemes, rewrites)),
+            generates=model.config.generates,
         )
         if dry_run:
             return report

@@ -177,7 +177,8 @@ def next_steps(report: MigrationReport, source: Path, out: Path) -> list[str]:
     from ..evaluation.advice import expectation
 
     measuring = f"measure it on a text of yours: bminf-lite compare {out} {source} TEXT"
-    return [line for line in (expectation(report.recipe.name), measuring) if line]
+    expected = expectation(report.recipe.name) if report.generates else ""  # vectors have no divergence per token
+    return [line for line in (expected, measuring) if line]
 
 
 def advice_lines(report: MigrationReport) -> list[str]:

@@ -53,7 +53,7 @@ _MAY_BE_NONE = {
     "logprobs": "None for none (0 reports those of the chosen tokens, k also the k most likely tokens)",
 }
 _NUMBERS = {
-    "temperature": (0.0, FP32_MAX, "a finite number, 0 or more"),
+    "temperature": (0.0, FP32_MAX, f"from 0 to {FP32_MAX:.3g}"),
     "top_p": (FP32_TINY, 1.0, "over 0 and at most 1"),
     "min_p": (0.0, 1.0, "from 0 to 1"),
     "repetition_penalty": (1 / MAX_PENALTY, MAX_PENALTY, f"from {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}"),

@@ -103,7 +103,7 @@ def _numbers(model: Model, texts: Sequence[str]) -> tuple[np.ndarray, bool]:
 def compared(own: np.ndarray, other: np.ndarray, seed: int = 0) -> VectorComparison:
     """The comparison of vectors fp32 ``[texts, elements]`` of the same texts."""
     own, other = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (own.astype(np.float64), other))
-    cosines = (own * other).sum(axis=1)
+    cosines = np.clip((own * other).sum(axis=1), -1, 1)
     count = len(own) * (len(own) - 1) // 2
     if count <= MAX_PAIRS:
         first, second = np.triu_indices(len(own), 1)

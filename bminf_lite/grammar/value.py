@@ -81,13 +81,18 @@ class Grammar:
         return cls("json_object")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that a schema accepts, the members of objects in the order of the schema's ``properties``."""
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """JSON that a schema accepts, the members of objects in the order of the schema's ``properties``.
+
+        ``True``, or the text ``true``, accepts any JSON value.
+        """
         if isinstance(schema, str):
-            parsed = _object(schema)
+            parsed = _schema(schema)
             if parsed is None:
                 return cls("json_schema", schema)  # the check of it says what is wrong
             schema = parsed
+        if isinstance(schema, bool):
+            schema = {} if schema else {"allOf": [False]}  # the same as an object
         if not isinstance(schema, Mapping):
             raise UsageError(
                 f"json_schema is {schema!r}, but must be a JSON schema, as a dict or as text; of a pydantic model, "
@@ -252,14 +257,14 @@ _kept: OrderedDict[Grammar, str] = OrderedDict()
 _kept_lock = threading.Lock()
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    """The object that a text is in JSON; None if it is none, or too long."""
+def _schema(text: str) -> dict[str, Any] | bool | None:
+    """The object, or ``true`` or ``false``, that a text is in JSON; None if it is none of these, or too long."""
     try:
         value = json.loads(text) if len(text) <= MAX_TEXT else None
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, (dict, bool)) else None
 
 
 def _json_text(value: Any, name: str) -> str:

@@ -15,7 +15,7 @@ from ..engine.pooling import PoolingRequest, PoolingText
 from ..errors import QueueFull, UsageError, require_bool, require_whole
 from ..models.parts.classifier import Classifier
 from ..text.tokenizer import Tokenizer, require_text
-from .scores import ClassifierSettings, Ranked, TokenLabel, ranked
+from .scores import ClassifierSettings, Ranked, TokenLabel, cosines, ranked
 from .settings import PoolingSettings
 from .texts import QUERY_PROMPTS, TEXT_PROMPTS, Text, TextEncoder, first_prompt, is_text
 
@@ -143,8 +143,7 @@ class Pooler:
         names = self.model.settings.prompts
         of_query, of_texts = first_prompt(names, QUERY_PROMPTS), first_prompt(names, TEXT_PROMPTS)
         rows = self.embed(texts, of_texts, normalize=True, truncate=truncate)
-        found: np.ndarray = (rows * self.embed(query, of_query, normalize=True, truncate=truncate)).sum(axis=1)
-        return found
+        return cosines(rows, self.embed(query, of_query, normalize=True, truncate=truncate))
 
     def classify(self, texts: Any, truncate: bool = True) -> Any:
         """See :meth:`bminf_lite.Model.classify`."""

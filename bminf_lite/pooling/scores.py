@@ -95,6 +95,12 @@ class ClassifierSettings:
         return Classification(self.labels[best], float(scores[best]), by_label)
 
 
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The cosines of rows of length 1, fp32 ``[n, elements]`` -> fp32 ``[n]``; rounding takes none beyond 1."""
+    found: np.ndarray = np.clip((a * b).sum(axis=1), -1, 1)
+    return found
+
+
 def ranked(scores: np.ndarray, texts: list[str], top_n: int | None) -> list[Ranked]:
     """The texts by falling score, at most ``top_n``; of equal ones the first comes first."""
     order = np.argsort(-scores, kind="stable")[:top_n]

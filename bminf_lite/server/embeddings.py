@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from ..engine.pooling import PoolingText
 from ..errors import CheckpointError, UsageError
-from ..pooling.scores import ClassifierSettings, ranked
+from ..pooling.scores import ClassifierSettings, cosines, ranked
 from ..pooling.settings import PoolingSettings
 from ..pooling.texts import QUERY_PROMPTS, TEXT_PROMPTS, TextEncoder, first_prompt
 from ..pooling.yes_no import Questions, relevances
@@ -230,7 +230,7 @@ class TextService:
         encoded = await self.encoded(seconds, encode, field, sum(map(len, firsts)))
         rows = await self.rows(request, encoded, normalize=True)
         queries = rows[[firsts[first] for first, _ in pairs]]
-        return (queries * rows[len(firsts) :]).sum(axis=1), _usage(encoded)
+        return cosines(queries, rows[len(firsts) :]), _usage(encoded)
 
 
 def _checked(work: Callable[[], Any], field: str) -> Any:

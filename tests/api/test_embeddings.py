@@ -24,6 +24,7 @@ from bminf_lite.cli.embed import POOLINGS
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.evaluation.vectors import LabelComparison, compare_vectors, compared, rank_correlation
 from bminf_lite.pooling import pooler
+from bminf_lite.pooling.scores import cosines
 from bminf_lite.pooling.yes_no import JUDGE
 from bminf_lite.text.json_tokenizer import kept_lengths
 
@@ -201,6 +202,18 @@ def test_a_bound_of_the_cosine_and_a_target(folder: Path, tmp_path: Path):
     arguments += ["--calibrate", str(tmp_path / "texts.txt"), "--device", "cpu"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0 and "cost: cosine of" in result.output and "divergence" in result.output
+
+
+def test_no_divergence_per_token_is_promised_for_vectors(folder: Path, tmp_path: Path):
+    result = CliRunner().invoke(main, ["migrate", str(folder), str(tmp_path / "int8")])
+    assert result.exit_code == 0 and "bminf-lite compare" in result.output and "nats" not in result.output
+
+
+def test_no_cosine_is_beyond_one():
+    rows = np.random.default_rng(0).standard_normal((1000, 7)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    assert (rows * rows).sum(axis=1).max() > 1 >= cosines(rows, rows).max()
+    assert cosines(rows, -rows).min() >= -1 and np.isnan(cosines(rows, np.full_like(rows, np.nan))).all()
 
 
 def test_a_reranker_reads_query_and_text_together(tmp_path: Path):

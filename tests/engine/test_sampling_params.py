@@ -59,6 +59,11 @@ def test_an_invalid_value_is_reported(name):
         assert f"{name} is {value!r}" in str(error.value) or name in ("stop", "logit_bias", "begin_suppress_tokens")
 
 
+def test_the_bound_of_a_large_temperature_is_named():
+    with pytest.raises(UsageError, match=r"temperature is 1e\+300, but must be from 0 to 3\.4e\+38"):
+        SamplingParams(temperature=1e300)
+
+
 def test_all_invalid_values_are_reported_at_once():
     with pytest.raises(UsageError) as error:
         SamplingParams(**{name: values[0] for name, values in WRONG.items()})

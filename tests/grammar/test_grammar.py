@@ -34,6 +34,7 @@ BAD = [
     (lambda: Grammar.json_schema({"$defs": {"x": {"type": "strin"}}, "items": {"$ref": "#/$defs/x"}}), "at /"),
     (lambda: Grammar.json_schema("{"), "not JSON: .*column 2"),
     (lambda: Grammar.json_schema("[]"), "must be a JSON object"),
+    (lambda: Grammar.json_schema(False), "schema is false"),
     (lambda: Grammar.json_schema("NaN"), "NaN is not"),
     (lambda: Grammar.json_schema('{"a":' * 20_000), "not JSON|nests too deeply|too complex"),
     (lambda: Grammar.json_schema(3), "json_schema is 3"),
@@ -70,6 +71,11 @@ def test_what_a_schema_need_not_say_is_left_out():
         {"propertyNames": {"pattern": "a"}},
     ):
         assert json.loads(Grammar.json_schema(kept).text) == kept
+
+
+def test_true_is_the_schema_of_any_value():
+    assert Grammar.json_schema(True) == Grammar.json_schema("true") == Grammar.json_schema({})
+    assert Grammar.json_schema("false") == Grammar.json_schema(False)
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
