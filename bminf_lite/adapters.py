@@ -24,18 +24,11 @@ LEAST_RANK = 16
 LONGEST_NAME = 256
 
 
-def adaptable_matrices(model: OpenedModel) -> set[str]:
-    """The matrices of an open model that adapters may change."""
-    return _sites(model).names()
+def adapter_sites(model: OpenedModel) -> AdapterSlots:
+    """What adapters of an open model may change, by the ``names`` of matrices, those of all experts included.
 
-
-def replaceable_matrices(model: OpenedModel) -> set[str]:
-    """The matrices of an open model that adapters may replace: tables of tokens, and the output head."""
-    return _sites(model).names(SavedMatrix)
-
-
-def _sites(model: OpenedModel) -> AdapterSlots:
-    """The sites of a model, all matrices that can be replaced and those of all experts included."""
+    ``names(SavedMatrix)`` are those that they may replace: tables of tokens, and the output head.
+    """
     ends = frozenset(n for n, p in model.spec.parameters.items() if p.role in (Role.EMBEDDING, Role.HEAD))
     meta = MetaBackend()
     meta.adapter_slots = AdapterSlots(0, 0, ends, None)
@@ -70,7 +63,7 @@ class AdapterOptions:
         require_whole("max_adapter_rank", LEAST_RANK if max_rank is None else max_rank, MOST_RANK)
         for name in adapters:
             check_name(name)
-        found = _sites(model)
+        found = adapter_sites(model)
         names, replaceable = found.names(), found.names(SavedMatrix)
         layers = [frozenset(site.names) for site in found.sites if site.of_experts]
 

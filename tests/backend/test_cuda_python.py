@@ -136,7 +136,7 @@ def test_closing_gives_all_memory_back(asked: tuple[str, dict[str, Any]]):
 
 
 def test_kernels_and_their_self_tests_need_no_kernel_of_cupy(asked: tuple[str, Any]) -> None:
-    """CuPy cannot compile its own beside the headers of another CUDA version, which :mod:`bminf_lite.cuda.doctor` notes."""
+    """CuPy cannot compile its own beside headers of another CUDA version, which :mod:`bminf_lite.cuda.doctor` notes."""
     assert [name for name in asked[1]["kernels_of_cupy"] if name.startswith("bminf_lite.cuda.")] == []
 
 

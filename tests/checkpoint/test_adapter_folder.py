@@ -15,7 +15,8 @@ from adapter_files import CONFIG, MODULES, factors, merged, modules_of, random_a
 from safetensors.numpy import load_file, save_file
 
 import bminf_lite
-from bminf_lite.adapters import adaptable_matrices, replaceable_matrices
+from bminf_lite.adapters import adapter_sites
+from bminf_lite.backend.adapter_slots import SavedMatrix
 from bminf_lite.checkpoint.adapter_folder import AdapterFolder, read_adapter, scale_of
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.weight_rewrite import packed_vector, unpacked_vector
@@ -26,7 +27,8 @@ TOKENS = np.random.default_rng(5).integers(0, 250, 40)
 
 def read(folder: Path, base: Path) -> AdapterFolder:
     with open_model(base) as model:
-        return read_adapter(folder, model, adaptable_matrices(model), replaceable_matrices(model))
+        sites = adapter_sites(model)
+        return read_adapter(folder, model, sites.names(), sites.names(SavedMatrix))
 
 
 def error(logits: np.ndarray, expected: np.ndarray) -> float:

@@ -22,7 +22,7 @@ from model_kit import run
 from tiny_models import MIXTURES, RENAMED, Golden, goldens, random_tokens
 
 import bminf_lite
-from bminf_lite.adapters import adaptable_matrices
+from bminf_lite.adapters import adapter_sites
 from bminf_lite.checkpoint.adapter_folder import AdapterFolder, read_adapter
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.cuda.runtime.driver import device_count
@@ -43,7 +43,7 @@ def merged(golden: Golden, tensors: dict[str, np.ndarray], factors: Factors, fol
 
 def read(folder: Path, base: Path) -> AdapterFolder:
     with open_model(base) as model:
-        return read_adapter(folder, model, adaptable_matrices(model))
+        return read_adapter(folder, model, adapter_sites(model).names())
 
 
 def row_error(found: np.ndarray, expected: np.ndarray) -> float:

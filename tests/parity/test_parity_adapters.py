@@ -17,7 +17,7 @@ from tolerances import assert_close
 
 import bminf_lite
 from bminf_lite import models
-from bminf_lite.adapters import adaptable_matrices
+from bminf_lite.adapters import adapter_sites
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.checkpoint.adapter_folder import module_tensor
@@ -76,7 +76,7 @@ def adapted(golden: Golden, folder: Path, **options: Any) -> tuple[Any, Any]:
     hf.save_pretrained(folder / "base")
     with open_model(folder / "base") as opened:
         experts = {name for fused in opened.spec.fused.values() for own in fused.experts for name in own}
-        adaptable = adaptable_matrices(opened) - experts
+        adaptable = adapter_sites(opened).names() - experts
         found = {module_tensor(name, opened.spec): name for name, _ in hf.named_modules()}
     modules = {tensor: name for tensor, name in found.items() if tensor in adaptable}
     assert adaptable - modules.keys() <= {"shared.weight"}, "a matrix has another name in PEFT"
