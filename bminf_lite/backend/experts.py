@@ -49,17 +49,6 @@ class ExpertWeights:
         return int(self.values.shape[2])
 
 
-@dataclass(frozen=True)
-class ExpertLayer:
-    """A feed-forward layer of experts: two products with an activation between them."""
-
-    hidden: ExpertWeights
-    down: ExpertWeights
-    activation: ExpertActivation
-    scales_input: bool = False
-    """Whether the weights of the experts multiply their inputs, not their results (Llama 4)."""
-
-
 def sort_by_expert(topk_ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
     """The pairs of a step in the order of their experts: int32 ``[T, top_k]`` -> ``sorted_pairs``, ``expert_offsets``.
 
@@ -69,28 +58,6 @@ def sort_by_expert(topk_ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, 
     experts = topk_ids.ravel()
     counts = np.bincount(experts, minlength=num_experts)
     return np.argsort(experts, kind="stable").astype(np.int32), np.cumsum([0, *counts]).astype(np.int32)
-
-
-def experts_forward(
-    x: np.ndarray,
-    topk_ids: np.ndarray,
-    topk_weights: np.ndarray,
-    layer: ExpertLayer,
-    activation_dtype: np.dtype | type = np.float32,
-) -> np.ndarray:
-    """The layer of each token's experts: float ``[T, in]`` -> fp32 ``[T, out]``.
-
-    ``topk_ids`` int32 and ``topk_weights`` fp32 are ``[T, top_k]``. Between operations values are rounded to
-    ``activation_dtype``, the pairs' results included; those of a token are then added by :func:`weighted_sum`.
-    """
-    dtype = np.dtype(activation_dtype)
-    experts, pairs = topk_ids.ravel(), np.repeat(x, topk_ids.shape[1], axis=0)
-    factors = topk_weights.ravel() if layer.scales_input else None
-    product = rounded(expert_linear(pairs, experts, layer.hidden, factors, dtype), dtype)
-    hidden = rounded(activated(product.astype(np.float32), layer.activation), dtype)
-    results = rounded(expert_linear(hidden, experts, layer.down, None, dtype), dtype)
-    weights = np.ones_like(topk_weights) if layer.scales_input else topk_weights
-    return weighted_sum(results.astype(np.float32).reshape(*topk_ids.shape, -1), weights)
 
 
 @silently

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expert_layer import ExpertLayer, experts_forward
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import assert_close
@@ -14,11 +15,9 @@ from tolerances import assert_close
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.expert_values import ExpertActivation, RouterSpec, Score
 from bminf_lite.backend.experts import (
-    ExpertLayer,
     ExpertWeights,
     activated,
     expert_linear,
-    experts_forward,
     sort_by_expert,
     weighted_sum,
 )

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from expert_layer import ExpertLayer
 
 from bminf_lite.backend.expert_values import ExpertActivation, RouterSpec
-from bminf_lite.backend.experts import ExpertLayer, ExpertWeights
+from bminf_lite.backend.experts import ExpertWeights
 from bminf_lite.backend.values import Norm
 from bminf_lite.cuda.kernels.arrays import PAD, round_up
 from bminf_lite.cuda.kernels.experts.layer import ExpertLayerWeights

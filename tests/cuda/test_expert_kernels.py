@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expert_layer import experts_forward
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_experts import RandomLayer, Sizes, codes_on_device, padded, rows_on_device
@@ -17,7 +18,6 @@ from bminf_lite.backend.experts import (
     activated,
     expert_linear,
     expert_linear_codes,
-    experts_forward,
     rounded,
     sort_by_expert,
     weighted_sum,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expert_layer import ExpertLayer, experts_forward
 from safetensors.numpy import save_file
 from tiny_models import MIXTURES, Golden, RandomWeights, TinyModel, goldens, random_tokens
 
@@ -19,7 +20,7 @@ from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.expert_values import ExpertActivation, ExpertBiases, RouterSpec
-from bminf_lite.backend.experts import ExpertLayer, ExpertWeights, experts_forward
+from bminf_lite.backend.experts import ExpertWeights
 from bminf_lite.backend.mixture import SharedExpert, choose_experts, mix
 from bminf_lite.backend.quantization import HostWeight, Int8Weight, quantize_weight
 from bminf_lite.backend.rotation import rotated, rotation_of
