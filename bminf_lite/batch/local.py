@@ -98,9 +98,9 @@ def run_blocks(
     if is_file and not (isinstance(storage, LocalStorage) and suffix == ".jsonl"):
         raise UsageError(f"{out}: must be a folder: blocks of Parquet or of an object store are not joined to a file")
     folder = out + BLOCKS if is_file else out
-    if is_file and Path(out).exists() and not Path(folder).exists():
-        raise UsageError(f"{out}: the file exists; name a new one")
     output = BatchOutput(storage, folder, suffix)
+    if is_file and Path(out).exists() and not (Path(folder).is_dir() and output.has_rows()):
+        raise UsageError(f"{out}: the file exists; name a new one")
     with _alone_in(Path(folder)) if isinstance(storage, LocalStorage) else nullcontext():
         done = output.begin(job.describe(plan))
         blocks = [block for block in plan.blocks if block.name not in done]

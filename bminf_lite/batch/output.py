@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,16 @@ class BatchOutput:
         self._folder = folder
         self._suffix = suffix
 
+    def has_rows(self) -> bool:
+        """Whether the folder, which is made if it is missing, has rows that are finished."""
+        try:
+            return _has_rows(self._storage.names(self._folder))
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> BminfError:
+        return BminfError(f"{self._folder}: cannot be used: {error.strerror or error}")
+
     def begin(self, description: Mapping[str, Any]) -> set[str]:
         """Begin a batch or go on with it; returns the names of the blocks that are complete.
 
@@ -78,9 +88,8 @@ class BatchOutput:
         """
         try:
             names = self._storage.names(self._folder)
-            shown = {name for name in names if not name.startswith(".")}  # others are journals, and what a kill left
-            has_rows = any(name.endswith(_JOURNAL) for name in names) or shown > {DESCRIPTION}
-            if DESCRIPTION in names and (has_rows or not self._storage.can_append):
+            shown = _shown(names)
+            if DESCRIPTION in names and (_has_rows(names) or not self._storage.can_append):
                 with self._storage.open(f"{self._folder}/{DESCRIPTION}") as file:
                     earlier = json.loads(file.read())
                 _require_equal(self._folder, earlier, json.loads(encode(description)))
@@ -89,7 +98,7 @@ class BatchOutput:
             else:
                 self._storage.commit(self._folder, DESCRIPTION, encode(description) + b"\n")
         except OSError as error:
-            raise BminfError(f"{self._folder}: cannot be used: {error.strerror or error}") from error
+            raise self._unusable(error) from error
         done = {name.removesuffix(self._suffix) for name in names if name.endswith(self._suffix)}
         for path in self._journals("*"):  # a run that was killed may have left those of a complete block
             if path.name.split(".")[1] in done:
@@ -124,6 +133,15 @@ class BatchOutput:
         if not self._storage.can_append:
             return []
         return sorted(Path(self._folder).glob(f".{block}.*{_JOURNAL}"))
+
+
+def _shown(names: Set[str]) -> Set[str]:
+    """The files that are neither journals nor what a kill left."""
+    return {name for name in names if not name.startswith(".")}
+
+
+def _has_rows(names: Set[str]) -> bool:
+    return any(name.endswith(_JOURNAL) for name in names) or _shown(names) > {DESCRIPTION}
 
 
 def _require_equal(folder: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:

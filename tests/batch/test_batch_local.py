@@ -238,6 +238,11 @@ def test_a_batch_that_failed_before_its_first_row_gives_way_to_another(int8, row
         with pytest.raises(BminfError):
             run(wrong, rows, out)
     (tmp_path / "out.jsonl.blocks" / ".0123456789abcdef.partial").write_bytes(b"{")  # of a kill
+    out.write_text("another's")
+    with pytest.raises(UsageError, match="the file exists"):
+        run(int8, rows, out)
+    assert out.read_text() == "another's"
+    out.unlink()
     assert run(int8, rows, out, sampling={"temperature": 1.0}).rows == 50
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / ".0123456789abcdef.partial").write_bytes(b"{")
