@@ -585,7 +585,8 @@ class Model:
         prompts = self._prompts.encode_all(prompt, add_special_tokens, split_special_tokens)
         tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
         requests = self.requests.build(*(replace(wanted, prompt=p) for p in prompts))
-        texts = (TextStream(tokenizer, params.stop, p.before_text(grammar is not None)) for p in prompts)
+        before = [p.before_text(grammar is not None) for p in prompts]
+        texts = (TextStream(tokenizer, params.stop, own, min_tokens=params.min_tokens) for own in before)
         return list(map(Completion, requests, texts))
 
     def _require_open(self) -> None:
@@ -691,7 +692,7 @@ def _grammar(options: dict[str, Any]) -> Grammar | None:
         [
             Structure(name, _STRUCTURES[name], value)
             for name, value in given.items()
-            if value is not None and value is not False
+            if value is not None and (name, value) != ("json_object", False)
         ]
     )
     return None if structure is None else structure.grammar()

@@ -78,8 +78,9 @@ class SamplingParams:
     - ``seed``: 0 to 2**64 - 1. The same seed gives the same tokens; ``None`` draws a seed at random.
     - ``stop``: strings that end the completion and are not part of it. One string counts as a tuple of one.
     - ``ignore_eos``: continue after an end-of-sequence token.
-    - ``min_tokens``: end-of-sequence tokens are not chosen before ``min_tokens`` tokens are generated; at most
-      ``max_new_tokens``. It has no effect with ``ignore_eos``.
+    - ``min_tokens``: up to ``max_new_tokens``. A text of ``stop`` that is complete with one of the first ``min_tokens``
+      tokens ends nothing. Unless ``ignore_eos`` is set, end-of-sequence tokens are not chosen before these tokens are
+      generated.
     - ``logit_bias``: numbers from -100 to 100 that are added to the logits of some tokens, by token id; up to 300. A
       bias of -inf forbids a token.
     - ``begin_suppress_tokens``: token ids that are not chosen first; up to 15. With ``min_tokens`` over 1 they can only

@@ -128,6 +128,16 @@ def test_a_stop_text_ends_the_completion(model):
     assert len(cut.token_ids) < 60
 
 
+def test_a_stop_text_within_the_first_tokens_ends_nothing(model):
+    options = {"temperature": 1.0, "seed": 1, "max_new_tokens": 60, "ignore_eos": True}
+    full = model.generate("hello", **options)
+    stop = full.text[10:12]
+    needed = len(model.generate("hello", stop=stop, **options).token_ids)
+    assert len(model.generate("hello", stop=stop, min_tokens=needed - 1, **options).token_ids) == needed
+    assert len(model.generate("hello", stop=stop, min_tokens=needed, **options).token_ids) > needed
+    assert model.generate("hello", stop=stop, min_tokens=60, **options).text == full.text
+
+
 def test_a_stop_text_ends_its_request_while_others_go_on(model):
     options = {"temperature": 1.0, "seed": 1, "max_new_tokens": 100, "ignore_eos": True}
     full = model.generate(["hello", "hello"], **options)
