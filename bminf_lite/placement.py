@@ -34,7 +34,7 @@ from .engine.config import EngineConfig
 from .engine.draft_model import DraftedNetwork, HeadedNetwork
 from .engine.network import DraftNetwork, Network, ObservedNetwork
 from .engine.speculative import AUTO, EAGLE3, MTP, NGRAM, SpeculativeConfig
-from .errors import OutOfMemory, UsageError, require_whole
+from .errors import OutOfMemory, UsageError, require_bool, require_whole
 from .files import expand
 from .layers.cache import CacheLayout, Layout
 from .memory.cache_memory import CacheGroup, cache_blocks
@@ -257,6 +257,7 @@ def plan(
     require_whole("max_adapters", max_adapters, MOST_SLOTS, least=0)
     require_whole("max_adapter_rank", max_adapter_rank, MOST_RANK)
     require_whole("gpus", gpus, MAX_GPUS)
+    require_bool("adapter_experts", adapter_experts)
     if adapter_experts and not max_adapters:
         raise UsageError("adapter_experts is for adapters, and max_adapters is 0: give max_adapters too")
     experts = None if adapter_experts else frozenset[str]()

@@ -91,6 +91,8 @@ def test_most_matrices_can_be_smoothed() -> None:
 KL_OF_ROUNDING = 1e-6
 """Nats per token. A GPU rounds activations to fp16, which moves logits of about 1 by up to 5e-4: a divergence of about
 the square of that, 2.5e-7."""
+NO_LOSS = 1e-8
+"""Nats per token. The tiny Gemma has logits so small that int8 loses less; what a search expects there is coarse."""
 
 
 def check_divergence(golden: Golden, found: float, expected: float) -> None:
@@ -127,7 +129,7 @@ def check_trade(golden: Golden, trade: dict[str, Any]) -> None:
     assert points[-1]["expected"] < points[0]["expected"]
     for point in (chosen, *uniform):
         least, most = point["expected"] / 5, 5 * point["expected"] * looseness(golden) + KL_OF_ROUNDING
-        assert least < point["measured"] < most, point
+        assert least < point["measured"] + NO_LOSS and point["measured"] < most, point
 
 
 RECIPES = ("w8a8-smooth", pytest.param("auto", marks=pytest.mark.slow))
