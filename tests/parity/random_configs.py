@@ -633,7 +633,8 @@ def afmoe(draw: Draw, config: Config, ropes: list[Config]) -> Config:
 
 def mellum(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     layers, count = config["num_hidden_layers"], draw.up_to(9, 2)
-    rope = {FULL: draw.one_of(*ropes), SLIDING: config["rope_parameters"]}
+    scaled = {k: v for k, v in draw.one_of(*ropes).items() if k != "truncate"}  # which transformers reads elsewhere
+    rope = {FULL: scaled, SLIDING: config["rope_parameters"]}
     return {
         "num_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "moe_intermediate_size": draw.up_to(60, 8),
         "norm_topk_prob": draw.flag(), "attention_bias": draw.flag(), "head_dim": 2 * draw.up_to(16, 2),
