@@ -108,7 +108,7 @@ def test_free_requests_do_not_notice(model):
     [
         ({"json_schema": {"type": "objct"}}, "the JSON schema cannot be used: Invalid type: objct"),
         ({"json_schema": 5}, "json_schema is 5"),
-        ({"json_schema": False}, "unsatisfiable"),
+        ({"json_schema": False}, "Unsatisfiable schema: schema is false"),
         ({"regex": "a("}, "the regex cannot be used"),
         ({"regex": 5}, "the regex must be text, but is int"),
         ({"choice": []}, "it is empty"),

@@ -169,9 +169,10 @@ def skip_if_unknown(arch: str) -> None:
         pytest.skip(f"this NVRTC is too old for {arch}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
 def test_one_of_each_compiles_and_takes_what_python_packs() -> None:
-    """On an architecture that has all kernels."""
+    """On an architecture that has all kernels, in 15 to 30 seconds. ``compile_all`` has every instantiation."""
     skip_if_unknown("sm_90a")
     chosen = one_of_each("sm_90a")
     found = compiled("sm_90a", chosen)

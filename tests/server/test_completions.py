@@ -257,7 +257,7 @@ def test_the_context_ends_a_completion(demo: LiveServer):
         ({"prompt": ["a", "b " * 3000]}, "prompt[1]", "the model's context is 1,024"),
         ({"max_tokens": 0}, "max_tokens", "unless echo"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer, but is '5'"),
-        ({"temperature": -1}, "temperature", "0 or more"),
+        ({"temperature": -1}, "temperature", "from 0 to 3.4e+38"),
         ({"temperature": True}, "temperature", "valid number"),
         ({"top_p": 0}, "top_p", "over 0"),
         ({"n": 0}, "n", "greater than or equal to 1"),
