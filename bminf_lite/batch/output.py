@@ -82,9 +82,8 @@ class BatchOutput:
     def begin(self, description: Mapping[str, Any]) -> set[str]:
         """Begin a batch or go on with it; returns the names of the blocks that are complete.
 
-        A batch that failed before its first row, such as one with a wrong model, gives way to another one on this
-        machine, where only one process writes. Raises ``UsageError`` for a folder of another batch, or of anything
-        else.
+        On a local file system, where one process writes, a batch without any row is replaced: a command with a wrong
+        model leaves one. Raises ``UsageError`` for the folder of another batch that has rows, or of anything else.
         """
         try:
             names = self._storage.names(self._folder)
