@@ -34,6 +34,8 @@ CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 """Ends of the names of biases that correct a router's choice. Training sets them so that all experts are used."""
 LARGEST_CORRECTION = 0.01
 """The largest of these biases, beside scores between 0 and 1 whose standard deviation is about 0.2."""
+STREAM_FACTORS = ("layer_scalar",)
+"""Ends of the names of factors of the whole residual stream behind a layer, whose product over layers stays about 1."""
 
 
 def shape_names() -> list[str]:
@@ -243,6 +245,10 @@ class RandomWeights:
             return random.standard_normal(parameter.shape).astype(np.float32) / np.float32(parameter.shape[1] ** 0.5)
         if name.endswith(CORRECTION_BIASES):
             return random.uniform(-LARGEST_CORRECTION, LARGEST_CORRECTION, parameter.shape).astype(np.float32)
+        if name.endswith(STREAM_FACTORS):
+            return random.uniform(0.95, 1.05, parameter.shape).astype(np.float32)
+        if len(parameter.shape) == 3:  # a convolution of each channel, over the last axis
+            return random.uniform(0.5, 1.5, parameter.shape).astype(np.float32) / np.float32(parameter.shape[-1] ** 0.5)
         if name.endswith(".bias"):
             return random.uniform(-0.1, 0.1, parameter.shape).astype(np.float32)
         return random.uniform(0.5, 1.5, parameter.shape).astype(np.float32)

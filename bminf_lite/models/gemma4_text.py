@@ -46,8 +46,10 @@ EXPERTS = {
 HEAD_KEYS = {"num_key_value_heads", "head_dim"}
 """What may differ by layer."""
 STREAM_SCALE = 2.0**-6
-"""The residual stream of a model with inputs of layers has this factor. A product reads it without a norm, in fp16
-where activations are not quantized: numbers above 65,504 would be infinite. A power of two changes no other bit.
+"""The factor of the residual stream of a model with inputs of layers, and of these inputs.
+
+Products read the stream, and what it makes of a layer's input, in fp16 and without a norm: numbers above 65,504 would
+be infinite. A power of two changes no other bit.
 """
 ROTARY = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -207,7 +209,8 @@ def layer_parts(fields: Fields, layer: int, mixer: Part, is_shared: bool, scale:
     if fields["input_size"]:
         sizes = fields["hidden_size"], fields["input_size"]
         part = LayerInputPart(*sizes, layer, fields["activation"], multiplier=1 / scale)
-        sublayers.append(Sublayer(part, None, norm("post_per_layer_input_norm")))
+        behind_input = replace(norm("post_per_layer_input_norm"), eps=fields["norm_eps"] * scale**2)
+        sublayers.append(Sublayer(part, None, behind_input))
     return LayerParts(tuple(sublayers), scale="layer_scalar")
 
 
@@ -228,13 +231,19 @@ def experts(fields: Fields, norm: NormPart) -> ExpertsPart:
 
 
 def layer_inputs(fields: Fields, scale: float) -> LayerInputsPart | None:
-    """The inputs of all layers, made of a residual stream with the factor ``scale``; None for a model without."""
+    """The inputs of all layers, None for a model without. ``scale`` is their factor, and the residual stream's."""
     size = fields["input_size"]
     if not size:
         return None
     norm = NormPart("model.per_layer_projection_norm", size, fields["norm_eps"])
     return LayerInputsPart(
-        fields["input_vocab"], fields["layers"], size, norm, fields["hidden_size"] ** -0.5 / scale, size**0.5, 2**-0.5
+        fields["input_vocab"],
+        fields["layers"],
+        size,
+        norm,
+        project_scale=fields["hidden_size"] ** -0.5 / scale,
+        table_scale=size**0.5,
+        scale=2**-0.5 * scale,
     )
 
 

@@ -71,3 +71,17 @@ def test_a_stream_beyond_fp16_is_read(backend: Backend) -> None:
     found = tiny_model(backend, SHARED.config, weights).run(SHARED.tokens)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found, exact, rtol=0, atol=0.1 * np.abs(exact).max())
+
+
+def test_a_product_with_a_layer_s_input_beyond_fp16_is_read(backend: Backend) -> None:
+    """Numbers of about 2e5 are read in fp16, at a smaller scale."""
+    weights = RandomWeights(SHARED.config, SHARED.seed)
+    for name, values in weights.tensors.items():
+        if name.endswith("embed_tokens_per_layer.weight"):
+            weights.tensors[name] = values * np.float32(1e3)
+        if name.endswith("per_layer_input_gate.weight"):
+            weights.tensors[name] = values * np.float32(30)
+    exact = tiny_model(CpuBackend(), SHARED.config, weights).run(SHARED.tokens)
+    found = tiny_model(backend, SHARED.config, weights).run(SHARED.tokens)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, exact, rtol=0, atol=0.1 * np.abs(exact).max())
