@@ -1,12 +1,14 @@
 """Time loading a checkpoint from the page cache to the GPU, and reading its files alone.
 
     python benchmarks/measure_loading.py --shape llama-3-8b --folder /tmp/measure [--memory-limit 6GiB]
+    python benchmarks/measure_loading.py --shape llama-3-70b --folder /dev/shm/measure --gpus 1,2 --repeat 2
 
 The command makes a random checkpoint of the shape in ``--folder``, as ``migrate`` writes it (w8a8, the embedding in
 bf16), and loads it ``--repeat`` times, each time in a process of its own. "reading" is the time of eight threads that
 read the files into memory, "import" that of importing the package, "load" that of :func:`bminf_lite.load`, and "tokens"
 that of the first eight tokens after a prompt of eight, which includes compiling kernels that are not in the cache.
-``--profile`` profiles one more load. The folder is removed at the end.
+``--gpus`` names how many GPUs the model is divided between, or several numbers, which are loaded in turn.
+``--profile`` profiles one more load of each. The folder is removed at the end.
 """
 
 from __future__ import annotations
@@ -84,8 +86,8 @@ def read_all(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def child(folder: Path, memory_limit: str | None, profile: bool) -> None:
-    """Load once: prints seconds, and the peak of this process's memory in bytes."""
+def child(folder: Path, memory_limit: str | None, gpus: int, profile: bool) -> None:
+    """Load once: prints seconds, and the peak of the first GPU's memory in bytes."""
     start = time.perf_counter()
     from bminf_lite.api import load
 
@@ -93,7 +95,7 @@ def child(folder: Path, memory_limit: str | None, profile: bool) -> None:
     profiler = cProfile.Profile()
     if profile:
         profiler.enable()
-    with load(folder, "cuda", memory_limit) as model:
+    with load(folder, "cuda", memory_limit, gpus=gpus) as model:
         loaded = time.perf_counter()
         profiler.disable()
         model.generate([1, 2, 3, 4, 5, 6, 7, 8], max_new_tokens=8, temperature=0, ignore_eos=True)
@@ -112,13 +114,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--memory-limit", metavar="SIZE")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--gpus", default="1", help="how many GPUs a load takes, or several numbers with commas")
+    parser.add_argument("--repeat", type=int, default=5, help="loads for each number of GPUs")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     checkpoint = args.folder / "checkpoint"
     if args.child:
-        child(checkpoint, args.memory_limit, args.profile)
+        child(checkpoint, args.memory_limit, int(args.gpus), args.profile)
         return
     from bminf_lite.cuda.doctor import require_usable  # not at the top: the child measures what importing takes
     from bminf_lite.errors import DeviceError
@@ -134,18 +137,21 @@ def main() -> None:
         print(f"{size / 1e9:.2f} GB; reading {reading:.2f} s, {size / reading / 1e9:.1f} GB/s")
         command = [sys.executable, __file__, "--folder", str(args.folder), "--child"]
         command += ["--memory-limit", args.memory_limit] if args.memory_limit else []
-        runs = []
-        for _ in range(args.repeat):
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)  # its errors are for the user
-            if done.returncode:
-                sys.exit(done.returncode)
-            runs.append(json.loads(done.stdout))
-            print(", ".join(f"{name} {runs[-1][name]:.2f} s" for name in ("import", "load", "tokens")), flush=True)
-        load = statistics.median(run["load"] for run in runs)
-        reserved = runs[-1]["reserved"] / 1e9
-        print(f"load: median {load:.2f} s, {size / load / 1e9:.1f} GB/s; then {reserved:.2f} GB of the GPU are in use")
-        if args.profile:
-            subprocess.run([*command, "--profile"], check=True)
+        for gpus in args.gpus.split(","):
+            own = [*command, "--gpus", gpus]
+            runs = []
+            for _ in range(args.repeat):
+                done = subprocess.run(own, stdout=subprocess.PIPE, text=True)  # its errors are for the user
+                if done.returncode:
+                    sys.exit(done.returncode)
+                runs.append(json.loads(done.stdout))
+                print(", ".join(f"{name} {runs[-1][name]:.2f} s" for name in ("import", "load", "tokens")), flush=True)
+            load = statistics.median(run["load"] for run in runs)
+            reserved = runs[-1]["reserved"] / 1e9
+            used = f"{reserved:.2f} GB of {'the' if gpus == '1' else 'the first'} GPU are in use"
+            print(f"--gpus {gpus}: load: median {load:.2f} s, {size / load / 1e9:.1f} GB/s; then {used}", flush=True)
+            if args.profile:
+                subprocess.run([*own, "--profile"], check=True)
     finally:
         shutil.rmtree(args.folder)
 
