@@ -2,7 +2,8 @@
 
 Each result is a JSON file with ``title``, ``note``, ``gpu`` or ``cpu``, ``versions``, ``rows``, and for all rows or
 in each a ``date`` (ISO) and a ``command``. A row has ``what`` and further columns. ``figures`` are plots: each has
-``file``, ``title``, the labels ``x`` and ``y``, and ``series``, lists of points by name. Needs matplotlib.
+``file``, ``title``, the labels ``x`` and ``y``, and ``series``, lists of points by name; with ``linear`` the sizes
+are not drawn as powers of two. Needs matplotlib.
 
     python benchmarks/make_benchmarks.py
 """
@@ -82,12 +83,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_lines(described: dict[str, Any], folder: Path) -> None:
-    """A plot with a line for each series, over sizes that are powers of two."""
+    """A plot with a line for each series, over sizes that are powers of two unless it is ``linear``."""
     pyplot = plotting()
     figure, axes = pyplot.subplots(figsize=(5.5, 3.6), layout="constrained")
     for name, points in described["series"].items():
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, label=name)
-    axes.set_xscale("log", base=2)
+    if not described.get("linear"):
+        axes.set_xscale("log", base=2)
     axes.set(xlabel=described["x"], ylabel=described["y"], title=described["title"], ylim=(0, None))
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
