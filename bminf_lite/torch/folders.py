@@ -7,8 +7,9 @@ import functools
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,15 @@ from ..checkpoint.tensor_file import DTYPES
 from ..checkpoint.writer import SHARD_BYTES, CheckpointWriter, TensorDeclaration, write_json
 from ..errors import CheckpointError, UsageError, require_bool
 from ..files import expand, thread_count
-from ..models.spec import Parameter, Role, Spec
+from ..models.spec import Parameter, Role
 from . import ops, streaming
+from .experts import compute_one_by_one
 from .linear import Int8Linear
+from .places import Place, fused_layers, fused_value, layer_at, owner_of, places, tensor_at
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model", "chat_template*")
+MATRICES = (Role.LINEAR, Role.HEAD, Role.ABSORBED)
+"""The roles of matrices that a folder may hold in int8."""
 TIED_ROWS = 1 << 12
 """Rows of an embedding that are compared at once."""
 _TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -59,15 +64,16 @@ def from_migrated(
     streaming.check_limit(device, memory_limit)
     path = expand(path)
     with open_model(path) as opened:
-        config = transformers.AutoConfig.from_pretrained(path)
+        names = opened.checkpoint.config.get("architectures") or []
+        kind = getattr(transformers, names[0], None) if names else None
+        if kind is None:
+            raise CheckpointError(f"{path}: config.json names no class of transformers in architectures: {names}")
+        config = kind.config_class.from_pretrained(path)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        names = opened.checkpoint.config.get("architectures") or []
-        if not names or not hasattr(transformers, names[0]):
-            raise CheckpointError(f"{path}: config.json names no class of transformers in architectures: {names}")
         config.dtype = dtype
-        with init_empty_weights():
-            model = getattr(transformers, names[0])(config).to(dtype)
+        with init_empty_weights(), _default_dtype(dtype):
+            model = kind(config)
         _fill(model, opened.weights(), dtype)
         manifest = opened.checkpoint.manifest
     generation = path / "generation_config.json"
@@ -78,33 +84,64 @@ def from_migrated(
     return model.eval()
 
 
-def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> None:
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors that name no type get ``dtype``, and those that name one keep it, such as frequencies of positions."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _fill(model: Any, weights: CheckpointWeights, dtype: torch.dtype) -> None:
     """Replace the layers of a model without values by int8 layers, and give all other parameters their values."""
     spec, path = weights.spec, weights.checkpoint.path
     if all(weights.scheme_of(name) is Scheme.FLOAT for name in spec.parameters):
         raise CheckpointError(f"{path}: has no int8 weights; migrate it first (bminf-lite migrate), or wrap the model")
-    names = _names_in(model, spec)
-    for name, parameter in spec.parameters.items():
-        if parameter.role in (Role.LINEAR, Role.HEAD) and weights.scheme_of(name) is not Scheme.FLOAT:
-            stored = weights.weight(name)
-            assert isinstance(stored, Int8Weight)
-            if stored.outliers is not None:
-                raise CheckpointError(f"{path}: {name} keeps columns in fp16, which only the engine can run")
-            codes, scale = torch.from_numpy(np.array(stored.codes)), _tensor(stored.scale, torch.float32)
-            layer = Int8Linear(
-                codes, scale, dynamic=stored.dynamic, transposed=parameter.transposed, rotation=stored.rotation
-            )
-            replace_module(model, names[name].removesuffix(".weight"), layer)
-    for name in spec.parameters.keys() - spec.tied.keys():
-        owner, attribute = owner_of(model, names[name])
-        if not (isinstance(owner, Int8Linear) and attribute == "weight"):
-            owner.register_parameter(attribute, nn.Parameter(_tensor(weights.vector(name), dtype)))
+    members: dict[str, dict[str, Place]] = {}
+    for name, place in places(model, spec).items():
+        members.setdefault(place.name, {})[name] = place
+
+    def is_int8(name: str) -> bool:
+        return spec.parameters[name].role in MATRICES and weights.scheme_of(name) is not Scheme.FLOAT
+
+    has_experts = False
+    for own, group in members.items():
+        owner, attribute = owner_of(model, own)
+        fused = next(iter(group.values())).fused
+        if any(map(is_int8, group)):
+            if fused is not None:
+                if not all(map(is_int8, group)):
+                    raise CheckpointError(f"{path}: experts of {own} are int8, and others float; migrate them alike")
+                try:
+                    stack = fused_layers({name: _int8_layer(name, weights) for name in group}, fused)
+                except ValueError as error:
+                    raise CheckpointError(f"{path}: {own}: {error}; migrate them alike") from None
+                del owner._parameters[attribute]
+                owner.add_module(attribute, stack)
+                has_experts = True
+                continue
+            (name,) = group
+            layer = _int8_layer(name, weights)
+            if spec.parameters[name].role is Role.HEAD:
+                layer.show_floats(dtype)
+            replace_module(model, own.removesuffix(".weight"), layer)
+        elif not group.keys() & spec.tied.keys():
+            kept = torch.float32 if attribute in owner._buffers else dtype
+            tensors = {name: _tensor(weights.vector(name), kept) for name in group}
+            _assign(owner, attribute, fused_value(tensors, fused) if fused else torch.cat([*tensors.values()]))
+    if has_experts:
+        compute_one_by_one(model)
+    by_name = {name: own for own, group in members.items() for name in group}
     for name, source in spec.tied.items():
-        owner, attribute = owner_of(model, names[name])
-        if not isinstance(owner, Int8Linear):
-            original, shared = owner_of(model, names[source])
-            owner.register_parameter(attribute, original.get_parameter(shared))
-    shared = model.get_input_embeddings().get_parameter("weight")  # type: ignore[operator]
+        if name in by_name:
+            owner, attribute = owner_of(model, by_name[name])
+            if not isinstance(owner, Int8Linear):
+                original, shared = owner_of(model, by_name[source])
+                owner.register_parameter(attribute, original.get_parameter(shared))
+    shared = model.get_input_embeddings().get_parameter("weight")
     for module in model.modules():  # encoder and decoder may have one each, which share their weight
         if isinstance(module, nn.Embedding) and module.weight.is_meta and module.weight.shape == shared.shape:
             module.weight = shared
@@ -113,20 +150,25 @@ def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> N
         raise CheckpointError(f"{path}: the model has parameters that the folder lacks: {', '.join(missing)}")
 
 
-def _names_in(model: Any, spec: Spec) -> dict[str, str]:
-    """The model's names of a checkpoint's tensors: transformers has renamed output heads."""
-    names = dict(zip(spec.parameters, spec.parameters, strict=True))
-    modules = {module: name for name, module in model.named_modules()}
-    for name, parameter in spec.parameters.items():
-        if parameter.role is Role.HEAD and name.removesuffix(".weight") not in modules.values():
-            head = modules.get(model.get_output_embeddings())
-            if head is None:
-                kind = type(model).__name__
-                raise UsageError(
-                    f"{kind} has no output head, which such a folder has; save its state_dict by torch.save"
-                )
-            names[name] = f"{head}.weight"
-    return names
+def _int8_layer(name: str, weights: CheckpointWeights) -> Int8Linear:
+    stored = weights.weight(name)
+    assert isinstance(stored, Int8Weight)
+    if stored.outliers is not None:
+        raise CheckpointError(f"{weights.checkpoint.path}: {name} keeps columns in fp16, which only the engine can run")
+    codes, scale = torch.from_numpy(np.array(stored.codes)), _tensor(stored.scale, torch.float32)
+    transposed = weights.spec.parameters[name].transposed
+    return Int8Linear(codes, scale, dynamic=stored.dynamic, transposed=transposed, rotation=stored.rotation)
+
+
+def _assign(owner: nn.Module, attribute: str, values: Tensor) -> None:
+    """Give a parameter or a buffer its values; a model may have it in another shape."""
+    previous = getattr(owner, attribute, None)
+    if previous is not None and previous.shape != values.shape and previous.numel() == values.numel():
+        values = values.view(previous.shape)
+    if attribute in owner._buffers:
+        owner._buffers[attribute] = values
+    else:
+        owner.register_parameter(attribute, nn.Parameter(values))
 
 
 def save_pretrained(
@@ -158,18 +200,17 @@ def save_pretrained(
             "model that its unload() returns"
         )
     spec = describe_model(config).spec
-    names = _names_in(model, spec)
-    modules = dict(model.named_modules())
+    found = places(model, spec)
     layers = {
         name.removesuffix(".weight"): layer
-        for name, own in names.items()
-        if isinstance(layer := modules.get(own.removesuffix(".weight")), Int8Linear)
+        for name in spec.parameters
+        if name in found and (layer := layer_at(model, found[name])) is not None
     }
     arrays: dict[str, np.ndarray] = {}
     schemes: dict[str, Scheme] = {}
     for name, parameter in spec.parameters.items():
         module = name.removesuffix(".weight")
-        is_matrix = parameter.role in (Role.LINEAR, Role.HEAD)
+        is_matrix = parameter.role in MATRICES
         layer = layers.get(module) if is_matrix else None
         scheme = Scheme.FLOAT if layer is None else Scheme.W8A8 if layer.dynamic else Scheme.W8A16
         if is_matrix:
@@ -177,11 +218,12 @@ def save_pretrained(
             schemes[module] = Scheme.FLOAT if late else scheme
         if name in spec.tied:
             if layer is not None:
-                _check_tied(layer, name, *owner_of(model, names[spec.tied[name]]))
+                _check_tied(layer, name, *owner_of(model, found[spec.tied[name]].name))
             continue
-        if layer is None:
-            owner, attribute = owner_of(model, names[name])
-            arrays[name] = _array(owner.get_parameter(attribute))
+        if layer is None and module in layers:
+            arrays[name] = _array(layers[module].dequantize())
+        elif layer is None:
+            arrays[name] = _array(tensor_at(model, found[name])).reshape(parameter.shape)
             if parameter.role is Role.EMBEDDING and arrays[name].dtype == np.float32 and rows_fit_fp16(arrays[name]):
                 arrays[name] = arrays[name].astype(np.float16)  # as migration does
         elif parameter.transposed:
@@ -251,12 +293,6 @@ def has_adapters(model: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return any(isinstance(module, BaseTunerLayer) for module in model.modules())
-
-
-def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the parameter ``name``, and the parameter's name there."""
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
 
 
 def replace_module(model: nn.Module, name: str, layer: nn.Module) -> None:

@@ -159,11 +159,18 @@ class Int8Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dtype, the device and the shape of the codes; see :class:`CodesView`."""
+        """The device and the shape of the codes, and their dtype or that of :meth:`show_floats`; :class:`CodesView`."""
+        shown = self._buffers.get("shown")
+        if shown is not None:
+            return shown.expand(self.codes.shape).as_subclass(CodesView)
         if self.host_codes is not None and self.host_codes.device != self.codes.device:
             shown = torch.zeros((), dtype=torch.int8, device=self.host_codes.device)
             return shown.expand(self.codes.shape).as_subclass(CodesView)
         return self.codes.as_subclass(CodesView)
+
+    def show_floats(self, dtype: torch.dtype) -> None:
+        """Have ``weight`` show ``dtype``, and that of later conversions: some models convert a head's input to it."""
+        self.register_buffer("shown", torch.zeros((), dtype=dtype, device=self.codes.device), persistent=False)
 
     def dequantize(self) -> Tensor:
         """The weight as fp32 ``[out, in]``, for inputs that are not rotated."""

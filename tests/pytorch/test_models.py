@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 import torch
-from tiny_models import EVERY, RandomWeights, goldens
+from tiny_models import EVERY, Golden, RandomWeights, goldens
 from torch import nn
 from torch.nn.utils import prune
 from torch_kit import assert_near, random
@@ -23,11 +23,12 @@ from bminf_lite.backend.quantization import quantize_weight as quantize_in_numpy
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.reader import open_checkpoint
-from bminf_lite.checkpoint.recipe import load_recipe
+from bminf_lite.checkpoint.recipe import Recipe, Scheme, load_recipe
 from bminf_lite.checkpoint.verify import verify
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 from bminf_lite.migration.budget import offline_part
 from bminf_lite.torch import Int8Linear, from_migrated, ops, save_pretrained, streaming, wrap
+from bminf_lite.torch.experts import ExpertStack
 from bminf_lite.torch.linear import quantize_weight
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -428,13 +429,13 @@ def test_the_engine_and_a_wrapped_model_agree(tmp_path, config, recipe):
         assert error < (3e-2 if recipe == "w8a8" else 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("golden", [next(goldens(family)) for family in EVERY], ids=str)
 def test_every_architecture_is_opened_and_saved(tmp_path, golden):
     """w8a16, whose results differ from the engine's by the order of sums alone."""
     auto = transformers.models.auto.modeling_auto
     kinds = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    config = golden.config | {"architectures": [kinds[golden.config["model_type"]]]}
+    kind = kinds.get(golden.config["model_type"], "Mistral4ForCausalLM")  # which AutoModelForCausalLM does not know
+    config = golden.config | {"architectures": [kind]}
     weights = RandomWeights(config, golden.seed).tensors
     migrate(replace(golden, config=config).save(tmp_path / "source", weights), tmp_path / "migrated", "w8a16")
     model = from_migrated(tmp_path / "migrated", dtype=torch.float32)
@@ -451,6 +452,113 @@ def test_every_architecture_is_opened_and_saved(tmp_path, golden):
             expected.append(engine.logits(golden.tokens, **({} if source is None else {"source": source})))
     assert np.array_equal(*expected)
     assert np.linalg.norm(found - expected[0]) < 1e-5 * np.linalg.norm(expected[0])
+
+
+def first_golden(family: str) -> Golden:
+    golden = next(goldens(family))
+    return replace(golden, config=golden.config | {"architectures": [EXPERTS[family]]})
+
+
+def folder_of(golden: Golden, folder: Path) -> Path:
+    return golden.save(folder, RandomWeights(golden.config, golden.seed).tensors)
+
+
+def assert_computes(model: nn.Module, golden: Golden, folder: Path, tolerance: float = 1e-5) -> None:
+    """``model`` computes what the engine does with the model in ``folder``, but for the order of sums."""
+    with torch.no_grad():
+        found = model(torch.tensor(golden.tokens)[None]).logits[0].double().numpy()
+    with bminf_lite.load(folder, device="cpu") as engine:
+        expected = engine.logits(golden.tokens)
+    assert np.linalg.norm(found - expected) < tolerance * np.linalg.norm(expected)
+
+
+EXPERTS = {
+    "mixtral": "MixtralForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+}
+"""Experts of each form: in a module of another name, in matrices ``[in, out]``, whose rows alternate, without gates."""
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_in_one_parameter_are_wrapped_and_saved(tmp_path, family):
+    golden = first_golden(family)
+    model = wrap(opened(folder_of(golden, tmp_path / "source")), "w8a16")
+    stacks = [module for module in model.modules() if isinstance(module, ExpertStack)]
+    assert stacks and all(module.dim() < 3 for name, module in model.named_parameters() if "expert" in name)
+    model.save_pretrained(tmp_path / "saved")
+    assert_computes(model, golden, tmp_path / "saved", 5e-3)  # where embeddings are fp16
+    again = from_migrated(tmp_path / "saved", dtype=torch.float32)
+    assert_computes(again, golden, tmp_path / "saved")
+    again.save_pretrained(tmp_path / "again")
+    found, expected = tensors_of(tmp_path / "again"), tensors_of(tmp_path / "saved")
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_experts_that_are_not_quantized_alike(tmp_path):
+    """Experts may differ, the two matrices of one that read the same input may not; float ones stay one parameter."""
+    golden = first_golden("mixtral")
+    source = folder_of(golden, tmp_path / "source")
+    for number, (rules, message) in enumerate(
+        [
+            (
+                {"*.experts.*.w1.weight": Scheme.W8A16},
+                "gate_up_proj: matrices of an expert .* quantized alike",
+            ),
+            ({"*.experts.1.w2.weight": Scheme.FLOAT}, "experts of .*experts.down_proj are int8, and others float"),
+            ({"*.experts.*.w2.weight": Scheme.FLOAT}, ""),
+            ({"*.experts.1.*": Scheme.W8A16}, ""),
+        ]
+    ):
+        folder = tmp_path / f"migrated-{number}"
+        migrate(source, folder, Recipe("own", Scheme.W8A8, Scheme.W8A8, rules))
+        if message:
+            with pytest.raises(CheckpointError, match=message):
+                from_migrated(folder)
+            continue
+        model = from_migrated(folder, dtype=torch.float32)
+        model.save_pretrained(tmp_path / f"saved-{number}")
+        found, expected = tensors_of(tmp_path / f"saved-{number}"), tensors_of(folder)
+        assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+        with torch.no_grad():
+            assert torch.isfinite(model(torch.tensor(golden.tokens)[None]).logits).all()
+
+
+def test_experts_stream_and_train(tmp_path):
+    golden = first_golden("mixtral")
+    deep = replace(golden, config=golden.config | {"num_hidden_layers": 8})
+    source = folder_of(deep, tmp_path / "source")
+    whole, streamed = wrap(opened(source)), wrap(opened(source))
+    total = sum(t.nbytes for t in [*streamed.parameters(), *streamed.buffers()])
+    assert streaming.place(streamed, torch.device("cpu"), total - 50_000) > 0
+    tokens = torch.tensor([[1, 5, 77, 31]])
+    losses = []
+    for model in (whole, streamed):
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        losses.append((loss, model.get_input_embeddings().weight.grad))
+    assert all(map(torch.equal, *losses))
+    whole.set_experts_implementation("batched_mm")
+    with pytest.raises(UsageError, match=r"set_experts_implementation\('eager'\)"):
+        whole(tokens)
+
+
+def test_frequencies_of_positions_stay_exact(source, tmp_path):
+    migrate(source, tmp_path / "migrated", "w8a8")
+    frequencies = [m.model.rotary_emb.inv_freq for m in (opened(source), from_migrated(tmp_path / "migrated"))]
+    assert frequencies[1].dtype == torch.float32 and torch.equal(*frequencies)
+
+
+def test_a_family_that_transformers_knows_under_another_name(tmp_path):
+    golden = next(goldens("deepseek_v3"))
+    own = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    golden = replace(golden, config=golden.config | own)
+    migrate(folder_of(golden, tmp_path / "source"), tmp_path / "migrated", "w8a16")
+    assert_computes(from_migrated(tmp_path / "migrated", dtype=torch.float32), golden, tmp_path / "migrated")
 
 
 BUNDLED = Path(str(resources.files("bminf_lite.demo_model")))
