@@ -38,13 +38,14 @@ OPERATIONS = (
     "norm_qk",
     "soft_cap",
     "all_reduce_add",
+    "linear_add_of_ranks",
     "all_gather_columns",
     "sample",
 )
 """The operations of a forward pass, of ranks and of sampling."""
 LEAST_BALANCE = 0.9
 """Routing is balanced if a step reads at least this share of the experts that random tokens would read."""
-LINEAR_OPERATIONS = ("product", "linear", "linear_add", "gated_linear", "activated_linear")
+LINEAR_OPERATIONS = ("product", "linear", "linear_add", "linear_add_of_ranks", "gated_linear", "activated_linear")
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class RowParallelLinear:
         """``residual + self(x)``, fp32 ``[T, out]``; ``residual`` may be overwritten."""
         if not self.is_partial:
             return self.product.add_to(residual, x)
-        return self.ops.all_reduce_add(self.product.fp32(x), self.bias, residual)
+        return self.ops.linear_add_of_ranks(x, self.product.weight, self.bias, residual)
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ def test_a_divided_model_is_measured_on_all_ranks_at_once() -> None:
     assert decode.token_bytes < (STEP_BYTES / 2 + random_model("whole", SHAPE, CpuBackend()).cache_bytes(9.5)) * 0.6
     assert steps[0] == steps[1] > 10
     names = [span.name.split(" ")[0] for span in trace_step(bench_model, Profiler(ranks[0]), depth=5).spans]
-    assert names.count("all_reduce_add") == 4 and names.count("all_gather_columns") == 1
+    assert names.count("linear_add_of_ranks") == 4 and names.count("all_gather_columns") == 1
     assert all(ops.communicator.tp_size == 2 for ops in ranks)
 
 

@@ -14,6 +14,7 @@ from bminf_lite.cuda.kernels.attention.latent import HeadProducts, LatentAttenti
 from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
 from bminf_lite.cuda.kernels.collective.all_reduce import AllReduce
+from bminf_lite.cuda.kernels.collective.divided_rows import DividedRowKernels
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels
 from bminf_lite.cuda.kernels.gemm.float_gemm import FloatGemmSync
 from bminf_lite.cuda.kernels.gemm.float_gemm_hopper import FloatGemmHopper
@@ -43,7 +44,7 @@ LAUNCHERS = (
     PrepareHeads, CopyBlocks, AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm,
     FloatGemmSync, SkinnyFloatGemmHopper, FloatGemmHopper, Sampler, TensorRows, ExpertKernels,
     ShortConvolutionKernels, LatentRows, HeadProducts, LatentAttentionKernels, DeltaNetKernels, Mamba2Kernels,
-    PoolingKernels, LayerInputKernels, AllReduce,
+    PoolingKernels, LayerInputKernels, AllReduce, DividedRowKernels,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bminf_lite.backend.functions import normalise
+from bminf_lite.backend.quantization import quantize_rows
+from bminf_lite.backend.rotation import rotated
 from bminf_lite.cuda.kernels.constants import ALL_REDUCE_MAX_BLOCKS as MAX_BLOCKS
 
 from .launching import Call, model
+from .models_rows import norm_of
 
 F32, F16 = np.float32, np.float16
 
@@ -143,3 +147,69 @@ def all_reduce_shares(call: Call) -> None:
 def end_odd_step(call: Call) -> None:
     calls = call.vector("calls", 3, np.uint32)
     calls[0] = calls[1]
+
+
+# -- a residual stream that is divided ---------------------------------------------------------------------------------
+
+
+@model
+def meet_ranks(call: Call) -> None:
+    count, ranks = call.vector("count", 1, np.uint32), call.ranks
+    meeting, bases = int(count[0]), call.vector("bases", ranks, np.uint64, 8)
+    count[0] = meeting + 1
+
+    def flags(rank: int) -> np.ndarray:
+        address = int(bases[rank]) + 4 * (meeting % 2 * ranks)
+        call.machine.check(address, 4 * ranks, f"the flags of rank {rank}")
+        return call.machine.memory.raw(address, 4 * ranks).view(np.uint32)
+
+    own, calls = flags(call.rank), call.vector("calls", 3, np.uint32)
+    others = [rank for rank in range(ranks) if rank != call.rank]
+    for peer in others:
+        flags(peer)[call.rank] = meeting
+    machine, end = call.machine, time.monotonic() + call.patience / 1e9
+    machine.arrived.notify_all()
+    for peer in others:
+        while own[peer] != meeting and not calls[2]:
+            if not machine.arrived.wait(0.02) and time.monotonic() > end and own[peer] != meeting:
+                calls[2] = 1
+                call.vector("failure", 1, np.int32)[0] = 1 + peer
+
+
+def owned_rows(call: Call, sums: bool = True) -> np.ndarray:
+    """The residual stream's rows, to which the parts' sum is added if there are any."""
+    rows, k = call.arguments["rows"], call.k
+    residual = call.rows("residual", rows, call.residual_pitch, k, F32)
+    if sums:
+        call.require(k % 32 == 0 and call.pitch >= k, "a width that cannot be divided")
+        total = call.rows("parts", rows, call.pitch, k, F32).copy()
+        for source in range(1, call.ranks):
+            total += call.rows("parts", rows, call.pitch, k, F32, offset=4 * source * call.stride)
+        if call.bias:
+            total += call.vector("bias", k, F32, 16)
+        residual += total.astype(F16).astype(F32)
+    return residual
+
+
+@model
+def add_owned_rows(call: Call) -> None:
+    call.require(call.launch.grid[0] * 256 * 8 >= call.arguments["rows"] * call.k, "blocks are missing")
+    owned_rows(call)
+
+
+@model
+def send_norm_of_rows(call: Call) -> None:
+    rows, k, threads = call.arguments["rows"], call.k, call.number("THREADS")
+    call.require(call.launch.block == max(threads, 128), "threads")
+    call.require(call.launch.grid[0] * (call.launch.block // threads) >= rows, "blocks are missing")
+    call.require(call.number("VECTORS") * threads * 8 >= k, "the threads do not cover a row")
+    values = owned_rows(call, bool(call.number("SUMS")))
+    values = normalise(values, norm_of(call, 1 + call.number("CENTER"), k, k))
+    if call.number("ROTATED"):
+        values = rotated(values, call.rotation)
+    codes, scale = quantize_rows(values)
+    for base in call.vector("bases", call.ranks, np.uint64, 8):
+        for offset, found in ((call.codes, codes), (call.scales, scale)):
+            call.machine.check(int(base) + offset, found.nbytes, "codes of all ranks")
+            raw = call.machine.memory.raw(int(base) + offset, found.nbytes)
+            raw[...] = np.ascontiguousarray(found).view(np.uint8).reshape(-1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import cupy as cp
 
@@ -20,6 +21,9 @@ from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.rowwise.rows import NO_ROWS, RowSource, RowTarget, array_source, array_target
 from ..values import Norm
 from .adapter_bank import AdapterBank
+
+if TYPE_CHECKING:
+    from .divided_rows import DividedRows
 
 FROM_INT32, CODES = int(Source.FROM_INT32), int(Target.CODES)
 
@@ -160,9 +164,24 @@ class NormAddend:
     scale: float = 1.0
 
 
+@dataclass(eq=False, slots=True)
+class OwnedRows:
+    """The ``rows`` of a residual stream that are on this rank; others are stale. ``owner`` completes it.
+
+    If it ``is_pending``, the ranks' parts of a product and the ``bias`` have not been added to these rows.
+    """
+
+    owner: DividedRows
+    rows: slice
+    bias: cp.ndarray | None
+    is_pending: bool = True
+
+
 @dataclass
 class ResidualStream:
     """The residual stream fp32 ``[T, features]``, and a product or a norm that is not added to it yet.
+
+    A stream may be ``divided`` among ranks. Then nothing else is pending.
 
     ``norms`` are the deferred norms of its present value, which must be computed before the value changes. The
     references are weak because a norm refers to its stream: a cycle would keep the memory of both until the garbage
@@ -172,6 +191,7 @@ class ResidualStream:
     values: cp.ndarray
     pending: DeferredMatmul | NormAddend | None = None
     norms: list[weakref.ref[DeferredNorm]] = field(default_factory=list)
+    divided: OwnedRows | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -28,11 +28,7 @@ class FusedGemms:
         """Whether a fused kernel is used for the product; the first call for a shape may time it."""
         assert weight.plan is not None
         rows = codes.layout.rows
-        if (
-            weight.is_row_major
-            and self.scaled_gemm.supports(rows, weight.out_features, epilogue)
-            and self._scaled_gemm_verified
-        ):
+        if self.supports_many(rows, weight, epilogue):
             return True
         if epilogue is Epilogue.GATED and weight.out_features % (2 * SKINNY_ROWS):
             return False
@@ -43,6 +39,11 @@ class FusedGemms:
                     weight.matrix.data.ptr, codes.values.ptr, rows, self.arrays.stream.ptr
                 )
         return known
+
+    def supports_many(self, rows: int, weight: Weight, epilogue: Epilogue) -> bool:
+        """Whether the kernel for many rows is used for the product."""
+        fits = weight.is_row_major and self.scaled_gemm.supports(rows, weight.out_features, epilogue)
+        return fits and self._scaled_gemm_verified
 
     def supports_adapters(self, rows: int, weight: Weight, epilogue: Epilogue) -> bool:
         """Whether a kernel can add the adapters of ``rows`` to the product: those of 9.0 can."""

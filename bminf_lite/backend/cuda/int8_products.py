@@ -17,6 +17,7 @@ from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.gemv import gemv
 from ...cuda.kernels.rowwise.adapters import SideInputs
 from ...cuda.kernels.rowwise.rows import MAX_NORM_WIDTH
+from ...cuda.runtime.cublaslt import Order
 from ..values import Array, Norm
 from .deferred import (
     Deferred,
@@ -68,6 +69,8 @@ class InputCodes:
     def _quantized(self, x: Array, weight: Weight) -> QuantizedActivations:
         assert weight.plan is not None
         layout = weight.plan.activation(x.shape[0])
+        if (codes := self._of_divided_rows(x, weight, layout)) is not None:
+            return codes
         norm = x if isinstance(x, DeferredNorm) and x.used else None
         if norm is not None and norm.codes is not None:
             known, rotation = norm.codes
@@ -78,6 +81,19 @@ class InputCodes:
         if norm is not None:
             norm.codes = codes, weight.rotation
         return codes
+
+    def _of_divided_rows(self, x: Array, weight: Weight, layout: Layout) -> QuantizedActivations | None:
+        """The codes of a norm of a residual stream that is divided among ranks, if its owner can make them.
+
+        They are valid until ranks meet, so this is for a product that is computed at once, by a kernel that scales it.
+        """
+        if not isinstance(x, DeferredNorm) or x.used or x.values is not None or x.residual.divided is None:
+            return None
+        is_scaled = self.in_one_block and weight.is_row_major and weight.out_features % 4 == 0
+        if not is_scaled or layout.order is not Order.ROW or layout.ld != x.shape[1]:
+            return None
+        x.used = True
+        return x.residual.divided.owner.codes(x.residual, x.norm, layout, weight.rotation)
 
     def _allocate(self, layout: Layout) -> QuantizedActivations:
         memory, nbytes, scale_bytes = self.materializer.arrays.memory, layout.nbytes, 4 * layout.rows

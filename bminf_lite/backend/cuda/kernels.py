@@ -13,6 +13,7 @@ from ...cuda.kernels.attention.latent import HeadProducts, LatentAttentionKernel
 from ...cuda.kernels.attention.prefill import PrefillAttention
 from ...cuda.kernels.attention.prepare_heads import PrepareHeads
 from ...cuda.kernels.collective.all_reduce import AllReduce
+from ...cuda.kernels.collective.divided_rows import DividedRowKernels
 from ...cuda.kernels.experts.layer import ExpertKernels
 from ...cuda.kernels.gemm.float_gemm import FloatProductKernels
 from ...cuda.kernels.gemv.gemv import Gemv
@@ -60,6 +61,7 @@ class Kernels:
         self.head_products = HeadProducts(launcher)
         self.latent_attention = LatentAttentionKernels(launcher)
         self.all_reduce = AllReduce(launcher)
+        self.divided_rows = DividedRowKernels(launcher)
         self.sampler = Sampler(device)
         self.calibration = CalibrationKernels(launcher)
         self.gptq = GPTQKernels(launcher)

@@ -50,7 +50,7 @@ class Materializer:
             assert not x.stale, STALE
             residual = x.residual
             x.used = True
-            self._add_norm(residual)
+            self._complete(residual)
             if x.shape[1] <= MAX_NORM_WIDTH:
                 assert not isinstance(residual.pending, NormAddend)
                 if half is not None:
@@ -140,7 +140,7 @@ class Materializer:
         if isinstance(x, cp.ndarray):
             return x
         if isinstance(x, ResidualStream):
-            self._add_norm(x)
+            self._complete(x)
             if isinstance(x.pending, DeferredMatmul):
                 self.write_product(x.pending, x.values, add=True)
                 x.pending = None
@@ -153,8 +153,10 @@ class Materializer:
             return x.values
         return self.to_half(x)
 
-    def _add_norm(self, residual: ResidualStream) -> None:
-        """Add the norm that is pending, if one is."""
+    def _complete(self, residual: ResidualStream) -> None:
+        """Get the rows that other ranks have, and add the norm that is pending, if one is."""
+        if residual.divided is not None:
+            residual.divided.owner.gather(residual)
         if not isinstance(residual.pending, NormAddend):
             return
         addend, residual.pending = residual.pending, None
@@ -182,6 +184,11 @@ class Materializer:
 
     def flush_residual(self, residual: ResidualStream) -> None:
         """Compute the deferred norms of the residual stream, and add the pending product to it."""
+        self.flush_norms(residual)
+        self.materialize(residual)
+
+    def flush_norms(self, residual: ResidualStream) -> None:
+        """Compute the deferred norms of the residual stream."""
         for reference in residual.norms:
             norm = reference()
             if norm is not None and norm.used:
@@ -189,4 +196,3 @@ class Materializer:
             elif norm is not None:
                 self.materialize(norm)
         residual.norms.clear()
-        self.materialize(residual)

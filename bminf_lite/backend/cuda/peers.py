@@ -18,17 +18,22 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.collective.all_reduce import AllReduce, Exchange, ExchangeSizes
+from ...cuda.kernels.collective.divided_rows import FLAG_BYTES, DividedSizes, Meeting
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
 from ...memory.arena import Arena
 from ..communicator import Communicator, RankFailed
 from .arrays import Arrays
+from .divided_rows import DividedRows
+from .fused import FusedGemms
 from .kernels import Kernels
 
 PATIENCE, FIRST_PATIENCE = 10 * 10**9, 120 * 10**9
 """Nanoseconds after which a kernel gives a peer up: in a captured step, and in one whose kernels a peer may compile."""
 SPINS, SLEEP_SECONDS = 256, 1e-4
 """How often a thread that waits for others lets them run before it sleeps, and for how long it sleeps then."""
+MOST_DIVIDED = 1 << 25
+"""The most values of a residual stream that is divided; the memory of a rank is about 5 bytes for each."""
 PEER_ACCESS_ALREADY_ENABLED = 704
 LONG_MIXED_SIZES = (
     (0, 768), (0, 1024), (0, 1536), (0, 2048), (8, 1024), (8, 2040), (64, 1024), (64, 1984), (256, 1024), (256, 1792),
@@ -48,6 +53,7 @@ class PeerDevice(Protocol):
     arena: Arena
     arrays: Arrays
     kernels: Kernels
+    fused: FusedGemms
     stream: cp.cuda.Stream
     copies: cp.cuda.Stream
     communicator: Communicator
@@ -75,30 +81,49 @@ class PeerGroup:
             for ops in backends:
                 _enable(ops.device.index, [index for index in indices if index != ops.device.index])
         self.sizes = ExchangeSizes.for_sums(len(backends), most)
+        self.divided: DividedSizes | None = None
+        if (
+            self.is_direct
+            and len(set(indices)) == len(indices)
+            and all(o.fused.scaled_gemm.supported for o in backends)
+        ):
+            self.divided = DividedSizes(len(backends), min(most, MOST_DIVIDED))
         self._memory: list[Any] = []
+        self._divided_memory: list[Any] = []
         for ops in backends:
             ops.arena.charge(self.nbytes)
             with cp.cuda.Device(ops.device.index):
                 make = cp.cuda.Memory if self.is_direct else cp.cuda.alloc_pinned_memory
                 self._memory.append(make(self.sizes.nbytes))
+                if self.divided is not None:
+                    self._divided_memory.append(cp.cuda.Memory(self.divided.nbytes))
         self.failures = [cp.cuda.alloc_pinned_memory(4) for _ in backends]
         max_blocks = min(ops.kernels.all_reduce.max_blocks for ops in backends)
         if len(set(indices)) < len(indices):  # ranks on one GPU, as in tests: all of their blocks must be resident
             max_blocks = max(1, max_blocks // (2 * len(indices)))
-        bases = np.array([memory.ptr for memory in self._memory], np.uint64)
         self.ranks = []
         for rank, ops in enumerate(backends):
             with self._of(ops):
-                calls = ops.arrays.upload(np.array([1, 1, 0], np.int32))
-                on_device = ops.arrays.upload(bases)
-            exchange = Exchange(rank, self.sizes, on_device, calls, self.failures[rank].ptr, max_blocks)
+                calls, bases = ops.arrays.upload(np.array([1, 1, 0], np.int32)), _addresses(ops, self._memory)
+            exchange = Exchange(rank, self.sizes, bases, calls, self.failures[rank].ptr, max_blocks)
             self.ranks.append(PeerRank(self, ops, exchange))
+        if self.divided is not None:
+            for ops, rank_of in zip(backends, self.ranks, strict=True):
+                rank_of.divided = self._divided_rows(ops, rank_of, self.divided)
         self.reset()
+
+    def _divided_rows(self, ops: PeerDevice, rank: PeerRank, sizes: DividedSizes) -> DividedRows:
+        with self._of(ops):
+            bases, count = _addresses(ops, self._divided_memory), ops.arrays.upload(np.array([1], np.int32))
+        exchange = rank.exchange
+        meeting = Meeting(exchange.rank, sizes.ranks, bases, count, exchange.calls, exchange.failure)
+        return DividedRows(rank, sizes, self._divided_memory, meeting)
 
     @property
     def nbytes(self) -> int:
         """Bytes of each GPU's memory."""
-        return self.sizes.nbytes if self.is_direct else 0
+        divided = 0 if self.divided is None else self.divided.nbytes
+        return self.sizes.nbytes + divided if self.is_direct else 0
 
     @contextmanager
     def _of(self, ops: PeerDevice) -> Iterator[None]:
@@ -172,6 +197,11 @@ class PeerGroup:
                 else:
                     np.frombuffer(memory, np.uint8, self.sizes.nbytes)[:] = 0
                 rank.exchange.calls.set(np.array([1, 1, 0], np.int32), ops.stream)
+                if rank.divided is not None:
+                    own = self._divided_memory[rank.tp_rank]
+                    cp.cuda.MemoryPointer(own, 0).memset_async(0, FLAG_BYTES, ops.stream)
+                    rank.divided.meeting.count.set(np.array([1], np.int32), ops.stream)
+                    rank.divided.forget_uses()
             rank.parity = 0
         for ops in self.backends:
             with cp.cuda.Device(ops.device.index):
@@ -189,6 +219,7 @@ class PeerGroup:
             ops.arena.charge(-self.nbytes)
             del memory
         self._memory.clear()
+        self._divided_memory.clear()
         for rank in self.ranks:
             rank.forget()
 
@@ -202,6 +233,7 @@ class PeerRank:
         self.tp_size = exchange.sizes.ranks
         self.exchange = exchange
         self.parity = 0
+        self.divided: DividedRows | None = None
         self._ops: PeerDevice | None = ops
 
     @property
@@ -209,16 +241,14 @@ class PeerRank:
         return self.group.nbytes
 
     def all_reduce_add(self, x: cp.ndarray) -> cp.ndarray:
-        ops = self._own()
+        ops = self.own
         out = ops.arrays.rows(x.shape[0], x.shape[1], np.float32)
         self.add(x, None, out, add=False)
         return out
 
     def add(self, partial: cp.ndarray, bias: cp.ndarray | None, out: cp.ndarray, add: bool) -> None:
         """See :meth:`.AllReduce.launch`; for any number of rows."""
-        ops = self._own()
-        patience = PATIENCE if cp.cuda.runtime.streamIsCapturing(ops.stream.ptr) else FIRST_PATIENCE
-        is_captured = patience == PATIENCE
+        ops, is_captured, patience = self.own, self.is_captured, self.patience
         at_once = AllReduce.rows_at_once(self.exchange.sizes, partial.shape[1])
         if not is_captured:
             self.meet()
@@ -245,8 +275,10 @@ class PeerRank:
 
     def end_step(self) -> None:
         """After the last sum of a step, which may be replayed: the next one finds its number where this one did."""
+        if self.divided is not None:
+            self.divided.end_step()
         if self.parity:
-            ops = self._own()
+            ops = self.own
             ops.kernels.all_reduce.end_odd_step(ops.kernels.step, self.exchange)
             self.parity = 0
 
@@ -272,9 +304,21 @@ class PeerRank:
         """Refer to no device any more."""
         self._ops = None
 
-    def _own(self) -> PeerDevice:
+    @property
+    def own(self) -> PeerDevice:
+        """The device of this rank."""
         assert self._ops is not None, "the ranks are closed"
         return self._ops
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the present step is captured."""
+        return bool(cp.cuda.runtime.streamIsCapturing(self.own.stream.ptr))
+
+    @property
+    def patience(self) -> int:
+        """Nanoseconds after which a kernel that is launched now gives a peer up."""
+        return PATIENCE if self.is_captured else FIRST_PATIENCE
 
 
 def connect(backends: Sequence[PeerDevice], most: int, through_host: bool = False) -> None:
@@ -282,6 +326,11 @@ def connect(backends: Sequence[PeerDevice], most: int, through_host: bool = Fals
     for ops, rank in zip(backends, PeerGroup(backends, most, through_host).ranks, strict=True):
         ops.communicator = rank
         ops.mixed_sizes = (*ops.mixed_sizes, *LONG_MIXED_SIZES)
+
+
+def _addresses(ops: PeerDevice, memories: Sequence[Any]) -> cp.ndarray:
+    """The addresses of memory, uint64 on a GPU."""
+    return ops.arrays.upload(np.array([memory.ptr for memory in memories], np.uint64))
 
 
 def _can_reach(index: int, other: int) -> bool:

@@ -139,6 +139,14 @@ class ProductOperations(StepOperations):
         residual += self._round(y)
         return residual
 
+    def linear_add_of_ranks(self, x: Array, weight: Any, bias: Array, residual: Array) -> Array:
+        """``residual`` plus the sum of the ranks' products, fp32 ``[T, out]``; see :meth:`all_reduce_add`.
+
+        ``x`` and ``weight`` are this rank's columns, and ``weight`` has no bias: ``bias``, fp32 ``[out]`` or None, is
+        added to the sum. ``residual`` may be overwritten with the result.
+        """
+        return self.all_reduce_add(self.linear(x, weight, fp32=True), bias, residual)
+
     def all_gather_columns(self, part: Array, columns: slice, count: int) -> Array:
         """The columns of all ranks beside each other: fp32 ``[T, count]``.
 

@@ -6,6 +6,7 @@ while it writes the codes for that. For this an operation may return a deferred 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cupy as cp
@@ -20,6 +21,7 @@ from ...values import Array, ProductEpilogue
 from ..adapter_bank import SavedBank
 from ..deferred import QuantizedActivations, ResidualStream, Weight
 from ..device import CudaDevice
+from ..divided_rows import DividedRows
 from ..float_products import FloatProducts
 from ..fused import FusedGemms
 from ..int8_products import AdaptedProducts, FusedProducts, GemvProducts, InputCodes, SumProducts
@@ -47,7 +49,7 @@ class CudaProductOperations(CudaDevice, ProductOperations):
     def _products(self) -> Products:
         """The kernels of products: the first that supports a product computes it."""
         results = ProductResults(self.materializer)
-        codes = InputCodes(self.materializer, in_one_block=self.fused.scaled_gemm.supported)
+        self.input_codes = codes = InputCodes(self.materializer, in_one_block=self.fused.scaled_gemm.supported)
         kernels = (
             GemvProducts(results),
             FusedProducts(results, codes, self.fused),
@@ -113,6 +115,36 @@ class CudaProductOperations(CudaDevice, ProductOperations):
         self.kernels.step.reads(None)
         self.communicator.add(values, bias, target.values, add=True)
         return ResidualStream(target.values)
+
+    def linear_add_of_ranks(self, x: Array, weight: Weight, bias: Array, residual: Array) -> Array:
+        divided = self._divided_rows(x.shape[0], weight)
+        if divided is None:
+            return super().linear_add_of_ranks(x, weight, bias, residual)
+        codes, target = (
+            self.input_codes.of(Product(x, weight, Epilogue.TO_FLOAT)),
+            self.materializer.as_residual(residual),
+        )
+        self.materializer.flush_norms(target)
+        if target.divided is None:
+            self.materializer.materialize(target)
+        self.kernels.step.reads(None)
+        weight, ld = weight.without_adapters, codes.layout.ld
+        for rows, out in divided.places(*target.shape):
+            part = QuantizedActivations(
+                replace(codes.layout, rows=len(out)), codes.values + rows.start * ld, codes.scales + 4 * rows.start
+            )
+            self.fused.multiply(part, weight, out, Epilogue.TO_FLOAT)
+        return divided.stream(target, bias)
+
+    def _divided_rows(self, rows: int, weight: Weight) -> DividedRows | None:
+        """What divides a stream to which a product of ranks is added; None if every rank adds the whole sum."""
+        divided = self.communicator.divided if isinstance(self.communicator, PeerRank) else None
+        if divided is None or not divided.supports(rows, weight.out_features):
+            return None
+        has_adapters = weight.adapters is not None and weight.adapters.slots.rows is not None
+        if weight.plan is None or weight.bias is not None or weight.side_products or has_adapters:
+            return None
+        return divided if self.fused.supports_many(rows // divided.sizes.ranks, weight, Epilogue.TO_FLOAT) else None
 
     def all_gather_columns(self, part: Array, columns: slice, count: int) -> Array:
         values = self.materializer.materialize(part)

@@ -8,8 +8,8 @@
 //
 // A kernel that waits for a peer gives up after `patience` nanoseconds: it writes 1 + the peer's rank to `failure`, in
 // memory of the host, and sets calls[2], after which no later call waits. No kernel hangs.
+#include "collective/waiting.cuh"
 #include "common/common.cuh"
-#include "constants/all_reduce.cuh"
 
 using namespace bminf;
 
@@ -37,12 +37,6 @@ struct Layout {
     }
 };
 
-__device__ __forceinline__ unsigned long long nanoseconds() {
-    unsigned long long now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-}
-
 // Two values, each with the call's number in the same eight bytes, which arrive together.
 __device__ __forceinline__ void push_pairs(uint4* to, float a, float b, unsigned call) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(__float_as_uint(a)), "r"(call),
@@ -58,44 +52,6 @@ __device__ __forceinline__ uint4 read_pairs(const uint4* from) {
                  : "memory");
     return x;
 }
-
-__device__ __forceinline__ void store_release(unsigned* to, unsigned value) {
-#if __CUDA_ARCH__ >= 700
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-#endif
-}
-
-__device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
-    unsigned value = 0;
-#if __CUDA_ARCH__ >= 700
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-#endif
-    return value;
-}
-
-// How long a thread goes on polling.
-struct Patience {
-    unsigned* calls;
-    int* failure;
-    unsigned long long nanoseconds_each;
-    unsigned long long since = 0;
-    unsigned polls = 0;
-
-    // Whether to poll once more for what `peer` sends; else the failure is noted.
-    __device__ bool goes_on(int peer) {
-        if (++polls % POLLS != 0) return true;
-        const unsigned long long now = nanoseconds();
-        if (since == 0) since = now;
-        const bool given_up = *static_cast<volatile unsigned*>(calls + 2) != 0;
-        if (!given_up && now - since < nanoseconds_each) return true;
-        if (!given_up) {
-            *static_cast<volatile int*>(failure) = 1 + peer;
-            __threadfence_system();  // the host hears of it before anyone gets a sum that lacks the peer's part
-            *static_cast<volatile unsigned*>(calls + 2) = 1;
-        }
-        return false;
-    }
-};
 
 // The number of this call. The next one is written for the next call, which waits for this kernel.
 __device__ __forceinline__ unsigned begin_call(unsigned* calls, int parity) {
