@@ -15,7 +15,7 @@ from bminf_lite.backend.quantization import quantize_weight
 from bminf_lite.backend.values import Norm
 
 pytestmark = pytest.mark.gpu
-ROWS, WIDTH, INNER = 150, 96, 64
+ROWS, WIDTH, INNER = 300, 96, 64
 Network = Callable[[Any, "Weights", Any], list[Any]]
 
 
@@ -32,6 +32,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
     def choose(is_divided: bool) -> None:
         monkeypatch.setattr(divided_rows, "MIN_ROWS", 65 if is_divided else 1 << 30)
+        monkeypatch.setattr(divided_rows, "PIECE_ROWS", 70)
 
     return choose
 

@@ -146,6 +146,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, Event)
+        if event.source is not None:
+            Machine.current.stream(self.ptr).wait(event.source, event.recording)
 
 
 def current_stream() -> Stream:
@@ -157,10 +159,12 @@ class Event:
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self.timing, self.recorded = not disable_timing, False
+        self.source: Any = None
+        self.recording: Any = None
 
     def record(self, stream: Stream | None = None) -> None:
-        Machine.current.stream((stream or current_stream()).ptr)
-        self.recorded = True
+        self.source = Machine.current.stream((stream or current_stream()).ptr)
+        self.recorded, self.recording = True, self.source.recording
 
     @property
     def done(self) -> bool:

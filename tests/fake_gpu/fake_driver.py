@@ -264,8 +264,13 @@ class FakeDriver:
         target = self.machine.stream(stream or 0)
         if target.recording is None:
             return FAILED
-        number = next(self.machine.numbers)
-        self.machine.graphs[number], target.recording = target.recording, None
+        number, recording = next(self.machine.numbers), target.recording
+        for stream in self.machine.streams.values():
+            if stream.recording is recording:
+                if stream.is_ahead:
+                    raise FakeGpuError("a recording ends, and nothing waits for one of its branches")
+                stream.recording, stream.is_branch = None, False
+        self.machine.graphs[number] = recording
         set_number(graph, number)
         return 0
 

@@ -38,16 +38,31 @@ Work = Callable[[], None]
 
 @dataclass(eq=False)
 class FakeStream:
-    """A stream: its handle, the recording under way, and the thread that records."""
+    """A stream: its handle, the recording under way, and the thread that records.
+
+    A stream that waits for an event of a recording is recorded too, as a branch, until the recording ends. By then the
+    stream with which it began must have waited for all work of the branch.
+    """
 
     ptr: int
     recording: list[Work] | None = None
     recorder: int = 0
     device: int = 0
+    is_branch: bool = False
+    is_ahead: bool = False
 
     def record(self) -> None:
         """Begin a recording by this thread."""
         self.recording, self.recorder = [], threading.get_ident()
+
+    def wait(self, source: FakeStream, recording: list[Work] | None) -> None:
+        """Wait for an event that was recorded on ``source``, which belonged to a recording then."""
+        if recording is None or recording is not source.recording:
+            return
+        if self.recording is None:
+            self.recording, self.recorder, self.is_branch = recording, source.recorder, True
+        elif source.is_branch and self.recording is recording:
+            source.is_ahead = False
 
 
 @dataclass
@@ -168,6 +183,7 @@ class Machine:
             work = self._alone(work)
         if target.recording is not None:
             target.recording.append(work)
+            target.is_ahead = target.is_branch
         elif stream == 0 and self.recording:
             raise FakeGpuError("work on the default stream while another stream is being recorded")
         else:

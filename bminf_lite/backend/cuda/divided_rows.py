@@ -1,15 +1,15 @@
 """The residual stream of a step with many rows, of which each rank has some.
 
-A sum over ranks on every rank costs the link twice four bytes for each value. Instead, a product stores each rank's
-part of a row in the memory of the rank that owns the row, over the link while it computes. The owner adds the parts up
-in the order of the ranks and adds the sum to the stream, and what all ranks get is the row's norm, in codes. Elsewhere
-the row is missing until something reads the stream itself, which gathers it (:meth:`DividedRows.gather`).
+A rank owns some of the rows. Its parts of the others go to their owners over the link, piece by piece, while it still
+multiplies. An owner adds the parts of a row up in the order of the ranks and adds the sum to the stream, and what all
+ranks get is the row's norm, in codes: a byte for each value. Elsewhere the row is missing until something reads the
+stream itself, which gathers it (:meth:`DividedRows.gather`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import cupy as cp
@@ -28,6 +28,10 @@ MIN_ROWS = 256
 """Rows that each rank must own. Steps with fewer have sums on every rank, which fewer kernels compute."""
 
 
+PIECE_ROWS = 512
+"""Rows of a piece of a product, which is copied while the next one is computed: of 8,192 outputs a tile for each SM."""
+
+
 class DividedRows:
     """One rank's part of it. ``memories`` are those of all ranks, as ``sizes`` lays them out.
 
@@ -41,6 +45,9 @@ class DividedRows:
         self._memories = memories
         self._pending: weakref.ref[ResidualStream] | None = None
         self._clock = self._used = self._met = 0
+        self._copies = cp.cuda.Stream(non_blocking=True)
+        self._computed, self._copied = (cp.cuda.Event(disable_timing=True) for _ in range(2))
+        self._copied_from: list[cp.ndarray] = []
         self.forget_uses()
 
     def supports(self, rows: int, width: int) -> bool:
@@ -54,27 +61,45 @@ class DividedRows:
     def forget_uses(self) -> None:
         """Begin a step, which knows nothing of the one before: ranks meet before its first parts are stored."""
         self._pending = None
+        self._copied_from.clear()
         self._use()
+
+    def reset(self) -> None:
+        """Begin anew after a failure."""
+        self._copies.synchronize()
+        self.forget_uses()
 
     def end_step(self) -> None:
         """Complete the stream that outlives its step, if one does."""
         if (stream := self._of_pending()) is not None:
             self.gather(stream)
+        if self._copied_from:
+            self.meet()
         self.forget_uses()
 
     # -- sums ----------------------------------------------------------------------------------------------------------
 
-    def places(self, rows: int, width: int) -> Iterator[tuple[slice, cp.ndarray]]:
-        """Rows, and where this rank stores its parts of them, fp32 padded: the peers' rows first, its own last.
+    def store(self, rows: int, width: int, multiply: Callable[[slice, cp.ndarray], None]) -> None:
+        """Bring this rank's parts of ``rows`` to their owners.
 
-        What lay there is not needed any more once this returns the first.
+        ``multiply`` computes some of them into padded fp32 rows: pieces of the peers' rows first, which are copied
+        while the next are computed, then its own.
         """
         self._claim()
-        ranks, own = self.sizes.ranks, self.meeting.rank
-        for hop in range(1, ranks + 1):
+        ranks, own, arrays = self.sizes.ranks, self.meeting.rank, self._own.arrays
+        for hop in range(1, ranks):
             owner = (own + hop) % ranks
             owned = self.rows_of(owner, rows)
-            yield owned, self._array(owner, self.sizes.part(own), (owned.stop - owned.start, width))
+            for piece in pieces(owned):
+                values = arrays.rows(piece.stop - piece.start, width, np.float32)
+                multiply(piece, values)
+                self._computed.record(self._own.stream)
+                self._copies.wait_event(self._computed)
+                place = self._memories[owner].ptr + self.sizes.part(own) + 4 * width * (piece.start - owned.start)
+                self._copy(place, values, self._copies)
+                self._copied_from.append(values)
+        owned = self.rows_of(own, rows)
+        multiply(owned, self._array(own, self.sizes.part(own), (owned.stop - owned.start, width)))
         self._use()
 
     def stream(self, target: ResidualStream, bias: cp.ndarray | None) -> ResidualStream:
@@ -132,9 +157,14 @@ class DividedRows:
     def meet(self) -> None:
         """Let the work behind this begin once all ranks have done what is before it."""
         kernels, is_captured = self._own.kernels, self.peer.is_captured
+        has_copies = bool(self._copied_from)
+        if has_copies:
+            self._copied.record(self._copies)
+            self._own.stream.wait_event(self._copied)
+            self._copied_from.clear()
         if not is_captured:
             self.peer.meet()
-        kernels.divided_rows.meet(kernels.step, self.meeting, self.peer.patience)
+        kernels.divided_rows.meet(kernels.step, self.meeting, self.peer.patience, dependent=not has_copies)
         if not is_captured:
             self.peer.meet()
         self._clock += 1
@@ -190,6 +220,13 @@ class DividedRows:
         """fp32 rows in a rank's memory."""
         return cp.ndarray(shape, np.float32, self._pointer(rank, offset))
 
-    def _copy(self, to: int, rows: cp.ndarray) -> None:
-        runtime = cp.cuda.runtime
-        runtime.memcpyAsync(to, rows.data.ptr, rows.nbytes, runtime.memcpyDeviceToDevice, self._own.stream.ptr)
+    def _copy(self, to: int, rows: cp.ndarray, stream: cp.cuda.Stream | None = None) -> None:
+        runtime, stream = cp.cuda.runtime, stream or self._own.stream
+        runtime.memcpyAsync(to, rows.data.ptr, rows.nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
+
+
+def pieces(rows: slice) -> Iterator[slice]:
+    """``rows`` in equal pieces of about ``PIECE_ROWS``."""
+    count, total = max(1, (rows.stop - rows.start) // PIECE_ROWS), rows.stop - rows.start
+    for i in range(count):
+        yield slice(rows.start + i * total // count, rows.start + (i + 1) * total // count)

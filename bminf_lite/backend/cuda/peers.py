@@ -115,9 +115,9 @@ class PeerGroup:
     def _divided_rows(self, ops: PeerDevice, rank: PeerRank, sizes: DividedSizes) -> DividedRows:
         with self._of(ops):
             bases, count = _addresses(ops, self._divided_memory), ops.arrays.upload(np.array([1], np.int32))
-        exchange = rank.exchange
-        meeting = Meeting(exchange.rank, sizes.ranks, bases, count, exchange.calls, exchange.failure)
-        return DividedRows(rank, sizes, self._divided_memory, meeting)
+            exchange = rank.exchange
+            meeting = Meeting(exchange.rank, sizes.ranks, bases, count, exchange.calls, exchange.failure)
+            return DividedRows(rank, sizes, self._divided_memory, meeting)
 
     @property
     def nbytes(self) -> int:
@@ -201,7 +201,7 @@ class PeerGroup:
                     own = self._divided_memory[rank.tp_rank]
                     cp.cuda.MemoryPointer(own, 0).memset_async(0, FLAG_BYTES, ops.stream)
                     rank.divided.meeting.count.set(np.array([1], np.int32), ops.stream)
-                    rank.divided.forget_uses()
+                    rank.divided.reset()
             rank.parity = 0
         for ops in self.backends:
             with cp.cuda.Device(ops.device.index):

@@ -129,11 +129,13 @@ class CudaProductOperations(CudaDevice, ProductOperations):
             self.materializer.materialize(target)
         self.kernels.step.reads(None)
         weight, ld = weight.without_adapters, codes.layout.ld
-        for rows, out in divided.places(*target.shape):
-            part = QuantizedActivations(
-                replace(codes.layout, rows=len(out)), codes.values + rows.start * ld, codes.scales + 4 * rows.start
-            )
+
+        def multiply(rows: slice, out: cp.ndarray) -> None:
+            layout = replace(codes.layout, rows=rows.stop - rows.start)
+            part = QuantizedActivations(layout, codes.values + rows.start * ld, codes.scales + 4 * rows.start)
             self.fused.multiply(part, weight, out, Epilogue.TO_FLOAT)
+
+        divided.store(*target.shape, multiply)
         return divided.stream(target, bias)
 
     def _divided_rows(self, rows: int, weight: Weight) -> DividedRows | None:

@@ -92,8 +92,11 @@ class DividedRowKernels:
         values = BOOLEANS, BOOLEANS, tuple(map(Together, sorted(sizes))), BOOLEANS
         yield KernelFamily(cls.source, "send_norm_of_rows", values)
 
-    def meet(self, step: StepContext, meeting: Meeting, patience: int) -> None:
-        """Wait until all ranks are here; give a peer up after ``patience`` nanoseconds."""
+    def meet(self, step: StepContext, meeting: Meeting, patience: int, dependent: bool = True) -> None:
+        """Wait until all ranks are here; give a peer up after ``patience`` nanoseconds.
+
+        ``dependent``: see :meth:`.Launcher.launch`; not behind work of another stream.
+        """
         self._launcher.launch(
             step,
             self.meeting_source,
@@ -109,6 +112,7 @@ class DividedRowKernels:
                 meeting.ranks,
                 patience,
             ),
+            dependent=dependent,
         )
 
     def add(
