@@ -21,7 +21,7 @@ Network = Callable[[Any, "Weights", Any], list[Any]]
 
 @pytest.fixture(params=[(0, 1), (0, 1, 2)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with closing(Ranks(request.param)) as made:
+    with closing(Ranks(request.param, most=1 << 17)) as made:
         yield made
 
 
