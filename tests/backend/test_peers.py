@@ -63,10 +63,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @pytest.fixture
 def small_shots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few values go in one shot, and a launch of two shots takes few rows."""
+    """Few values go in one shot or in lines, and a launch of two shots takes few rows."""
     from bminf_lite.cuda.kernels.collective import all_reduce
 
     monkeypatch.setattr(all_reduce, "SMALL", 1 << 9)
+    monkeypatch.setattr(all_reduce, "FEW", 1 << 8)
+    monkeypatch.setattr(all_reduce, "LINED", 1 << 11)
     monkeypatch.setattr(all_reduce, "LARGE", 1 << 12)
 
 

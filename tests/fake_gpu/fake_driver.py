@@ -7,7 +7,13 @@ import struct
 from typing import Any
 
 from bminf_lite.cuda.runtime import driver, tensor_maps
-from bminf_lite.cuda.runtime.driver import DeviceAttribute, FunctionAttribute, LaunchAttributeID, LaunchConfig
+from bminf_lite.cuda.runtime.driver import (
+    NATIVE_ATOMIC_SUPPORTED,
+    DeviceAttribute,
+    FunctionAttribute,
+    LaunchAttributeID,
+    LaunchConfig,
+)
 
 from . import launching
 from .fake_library import FAILED, FakeLibrary, set_number
@@ -74,6 +80,10 @@ class FakeDriver:
 
     def cuDeviceCanAccessPeer(self, found: Any, handle: int, peer: int) -> None:
         set_number(found, int(handle != peer))
+
+    def cuDeviceGetP2PAttribute(self, found: Any, attribute: int, handle: int, peer: int) -> None:
+        assert attribute == NATIVE_ATOMIC_SUPPORTED and handle != peer
+        set_number(found, int(self.machine.has_peer_access))
 
     def cuDevicePrimaryCtxRetain(self, context: Any, handle: int) -> None:
         set_number(context, FIRST_CONTEXT + handle)

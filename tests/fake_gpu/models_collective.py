@@ -113,6 +113,35 @@ def all_reduce_values(call: Call) -> None:
 
 
 @model
+def all_reduce_lines(call: Call) -> None:
+    exchange = Exchange(call)
+    own, number = np.ascontiguousarray(exchange.partial).reshape(-1), exchange.number
+    count = -(-own.size // 28)
+    call.require(call.lines % 128 == 0 and count <= call.capacity, "lines without a place")
+    values = np.zeros((count, 28), F32)
+    values.reshape(-1)[: own.size] = own
+
+    def lines(rank: int, source: int) -> np.ndarray:
+        """The lines that ``source`` sends to ``rank``, uint32 ``[lines, 32]``: values, and four times the number."""
+        offset = call.lines + 128 * (number % 2 * exchange.ranks + source) * call.capacity
+        return exchange.view(rank, offset, 32 * count, np.uint32).reshape(count, 32)
+
+    for peer in exchange.others:
+        sent = lines(peer, exchange.rank)
+        sent[:, :28], sent[:, 28:] = values.view(np.uint32), number
+    parts = []
+    for source in range(exchange.ranks):
+        if source == exchange.rank:
+            parts.append(own)
+            continue
+        come = lines(exchange.rank, source)
+        exchange.wait(source, lambda come=come: bool((come[:, 31] == number).all()))
+        parts.append(np.ascontiguousarray(come[:, :28]).view(F32).reshape(-1)[: own.size])
+    whole = slice(0, own.size)
+    exchange.put(whole, exchange.total(parts, whole))
+
+
+@model
 def all_reduce_shares(call: Call) -> None:
     exchange = Exchange(call)
     own, number = np.ascontiguousarray(exchange.partial).reshape(-1), exchange.number

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...cuda.kernels.collective.all_reduce import AllReduce, Exchange, ExchangeSizes
 from ...cuda.kernels.collective.divided_rows import FLAG_BYTES, DividedSizes, Meeting
-from ...cuda.runtime.driver import Device
+from ...cuda.runtime.driver import Device, has_native_atomics
 from ...errors import DeviceError
 from ...memory.arena import Arena
 from ..communicator import Communicator, RankFailed
@@ -80,7 +80,9 @@ class PeerGroup:
         if self.is_direct:
             for ops in backends:
                 _enable(ops.device.index, [index for index in indices if index != ops.device.index])
-        self.sizes = ExchangeSizes.for_sums(len(backends), most)
+        is_apart = len(set(indices)) == len(indices)
+        by_nvlink = is_apart and all(itertools.starmap(has_native_atomics, itertools.permutations(indices, 2)))
+        self.sizes = ExchangeSizes.for_sums(len(backends), most, self.is_direct and by_nvlink)
         self.divided: DividedSizes | None = None
         if (
             self.is_direct

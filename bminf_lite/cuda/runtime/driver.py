@@ -18,6 +18,8 @@ from ...errors import DeviceError
 from . import libraries
 from .bindings import LibraryError, bind
 
+NATIVE_ATOMIC_SUPPORTED = 3
+"""``CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED``."""
 _KIB = 1 << 10
 _SHARED_MEMORY_PER_BLOCK = {
     (7, 5): 64 * _KIB,
@@ -156,6 +158,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
     "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetP2PAttribute": (POINTER(c_int), c_int, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(Context), c_int),
     "cuCtxSetCurrent": (Context,),
     "cuCtxGetCurrent": (POINTER(Context),),
@@ -206,6 +209,15 @@ def load() -> SimpleNamespace:
     except LibraryError as error:
         raise DeviceError(f"the NVIDIA driver is installed, but no GPU can be used: {error}") from error
     return functions
+
+
+def has_native_atomics(index: int, peer: int) -> bool:
+    """Whether two GPUs are linked so that atomics of one reach the other's memory: by NVLink, not by PCIe."""
+    handles, found = (c_int(), c_int()), c_int()
+    for handle, number in zip(handles, (index, peer), strict=True):
+        load().cuDeviceGet(handle, number)
+    load().cuDeviceGetP2PAttribute(found, NATIVE_ATOMIC_SUPPORTED, handles[0].value, handles[1].value)
+    return bool(found.value)
 
 
 def device_count() -> int:

@@ -16,7 +16,8 @@ using namespace bminf;
 namespace {
 
 // The memory of a rank that others write: for small sums [2 slots][ranks][small] values with call numbers; then for
-// large ones [2][ranks][share] and [2][large] vectors of four values; then flags [2 phases][ranks][MAX_BLOCKS].
+// large ones [2][ranks][share] and [2][large] vectors of four values; then flags [2 phases][ranks][MAX_BLOCKS]; and in
+// a place of their own the lines of all_reduce_lines.
 struct Layout {
     long long small, share, large;  // values, vectors of four, vectors of four
     int ranks;
@@ -37,14 +38,12 @@ struct Layout {
     }
 };
 
-// Two values, each with the call's number in the same eight bytes, which arrive together.
-__device__ __forceinline__ void push_pairs(uint4* to, float a, float b, unsigned call) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(__float_as_uint(a)), "r"(call),
-                 "r"(__float_as_uint(b)), "r"(call)
+__device__ __forceinline__ void push(uint4* to, uint4 x) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
 }
 
-__device__ __forceinline__ uint4 read_pairs(const uint4* from) {
+__device__ __forceinline__ uint4 pushed(const uint4* from) {
     uint4 x;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -81,8 +80,16 @@ __device__ __forceinline__ void put(float* out, long long pitch, long long width
 
 }  // namespace
 
+// Where values i * N to i * N + N - 1 of rows of `width` such groups lie.
+template <int N>
+__device__ __forceinline__ long long place_of(int i, int width, long long pitch) {
+    const unsigned row = static_cast<unsigned>(i) / width;
+    return row * pitch + (i - row * width) * N;
+}
+
 // out = sum over the ranks of partial, plus the bias; or with ADD, out += fp16(that). fp32 [rows, n] of pitches that
-// are multiples of 4. Each value is pushed to every peer beside the call's number, and polled for. For few values.
+// are multiples of 4. Each value is pushed to every peer beside the call's number, in eight bytes that arrive together,
+// and polled for. For few values. A thread has PAIRS pairs of values at a time, and neighbours have neighbouring ones.
 template <bool ADD>
 __global__ void __launch_bounds__(THREADS) all_reduce_values(
     const float* partial, long long pitch, const float* bias, float* out, long long out_pitch, int rows, int n,
@@ -92,44 +99,154 @@ __global__ void __launch_bounds__(THREADS) all_reduce_values(
     wait_on_dependent_grids();
     const Layout layout = {small, share, large, ranks};
     const unsigned call = begin_call(calls, parity);
-    const int slot = call % 2;
-    const long long width = (n + 3) / 4, total = rows * width, stride = static_cast<long long>(gridDim.x) * THREADS;
-    const long long first = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
-    for (long long i = first; i < total; i += stride) {
-        const float4 x = vector_at(partial, pitch, width, i);
+    const int slot = call % 2, width = (n + 3) / 4 * 2, total = rows * width, stride = gridDim.x * THREADS;
+    const int first = blockIdx.x * THREADS + threadIdx.x;
+    for (int begin = first; begin < total; begin += PAIRS * stride) {
+        float2 x[PAIRS];
+#pragma unroll
+        for (int k = 0; k < PAIRS; ++k)
+            if (const int i = begin + k * stride; i < total)
+                x[k] = *reinterpret_cast<const float2*>(partial + place_of<2>(i, width, pitch));
         for (int peer = 0; peer < ranks; ++peer) {
             if (peer == rank) continue;
-            uint4* to = layout.values(bases[peer], slot, rank) + 2 * i;
-            push_pairs(to, x.x, x.y, call);
-            push_pairs(to + 1, x.z, x.w, call);
+            uint4* to = layout.values(bases[peer], slot, rank);
+#pragma unroll
+            for (int k = 0; k < PAIRS; ++k)
+                if (const int i = begin + k * stride; i < total)
+                    push(to + i, make_uint4(__float_as_uint(x[k].x), call, __float_as_uint(x[k].y), call));
         }
     }
     Patience waiting = {calls, failure, patience};
-    for (long long i = first; i < total; i += stride) {
-        float4 sum = make_float4(0, 0, 0, 0);
-        for (int source = 0; source < ranks; ++source) {
-            float4 x;
-            if (source == rank) {
-                x = vector_at(partial, pitch, width, i);
-            } else {
-                const uint4* from = layout.values(bases[rank], slot, source) + 2 * i;
-                uint4 a, b;
-                do {
-                    a = read_pairs(from);
-                    b = read_pairs(from + 1);
-                } while ((a.y != call || a.w != call || b.y != call || b.w != call) && waiting.goes_on(source));
-                x = make_float4(__uint_as_float(a.x), __uint_as_float(a.z), __uint_as_float(b.x), __uint_as_float(b.z));
-            }
-            sum = source == 0 ? x : add4(sum, x);
+    for (int begin = first; begin < total; begin += PAIRS * stride) {
+        float2 own[PAIRS], before[PAIRS], sum[PAIRS];
+#pragma unroll
+        for (int k = 0; k < PAIRS; ++k) {
+            const int i = begin + k * stride;
+            if (i >= total) continue;
+            own[k] = *reinterpret_cast<const float2*>(partial + place_of<2>(i, width, pitch));
+            if (ADD) before[k] = *reinterpret_cast<const float2*>(out + place_of<2>(i, width, out_pitch));
         }
-        if (bias != nullptr) sum = add4(sum, reinterpret_cast<const float4*>(bias)[i % width]);
-        put<ADD>(out, out_pitch, width, i, sum);
+        for (int source = 0; source < ranks; ++source) {
+            const uint4* from = layout.values(bases[rank], slot, source);
+            uint4 x[PAIRS];
+            bool pending = source != rank;
+            while (pending) {
+                pending = false;
+#pragma unroll
+                for (int k = 0; k < PAIRS; ++k)
+                    x[k] =
+                        begin + k * stride < total ? pushed(from + begin + k * stride) : make_uint4(0, call, 0, call);
+#pragma unroll
+                for (int k = 0; k < PAIRS; ++k) pending = pending || x[k].y != call || x[k].w != call;
+                pending = pending && waiting.goes_on(source);
+            }
+#pragma unroll
+            for (int k = 0; k < PAIRS; ++k) {
+                const float2 y =
+                    source == rank ? own[k] : make_float2(__uint_as_float(x[k].x), __uint_as_float(x[k].z));
+                sum[k] = source == 0 ? y : make_float2(__fadd_rn(sum[k].x, y.x), __fadd_rn(sum[k].y, y.y));
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < PAIRS; ++k) {
+            const int i = begin + k * stride;
+            if (i >= total) continue;
+            float2 y = sum[k];
+            if (bias != nullptr) {
+                const float2 b = *reinterpret_cast<const float2*>(bias + i % width * 2);
+                y = make_float2(__fadd_rn(y.x, b.x), __fadd_rn(y.y, b.y));
+            }
+            if (ADD) y = make_float2(__fadd_rn(before[k].x, rounded(y.x)), __fadd_rn(before[k].y, rounded(y.y)));
+            *reinterpret_cast<float2*>(out + place_of<2>(i, width, out_pitch)) = y;
+        }
     }
 }
 
-// The same in two shots, for many values: a rank gets all ranks' values of its share of the vectors, and sends the sums
-// to all, as fp16 where they are rounded anyhow. A block waits for the blocks of its number alone. All blocks must be
-// resident at once.
+// The same by lines of 128 bytes, for more values over NVLink: seven threads push four values each, and an eighth the
+// call's number, by one instruction of their warp. NVLink does not divide a line that a warp stores so, nor does a
+// warp's load see a part of one; NCCL's protocol LL128 rests on the same. A rank's memory has lines
+// [2 slots][ranks][capacity] `lines` bytes behind its beginning. A thread has a part of AT_ONCE lines at a time.
+template <bool ADD, int AT_ONCE>
+__global__ void __launch_bounds__(THREADS) all_reduce_lines(
+    const float* partial, long long pitch, const float* bias, float* out, long long out_pitch, int rows, int n,
+    const unsigned long long* bases, unsigned* calls, int* failure, int rank, int ranks, int parity, long long lines,
+    long long capacity, unsigned long long patience) {
+    constexpr int PARTS = 8, FLAG = PARTS - 1, IN_WARP = WARP / PARTS;
+    launch_dependent_grids();
+    const int part = threadIdx.x % PARTS, width = (n + 3) / 4, total = rows * width;
+    const int count = (total + FLAG - 1) / FLAG, stride = gridDim.x * (THREADS / PARTS);
+    const int first = blockIdx.x * (THREADS / PARTS) + threadIdx.x / PARTS, ahead = first % IN_WARP;
+    wait_on_dependent_grids();
+    const unsigned call = begin_call(calls, parity);
+    const long long slot = static_cast<long long>(call % 2) * ranks * capacity;
+    const auto line_of = [&](int reader, int source, int line) {
+        return reinterpret_cast<uint4*>(bases[reader] + lines) + (slot + source * capacity + line) * PARTS + part;
+    };
+    const auto has_values = [&](int line) { return part < FLAG && line * FLAG + part < total; };
+    for (int begin = first; begin - ahead < count; begin += AT_ONCE * stride) {
+        uint4 x[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int line = begin + k * stride;
+            x[k] = make_uint4(call, call, call, call);
+            if (has_values(line))
+                x[k] = *reinterpret_cast<const uint4*>(partial + place_of<4>(line * FLAG + part, width, pitch));
+        }
+        for (int peer = 0; peer < ranks; ++peer) {
+            if (peer == rank) continue;
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k)
+                if (const int line = begin + k * stride; line < count) push(line_of(peer, rank, line), x[k]);
+        }
+    }
+    Patience waiting = {calls, failure, patience};
+    for (int begin = first; begin - ahead < count; begin += AT_ONCE * stride) {
+        float4 own[AT_ONCE], before[AT_ONCE], sum[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int line = begin + k * stride, i = line * FLAG + part;
+            if (!has_values(line)) continue;
+            own[k] = *reinterpret_cast<const float4*>(partial + place_of<4>(i, width, pitch));
+            if (ADD) before[k] = *reinterpret_cast<const float4*>(out + place_of<4>(i, width, out_pitch));
+        }
+        for (int source = 0; source < ranks; ++source) {
+            uint4 x[AT_ONCE];
+            bool pending = source != rank;
+            while (pending) {
+                pending = false;
+                __syncwarp();
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) {
+                    const int line = begin + k * stride;
+                    x[k] = line < count ? pushed(line_of(rank, source, line)) : make_uint4(call, call, call, call);
+                }
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) pending = pending || (part == FLAG && x[k].w != call);
+                pending = __any_sync(FULL, pending) && __all_sync(FULL, waiting.goes_on(source));
+            }
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) {
+                const float4 y = source == rank ? own[k]
+                                                : make_float4(
+                                                      __uint_as_float(x[k].x), __uint_as_float(x[k].y),
+                                                      __uint_as_float(x[k].z), __uint_as_float(x[k].w));
+                sum[k] = source == 0 ? y : add4(sum[k], y);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int line = begin + k * stride, i = line * FLAG + part;
+            if (!has_values(line)) continue;
+            float4 y = sum[k];
+            if (bias != nullptr) y = add4(y, reinterpret_cast<const float4*>(bias)[i % width]);
+            *reinterpret_cast<float4*>(out + place_of<4>(i, width, out_pitch)) = ADD ? add4(before[k], rounded4(y)) : y;
+        }
+    }
+}
+
+// The same in two shots, for the most values: a rank gets all ranks' values of its share of the vectors, and sends the
+// sums to all, as fp16 where they are rounded anyhow. A block waits for the blocks of its number alone. All blocks must
+// be resident at once.
 template <bool ADD>
 __global__ void __launch_bounds__(THREADS) all_reduce_shares(
     const float* partial, long long pitch, const float* bias, float* out, long long out_pitch, int rows, int n,

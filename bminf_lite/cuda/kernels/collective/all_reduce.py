@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import ALL_REDUCE_MAX_BLOCKS as MAX_BLOCKS
+from ..constants import ALL_REDUCE_PAIRS as PAIRS
 from ..constants import ALL_REDUCE_THREADS as THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 
 SMALL = 1 << 18
 """Values that are pushed to the peers of a rank in one shot, each beside the call's number; more go in two shots."""
+FEW = 1 << 14
+"""The same if the GPUs reach each other by NVLink: more go in lines."""
+LINED = 1 << 20
+"""Values that are pushed to the peers of a rank in lines; more go in two shots."""
+LINE_VALUES, LINE_BYTES = 28, 128
+LINES_AT_ONCE = (1, 2, 4)
+"""Lines that a thread has a part of at a time."""
 LARGE = 1 << 22
 """Values of one launch in two shots; more take several launches. The memory of a rank is 8 bytes for each, or less."""
 BLOCKS_PER_SM = 2
@@ -24,19 +32,32 @@ BLOCKS_PER_SM = 2
 
 @dataclass(frozen=True)
 class ExchangeSizes:
-    """How much the memory has room for that the peers of a rank write: values of a sum in one shot, and in two.
+    """How much the memory has room for that the peers of a rank write: values of a sum in one shot, in lines, in two.
 
-    ``for_sums`` gives sizes for sums of up to ``most`` values at a time.
+    ``for_sums`` gives sizes for sums of up to ``most`` values at a time, with ``lined`` if lines may be used.
     """
 
     ranks: int
     small: int
     large: int
+    lined: int = 0
 
     @classmethod
-    def for_sums(cls, ranks: int, most: int) -> ExchangeSizes:
-        small = min(round_up(most, 4), SMALL // max(ranks - 1, 1))
-        return cls(ranks, small, min(round_up(most, 4), LARGE))
+    def for_sums(cls, ranks: int, most: int, has_lines: bool = False) -> ExchangeSizes:
+        most, peers = round_up(most, 4), max(ranks - 1, 1)
+        small, lined = (FEW, LINED // peers) if has_lines else (SMALL // peers, 0)
+        return cls(ranks, min(most, small), min(most, LARGE), min(most, lined))
+
+    @property
+    def lines(self) -> int:
+        """Lines of a rank in a slot."""
+        return ceil_div(self.lined, LINE_VALUES)
+
+    @property
+    def lines_begin(self) -> int:
+        """The byte at which the lines begin."""
+        vectors = self.ranks * self.small + 2 * self.ranks * self.share + 2 * (self.large // 4)
+        return round_up(16 * vectors + 4 * 2 * self.ranks * MAX_BLOCKS, LINE_BYTES)
 
     @property
     def share(self) -> int:
@@ -46,8 +67,7 @@ class ExchangeSizes:
     @property
     def nbytes(self) -> int:
         """Bytes of a rank's memory; its layout is stated in ``all_reduce.cu``."""
-        vectors = self.ranks * self.small + 2 * self.ranks * self.share + 2 * (self.large // 4)
-        return 16 * vectors + 4 * 2 * self.ranks * MAX_BLOCKS
+        return self.lines_begin + 2 * self.ranks * self.lines * LINE_BYTES
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,7 @@ class AllReduce:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         yield KernelFamily(cls.source, "all_reduce_values", (BOOLEANS,))
         yield KernelFamily(cls.source, "all_reduce_shares", (BOOLEANS,))
+        yield KernelFamily(cls.source, "all_reduce_lines", (BOOLEANS, LINES_AT_ONCE))
         yield KernelFamily(cls.source, "end_odd_step")
 
     def launch(
@@ -100,15 +121,25 @@ class AllReduce:
         ``patience`` nanoseconds gives it up.
         """
         (rows, n), sizes = partial.shape, exchange.sizes
-        width = ceil_div(n, 4)
-        one_shot = 4 * rows * width <= sizes.small
-        vectors = rows * width if one_shot else ceil_div(rows * width, sizes.ranks)
-        assert one_shot or rows * width <= sizes.large // 4, (rows, n, sizes)
+        vectors = rows * ceil_div(n, 4)
+        adds = "true" if add else "false"
+        memory: tuple[int, ...] = (sizes.small, sizes.share, sizes.large // 4)
+        if 4 * vectors <= sizes.small:
+            expression, threads = f"all_reduce_values<{adds}>", ceil_div(2 * vectors, PAIRS)
+        elif 4 * vectors <= sizes.lined:
+            threads = 8 * ceil_div(4 * vectors, LINE_VALUES)
+            fitting = (each for each in LINES_AT_ONCE if ceil_div(threads, each * THREADS) <= exchange.max_blocks)
+            at_once = next(fitting, LINES_AT_ONCE[-1])
+            expression, threads = f"all_reduce_lines<{adds}, {at_once}>", ceil_div(threads, at_once)
+            memory = sizes.lines_begin, sizes.lines
+        else:
+            assert vectors <= sizes.large // 4, (rows, n, sizes)
+            expression, threads = f"all_reduce_shares<{adds}>", ceil_div(vectors, sizes.ranks)
         self._launcher.launch(
             step,
             self.source,
-            f"all_reduce_{'values' if one_shot else 'shares'}<{'true' if add else 'false'}>",
-            min(exchange.max_blocks, ceil_div(vectors, THREADS)),
+            expression,
+            min(exchange.max_blocks, ceil_div(threads, THREADS)),
             THREADS,
             (
                 partial.data.ptr,
@@ -124,9 +155,7 @@ class AllReduce:
                 exchange.rank,
                 sizes.ranks,
                 parity,
-                sizes.small,
-                sizes.share,
-                sizes.large // 4,
+                *memory,
                 patience,
             ),
             bytes_moved=nbytes_of(partial, out),
