@@ -177,7 +177,7 @@ def opened(shape: dict[str, Any], backends: Sequence[Backend], max_batch: int) -
 def outputs(model: Model) -> list[np.ndarray]:
     """Logits of prompts of several lengths, and tokens and log-probabilities of decoding sequences."""
     vocab = model.engine_config.vocab_size
-    found = [model.logits(tokens_of(length, length, vocab)) for length in (1, 7, 130, 700)]
+    found = [model.logits(tokens_of(length, length, vocab)) for length in (1, 7, 130, 700, 2000)]
     prompts = [tokens_of(100 + i, 5 + 40 * i, vocab) for i in range(6)]
     for batch in (prompts[:1], prompts):
         for result in model.generate(batch, max_new_tokens=40, ignore_eos=True, logprobs=1):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import cupy as cp
 
@@ -21,9 +21,6 @@ from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.rowwise.rows import NO_ROWS, RowSource, RowTarget, array_source, array_target
 from ..values import Norm
 from .adapter_bank import AdapterBank
-
-if TYPE_CHECKING:
-    from .divided_rows import DividedRows
 
 FROM_INT32, CODES = int(Source.FROM_INT32), int(Target.CODES)
 
@@ -164,6 +161,16 @@ class NormAddend:
     scale: float = 1.0
 
 
+class RowOwner(Protocol):
+    """What has divided a residual stream, see :class:`.divided_rows.DividedRows`."""
+
+    def codes(self, stream: ResidualStream, norm: Norm, layout: Layout, rotation: int) -> QuantizedActivations:
+        """The codes of a norm of the stream, of all rows; they are valid until ranks meet again."""
+
+    def gather(self, stream: ResidualStream) -> None:
+        """Complete the stream: all ranks get all rows."""
+
+
 @dataclass(eq=False, slots=True)
 class OwnedRows:
     """The ``rows`` of a residual stream that are on this rank; others are stale. ``owner`` completes it.
@@ -171,7 +178,7 @@ class OwnedRows:
     If it ``is_pending``, the ranks' parts of a product and the ``bias`` have not been added to these rows.
     """
 
-    owner: DividedRows
+    owner: RowOwner
     rows: slice
     bias: cp.ndarray | None
     is_pending: bool = True

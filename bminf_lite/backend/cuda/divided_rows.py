@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import cupy as cp
 import numpy as np
@@ -19,10 +19,9 @@ from ...cuda.kernels.arrays import PAD
 from ...cuda.kernels.collective.divided_rows import DividedSizes, Meeting
 from ...cuda.kernels.gemm.layouts import Layout
 from ..values import Norm
+from .arrays import Arrays
 from .deferred import OwnedRows, QuantizedActivations, ResidualStream
-
-if TYPE_CHECKING:
-    from .peers import PeerDevice, PeerRank
+from .kernels import Kernels
 
 MIN_ROWS = 256
 """Rows that each rank must own. Steps with fewer have sums on every rank, which fewer kernels compute."""
@@ -32,14 +31,39 @@ PIECE_ROWS = 512
 """Rows of a piece of a product, which is copied while the next one is computed: of 8,192 outputs a tile for each SM."""
 
 
+class MeetingThread(Protocol):
+    """The thread that launches a rank's kernels."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the present step is captured."""
+
+    @property
+    def patience(self) -> int:
+        """Nanoseconds after which a kernel that is launched now gives a peer up."""
+
+    def meet(self) -> None:
+        """Wait for the threads of all ranks, around a launch of a kernel that waits for peers."""
+
+
 class DividedRows:
     """One rank's part of it. ``memories`` are those of all ranks, as ``sizes`` lays them out.
 
     All ranks call the same methods in the same order.
     """
 
-    def __init__(self, peer: PeerRank, sizes: DividedSizes, memories: Sequence[Any], meeting: Meeting):
-        self.peer = peer
+    def __init__(
+        self,
+        thread: MeetingThread,
+        kernels: Kernels,
+        arrays: Arrays,
+        sizes: DividedSizes,
+        memories: Sequence[Any],
+        meeting: Meeting,
+    ):
+        self.thread = thread
+        self.kernels = kernels
+        self.arrays = arrays
         self.sizes = sizes
         self.meeting = meeting
         self._memories = memories
@@ -86,14 +110,14 @@ class DividedRows:
         while the next are computed, then its own.
         """
         self._claim()
-        ranks, own, arrays = self.sizes.ranks, self.meeting.rank, self._own.arrays
+        ranks, own, arrays = self.sizes.ranks, self.meeting.rank, self.arrays
         for hop in range(1, ranks):
             owner = (own + hop) % ranks
             owned = self.rows_of(owner, rows)
             for piece in pieces(owned):
                 values = arrays.rows(piece.stop - piece.start, width, np.float32)
                 multiply(piece, values)
-                self._computed.record(self._own.stream)
+                self._computed.record(self.arrays.stream)
                 self._copies.wait_event(self._computed)
                 place = self._memories[owner].ptr + self.sizes.part(own) + 4 * width * (piece.start - owned.start)
                 self._copy(place, values, self._copies)
@@ -114,7 +138,7 @@ class DividedRows:
         owned, (rows, width) = stream.divided, stream.shape
         assert owned is not None and layout.ld == width
         self.meet()
-        codes, kernels = self.sizes.codes, self._own.kernels
+        codes, kernels = self.sizes.codes, self.kernels
         scales, first = codes + rows * width, owned.rows.start
         kernels.divided_rows.send_norm(
             kernels.step,
@@ -156,17 +180,17 @@ class DividedRows:
 
     def meet(self) -> None:
         """Let the work behind this begin once all ranks have done what is before it."""
-        kernels, is_captured = self._own.kernels, self.peer.is_captured
+        kernels, is_captured = self.kernels, self.thread.is_captured
         has_copies = bool(self._copied_from)
         if has_copies:
             self._copied.record(self._copies)
-            self._own.stream.wait_event(self._copied)
+            self.arrays.stream.wait_event(self._copied)
             self._copied_from.clear()
         if not is_captured:
-            self.peer.meet()
-        kernels.divided_rows.meet(kernels.step, self.meeting, self.peer.patience, dependent=not has_copies)
+            self.thread.meet()
+        kernels.divided_rows.meet(kernels.step, self.meeting, self.thread.patience, dependent=not has_copies)
         if not is_captured:
-            self.peer.meet()
+            self.thread.meet()
         self._clock += 1
         self._met = self._clock
 
@@ -184,7 +208,7 @@ class DividedRows:
 
     def _add(self, stream: ResidualStream) -> None:
         """Add the parts to the rows that this rank owns."""
-        owned, kernels = stream.divided, self._own.kernels
+        owned, kernels = stream.divided, self.kernels
         assert owned is not None
         self.meet()
         kernels.divided_rows.add(kernels.step, self.sizes, self._parts, owned.bias, stream.values[owned.rows])
@@ -201,10 +225,6 @@ class DividedRows:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     @property
-    def _own(self) -> PeerDevice:
-        return self.peer.own
-
-    @property
     def _parts(self) -> int:
         """The address of the parts of the rows that this rank owns."""
         return int(self._memories[self.meeting.rank].ptr) + self.sizes.part(0)
@@ -212,16 +232,14 @@ class DividedRows:
     def _pointer(self, rank: int, offset: int) -> cp.cuda.MemoryPointer:
         """A place in a rank's memory. Kernels of this rank get it, so it counts as memory of this GPU."""
         memory, nbytes = self._memories[rank], self.sizes.nbytes - offset
-        return cp.cuda.MemoryPointer(
-            cp.cuda.UnownedMemory(memory.ptr + offset, nbytes, memory, self._own.device.index), 0
-        )
+        return cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(memory.ptr + offset, nbytes, memory, self.arrays.device), 0)
 
     def _array(self, rank: int, offset: int, shape: tuple[int, int]) -> cp.ndarray:
         """fp32 rows in a rank's memory."""
         return cp.ndarray(shape, np.float32, self._pointer(rank, offset))
 
     def _copy(self, to: int, rows: cp.ndarray, stream: cp.cuda.Stream | None = None) -> None:
-        runtime, stream = cp.cuda.runtime, stream or self._own.stream
+        runtime, stream = cp.cuda.runtime, stream or self.arrays.stream
         runtime.memcpyAsync(to, rows.data.ptr, rows.nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
 
 

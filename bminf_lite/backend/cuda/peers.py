@@ -119,7 +119,7 @@ class PeerGroup:
             bases, count = _addresses(ops, self._divided_memory), ops.arrays.upload(np.array([1], np.int32))
             exchange = rank.exchange
             meeting = Meeting(exchange.rank, sizes.ranks, bases, count, exchange.calls, exchange.failure)
-            return DividedRows(rank, sizes, self._divided_memory, meeting)
+            return DividedRows(rank, ops.kernels, ops.arrays, sizes, self._divided_memory, meeting)
 
     @property
     def nbytes(self) -> int:
@@ -304,7 +304,7 @@ class PeerRank:
 
     def forget(self) -> None:
         """Refer to no device any more."""
-        self._ops = None
+        self._ops = self.divided = None
 
     @property
     def own(self) -> PeerDevice:

@@ -124,16 +124,16 @@ class AllReduce:
         vectors = rows * ceil_div(n, 4)
         adds = "true" if add else "false"
         memory: tuple[int, ...] = (sizes.small, sizes.share, sizes.large // 4)
-        if 4 * vectors <= sizes.small:
+        path = self.path(sizes, 4 * vectors)
+        if path == "values":
             expression, threads = f"all_reduce_values<{adds}>", ceil_div(2 * vectors, PAIRS)
-        elif 4 * vectors <= sizes.lined:
+        elif path == "lines":
             threads = 8 * ceil_div(4 * vectors, LINE_VALUES)
             fitting = (each for each in LINES_AT_ONCE if ceil_div(threads, each * THREADS) <= exchange.max_blocks)
             at_once = next(fitting, LINES_AT_ONCE[-1])
             expression, threads = f"all_reduce_lines<{adds}, {at_once}>", ceil_div(threads, at_once)
             memory = sizes.lines_begin, sizes.lines
         else:
-            assert vectors <= sizes.large // 4, (rows, n, sizes)
             expression, threads = f"all_reduce_shares<{adds}>", ceil_div(vectors, sizes.ranks)
         self._launcher.launch(
             step,
@@ -160,6 +160,14 @@ class AllReduce:
             ),
             bytes_moved=nbytes_of(partial, out),
         )
+
+    @staticmethod
+    def path(sizes: ExchangeSizes, count: int) -> str:
+        """The kernel of a sum of ``count`` values: ``values``, ``lines`` or ``shares``, which give the same bits."""
+        if count <= sizes.small:
+            return "values"
+        assert count <= max(sizes.lined, sizes.large), (count, sizes)
+        return "lines" if count <= sizes.lined else "shares"
 
     @staticmethod
     def rows_at_once(sizes: ExchangeSizes, n: int) -> int:
