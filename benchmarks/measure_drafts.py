@@ -2,7 +2,7 @@
 
     python benchmarks/measure_drafts.py [--shape llama-3-8b] [--device cuda] [--context 512] [--new 240] [--cases head]
     python benchmarks/measure_drafts.py --shape llama-3-70b --cases draft [--draft-shape llama-3.2-1b]
-    python benchmarks/measure_drafts.py --model MODEL [--drafts ngram] [--check-cost 1.4] [--device cpu] FILE...
+    python benchmarks/measure_drafts.py --model MODEL [--drafts ngram] [--guesses 1,3,5] [--device cuda] FILE...
 
 The first form has random weights. Acceptance is forced in ``checks``, ``head``, ``draft`` and ``streams``: a drafter
 knows what the model will choose, and lets as many drafts of a check be right as the case says; what a head or a draft
@@ -15,9 +15,12 @@ width, one layer and 32,000 tokens.
 The second form is the case ``draft`` alone, which needs the memory of both models: a draft model of another shape with
 the same vocabulary, whose checks bring 3.5 tokens. A quarter of ``--new`` tokens is measured.
 
-The third form lets a real model continue the texts of each FILE (UTF-8, or JSONL with a "text" per line), greedy and
-at temperature 0.7. It prints how many tokens a check brings, and with that how many times as fast decoding is if a
-check takes ``--check-cost`` of a plain step, as the first form measures it.
+The third form lets a real model continue the texts of each FILE (UTF-8, or JSONL with a "text" or "messages" per
+line) one after another, greedy and at temperature 0.7, without drafts and with up to ``--guesses`` of them a check. It
+prints how many tokens a check brings, and the speed relative to that without drafts, the host included: of the time
+from the step that gives a text its first token to the last one. On a GPU the tokens must be equal. With
+``--check-cost`` the speed is computed in place of measured, for another device, on which a check takes as many plain
+steps.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ from bminf_lite.engine.draft_model import DraftedNetwork, HeadedNetwork
 from bminf_lite.engine.drafts import Drafter
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.speculative import SpeculativeConfig
-from bminf_lite.evaluation.corpus import read_texts
+from bminf_lite.evaluation.corpus import read_prompts
 from bminf_lite.grammar.matcher import GrammarCompiler
 from bminf_lite.models import _eagle3 as eagle3
 from bminf_lite.models._eagle3 import Eagle3Config, Eagle3Head
@@ -220,7 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=32, help="requests of the case streams")
     parser.add_argument("--model", help="a checkpoint that continues texts, in place of a shape")
     parser.add_argument("--drafts", default="ngram", help="what load(speculative=...) gets for --model")
-    parser.add_argument("--check-cost", type=float, default=1.4, help="the time of a check, of a plain step")
+    parser.add_argument("--guesses", default="5", help="drafts of a check for --model, several numbers in turn")
+    parser.add_argument("--adaptive", action="store_true", help="let the engine choose how many, up to --guesses")
+    parser.add_argument("--check-cost", type=float, help="the time of a check, of a plain step; default: measured")
     parser.add_argument("--texts", type=int, default=20, help="texts of each FILE")
     parser.add_argument("files", nargs="*", type=Path)
     options = parser.parse_args(arguments)
@@ -343,29 +348,90 @@ class Case:
         print(json.dumps(found), flush=True)
 
 
+class Written(NamedTuple):
+    """What a model wrote for several prompts, in ``seconds`` from first tokens to last ones."""
+
+    tokens: list[list[int]]
+    seconds: float
+    checks: int
+    accepted: int
+
+    @property
+    def count(self) -> int:
+        """The tokens behind the first of each text."""
+        return sum(len(tokens) - 1 for tokens in self.tokens)
+
+
 def measure_texts(options: argparse.Namespace) -> None:
     """What a model's drafts bring for texts of several kinds."""
+    kinds = list(product(options.files, (0.0, HEAT)))
     drafts = SpeculativeConfig.from_value(options.drafts)
-    with load(options.model, device=options.device, speculative=drafts, context=options.context + options.new) as model:
-        for file, heat in product(options.files, (0.0, HEAT)):
-            texts = read_texts(file)[: options.texts]
-            before = model.stats()
-            prompts = [model.tokenizer.encode(text)[-options.context :] for text in texts]
-            tokens = 0
-            for index, prompt in enumerate(prompts):
-                result = model.generate(prompt, max_new_tokens=options.new, temperature=heat, seed=index)
-                tokens += len(result.token_ids)
-            after = model.stats()
-            checks, accepted = (getattr(after, n) - getattr(before, n) for n in ("drafts", "accepted_tokens"))
-            found = {
-                "text": file.name,
-                "temperature": heat,
-                "tokens": tokens,
-                "checks": checks,
-                "tokens_per_check": round(1 + accepted / max(checks, 1), 2),
-                "of_plain": round(tokens / (tokens - accepted + checks * (options.check_cost - 1)), 2),
+    assert drafts is not None, "--drafts names a method"
+    plain = dict(zip(kinds, write_all(options, "none", kinds), strict=True))
+    for count in map(int, options.guesses.split(",")):
+        config = replace(drafts, num_speculative_tokens=count, adaptive=options.adaptive)
+        for kind, found in zip(kinds, write_all(options, config, kinds), strict=True):
+            own = plain[kind]
+            equal = found.tokens == own.tokens
+            assert equal or options.device == "cpu", "drafts have changed the tokens"
+            speed = own.seconds / own.count, found.seconds / found.count
+            if options.check_cost is None:
+                of_plain = speed[0] / speed[1]
+            else:
+                of_plain = found.count / (found.count - found.accepted + found.checks * (options.check_cost - 1))
+            line = {
+                "text": kind[0].name,
+                "temperature": kind[1],
+                "guesses": count,
+                "tokens": found.count,
+                "tokens_per_check": round(1 + found.accepted / max(found.checks, 1), 2),
+                "plain_tokens_per_second": round(1 / speed[0], 1),
+                "tokens_per_second": round(1 / speed[1], 1),
+                "of_plain": round(of_plain, 2),
             }
-            print(json.dumps(found), flush=True)
+            print(json.dumps(line), flush=True)
+
+
+def write_all(
+    options: argparse.Namespace, drafts: str | SpeculativeConfig, kinds: Sequence[tuple[Path, float]]
+) -> list[Written]:
+    """What the model writes for the texts of each file and temperature, one after another."""
+    found = []
+    with load(options.model, device=options.device, speculative=drafts, context=options.context + options.new) as model:
+        for file, heat in kinds:
+            prompts = [prompt_of(model, text, options.context) for text in read_prompts(file)[: options.texts]]
+            for _ in range(1 if options.device == "cpu" else 2):  # the first time loads and captures what is needed
+                before, written = model.stats(), []
+                for index, prompt in enumerate(prompts):
+                    written.append(decode(model, prompt, options.new, heat, index))
+                after = model.stats()
+            checks, accepted = (getattr(after, n) - getattr(before, n) for n in ("drafts", "accepted_tokens"))
+            seconds = sum(own for _, own in written)
+            found.append(Written([tokens for tokens, _ in written], seconds, checks, accepted))
+    return found
+
+
+def decode(model: Model, prompt: list[int], new: int, heat: float, seed: int) -> tuple[list[int], float]:
+    """What the model writes behind a prompt, and the seconds between the steps that give the first and last token."""
+    engine, marks, seen = model._engine, list[tuple[float, int]](), dict[Request, None]()
+
+    def mark() -> None:
+        if engine._scheduler is not None:
+            seen.update(dict.fromkeys(engine._scheduler.running))
+            marks.append((time.perf_counter(), sum(len(request.output_tokens) for request in seen)))
+
+    engine._after_steps[:] = [mark]
+    tokens = model.generate(prompt, max_new_tokens=new, temperature=heat, seed=seed).token_ids
+    first = next(when for when, count in marks if count)
+    last = next(when for when, count in marks if count == marks[-1][1])
+    return tokens, last - first
+
+
+def prompt_of(model: Model, text: str | list[Any], context: int) -> list[int]:
+    """The last tokens of a text, or a conversation."""
+    if isinstance(text, str):
+        return model.tokenizer.encode(text)[-context:]
+    return np.asarray(model.encode(text).token_ids)[-context:].tolist()
 
 
 if __name__ == "__main__":

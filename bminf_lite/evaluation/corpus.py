@@ -6,10 +6,10 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from ..text.jsonl import decode_utf8, parse_lines
 from ..text.long_text import encode_document, special_frame
 from ..text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 DEFAULT_WINDOW = 1024
 
 
@@ -52,6 +53,18 @@ def read_texts(path: Path) -> list[str]:
     Documents of white space alone are left out. Raises ``UsageError`` for a file that cannot be read, is empty, binary
     or not UTF-8, and for JSONL with lines that are not objects with a ``text``, which the message lists.
     """
+    return _read_documents(path, _text_of)
+
+
+def read_prompts(path: Path) -> list[str | list[Any]]:
+    """As :func:`read_texts`, but a line of JSONL may have ``messages`` in place of a ``text``: those of a conversation,
+    which are returned as a list.
+    """
+    return _read_documents(path, _prompt_of)
+
+
+def _read_documents(path: Path, parse: Callable[[dict[str, Any], int], T]) -> list[str | T]:
+    """The documents of a file of which ``parse`` reads the lines of JSONL."""
     try:
         content = read_file_or_pipe(path)
     except OSError as error:
@@ -59,8 +72,10 @@ def read_texts(path: Path) -> list[str]:
     if b"\0" in content:
         raise UsageError(f"{path}: is binary: byte {content.index(0)} is zero; give UTF-8 text, or JSONL")
     text = decode_utf8(content, path)
-    texts = parse_lines(text, path, _text_of) if path.suffix.lower() == ".jsonl" else [text]
-    texts = [t for t in texts if t.strip()]
+    texts: list[str | T] = [text]
+    if path.suffix.lower() == ".jsonl":
+        texts = [*parse_lines(text, path, parse)]
+    texts = [t for t in texts if not isinstance(t, str) or t.strip()]
     if not texts:
         raise UsageError(f"{path}: holds no text; give a file with some hundred words at least")
     return texts
@@ -72,6 +87,15 @@ def _text_of(value: dict[str, Any], number: int) -> str:
         found = f"text is {type(text).__name__}" if "text" in value else f"has no text, but {list(value)}"
         raise ValueError(f'{found}; each line is an object such as {{"text": "Once upon a time"}}')
     return text
+
+
+def _prompt_of(value: dict[str, Any], number: int) -> str | list[Any]:
+    if "messages" not in value:
+        return _text_of(value, number)
+    messages = value["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages is {messages!r}, not a list of messages")
+    return messages
 
 
 def encode_texts(texts: Iterable[str], tokenizer: Tokenizer) -> list[np.ndarray]:

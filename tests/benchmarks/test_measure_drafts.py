@@ -46,8 +46,15 @@ def test_a_draft_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 
 def test_texts_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (text := tmp_path / "text.txt").write_text("def first(self):\n    return self.first\n" * 3)
-    model = str(Path(bminf_lite.__file__).parent / "demo_model")
-    measure_drafts.main(["--model", model, "--device", "cpu", "--new", "24", "--context", "96", str(text)])
-    greedy, warm = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (greedy["temperature"], warm["temperature"]) == (0, 0.7)
-    assert greedy["tokens"] > 0 and greedy["tokens_per_check"] >= 1
+    options = ["--model", str(Path(bminf_lite.__file__).parent / "demo_model"), "--device", "cpu", "--new", "24"]
+    measure_drafts.main([*options, "--context", "96", "--guesses", "3,8", str(text)])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["temperature"], one["guesses"]) for one in found] == [(0, 3), (0.7, 3), (0, 8), (0.7, 8)]
+    for one in found:
+        assert one["tokens"] > 0 and one["tokens_per_check"] >= 1
+        assert one["of_plain"] == pytest.approx(one["tokens_per_second"] / one["plain_tokens_per_second"], abs=0.02), (
+            "the three are rounded"
+        )
+    measure_drafts.main([*options, "--context", "96", "--check-cost", "1", "--guesses", "3", str(text)])
+    free = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert free["tokens_per_check"] == found[0]["tokens_per_check"] and free["of_plain"] >= 1
