@@ -18,7 +18,7 @@ the same vocabulary, whose checks bring 3.5 tokens. A quarter of ``--new`` token
 The third form lets a real model continue the texts of each FILE (UTF-8, or JSONL with a "text" or "messages" per
 line) one after another, greedy and at temperature 0.7, without drafts and with up to ``--guesses`` of them a check. It
 prints how many tokens a check brings, and the speed relative to that without drafts, the host included: of the time
-from the step that gives a text its first token to the last one. On a GPU the tokens must be equal. With
+from the step that gives a text its first token to the last one. On a GPU the tokens are ``equal``. With
 ``--check-cost`` the speed is computed in place of measured, for another device, on which a check takes as many plain
 steps.
 """
@@ -372,8 +372,6 @@ def measure_texts(options: argparse.Namespace) -> None:
         config = replace(drafts, num_speculative_tokens=count, adaptive=options.adaptive)
         for kind, found in zip(kinds, write_all(options, config, kinds), strict=True):
             own = plain[kind]
-            equal = found.tokens == own.tokens
-            assert equal or options.device == "cpu", "drafts have changed the tokens"
             speed = own.seconds / own.count, found.seconds / found.count
             if options.check_cost is None:
                 of_plain = speed[0] / speed[1]
@@ -384,6 +382,7 @@ def measure_texts(options: argparse.Namespace) -> None:
                 "temperature": kind[1],
                 "guesses": count,
                 "tokens": found.count,
+                "equal": found.tokens == own.tokens,
                 "tokens_per_check": round(1 + found.accepted / max(found.checks, 1), 2),
                 "plain_tokens_per_second": round(1 / speed[0], 1),
                 "tokens_per_second": round(1 / speed[1], 1),

@@ -111,6 +111,7 @@ def head_config(path: Path, draft_vocab_size: int, layer_ids: Sequence[int] | No
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
+        "norm_before_residual": True,
         "draft_vocab_size": min(draft_vocab_size, config.vocab_size),
         **copied,
     }
@@ -120,6 +121,13 @@ def head_config(path: Path, draft_vocab_size: int, layer_ids: Sequence[int] | No
         found[LAYER_IDS] = list(layer_ids)
     eagle3.parse(found).layers_of(num_layers)
     return found
+
+
+def has_rotated_stream(path: Path) -> bool:
+    """Whether the residual stream of the model in the folder ``path`` was rotated when it was migrated."""
+    with open_model(path) as opened:
+        rotated = opened.checkpoint.manifest.get("rotated_offline") or ()
+    return any(name.startswith(ROTATED_STREAM) for name in rotated)
 
 
 def write_texts(
@@ -257,14 +265,12 @@ def train_head(
     check_target(folder, force)  # before the work
     own = Eagle3Config(**{**vars(eagle3.parse(config)), "has_embedding": False})
     own.layers_of(cast(Decoder, model.network).config.num_layers)
-    with open_model(path) as opened:
-        is_rotated = any(x.startswith(ROTATED_STREAM) for x in opened.checkpoint.manifest.get("rotated_offline") or ())
     begin = time.monotonic()
     written = write_texts(model, [piece for kind in kinds for piece in kind.trained], new_tokens, temperatures)
     new = sum(len(tokens) - count for count, tokens in written)
     report(f"{len(written):,} texts with {new:,} new tokens, written in {time.monotonic() - begin:.1f} s")
     begin = time.monotonic()
-    texts = read_written(model, written, own, is_rotated)
+    texts = read_written(model, written, own, has_rotated_stream(path))
     model.close()
     taken = f"read in {time.monotonic() - begin:.1f} s, {texts.nbytes / 1e9:.1f} GB"
     tokens = draft_tokens(texts.labels[texts.learnt, 0].numpy(), own.draft_vocab_size)
