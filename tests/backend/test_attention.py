@@ -223,8 +223,12 @@ def test_a_ragged_batch_gives_each_row_exactly_what_it_gets_alone(backend):
 
 @INT8
 @pytest.mark.parametrize("name", [for_kernels(name) if "head of" in name else name for name in SPECS])
-def test_last_tokens_get_what_attention_of_all_gives_them(backend, name, int8):
+def test_last_tokens_get_what_attention_of_all_gives_them(backend, name, int8, request):
     """The same bits, and the same keys and values in the cache: ragged prompts, the second time behind others."""
+    option = request.config.getoption
+    mixes = option("--fake-gpu-ptx") and not option("--fake-gpu").startswith("sm_86")
+    if SPECS[name].softcap and backend.name.startswith("cuda") and mixes:
+        pytest.skip("this fake GPU runs one kernel's PTX, and NumPy's tanh for the other, which has clusters")
     slots = [2, 0, 3, 1]
     of_all, of_last = (Case(backend, SPECS[name], np.random.default_rng(5), 4, 320, int8) for _ in range(2))
     contexts = [0, 0, 0, 0]
