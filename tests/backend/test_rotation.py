@@ -122,7 +122,10 @@ def test_wide_products_are_equal_everywhere(backend: Backend, rows: int, width: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "width", "block"), [(600, 14336, 256), (2400, 4096, 64), (9000, 1024, 32)])
+@pytest.mark.parametrize(
+    ("rows", "width", "block"),
+    [(600, 14336, 256), (1500, 4096, 256), (2400, 4096, 64), (9000, 1024, 32), (9000, 576, 64), (300, 11008, 256)],
+)
 def test_more_rows_than_a_gpu_has_blocks_for(cuda_backend: Backend, rows: int, width: int, block: int) -> None:
     """A block rotates one while the next one comes."""
     check_product(cuda_backend, np.random.default_rng(rows), rows, width, block)
@@ -203,10 +206,22 @@ def test_a_rotation_behind_a_norm_is_equal_everywhere(
 
 @pytest.mark.parametrize(
     ("rows", "width", "block"),
-    [(1, 576, 64), (1, 4096, 256), (1, 6144, 64), (1, 14336, 256), (1, 20480, 128), (3, 4096, 32), (150, 640, 128)],
+    [
+        (150, 4096, 256),
+        (150, 5120, 128),
+        (150, 14336, 256),
+        (150, 576, 64),
+        (1, 576, 64),
+        (1, 4096, 256),
+        (1, 6144, 64),
+        (1, 14336, 256),
+        (1, 20480, 128),
+        (3, 4096, 32),
+        (150, 640, 128),
+    ],
 )
 def test_norms_of_any_width_are_rotated_alike_everywhere(backend: Backend, rows: int, width: int, block: int) -> None:
-    check_behind_norms(backend, np.random.default_rng(width), rows, width, block, width == 6144, False)
+    check_behind_norms(backend, np.random.default_rng(width), rows, width, block, width in (5120, 6144), False)
 
 
 def check_behind_norms(

@@ -113,6 +113,14 @@ class Target(IntEnum):
     CODES_AND_HALF = 4
 
 
+class Rotated(IntEnum):
+    """How a kernel over rows rotates them: exchanging elements between lanes, or between threads in shared memory."""
+
+    NOT_ROTATED = 0
+    BETWEEN_LANES = 1
+    IN_MEMORY = 2
+
+
 class WeightType(IntEnum):
     """What the weights of a token's experts are rounded to: ``WEIGHT_TYPES``, by their places there."""
 
@@ -359,7 +367,7 @@ HEADERS = {
     "constants/epilogue.cuh": render_header(Epilogue),
     "constants/order.cuh": render_header(Order),
     "constants/gemv.cuh": render_header(GemvInput, THREADS=GEMV_THREADS, CHUNK=GEMV_CHUNK),
-    "constants/rows.cuh": render_header(Source, RowOp, Target),
+    "constants/rows.cuh": render_header(Source, RowOp, Target, Rotated),
     "constants/calibration.cuh": render_header(THREADS=CALIBRATION_THREADS, STRIP=CALIBRATION_STRIP),
     "constants/gptq.cuh": render_header(BLOCK=GPTQ_BLOCK, ROOT_BLOCK=GPTQ_ROOT_BLOCK, THREADS=GPTQ_THREADS),
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),

@@ -1,8 +1,35 @@
 // The block Hadamard transform of a row in registers (bminf_lite/backend/rotation.py defines it).
 #pragma once
+#include "common/async.cuh"
 #include "common/common.cuh"
 
 namespace bminf {
+
+// The sums and differences of elements h apart among a thread's own.
+template <int VECTORS>
+__device__ __forceinline__ void add_pairs(float (&v)[VECTORS][8], int h) {
+#pragma unroll
+    for (int i = 0; i < 8 * VECTORS; ++i)
+        if (!(i & h)) {
+            float &x = v[i / 8][i % 8], &y = v[(i + h) / 8][(i + h) % 8];
+            const float sum = __fadd_rn(x, y);
+            y = __fsub_rn(x, y), x = sum;
+        }
+}
+
+// The steps of a transform for the distances h = FIRST, 2 FIRST, ... up to LAST, as far as `block` has them, where a
+// thread has both elements of each pair: those FIRST apart are OWN apart among its own.
+template <int FIRST, int LAST, int OWN, int VECTORS>
+__device__ __forceinline__ void add_steps(float (&v)[VECTORS][8], int block) {
+    if (LAST < block) {  // without a condition for each step, behind which half of the registers would be copied
+#pragma unroll
+        for (int h = FIRST; h <= LAST; h *= 2) add_pairs(v, h / FIRST * OWN);
+    } else {
+#pragma unroll
+        for (int h = FIRST; h <= LAST; h *= 2)
+            if (h < block) add_pairs(v, h / FIRST * OWN);
+    }
+}
 
 // The sums and differences of a transform of each `block` neighbouring elements of a row. A pair of elements h apart
 // becomes their sum and their difference, for h = 1, 2, 4, ... in this order. A thread holds runs of RUN neighbouring
@@ -10,28 +37,11 @@ namespace bminf {
 // warp, so `block` is at most WARP / STEP * RUN. All lanes of a warp must call this.
 template <int RUN, int STEP, int VECTORS>
 __device__ __forceinline__ void rotate_sums(float (&v)[VECTORS][8], int block) {
-    constexpr int COUNT = 8 * VECTORS;
-    const auto add_pairs = [&](int h) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            if (!(i & h)) {
-                float &x = v[i / 8][i % 8], &y = v[(i + h) / 8][(i + h) % 8];
-                const float sum = __fadd_rn(x, y);
-                y = __fsub_rn(x, y), x = sum;
-            }
-    };
-    if (block >= RUN) {  // without a condition for each step, behind which half of the registers would be copied
-#pragma unroll
-        for (int h = 1; h < RUN; h *= 2) add_pairs(h);
-    } else {
-#pragma unroll
-        for (int h = 1; h < RUN; h *= 2)
-            if (h < block) add_pairs(h);
-    }
+    add_steps<1, RUN / 2, 1>(v, block);
     for (int d = 1; d * RUN < block; d *= 2) {
         const float sign = threadIdx.x & (d * STEP) ? -1.0f : 1.0f;  // of this lane's own element
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
+        for (int i = 0; i < 8 * VECTORS; ++i) {
             float& x = v[i / 8][i % 8];
             x = __fmaf_rn(sign, x, __shfl_xor_sync(FULL, x, d * STEP));  // a sum or a difference, rounded once
         }
@@ -136,6 +146,71 @@ __device__ __forceinline__ void rotate_in_layout(float (&v)[VECTORS][8], int blo
 #pragma unroll
             for (int j = 0; j < 8; ++j) v[i][j] = __fmul_rn(v[i][j], scale);
     }
+}
+
+// ---- through shared memory ---------------------------------------------------------------------------------------
+//
+// A warp has 1,024 neighbouring elements of a row, 32 a lane. Where lanes exchange elements they write them to shared
+// memory and read others, once for all steps that follow: an exchange between lanes takes as long as an access of one
+// element in each lane, and a step would take one for each element. Behind that a lane has other elements.
+
+constexpr int MOVED_VECTORS = 8 * WARP;      // of 16 bytes, in which rotate_moved exchanges the elements of a warp
+constexpr int TURNED_PITCH = WARP + 4;       // fp32 values from one lane's to the next one's in rotate_turned
+constexpr int TURNED = WARP * TURNED_PITCH;  // fp32 values in which rotate_turned exchanges the elements of a warp
+
+// The sums and differences of a row of which a lane has 32 neighbours. Behind that v[r / 2][4 * (r % 2) + j] is the
+// element moved_column() + 32 r + j of the warp's. moved: MOVED_VECTORS, from a multiple of 128 bytes on, which no lane
+// reads any more.
+__device__ __forceinline__ void rotate_moved(float (&v)[4][8], int block, unsigned moved) {
+    add_steps<1, 16, 1>(v, block);
+    const unsigned lane = threadIdx.x % WARP, place = lane % 8, own = moved + (lane - place) * 128 + place * 16;
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {  // eight lanes write to, and then read from, different banks
+        const float* x = v[r / 2] + r % 2 * 4;
+        const uint4 raw =
+            make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+        st_shared_v4(own + place * 128 ^ r * 16, raw);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+        const int4 raw = ld_shared_v4((own ^ r * 16) + r * 128);
+        float* x = v[r / 2] + r % 2 * 4;
+        x[0] = __int_as_float(raw.x), x[1] = __int_as_float(raw.y);
+        x[2] = __int_as_float(raw.z), x[3] = __int_as_float(raw.w);
+    }
+    add_steps<32, 128, 4>(v, block);
+}
+
+__device__ __forceinline__ int moved_column() {
+    const int lane = threadIdx.x % WARP, place = lane % 8;
+    return (lane - place) * 32 + place * 4;
+}
+
+// The transform of a row whose vectors lie as WholeVectors says: a lane has one vector of each of four blocks of 256
+// elements. Behind that lane 8 i + j has the elements j of all vectors of block i, v[m / 8][m % 8] of vector m. turned:
+// as above.
+__device__ __forceinline__ void rotate_turned(float (&v)[4][8], int block, float scale, float* turned) {
+    add_steps<1, 4, 1>(v, block);
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float* x = v[i / 2] + i % 2 * 4;
+        *reinterpret_cast<float4*>(turned + lane * TURNED_PITCH + 4 * i) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < WARP; ++m) v[m / 8][m % 8] = turned[m * TURNED_PITCH + lane];
+    add_steps<8, 128, 1>(v, block);
+    multiply(v, scale);
+}
+
+// The codes of four vectors that lanes have turned: from a word in each of four neighbouring lanes, whose bytes belong
+// to four vectors, to a word for each vector, in the lanes of the same order.
+__device__ __forceinline__ unsigned turn_codes(unsigned word) {
+    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+    word = __byte_perm(word, __shfl_xor_sync(FULL, word, 2), upper ? 0x3276 : 0x5410);
+    return __byte_perm(word, __shfl_xor_sync(FULL, word, 1), odd ? 0x3715 : 0x6240);
 }
 
 }  // namespace bminf

@@ -198,24 +198,123 @@ __device__ __forceinline__ void quantize_rotated_rows(
     }
 }
 
+// Eight words of four codes, which begin in columns 32 apart from `column` on: those in columns below `written`, or all
+// of them if `all`.
+template <Order OUT>
+__device__ __forceinline__ void store_words(
+    int8* out, int row, int column, long long out_ld, int written, bool all, const unsigned (&words)[8]) {
+    if (OUT == Order::ROW && all) {
+        int8* const own = out + offset<OUT>(row, column, out_ld);
+#pragma unroll
+        for (int r = 0; r < 8; ++r) *reinterpret_cast<unsigned*>(own + r * 32) = words[r];
+        return;
+    }
+#pragma unroll
+    for (int r = 0; r < 8; ++r)
+        if (const int own = column + r * 32; own < written)
+            *reinterpret_cast<unsigned*>(out + offset<OUT>(row, own, out_ld)) = words[r];
+}
+
+// The same as quantize_rotated_rows through shared memory, of rows of which a thread has four vectors: `memory` has
+// those of the next row, and behind them MOVED_VECTORS for each warp.
+template <Order OUT, int THREADS>
+__device__ __forceinline__ void quantize_moved_rows(
+    const __half* x, long long pitch, int k, int padded, int row, int stride, int rows, int8* out, long long out_ld,
+    float* scales, int rotation, float rotation_scale, RowScratch<THREADS, 1>& scratch, uint4* memory) {
+    constexpr int VECTORS = 4;
+    const int thread = threadIdx.x % THREADS, lane = thread % WARP, warp = warp_index();
+    const int first = warp % (THREADS / WARP) * WARP * VECTORS * 8;
+    const unsigned own = cast_smem_ptr_to_uint(memory + warp * WARP * VECTORS);
+    const unsigned moved = cast_smem_ptr_to_uint(memory + blockDim.x * VECTORS + warp * MOVED_VECTORS);
+    const bool has_part = first < padded, all = first + WARP * VECTORS * 8 <= k;  // of the warp
+    // Neighbouring lanes copy neighbouring vectors. They, and lanes that read their own, use different banks.
+    const auto copy = [&](int from) {
+        const __half* const source = x + from * pitch;
+        const unsigned target = own + (lane ^ lane / 8) * 16;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int column = first + (i * WARP + lane) * 8;
+            if (all)
+                cp_async_16(target + i * WARP * 16, source + column);
+            else
+                cp_async_16_partial(
+                    target + i * WARP * 16, source + min(column, padded - 8), min(max(k - column, 0), 8) * 2);
+        }
+    };
+    if (has_part && row < rows) copy(row);
+    for (int bank = 0; row < rows; row += stride, bank ^= 1) {
+        float v[VECTORS][8], top[2] = {}, factor = 1;
+        if (has_part) {
+            cp_async_wait_all();
+            __syncwarp();  // also: `moved` has been read
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+                const int4 raw = ld_shared_v4(own + lane * VECTORS * 16 + (i ^ lane / 2 % VECTORS) * 16);
+                load8(reinterpret_cast<const __half*>(&raw), v[i]);
+            }
+            __syncwarp();
+            if (row + stride < rows) copy(row + stride);
+            rotate_moved(v, rotation, moved);
+            factor = scale_or_factor(v, rotation, rotation_scale);
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) top[j % 2] = absmax(top[j % 2], v[i][j]);
+        }
+        const float row_top = threads_absmax<THREADS>(__fmul_rn(absmax(top[0], top[1]), factor), scratch, bank);
+        const RowScale s = row_scale(row_top);
+        if (thread == 0) scales[row] = s.scale;
+        if (!has_part) continue;
+        const float ratio = __fmul_rn(s.ratio, factor);
+        unsigned words[8];
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const uint2 codes = quantize8(v[i], ratio);
+            words[2 * i] = codes.x, words[2 * i + 1] = codes.y;
+        }
+        store_words<OUT>(out, row, first + moved_column(), out_ld, padded, all, words);
+    }
+}
+
+// The codes of a norm, rotated through shared memory: v is a row as WholeVectors says. `memory` has TURNED fp32 values
+// for each warp. written: see quantize_half.
+template <Order OUT, int THREADS>
+__device__ __forceinline__ void quantize_turned(
+    float (&v)[4][8], int row, int written, int8* out, long long out_ld, float* scales, int rotation,
+    float rotation_scale, RowScratch<THREADS, 4>& scratch, float* memory) {
+    const int thread = threadIdx.x % THREADS, lane = thread % WARP;
+    rotate_turned(v, rotation, rotation_scale, memory + threadIdx.x / WARP * TURNED);
+    const RowScale s = row_scale(row_max<THREADS>(v, scratch, 1));
+    if (thread == 0 && written) scales[row] = s.scale;
+    unsigned words[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint2 codes = quantize8(v[i], s.ratio);
+        words[2 * i] = turn_codes(codes.x), words[2 * i + 1] = turn_codes(codes.y);
+    }
+    const int first = (lane / 8 * THREADS + thread - lane) * 8 + lane % 4 * 8 + lane % 8 / 4 * 4;
+    store_words<OUT>(out, row, first, out_ld, written, written == THREADS * 32, words);
+}
+
 // Up to this number of rows the norm's weight is prefetched to L2 before the kernel waits for its input, because the
 // latency of that load counts, and the weight stream of the next GEMM delays it.
 constexpr int PREFETCH_MAX_ROWS = 64;
 
 // Whether `transform` does no more than quantize fp16 rows: quantize_half.
-constexpr bool is_half_to_codes(int source, int prepare, int target, bool rotated) {
-    return source == FROM_HALF && prepare == IDENTITY && target == CODES && !rotated;
+constexpr bool is_half_to_codes(int source, int prepare, int target, int rotated) {
+    return source == FROM_HALF && prepare == IDENTITY && target == CODES && rotated == NOT_ROTATED;
 }
 
-// Whether it rotates them too, by quantize_rotated_rows: rows that fit the registers.
-constexpr bool are_rotated_halves(int source, int prepare, int target, int threads, int vectors, bool rotated) {
-    return source == FROM_HALF && prepare == IDENTITY && target == CODES && rotated && threads >= WARP && vectors <= 4;
+// Whether it rotates them too, by quantize_rotated_rows or quantize_moved_rows: rows that fit the registers.
+constexpr bool are_rotated_halves(int source, int prepare, int target, int threads, int vectors, int rotated) {
+    return source == FROM_HALF && prepare == IDENTITY && target == CODES && rotated != NOT_ROTATED && threads >= WARP &&
+           vectors <= 4;
 }
 
 // The minimum of resident blocks per SM of `transform`. Dequantization and the exact GELU need more registers. A norm
 // of 4,096 elements must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows. Rows of fp16
 // that become codes take 40, so an SM has 1,536 threads.
-constexpr int blocks_of(int source, int prepare, int target, int threads, int vectors, bool rotated) {
+constexpr int blocks_of(int source, int prepare, int target, int threads, int vectors, int rotated) {
     if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4) return threads > 128 ? 1536 / threads : 12;
     if (are_rotated_halves(source, prepare, target, threads, vectors, rotated))
         return 1024 / (threads > 128 ? threads : 128);
@@ -228,9 +327,10 @@ constexpr int blocks_of(int source, int prepare, int target, int threads, int ve
 // read by norms, and written if there is an x. out: int8 codes laid out by OUT with leading dimension out_ld, and their
 // scales, fp32 [rows]; or fp16 or fp32 with rows of out_ld elements, which may be the residual stream or, without a
 // gate, x itself. With CODES_AND_HALF there is no x, and `data` is where the fp16 goes. rotation, rotation_scale: those
-// of rotate_row, if ROTATED; at most 8 * min(THREADS, 32) elements. For ADD_TO_FLOAT rotation_scale is a factor on the
-// sums. A block has max(THREADS, 128) threads.
-template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT, bool ROTATED>
+// of rotate_row, unless NOT_ROTATED; at most 8 * min(THREADS, 32) elements. For ADD_TO_FLOAT rotation_scale is a factor
+// on the sums. A block has max(THREADS, 128) threads. Dynamic shared memory: with IN_MEMORY, where VECTORS is 4, what
+// quantize_moved_rows or quantize_turned needs.
+template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT, int ROTATED>
 __global__ void __launch_bounds__(
     THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, TARGET, THREADS, VECTORS, ROTATED))
     transform(
@@ -243,6 +343,7 @@ __global__ void __launch_bounds__(
     constexpr bool WITH_HALF = TARGET == CODES_AND_HALF, QUANTIZED = TARGET == CODES || WITH_HALF;
     static_assert(!WITH_HALF || (NORM && SOURCE == NONE), "only a norm is written twice");
     constexpr Order ORDER = static_cast<Order>(IN);
+    extern __shared__ __align__(128) uint4 memory[];
     __shared__ RowScratch<THREADS, NORM ? VECTORS : 1> scratch;
     launch_dependent_grids();
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
@@ -259,7 +360,7 @@ __global__ void __launch_bounds__(
     const int row = min(index, rows - 1), written = index < rows ? padded : 0;
     __half* const half_out = WITH_HALF ? static_cast<__half*>(const_cast<void*>(data)) + row * pitch : nullptr;
     if constexpr (HALVES) {
-        quantize_norm<static_cast<Order>(OUT), PREPARE == LAYER_NORM, ROTATED, WITH_HALF>(
+        quantize_norm<static_cast<Order>(OUT), PREPARE == LAYER_NORM, ROTATED != NOT_ROTATED, WITH_HALF>(
             residual + row * residual_pitch, half_out, norm, padded, row, static_cast<int8*>(out), out_ld, scales,
             rotation, rotation_scale, scratch);
         return;
@@ -271,9 +372,16 @@ __global__ void __launch_bounds__(
         return;
     }
     if constexpr (are_rotated_halves(SOURCE, PREPARE, TARGET, THREADS, VECTORS, ROTATED)) {
-        quantize_rotated_rows<static_cast<Order>(OUT), THREADS, VECTORS>(
-            static_cast<const __half*>(data), pitch, k, padded, index, gridDim.x * (blockDim.x / THREADS), rows,
-            static_cast<int8*>(out), out_ld, scales, rotation, rotation_scale, scratch);
+        const __half* x = static_cast<const __half*>(data);
+        const int stride = gridDim.x * (blockDim.x / THREADS);
+        int8* const codes = static_cast<int8*>(out);
+        if constexpr (ROTATED == IN_MEMORY)
+            quantize_moved_rows<static_cast<Order>(OUT), THREADS>(
+                x, pitch, k, padded, index, stride, rows, codes, out_ld, scales, rotation, rotation_scale, scratch,
+                memory);
+        else
+            quantize_rotated_rows<static_cast<Order>(OUT), THREADS, VECTORS>(
+                x, pitch, k, padded, index, stride, rows, codes, out_ld, scales, rotation, rotation_scale, scratch);
         return;
     }
     const bool aligned = k % 8 == 0;  // the second half of x
@@ -329,14 +437,21 @@ __global__ void __launch_bounds__(
         for (int i = 0; i < VECTORS; ++i) store_vector(residual + row * residual_pitch, column_of(i), written, v[i]);
     float top = 0;
     if constexpr (NORM) {
-        top = norm_and_rotate<THREADS, PREPARE == LAYER_NORM, QUANTIZED, ROTATED>(
-            v, norm, rotation, rotation_scale, scratch, [&] {
-                if constexpr (WITH_HALF)
+        constexpr bool BY_LANES = ROTATED == BETWEEN_LANES;
+        top = norm_and_rotate < THREADS, PREPARE == LAYER_NORM, QUANTIZED && ROTATED != IN_MEMORY,
+        BY_LANES > (v, norm, rotation, rotation_scale, scratch, [&] {
+            if constexpr (WITH_HALF)
 #pragma unroll
-                    for (int i = 0; i < VECTORS; ++i) store_vector(half_out, column_of(i), written, v[i]);
-            });
+                for (int i = 0; i < VECTORS; ++i) store_vector(half_out, column_of(i), written, v[i]);
+        });
+        if constexpr (ROTATED == IN_MEMORY) {
+            quantize_turned<static_cast<Order>(OUT)>(
+                v, row, written, static_cast<int8*>(out), out_ld, scales, rotation, rotation_scale, scratch,
+                reinterpret_cast<float*>(memory));
+            return;
+        }
     } else {
-        if constexpr (ROTATED) rotate_row(v, rotation, rotation_scale);
+        if constexpr (ROTATED != NOT_ROTATED) rotate_row(v, rotation, rotation_scale);
         if constexpr (TARGET == CODES) top = row_max<THREADS>(v, scratch);
     }
     const RowScale s = row_scale(top);

@@ -16,7 +16,7 @@ from ....errors import DeviceError
 from ...runtime.cublaslt import Order
 from ...runtime.kernel import Kernel
 from ..arrays import PAD, address, ceil_div, is_padded, nbytes_of, pitch_of, pointer_and_pitch, round_up
-from ..constants import UNALIGNED_NORM_THREADS, RowOp, Source, Target
+from ..constants import UNALIGNED_NORM_THREADS, Rotated, RowOp, Source, Target
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
 
@@ -35,11 +35,16 @@ ROWS_EACH = 4
 """Rows per SM from which on keeping weight and bias in shared memory is faster."""
 RESIDENT_THREADS = 1024
 """Threads on an SM in blocks that take several rows."""
+RESERVED_SHARED = 16384
+"""Bytes of an SM's shared memory that are left to its blocks beside what they rotate in."""
+IN_MEMORY_FROM = 64
+"""From this size of blocks on, rows are rotated in shared memory: smaller ones take few exchanges between lanes."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are kept; beyond that, the least recently used is dropped."""
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = map(int, Source)
 CODES, TO_HALF, TO_FLOAT, ADD_TO_FLOAT, CODES_AND_HALF = map(int, Target)
 IDENTITY, RMS_NORM, LAYER_NORM = map(int, (RowOp.IDENTITY, RowOp.RMS_NORM, RowOp.LAYER_NORM))
+NOT_ROTATED, BETWEEN_LANES, IN_MEMORY = map(int, Rotated)
 GATE, ACTIVATE = int(RowOp.GATE_SILU), int(RowOp.ACTIVATE_SILU)
 ROW = int(Order.ROW)
 HALF_TYPE = np.dtype(np.float16)
@@ -91,7 +96,7 @@ class RowKernels:
         yield KernelFamily(
             cls.source,
             "transform",
-            (numbers(Source), numbers(RowOp), numbers(Target), row_sizes, orders, orders, BOOLEANS),
+            (numbers(Source), numbers(RowOp), numbers(Target), row_sizes, orders, orders, numbers(Rotated)),
             _possible_transform,
         )
         yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
@@ -133,14 +138,14 @@ class RowKernels:
             row_op = RMS_NORM
         assert scale == 1 or target_kind == ADD_TO_FLOAT
         factor = rotation**-0.5 if target_kind != ADD_TO_FLOAT else scale
-        kernel, grid, block = self._transform_kernel(
+        kernel, grid, block, shared = self._transform_kernel(
             rows, k, source_kind, row_op, target_kind, order, out_order, rotation
         )
         kernel(
             grid,
             block,
             (*read, *pointer_and_pitch(residual), *norm_arguments(norm), *written, rows, k, rotation, factor),
-            0,
+            shared,
             self._launcher.stream,
             True,
             None,
@@ -151,20 +156,23 @@ class RowKernels:
 
     def _find_transform(
         self, rows: int, k: int, source: int, row_op: int, target: int, order: int, out_order: int, rotation: int
-    ) -> tuple[Kernel, int, int]:
-        """The kernel for :meth:`transform`, its number of blocks, and the threads per block."""
+    ) -> tuple[Kernel, int, int, int]:
+        """The kernel for :meth:`transform`, its number of blocks, the threads per block, and its shared memory."""
         if k > MAX_ROW_WIDTH:
             raise DeviceError(f"rows of {k:,} elements; the kernels support at most {MAX_ROW_WIDTH:,}")
         fills_gpu = rows > self._launcher.num_sms
         threads, vectors = row_shape(k, max_vectors(source) if fills_gpu else 1, rotation)
-        rotated = BOOLEANS[rotation > 1]
+        block, rotated, shared = max(threads, 128), BETWEEN_LANES if rotation > 1 else NOT_ROTATED, 0
+        if rotation >= IN_MEMORY_FROM and rotates_in_memory(source, row_op, target, threads, vectors):
+            each = bytes_of_a_warp(source)
+            if each * (RESIDENT_THREADS // 32) + RESERVED_SHARED <= self._launcher.max_shared:
+                rotated, shared = IN_MEMORY, each * (block // 32)
         expression = f"transform<{source}, {row_op}, {target}, {threads}, {vectors}, {order}, {out_order}, {rotated}>"
-        kernel = self._launcher.kernel(self.source, expression, fills_gpu)
-        block = max(threads, 128)
+        kernel = self._launcher.kernel(self.source, expression, fills_gpu and not shared)
         blocks = ceil_div(rows * threads, block)
         if rotation > 1 and (source, row_op, target) == (FROM_HALF, IDENTITY, CODES) and loops(threads, vectors):
             blocks = min(blocks, self._launcher.num_sms * (RESIDENT_THREADS // block))
-        return kernel, blocks, block
+        return kernel, blocks, block, shared
 
     def norm(self, step: StepContext | None, x: cp.ndarray, norm: Norm, out: cp.ndarray) -> None:
         """A norm of fp32 rows of any width and alignment, fp32; ``out`` may be ``x``."""
@@ -304,6 +312,18 @@ def loops(threads: int, vectors: int) -> bool:
     return threads >= 32 and vectors <= 4
 
 
+def rotates_in_memory(source: int, row_op: int, target: int, threads: int, vectors: int) -> bool:
+    """Whether there is a ``transform`` that rotates such rows in shared memory: of many rows that become codes."""
+    from_half = (source, row_op, target) == (FROM_HALF, IDENTITY, CODES)
+    is_norm = row_op in (RMS_NORM, LAYER_NORM) and source == NONE and target in (CODES, CODES_AND_HALF)
+    return (from_half or is_norm) and threads >= 32 and vectors == 4
+
+
+def bytes_of_a_warp(source: int) -> int:
+    """Shared memory in which a warp rotates 1,024 elements, see ``rotation.cuh``; of fp16 rows the next one's too."""
+    return 1024 * 4 + 1024 * 2 if source == FROM_HALF else 32 * 36 * 4
+
+
 def vectors_for(columns: int, threads: int) -> int:
     """Vectors of eight elements, a power of two, that each of ``threads`` needs to cover a padded row."""
     needed = -(-round_up(columns, PAD) // (threads * 8))
@@ -347,7 +367,7 @@ def in_vectors(*arrays: cp.ndarray) -> bool:
 
 
 def _possible_transform(
-    source: int, row_op: int, target: int, size: tuple[int, int], in_order: int, out_order: int, rotated: str
+    source: int, row_op: int, target: int, size: tuple[int, int], in_order: int, out_order: int, rotated: int
 ) -> bool:
     is_norm = row_op in (RMS_NORM, LAYER_NORM)
     if is_norm:
@@ -362,7 +382,8 @@ def _possible_transform(
         and not (is_norm and threads * vectors * 8 > MAX_NORM_WIDTH)
         and (in_order == ROW or source == FROM_INT32)
         and (out_order == ROW or target == CODES)
-        and (rotated == "false" or target in (CODES, TO_HALF, CODES_AND_HALF))
+        and (rotated == NOT_ROTATED or target in (CODES, TO_HALF, CODES_AND_HALF))
+        and (rotated != IN_MEMORY or rotates_in_memory(source, row_op, target, threads, vectors))
         and (target != CODES_AND_HALF or (source == NONE and is_norm))
         and (target != ADD_TO_FLOAT or (source == NONE and is_norm))
     )
