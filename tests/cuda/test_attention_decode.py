@@ -449,12 +449,13 @@ def test_bits_are_those_of_the_kernels_for_many_tokens(device: Device, shape: Sh
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("int8", [False, True])
-def test_prepared_heads_have_the_same_bits(device: Device, int8: bool) -> None:
+def test_prepared_heads_have_the_same_bits(device: Device, int8: bool, head_dim: int) -> None:
     """``prepare_heads`` writes into the cache what decode attention writes."""
     import cupy as cp
 
-    problem = Problem.random(Shape(rotated=True, int8=int8), [0, 5, 63, 64, 700, 1023, 4000], seed=4)
+    problem = Problem.random(Shape(rotated=True, int8=int8, head_dim=head_dim), [0, 5, 63, 64, 700, 1023, 4000], seed=4)
     decoded, prepared = problem.copied(), problem.copied()
     decoded.run(device)
     count, spec = len(problem.context_lens), problem.spec

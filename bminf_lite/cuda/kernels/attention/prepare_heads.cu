@@ -55,33 +55,74 @@ __device__ __forceinline__ void store_part(T* out, const RAW& raw, int count, bo
         if (i < count) out[i] = reinterpret_cast<const T*>(&raw)[i];
 }
 
+// One level of the tree of a head's squares: the lanes `distance` apart, which have the same ones of its pairs i, keep
+// one half of them each and add the other's, the upper lane the upper half.
+template <int COUNT>
+__device__ __forceinline__ void add_halves(const double (&x)[COUNT], int distance, double (&kept)[COUNT / 2]) {
+    const bool upper = threadIdx.x & distance;
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+        const double low = x[i], high = x[i + COUNT / 2];
+        kept[i] = (upper ? high : low) + __shfl_xor_sync(FULL, upper ? low : high, distance);
+    }
+}
+
+// The sum of the squares of a head of eight lanes, in all of them: of pairs 32, 16 and 8 apart, which other lanes have,
+// and then of those 4, 2 and 1 apart, whose sums lanes as far apart have by then.
+__device__ __forceinline__ double sum_of_eight_lanes(const double (&squares)[N]) {
+    static_assert(N == 8, "three levels among lanes, and three among the pairs of one");
+    double of_32[4], of_16[2], of_8[1];
+    add_halves(squares, 4, of_32);
+    add_halves(of_32, 2, of_16);
+    add_halves(of_16, 1, of_8);
+    double sum = of_8[0];
+#pragma unroll
+    for (int d = 4; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    return sum;
+}
+
 // RMSNorm of the heads of a warp; norm_weight: of this thread's head, null for one without a norm. The squares are
 // added in the order of norm_and_rope, where a lane has the pairs 32 apart: these one after another, then pairs that
-// are 16, 8, 4, 2 and 1 apart.
+// are 16, 8, 4, 2 and 1 apart. whole: see load_part.
 __device__ __forceinline__ void norm_parts(
-    float (&low)[N], float (&high)[N], const float* norm_weight, float eps, int head_dim, int count, int lanes) {
+    float (&low)[N], float (&high)[N], const float* norm_weight, float eps, int head_dim, int count, int lanes,
+    bool whole) {
     const int part = threadIdx.x & (lanes - 1), half = head_dim / 2;
-    double sum[N];
+    double squares[N], sum;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const double square = fmaf(low[i], low[i], high[i] * high[i]);
-        sum[i] = square;
-        if (lanes > 4) {
-            sum[i] = __shfl_sync(FULL, square, part % 4, lanes);
-            for (int j = 4; j < lanes; j += 4) sum[i] += __shfl_sync(FULL, square, part % 4 + j, lanes);
+    for (int i = 0; i < N; ++i) squares[i] = fmaf(low[i], low[i], high[i] * high[i]);
+    if (lanes == 8) {
+        sum = sum_of_eight_lanes(squares);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const double square = squares[i];
+            if (lanes > 4) {
+                squares[i] = __shfl_sync(FULL, square, part % 4, lanes);
+                for (int j = 4; j < lanes; j += 4) squares[i] += __shfl_sync(FULL, square, part % 4 + j, lanes);
+            }
+            if (lanes > 2) squares[i] += __shfl_xor_sync(FULL, squares[i], 2);
+            if (lanes > 1) squares[i] += __shfl_xor_sync(FULL, squares[i], 1);
         }
-        if (lanes > 2) sum[i] += __shfl_xor_sync(FULL, sum[i], 2);
-        if (lanes > 1) sum[i] += __shfl_xor_sync(FULL, sum[i], 1);
+        tree_sum(squares);
+        sum = squares[0];
     }
-    tree_sum(sum);
-    if (norm_weight == nullptr) return;
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum[0] / head_dim) + eps));
+    if (norm_weight == nullptr || count == 0) return;
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(divided(sum, head_dim)) + eps));
+    const auto multiply = [&](float (&x)[N], const float* weight) {
+        if (whole) {
+            float w[N];
+            load8(weight, w);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        if (i >= count) continue;
-        low[i] = __fmul_rn(__fmul_rn(low[i], norm_weight[part * N + i]), inverse);
-        high[i] = __fmul_rn(__fmul_rn(high[i], norm_weight[half + part * N + i]), inverse);
-    }
+            for (int i = 0; i < N; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], w[i]), inverse);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            if (i < count) x[i] = __fmul_rn(__fmul_rn(x[i], weight[i]), inverse);
+    };
+    multiply(low, norm_weight + part * N);
+    multiply(high, norm_weight + half + part * N);
 }
 
 // rotated_heads of the heads of a warp, but for values.
@@ -162,7 +203,7 @@ __global__ void __launch_bounds__(THREADS, 3) prepare_heads(
     load8(reinterpret_cast<const __half*>(&raw_high), high);
     if (q_norm_weight != nullptr || k_norm_weight != nullptr || v_norm_weight != nullptr) {
         const float* const weight = is_value ? v_norm_weight : is_query ? q_norm_weight : k_norm_weight;
-        norm_parts(low, high, weight, eps, head_dim, count, lanes);
+        norm_parts(low, high, weight, eps, head_dim, count, lanes, whole);
     }
     if (frequencies != nullptr && !is_value) {
         float cosine[N], sine[N];
