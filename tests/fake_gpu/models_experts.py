@@ -194,7 +194,7 @@ def write_sums(
 @model
 def weighted_sum(call: Call) -> None:
     rows, top_k, columns = call.launch.grid[1], call.top_k, call.columns
-    call.require(call.launch.grid[0] * SUM_THREADS * 8 >= columns, "blocks are missing")
+    call.require(call.launch.grid[0] * SUM_THREADS * 4 >= columns, "blocks are missing")
     places = call.vector("places", rows * top_k, np.int32)
     results = call.rows("results", rows * top_k, call.pitch, columns, F16)[places].astype(F32)
     weights = call.vector("weights", rows * top_k, F32) if call.weights else np.ones(rows * top_k, F32)

@@ -136,7 +136,14 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
     return x;
 }
 
-// The same past the L1 cache, where a kernel that does not wait for its predecessor may find older values.
+// The same of 8 bytes.
+__device__ __forceinline__ uint2 ld_global_v2(const void* p) {
+    uint2 x;
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p) : "memory");
+    return x;
+}
+
+// ld_global_v4 past the L1 cache, where a kernel that does not wait for its predecessor may find older values.
 __device__ __forceinline__ uint4 ld_global_cg_v4(const void* p) {
     uint4 x;
     asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -138,56 +138,62 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
         list, static_cast<uint4*>(sorted));
 }
 
+// Four elements of fp16 as fp32.
+__device__ __forceinline__ void convert4(uint2 raw, float (&x)[4]) {
+    const float2 low = unpack_half2(raw.x), high = unpack_half2(raw.y);
+    x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+}
+
 // out = sum over j of weights[t, j] * results[places[t, j]], from rank 0 on, and then gate[t] * addend[t], each product
 // and each sum rounded, and with ADD added to fp32 values in memory. results: fp16 [pairs, pitch]; weights: [rows,
 // top_k], or null for ones; addend: fp32 [rows, addend_pitch] or null; gate: [rows], or null for ones; out: fp32 [rows,
-// out_pitch]. Grid: (columns, rows); a thread has eight columns.
+// out_pitch]. Grid: (columns, rows); a thread has four columns, so that a warp takes whole cache lines of fp32 values.
 template <bool ADD>
-__global__ void __launch_bounds__(SUM_THREADS) weighted_sum(
+__global__ void __launch_bounds__(SUM_THREADS, 5) weighted_sum(
     const __half* results, long long pitch, const int* places, const float* weights, int top_k, const float* addend,
     long long addend_pitch, const float* gate, float* out, long long out_pitch, int columns) {
-    __shared__ int places_of_row[WARP];
+    constexpr int AT_ONCE = 8;
+    __shared__ const __half* results_of_row[WARP];
     __shared__ float weights_of_row[WARP];
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const int row = blockIdx.y, own = (blockIdx.x * SUM_THREADS + threadIdx.x) * 8,
-              column = min(own, (columns - 1) / 8 * 8);
-    float* target = out + row * out_pitch + column;
-    float before[8], sum[8];
-    if constexpr (ADD) load8(target, before);
+    const int row = blockIdx.y, own = (blockIdx.x * SUM_THREADS + threadIdx.x) * 4,
+              column = min(own, (columns - 1) / 4 * 4);
+    float4* const target = reinterpret_cast<float4*>(out + row * out_pitch + column);
+    float4 before;
+    if constexpr (ADD) before = *target;
     if (threadIdx.x < top_k) {
-        places_of_row[threadIdx.x] = places[row * top_k + threadIdx.x];
+        results_of_row[threadIdx.x] = results + places[row * top_k + threadIdx.x] * pitch;
         weights_of_row[threadIdx.x] = weights ? weights[row * top_k + threadIdx.x] : 1.0f;
     }
     __syncthreads();
-    for (int first = 0; first < top_k; first += 4) {
-        uint4 raw[4];  // behind the last rank its values once more
+    float sum[4];
+    for (int first = 0; first < top_k; first += AT_ONCE) {
+        uint2 raw[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            raw[j] = ld_global_v4(results + places_of_row[min(first + j, top_k - 1)] * pitch + column);
-        __syncwarp();  // otherwise the compiler places each load next to its use
+        for (int j = 0; j < AT_ONCE; ++j)
+            if (first + j < top_k) raw[j] = ld_global_v2(results_of_row[first + j] + column);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < AT_ONCE; ++j) {
             if (first + j >= top_k) break;
-            float x[8];
-            load8(reinterpret_cast<const __half*>(&raw[j]), x);
+            float x[4];
+            convert4(raw[j], x);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
+            for (int i = 0; i < 4; ++i) {
                 const float y = __fmul_rn(weights_of_row[first + j], x[i]);
                 sum[i] = first + j == 0 ? y : __fadd_rn(sum[i], y);
             }
         }
     }
     if (addend) {
-        float x[8];
-        load8(addend + row * addend_pitch + column, x);
+        const float4 x = *reinterpret_cast<const float4*>(addend + row * addend_pitch + column);
         const float factor = gate ? gate[row] : 1.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(factor, x[i]));
+        sum[0] = __fadd_rn(sum[0], __fmul_rn(factor, x.x)), sum[1] = __fadd_rn(sum[1], __fmul_rn(factor, x.y));
+        sum[2] = __fadd_rn(sum[2], __fmul_rn(factor, x.z)), sum[3] = __fadd_rn(sum[3], __fmul_rn(factor, x.w));
     }
     if constexpr (ADD) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(before[i], sum[i]);
+        sum[0] = __fadd_rn(before.x, sum[0]), sum[1] = __fadd_rn(before.y, sum[1]);
+        sum[2] = __fadd_rn(before.z, sum[2]), sum[3] = __fadd_rn(before.w, sum[3]);
     }
-    if (own < columns) store8(target, sum);
+    if (own < columns) *target = make_float4(sum[0], sum[1], sum[2], sum[3]);
 }

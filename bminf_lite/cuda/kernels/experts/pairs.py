@@ -120,7 +120,7 @@ class PairKernels:
             step,
             self.source,
             f"weighted_sum<{BOOLEANS[add]}>",
-            (ceil_div(columns, 8 * SUM_THREADS), rows),
+            (ceil_div(columns, 4 * SUM_THREADS), rows),
             SUM_THREADS,
             (
                 results.data.ptr,
